@@ -1,0 +1,54 @@
+# Everything runs inside .venv, which the first target that needs it makes.
+PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint soak bench docs clean
+
+help: ## show this list
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+
+setup: .venv/.setup ## make .venv with the library and what its demo and tests need
+
+demo: .venv/.setup ## run the demonstration
+	$(BIN)/python examples/demo.py
+
+test: export OMP_NUM_THREADS = 1
+test: .venv/.setup ## run the tests and the doctests
+	$(BIN)/python -m pytest -n 2 --doctest-modules tests grapnet
+
+lint: .venv/.lint ## check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/basedpyright
+
+soak: .venv/.setup ## run the long random test and write results/soak.json
+	@mkdir -p results
+	$(BIN)/python -m tests.soak --json results/soak.json
+
+bench: .venv/.setup ## measure edits, checking their results, and write benchmarks/results/edits.json
+	@mkdir -p benchmarks/results
+	$(BIN)/python -m benchmarks.run edits --check --json benchmarks/results/edits.json
+
+docs: .venv/.docs ## build the documentation into site/
+	$(BIN)/mkdocs build --strict
+
+clean: ## remove caches and built files; .venv and results stay
+	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
+
+# The build backend comes first and builds without isolation, so that it too is held to the constraints.
+.venv/.setup: pyproject.toml $(CONSTRAINTS)
+	@echo "Installing into .venv; the first time takes a minute or two"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) scikit-build-core
+	@$(PIP) --no-build-isolation -e '.[demo,test]'
+	@touch $@
+
+.venv/.lint .venv/.docs: .venv/.%: .venv/.setup
+	@echo "Installing the $* tools into .venv"
+	@$(PIP) --no-build-isolation -e '.[$*]'
+	@touch $@
