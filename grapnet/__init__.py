@@ -1,0 +1,28 @@
+"""GrapNet: neural networks whose structure is data you can edit while they train."""
+
+from importlib.metadata import version as _version
+
+from .core.activation import register_activation as register_activation
+from .core.edit import Edit as Edit
+from .core.errors import CheckpointError as CheckpointError
+from .core.errors import EditError as EditError
+from .core.errors import FrozenError as FrozenError
+from .core.errors import GrapNetError as GrapNetError
+from .core.errors import HistoryError as HistoryError
+from .core.errors import InvariantError as InvariantError
+from .core.errors import OptimizerError as OptimizerError
+from .core.errors import PlanError as PlanError
+from .core.errors import StaleNodeError as StaleNodeError
+from .core.errors import StaleRelationsError as StaleRelationsError
+from .core.errors import StaleTopologyError as StaleTopologyError
+from .core.errors import TopologyError as TopologyError
+from .core.invariants import check as check
+from .core.journal import Commit as Commit
+from .core.journal import Diff as Diff
+from .core.node import GrapNode as GrapNode
+from .core.relation_set import RelationSet as RelationSet
+from .core.remap import IndexMap as IndexMap
+from .core.selection import NodeSet as NodeSet
+from .network import GrapNet as GrapNet
+
+__version__ = _version("grapnet")

@@ -1,0 +1,1 @@
+"""The canonical graph: it stores."""

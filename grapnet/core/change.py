@@ -1,0 +1,145 @@
+"""Change: everything one commit does to a graph, as data that can be inverted, replayed and stored."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from .labels import Labels
+from .remap import IndexMap
+from .values import VectorChange
+
+
+@dataclass(frozen=True, eq=False)
+class NodeRecord:
+    """Who some nodes are: uids, owners, activations."""
+
+    uids: Tensor  # [n] int64
+    owners: Labels
+    activations: Labels
+
+    def __len__(self) -> int:
+        return len(self.uids)
+
+
+@dataclass(frozen=True, eq=False)
+class Relabel:
+    """Names that change on surviving rows (in new rows)."""
+
+    rows: Tensor  # [n] int32
+    before: Labels
+    after: Labels
+
+    def inverse(self, index: IndexMap) -> "Relabel":
+        """Returns the relabelling that leads back."""
+        return Relabel(index.old_positions(self.rows), self.after, self.before)
+
+
+@dataclass(frozen=True, eq=False)
+class LayerChange:
+    """What happens to one layer: rows that come and go, biases, names."""
+
+    index: IndexMap
+    born: NodeRecord
+    gone: NodeRecord
+    biases: VectorChange | None  # None for the sensory layer
+    owners: Relabel | None = None
+    activations: Relabel | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing happens."""
+        turned = self.biases is not None and (len(self.biases.flips) > 0 or self.biases.shift is not None)
+        return self.index.is_identity and not turned and self.owners is None and self.activations is None
+
+    def inverse(self, *, with_gradients: bool) -> "LayerChange":
+        """Returns the change that leads back."""
+        return LayerChange(
+            self.index.inverse(),
+            born=self.gone,
+            gone=self.born,
+            biases=self.biases and self.biases.inverse(with_gradients=with_gradients),
+            owners=self.owners and self.owners.inverse(self.index),
+            activations=self.activations and self.activations.inverse(self.index),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Relations named for ever: the uids of both ends."""
+
+    parents: Tensor  # [n] int32
+    children: Tensor  # [n] int32
+
+    def __len__(self) -> int:
+        return len(self.parents)
+
+
+@dataclass(frozen=True, eq=False)
+class TransitionChange:
+    """What happens to the relations of one transition."""
+
+    index: IndexMap
+    born: Pairs
+    gone: Pairs
+    weights: VectorChange
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing happens."""
+        return self.index.is_identity and len(self.weights.flips) == 0
+
+    def inverse(self, *, with_gradients: bool) -> "TransitionChange":
+        """Returns the change that leads back."""
+        weights = self.weights.inverse(with_gradients=with_gradients)
+        return TransitionChange(weights.index, born=self.gone, gone=self.born, weights=weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """What one commit does, layer by layer and transition by transition; what is not named stays."""
+
+    layers: dict[int, LayerChange]
+    transitions: dict[int, TransitionChange]
+
+    @property
+    def is_empty(self) -> bool:
+        """True when nothing happens."""
+        return all(c.is_empty for c in self.layers.values()) and all(c.is_empty for c in self.transitions.values())
+
+    def inverse(self, *, with_gradients: bool = False) -> "Change":
+        """Returns the change that leads back to where this one started."""
+        return Change(
+            {n: c.inverse(with_gradients=with_gradients) for n, c in self.layers.items()},
+            {t: c.inverse(with_gradients=with_gradients) for t, c in self.transitions.items()},
+        )
+
+    def without_values(self) -> "Change":
+        """Returns the change without the weights and biases that came and went."""
+        layers = {n: replace(c, biases=c.biases and c.biases.without_values()) for n, c in self.layers.items()}
+        transitions = {t: replace(c, weights=c.weights.without_values()) for t, c in self.transitions.items()}
+        return Change(layers, transitions)
+
+    @property
+    def has_values(self) -> bool:
+        """False once the journal has let go of the weights and biases that came and went."""
+        vectors = [c.biases for c in self.layers.values() if c.biases] + [c.weights for c in self.transitions.values()]
+        return all(v.gone_values is not None for v in vectors)
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many nodes and relations came and went and how many coordinates were frozen or released."""
+        layers, transitions = self.layers.values(), self.transitions.values()
+        turned = [c.biases.flips for c in layers if c.biases] + [c.weights.flips for c in transitions]
+        return {
+            "nodes_added": sum(len(c.born) for c in layers),
+            "nodes_removed": sum(len(c.gone) for c in layers),
+            "relations_added": sum(len(c.born) for c in transitions),
+            "relations_removed": sum(len(c.gone) for c in transitions),
+            "coordinates_turned": sum(map(len, turned)),
+        }
+
+
+def no_nodes() -> NodeRecord:
+    """Returns the record of no nodes."""
+    none = Labels(torch.empty(0, dtype=torch.int32), (None,))
+    return NodeRecord(torch.empty(0, dtype=torch.int64), none, none)

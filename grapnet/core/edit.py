@@ -1,0 +1,343 @@
+"""Edit: a transaction that collects operations and commits them all or not at all."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from .activation import activation_function
+from .errors import EditError
+from .relation_set import RelationSet
+from .requests import Connection, Initial, Naming, Newborns, Requests, checked_initial
+from .resolve import resolve
+from .selection import Nodes, NodeSet, as_node_set, as_uids
+
+if TYPE_CHECKING:
+    from .graph import Graph
+    from .journal import Commit
+
+_LARGEST_UID = 2**31 - 1
+
+
+class Edit:
+    """A `with net.edit(...) as edit:` block.
+
+    Inside it every read, slot and node set means the graph as it was when the edit began. Leaving the block validates
+    everything and commits; any error leaves graph, parameters, version and followers as they were.
+    """
+
+    def __init__(
+        self, graph: "Graph", reason: str, by: str | None, trial: bool, generator: torch.Generator | None
+    ) -> None:
+        self.reason = reason
+        self.by = by
+        self.trial = trial
+        self.generator = generator
+        self.receipt: Commit | None = None
+        self._graph = graph
+        self._requests = Requests()
+        self._operations: list[dict[str, Any]] = []
+        self._next_uid = graph.next_uid
+        self._open = False
+
+    def add_nodes(
+        self,
+        layer: int,
+        count: int,
+        *,
+        activation: str | None = None,
+        owner: str | None = None,
+        bias: Initial | float = "linear",
+    ) -> NodeSet:
+        """Adds nodes at the end of a layer and returns them, ready to be connected in this edit.
+
+        Args:
+            layer: number of the layer; negative numbers count from the output.
+            count: how many.
+            activation: the layer's own unless given.
+            owner: a tag to select them by.
+            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values.
+        """
+        number = self._layer_number(layer)
+        store = self._graph.layers[number]
+        if count < 0:
+            raise EditError(f"the number of nodes to add must not be negative, got {count}")
+        activation = store.default_activation if activation is None else activation
+        _checked_activation(activation)
+        initial = checked_initial(bias if isinstance(bias, str) else torch.as_tensor(bias), count, "biases")
+        if self._next_uid + count > _LARGEST_UID:
+            raise EditError(f"a graph names at most {_LARGEST_UID:,} nodes in its life")
+        uids = torch.arange(self._next_uid, self._next_uid + count)
+        self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
+        self._next_uid += count
+        self._requests.newborns[number].append(Newborns(uids, activation, owner, initial))
+        return NodeSet(self._graph, {number: uids})
+
+    def remove_nodes(self, nodes: Nodes, *, interface: bool = False) -> None:
+        """Removes nodes with the relations they own and those that lead to them.
+
+        Args:
+            nodes: which.
+            interface: must be True to remove sensory or output nodes, which changes the net's input or output width.
+        """
+        found = self._rows(nodes)
+        for number in found:
+            if number in (0, len(self._graph.layers) - 1) and not interface:
+                kind = "sensory" if number == 0 else "output"
+                raise EditError(
+                    f"{len(found[number])} of the nodes to remove are {kind} nodes; say interface=True to remove them"
+                )
+        for number, rows in found.items():
+            self._note("remove_nodes", layer=number, nodes=len(rows))
+            self._requests.removals[number].append(rows)
+
+    def connect(
+        self,
+        parents: Nodes,
+        children: Nodes,
+        *,
+        pairs: Literal["all", "aligned"] = "all",
+        weights: Initial | float = "linear",
+    ) -> None:
+        """Adds relations from parents to children, which must be in the next layer; each goes to the end of its owner's list.
+
+        Args:
+            parents: nodes of one layer.
+            children: nodes of the next.
+            pairs: "all" relates every parent to every child; "aligned" relates the first to the first, and so on.
+            weights: "linear" (what nn.Linear of the child's fan-in draws), "alloc" (uniform in ±1/√(relations its owner
+                gains in this edit)), "zero", or values: [parents, children] for "all", one a pair for "aligned".
+        """
+        if pairs not in ("all", "aligned"):
+            raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')
+        upper, parent_rows = self._one_layer(parents, "parents")
+        lower, child_rows = self._one_layer(children, "children")
+        if len(parent_rows) == 0 or len(child_rows) == 0:
+            if pairs == "aligned" and len(parent_rows) != len(child_rows):
+                raise EditError(
+                    f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
+                )
+            return
+        if lower != upper + 1:
+            raise EditError(f"a relation leads from a layer to the next one, not from layer {upper} to layer {lower}")
+        distinct = False
+        if pairs == "all":
+            distinct = len(parent_rows.unique()) == len(parent_rows) and len(child_rows.unique()) == len(child_rows)
+            shape = (len(parent_rows), len(child_rows))
+            if isinstance(weights, Tensor) and weights.dim() == 2 and tuple(weights.shape) != shape:
+                raise EditError(f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}")
+            parent_rows, child_rows = parent_rows.repeat_interleave(shape[1]), child_rows.repeat(shape[0])
+        elif len(parent_rows) != len(child_rows):
+            raise EditError(
+                f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
+            )
+        initial = checked_initial(
+            weights if isinstance(weights, str) else torch.as_tensor(weights), len(parent_rows), "relations"
+        )
+        given = weights if isinstance(weights, str) else "given"
+        self._note("connect", transition=upper, relations=len(parent_rows), weights=given)
+        self._requests.connections[upper].append(Connection(parent_rows, child_rows, initial, distinct))
+
+    def cut(self, relations: RelationSet | Any, *, slots: Any = None) -> None:
+        """Cuts relations: the references and the coordinates are gone, the nodes stay.
+
+        Args:
+            relations: a RelationSet, or one GrapNode together with `slots`.
+            slots: positions in that node's list of children.
+        """
+        for t, positions in self._positions(relations, slots).items():
+            self._note("cut", transition=t, relations=len(positions))
+            self._requests.cuts[t].append(positions)
+
+    def freeze(
+        self, what: RelationSet | Nodes, *, incoming: bool = True, outgoing: bool = True, bias: bool = True
+    ) -> None:
+        """Freezes relations, or nodes with their bias, incoming and outgoing relations (each can be left out)."""
+        self._turn("freeze", what, incoming, outgoing, bias)
+
+    def unfreeze(
+        self, what: RelationSet | Nodes, *, incoming: bool = True, outgoing: bool = True, bias: bool = True
+    ) -> None:
+        """Makes relations, or nodes with what belongs to them, trainable again, with clean optimizer state."""
+        self._turn("unfreeze", what, incoming, outgoing, bias)
+
+    def remove_orphans(self, layers: Any = None, *, fold_bias: bool = False) -> None:
+        """Removes, when the edit commits, hidden nodes without parents, and those that this leaves without.
+
+        Args:
+            layers: numbers of hidden layers, all of them by default.
+            fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the function stays.
+        """
+        hidden = range(1, len(self._graph.layers) - 1)
+        numbers = (
+            hidden
+            if layers is None
+            else [self._layer_number(n) for n in ([layers] if isinstance(layers, int) else layers)]
+        )
+        for number in numbers:
+            if number not in hidden:
+                raise EditError(f"layer {number} is not hidden, so it has no orphans")
+            self._requests.orphans[number] = self._requests.orphans.get(number, False) or fold_bias
+        self._note("remove_orphans", layers=list(numbers), fold_bias=fold_bias)
+
+    def set_activation(self, nodes: Nodes, activation: str) -> None:
+        """Gives nodes another activation."""
+        _checked_activation(activation)
+        self._name("activations", nodes, activation)
+
+    def set_owner(self, nodes: Nodes, owner: str | None) -> None:
+        """Tags nodes with an owner, or with None."""
+        if owner is not None and not isinstance(owner, str):
+            raise EditError(f"an owner is a string or None, got {owner!r}")
+        self._name("owners", nodes, owner)
+
+    def commit(self) -> "Commit | None":
+        """Commits now, before the block ends; in a trial this is where its operations take effect.
+
+        Returns None when there was nothing to change. No further operation can be added.
+        """
+        self._require_open()
+        self._open = False
+        self._structures = self._graph.structures()
+        change = resolve(self._graph, self._requests, self.generator)
+        if not change.is_empty:
+            self.receipt = self._graph.commit_change(
+                change, self.reason, self.by, tuple(self._operations), next_uid=self._next_uid, trial=self.trial
+            )
+        self._operations.clear()
+        return self.receipt
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the edit holds operations that have not taken effect."""
+        return bool(self._operations)
+
+    def __enter__(self) -> "Edit":
+        self._graph.open_edit(self)
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None and self._open and not self.trial:
+                self.commit()
+        finally:
+            self._open = False
+            self._operations.clear()
+            if self.trial and self.receipt is not None:
+                self._graph.take_back(self.receipt, self._structures)
+            self._graph.close_edit()
+
+    def _turn(self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool) -> None:
+        relations, biases = (
+            (self._requests.freeze_relations, self._requests.freeze_biases)
+            if verb == "freeze"
+            else (self._requests.unfreeze_relations, self._requests.unfreeze_biases)
+        )
+        if isinstance(what, RelationSet):
+            if not (incoming and outgoing and bias):
+                raise EditError(
+                    f"incoming=, outgoing= and bias= say what to {verb} of nodes; a RelationSet is taken as it is"
+                )
+            for t, positions in self._positions(what, None).items():
+                self._note(verb, transition=t, relations=len(positions))
+                relations[t].append(positions)
+            return
+        self._require_open()
+        nodes = as_node_set(self._graph, self._existing(what, verb))
+        chosen = [nodes.incoming()] * incoming + [nodes.outgoing()] * outgoing
+        rows = nodes.rows_by_layer()
+        self._note(verb, nodes=len(nodes), incoming=incoming, outgoing=outgoing, bias=bias)
+        for part in chosen:
+            for t, positions in self._positions(part, None).items():
+                relations[t].append(positions)
+        for number in rows if bias else ():
+            if not self._graph.layers[number].is_sensory:
+                biases[number].append(rows[number])
+
+    def _name(self, kind: str, nodes: Nodes, name: str | None) -> None:
+        for number, rows in self._rows(nodes).items():
+            self._note(f"set_{kind[:-1]}", layer=number, nodes=len(rows), name=name)
+            self._requests.namings[number].append(Naming(kind, rows, name))
+
+    def _positions(self, relations: RelationSet | Any, slots: Any) -> dict[int, Tensor]:
+        self._require_open()
+        if slots is not None:
+            relations = relations.outgoing(slots=slots)
+        if not isinstance(relations, RelationSet):
+            raise TypeError(
+                f"relations are given as a RelationSet (node.outgoing(), net.select(...).incoming()), not as {type(relations).__name__}"
+            )
+        if relations.graph is not self._graph:
+            raise EditError("the relations belong to another graph")
+        found = relations.positions_by_transition()
+        device = self._graph.device
+        return {
+            t: torch.arange(at.start, at.stop, dtype=torch.int32, device=device) if isinstance(at, range) else at
+            for t, at in found.items()
+        }
+
+    def _rows(self, nodes: Nodes) -> dict[int, Tensor]:
+        """Returns rows by layer, newborn nodes counted after the present ones."""
+        self._require_open()
+        uids = as_uids(self._graph, nodes)
+        found: dict[int, Tensor] = {}
+        left = uids
+        for number in range(len(self._graph.layers)):
+            rows = self._rows_in(number, left)
+            if bool((rows >= 0).any()):
+                found[number] = rows[rows >= 0]
+                left = left[rows < 0]
+        if len(left):
+            self._graph.locate(int(left[0]))
+        return found
+
+    def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
+        found = self._rows(nodes)
+        if len(found) > 1:
+            raise EditError(f"the {role} of one connect() are in one layer, got nodes of layers {sorted(found)}")
+        return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32)))
+
+    def _rows_in(self, number: int, uids: Tensor) -> Tensor:
+        layer = self._graph.layers[number]
+        rows = layer.rows(uids)
+        offset = len(layer)
+        for newborns in self._requests.newborns.get(number, ()):
+            if len(newborns.uids):
+                place = uids - newborns.uids[0]
+                inside = (place >= 0) & (place < len(newborns.uids))
+                rows = torch.where(inside, (place + offset).int(), rows)
+            offset += len(newborns.uids)
+        return rows
+
+    def _existing(self, nodes: Nodes, verb: str) -> Nodes:
+        uids = as_uids(self._graph, nodes)
+        if bool((uids >= self._graph.next_uid).any()):
+            raise EditError(f"nodes added in this edit cannot {verb} in it; do that in the next edit")
+        return nodes
+
+    def _layer_number(self, layer: int) -> int:
+        count = len(self._graph.layers)
+        if not isinstance(layer, int) or not -count <= layer < count:
+            raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
+        return layer % count
+
+    def _note(self, operation: str, **details: Any) -> None:
+        self._require_open()
+        self._operations.append({"operation": operation, **details})
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise EditError(
+                "this edit is not open: use it inside its own `with net.edit(...) as edit:` block, before commit()"
+            )
+
+
+def _checked_activation(name: str) -> None:
+    try:
+        activation_function(name)
+    except ValueError as error:
+        raise EditError(str(error)) from None

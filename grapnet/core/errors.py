@@ -1,0 +1,49 @@
+"""The errors GrapNet raises; each is also the built-in error a caller would expect."""
+
+
+class GrapNetError(Exception):
+    """Any error that GrapNet raises on purpose."""
+
+
+class EditError(GrapNetError, ValueError):
+    """An edit asks for something impossible; nothing was changed."""
+
+
+class FrozenError(GrapNetError, ValueError):
+    """A value was assigned to a frozen coordinate; nothing was changed."""
+
+
+class StaleNodeError(GrapNetError, LookupError):
+    """A node handle or node set names a node that is not in the graph."""
+
+
+class StaleRelationsError(GrapNetError, LookupError):
+    """A relation set was selected before an edit moved the relations it names."""
+
+
+class StaleTopologyError(GrapNetError, RuntimeError):
+    """A backward pass ran through a forward pass of an older version of the graph."""
+
+
+class TopologyError(GrapNetError, ValueError):
+    """A state dict belongs to a graph that is wired differently; nothing was loaded."""
+
+
+class HistoryError(GrapNetError, RuntimeError):
+    """The journal cannot undo, redo, compare or replay what was asked for."""
+
+
+class InvariantError(GrapNetError, AssertionError):
+    """A graph is broken inside; `gn.check` names the first broken invariant."""
+
+
+class PlanError(GrapNetError, RuntimeError):
+    """No execution backend can run a transition."""
+
+
+class OptimizerError(GrapNetError, RuntimeError):
+    """An optimizer cannot follow an edit, or has not followed one."""
+
+
+class CheckpointError(GrapNetError, ValueError):
+    """A checkpoint file is damaged or does not fit; nothing was changed."""

@@ -1,0 +1,306 @@
+"""Graph: layers and transitions, and everything that reads or edits them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .change import Change
+from .edit import Edit
+from .errors import EditError, HistoryError, StaleNodeError
+from .journal import Commit, Diff, Journal
+from .layer import Layer
+from .node import GrapNode
+from .relation_set import RelationSet
+from .relations import Structure, Transition
+from .selection import Nodes, NodeSet, as_uids
+from .transaction import Follower, Followers, carry_out
+from .values import Coordinates
+
+
+@dataclass(frozen=True)
+class Count:
+    """The size of a graph."""
+
+    nodes: int
+    relations: int
+    biases: int
+    trainable: int
+    frozen: int
+    bytes: int  # coordinates and wiring
+    flops: int  # of one forward pass of one sample: a multiply and an add a relation, an add a bias
+
+
+class Graph(nn.Module):
+    """The canonical graph: the only place where topology and coordinates live.
+
+    `version` grows by one with every commit. `followers` are told of every commit before it happens.
+    """
+
+    def __init__(self, layers: Sequence[Layer], transitions: Sequence[Transition]) -> None:
+        super().__init__()
+        self.layers: Sequence[Layer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
+        self.transitions: Sequence[Transition] = nn.ModuleList(transitions)  # pyright: ignore[reportAttributeAccessIssue]
+        self.version = 0
+        self.structure = Structure()
+        self.next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
+        self.journal = Journal()
+        self.followers = Followers()
+        self._edit: Edit | None = None
+        self._bind()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the coordinates and the wiring are."""
+        return self.transitions[0].child.device
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many nodes each layer has."""
+        return [len(layer) for layer in self.layers]
+
+    def node(self, uid: int) -> GrapNode:
+        """Returns the node called `uid`; raises StaleNodeError when it is not in the graph."""
+        self.locate(uid)
+        return GrapNode(self, uid)
+
+    def find(self, uid: int) -> tuple[int, int] | None:
+        """Returns (layer, row) of a node, or None when it is not in the graph."""
+        wanted = torch.tensor([uid])
+        for number, layer in enumerate(self.layers):
+            row = int(layer.rows(wanted))
+            if row >= 0:
+                return number, row
+        return None
+
+    def locate(self, uid: int) -> tuple[int, int]:
+        """Returns (layer, row) of a node; raises StaleNodeError, saying what became of it, when it is not in the graph."""
+        place = self.find(uid)
+        if place is not None:
+            return place
+        commit = self.journal.last_touch_of_node(uid, removal=True)
+        if commit is None:
+            raise StaleNodeError(f"no node of this graph has uid {uid}; the graph is at version {self.version}")
+        number = next(n for n, c in commit.change.layers.items() if bool((c.gone.uids == uid).any()))
+        raise StaleNodeError(
+            f"node {uid} of layer {number} was removed by commit {commit.version} ({commit.reason!r}); "
+            f"the graph is at version {self.version}"
+        )
+
+    def rows(self, number: int, uids: Tensor) -> Tensor:
+        """Returns the rows of nodes of one layer; raises StaleNodeError when one is gone."""
+        rows = self.layers[number].rows(uids)
+        missing = uids[rows < 0]
+        if len(missing):
+            self.locate(int(missing[0]))
+            raise StaleNodeError(f"node {int(missing[0])} is not in layer {number}")
+        return rows
+
+    def select(
+        self,
+        *,
+        layer: int | Iterable[int] | None = None,
+        owner: str | EllipsisType | None = ...,
+        where: Callable[[NodeSet], Tensor] | None = None,
+    ) -> NodeSet:
+        """Returns the nodes of some layers, of one owner, for which `where(nodes)` is true.
+
+        Args:
+            layer: a number or several; all layers by default, negative numbers count from the output.
+            owner: a tag, or None for nodes without one; any owner by default.
+            where: gets the NodeSet chosen so far and returns one bool a node.
+        """
+        count = len(self.layers)
+        numbers = range(count) if layer is None else [layer] if isinstance(layer, int) else list(layer)
+        if any(not -count <= n < count for n in numbers):
+            raise ValueError(f"the graph has layers 0 to {count - 1}, got layer={layer!r}")
+        found = {}
+        for number in sorted({n % count for n in numbers}):
+            chosen = self.layers[number]
+            found[number] = chosen.uid if owner is ... else chosen.uid[chosen.owner_names.where(owner).long()]
+        nodes = NodeSet(self, found)
+        return nodes if where is None else nodes[torch.as_tensor(where(nodes)).to("cpu", torch.bool)]
+
+    def edit(
+        self,
+        reason: str = "",
+        *,
+        by: str | None = None,
+        trial: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> Edit:
+        """Opens a transaction: `with net.edit(reason="…") as edit:`.
+
+        Args:
+            reason: why; it stands in the journal.
+            by: which rule or person edits.
+            trial: take everything back when the block ends. Call `edit.commit()` inside it to see the effect.
+            generator: source of the random numbers for newborn weights.
+        """
+        return Edit(self, reason, by, trial, generator)
+
+    @property
+    def history(self) -> tuple[Commit, ...]:
+        """Every commit, the oldest first; trials leave none."""
+        return tuple(self.journal.commits)
+
+    def undo(self) -> Commit:
+        """Takes the last commit back, as a commit of its own.
+
+        Survivors keep their present weights; what was cut returns as it was when it was cut.
+        """
+        self._require_no_edit("undo")
+        commit = self._reverse(self.journal.next_undo(), "undo")
+        self.journal.record_undo(commit)
+        return commit
+
+    def redo(self) -> Commit:
+        """Takes the last undo back, as a commit of its own."""
+        self._require_no_edit("redo")
+        commit = self._reverse(self.journal.next_redo(), "redo")
+        self.journal.record_redo(commit)
+        return commit
+
+    def replay(self, commits: Iterable[Commit]) -> None:
+        """Repeats the commits of an equal graph on this one, in order; the topology comes out bit-identical.
+
+        Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
+        """
+        self._require_no_edit("replay")
+        for commit in commits:
+            self._require_fit(commit)
+            born = [int(c.born.uids[-1]) + 1 for c in commit.change.layers.values() if len(c.born)]
+            by, operations = commit.by, commit.operations
+            self.commit_change(commit.change, commit.reason, by, operations, next_uid=max([self.next_uid, *born]))
+
+    def diff(self, first: int, last: int | None = None) -> Diff:
+        """Returns which nodes and relations differ between two versions (the present one by default)."""
+        last = self.version if last is None else last
+        for version in (first, last):
+            if not 0 <= version <= self.version:
+                raise HistoryError(f"the graph is at version {self.version}, so there is no version {version}")
+        return self.journal.diff(first, last)
+
+    def blame(self, parent: Nodes, child: Nodes | None = None) -> Commit | None:
+        """Returns the commit that last made or cut a relation, or added or removed a node; None when the net was built so."""
+        first = int(as_uids(self, parent))
+        if child is not None:
+            return self.journal.last_touch(first, int(as_uids(self, child)))
+        return self.journal.last_touch_of_node(first)
+
+    def follow(self, follower: Follower) -> None:
+        """Tells `follower` of every commit to come, for as long as something else keeps it alive."""
+        self.followers.add(follower)
+
+    def unfollow(self, follower: Follower) -> None:
+        """Stops telling `follower`."""
+        self.followers.discard(follower)
+
+    def count(self) -> Count:
+        """Returns how large the graph is."""
+        relations = sum(t.size for t in self.transitions)
+        biased = [layer for layer in self.layers if not layer.is_sensory]
+        biases = sum(layer.size for layer in biased)
+        frozen = sum(len(store.frozen_at) for store in (*self.transitions, *biased))
+        tensors = [x for t in self.transitions for x in (t.weight, t.frozen_values, t.frozen_at, t.ptr, t.child)]
+        tensors += [x for layer in biased for x in (layer.parameter, layer.frozen_values, layer.frozen_at)]
+        return Count(
+            nodes=sum(self.sizes),
+            relations=relations,
+            biases=biases,
+            trainable=relations + biases - frozen,
+            frozen=frozen,
+            bytes=sum(x.numel() * x.element_size() for x in tensors),
+            flops=2 * relations + biases,
+        )
+
+    def write_all(self, assignments: Sequence[tuple[Coordinates, Tensor | slice, Tensor]]) -> None:
+        """Assigns coordinates of several vectors, or of none when one of them is frozen."""
+        for store, positions, _ in assignments:
+            store.require_free(positions)
+        for store, positions, values in assignments:
+            store.write(positions, values)
+
+    def open_edit(self, edit: Edit) -> None:
+        """Marks `edit` as the one open edit."""
+        self._require_no_edit("open an edit")
+        if torch.is_inference_mode_enabled():
+            raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+        self._edit = edit
+
+    def close_edit(self) -> None:
+        """Marks that no edit is open."""
+        self._edit = None
+
+    @property
+    def open_trial(self) -> bool:
+        """True while a trial waits for its `commit()`."""
+        return self._edit is not None and self._edit.trial and self._edit.is_waiting
+
+    def commit_change(
+        self,
+        change: Change,
+        reason: str,
+        by: str | None = None,
+        operations: tuple[dict[str, Any], ...] = (),
+        *,
+        next_uid: int,
+        trial: bool = False,
+    ) -> Commit:
+        """Carries out a resolved change and, unless it is a trial, writes it into the journal."""
+        commit = carry_out(self, Commit(self.version + 1, reason, change, by, operations))
+        self.next_uid = max(self.next_uid, next_uid)
+        if not trial:
+            self.journal.record(commit)
+        return commit
+
+    def structures(self) -> list[Structure]:
+        """Returns the tokens that say whether relations have moved, one a transition."""
+        return [transition.structure for transition in self.transitions]
+
+    def take_back(self, commit: Commit, structures: list[Structure]) -> None:
+        """Ends a trial: everything is as it was before `commit`, the version and the `structures` of then included."""
+        change = commit.change.inverse(with_gradients=True)
+        back = Commit(commit.version - 1, f"end of trial: {commit.reason}", change, undoes=commit.version)
+        carry_out(self, back, structures)
+
+    def _reverse(self, commit: Commit, verb: str) -> Commit:
+        receipt = Commit(self.version + 1, f"{verb}: {commit.reason}", commit.change.inverse(), undoes=commit.version)
+        return carry_out(self, receipt)
+
+    def _require_no_edit(self, verb: str) -> None:
+        if self._edit is not None:
+            raise EditError(f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block first")
+
+    def _require_fit(self, commit: Commit) -> None:
+        """Raises HistoryError when the commit was not made on a graph equal to this one."""
+        for number, change in commit.change.layers.items():
+            fits = number < len(self.layers) and change.index.old_size == len(self.layers[number])
+            if not fits or not torch.equal(
+                self.layers[number].uid[change.index.removed.cpu().long()], change.gone.uids
+            ):
+                raise HistoryError(
+                    f"commit {commit.version} was made on a graph whose layer {number} is not like this one's"
+                )
+        for t, change in commit.change.transitions.items():
+            fits = t < len(self.transitions) and change.index.old_size == self.transitions[t].size
+            removed = change.index.removed.to(self.device)
+            relations = RelationSet(self, {t: removed}) if fits else None
+            if relations is None or not torch.equal(relations.children.int(), change.gone.children):
+                raise HistoryError(
+                    f"commit {commit.version} was made on a graph whose transition {t} is not like this one's"
+                )
+
+    def _bind(self) -> None:
+        for layer in self.layers:
+            layer.bind(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_edit": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()

@@ -1,0 +1,200 @@
+"""The journal: commits as receipts, and the way back."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .change import Change
+from .errors import HistoryError
+from .remap import IndexMap
+
+
+@dataclass(frozen=True, eq=False)
+class Commit:
+    """The receipt of one commit: what happened, why, and how every touched vector moved.
+
+    Attributes:
+        version: the graph's version after it.
+        reason: why, in the words of whoever edited.
+        by: which rule or person edited, when said.
+        operations: what was asked for, as plain data.
+        change: what was done.
+        parameters: how the coordinates of each touched Parameter moved, by the Parameter's name in the net. Emptied,
+            like the values inside `change`, once the journal no longer keeps what undo needs.
+        undoes: the version of the commit that this one takes back, for undo, redo and the end of a trial.
+    """
+
+    version: int
+    reason: str
+    change: Change
+    by: str | None = None
+    operations: tuple[dict[str, Any], ...] = ()
+    parameters: dict[str, IndexMap] = field(default_factory=dict)
+    undoes: int | None = None
+
+    @property
+    def nodes(self) -> dict[int, IndexMap]:
+        """How the rows of each touched layer moved."""
+        return {number: change.index for number, change in self.change.layers.items()}
+
+    @property
+    def relations(self) -> dict[int, IndexMap]:
+        """How the relations of each touched transition moved."""
+        return {t: change.index for t, change in self.change.transitions.items()}
+
+    def summary(self) -> "Commit":
+        """Returns the commit as it is kept for ever, without the values that undo needs."""
+        return replace(self, change=self.change.without_values(), parameters={})
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{name} {count}" for name, count in self.change.counts().items() if count)
+        return f"Commit(version={self.version}, {self.reason!r}{f', by {self.by}' if self.by else ''}: {counts or 'names only'})"
+
+
+@dataclass(frozen=True, eq=False)
+class Diff:
+    """What differs between two versions: uids of nodes, and pairs of uids of relations."""
+
+    nodes_added: Tensor  # [n]
+    nodes_removed: Tensor  # [n]
+    relations_added: Tensor  # [n, 2] parent, child
+    relations_removed: Tensor  # [n, 2]
+
+    def __repr__(self) -> str:
+        return (
+            f"Diff(nodes +{len(self.nodes_added)} -{len(self.nodes_removed)}, "
+            f"relations +{len(self.relations_added)} -{len(self.relations_removed)})"
+        )
+
+
+class Journal:
+    """Every commit of a graph in order, and what undo and redo need of the last few."""
+
+    def __init__(self, undo_limit: int = 16) -> None:
+        self.commits: list[Commit] = []
+        self.undoable: list[int] = []  # places in `commits`, the next to undo last
+        self.redoable: list[int] = []
+        self._undo_limit = undo_limit
+        self._with_values: set[int] = set()  # places whose commits still hold values
+
+    @property
+    def undo_limit(self) -> int:
+        """How many commits keep what undo needs; assignable."""
+        return self._undo_limit
+
+    @undo_limit.setter
+    def undo_limit(self, limit: int) -> None:
+        if limit < 0:
+            raise ValueError(f"undo_limit must not be negative, got {limit}")
+        self._undo_limit = limit
+        self._let_go()
+
+    def record(self, commit: Commit) -> None:
+        """Adds the commit of an edit; what had been undone cannot be redone any more."""
+        self.redoable.clear()
+        self._append(commit, self.undoable)
+
+    def next_undo(self) -> Commit:
+        """Returns the commit that undo takes back."""
+        return self._next(self.undoable, "undo")
+
+    def next_redo(self) -> Commit:
+        """Returns the undo that redo takes back."""
+        return self._next(self.redoable, "redo")
+
+    def record_undo(self, commit: Commit) -> None:
+        """Notes that the last undoable commit was taken back by `commit`."""
+        self.undoable.pop()
+        self._append(commit, self.redoable)
+
+    def record_redo(self, commit: Commit) -> None:
+        """Notes that the last undo was taken back by `commit`."""
+        self.redoable.pop()
+        self._append(commit, self.undoable)
+
+    def keeps(self, version: int) -> bool:
+        """Says whether the commit of `version` can still be taken back."""
+        return any(self.commits[place].version == version for place in (*self.undoable, *self.redoable))
+
+    def between(self, first: int, last: int) -> list[Commit]:
+        """Returns the commits that lead from one version to a later one."""
+        return [commit for commit in self.commits if first < commit.version <= last]
+
+    def diff(self, first: int, last: int) -> Diff:
+        """Returns what exists at `last` and not at `first`, and the other way round."""
+        if first > last:
+            back = self.diff(last, first)
+            return Diff(back.nodes_removed, back.nodes_added, back.relations_removed, back.relations_added)
+        commits = self.between(first, last)
+        layers = [c for commit in commits for c in commit.change.layers.values()]
+        wires = [c for commit in commits for c in commit.change.transitions.values()]
+        nodes = [(part.uids, born) for c in layers for part, born in ((c.gone, False), (c.born, True))]
+        pairs = [
+            ((part.parents.long() << 32) | part.children.long(), born)
+            for c in wires
+            for part, born in ((c.gone, False), (c.born, True))
+        ]
+        added, removed = _net_effect(nodes)
+        came, went = (torch.stack([keys >> 32, keys & 0xFFFFFFFF], dim=1) for keys in _net_effect(pairs))
+        return Diff(added, removed, came, went)
+
+    def last_touch(self, parent: int, child: int) -> Commit | None:
+        """Returns the last commit that made or cut the relation, or None when none did."""
+        for commit in reversed(self.commits):
+            for change in commit.change.transitions.values():
+                for pairs in (change.born, change.gone):
+                    if bool(((pairs.parents == parent) & (pairs.children == child)).any()):
+                        return commit
+        return None
+
+    def last_touch_of_node(self, uid: int, *, removal: bool = False) -> Commit | None:
+        """Returns the last commit that added or removed the node, or only one that removed it."""
+        for commit in reversed(self.commits):
+            for change in commit.change.layers.values():
+                if bool((change.gone.uids == uid).any()) or (not removal and bool((change.born.uids == uid).any())):
+                    return commit
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
+        copy = Journal(self._undo_limit)
+        copy.commits, copy.undoable, copy.redoable = list(self.commits), list(self.undoable), list(self.redoable)
+        copy._with_values = set(self._with_values)
+        return copy
+
+    def _append(self, commit: Commit, stack: list[int]) -> None:
+        self.commits.append(commit)
+        stack.append(len(self.commits) - 1)
+        self._with_values.add(len(self.commits) - 1)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drops the values of every commit that nobody can take back."""
+        del self.undoable[: max(0, len(self.undoable) - self._undo_limit)]
+        del self.redoable[: max(0, len(self.redoable) - self._undo_limit)]
+        kept = {*self.undoable, *self.redoable}
+        for place in self._with_values - kept:
+            self.commits[place] = self.commits[place].summary()
+        self._with_values &= kept
+
+    def _next(self, stack: list[int], verb: str) -> Commit:
+        if not stack:
+            kept = f"the journal keeps the last {self._undo_limit} commits" if self.commits else "nothing was edited"
+            raise HistoryError(f"there is nothing to {verb} ({kept})")
+        return self.commits[stack[-1]]
+
+
+def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:
+    """Returns (keys that exist only after, keys that existed only before) from births and deaths in order."""
+    parts = list(events)
+    keys = torch.cat([torch.empty(0, dtype=torch.int64), *(k for k, _ in parts)])
+    born = torch.cat([torch.empty(0, dtype=torch.bool), *(torch.full((len(k),), b) for k, b in parts)])
+    keys, order = keys.sort(stable=True)
+    born = born[order]
+    changes = keys[1:] != keys[:-1]
+    edge = torch.ones(min(len(keys), 1), dtype=torch.bool)
+    first, last = torch.cat([edge, changes]), torch.cat([changes, edge])
+    existed, exists, keys = ~born[first], born[last], keys[first]
+    return keys[exists & ~existed], keys[existed & ~exists]

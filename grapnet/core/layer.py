@@ -1,0 +1,88 @@
+"""Layer: the nodes of one layer, their biases, activations and owners."""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .activation import activation_function
+from .labels import Labels
+from .remap import contains
+from .selection import NodeSet
+from .values import Coordinates
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+
+class Layer(Coordinates, NodeSet):
+    """The nodes of one layer, in row order; a NodeSet of all of them that stays live.
+
+    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, like on every NodeSet, is one
+    value a node, frozen ones included.
+    """
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
+        Coordinates.__init__(self, "bias", biases)
+        self.uid = uids  # [n] int64, ascending: rows are born at the end, and undo puts them back in place
+        self.default_activation = activation
+        self.is_sensory = biases is None
+        self.activation_names = Labels.uniform(activation, len(uids))
+        self.owner_names = Labels.uniform(None, len(uids))
+        self._kinds: list[tuple[str, Tensor]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.uid)
+
+    @property
+    def index(self) -> int:
+        """Which layer of the graph this is."""
+        return next(i for i, layer in enumerate(self.graph.layers) if layer is self)
+
+    @property
+    def graph(self) -> "Graph":
+        """The graph the layer is part of."""
+        graph = self._graph_reference() if "_graph_reference" in self.__dict__ else None
+        if graph is None:
+            raise RuntimeError("this layer is not part of a graph any more; keep the net itself alive")
+        return graph
+
+    @property
+    def uids_by_layer(self) -> dict[int, Tensor]:
+        """The uids of all nodes, under the number of this layer."""
+        return {self.index: self.uid}
+
+    def rows(self, uids: Tensor) -> Tensor:
+        """Returns the int32 rows of `uids`, -1 for one that is not in this layer."""
+        if len(self.uid) == 0:
+            return torch.full((len(uids),), -1, dtype=torch.int32)
+        place = torch.searchsorted(self.uid, uids)
+        return torch.where(contains(self.uid, uids), place, -1).int()
+
+    def activate(self, z: Tensor) -> Tensor:
+        """Applies every node's activation to `z` [..., n]: one call when all share it, one a kind otherwise."""
+        if self._kinds is None:
+            self._kinds = [(str(name), rows.long()) for name, rows in self.activation_names.kinds()]
+        if len(self._kinds) <= 1:
+            return activation_function(self._kinds[0][0])(z) if self._kinds else z
+        parts = [activation_function(name)(z.index_select(-1, rows.to(z.device))) for name, rows in self._kinds]
+        order = torch.cat([rows for _, rows in self._kinds]).argsort().to(z.device)
+        return torch.cat(parts, dim=-1).index_select(-1, order)
+
+    def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
+        """Puts other nodes in place; `swap` brings the biases that go with them."""
+        self.uid, self.activation_names, self.owner_names, self._kinds = uids, activations, owners, None
+
+    def bind(self, graph: "Graph") -> None:
+        """Tells the layer which graph it is part of, without keeping that graph alive."""
+        object.__setattr__(self, "_graph_reference", weakref.ref(graph))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_graph_reference"}
+
+    def __repr__(self) -> str:
+        kinds = ", ".join(str(name) for name, _ in self.activation_names.kinds()) or self.default_activation
+        return f"Layer({len(self)} {'sensory nodes' if self.is_sensory else f'nodes, {kinds}'})"

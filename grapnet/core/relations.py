@@ -1,0 +1,126 @@
+"""The relations of one transition: who owns which child, and the coordinate of each."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .remap import concatenate_ranges, flatnonzero
+from .values import Coordinates
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The wiring between two neighbouring layers, without weights; a plan is made from it.
+
+    The relations of parent `i` are positions `ptr[i]` to `ptr[i + 1]`; relation `e` leads to child `child[e]`.
+    """
+
+    ptr: Tensor  # [n_parents + 1] int32
+    child: Tensor  # [n_relations] int32
+    n_children: int
+
+    @property
+    def n_parents(self) -> int:
+        """How many nodes the owning layer has."""
+        return len(self.ptr) - 1
+
+    @property
+    def n_relations(self) -> int:
+        """How many relations there are."""
+        return len(self.child)
+
+    @property
+    def degrees(self) -> Tensor:
+        """How many children each parent has, [n_parents]."""
+        return self.ptr.diff()
+
+    def parents(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Returns the parent row of the relations from `start` to `stop`."""
+        stop = self.n_relations if stop is None else stop
+        inside = self.ptr.clamp(start, stop).diff().long()
+        rows = torch.arange(self.n_parents, dtype=torch.int32, device=self.ptr.device)
+        return rows.repeat_interleave(inside, output_size=stop - start)
+
+    def parents_at(self, positions: Tensor) -> Tensor:
+        """Returns the parent rows of relation positions."""
+        return torch.searchsorted(self.ptr, positions, right=True, out_int32=True) - 1
+
+    def owned_by(self, rows: Tensor) -> Tensor:
+        """Returns the positions of the relations that parent rows own, one owner after the other."""
+        rows = rows.long()
+        return concatenate_ranges(self.ptr[rows], self.ptr[rows + 1])
+
+    def leading_to(self, rows: Tensor) -> Tensor:
+        """Returns the sorted positions of the relations that lead to child rows."""
+        if len(rows) == 1:
+            return flatnonzero(self.child == int(rows[0]))
+        wanted = torch.zeros(self.n_children, dtype=torch.bool, device=self.child.device)
+        wanted[rows.long()] = True
+        return flatnonzero(wanted.index_select(0, self.child))
+
+    def find(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Returns the position of every (parent, child) pair of rows, -1 where there is no such relation."""
+        owners = parents.unique()
+        slots = self.owned_by(owners)
+        owned = self.parents_at(slots).long() * self.n_children + self.child[slots.long()]
+        owned, order = owned.sort()
+        wanted = parents.long() * self.n_children + children
+        if len(owned) == 0:
+            return torch.full_like(wanted, -1)
+        place = torch.searchsorted(owned, wanted).clamp_(max=len(owned) - 1)
+        return torch.where(owned[place] == wanted, slots[order][place].long(), -1)
+
+    def fan_in(self) -> Tensor:
+        """Returns how many parents each child has, [n_children]."""
+        return torch.bincount(self.child, minlength=self.n_children)
+
+
+class Transition(Coordinates):
+    """The canonical store of one transition: topology in buffers, coordinates in the Parameter `weight` [E, 1].
+
+    `structure` is a token that changes whenever relations move; whoever caches something about the relations keeps it.
+    """
+
+    ptr: Tensor
+    child: Tensor
+    weight: torch.nn.Parameter
+
+    def __init__(self, topology: Topology, weights: Tensor) -> None:
+        super().__init__("weight", weights.reshape(-1, 1))
+        self.register_buffer("ptr", topology.ptr, persistent=False)
+        self.register_buffer("child", topology.child, persistent=False)
+        self.n_children = topology.n_children
+        self.structure = Structure()
+
+    @property
+    def topology(self) -> Topology:
+        """The present wiring."""
+        return Topology(self.ptr, self.child, self.n_children)
+
+    def rewire(self, topology: Topology, structure: "Structure") -> None:
+        """Puts another wiring in place; `swap` brings the coordinates that go with it."""
+        self.ptr, self.child, self.n_children = topology.ptr, topology.child, topology.n_children
+        self.structure = structure
+
+    def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
+        """Says what in a state dict does not fit these relations; empty when it fits."""
+        for name, mine in (("ptr", self.ptr), ("child", self.child)):
+            theirs = state.get(prefix + name)
+            if theirs is not None and not torch.equal(theirs.to(mine), mine):
+                return f"{prefix}{name} differs from this graph's"
+        return super().differs_from(state, prefix)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**super()._state(), "ptr": self.ptr, "child": self.child}
+
+    def extra_repr(self) -> str:
+        return f"{len(self.ptr) - 1}→{self.n_children}, {self.size:,} relations, {len(self.frozen_at):,} frozen"
+
+
+class Structure:
+    """A token: two transitions or graphs hold the same one only while nothing moved in between."""
+
+    __slots__ = ()

@@ -1,0 +1,83 @@
+"""What an edit was asked to do, before it is resolved against the graph."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .errors import EditError
+
+INITIALISATIONS = ("linear", "alloc", "zero")
+Initial = str | Tensor  # the name of an initialisation, or the values themselves
+
+
+@dataclass(frozen=True, eq=False)
+class Newborns:
+    """Nodes to add to one layer."""
+
+    uids: Tensor
+    activation: str
+    owner: str | None
+    bias: Initial
+
+
+@dataclass(frozen=True, eq=False)
+class Connection:
+    """Relations to add; rows count the layer's present nodes first and the edit's newborn ones after them."""
+
+    parents: Tensor  # [n] int32
+    children: Tensor  # [n] int32
+    weights: Initial
+    distinct: bool  # the pairs are known to differ from each other
+
+
+@dataclass(frozen=True, eq=False)
+class Naming:
+    """Owners or activations to set."""
+
+    kind: str  # "owners" or "activations"
+    rows: Tensor
+    name: str | None
+
+
+@dataclass(eq=False)
+class Requests:
+    """The operations of one edit, by layer or by transition; their order does not matter."""
+
+    newborns: dict[int, list[Newborns]] = field(default_factory=lambda: defaultdict(list))
+    removals: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # rows
+    connections: dict[int, list[Connection]] = field(default_factory=lambda: defaultdict(list))
+    cuts: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))  # positions
+    freeze_relations: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    freeze_biases: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    unfreeze_relations: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    unfreeze_biases: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    namings: dict[int, list[Naming]] = field(default_factory=lambda: defaultdict(list))
+    orphans: dict[int, bool] = field(default_factory=dict)  # layer -> fold the bias
+
+
+def checked_initial(initial: Initial, count: int, what: str) -> Initial:
+    """Returns the initialisation, values flattened; raises EditError for an unknown name or a wrong number of values."""
+    if isinstance(initial, str):
+        if initial not in INITIALISATIONS:
+            raise EditError(
+                f"no initialisation is called {initial!r}; known are {', '.join(INITIALISATIONS)}, or give a tensor"
+            )
+        return initial
+    values = torch.as_tensor(initial).detach().clone()
+    if values.numel() not in (1, count):
+        raise EditError(f"{count} new {what} need {count} values (or one for all), got {values.numel()}")
+    if not bool(torch.isfinite(values).all()):
+        raise EditError(f"the values for new {what} must be finite")
+    return values.reshape(-1).expand(count)
+
+
+def draw(initial: Initial, gains: Tensor, example: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Returns one value for each entry of `gains`, uniform in ±1/√gain (0 where the gain is 0), or the given values."""
+    if isinstance(initial, Tensor):
+        return initial.to(example)
+    if initial == "zero" or len(gains) == 0:
+        return example.new_zeros(len(gains))
+    bound = gains.to(example).clamp(min=1).rsqrt() * (gains > 0)
+    return example.new_empty(len(gains)).uniform_(-1, 1, generator=generator) * bound

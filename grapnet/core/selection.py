@@ -1,0 +1,222 @@
+"""NodeSet: nodes chosen from a graph, held as arrays of uids."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import StaleNodeError
+from .relation_set import RelationSet
+
+if TYPE_CHECKING:
+    from .graph import Graph
+    from .node import GrapNode
+
+Nodes = Any  # a GrapNode, a NodeSet, uids in a tensor or array, or an iterable of nodes and uids
+
+
+class NodeSet:
+    """An ordered set of nodes, of one layer or of several; it names nodes by uid, so it stays valid while rows move.
+
+    >>> import grapnet as gn
+    >>> net = gn.GrapNet([4, 3, 2])
+    >>> nodes = net.layers[1][:2]
+    >>> len(nodes), len(nodes.incoming()), len(nodes.outgoing())
+    (2, 8, 4)
+    """
+
+    def __init__(self, graph: "Graph", uids_by_layer: dict[int, Tensor]) -> None:
+        self._graph = graph
+        self._uids_by_layer = {layer: uids for layer, uids in sorted(uids_by_layer.items()) if len(uids)}
+
+    @property
+    def graph(self) -> "Graph":
+        """The graph the nodes are in."""
+        return self._graph
+
+    @property
+    def uids_by_layer(self) -> dict[int, Tensor]:
+        """The uids of the nodes, layer by layer."""
+        return self._uids_by_layer
+
+    @property
+    def uids(self) -> Tensor:
+        """The uids of all nodes, [n] int64."""
+        parts = list(self.uids_by_layer.values())
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def rows_by_layer(self) -> dict[int, Tensor]:
+        """Returns the present int32 rows of the nodes, layer by layer; raises StaleNodeError when one is gone."""
+        return {layer: self.graph.rows(layer, uids) for layer, uids in self.uids_by_layer.items()}
+
+    @property
+    def biases(self) -> Tensor:
+        """One bias a node, live, differentiable and assignable; sensory nodes have none."""
+        return torch.cat([self._biased(layer).read(rows) for layer, rows in self._device_rows()] or [torch.empty(0)])
+
+    @biases.setter
+    def biases(self, values: Tensor) -> None:
+        places = [(self._biased(layer), rows) for layer, rows in self._device_rows()]
+        values = torch.as_tensor(values).detach().expand(len(self))
+        parts = values.split([len(rows) for _, rows in places])
+        self.graph.write_all([(layer, rows, part) for (layer, rows), part in zip(places, parts, strict=True)])
+
+    @property
+    def owners(self) -> list[str | None]:
+        """One owner tag a node."""
+        return [
+            n for layer, rows in self.rows_by_layer().items() for n in self.graph.layers[layer].owner_names.select(rows)
+        ]
+
+    @property
+    def activations(self) -> list[str]:
+        """One activation name a node."""
+        return [
+            str(n)
+            for layer, rows in self.rows_by_layer().items()
+            for n in self.graph.layers[layer].activation_names.select(rows)
+        ]
+
+    @property
+    def frozen(self) -> Tensor:
+        """Says for every node whether its bias, incoming and outgoing relations are all frozen (and it has any)."""
+        return torch.cat(
+            [self._frozen_in(layer, rows) for layer, rows in self._device_rows()] or [torch.empty(0).bool()]
+        )
+
+    def incoming(self, *, of: Nodes = None) -> RelationSet:
+        """Returns the relations that lead to these nodes, or only those of the parents `of`."""
+        graph = self.graph
+        found = {
+            layer - 1: graph.transitions[layer - 1].topology.leading_to(rows)
+            for layer, rows in self._device_rows()
+            if layer > 0
+        }
+        relations = RelationSet(graph, found)
+        return relations if of is None else relations & as_node_set(graph, of).outgoing()
+
+    def outgoing(self, *, to: Nodes = None) -> RelationSet:
+        """Returns the relations that these nodes own, or only those that lead to the children `to`."""
+        graph = self.graph
+        found: dict[int, Tensor | range] = {}
+        for layer, rows in self._device_rows():
+            if layer == len(graph.transitions):
+                continue
+            topology = graph.transitions[layer].topology
+            if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows.diff() == 1).all()):
+                found[layer] = range(int(topology.ptr[int(rows[0])]), int(topology.ptr[int(rows[-1]) + 1]))
+            else:
+                found[layer] = topology.owned_by(rows.sort().values)
+        relations = RelationSet(graph, found)
+        return relations if to is None else relations & as_node_set(graph, to).incoming()
+
+    def __len__(self) -> int:
+        return sum(len(uids) for uids in self.uids_by_layer.values())
+
+    def __iter__(self) -> "Iterator[GrapNode]":
+        return (self.graph.node(uid) for uid in self.uids.tolist())
+
+    def __contains__(self, node: object) -> bool:
+        uid = getattr(node, "uid", node)
+        return any(uid in uids.tolist() for uids in self.uids_by_layer.values())
+
+    def __getitem__(self, which: Any) -> Any:
+        """Returns one GrapNode for an int, and a NodeSet for a slice, an index array or a bool mask."""
+        if isinstance(which, int | np.integer):
+            uids = self.uids
+            if not -len(uids) <= which < len(uids):
+                raise IndexError(f"node {which} of {len(uids)} does not exist")
+            return self.graph.node(int(uids[which]))
+        marks = torch.zeros(len(self), dtype=torch.bool)
+        order = torch.arange(len(self))[which if isinstance(which, slice) else torch.as_tensor(which)]
+        if len(self.uids_by_layer) <= 1:
+            return NodeSet(self.graph, {layer: uids[order] for layer, uids in self.uids_by_layer.items()})
+        marks[order] = True
+        parts = marks.split([len(uids) for uids in self.uids_by_layer.values()])
+        kept = zip(self.uids_by_layer.items(), parts, strict=True)
+        return NodeSet(self.graph, {layer: uids[part] for (layer, uids), part in kept})
+
+    def __or__(self, other: "NodeSet") -> "NodeSet":
+        return self._combined(other, lambda a, b: torch.cat([a, b]).unique())
+
+    def __and__(self, other: "NodeSet") -> "NodeSet":
+        return self._combined(other, lambda a, b: a[torch.isin(a, b)])
+
+    def __sub__(self, other: "NodeSet") -> "NodeSet":
+        return self._combined(other, lambda a, b: a[~torch.isin(a, b)])
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"layer {layer}: {len(uids)}" for layer, uids in self.uids_by_layer.items())
+        return f"NodeSet({parts or 'empty'})"
+
+    def _combined(self, other: "NodeSet", rule: Any) -> "NodeSet":
+        if other.graph is not self.graph:
+            raise ValueError("the two NodeSets belong to different graphs")
+        mine, theirs, none = self.uids_by_layer, other.uids_by_layer, torch.empty(0, dtype=torch.int64)
+        return NodeSet(
+            self.graph, {k: rule(mine.get(k, none), theirs.get(k, none)) for k in mine.keys() | theirs.keys()}
+        )
+
+    def _device_rows(self) -> list[tuple[int, Tensor]]:
+        return [(layer, rows.to(self.graph.device)) for layer, rows in self.rows_by_layer().items()]
+
+    def _biased(self, layer: int) -> Any:
+        if self.graph.layers[layer].is_sensory:
+            raise ValueError("sensory nodes own no bias, and this NodeSet holds some")
+        return self.graph.layers[layer]
+
+    def _frozen_in(self, number: int, rows: Tensor) -> Tensor:
+        graph, layer = self.graph, self.graph.layers[number]
+        free = torch.zeros(len(layer), dtype=torch.int64, device=rows.device)  # free coordinates of each node
+        total = torch.zeros_like(free)
+        if not layer.is_sensory:
+            total += 1
+            free += (~layer.frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))).long()
+        if number > 0:
+            into, held = graph.transitions[number - 1].topology, graph.transitions[number - 1].frozen_at
+            total += into.fan_in()
+            free += into.fan_in() - torch.bincount(into.child[held.long()], minlength=len(layer))
+        if number < len(graph.transitions):
+            out, held = graph.transitions[number].topology, graph.transitions[number].frozen_at
+            total += out.degrees
+            free += out.degrees - torch.bincount(out.parents_at(held), minlength=len(layer))
+        return ((free == 0) & (total > 0))[rows.long()]
+
+
+def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
+    """Returns the uids that `nodes` names, in order, repeats kept; raises when a node is of another graph."""
+    if isinstance(nodes, NodeSet):
+        if nodes.graph is not graph:
+            raise ValueError("the nodes belong to another graph")
+        return nodes.uids
+    if isinstance(nodes, Tensor | np.ndarray):
+        uids = torch.as_tensor(nodes).reshape(-1)
+        if len(uids) and (uids.dtype.is_floating_point or uids.dtype == torch.bool):
+            raise TypeError(f"uids are whole numbers, got a tensor of {uids.dtype}")
+        return uids.to("cpu", torch.int64)
+    uid = getattr(nodes, "uid", nodes)
+    if isinstance(uid, int | np.integer):
+        if getattr(nodes, "_graph", graph) is not graph:
+            raise ValueError("the nodes belong to another graph")
+        return torch.tensor([int(uid)])
+    if isinstance(nodes, Iterable) and not isinstance(nodes, str | bytes):
+        return torch.cat([as_uids(graph, node) for node in nodes] or [torch.empty(0, dtype=torch.int64)])
+    raise TypeError(
+        f"nodes are given as a GrapNode, a NodeSet, uids or an iterable of these, not as {type(nodes).__name__}"
+    )
+
+
+def as_node_set(graph: "Graph", nodes: Nodes) -> NodeSet:
+    """Returns the NodeSet of `nodes`, each of which must be in the graph."""
+    if isinstance(nodes, NodeSet) and nodes.graph is graph:
+        return nodes
+    uids, found = as_uids(graph, nodes).unique(), {}
+    for number, layer in enumerate(graph.layers):
+        found[number] = uids[layer.rows(uids) >= 0]
+    if sum(map(len, found.values())) < len(uids):
+        known = torch.cat(list(found.values()))
+        graph.locate(int(uids[~torch.isin(uids, known)][0]))  # raises and names it
+        raise StaleNodeError("a node is not in the graph")
+    return NodeSet(graph, found)

@@ -1,0 +1,43 @@
+"""State dicts: a graph checks that the wiring agrees, and adopts what is frozen, before its stores read their values."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .errors import TopologyError
+from .requests import Requests
+from .resolve import resolve
+from .values import Coordinates
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+
+def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
+    """Raises TopologyError when the state is of another wiring; freezes and unfreezes what the state says, in a commit."""
+    requests = Requests()
+    for number, layer in enumerate(graph.layers):
+        name = f"{prefix}layers.{number}."
+        if not layer.is_sensory:
+            _ask(layer, state, name, requests.freeze_biases[number], requests.unfreeze_biases[number])
+    for t, transition in enumerate(graph.transitions):
+        name = f"{prefix}transitions.{t}."
+        _ask(transition, state, name, requests.freeze_relations[t], requests.unfreeze_relations[t])
+    change = resolve(graph, requests, None)
+    if not change.is_empty:
+        graph.commit_change(change, "load_state_dict", next_uid=graph.next_uid)
+
+
+def _ask(store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[Any], unfreeze: list[Any]) -> None:
+    difference = store.differs_from(state, name)
+    if difference:
+        raise TopologyError(
+            f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded"
+        )
+    held = state.get(name + "frozen")
+    if held is None:
+        return
+    held = held.to(store.frozen_at)
+    if len(held) and (int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held.diff() <= 0).any())):
+        raise TopologyError(f"{name}frozen must be ascending positions below {store.size}; nothing was loaded")
+    freeze.append(held)
+    unfreeze.append(store.frozen_at)

@@ -1,0 +1,186 @@
+"""Carrying out a Change: prepare everything, then swap."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .change import Change, LayerChange, TransitionChange
+from .errors import EditError
+from .journal import Commit
+from .labels import Labels
+from .relations import Structure, Topology
+from .values import PreparedVector, refuse_old_backward, replace_content
+
+if TYPE_CHECKING:
+    from .graph import Graph
+    from .layer import Layer
+
+
+class Follower(Protocol):
+    """Whatever must move when a graph is edited: optimizer state, statistics, copies."""
+
+    def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
+        """Computes its own state after the commit, or raises to stop it; returns the assignment that installs it.
+
+        The graph is still as it was before the commit.
+        """
+        ...
+
+
+class Followers:
+    """The followers of one graph, held weakly, in the order they came; a copy of the graph starts with none."""
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[Any]] = []
+
+    def add(self, follower: Follower) -> None:
+        """Starts telling `follower` of commits, until nothing else refers to it."""
+        self.discard(follower)
+        self._references.append(weakref.ref(follower))
+
+    def discard(self, follower: Follower) -> None:
+        """Stops telling `follower`."""
+        self._references = [r for r in self._references if r() is not None and r() is not follower]
+
+    def prepare(self, graph: "Graph", commit: Commit) -> list[Callable[[], None]]:
+        """Lets every follower prepare."""
+        alive = [follower for reference in self._references if (follower := reference()) is not None]
+        return [follower.prepare(graph, commit) for follower in alive]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Followers, ()
+
+
+def carry_out(graph: "Graph", commit: Commit, structures: list[Structure] | None = None) -> Commit:
+    """Applies `commit.change`; an error before the swap leaves graph, parameters and followers as they were.
+
+    Args:
+        graph: the graph to change.
+        commit: a receipt whose change holds what comes; what leaves is filled in.
+        structures: tokens to put on the moved transitions, when an earlier state returns.
+
+    Returns:
+        The complete receipt.
+    """
+    if torch.is_inference_mode_enabled():
+        raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+    with torch.no_grad():
+        layers = {n: _prepare_layer(graph.layers[n], c) for n, c in commit.change.layers.items()}
+        wirings = _prepare_wirings(graph, commit.change)
+        weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
+        commit = _completed(commit, {n: p.biases for n, p in layers.items() if p.biases}, weights)
+        installs = graph.followers.prepare(graph, commit)
+
+        _leave_old_graphs(graph, commit)
+        for number, prepared in layers.items():
+            graph.layers[number].renew(prepared.uids, prepared.activations, prepared.owners)
+            if prepared.biases is not None:
+                graph.layers[number].swap(prepared.biases)
+        for t, topology in wirings.items():
+            graph.transitions[t].rewire(topology, structures[t] if structures else Structure())
+        for t, vector in weights.items():
+            graph.transitions[t].swap(vector)
+        graph.version = commit.version
+        graph.structure = Structure()
+        for install in installs:
+            install()
+        for index in (*commit.relations.values(), *commit.nodes.values(), *commit.parameters.values()):
+            index.release()
+    return commit
+
+
+@dataclass(frozen=True, eq=False)
+class _PreparedLayer:
+    uids: Tensor
+    activations: Labels
+    owners: Labels
+    biases: PreparedVector | None
+
+
+def _prepare_layer(layer: "Layer", change: LayerChange) -> _PreparedLayer:
+    owners = layer.owner_names.carry(change.index, change.born.owners)
+    activations = layer.activation_names.carry(change.index, change.born.activations)
+    if change.owners is not None:
+        owners = owners.replaced(change.owners.rows, change.owners.after)
+    if change.activations is not None:
+        activations = activations.replaced(change.activations.rows, change.activations.after)
+    return _PreparedLayer(
+        change.index.carry(layer.uid, change.born.uids),
+        activations.compact(),
+        owners.compact(),
+        None if change.biases is None else layer.prepare(change.biases),
+    )
+
+
+def _prepare_wirings(graph: "Graph", change: Change) -> dict[int, Topology]:
+    """Returns the new wiring of every transition whose relations move or whose ends are renumbered."""
+    wirings = {}
+    for t, transition in enumerate(graph.transitions):
+        upper, lower, wires = change.layers.get(t), change.layers.get(t + 1), change.transitions.get(t)
+        moves = (c is not None and not c.index.is_identity for c in (upper, lower, wires))
+        if any(moves):
+            wirings[t] = _rewired(graph, t, transition.topology, upper, lower, wires)
+    return wirings
+
+
+def _rewired(
+    graph: "Graph",
+    t: int,
+    topology: Topology,
+    upper: LayerChange | None,
+    lower: LayerChange | None,
+    wires: TransitionChange | None,
+) -> Topology:
+    child, degrees, device = topology.child, topology.degrees.long(), topology.child.device
+    if wires is not None:
+        child = wires.index.carry(child)
+        if len(wires.index.removed):
+            degrees = degrees - torch.bincount(topology.parents_at(wires.index.removed), minlength=len(degrees))
+    n_children = topology.n_children
+    if lower is not None and not lower.index.is_identity:
+        if len(lower.index.removed) or int(lower.index.inserted[0]) < lower.index.old_size:
+            renumbered = lower.index.new_positions(torch.arange(n_children, dtype=torch.int32)).to(device)
+            child = renumbered.index_select(0, child)  # newborn relations are written below
+        n_children = lower.index.new_size
+    if upper is not None:
+        degrees = upper.index.carry(degrees)
+    if wires is not None and len(wires.born):
+        parents = _rows_after(graph, t, upper, wires.born.parents).to(device)
+        degrees = degrees + torch.bincount(parents, minlength=len(degrees))
+        child = child.clone() if child is topology.child else child
+        child[wires.index.inserted.long()] = _rows_after(graph, t + 1, lower, wires.born.children).to(device)
+    ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
+    ptr[1:] = degrees.cumsum(0)
+    return Topology(ptr, child, n_children)
+
+
+def _rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
+    layer = graph.layers[number]
+    if change is None or change.index.is_identity:
+        return layer.rows(uids.long())
+    return torch.searchsorted(change.index.carry(layer.uid, change.born.uids), uids.long()).int()
+
+
+def _completed(commit: Commit, biases: dict[int, PreparedVector], weights: dict[int, PreparedVector]) -> Commit:
+    """Returns the commit with what leaves, and with the map of every touched Parameter."""
+    change = commit.change
+    layers = {n: replace(c, biases=biases[n].change if n in biases else None) for n, c in change.layers.items()}
+    transitions = {t: replace(c, weights=weights[t].change) for t, c in change.transitions.items()}
+    moved = {f"layers.{n}.bias": p.parameter_index for n, p in biases.items()}
+    moved |= {f"transitions.{t}.weight": p.parameter_index for t, p in weights.items()}
+    return replace(commit, change=Change(layers, transitions), parameters=moved)
+
+
+def _leave_old_graphs(graph: "Graph", commit: Commit) -> None:
+    """Makes a backward through any forward of before this commit raise, whatever parameters it reaches."""
+    message = (
+        f"this backward goes through a forward pass of version {graph.version}, and the graph was edited since "
+        f"({commit.reason!r}, version {commit.version}). Run the forward pass again, or edit after optimizer.step()"
+    )
+    for parameter in graph.parameters():
+        refuse_old_backward(parameter, message)
+        replace_content(parameter, parameter.data, parameter.grad)

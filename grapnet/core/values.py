@@ -1,0 +1,317 @@
+"""Coordinates: a vector whose trainable part is a Parameter and whose frozen part is a buffer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import FrozenError, StaleTopologyError
+from .remap import IndexMap, contains, empty_positions
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new vector)."""
+
+    positions: Tensor  # [n] int32
+    before: Tensor
+    after: Tensor
+
+    def apply(self, current: Tensor) -> Tensor:
+        """Returns `after` where the value is still `before`, and adds the difference where it has moved on."""
+        return torch.where(current == self.before, self.after, current + (self.after - self.before))
+
+
+@dataclass(frozen=True, eq=False)
+class VectorChange:
+    """What one commit does to one vector, in both directions.
+
+    The values are None once the journal no longer keeps them; everything else stays.
+    """
+
+    index: IndexMap
+    born_frozen: Tensor  # [inserted] bool
+    gone_frozen: Tensor  # [removed] bool
+    flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
+    born_values: Tensor | None = None  # [inserted]
+    gone_values: Tensor | None = None  # [removed]
+    born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
+    gone_gradients: Tensor | None = None  # [removed]
+    shift: Shift | None = None
+
+    def inverse(self, *, with_gradients: bool) -> "VectorChange":
+        """Returns the change that leads back."""
+        shift = self.shift
+        return VectorChange(
+            self.index.inverse(),
+            born_frozen=self.gone_frozen,
+            gone_frozen=self.born_frozen,
+            flips=self.index.old_positions(self.flips),
+            born_values=self.gone_values,
+            born_gradients=self.gone_gradients if with_gradients else None,
+            shift=shift and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
+        )
+
+    def without_values(self) -> "VectorChange":
+        """Returns the change as the journal keeps it for ever."""
+        return replace(self, born_values=None, gone_values=None, born_gradients=None, gone_gradients=None)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedVector:
+    """The content a vector will have, computed and not yet put in place."""
+
+    change: VectorChange  # with what leaves filled in
+    parameter_index: IndexMap  # how the Parameter's own coordinates move
+    content: Tensor
+    gradient: Tensor | None
+    frozen_values: Tensor
+    frozen_at: Tensor
+
+
+class Coordinates(nn.Module):
+    """A module with one vector of coordinates, trainable or frozen one by one.
+
+    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a buffer, so no optimizer,
+    decay or clipping ever sees them. `values()` puts both back in order.
+    """
+
+    frozen_values: Tensor
+    frozen_at: Tensor  # [n_frozen] int32, sorted positions
+
+    def __init__(self, name: str, values: Tensor | None) -> None:
+        super().__init__()
+        self._vector_name = name
+        self._order: Tensor | None = None
+        self.register_parameter(name, None if values is None else nn.Parameter(values))
+        if values is None:
+            return
+        self.register_buffer("frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False)
+        self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The trainable coordinates."""
+        parameter = self._parameters[self._vector_name]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def size(self) -> int:
+        """How many coordinates there are, trainable and frozen."""
+        return 0 if self._parameters[self._vector_name] is None else len(self.parameter) + len(self.frozen_at)
+
+    def values(self) -> Tensor:
+        """Returns every coordinate in order, live and differentiable, as a 1-D tensor."""
+        trainable = self.parameter.view(-1)
+        if len(self.frozen_at) == 0:
+            return trainable
+        return torch.cat([trainable, self.frozen_values.view(-1)]).index_select(0, self._assembly_order())
+
+    def read(self, positions: Tensor) -> Tensor:
+        """Returns the coordinates at `positions`, live and differentiable."""
+        if len(self.frozen_at) == 0:
+            return self.parameter.view(-1).index_select(0, positions)
+        place = self._place(positions)
+        return torch.cat([self.parameter.view(-1), self.frozen_values.view(-1)]).index_select(0, place)
+
+    def write(self, positions: Tensor | slice, new: Tensor) -> None:
+        """Assigns trainable coordinates; raises FrozenError, before writing, when one of them is frozen."""
+        self.require_free(positions)
+        flat = self.parameter.view(-1)
+        place = positions if len(self.frozen_at) == 0 else self._place(self._listed(positions))
+        with torch.no_grad():
+            flat[place.long() if isinstance(place, Tensor) else place] = new.to(flat)
+
+    def require_free(self, positions: Tensor | slice) -> None:
+        """Raises FrozenError when one of the coordinates is frozen."""
+        if len(self.frozen_at) == 0:
+            return
+        held = self.frozen_bits(self._listed(positions))
+        if bool(held.any()):
+            raise FrozenError(
+                f"{int(held.sum())} of the {len(held)} coordinates to assign are frozen; unfreeze them in an edit first"
+            )
+
+    def gradients(self, positions: Tensor) -> Tensor | None:
+        """Returns the gradients at `positions` (0 where frozen), or None when there is none yet."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None if len(self.parameter) else self.frozen_values.new_zeros(len(positions))
+        found = gradient.new_zeros(len(positions))
+        free = ~self.frozen_bits(positions)
+        found[free] = gradient.view(-1)[self._place(positions[free]).long()]
+        return found
+
+    def frozen_bits(self, positions: Tensor) -> Tensor:
+        """Says for every position whether it is frozen."""
+        return contains(self.frozen_at, positions)
+
+    def prepare(self, change: VectorChange) -> PreparedVector:
+        """Computes the vector after `change` without touching the present one."""
+        index, trainable, frozen = change.index, self.parameter.detach(), self.frozen_values
+        born = _like(change.born_values, trainable, len(index.inserted))
+        change = replace(
+            change,
+            born_values=born.view(-1),
+            gone_values=self.read(index.removed).detach(),
+            gone_gradients=self.gradients(index.removed),
+        )
+        gradient = self.parameter.grad
+        born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
+        if len(self.frozen_at) == 0 and len(change.flips) == 0 and not bool(change.born_frozen.any()):
+            content, parameter_index, frozen_at = index.carry(trainable, born), index, self.frozen_at
+            gradient = None if gradient is None else index.carry(gradient, born_gradient)
+        else:
+            stays = self.frozen_at[~contains(index.removed, self.frozen_at)]
+            held = index.new_positions(stays)  # frozen before, in new positions
+            thawed = change.flips[contains(held, change.flips)]
+            froze = change.flips[~contains(held, change.flips)]
+            born_held, born_free = index.inserted[change.born_frozen], index.inserted[~change.born_frozen]
+            frozen_at = torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
+
+            free_before = index.old_positions(froze)
+            gone_free = index.removed[~self.frozen_bits(index.removed)]
+            leaves = (torch.cat([gone_free, free_before]).sort().values, self.frozen_at)
+            comes, order = torch.cat([born_free, thawed]).sort()
+            parameter_index = _index_among(leaves, (comes, frozen_at), len(trainable))
+            thawed_values = frozen[torch.searchsorted(self.frozen_at, index.old_positions(thawed))]
+            incoming = torch.cat([born[~change.born_frozen], thawed_values])[order]
+            content = parameter_index.carry(trainable, incoming)
+            if gradient is not None:
+                zeros = thawed_values.new_zeros(thawed_values.shape)
+                gradient = parameter_index.carry(
+                    gradient, torch.cat([born_gradient[~change.born_frozen], zeros])[order]
+                )
+
+            gone_held = torch.cat([index.removed[self.frozen_bits(index.removed)], index.old_positions(thawed)])
+            comes, order = torch.cat([born_held, froze]).sort()
+            frozen_index = IndexMap(
+                len(frozen),
+                len(frozen_at),
+                torch.searchsorted(self.frozen_at, gone_held.sort().values, out_int32=True),
+                torch.searchsorted(frozen_at, comes, out_int32=True),
+            )
+            froze_values = trainable[self._place(free_before).long()]
+            frozen = frozen_index.carry(frozen, torch.cat([born[change.born_frozen], froze_values])[order])
+        if change.shift is not None:
+            content = _shifted(content, change.shift, frozen_at)
+        return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at)
+
+    def swap(self, prepared: PreparedVector) -> None:
+        """Puts a prepared vector in place; the Parameter stays the same object."""
+        replace_content(self.parameter, prepared.content, prepared.gradient)
+        self.frozen_values, self.frozen_at, self._order = prepared.frozen_values, prepared.frozen_at, None
+        prepared.parameter_index.release()
+
+    def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
+        """Says what in a state dict does not fit this vector; empty when it fits."""
+        values = state.get(prefix + self._vector_name)
+        if values is not None and values.numel() != self.size:
+            return f"{prefix}{self._vector_name} has {values.numel()} coordinates where this graph has {self.size}"
+        return ""
+
+    def _state(self) -> dict[str, Tensor]:
+        """Returns what a state dict holds of this vector: all values in order, and which are frozen."""
+        if self._parameters[self._vector_name] is None:
+            return {}
+        values = self.values().view(-1, *self.parameter.shape[1:]) if len(self.frozen_at) else self.parameter
+        return {self._vector_name: values, "frozen": self.frozen_at}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name, tensor in self._state().items():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Reads the values into the present partition; the graph has adopted the frozen bits before."""
+        expected = [prefix + name for name in self._state()]
+        missing_keys += [key for key in expected if key not in state_dict]
+        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in expected]
+        difference = self.differs_from(state_dict, prefix)
+        values = state_dict.get(prefix + self._vector_name)
+        if difference:
+            error_msgs.append(difference)
+        elif expected and values is not None:
+            with torch.no_grad():
+                values = values.to(self.parameter).reshape(self.size, *self.parameter.shape[1:])
+                free = torch.ones(self.size, dtype=torch.bool, device=values.device)
+                free[self.frozen_at.long()] = False
+                self.parameter.copy_(values[free] if len(self.frozen_at) else values)
+                self.frozen_values.copy_(values[~free])
+
+    def _place(self, positions: Tensor) -> Tensor:
+        """Returns where positions stand in (trainable, frozen) laid end to end."""
+        if len(self.frozen_at) == 0:
+            return positions
+        rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
+        return torch.where(self.frozen_bits(positions), len(self.parameter) + rank, positions - rank)
+
+    def _listed(self, positions: Tensor | slice) -> Tensor:
+        if isinstance(positions, Tensor):
+            return positions
+        return torch.arange(positions.start, positions.stop, dtype=torch.int32, device=self.frozen_at.device)
+
+    def _assembly_order(self) -> Tensor:
+        if self._order is None or self._order.device != self.frozen_at.device:
+            everywhere = torch.arange(self.size, dtype=torch.int32, device=self.frozen_at.device)
+            self._order = self._place(everywhere)
+        return self._order
+
+
+def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor | None) -> None:
+    """Gives a Parameter other content, of any length, and keeps the Parameter object.
+
+    Assigning `.data` once would leave the old gradient accumulator in place, with the old shape, while a loss is alive.
+    Passing through another dtype makes autograd drop it.
+    """
+    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=other, device=content.device)
+    parameter.data = content
+    parameter.grad = gradient
+
+
+def refuse_old_backward(parameter: nn.Parameter, message: str) -> None:
+    """Makes every backward raise that reaches the parameter through a forward of before this call."""
+    if not parameter.requires_grad:
+        return
+
+    def stale(_: object) -> None:
+        raise StaleTopologyError(message)
+
+    with torch.enable_grad():
+        accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore[reportOptionalMemberAccess]
+    accumulator.register_prehook(stale)
+
+
+def _like(values: Tensor | None, example: Tensor, count: int) -> Tensor:
+    """Returns `values` (zeros when None) in the dtype, device and trailing shape of `example`."""
+    if values is None:
+        return example.new_zeros((count, *example.shape[1:]))
+    return values.to(example).reshape(count, *example.shape[1:])
+
+
+def _index_among(leaves: tuple[Tensor, Tensor], comes: tuple[Tensor, Tensor], size: int) -> IndexMap:
+    """Returns the Parameter's own map from (positions, frozen positions) that leave and that come."""
+    removed, inserted = (
+        positions - torch.searchsorted(held, positions, out_int32=True) for positions, held in (leaves, comes)
+    )
+    return IndexMap(size, size - len(removed) + len(inserted), removed, inserted)
+
+
+def _shifted(content: Tensor, shift: Shift, frozen_at: Tensor) -> Tensor:
+    place = (shift.positions - torch.searchsorted(frozen_at, shift.positions, out_int32=True)).long()
+    content = content.clone()
+    content[place] = Shift(shift.positions, shift.before.to(content), shift.after.to(content)).apply(content[place])
+    return content

@@ -1,0 +1,1 @@
+"""Backends and plans: they run the graph."""

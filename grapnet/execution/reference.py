@@ -1,0 +1,72 @@
+"""The reference: a vectorised scatter over relations that defines what is right."""
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from grapnet.core.activation import activation_function
+from grapnet.core.graph import Graph
+from grapnet.core.relations import Topology
+
+# Messages (batch × relations) made at once; larger pieces leave the cache and run two to three times slower.
+CELLS = 1 << 20
+
+
+class Reference:
+    """Computes Z[b, child(e)] += X[b, parent(e)] · w(e), some relations at a time."""
+
+    name = "reference"
+
+    def refusals(self, topology: Topology) -> list[str]:
+        """Runs everything."""
+        return []
+
+    def prepare(self, topology: Topology) -> "ReferencePlan":
+        """Returns a plan that holds nothing but the topology, and the parents of a small one."""
+        return ReferencePlan(topology)
+
+
+class ReferencePlan:
+    """The scatter for one topology; memory stays bounded at any size, in the backward too."""
+
+    def __init__(self, topology: Topology) -> None:
+        self.topology = topology
+        self._parents = topology.parents() if topology.n_relations <= CELLS else None
+
+    def __call__(self, x: Tensor, values: Tensor) -> Tensor:
+        topology = self.topology
+        z = x.new_zeros(len(x), topology.n_children)
+        size = max(1, CELLS // max(1, len(x)))
+        if topology.n_relations <= size:
+            return self._add(z, x, values, 0)
+        for number, part in enumerate(values.split(size)):  # each piece is made again in the backward, not kept
+            z = checkpoint(self._add, z, x, part, number * size, use_reentrant=False, preserve_rng_state=False)
+        return z
+
+    def _add(self, z: Tensor, x: Tensor, values: Tensor, start: int) -> Tensor:
+        stop = start + len(values)
+        parents = self.topology.parents(start, stop) if self._parents is None else self._parents[start:stop]
+        messages = x.index_select(1, parents) * values  # [batch, relations]
+        children = self.topology.child[start:stop].long().expand(len(x), -1)
+        return z.scatter_add(1, children, messages.to(z.dtype))
+
+
+def walk(graph: Graph, x: Tensor) -> Tensor:
+    """Runs the paper's Algorithm 1 to the letter, node by node and slot by slot: slow, for audits.
+
+    Args:
+        graph: the net.
+        x: one row a sample, [batch, sensory nodes].
+    """
+    for upper, lower in zip(graph.layers, list(graph.layers)[1:], strict=False):
+        received: dict[int, Tensor] = {}
+        for column, node in enumerate(upper):
+            messages = x[:, column, None] * node.W_alloc  # [batch, degree]
+            for slot, uid in enumerate(node.children.uids.tolist()):
+                received[uid] = received[uid] + messages[:, slot] if uid in received else messages[:, slot]
+        columns = []
+        for node in lower:
+            z = received.get(node.uid, x.new_zeros(len(x))) + node.bias
+            columns.append(activation_function(node.activation)(z))
+        x = torch.stack(columns, dim=1) if columns else x.new_zeros(len(x), 0)
+    return x

@@ -1,0 +1,241 @@
+"""GrapNet: the graph as an nn.Module."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .core.activation import activation_function
+from .core.errors import EditError, StaleTopologyError
+from .core.graph import Graph
+from .core.layer import Layer
+from .core.relations import Topology, Transition
+from .core.requests import draw
+from .core.sampling import erk_densities, random_topology, topology_from_pairs
+from .core.state import prepare_to_load
+from .execution.manager import Execution
+from .execution.reference import walk
+
+
+class GrapNet(Graph):
+    """A feed-forward network whose relations and nodes can be edited while it trains.
+
+    A new one is fully connected and distributed like a stack of `nn.Linear` of the same sizes.
+
+    Args:
+        sizes: how many nodes each layer has, the sensory one first; a layer may start empty.
+        activation: of the hidden layers ("relu", "gelu", "tanh", …; the output is linear), or one name for every layer
+            after the sensory one.
+        density: the share of all possible relations to start with.
+        distribution: "uniform" gives every transition that density, "erk" more to small transitions and less to large ones.
+        device: where to put it.
+        dtype: of the coordinates.
+        generator: source of the random numbers (a CPU generator).
+
+    >>> net = GrapNet([49, 48, 10])
+    >>> net(torch.zeros(2, 49)).shape
+    torch.Size([2, 10])
+    >>> with net.edit(reason="drop the weakest tenth") as edit:
+    ...     edit.cut(net.layers[0].outgoing().smallest(fraction=0.1))
+    >>> net.version, net.count().relations
+    (1, 2597)
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        *,
+        activation: str | Sequence[str] = "relu",
+        density: float = 1.0,
+        distribution: Literal["uniform", "erk"] = "uniform",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        sizes = _checked_sizes(sizes)
+        if not 0 <= density <= 1:
+            raise ValueError(f"density lies between 0 and 1, got {density}")
+        if distribution not in ("uniform", "erk"):
+            raise ValueError(f'distribution is "uniform" or "erk", got {distribution!r}')
+        place = torch.empty(0, device=device).device
+        shares = erk_densities(sizes, density) if distribution == "erk" else [density] * (len(sizes) - 1)
+        topologies = [
+            random_topology(a, b, share, place, generator)
+            for a, b, share in zip(sizes, sizes[1:], shares, strict=False)
+        ]
+        example = torch.empty(0, device=place, dtype=dtype or torch.get_default_dtype())
+        weights, biases = [], []
+        for topology in topologies:
+            fan_in = topology.fan_in()
+            scale = fan_in.index_select(0, topology.child)
+            weights.append(draw("linear", scale, example, generator))
+            biases.append(draw("linear", fan_in, example, generator))
+        self._assemble(sizes, topologies, weights, biases, activation)
+
+    @classmethod
+    def from_relations(
+        cls,
+        sizes: Sequence[int],
+        relations: Sequence[tuple[Any, ...]],
+        *,
+        biases: Sequence[Any] | None = None,
+        activation: str | Sequence[str] = "relu",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        generator: torch.Generator | None = None,
+    ) -> "GrapNet":
+        """Returns a net with exactly these relations.
+
+        Args:
+            sizes: how many nodes each layer has.
+            relations: for every transition (parents, children) or (parents, children, weights): rows of the two layers.
+                A node's children keep the order given here. Weights left out are drawn like `nn.Linear` draws them.
+            biases: one vector for every layer after the sensory one; drawn when left out.
+            activation: as for the constructor.
+            device: where to put it.
+            dtype: of the coordinates.
+            generator: source of the random numbers (a CPU generator).
+        """
+        sizes = _checked_sizes(sizes)
+        if len(relations) != len(sizes) - 1:
+            raise ValueError(
+                f"{len(sizes)} layers have {len(sizes) - 1} transitions, got relations for {len(relations)}"
+            )
+        example = torch.empty(0, device=device, dtype=dtype or torch.get_default_dtype())
+        topologies, weights, offsets = [], [], []
+        for t, given in enumerate(relations):
+            topology, order = _topology_of(given, t, sizes[t], sizes[t + 1], example.device)
+            fan_in = topology.fan_in()
+            drawn = draw("linear", fan_in.index_select(0, topology.child), example, generator)
+            topologies.append(topology)
+            weights.append(
+                drawn
+                if len(given) == 2
+                else _checked_vector(given[2], len(order), f"weights of transition {t}")[order].to(example)
+            )
+            offset = None if biases is None else biases[t]
+            offsets.append(
+                draw("linear", fan_in, example, generator)
+                if offset is None
+                else _checked_vector(offset, sizes[t + 1], f"biases of layer {t + 1}").to(example)
+            )
+        net = cls.__new__(cls)
+        net._assemble(sizes, topologies, weights, offsets, activation)
+        return net
+
+    def _assemble(
+        self,
+        sizes: Sequence[int],
+        topologies: Sequence[Topology],
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor],
+        activation: str | Sequence[str],
+    ) -> None:
+        names = _activation_names(activation, len(sizes) - 1)
+        first = [sum(sizes[:n]) for n in range(len(sizes))]
+        uids = [torch.arange(start, start + size) for start, size in zip(first, sizes, strict=True)]
+        layers = [Layer(uids[0], None, "identity")]
+        layers += [Layer(u, b, name) for u, b, name in zip(uids[1:], biases, names, strict=True)]
+        Graph.__init__(self, layers, [Transition(t, w) for t, w in zip(topologies, weights, strict=True)])
+        self.next_uid = sum(sizes)
+        self.execution = Execution(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the output for inputs of shape [..., sensory nodes]."""
+        width = len(self.layers[0])
+        if x.dim() == 0 or x.shape[-1] != width:
+            hint = " Flatten it first: x.flatten(1)" if x.dim() > 2 and x[0].numel() == width else ""
+            raise ValueError(
+                f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), got {list(x.shape)}.{hint}"
+            )
+        if self.open_trial:
+            raise EditError(
+                "this trial's operations have not taken effect yet; call edit.commit() before running the net"
+            )
+        h = x.reshape(-1, width)
+        for t, transition in enumerate(self.transitions):
+            layer = self.layers[t + 1]
+            h = layer.activate(self.execution.plan(t)(h, transition.values()) + layer.values())
+        if x.requires_grad and h.requires_grad:
+            h.register_hook(_stale_check(self))
+        return h.reshape(*x.shape[:-1], h.shape[-1])
+
+    def walk(self, x: Tensor) -> Tensor:
+        """Computes the output node by node, as the paper's Algorithm 1 reads: slow, for audits; x is [batch, sensory nodes]."""
+        return walk(self, x)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+        prepare_to_load(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.execution.bind(self)
+
+    def __repr__(self) -> str:
+        count = self.count()
+        sizes = "-".join(map(str, self.sizes))
+        return f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} coordinates frozen, version {self.version})"
+
+
+def _stale_check(net: GrapNet) -> Any:
+    """Returns a gradient hook that raises once the net was edited; parameters have their own, this is for the input."""
+    reference, structure, version = weakref.ref(net), net.structure, net.version
+
+    def check(_: Tensor) -> None:
+        alive = reference()
+        if alive is not None and alive.structure is not structure:
+            raise StaleTopologyError(
+                f"this backward goes through a forward pass of version {version}, and the graph was edited since. "
+                "Run the forward pass again, or edit after optimizer.step()"
+            )
+
+    return check
+
+
+def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    sizes = [int(size) for size in sizes]
+    if len(sizes) < 2 or min(sizes) < 0:
+        raise ValueError(f"sizes are at least two numbers of nodes, none negative, got {sizes}")
+    return sizes
+
+
+def _activation_names(activation: str | Sequence[str], count: int) -> list[str]:
+    names = [activation] * (count - 1) + ["identity"] if isinstance(activation, str) else list(activation)
+    if len(names) != count:
+        raise ValueError(f"{count} layers after the sensory one need {count} activations, got {len(names)}")
+    for name in names:
+        activation_function(name)
+    return names
+
+
+def _topology_of(
+    given: tuple[Any, ...], t: int, n_parents: int, n_children: int, device: torch.device
+) -> tuple[Topology, Tensor]:
+    """Returns the wiring of given pairs, and the order that sorts them by parent."""
+    if len(given) not in (2, 3):
+        raise ValueError(f"relations of transition {t} are (parents, children) or (parents, children, weights)")
+    parents, children = (torch.as_tensor(part).reshape(-1).to("cpu", torch.int64) for part in given[:2])
+    if len(parents) != len(children):
+        raise ValueError(f"transition {t} has {len(parents)} parents for {len(children)} children")
+    for name, rows, size in (("parents", parents, n_parents), ("children", children, n_children)):
+        outside = rows[(rows < 0) | (rows >= size)]
+        if len(outside):
+            raise ValueError(f"{name} of transition {t} are rows 0 to {size - 1}, got {outside[:5].tolist()}")
+    keys, counts = (parents * n_children + children).unique(return_counts=True)
+    if len(keys) < len(parents):
+        twice = int(keys[counts > 1][0])
+        raise ValueError(
+            f"transition {t} names the relation from row {twice // n_children} to row {twice % n_children} twice"
+        )
+    order = parents.argsort(stable=True)
+    return topology_from_pairs(parents[order], children[order], n_parents, n_children, device), order
+
+
+def _checked_vector(values: Any, size: int, what: str) -> Tensor:
+    values = torch.as_tensor(values).detach().reshape(-1).cpu()
+    if len(values) != size:
+        raise ValueError(f"{size} {what} are needed, got {len(values)}")
+    return values
