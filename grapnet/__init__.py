@@ -2,6 +2,9 @@
 
 from importlib.metadata import version as _version
 
+from .checkpoint import load as load
+from .checkpoint import restore as restore
+from .checkpoint import save as save
 from .core.activation import register_activation as register_activation
 from .core.edit import Edit as Edit
 from .core.errors import CheckpointError as CheckpointError
@@ -23,6 +26,8 @@ from .core.node import GrapNode as GrapNode
 from .core.relation_set import RelationSet as RelationSet
 from .core.remap import IndexMap as IndexMap
 from .core.selection import NodeSet as NodeSet
+from .learning.optim import attach as attach
+from .learning.optim import detach as detach
 from .network import GrapNet as GrapNet
 
 __version__ = _version("grapnet")

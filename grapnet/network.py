@@ -139,8 +139,15 @@ class GrapNet(Graph):
         layers = [Layer(uids[0], None, "identity")]
         layers += [Layer(u, b, name) for u, b, name in zip(uids[1:], biases, names, strict=True)]
         Graph.__init__(self, layers, [Transition(t, w) for t, w in zip(topologies, weights, strict=True)])
-        self.next_uid = sum(sizes)
         self.execution = Execution(self)
+
+    @classmethod
+    def from_parts(cls, layers: Sequence[Layer], transitions: Sequence[Transition]) -> "GrapNet":
+        """Returns a net of layers and transitions that were built one by one, as a checkpoint does; see `gn.check`."""
+        net = cls.__new__(cls)
+        Graph.__init__(net, layers, transitions)
+        net.execution = Execution(net)
+        return net
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the output for inputs of shape [..., sensory nodes]."""

@@ -199,7 +199,7 @@ class Edit:
         """
         self._require_open()
         self._open = False
-        self._structures = self._graph.structures()
+        self._tokens = self._graph.tokens()
         change = resolve(self._graph, self._requests, self.generator)
         if not change.is_empty:
             self.receipt = self._graph.commit_change(
@@ -228,7 +228,7 @@ class Edit:
             self._open = False
             self._operations.clear()
             if self.trial and self.receipt is not None:
-                self._graph.take_back(self.receipt, self._structures)
+                self._graph.take_back(self.receipt, self._tokens)
             self._graph.close_edit()
 
     def _turn(self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool) -> None:

@@ -15,10 +15,10 @@ from .journal import Commit, Diff, Journal
 from .layer import Layer
 from .node import GrapNode
 from .relation_set import RelationSet
-from .relations import Structure, Transition
+from .relations import Transition
 from .selection import Nodes, NodeSet, as_uids
-from .transaction import Follower, Followers, carry_out
-from .values import Coordinates
+from .transaction import Follower, Followers, Tokens, carry_out
+from .values import Coordinates, Token, layout_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Graph(nn.Module):
         self.layers: Sequence[Layer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
         self.transitions: Sequence[Transition] = nn.ModuleList(transitions)  # pyright: ignore[reportAttributeAccessIssue]
         self.version = 0
-        self.structure = Structure()
+        self.structure = Token()
         self.next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
         self.journal = Journal()
         self.followers = Followers()
@@ -257,15 +257,16 @@ class Graph(nn.Module):
             self.journal.record(commit)
         return commit
 
-    def structures(self) -> list[Structure]:
-        """Returns the tokens that say whether relations have moved, one a transition."""
-        return [transition.structure for transition in self.transitions]
+    def tokens(self) -> Tokens:
+        """Returns what says whether relations or coordinates have moved since."""
+        layouts = {name: layout_of(parameter) for name, parameter in self.named_parameters()}
+        return Tokens([transition.structure for transition in self.transitions], layouts)
 
-    def take_back(self, commit: Commit, structures: list[Structure]) -> None:
-        """Ends a trial: everything is as it was before `commit`, the version and the `structures` of then included."""
+    def take_back(self, commit: Commit, tokens: Tokens) -> None:
+        """Ends a trial: everything is as it was before `commit`, the version and the tokens of then included."""
         change = commit.change.inverse(with_gradients=True)
         back = Commit(commit.version - 1, f"end of trial: {commit.reason}", change, undoes=commit.version)
-        carry_out(self, back, structures)
+        carry_out(self, back, tokens)
 
     def _reverse(self, commit: Commit, verb: str) -> Commit:
         receipt = Commit(self.version + 1, f"{verb}: {commit.reason}", commit.change.inverse(), undoes=commit.version)

@@ -7,7 +7,6 @@ from .activation import ACTIVATIONS
 from .errors import InvariantError
 from .graph import Graph
 from .layer import Layer
-from .relations import Transition
 from .values import Coordinates
 
 

@@ -115,6 +115,12 @@ class Journal:
         self.redoable.pop()
         self._append(commit, self.undoable)
 
+    def reinstate(self, commits: list[Commit], undoable: list[int], redoable: list[int]) -> None:
+        """Takes over the commits of a saved journal."""
+        self.commits, self.undoable, self.redoable = commits, undoable, redoable
+        self._with_values = {*undoable, *redoable}
+        self._let_go()
+
     def keeps(self, version: int) -> bool:
         """Says whether the commit of `version` can still be taken back."""
         return any(self.commits[place].version == version for place in (*self.undoable, *self.redoable))

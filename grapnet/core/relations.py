@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .remap import concatenate_ranges, flatnonzero
-from .values import Coordinates
+from .values import Coordinates, Token
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,14 +93,14 @@ class Transition(Coordinates):
         self.register_buffer("ptr", topology.ptr, persistent=False)
         self.register_buffer("child", topology.child, persistent=False)
         self.n_children = topology.n_children
-        self.structure = Structure()
+        self.structure = Token()
 
     @property
     def topology(self) -> Topology:
         """The present wiring."""
         return Topology(self.ptr, self.child, self.n_children)
 
-    def rewire(self, topology: Topology, structure: "Structure") -> None:
+    def rewire(self, topology: Topology, structure: Token) -> None:
         """Puts another wiring in place; `swap` brings the coordinates that go with it."""
         self.ptr, self.child, self.n_children = topology.ptr, topology.child, topology.n_children
         self.structure = structure
@@ -118,9 +118,3 @@ class Transition(Coordinates):
 
     def extra_repr(self) -> str:
         return f"{len(self.ptr) - 1}→{self.n_children}, {self.size:,} relations, {len(self.frozen_at):,} frozen"
-
-
-class Structure:
-    """A token: two transitions or graphs hold the same one only while nothing moved in between."""
-
-    __slots__ = ()

@@ -341,7 +341,7 @@ def _union(parts: list[Tensor], device: torch.device) -> Tensor:
     return torch.cat([part.to(device) for part in parts]).unique()
 
 
-def _flips(store, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None) -> Tensor:  # noqa: ANN001
+def _flips(store, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None) -> Tensor:
     """Returns the new positions whose frozen bit turns: cutting beats freezing, and freezing beats unfreezing."""
     device = store.frozen_at.device
     freeze, thaw = _union(freezes or [], device), _union(thaws or [], device)

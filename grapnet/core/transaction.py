@@ -12,8 +12,8 @@ from .change import Change, LayerChange, TransitionChange
 from .errors import EditError
 from .journal import Commit
 from .labels import Labels
-from .relations import Structure, Topology
-from .values import PreparedVector, refuse_old_backward, replace_content
+from .relations import Topology
+from .values import PreparedVector, Token, refuse_old_backward, replace_content
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -55,13 +55,26 @@ class Followers:
         return Followers, ()
 
 
-def carry_out(graph: "Graph", commit: Commit, structures: list[Structure] | None = None) -> Commit:
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """One token for the wiring of every transition and one for the layout of every Parameter."""
+
+    structures: list[Token]
+    layouts: dict[str, Token | None]
+
+    @classmethod
+    def fresh(cls, graph: "Graph") -> "Tokens":
+        """Returns tokens that nobody has seen."""
+        return cls([Token() for _ in graph.transitions], {name: Token() for name, _ in graph.named_parameters()})
+
+
+def carry_out(graph: "Graph", commit: Commit, tokens: "Tokens | None" = None) -> Commit:
     """Applies `commit.change`; an error before the swap leaves graph, parameters and followers as they were.
 
     Args:
         graph: the graph to change.
         commit: a receipt whose change holds what comes; what leaves is filled in.
-        structures: tokens to put on the moved transitions, when an earlier state returns.
+        tokens: what to put on moved relations and coordinates, when an earlier state returns.
 
     Returns:
         The complete receipt.
@@ -75,17 +88,18 @@ def carry_out(graph: "Graph", commit: Commit, structures: list[Structure] | None
         commit = _completed(commit, {n: p.biases for n, p in layers.items() if p.biases}, weights)
         installs = graph.followers.prepare(graph, commit)
 
+        tokens = tokens or Tokens.fresh(graph)
         _leave_old_graphs(graph, commit)
         for number, prepared in layers.items():
             graph.layers[number].renew(prepared.uids, prepared.activations, prepared.owners)
             if prepared.biases is not None:
-                graph.layers[number].swap(prepared.biases)
+                graph.layers[number].swap(prepared.biases, tokens.layouts[f"layers.{number}.bias"])
         for t, topology in wirings.items():
-            graph.transitions[t].rewire(topology, structures[t] if structures else Structure())
+            graph.transitions[t].rewire(topology, tokens.structures[t])
         for t, vector in weights.items():
-            graph.transitions[t].swap(vector)
+            graph.transitions[t].swap(vector, tokens.layouts[f"transitions.{t}.weight"])
         graph.version = commit.version
-        graph.structure = Structure()
+        graph.structure = Token()
         for install in installs:
             install()
         for index in (*commit.relations.values(), *commit.nodes.values(), *commit.parameters.values()):

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,17 @@ class PreparedVector:
     frozen_at: Tensor
 
 
+class Token:
+    """Something that is only ever equal to itself: the same token means that nothing moved in between."""
+
+    __slots__ = ()
+
+
+def layout_of(parameter: Tensor) -> "Token | None":
+    """Returns the token of a Parameter's coordinates, None when they never moved."""
+    return getattr(parameter, "grapnet_layout", None)
+
+
 class Coordinates(nn.Module):
     """A module with one vector of coordinates, trainable or frozen one by one.
 
@@ -80,6 +91,7 @@ class Coordinates(nn.Module):
 
     frozen_values: Tensor
     frozen_at: Tensor  # [n_frozen] int32, sorted positions
+    layout_changes: ClassVar[int] = 0  # how often any Parameter's coordinates moved, in all graphs of the process
 
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
@@ -200,11 +212,22 @@ class Coordinates(nn.Module):
             content = _shifted(content, change.shift, frozen_at)
         return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at)
 
-    def swap(self, prepared: PreparedVector) -> None:
-        """Puts a prepared vector in place; the Parameter stays the same object."""
+    def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
+        """Puts a prepared vector in place; the Parameter stays the same object, under another layout token if it moved."""
         replace_content(self.parameter, prepared.content, prepared.gradient)
+        if not prepared.parameter_index.is_identity:
+            self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+            Coordinates.layout_changes += 1
         self.frozen_values, self.frozen_at, self._order = prepared.frozen_values, prepared.frozen_at, None
         prepared.parameter_index.release()
+
+    def hold(self, positions: Tensor) -> None:
+        """Makes `positions` the frozen ones of a vector that is just being built and has none yet."""
+        if len(positions) == 0:
+            return
+        none = torch.empty(0, dtype=torch.bool, device=positions.device)
+        index = IndexMap(self.size, self.size, empty_positions(positions.device), empty_positions(positions.device))
+        self.swap(self.prepare(VectorChange(index, none, none, positions)), None)
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Says what in a state dict does not fit this vector; empty when it fits."""

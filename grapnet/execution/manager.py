@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grapnet.core.errors import PlanError
 from grapnet.core.graph import Graph
-from grapnet.core.relations import Structure
+from grapnet.core.values import Token
 
 from .plan import Backend, Plan
 from .reference import Reference
@@ -16,7 +16,7 @@ BACKENDS: dict[str, Backend] = {"reference": Reference()}
 
 
 class _Kept(NamedTuple):
-    structure: Structure
+    structure: Token
     child: Tensor  # a net that moves to another device has another one
     plan: Plan
 
@@ -60,6 +60,16 @@ class Execution:
         for t in chosen:
             self._chosen[t] = name
             self._plans.pop(t, None)
+
+    def choices(self) -> list[str]:
+        """Returns the name of the backend chosen for every transition."""
+        return list(self._chosen)
+
+    def choose(self, names: list[str]) -> None:
+        """Takes over choices made elsewhere; a backend that is unknown or refuses here is left out."""
+        for t, name in enumerate(names[: len(self._chosen)]):
+            if name in BACKENDS and not BACKENDS[name].refusals(self.graph.transitions[t].topology):
+                self.use(name, t)
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns, for every transition, which backend runs it."""

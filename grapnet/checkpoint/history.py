@@ -1,0 +1,231 @@
+"""The journal as tensors and JSON, and back."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grapnet.core.change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
+from grapnet.core.errors import CheckpointError
+from grapnet.core.journal import Commit, Journal
+from grapnet.core.labels import Labels
+from grapnet.core.remap import IndexMap
+from grapnet.core.values import Shift, VectorChange
+from grapnet.network import GrapNet
+
+from .fields import LARGEST, Fields, entry, names, number
+from .tree import decode, encode
+
+
+def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
+    """Puts the journal's arrays into `tensors` and returns the rest as JSON; what undo needs only when asked for."""
+    commits = []
+    for n, commit in enumerate(journal.commits):
+        name = f"journal.{n}."
+        change = commit.change if undo else commit.change.without_values()
+        commits.append(
+            {
+                "version": commit.version,
+                "reason": commit.reason,
+                "by": commit.by,
+                "undoes": commit.undoes,
+                "operations": encode(list(commit.operations), f"{name}operations", tensors),
+                "layers": {str(k): _put_layer(c, f"{name}layers.{k}.", tensors) for k, c in change.layers.items()},
+                "transitions": {
+                    str(k): _put_wires(c, f"{name}transitions.{k}.", tensors) for k, c in change.transitions.items()
+                },
+            }
+        )
+    stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
+    return {"undo_limit": journal.undo_limit, "commits": commits, **stacks}
+
+
+def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
+    """Returns the journal that leads to `net`; raises CheckpointError, naming the field, when it cannot be one."""
+    where = "journal."
+    commits = [
+        _commit(part, f"{where}{n}.", fields, net) for n, part in enumerate(entry(document, "commits", list, where))
+    ]
+    _check_chain(commits, net)
+    stacks = {}
+    for name in ("undoable", "redoable"):
+        stack = entry(document, name, list, where)
+        if any(type(p) is not int or not 0 <= p < len(commits) or not commits[p].change.has_values for p in stack):
+            raise CheckpointError(f"{where}{name}: names a commit that cannot be taken back")
+        stacks[name] = stack
+    if len({*stacks["undoable"], *stacks["redoable"]}) < len(stacks["undoable"]) + len(stacks["redoable"]):
+        raise CheckpointError(f"{where}undoable: a commit stands twice")
+    journal = Journal(number(document, "undo_limit", where))
+    journal.reinstate(commits, **stacks)
+    return journal
+
+
+def _check_chain(commits: list[Commit], net: GrapNet) -> None:
+    """Walks the sizes back from the net to its beginning; every commit must fit the next one."""
+    rows, relations, version = list(net.sizes), [t.size for t in net.transitions], net.version
+    for n in range(len(commits) - 1, -1, -1):
+        commit = commits[n]
+        if not 0 < commit.version <= version:
+            raise CheckpointError(f"journal.{n}.version: {commit.version} does not come before {version + 1}")
+        version = commit.version - 1
+        for sizes, indices, kind in ((rows, commit.nodes, "layers"), (relations, commit.relations, "transitions")):
+            for k, index in indices.items():
+                if index.new_size != sizes[k]:
+                    raise CheckpointError(
+                        f"journal.{n}.{kind}.{k}: leads to {index.new_size} entries where {sizes[k]} follow"
+                    )
+                sizes[k] = index.old_size
+
+
+def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
+    layers, transitions = entry(part, "layers", dict, where), entry(part, "transitions", dict, where)
+    undoes, by = part.get("undoes"), part.get("by")
+    if undoes is not None and (type(undoes) is not int or not 0 < undoes <= LARGEST):
+        raise CheckpointError(f"{where}undoes: expected a version")
+    if by is not None and type(by) is not str:
+        raise CheckpointError(f"{where}by: expected a name")
+    operations = decode(part.get("operations"), f"{where}operations", fields.tensors)
+    if not isinstance(operations, list) or any(not isinstance(item, dict) for item in operations):
+        raise CheckpointError(f"{where}operations: expected a list of operations")
+    change = Change(
+        {
+            _key(k, len(net.layers), f"{where}layers."): _layer(c, f"{where}layers.{k}.", fields, k == "0")
+            for k, c in layers.items()
+        },
+        {
+            _key(k, len(net.transitions), f"{where}transitions."): _wires(c, f"{where}transitions.{k}.", fields)
+            for k, c in transitions.items()
+        },
+    )
+    version, reason = number(part, "version", where), entry(part, "reason", str, where)
+    return Commit(version, reason, change, by, tuple(operations), undoes=undoes)
+
+
+def _key(text: str, count: int, where: str) -> int:
+    if not text.isdecimal() or str(int(text[:9])) != text or int(text) >= count:
+        raise CheckpointError(f"{where}{text[:20]}: there is no such part")
+    return int(text)
+
+
+def _put_index(index: IndexMap, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    tensors[name + "removed"], tensors[name + "inserted"] = index.removed, index.inserted
+    return {"old_size": index.old_size, "new_size": index.new_size}
+
+
+def _index(part: Any, name: str, fields: Fields) -> IndexMap:
+    old, new = number(part, "old_size", name), number(part, "new_size", name)
+    removed, inserted = fields.positions(name + "removed", old), fields.positions(name + "inserted", new)
+    if old - len(removed) != new - len(inserted):
+        raise CheckpointError(
+            f"{name}new_size: {new} does not follow from {old}, {len(removed)} gone and {len(inserted)} born"
+        )
+    return IndexMap(old, new, removed, inserted)
+
+
+def _put_vector(vector: VectorChange, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    tensors[name + "born_frozen"], tensors[name + "gone_frozen"] = vector.born_frozen, vector.gone_frozen
+    tensors[name + "flips"] = vector.flips
+    if vector.gone_values is not None and vector.born_values is not None:
+        tensors[name + "born_values"], tensors[name + "gone_values"] = vector.born_values, vector.gone_values
+    if vector.shift is not None:
+        tensors[name + "shift"] = vector.shift.positions
+        tensors[name + "shift_before"], tensors[name + "shift_after"] = vector.shift.before, vector.shift.after
+    return {
+        "values": vector.gone_values is not None and vector.born_values is not None,
+        "shift": vector.shift is not None,
+    }
+
+
+def _vector(part: Any, name: str, fields: Fields, index: IndexMap) -> VectorChange:
+    born, gone = len(index.inserted), len(index.removed)
+    flips = fields.positions(name + "flips", index.new_size)
+    if bool(torch.isin(flips, index.inserted).any()):
+        raise CheckpointError(f"{name}flips: names a newborn coordinate")
+    values, shift = entry(part, "values", bool, name), None
+    if entry(part, "shift", bool, name):
+        positions = fields.positions(name + "shift", index.new_size)
+        shift = Shift(positions, *(_floats(fields, name + f"shift_{k}", len(positions)) for k in ("before", "after")))
+    return VectorChange(
+        index,
+        born_frozen=fields.tensor(name + "born_frozen", torch.bool, born),
+        gone_frozen=fields.tensor(name + "gone_frozen", torch.bool, gone),
+        flips=flips,
+        born_values=_floats(fields, name + "born_values", born) if values else None,
+        gone_values=_floats(fields, name + "gone_values", gone) if values else None,
+        shift=shift,
+    )
+
+
+def _floats(fields: Fields, name: str, size: int) -> Tensor:
+    found = fields.any(name)
+    if not found.dtype.is_floating_point or found.dim() != 1 or len(found) != size:
+        raise CheckpointError(f"{name}: expected {size} values, found {found.dtype} {list(found.shape)}")
+    return found
+
+
+def _put_wires(change: TransitionChange, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    for side, pairs in (("born", change.born), ("gone", change.gone)):
+        tensors[f"{name}{side}_parents"], tensors[f"{name}{side}_children"] = pairs.parents, pairs.children
+    return {**_put_index(change.index, name, tensors), **_put_vector(change.weights, name, tensors)}
+
+
+def _wires(part: Any, name: str, fields: Fields) -> TransitionChange:
+    index = _index(part, name, fields)
+    sizes = {"born": len(index.inserted), "gone": len(index.removed)}
+    pairs = {
+        side: Pairs(*(fields.tensor(f"{name}{side}_{end}", torch.int32, size) for end in ("parents", "children")))
+        for side, size in sizes.items()
+    }
+    return TransitionChange(index, pairs["born"], pairs["gone"], _vector(part, name, fields, index))
+
+
+def _put_layer(change: LayerChange, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    record: dict[str, Any] = _put_index(change.index, name, tensors)
+    for side, nodes in (("born", change.born), ("gone", change.gone)):
+        tensors[f"{name}{side}_uids"] = nodes.uids
+        record |= _put_labels(nodes.owners, f"{name}{side}_owners", f"{side}_owners", tensors)
+        record |= _put_labels(nodes.activations, f"{name}{side}_activations", f"{side}_activations", tensors)
+    for kind, relabel in (("owners", change.owners), ("activations", change.activations)):
+        record[f"renames_{kind}"] = relabel is not None
+        if relabel is not None:
+            tensors[f"{name}{kind}_rows"] = relabel.rows
+            record |= _put_labels(relabel.before, f"{name}{kind}_before", f"{kind}_before", tensors)
+            record |= _put_labels(relabel.after, f"{name}{kind}_after", f"{kind}_after", tensors)
+    return record if change.biases is None else {**record, **_put_vector(change.biases, name, tensors)}
+
+
+def _layer(part: Any, name: str, fields: Fields, sensory: bool) -> LayerChange:
+    index = _index(part, name, fields)
+    sizes = {"born": len(index.inserted), "gone": len(index.removed)}
+    nodes = {
+        side: NodeRecord(
+            fields.tensor(f"{name}{side}_uids", torch.int64, size),
+            _labels(part, f"{name}{side}_owners", f"{side}_owners", fields, size),
+            _labels(part, f"{name}{side}_activations", f"{side}_activations", fields, size),
+        )
+        for side, size in sizes.items()
+    }
+    renames: dict[str, Relabel | None] = {}
+    for kind in ("owners", "activations"):
+        renames[kind] = None
+        if entry(part, f"renames_{kind}", bool, name):
+            rows = fields.positions(f"{name}{kind}_rows", index.new_size)
+            before, after = (
+                _labels(part, f"{name}{kind}_{k}", f"{kind}_{k}", fields, len(rows)) for k in ("before", "after")
+            )
+            renames[kind] = Relabel(rows, before, after)
+    biases = None if sensory else _vector(part, name, fields, index)
+    return LayerChange(index, nodes["born"], nodes["gone"], biases, renames["owners"], renames["activations"])
+
+
+def _put_labels(labels: Labels, name: str, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    labels = labels.compact()
+    tensors[name] = labels.codes
+    return {key: list(labels.names) or [None]}
+
+
+def _labels(part: Any, name: str, key: str, fields: Fields, size: int) -> Labels:
+    table, codes = names(part, key, name), fields.tensor(name, torch.int32, size)
+    if size and (int(codes.min()) < 0 or int(codes.max()) >= len(table)):
+        raise CheckpointError(f"{name}: a code is outside the table of {len(table)} names")
+    return Labels(codes, table)

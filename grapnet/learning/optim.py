@@ -1,0 +1,153 @@
+"""gn.attach: optimizer state that follows every edit, coordinate by coordinate."""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from grapnet.core.errors import OptimizerError
+from grapnet.core.graph import Graph
+from grapnet.core.journal import Commit
+from grapnet.core.values import Coordinates, layout_of
+
+Survivors = Literal["keep", "renew"]
+Slots = dict[str, dict[str, Tensor]]  # parameter name -> state name -> the values of removed coordinates
+
+_attached: "weakref.WeakKeyDictionary[Optimizer, list[OptimizerFollower]]" = weakref.WeakKeyDictionary()
+_checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
+
+
+def attach(
+    optimizer: Optimizer, net: Graph, *, survivors: Survivors = "keep", newborn: Literal["zero"] = "zero"
+) -> None:
+    """Makes an optimizer follow the commits of a net, for as long as both live.
+
+    Args:
+        optimizer: any `torch.optim` optimizer whose state is one number a coordinate, or one a parameter.
+        net: the net whose parameters it holds.
+        survivors: "keep" carries the state of every coordinate that stays; "renew" starts all of it afresh at every commit.
+        newborn: "zero" gives a new coordinate clean state. With Adam its first update then has the size of the learning
+            rate times (1 - β1)/√(1 - β2), over the bias corrections of the parameter's step count.
+
+    Raises:
+        OptimizerError: the optimizer holds no parameter of the net.
+    """
+    if survivors not in ("keep", "renew"):
+        raise ValueError(f'survivors is "keep" or "renew", got {survivors!r}')
+    if newborn != "zero":
+        raise ValueError(f'newborn is "zero", got {newborn!r}')
+    mine = {id(p) for p in net.parameters()}
+    if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+        raise OptimizerError("this optimizer holds no parameter of the net; make it with net.parameters()")
+    detach(optimizer, net)
+    follower = OptimizerFollower(optimizer, net, survivors)
+    _attached.setdefault(optimizer, []).append(follower)
+    net.follow(follower)
+
+
+def detach(optimizer: Optimizer, net: Graph) -> None:
+    """Makes an optimizer no longer follow the commits of a net."""
+    for follower in _attached.get(optimizer, []):
+        if follower.net() is net:
+            net.unfollow(follower)
+    _attached[optimizer] = [f for f in _attached.get(optimizer, []) if f.net() is not net]
+
+
+class OptimizerFollower:
+    """Carries one optimizer's state through the commits of one net."""
+
+    def __init__(self, optimizer: Optimizer, net: Graph, survivors: Survivors) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        self.net = weakref.ref(net)
+        self.survivors = survivors
+        self._slots: dict[int, Slots] = {}  # version -> what its commit took away, for undo
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Computes the state after the commit; raises OptimizerError when some of it cannot be mapped."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return lambda: None
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        moved = {graph.get_parameter(name): index for name, index in commit.parameters.items()}
+        names = {p: name for name, p in graph.named_parameters() if id(p) in held}
+        states: dict[nn.Parameter, dict[str, Any]] = {}
+        kept = {v: slots for v, slots in self._slots.items() if v == commit.undoes or graph.journal.keeps(v)}
+        restored = kept.pop(commit.undoes, {}) if commit.undoes is not None else {}
+        taken: Slots = {}
+        for parameter, name in names.items():
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            if self.survivors == "renew":
+                states[parameter] = {}
+            elif parameter in moved:
+                index, taken[name] = moved[parameter], {}
+                states[parameter] = dict(state)
+                for key in _per_coordinate(state, parameter, name):
+                    taken[name][key] = state[key][index.removed.long()]
+                    born = restored.get(name, {}).get(key, 0)
+                    states[parameter][key] = index.carry(state[key], born)
+        kept[commit.version] = taken
+
+        def install() -> None:
+            for parameter, state in states.items():
+                optimizer.state[parameter] = state
+            self._slots = kept
+            mark_followed(optimizer, list(moved))
+
+        return install
+
+
+class _Checked:
+    """Which layout every parameter had when the optimizer last stepped."""
+
+    def __init__(self) -> None:
+        self.changes = -1
+        self.layouts: dict[int, object] = {}
+
+
+def mark_followed(optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
+    """Notes that the optimizer's state fits the present coordinates of parameters (all of its own by default)."""
+    checked = _checked.setdefault(optimizer, _Checked())
+    for parameter in parameters or [p for group in optimizer.param_groups for p in group["params"]]:
+        checked.layouts[id(parameter)] = layout_of(parameter)
+
+
+def _refuse_stale_state(optimizer: Optimizer, *_: object) -> None:
+    """Raises when the optimizer holds state of coordinates that have moved; one comparison a step when no net was edited."""
+    checked = _checked.setdefault(optimizer, _Checked())
+    if checked.changes == Coordinates.layout_changes:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            layout = layout_of(parameter)
+            known = checked.layouts.get(id(parameter), layout)
+            state = optimizer.state.get(parameter, {}) if known is not layout else {}
+            if any(isinstance(value, Tensor) and value.dim() > 0 for value in state.values()):
+                raise OptimizerError(
+                    "this optimizer holds state of relations or biases that an edit has moved since its last step. "
+                    "Attach it before editing: gn.attach(optimizer, net); or make a new optimizer now"
+                )
+    mark_followed(optimizer)
+    checked.changes = Coordinates.layout_changes
+
+
+def _per_coordinate(state: dict[str, Any], parameter: nn.Parameter, name: str) -> list[str]:
+    """Returns the state entries with one value a coordinate; raises for one that is neither that nor a single number."""
+    found = []
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            found.append(key)
+        elif isinstance(value, Tensor | list | tuple | dict) and not (isinstance(value, Tensor) and value.dim() == 0):
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise OptimizerError(
+                f"the optimizer's {key!r} ({shape}) for {name} {list(parameter.shape)} is not one value a coordinate, "
+                "so it cannot follow an edit; use another optimizer or make a new one after editing"
+            )
+    return found
+
+
+register_optimizer_step_pre_hook(_refuse_stale_state)
