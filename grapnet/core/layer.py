@@ -8,7 +8,6 @@ from torch import Tensor
 
 from .activation import activation_function
 from .labels import Labels
-from .remap import contains
 from .selection import NodeSet
 from .values import Coordinates
 
@@ -57,10 +56,7 @@ class Layer(Coordinates, NodeSet):
 
     def rows(self, uids: Tensor) -> Tensor:
         """Returns the int32 rows of `uids`, -1 for one that is not in this layer."""
-        if len(self.uid) == 0:
-            return torch.full((len(uids),), -1, dtype=torch.int32)
-        place = torch.searchsorted(self.uid, uids)
-        return torch.where(contains(self.uid, uids), place, -1).int()
+        return rows_among(self.uid, uids)
 
     def activate(self, z: Tensor) -> Tensor:
         """Applies every node's activation to `z` [..., n]: one call when all share it, one a kind otherwise."""
@@ -86,3 +82,15 @@ class Layer(Coordinates, NodeSet):
     def __repr__(self) -> str:
         kinds = ", ".join(str(name) for name, _ in self.activation_names.kinds()) or self.default_activation
         return f"Layer({len(self)} {'sensory nodes' if self.is_sensory else f'nodes, {kinds}'})"
+
+
+def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
+    """Returns the int32 places of `uids` in the sorted tensor, -1 for one that is not there."""
+    if len(ascending) == 0:
+        return torch.full((len(uids),), -1, dtype=torch.int32)
+    first, last = int(ascending[0]), int(ascending[-1])
+    if last - first == len(ascending) - 1:  # no gap: a subtraction instead of a search
+        place = uids - first
+        return torch.where((uids >= first) & (uids <= last), place, -1).int()
+    place = torch.searchsorted(ascending, uids).clamp_(max=len(ascending) - 1)
+    return torch.where(ascending[place] == uids, place, -1).int()

@@ -44,6 +44,10 @@ class Topology:
         rows = torch.arange(self.n_parents, dtype=torch.int32, device=self.ptr.device)
         return rows.repeat_interleave(inside, output_size=stop - start)
 
+    def degrees_without(self, removed: Tensor) -> Tensor:
+        """Returns how many children each parent keeps when the sorted positions `removed` go, [n_parents] int64."""
+        return (self.ptr - torch.searchsorted(removed, self.ptr, out_int32=True)).diff().long()
+
     def parents_at(self, positions: Tensor) -> Tensor:
         """Returns the parent rows of relation positions."""
         return torch.searchsorted(self.ptr, positions, right=True, out_int32=True) - 1

@@ -1,13 +1,24 @@
 """IndexMap: how the coordinates of one vector moved in one commit."""
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .memory import room
+
 # A copy by runs beats a gather while runs are long; both are measured in `benchmarks.run edits`.
 _MOST_RUNS = 4096
+
+
+class _Runs(NamedTuple):
+    """A vector in pieces: how long those of the old and of the newborn one are, and which make up the new one."""
+
+    old_lengths: list[int]
+    born_lengths: list[int]
+    order: list[int]  # numbers of the old pieces, then of the newborn ones
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +36,7 @@ class IndexMap:
     new_size: int
     removed: Tensor
     inserted: Tensor
-    _scratch: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    _scratch: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def is_identity(self) -> bool:
@@ -53,11 +64,12 @@ class IndexMap:
         newborn[:] = born
         runs = self._runs()
         if runs is not None:
-            return torch.cat([newborn[a:b] if fresh else old[a:b] for fresh, a, b in runs] or [newborn])
-        source = self._source(old.device)
+            pieces = (*old.split(runs.old_lengths), *newborn.split(runs.born_lengths))
+            return torch.cat([pieces[n] for n in runs.order] or [newborn], out=room(old, self.new_size))
+        new = room(old, self.new_size)
         single = old.numel() == self.old_size  # [n] or [n, 1]: a flat gather is four times faster
-        flat = old.reshape(-1) if single else old
-        new = flat.index_select(0, source).reshape(-1, *old.shape[1:])
+        flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)
+        torch.index_select(flat, 0, self._source(old.device), out=target)
         if len(newborn):
             new[self.inserted.to(old.device).long()] = newborn
         return new
@@ -73,33 +85,31 @@ class IndexMap:
         return self.inverse().new_positions(new)
 
     def release(self) -> None:
-        """Drops the gather index that `carry` keeps while a commit moves one vector after the other."""
+        """Drops what `carry` keeps while a commit moves one vector after the other."""
         self._scratch.clear()
 
-    def _runs(self) -> list[tuple[bool, int, int]] | None:
-        """Returns (newborn?, start, stop) pieces of the new vector in order, or None when they are too many."""
-        if len(self.removed) + len(self.inserted) > self.new_size // 4 + _MOST_RUNS:
+    def _runs(self) -> "_Runs | None":
+        """Returns the pieces that make up the new vector, or None when they are too many."""
+        if "runs" not in self._scratch:
+            self._scratch["runs"] = self._find_runs()
+        return self._scratch["runs"]
+
+    def _find_runs(self) -> "_Runs | None":
+        removed_at = _counted_in_survivors(self.removed)
+        inserted_at = _counted_in_survivors(self.inserted)
+        gaps, holes = _distinct(removed_at), _distinct(inserted_at)
+        if len(gaps) + len(holes) > _MOST_RUNS:
             return None
-        removed, inserted = self.removed.cpu().numpy(), self.inserted.cpu().numpy()
-        removed_at = removed - np.arange(len(removed), dtype=np.int32)  # counted in survivors
-        inserted_at = inserted - np.arange(len(inserted), dtype=np.int32)
-        survivors = self.old_size - len(removed)
-        starts = np.unique(np.concatenate([[0], removed_at, inserted_at]))
-        if len(starts) > _MOST_RUNS:
-            return None
-        stops = np.append(starts[1:], survivors)
-        shift = np.searchsorted(removed_at, starts, side="right")
-        born_from = np.searchsorted(inserted_at, starts, side="left")
-        born_to = np.searchsorted(inserted_at, starts, side="right")
-        runs: list[tuple[bool, int, int]] = []
-        for start, stop, moved, low, high in zip(
-            starts.tolist(), stops.tolist(), shift.tolist(), born_from.tolist(), born_to.tolist(), strict=True
-        ):
-            if high > low:
-                runs.append((True, low, high))
-            if stop > start:
-                runs.append((False, start + moved, stop + moved))
-        return runs
+        starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
+        kept = np.diff(starts, append=self.old_size - len(removed_at))
+        dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)  # before each run
+        born = np.diff(np.searchsorted(inserted_at, starts, side="right"), prepend=0)
+        old_lengths = np.stack([dropped, kept], axis=1).reshape(-1)
+        old_numbers = (old_lengths > 0).cumsum() - 1  # empty pieces are left out
+        born_numbers = (born > 0).cumsum() - 1 + (old_lengths > 0).sum()
+        order = np.stack([born_numbers, old_numbers[1::2]], axis=1).reshape(-1)
+        filled = np.stack([born, kept], axis=1).reshape(-1) > 0
+        return _Runs(old_lengths[old_lengths > 0].tolist(), born[born > 0].tolist(), order[filled].tolist())
 
     def _source(self, device: torch.device) -> Tensor:
         """Returns, for every new position, the old position to read (0 where newborn)."""
@@ -120,6 +130,13 @@ class IndexMap:
         return self._scratch[key]
 
 
+def ascending(size: int, device: torch.device) -> Tensor:
+    """Returns the int32 positions 0 to size - 1."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.arange(size, dtype=np.int32))
+    return torch.arange(size, dtype=torch.int32, device=device)
+
+
 def flatnonzero(mask: Tensor) -> Tensor:
     """Returns the int32 positions where a 1-D bool tensor is true (numpy is six times faster than torch on a CPU)."""
     if mask.device.type == "cpu":
@@ -127,12 +144,12 @@ def flatnonzero(mask: Tensor) -> Tensor:
     return mask.nonzero().squeeze(1).int()
 
 
-def contains(ascending: Tensor, queries: Tensor) -> Tensor:
-    """Says for every query whether it stands in the sorted tensor."""
-    if len(ascending) == 0:
-        return torch.zeros(len(queries), dtype=torch.bool, device=queries.device)
-    place = torch.searchsorted(ascending, queries).clamp_(max=len(ascending) - 1)
-    return ascending[place] == queries
+def contains(haystack: Tensor, needles: Tensor) -> Tensor:
+    """Says for every needle whether it stands in the sorted haystack."""
+    if len(haystack) == 0:
+        return torch.zeros(len(needles), dtype=torch.bool, device=needles.device)
+    place = torch.searchsorted(haystack, needles).clamp_(max=len(haystack) - 1)
+    return haystack[place] == needles
 
 
 def concatenate_ranges(starts: Tensor, stops: Tensor) -> Tensor:
@@ -147,6 +164,15 @@ def concatenate_ranges(starts: Tensor, stops: Tensor) -> Tensor:
 def empty_positions(device: torch.device | str = "cpu") -> Tensor:
     """Returns an int32 tensor of no positions."""
     return torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _counted_in_survivors(positions: Tensor) -> np.ndarray:
+    """Returns how many survivors stand before each of the sorted positions."""
+    return positions.cpu().numpy() - np.arange(len(positions), dtype=np.int32)
+
+
+def _distinct(ascending: np.ndarray) -> np.ndarray:
+    return ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
 
 
 def _count_below(ascending: Tensor, queries: Tensor, *, including: bool = False) -> Tensor:

@@ -218,9 +218,7 @@ class _TransitionDraft:
         order = parents.argsort(stable=True)
         parents = parents[order]
         gains = torch.bincount(parents, minlength=upper.n_present + len(upper.uids))  # relations each new row gains
-        surviving = topology.degrees.long()
-        if len(self.cuts):
-            surviving = surviving - torch.bincount(topology.parents_at(self.cuts), minlength=topology.n_parents)
+        surviving = topology.degrees_without(self.cuts)
         degrees = upper.present_values(surviving)
         gains = gains[: len(degrees)]
         ends = (degrees + gains).cumsum(0)
@@ -231,7 +229,11 @@ class _TransitionDraft:
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
         values = self._drawn(gains, upper, generator)[kept.to(device)][order]
         born = kept[order.cpu()]
-        cut_rows = (topology.parents_at(self.cuts).cpu().long(), topology.child[self.cuts.long()].cpu().long())
+        losses = topology.degrees.long() - surviving
+        gone = Pairs(
+            upper.layer.uid.int().repeat_interleave(losses.cpu()),
+            lower.layer.uid.int().index_select(0, topology.child.index_select(0, self.cuts).cpu()),
+        )
         flips = _flips(
             self.store, index, requests.freeze_relations.get(self.t), requests.unfreeze_relations.get(self.t)
         )
@@ -245,7 +247,7 @@ class _TransitionDraft:
         return TransitionChange(
             index,
             born=Pairs(upper.uids[self.parents[born].long()].int(), lower.uids[self.children[born].long()].int()),
-            gone=Pairs(upper.uids[cut_rows[0]].int(), lower.uids[cut_rows[1]].int()),
+            gone=gone,
             weights=weights,
         )
 

@@ -12,7 +12,9 @@ from .change import Change, LayerChange, TransitionChange
 from .errors import EditError
 from .journal import Commit
 from .labels import Labels
+from .layer import rows_among
 from .relations import Topology
+from .remap import ascending
 from .values import PreparedVector, Token, refuse_old_backward, replace_content
 
 if TYPE_CHECKING:
@@ -149,34 +151,34 @@ def _rewired(
     lower: LayerChange | None,
     wires: TransitionChange | None,
 ) -> Topology:
-    child, degrees, device = topology.child, topology.degrees.long(), topology.child.device
-    if wires is not None:
-        child = wires.index.carry(child)
-        if len(wires.index.removed):
-            degrees = degrees - torch.bincount(topology.parents_at(wires.index.removed), minlength=len(degrees))
-    n_children = topology.n_children
+    child, degrees, device, n_children = (
+        topology.child,
+        topology.degrees.long(),
+        topology.child.device,
+        topology.n_children,
+    )
     if lower is not None and not lower.index.is_identity:
-        if len(lower.index.removed) or int(lower.index.inserted[0]) < lower.index.old_size:
-            renumbered = lower.index.new_positions(torch.arange(n_children, dtype=torch.int32)).to(device)
-            child = renumbered.index_select(0, child)  # newborn relations are written below
+        if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
+            child = (
+                lower.index.new_positions(ascending(n_children, torch.device("cpu"))).to(device).index_select(0, child)
+            )
         n_children = lower.index.new_size
+    if wires is not None:
+        degrees = topology.degrees_without(wires.index.removed)
+        child = wires.index.carry(child, _rows_after(graph, t + 1, lower, wires.born.children).to(device))
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
         parents = _rows_after(graph, t, upper, wires.born.parents).to(device)
         degrees = degrees + torch.bincount(parents, minlength=len(degrees))
-        child = child.clone() if child is topology.child else child
-        child[wires.index.inserted.long()] = _rows_after(graph, t + 1, lower, wires.born.children).to(device)
     ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
     ptr[1:] = degrees.cumsum(0)
     return Topology(ptr, child, n_children)
 
 
 def _rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
-    layer = graph.layers[number]
-    if change is None or change.index.is_identity:
-        return layer.rows(uids.long())
-    return torch.searchsorted(change.index.carry(layer.uid, change.born.uids), uids.long()).int()
+    present = graph.layers[number].uid
+    return rows_among(present if change is None else change.index.carry(present, change.born.uids), uids)
 
 
 def _completed(commit: Commit, biases: dict[int, PreparedVector], weights: dict[int, PreparedVector]) -> Commit:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import FrozenError, StaleTopologyError
-from .remap import IndexMap, contains, empty_positions
+from .remap import IndexMap, ascending, contains, empty_positions
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +69,7 @@ class PreparedVector:
     gradient: Tensor | None
     frozen_values: Tensor
     frozen_at: Tensor
+    order: Tensor | None  # see Coordinates.values
 
 
 class Token:
@@ -91,17 +92,18 @@ class Coordinates(nn.Module):
 
     frozen_values: Tensor
     frozen_at: Tensor  # [n_frozen] int32, sorted positions
+    _order: Tensor | None
     layout_changes: ClassVar[int] = 0  # how often any Parameter's coordinates moved, in all graphs of the process
 
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
         self._vector_name = name
-        self._order: Tensor | None = None
         self.register_parameter(name, None if values is None else nn.Parameter(values))
         if values is None:
             return
         self.register_buffer("frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False)
         self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
+        self.register_buffer("_order", None, persistent=False)  # of (trainable, frozen) laid end to end, int32
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -118,16 +120,21 @@ class Coordinates(nn.Module):
     def values(self) -> Tensor:
         """Returns every coordinate in order, live and differentiable, as a 1-D tensor."""
         trainable = self.parameter.view(-1)
-        if len(self.frozen_at) == 0:
+        if self._order is None:
             return trainable
-        return torch.cat([trainable, self.frozen_values.view(-1)]).index_select(0, self._assembly_order())
+        return torch.cat([trainable, self.frozen_values.view(-1)]).index_select(0, self._order)
 
     def read(self, positions: Tensor) -> Tensor:
         """Returns the coordinates at `positions`, live and differentiable."""
-        if len(self.frozen_at) == 0:
-            return self.parameter.view(-1).index_select(0, positions)
-        place = self._place(positions)
-        return torch.cat([self.parameter.view(-1), self.frozen_values.view(-1)]).index_select(0, place)
+        trainable, frozen = self.parameter.view(-1), self.frozen_values.view(-1)
+        if len(frozen) == 0:
+            return trainable.index_select(0, positions)
+        rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
+        held = frozen.index_select(0, rank.clamp(max=len(frozen) - 1))
+        if len(trainable) == 0:
+            return held
+        free = trainable.index_select(0, (positions - rank).clamp(max=len(trainable) - 1))
+        return torch.where(self.frozen_bits(positions), held, free)
 
     def write(self, positions: Tensor | slice, new: Tensor) -> None:
         """Assigns trainable coordinates; raises FrozenError, before writing, when one of them is frozen."""
@@ -152,6 +159,8 @@ class Coordinates(nn.Module):
         gradient = self.parameter.grad
         if gradient is None:
             return None if len(self.parameter) else self.frozen_values.new_zeros(len(positions))
+        if len(self.frozen_at) == 0:
+            return gradient.view(-1).index_select(0, positions)
         found = gradient.new_zeros(len(positions))
         free = ~self.frozen_bits(positions)
         found[free] = gradient.view(-1)[self._place(positions[free]).long()]
@@ -210,7 +219,8 @@ class Coordinates(nn.Module):
             frozen = frozen_index.carry(frozen, torch.cat([born[change.born_frozen], froze_values])[order])
         if change.shift is not None:
             content = _shifted(content, change.shift, frozen_at)
-        return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at)
+        order = _assembly_order(len(content), frozen_at)
+        return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at, order)
 
     def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
         """Puts a prepared vector in place; the Parameter stays the same object, under another layout token if it moved."""
@@ -218,7 +228,7 @@ class Coordinates(nn.Module):
         if not prepared.parameter_index.is_identity:
             self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
             Coordinates.layout_changes += 1
-        self.frozen_values, self.frozen_at, self._order = prepared.frozen_values, prepared.frozen_at, None
+        self.frozen_values, self.frozen_at, self._order = prepared.frozen_values, prepared.frozen_at, prepared.order
         prepared.parameter_index.release()
 
     def hold(self, positions: Tensor) -> None:
@@ -285,11 +295,14 @@ class Coordinates(nn.Module):
             return positions
         return torch.arange(positions.start, positions.stop, dtype=torch.int32, device=self.frozen_at.device)
 
-    def _assembly_order(self) -> Tensor:
-        if self._order is None or self._order.device != self.frozen_at.device:
-            everywhere = torch.arange(self.size, dtype=torch.int32, device=self.frozen_at.device)
-            self._order = self._place(everywhere)
-        return self._order
+
+def _assembly_order(free: int, frozen_at: Tensor) -> Tensor | None:
+    """Returns where each coordinate stands in (trainable, frozen) laid end to end; None when nothing is frozen."""
+    if len(frozen_at) == 0:
+        return None
+    places = ascending(free + len(frozen_at), frozen_at.device)
+    index = IndexMap(free, len(places), empty_positions(frozen_at.device), frozen_at)
+    return index.carry(places[:free], places[free:])
 
 
 def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor | None) -> None:

@@ -87,9 +87,9 @@ class OptimizerFollower:
                 index, taken[name] = moved[parameter], {}
                 states[parameter] = dict(state)
                 for key in _per_coordinate(state, parameter, name):
-                    taken[name][key] = state[key][index.removed.long()]
-                    born = restored.get(name, {}).get(key, 0)
-                    states[parameter][key] = index.carry(state[key], born)
+                    taken[name][key] = state[key].flatten().index_select(0, index.removed)
+                    born = restored.get(name, {}).get(key, state[key].new_zeros(len(index.inserted)))
+                    states[parameter][key] = index.carry(state[key], born.view(-1, *state[key].shape[1:]))
         kept[commit.version] = taken
 
         def install() -> None:

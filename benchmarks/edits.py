@@ -1,0 +1,180 @@
+"""What an edit costs, beside one dense training step of the same rectangle."""
+
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+
+from .huge import measure_huge
+from .timing import Timed, interleaved
+
+BATCH = 256
+OUTPUTS = 16
+RECTANGLES = {  # relations of the first transition: parents × children
+    "1e4": (100, 100),
+    "1e5": (256, 400),
+    "1e6": (1000, 1000),
+    "4e6": (1024, 4096),
+    "1e7": (2500, 4000),
+}
+BARS = {"cut one": 0.3, "cut 10 %": 1.0, "add 64 nodes": 0.5, "freeze one node": 0.5}  # at 4e6, in dense steps
+HUGE_BARS = {"peak_gib": 16.0, "bytes_per_relation_at_rest": 32.0}
+
+
+@dataclass
+class Row:
+    """One size of net."""
+
+    relations: int
+    dense_step_ms: float
+    ratios: dict[str, float]  # each kind of commit, in dense steps
+    milliseconds: dict[str, float]
+    bytes_per_relation: float  # wiring, weights, gradients, Adam's state and the plan
+
+
+def measure(*, fast: bool) -> dict[str, Any]:
+    """Returns the whole table; `fast` leaves out the large nets and the bars."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        names = ["1e4", "1e5"] if fast else list(RECTANGLES)
+        rows = {name: asdict(_measure_rectangle(*RECTANGLES[name], repeats=3 if fast else 9)) for name in names}
+    finally:
+        torch.set_num_threads(threads)
+    huge = measure_huge(relations=10**6 if fast else 10**8)
+    return {
+        "benchmark": "edits",
+        "settings": {"batch": BATCH, "threads": 1, "optimizer": "Adam", "plan": "reference"},
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
+        "rows": rows,
+        "huge": huge,
+    }
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """Returns one line for every bar that the result misses."""
+    found = []
+    row = result["rows"].get("4e6", {"ratios": {}})
+    for name, bar in BARS.items():
+        ratio = row["ratios"].get(name)
+        if ratio is None or ratio > bar:
+            found.append(f"{name} at 4e6 relations: {ratio} dense steps, the bar is {bar}")
+    for name, bar in HUGE_BARS.items():
+        if result["huge"]["relations"] < 10**8 or result["huge"][name] > bar:
+            found.append(
+                f"{name} at {result['huge']['relations']:.0e} relations: {result['huge'][name]}, the bar is {bar}"
+            )
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as text."""
+    lines = [
+        f"{'relations':>10} {'dense step':>11} " + " ".join(f"{name:>18}" for name in BARS) + f" {'bytes/relation':>15}"
+    ]
+    for row in result["rows"].values():
+        cells = " ".join(f"{row['ratios'][n]:>7.3f} ({row['milliseconds'][n]:>6.1f}ms)" for n in BARS)
+        lines.append(
+            f"{row['relations']:>10,} {row['dense_step_ms']:>9.1f}ms {cells} {row['bytes_per_relation']:>15.1f}"
+        )
+    return "\n".join(lines) + "\n\n" + "\n".join(f"{key}: {value}" for key, value in result["huge"].items())
+
+
+def _measure_rectangle(parents: int, children: int, repeats: int) -> Row:
+    net, optimizer = _net_with_adam_state(parents, children)
+    commits = _commits(net)
+    for name, (edit, _) in commits.items():
+        _check_commit(net, optimizer, name, edit)
+    cases = {"dense step": Timed(_dense_step(parents, children))}
+    for name, (edit, choose) in commits.items():
+        cases[name] = _timed_commit(net, edit, choose)
+    seconds = interleaved(cases, repeats)
+    dense = seconds.pop("dense step")
+    held = [t for p in net.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t is not None]
+    held += [b for b in net.buffers()] + [t for t in vars(net.execution.plan(0)).values() if isinstance(t, Tensor)]
+    size = sum(t.numel() * t.element_size() for t in held) / net.count().relations
+    return Row(
+        relations=parents * children,
+        dense_step_ms=dense * 1e3,
+        ratios={name: round(s / dense, 4) for name, s in seconds.items()},
+        milliseconds={name: round(s * 1e3, 3) for name, s in seconds.items()},
+        bytes_per_relation=round(size, 2),
+    )
+
+
+def _net_with_adam_state(parents: int, children: int) -> tuple[gn.GrapNet, torch.optim.Optimizer]:
+    net = gn.GrapNet([parents, children, OUTPUTS])
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.attach(optimizer, net)
+    for parameter in net.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return net, optimizer
+
+
+def _commits(net: gn.GrapNet) -> dict[str, tuple[Callable[[gn.Edit, Any], None], Callable[[], Any]]]:
+    """Returns the kinds of commit: what it does, and what is chosen for it outside the clock."""
+
+    def choose(count: int) -> gn.RelationSet:
+        relations = net.layers[0].outgoing()
+        return relations[torch.randperm(len(relations))[:count]]
+
+    def add(edit: gn.Edit, _: Any) -> None:
+        nodes = edit.add_nodes(1, 64)
+        edit.connect(net.layers[0], nodes)
+        edit.connect(nodes, net.layers[2])
+
+    tenth = len(net.layers[0].outgoing()) // 10
+    return {
+        "cut one": (lambda edit, chosen: edit.cut(chosen), lambda: choose(1)),
+        "cut 10 %": (lambda edit, chosen: edit.cut(chosen), lambda: choose(tenth)),
+        "add 64 nodes": (add, lambda: None),
+        "freeze one node": (lambda edit, chosen: edit.freeze(chosen), lambda: net.layers[1][len(net.layers[1]) // 2]),
+    }
+
+
+def _timed_commit(net: gn.GrapNet, operate: Callable[[gn.Edit, Any], None], choose: Callable[[], Any]) -> Timed:
+    chosen: list[Any] = []
+
+    def run() -> None:
+        with net.edit() as edit:
+            operate(edit, chosen[-1])
+        net.execution.plan(0)
+
+    return Timed(run, before=lambda: chosen.append(choose()), after=net.undo)
+
+
+def _check_commit(
+    net: gn.GrapNet, optimizer: torch.optim.Optimizer, name: str, operate: Callable[[gn.Edit, Any], None]
+) -> None:
+    """Raises unless the commit keeps the invariants and the optimizer's state, and undo brings everything back."""
+    _, choose = _commits(net)[name]
+    weight = net.transitions[0].weight
+    before = [weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()]
+    with net.edit() as edit:
+        operate(edit, choose())
+    gn.check(net)
+    if optimizer.state[weight]["exp_avg"].shape != weight.shape:
+        raise AssertionError(f"{name}: Adam's state did not follow")
+    net.undo()
+    for old, new in zip(before, [weight.detach(), optimizer.state[weight]["exp_avg"]], strict=True):
+        if not torch.equal(old, new):
+            raise AssertionError(f"{name}: undo did not bring everything back")
+
+
+def _dense_step(parents: int, children: int) -> Callable[[], None]:
+    layer = nn.Linear(parents, children)
+    optimizer = torch.optim.Adam(layer.parameters())
+    x, target = torch.randn(BATCH, parents), torch.randn(BATCH, children)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(layer(x), target).backward()
+        optimizer.step()
+
+    return step

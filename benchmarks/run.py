@@ -1,0 +1,34 @@
+"""`python -m benchmarks.run NAME`: checks, times, prints, and writes JSON."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from . import edits
+
+BENCHMARKS = {"edits": edits}
+
+
+def main() -> int:
+    """Runs one benchmark; with --check the exit code says whether every bar was reached."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
+    parser.add_argument("name", choices=sorted(BENCHMARKS))
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
+    parser.add_argument("--fast", action="store_true", help="small sizes only: shows that it runs, reaches no bar")
+    arguments = parser.parse_args()
+    benchmark = BENCHMARKS[arguments.name]
+    result = benchmark.measure(fast=arguments.fast)
+    print(benchmark.table(result))
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    missed = benchmark.missed(result) if arguments.check else []
+    for line in missed:
+        print(f"MISSED {line}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,47 @@
+"""Large CPU buffers that commits use again: the page faults of fresh ones cost several times the copy into them."""
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LARGE = 1 << 20  # bytes; smaller buffers come from torch
+KEEP = 256 << 20  # bytes kept for the next commit, in the whole process
+
+_spare: list[np.ndarray] = []  # buffers that no tensor uses
+
+
+def spare_bytes() -> int:
+    """Returns how much memory waits for the next commit."""
+    return sum(len(buffer) for buffer in _spare)
+
+
+def room(example: Tensor, rows: int) -> Tensor:
+    """Returns uninitialised memory for `rows` rows like those of `example`.
+
+    A large CPU buffer goes back to the spare ones when the last tensor over it is gone.
+    """
+    shape = (rows, *example.shape[1:])
+    size = math.prod(shape) * example.element_size()
+    if example.device.type != "cpu" or size < LARGE:
+        return example.new_empty(shape)
+    return torch.from_numpy(np.asarray(_Lease(size))).view(example.dtype).view(shape)
+
+
+class _Lease:
+    """One buffer in use; numpy and torch keep the lease alive for as long as they read it."""
+
+    def __init__(self, size: int) -> None:
+        fits = [buffer for buffer in _spare if size <= len(buffer) <= size + size // 4]
+        if fits:
+            self._buffer = min(fits, key=len)
+            _spare[:] = [buffer for buffer in _spare if buffer is not self._buffer]
+        else:
+            step = 1 << (size.bit_length() - 4)  # up to an eighth more, so that a growing vector fits again
+            self._buffer = np.empty(-(-size // step) * step, dtype=np.uint8)
+        self.__array_interface__ = {**self._buffer.__array_interface__, "shape": (size,)}
+
+    def __del__(self) -> None:
+        if spare_bytes() + len(self._buffer) <= KEEP:
+            _spare.append(self._buffer)
