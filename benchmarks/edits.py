@@ -96,7 +96,7 @@ def _measure_rectangle(parents: int, children: int, repeats: int) -> Row:
     seconds = interleaved(cases, repeats)
     dense = seconds.pop("dense step")
     held = [t for p in net.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t is not None]
-    held += [b for b in net.buffers()] + [t for t in vars(net.execution.plan(0)).values() if isinstance(t, Tensor)]
+    held += list(net.buffers()) + [t for t in vars(net.execution.plan(0)).values() if isinstance(t, Tensor)]
     size = sum(t.numel() * t.element_size() for t in held) / net.count().relations
     return Row(
         relations=parents * children,

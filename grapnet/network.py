@@ -1,5 +1,6 @@
 """GrapNet: the graph as an nn.Module."""
 
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -29,18 +30,19 @@ class GrapNet(Graph):
         activation: of the hidden layers ("relu", "gelu", "tanh", …; the output is linear), or one name for every layer
             after the sensory one.
         density: the share of all possible relations to start with.
-        distribution: "uniform" gives every transition that density, "erk" more to small transitions and less to large ones.
+        distribution: "uniform" gives every transition that density, "erk" more to small and less to large ones.
         device: where to put it.
         dtype: of the coordinates.
         generator: source of the random numbers (a CPU generator).
 
-    >>> net = GrapNet([49, 48, 10])
-    >>> net(torch.zeros(2, 49)).shape
-    torch.Size([2, 10])
-    >>> with net.edit(reason="drop the weakest tenth") as edit:
-    ...     edit.cut(net.layers[0].outgoing().smallest(fraction=0.1))
-    >>> net.version, net.count().relations
-    (1, 2597)
+    Examples:
+        >>> net = GrapNet([49, 48, 10])
+        >>> net(torch.zeros(2, 49)).shape
+        torch.Size([2, 10])
+        >>> with net.edit(reason="drop the weakest tenth") as edit:
+        ...     edit.cut(net.layers[0].outgoing().smallest(fraction=0.1))
+        >>> net.version, net.count().relations
+        (1, 2597)
     """
 
     def __init__(
@@ -153,15 +155,19 @@ class GrapNet(Graph):
         """Computes the output for inputs of shape [..., sensory nodes]."""
         width = len(self.layers[0])
         if x.dim() == 0 or x.shape[-1] != width:
-            hint = " Flatten it first: x.flatten(1)" if x.dim() > 2 and x[0].numel() == width else ""
+            hint = " Flatten it first: x.flatten(1)" if x.dim() > 2 and math.prod(x.shape[1:]) == width else ""
             raise ValueError(
-                f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), got {list(x.shape)}.{hint}"
+                f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), "
+                f"got {list(x.shape)}.{hint}"
             )
         if self.open_trial:
             raise EditError(
                 "this trial's operations have not taken effect yet; call edit.commit() before running the net"
             )
-        h = x.reshape(-1, width)
+        dtype = self.transitions[0].weight.dtype
+        if x.dtype != dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+            raise ValueError(f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})")
+        h = x.reshape(math.prod(x.shape[:-1]), width)
         for t, transition in enumerate(self.transitions):
             layer = self.layers[t + 1]
             h = layer.activate(self.execution.plan(t)(h, transition.values()) + layer.values())
@@ -170,12 +176,12 @@ class GrapNet(Graph):
         return h.reshape(*x.shape[:-1], h.shape[-1])
 
     def walk(self, x: Tensor) -> Tensor:
-        """Computes the output node by node, as the paper's Algorithm 1 reads: slow, for audits; x is [batch, sensory nodes]."""
+        """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x is [batch, n]."""
         return walk(self, x)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         prepare_to_load(self, state_dict, prefix)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -184,7 +190,7 @@ class GrapNet(Graph):
     def __repr__(self) -> str:
         count = self.count()
         sizes = "-".join(map(str, self.sizes))
-        return f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} coordinates frozen, version {self.version})"
+        return f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} frozen, version {self.version})"
 
 
 def _stale_check(net: GrapNet) -> Any:
@@ -242,7 +248,7 @@ def _topology_of(
 
 
 def _checked_vector(values: Any, size: int, what: str) -> Tensor:
-    values = torch.as_tensor(values).detach().reshape(-1).cpu()
+    values = torch.as_tensor(values).detach().reshape(-1).cpu().clone()
     if len(values) != size:
         raise ValueError(f"{size} {what} are needed, got {len(values)}")
     return values

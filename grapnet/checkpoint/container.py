@@ -3,7 +3,8 @@
 import hashlib
 import json
 import os
-import tempfile
+import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,58 @@ from torch import Tensor
 from grapnet.core.errors import CheckpointError
 
 FORMAT = 1
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
+_STORABLE = (*_FLOATS, *_SIGNED, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool)
 
 
 def write(path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes a checkpoint next to `path` and renames it into place once it is safely on disk.
+    """Writes a checkpoint beside `path` and renames it into place once it is safely on disk.
 
     Until the rename the previous file is untouched; after this returns the new one survives a crash or power cut.
     """
-    path = Path(path)
-    text = json.dumps(document, separators=(",", ":"))
-    tensors = _separate({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
-    handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    path = Path(os.path.realpath(path))  # a link keeps pointing where it points; the file behind it is replaced
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to save into; make it first")
+    if path.is_dir():
+        raise IsADirectoryError(f"{str(path)!r} is a folder; a checkpoint is one file in it")
     try:
-        os.close(handle)
-        save_file(tensors, partial, metadata={"grapnet": text, "sha256": digest(text, tensors)})
-        os.chmod(partial, 0o666 & ~_umask())
-        _sync(partial)
-        os.replace(partial, path)
-    except BaseException:
-        Path(partial).unlink(missing_ok=True)
-        raise
+        text = json.dumps(document, separators=(",", ":"))
+    except ValueError as error:  # a number of thousands of digits
+        raise CheckpointError(f"extras: cannot be written as JSON ({_first_line(error)})") from error
+    tensors = _separate({name: _storable(name, tensor) for name, tensor in tensors.items()})
+    partial = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"  # the one thing a killed save leaves behind
+    partial.mkdir()
+    try:
+        file = partial / "checkpoint"
+        save_file(tensors, os.fspath(file), metadata={"grapnet": text, "sha256": digest(text, tensors)})
+        like = path if path.is_file() else partial  # the replaced file's permissions, or what the umask allows
+        file.chmod(stat.S_IMODE(like.stat().st_mode) & 0o666)
+        _sync(file)
+        os.replace(file, path)
+    except SafetensorError as error:
+        raise OSError(f"{str(path)!r} could not be written ({_first_line(error)})") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     _sync(path.parent)
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the document and the tensors of a checkpoint whose digest is right."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"there is no checkpoint at {os.fspath(path)!r}")
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
+    if not path.is_file():
+        raise CheckpointError(f"container: {str(path)!r} is not a file")
+    path.open("rb").close()  # raises what the system says when it may not be read
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except (
-        SafetensorError,
-        OSError,
-        ValueError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        OverflowError,
-        MemoryError,
-    ) as error:
+            # the container hands out views of the mapped file, which change with it; a copy is ours alone
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    except Exception as error:  # whatever the parser trips over
         raise CheckpointError(
-            f"container: {os.fspath(path)!r} is not a whole safetensors file ({_first_line(error)})"
+            f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
         ) from error
     if "grapnet" not in metadata or "sha256" not in metadata:
         raise CheckpointError("metadata: this safetensors file was not written by gn.save")
@@ -67,9 +77,9 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         document = json.loads(metadata["grapnet"])
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"metadata: the document is not JSON ({_first_line(error)})") from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else None
-        raise CheckpointError(f"format: this GrapNet reads format {FORMAT}, the file says {found!r}")
+    found = document.get("format") if isinstance(document, dict) else None
+    if type(found) is not int or found != FORMAT:
+        raise CheckpointError(f"format: this GrapNet reads format {FORMAT}, the file says {repr(found)[:30]}")
     return document, tensors
 
 
@@ -80,8 +90,15 @@ def digest(text: str, tensors: dict[str, Tensor]) -> str:
         tensor = tensors[name]
         total.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode("utf-8", "surrogatepass"))
         if tensor.numel():
-            total.update(tensor.reshape(-1).view(torch.uint8).numpy())
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
+
+
+def _storable(name: str, tensor: Tensor) -> Tensor:
+    """Returns the tensor as plain memory on the CPU; raises CheckpointError for one that has no such form."""
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
+        raise CheckpointError(f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved")
+    return tensor.detach().cpu().resolve_neg().contiguous()
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -95,18 +112,12 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors
 
 
-def _sync(path: str | os.PathLike[str]) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _first_line(error: BaseException) -> str:

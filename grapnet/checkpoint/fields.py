@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from grapnet.core.errors import CheckpointError
+from grapnet.core.labels import Labels
 
 LARGEST = 2**53
+LARGEST_UID = 2**31 - 1
 
 
 class Fields:
@@ -18,7 +20,14 @@ class Fields:
         self.tensors = tensors
         self.read: set[str] = set()
 
-    def tensor(self, name: str, dtype: torch.dtype, size: int | None = None) -> Tensor:
+    def any(self, name: str) -> Tensor:
+        """Returns a tensor of any type and shape."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{name}: missing")
+        self.read.add(name)
+        return self.tensors[name]
+
+    def vector(self, name: str, dtype: torch.dtype, size: int | None = None) -> Tensor:
         """Returns a vector of a given type and, when said, length."""
         tensor = self.any(name)
         if tensor.dtype != dtype or tensor.dim() != 1:
@@ -27,19 +36,29 @@ class Fields:
             raise CheckpointError(f"{name}: expected {size} entries, found {len(tensor)}")
         return tensor
 
-    def any(self, name: str) -> Tensor:
-        """Returns a tensor of any type and shape."""
-        if name not in self.tensors:
-            raise CheckpointError(f"{name}: missing")
-        self.read.add(name)
-        return self.tensors[name]
-
-    def positions(self, name: str, limit: int) -> Tensor:
-        """Returns ascending int32 positions below `limit`."""
-        found = self.tensor(name, torch.int32)
-        if len(found) and (int(found[0]) < 0 or int(found[-1]) >= limit or bool((found.diff() <= 0).any())):
-            raise CheckpointError(f"{name}: expected ascending positions from 0 to {limit - 1}")
+    def below(self, limit: int, name: str, dtype: torch.dtype, size: int | None = None) -> Tensor:
+        """Returns a vector of whole numbers from 0 to `limit` - 1."""
+        found = self.vector(name, dtype, size)
+        if len(found) and (int(found.min()) < 0 or int(found.max()) >= limit):
+            raise CheckpointError(f"{name}: expected numbers from 0 to {limit - 1}")
         return found
+
+    def positions(self, limit: int, name: str) -> Tensor:
+        """Returns ascending int32 positions below `limit`."""
+        found = self.below(limit, name, torch.int32)
+        if bool((found.diff() <= 0).any()):
+            raise CheckpointError(f"{name}: expected ascending positions")
+        return found
+
+    def labels(self, table: tuple[str | None, ...], name: str, size: int) -> Labels:
+        """Returns `size` names out of a table."""
+        return Labels(self.below(len(table), name, torch.int32, size), table)
+
+    def require_all_read(self) -> None:
+        """Raises CheckpointError when a tensor was never asked for."""
+        unknown = self.tensors.keys() - self.read
+        if unknown:
+            raise CheckpointError(f"container: no field refers to the tensor {min(unknown)[:100]!r}")
 
 
 def entry(document: Any, name: str, kind: type, where: str) -> Any:
@@ -52,11 +71,11 @@ def entry(document: Any, name: str, kind: type, where: str) -> Any:
     return value
 
 
-def number(document: Any, name: str, where: str, least: int = 0) -> int:
+def number(document: Any, name: str, where: str, most: int = LARGEST) -> int:
     """Returns a whole number of sane size."""
     value = entry(document, name, int, where)
-    if not least <= value <= LARGEST:
-        raise CheckpointError(f"{where}{name}: {str(value)[:30]} is out of range")
+    if not 0 <= value <= most:
+        raise CheckpointError(f"{where}{name}: expected a number from 0 to {most}")
     return value
 
 

@@ -7,14 +7,13 @@ from torch import Tensor
 
 from grapnet.core.activation import ACTIVATIONS
 from grapnet.core.errors import CheckpointError, InvariantError
-from grapnet.core.invariants import check, check_wiring
-from grapnet.core.labels import Labels
+from grapnet.core.invariants import check
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
 from grapnet.core.values import Coordinates
 from grapnet.network import GrapNet
 
-from .fields import Fields, entry, names, number
+from .fields import LARGEST_UID, Fields, entry, names, number
 
 _FLOATS = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 
@@ -44,36 +43,28 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
     return {
         "version": net.version,
         "next_uid": net.next_uid,
-        "dtype": str(net.transitions[0].weight.dtype),
+        "dtype": _common_dtype(net),
         "layers": layers,
         "transitions": transitions,
     }
 
 
 def rebuild_graph(document: Any, fields: Fields) -> GrapNet:
-    """Returns the graph that `describe_graph` described; raises CheckpointError, naming the field, for anything else."""
+    """Returns the graph that `describe_graph` described; raises CheckpointError, naming the field, for any other."""
     dtype = _FLOATS.get(entry(document, "dtype", str, "graph."))
     if dtype is None:
         raise CheckpointError(f"graph.dtype: {document['dtype'][:30]!r} is not a type of coordinates")
+    version, next_uid = number(document, "version", "graph."), number(document, "next_uid", "graph.", LARGEST_UID)
     described = entry(document, "layers", list, "graph.")
     wired = entry(document, "transitions", list, "graph.")
     if len(described) < 2 or len(wired) != len(described) - 1:
         raise CheckpointError(f"graph.transitions: {len(wired)} transitions do not fit {len(described)} layers")
-    layers = [_layer(n, part, fields, dtype) for n, part in enumerate(described)]
-    transitions = []
-    for t, part in enumerate(wired):
-        name, finite = f"transitions.{t}.", entry(part, "finite", bool, f"graph.transitions.{t}.")
-        ptr, child = fields.tensor(name + "ptr", torch.int32), fields.tensor(name + "child", torch.int32)
-        try:
-            check_wiring(ptr, child, len(layers[t]), len(layers[t + 1]), name.rstrip("."))
-        except InvariantError as error:
-            raise CheckpointError(str(error)) from None
-        values = _values(fields, name + "weight", dtype, len(child), finite)
-        transitions.append(Transition(Topology(ptr, child, len(layers[t + 1])), values))
-        transitions[-1].hold(fields.positions(name + "frozen", len(child)))
+    layers = [_layer(n, part, fields, dtype, next_uid) for n, part in enumerate(described)]
+    transitions = [
+        _transition(t, part, fields, dtype, len(layers[t]), len(layers[t + 1])) for t, part in enumerate(wired)
+    ]
     net = GrapNet.from_parts(layers, transitions)
-    net.version = number(document, "version", "graph.")
-    net.next_uid = number(document, "next_uid", "graph.")
+    net.version, net.next_uid = version, next_uid
     try:
         check(net)
     except InvariantError as error:
@@ -81,9 +72,20 @@ def rebuild_graph(document: Any, fields: Fields) -> GrapNet:
     return net
 
 
-def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype) -> Layer:
+def _transition(t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents: int, n_children: int) -> Transition:
+    name = f"transitions.{t}."
+    child = fields.below(n_children, name + "child", torch.int32)
+    ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
+    finite = entry(part, "finite", bool, f"graph.{name}")
+    values = _values(fields, name + "weight", dtype, len(child), finite)
+    transition = Transition(Topology(ptr, child, n_children), values)
+    transition.hold(fields.positions(len(child), name + "frozen"))
+    return transition
+
+
+def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype, next_uid: int) -> Layer:
     name, where = f"layers.{n}.", f"graph.layers.{n}."
-    uids = fields.tensor(name + "uid", torch.int64)
+    uids = fields.below(next_uid, name + "uid", torch.int64)
     biases = None
     if n > 0:
         biases = _values(fields, name + "bias", dtype, len(uids), entry(part, "finite", bool, where))
@@ -95,22 +97,15 @@ def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype) -> Layer:
             f"{where}activations: {str(unknown[0])[:40]!r} is unknown; gn.register_activation adds one"
         )
     layer = Layer(uids, biases, default)
-    owners = _codes(fields, name + "owner", len(uids), names(part, "owners", where))
-    layer.renew(uids, _codes(fields, name + "activation", len(uids), kinds), owners)
+    activations = fields.labels(kinds, name + "activation", len(uids))
+    layer.renew(uids, activations, fields.labels(names(part, "owners", where), name + "owner", len(uids)))
     if n > 0:
-        layer.hold(fields.positions(name + "frozen", len(uids)))
+        layer.hold(fields.positions(len(uids), name + "frozen"))
     return layer
 
 
-def _codes(fields: Fields, name: str, size: int, table: tuple[str | None, ...]) -> Labels:
-    codes = fields.tensor(name, torch.int32, size)
-    if size and (int(codes.min()) < 0 or int(codes.max()) >= len(table)):
-        raise CheckpointError(f"{name}: a code is outside the table of {len(table)} names")
-    return Labels(codes, table)
-
-
 def _values(fields: Fields, name: str, dtype: torch.dtype, size: int, finite: bool) -> Tensor:
-    values = fields.tensor(name, dtype, size)
+    values = fields.vector(name, dtype, size)
     if finite and not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{name}: holds NaN or infinity, and was finite when it was saved")
     return values
@@ -118,3 +113,11 @@ def _values(fields: Fields, name: str, dtype: torch.dtype, size: int, finite: bo
 
 def _is_finite(store: Coordinates) -> bool:
     return bool(torch.isfinite(store.values().detach()).all())
+
+
+def _common_dtype(net: GrapNet) -> str:
+    """Returns the one type of all coordinates; raises CheckpointError for a mixture, which could not be loaded."""
+    found = sorted({str(parameter.dtype) for parameter in net.parameters()})
+    if len(found) != 1 or found[0] not in _FLOATS:
+        raise CheckpointError(f"graph.dtype: a net is saved in one of {', '.join(_FLOATS)}, this one is {found}")
+    return found[0]

@@ -6,15 +6,34 @@ import torch
 from torch import Tensor
 
 from grapnet.core.change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
-from grapnet.core.errors import CheckpointError
+from grapnet.core.errors import CheckpointError, HistoryError
 from grapnet.core.journal import Commit, Journal
 from grapnet.core.labels import Labels
-from grapnet.core.remap import IndexMap
+from grapnet.core.remap import IndexMap, contains
 from grapnet.core.values import Shift, VectorChange
 from grapnet.network import GrapNet
 
 from .fields import LARGEST, Fields, entry, names, number
+from .rewind import Rewind
 from .tree import decode, encode
+
+
+class ShortJournal(Journal):
+    """A journal out of a file that leaves out what undo needs; it says so instead of taking anything back."""
+
+    def next_undo(self) -> Commit:
+        """Returns the commit that undo takes back."""
+        return super().next_undo() if self.undoable else self._refuse("undo")
+
+    def next_redo(self) -> Commit:
+        """Returns the undo that redo takes back."""
+        return super().next_redo() if self.redoable else self._refuse("redo")
+
+    def _refuse(self, verb: str) -> Commit:
+        raise HistoryError(
+            f"there is nothing to {verb}: the checkpoint this net was loaded from holds no weights that were cut. "
+            "Save with gn.save(..., undo=True) to keep them"
+        )
 
 
 def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
@@ -26,8 +45,8 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
         commits.append(
             {
                 "version": commit.version,
-                "reason": commit.reason,
-                "by": commit.by,
+                "reason": str(commit.reason),
+                "by": None if commit.by is None else str(commit.by),
                 "undoes": commit.undoes,
                 "operations": encode(list(commit.operations), f"{name}operations", tensors),
                 "layers": {str(k): _put_layer(c, f"{name}layers.{k}.", tensors) for k, c in change.layers.items()},
@@ -37,25 +56,26 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
             }
         )
     stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
-    return {"undo_limit": journal.undo_limit, "commits": commits, **stacks}
+    return {"undo_limit": journal.undo_limit, "undo": undo, "commits": commits, **stacks}
 
 
 def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
     """Returns the journal that leads to `net`; raises CheckpointError, naming the field, when it cannot be one."""
     where = "journal."
-    commits = [
-        _commit(part, f"{where}{n}.", fields, net) for n, part in enumerate(entry(document, "commits", list, where))
-    ]
+    parts = entry(document, "commits", list, where)
+    commits = [_commit(part, f"{where}{n}.", fields, net) for n, part in enumerate(parts)]
     _check_chain(commits, net)
     stacks = {}
     for name in ("undoable", "redoable"):
-        stack = entry(document, name, list, where)
+        stacks[name] = stack = entry(document, name, list, where)
         if any(type(p) is not int or not 0 <= p < len(commits) or not commits[p].change.has_values for p in stack):
             raise CheckpointError(f"{where}{name}: names a commit that cannot be taken back")
-        stacks[name] = stack
-    if len({*stacks["undoable"], *stacks["redoable"]}) < len(stacks["undoable"]) + len(stacks["redoable"]):
-        raise CheckpointError(f"{where}undoable: a commit stands twice")
-    journal = Journal(number(document, "undo_limit", where))
+        if stack:
+            past = Rewind(net)
+            for place in reversed(stack):
+                past.take_back(commits[place], f"{where}{place}.")
+    kept = entry(document, "undo", bool, where) or not commits
+    journal = (Journal if kept else ShortJournal)(number(document, "undo_limit", where))
     journal.reinstate(commits, **stacks)
     return journal
 
@@ -63,6 +83,8 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
 def _check_chain(commits: list[Commit], net: GrapNet) -> None:
     """Walks the sizes back from the net to its beginning; every commit must fit the next one."""
     rows, relations, version = list(net.sizes), [t.size for t in net.transitions], net.version
+    if version != (commits[-1].version if commits else 0):
+        raise CheckpointError(f"journal.commits: do not lead to version {version}")
     for n in range(len(commits) - 1, -1, -1):
         commit = commits[n]
         if not 0 < commit.version <= version:
@@ -84,16 +106,20 @@ def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
         raise CheckpointError(f"{where}undoes: expected a version")
     if by is not None and type(by) is not str:
         raise CheckpointError(f"{where}by: expected a name")
-    operations = decode(part.get("operations"), f"{where}operations", fields.tensors)
+    operations = decode(part.get("operations"), f"{where}operations", fields)
     if not isinstance(operations, list) or any(not isinstance(item, dict) for item in operations):
         raise CheckpointError(f"{where}operations: expected a list of operations")
     change = Change(
         {
-            _key(k, len(net.layers), f"{where}layers."): _layer(c, f"{where}layers.{k}.", fields, k == "0")
+            _key(k, len(net.layers), f"{where}layers."): _layer(
+                c, f"{where}layers.{k}.", fields, net.next_uid, sensory=k == "0"
+            )
             for k, c in layers.items()
         },
         {
-            _key(k, len(net.transitions), f"{where}transitions."): _wires(c, f"{where}transitions.{k}.", fields)
+            _key(k, len(net.transitions), f"{where}transitions."): _wires(
+                c, f"{where}transitions.{k}.", fields, net.next_uid
+            )
             for k, c in transitions.items()
         },
     )
@@ -114,7 +140,7 @@ def _put_index(index: IndexMap, name: str, tensors: dict[str, Tensor]) -> dict[s
 
 def _index(part: Any, name: str, fields: Fields) -> IndexMap:
     old, new = number(part, "old_size", name), number(part, "new_size", name)
-    removed, inserted = fields.positions(name + "removed", old), fields.positions(name + "inserted", new)
+    removed, inserted = fields.positions(old, name + "removed"), fields.positions(new, name + "inserted")
     if old - len(removed) != new - len(inserted):
         raise CheckpointError(
             f"{name}new_size: {new} does not follow from {old}, {len(removed)} gone and {len(inserted)} born"
@@ -125,35 +151,37 @@ def _index(part: Any, name: str, fields: Fields) -> IndexMap:
 def _put_vector(vector: VectorChange, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     tensors[name + "born_frozen"], tensors[name + "gone_frozen"] = vector.born_frozen, vector.gone_frozen
     tensors[name + "flips"] = vector.flips
-    if vector.gone_values is not None and vector.born_values is not None:
-        tensors[name + "born_values"], tensors[name + "gone_values"] = vector.born_values, vector.gone_values
+    if vector.gone_values is None or vector.born_values is None:
+        return {"values": False, "shift": False}  # a shift tells what was cut: the product of a weight and a bias
+    tensors[name + "born_values"], tensors[name + "gone_values"] = vector.born_values, vector.gone_values
     if vector.shift is not None:
         tensors[name + "shift"] = vector.shift.positions
         tensors[name + "shift_before"], tensors[name + "shift_after"] = vector.shift.before, vector.shift.after
-    return {
-        "values": vector.gone_values is not None and vector.born_values is not None,
-        "shift": vector.shift is not None,
-    }
+    return {"values": True, "shift": vector.shift is not None}
 
 
 def _vector(part: Any, name: str, fields: Fields, index: IndexMap) -> VectorChange:
     born, gone = len(index.inserted), len(index.removed)
-    flips = fields.positions(name + "flips", index.new_size)
-    if bool(torch.isin(flips, index.inserted).any()):
-        raise CheckpointError(f"{name}flips: names a newborn coordinate")
     values, shift = entry(part, "values", bool, name), None
     if entry(part, "shift", bool, name):
-        positions = fields.positions(name + "shift", index.new_size)
+        positions = _survivors(fields, name + "shift", index)
         shift = Shift(positions, *(_floats(fields, name + f"shift_{k}", len(positions)) for k in ("before", "after")))
     return VectorChange(
         index,
-        born_frozen=fields.tensor(name + "born_frozen", torch.bool, born),
-        gone_frozen=fields.tensor(name + "gone_frozen", torch.bool, gone),
-        flips=flips,
+        born_frozen=fields.vector(name + "born_frozen", torch.bool, born),
+        gone_frozen=fields.vector(name + "gone_frozen", torch.bool, gone),
+        flips=_survivors(fields, name + "flips", index),
         born_values=_floats(fields, name + "born_values", born) if values else None,
         gone_values=_floats(fields, name + "gone_values", gone) if values else None,
         shift=shift,
     )
+
+
+def _survivors(fields: Fields, name: str, index: IndexMap) -> Tensor:
+    found = fields.positions(index.new_size, name)
+    if bool(contains(index.inserted, found).any()):
+        raise CheckpointError(f"{name}: names what the same commit brought")
+    return found
 
 
 def _floats(fields: Fields, name: str, size: int) -> Tensor:
@@ -169,13 +197,12 @@ def _put_wires(change: TransitionChange, name: str, tensors: dict[str, Tensor]) 
     return {**_put_index(change.index, name, tensors), **_put_vector(change.weights, name, tensors)}
 
 
-def _wires(part: Any, name: str, fields: Fields) -> TransitionChange:
+def _wires(part: Any, name: str, fields: Fields, next_uid: int) -> TransitionChange:
     index = _index(part, name, fields)
-    sizes = {"born": len(index.inserted), "gone": len(index.removed)}
-    pairs = {
-        side: Pairs(*(fields.tensor(f"{name}{side}_{end}", torch.int32, size) for end in ("parents", "children")))
-        for side, size in sizes.items()
-    }
+    pairs = {}
+    for side, size in (("born", len(index.inserted)), ("gone", len(index.removed))):
+        ends = (fields.below(next_uid, f"{name}{side}_{end}", torch.int32, size) for end in ("parents", "children"))
+        pairs[side] = Pairs(*ends)
     return TransitionChange(index, pairs["born"], pairs["gone"], _vector(part, name, fields, index))
 
 
@@ -183,49 +210,43 @@ def _put_layer(change: LayerChange, name: str, tensors: dict[str, Tensor]) -> di
     record: dict[str, Any] = _put_index(change.index, name, tensors)
     for side, nodes in (("born", change.born), ("gone", change.gone)):
         tensors[f"{name}{side}_uids"] = nodes.uids
-        record |= _put_labels(nodes.owners, f"{name}{side}_owners", f"{side}_owners", tensors)
-        record |= _put_labels(nodes.activations, f"{name}{side}_activations", f"{side}_activations", tensors)
+        record |= _put_labels(nodes.owners, name, f"{side}_owners", tensors)
+        record |= _put_labels(nodes.activations, name, f"{side}_activations", tensors)
     for kind, relabel in (("owners", change.owners), ("activations", change.activations)):
         record[f"renames_{kind}"] = relabel is not None
         if relabel is not None:
             tensors[f"{name}{kind}_rows"] = relabel.rows
-            record |= _put_labels(relabel.before, f"{name}{kind}_before", f"{kind}_before", tensors)
-            record |= _put_labels(relabel.after, f"{name}{kind}_after", f"{kind}_after", tensors)
+            record |= _put_labels(relabel.before, name, f"{kind}_before", tensors)
+            record |= _put_labels(relabel.after, name, f"{kind}_after", tensors)
     return record if change.biases is None else {**record, **_put_vector(change.biases, name, tensors)}
 
 
-def _layer(part: Any, name: str, fields: Fields, sensory: bool) -> LayerChange:
+def _layer(part: Any, name: str, fields: Fields, next_uid: int, *, sensory: bool) -> LayerChange:
     index = _index(part, name, fields)
-    sizes = {"born": len(index.inserted), "gone": len(index.removed)}
     nodes = {
         side: NodeRecord(
-            fields.tensor(f"{name}{side}_uids", torch.int64, size),
-            _labels(part, f"{name}{side}_owners", f"{side}_owners", fields, size),
-            _labels(part, f"{name}{side}_activations", f"{side}_activations", fields, size),
+            fields.below(next_uid, f"{name}{side}_uids", torch.int64, size),
+            _labels(part, f"{side}_owners", name, fields, size),
+            _labels(part, f"{side}_activations", name, fields, size),
         )
-        for side, size in sizes.items()
+        for side, size in (("born", len(index.inserted)), ("gone", len(index.removed)))
     }
     renames: dict[str, Relabel | None] = {}
     for kind in ("owners", "activations"):
         renames[kind] = None
         if entry(part, f"renames_{kind}", bool, name):
-            rows = fields.positions(f"{name}{kind}_rows", index.new_size)
-            before, after = (
-                _labels(part, f"{name}{kind}_{k}", f"{kind}_{k}", fields, len(rows)) for k in ("before", "after")
-            )
-            renames[kind] = Relabel(rows, before, after)
+            rows = _survivors(fields, f"{name}{kind}_rows", index)
+            columns = (_labels(part, f"{kind}_{when}", name, fields, len(rows)) for when in ("before", "after"))
+            renames[kind] = Relabel(rows, *columns)
     biases = None if sensory else _vector(part, name, fields, index)
     return LayerChange(index, nodes["born"], nodes["gone"], biases, renames["owners"], renames["activations"])
 
 
 def _put_labels(labels: Labels, name: str, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     labels = labels.compact()
-    tensors[name] = labels.codes
+    tensors[name + key] = labels.codes
     return {key: list(labels.names) or [None]}
 
 
-def _labels(part: Any, name: str, key: str, fields: Fields, size: int) -> Labels:
-    table, codes = names(part, key, name), fields.tensor(name, torch.int32, size)
-    if size and (int(codes.min()) < 0 or int(codes.max()) >= len(table)):
-        raise CheckpointError(f"{name}: a code is outside the table of {len(table)} names")
-    return Labels(codes, table)
+def _labels(part: Any, key: str, name: str, fields: Fields, size: int) -> Labels:
+    return fields.labels(names(part, key, name), name + key, size)

@@ -22,9 +22,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def register_activation(name: str, function: Callable[[Tensor], Tensor]) -> None:
     """Makes `name` an activation that nodes can have; checkpoints store the name, never the function.
 
-    >>> register_activation("square", torch.square)
-    >>> activation_function("square")(torch.tensor([3.0]))
-    tensor([9.])
+    Examples:
+        >>> register_activation("square", torch.square)
+        >>> activation_function("square")(torch.tensor([3.0]))
+        tensor([9.])
     """
     if name in ACTIVATIONS and ACTIVATIONS[name] is not function:
         raise ValueError(f"an activation called {name!r} exists already")

@@ -52,6 +52,12 @@ class LayerChange:
         turned = self.biases is not None and (len(self.biases.flips) > 0 or self.biases.shift is not None)
         return self.index.is_identity and not turned and self.owners is None and self.activations is None
 
+    def fits(self, uids: Tensor) -> bool:
+        """Says whether a layer of these uids is like the one that the change was made on."""
+        if len(uids) != self.index.old_size or not torch.equal(uids[self.index.removed.long()], self.gone.uids):
+            return False
+        return not bool((self.index.carry(uids, self.born.uids).diff() <= 0).any())
+
     def inverse(self, *, with_gradients: bool) -> "LayerChange":
         """Returns the change that leads back."""
         return LayerChange(

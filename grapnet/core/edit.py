@@ -1,8 +1,9 @@
 """Edit: a transaction that collects operations and commits them all or not at all."""
 
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from .selection import Nodes, NodeSet, as_node_set, as_uids
 if TYPE_CHECKING:
     from .graph import Graph
     from .journal import Commit
+    from .node import GrapNode
 
 _LARGEST_UID = 2**31 - 1
 
@@ -38,8 +40,9 @@ class Edit:
         self._graph = graph
         self._requests = Requests()
         self._operations: list[dict[str, Any]] = []
-        self._next_uid = graph.next_uid
+        self._next_uid = 0
         self._open = False
+        self._entered = False
 
     def add_nodes(
         self,
@@ -61,13 +64,17 @@ class Edit:
         """
         number = self._layer_number(layer)
         store = self._graph.layers[number]
-        if count < 0:
-            raise EditError(f"the number of nodes to add must not be negative, got {count}")
+        if not isinstance(count, int | np.integer) or count < 0:
+            raise EditError(f"the number of nodes to add is a whole number, not negative, got {count!r}")
+        if activation is not None and store.is_sensory:
+            raise EditError("sensory nodes pass their input on, so they have no activation to set")
         activation = store.default_activation if activation is None else activation
         _checked_activation(activation)
+        _checked_owner(owner)
         initial = checked_initial(bias if isinstance(bias, str) else torch.as_tensor(bias), count, "biases")
         if self._next_uid + count > _LARGEST_UID:
             raise EditError(f"a graph names at most {_LARGEST_UID:,} nodes in its life")
+        count = int(count)
         uids = torch.arange(self._next_uid, self._next_uid + count)
         self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
         self._next_uid += count
@@ -100,7 +107,7 @@ class Edit:
         pairs: Literal["all", "aligned"] = "all",
         weights: Initial | float = "linear",
     ) -> None:
-        """Adds relations from parents to children, which must be in the next layer; each goes to the end of its owner's list.
+        """Adds relations from parents to nodes of the next layer; each goes to the end of its owner's list.
 
         Args:
             parents: nodes of one layer.
@@ -121,6 +128,8 @@ class Edit:
             return
         if lower != upper + 1:
             raise EditError(f"a relation leads from a layer to the next one, not from layer {upper} to layer {lower}")
+        if not isinstance(weights, str):
+            weights = torch.as_tensor(weights)
         distinct = False
         if pairs == "all":
             distinct = len(parent_rows.unique()) == len(parent_rows) and len(child_rows.unique()) == len(child_rows)
@@ -132,9 +141,7 @@ class Edit:
             raise EditError(
                 f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
             )
-        initial = checked_initial(
-            weights if isinstance(weights, str) else torch.as_tensor(weights), len(parent_rows), "relations"
-        )
+        initial = checked_initial(weights, len(parent_rows), "relations")
         given = weights if isinstance(weights, str) else "given"
         self._note("connect", transition=upper, relations=len(parent_rows), weights=given)
         self._requests.connections[upper].append(Connection(parent_rows, child_rows, initial, distinct))
@@ -175,21 +182,23 @@ class Edit:
             if layers is None
             else [self._layer_number(n) for n in ([layers] if isinstance(layers, int) else layers)]
         )
+        outside = [number for number in numbers if number not in hidden]
+        if outside:
+            raise EditError(f"layers {outside} are not hidden, so they have no orphans")
         for number in numbers:
-            if number not in hidden:
-                raise EditError(f"layer {number} is not hidden, so it has no orphans")
             self._requests.orphans[number] = self._requests.orphans.get(number, False) or fold_bias
         self._note("remove_orphans", layers=list(numbers), fold_bias=fold_bias)
 
     def set_activation(self, nodes: Nodes, activation: str) -> None:
         """Gives nodes another activation."""
         _checked_activation(activation)
+        if 0 in self._rows(nodes):
+            raise EditError("sensory nodes pass their input on, so they have no activation to set")
         self._name("activations", nodes, activation)
 
     def set_owner(self, nodes: Nodes, owner: str | None) -> None:
         """Tags nodes with an owner, or with None."""
-        if owner is not None and not isinstance(owner, str):
-            raise EditError(f"an owner is a string or None, got {owner!r}")
+        _checked_owner(owner)
         self._name("owners", nodes, owner)
 
     def commit(self) -> "Commit | None":
@@ -200,11 +209,17 @@ class Edit:
         self._require_open()
         self._open = False
         self._tokens = self._graph.tokens()
-        change = resolve(self._graph, self._requests, self.generator)
-        if not change.is_empty:
-            self.receipt = self._graph.commit_change(
-                change, self.reason, self.by, tuple(self._operations), next_uid=self._next_uid, trial=self.trial
-            )
+        generator = self.generator or _default_generator(self._graph.device)
+        random_state = generator.get_state()
+        try:
+            change = resolve(self._graph, self._requests, generator)
+            if not change.is_empty:
+                self.receipt = self._graph.commit_change(
+                    change, self.reason, self.by, tuple(self._operations), next_uid=self._next_uid, trial=self.trial
+                )
+        except BaseException:
+            generator.set_state(random_state)
+            raise
         self._operations.clear()
         return self.receipt
 
@@ -214,8 +229,11 @@ class Edit:
         return bool(self._operations)
 
     def __enter__(self) -> "Edit":
+        if self._entered:
+            raise EditError("this edit was used already; open another one with net.edit()")
         self._graph.open_edit(self)
-        self._open = True
+        self._next_uid = self._graph.next_uid
+        self._open = self._entered = True
         return self
 
     def __exit__(
@@ -227,9 +245,11 @@ class Edit:
         finally:
             self._open = False
             self._operations.clear()
-            if self.trial and self.receipt is not None:
-                self._graph.take_back(self.receipt, self._tokens)
-            self._graph.close_edit()
+            try:
+                if self.trial and self.receipt is not None:
+                    self._graph.take_back(self.receipt, self._tokens)
+            finally:
+                self._graph.close_edit()
 
     def _turn(self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool) -> None:
         relations, biases = (
@@ -266,10 +286,13 @@ class Edit:
     def _positions(self, relations: RelationSet | Any, slots: Any) -> dict[int, Tensor]:
         self._require_open()
         if slots is not None:
-            relations = relations.outgoing(slots=slots)
+            if not hasattr(relations, "uid"):
+                raise TypeError(f"slots= are those of one GrapNode, not of a {type(relations).__name__}")
+            relations = cast("GrapNode", relations).outgoing(slots=slots)
         if not isinstance(relations, RelationSet):
             raise TypeError(
-                f"relations are given as a RelationSet (node.outgoing(), net.select(...).incoming()), not as {type(relations).__name__}"
+                "relations are given as a RelationSet (node.outgoing(), net.select(...).incoming()), "
+                f"not as {type(relations).__name__}"
             )
         if relations.graph is not self._graph:
             raise EditError("the relations belong to another graph")
@@ -334,6 +357,17 @@ class Edit:
             raise EditError(
                 "this edit is not open: use it inside its own `with net.edit(...) as edit:` block, before commit()"
             )
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+def _checked_owner(owner: str | None) -> None:
+    if owner is not None and not isinstance(owner, str):
+        raise EditError(f"an owner is a string or None, got {owner!r}")
 
 
 def _checked_activation(name: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .change import Change
+from .change import Change, TransitionChange
 from .edit import Edit
 from .errors import EditError, HistoryError, StaleNodeError
 from .journal import Commit, Diff, Journal
@@ -16,8 +16,9 @@ from .layer import Layer
 from .node import GrapNode
 from .relation_set import RelationSet
 from .relations import Transition
+from .remap import contains
 from .selection import Nodes, NodeSet, as_uids
-from .transaction import Follower, Followers, Tokens, carry_out
+from .transaction import Follower, Followers, Tokens, carry_out, rewired, rows_after
 from .values import Coordinates, Token, layout_of
 
 
@@ -77,7 +78,7 @@ class Graph(nn.Module):
         return None
 
     def locate(self, uid: int) -> tuple[int, int]:
-        """Returns (layer, row) of a node; raises StaleNodeError, saying what became of it, when it is not in the graph."""
+        """Returns (layer, row) of a node; raises StaleNodeError, saying what became of it, when it is gone."""
         place = self.find(uid)
         if place is not None:
             return place
@@ -152,14 +153,14 @@ class Graph(nn.Module):
 
         Survivors keep their present weights; what was cut returns as it was when it was cut.
         """
-        self._require_no_edit("undo")
+        self.require_no_edit("undo")
         commit = self._reverse(self.journal.next_undo(), "undo")
         self.journal.record_undo(commit)
         return commit
 
     def redo(self) -> Commit:
         """Takes the last undo back, as a commit of its own."""
-        self._require_no_edit("redo")
+        self.require_no_edit("redo")
         commit = self._reverse(self.journal.next_redo(), "redo")
         self.journal.record_redo(commit)
         return commit
@@ -169,7 +170,7 @@ class Graph(nn.Module):
 
         Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
         """
-        self._require_no_edit("replay")
+        self.require_no_edit("replay")
         for commit in commits:
             self._require_fit(commit)
             born = [int(c.born.uids[-1]) + 1 for c in commit.change.layers.values() if len(c.born)]
@@ -185,7 +186,7 @@ class Graph(nn.Module):
         return self.journal.diff(first, last)
 
     def blame(self, parent: Nodes, child: Nodes | None = None) -> Commit | None:
-        """Returns the commit that last made or cut a relation, or added or removed a node; None when the net was built so."""
+        """Returns the commit that last made or cut a relation, or added or removed a node; None if none did."""
         first = int(as_uids(self, parent))
         if child is not None:
             return self.journal.last_touch(first, int(as_uids(self, child)))
@@ -226,7 +227,7 @@ class Graph(nn.Module):
 
     def open_edit(self, edit: Edit) -> None:
         """Marks `edit` as the one open edit."""
-        self._require_no_edit("open an edit")
+        self.require_no_edit("open an edit")
         if torch.is_inference_mode_enabled():
             raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
         self._edit = edit
@@ -266,38 +267,62 @@ class Graph(nn.Module):
         """Ends a trial: everything is as it was before `commit`, the version and the tokens of then included."""
         change = commit.change.inverse(with_gradients=True)
         back = Commit(commit.version - 1, f"end of trial: {commit.reason}", change, undoes=commit.version)
-        carry_out(self, back, tokens)
+        try:
+            carry_out(self, back, tokens)
+        except Exception:  # a follower refused: it loses its place, the graph does not
+            carry_out(self, back, tokens, followers=Followers())
+            raise
 
     def _reverse(self, commit: Commit, verb: str) -> Commit:
-        receipt = Commit(self.version + 1, f"{verb}: {commit.reason}", commit.change.inverse(), undoes=commit.version)
+        reason = commit.reason.removeprefix("undo: ").removeprefix("redo: ")
+        receipt = Commit(self.version + 1, f"{verb}: {reason}", commit.change.inverse(), undoes=commit.version)
         return carry_out(self, receipt)
 
-    def _require_no_edit(self, verb: str) -> None:
+    def require_no_edit(self, verb: str) -> None:
+        """Raises EditError while an edit is open."""
         if self._edit is not None:
             raise EditError(f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block first")
 
     def _require_fit(self, commit: Commit) -> None:
-        """Raises HistoryError when the commit was not made on a graph equal to this one."""
+        """Raises HistoryError when the commit was not made on a graph like this one."""
         for number, change in commit.change.layers.items():
-            fits = number < len(self.layers) and change.index.old_size == len(self.layers[number])
-            if not fits or not torch.equal(
-                self.layers[number].uid[change.index.removed.cpu().long()], change.gone.uids
-            ):
-                raise HistoryError(
-                    f"commit {commit.version} was made on a graph whose layer {number} is not like this one's"
-                )
+            if number >= len(self.layers) or not change.fits(self.layers[number].uid):
+                raise HistoryError(f"commit {commit.version} was made on another graph: layer {number} differs")
         for t, change in commit.change.transitions.items():
-            fits = t < len(self.transitions) and change.index.old_size == self.transitions[t].size
-            removed = change.index.removed.to(self.device)
-            relations = RelationSet(self, {t: removed}) if fits else None
-            if relations is None or not torch.equal(relations.children.int(), change.gone.children):
-                raise HistoryError(
-                    f"commit {commit.version} was made on a graph whose transition {t} is not like this one's"
-                )
+            if t >= len(self.transitions) or not self._wires_fit(t, change, commit.change):
+                raise HistoryError(f"commit {commit.version} was made on another graph: transition {t} differs")
+
+    def _wires_fit(self, t: int, change: TransitionChange, whole: Change) -> bool:
+        """Says whether what the change cuts is here, and what it connects is not."""
+        store = self.transitions[t]
+        if change.index.old_size != store.size:
+            return False
+        cut = RelationSet(self, {t: change.index.removed.to(self.device)})
+        if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
+            cut.children.int(), change.gone.children
+        ):
+            return False
+        parents, children = self.layers[t].rows(change.born.parents), self.layers[t + 1].rows(change.born.children)
+        newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
+        for rows, uids, fresh in (
+            (parents, change.born.parents, newborn[0]),
+            (children, change.born.children, newborn[1]),
+        ):
+            if bool((rows < 0).any()) and (fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())):
+                return False
+        upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
+        after = rewired(self, t, store.topology, upper, lower, change)
+        owners = rows_after(self, t, upper, change.born.parents)
+        if not torch.equal(after.parents_at(change.index.inserted.to(self.device)).cpu(), owners):
+            return False
+        both = (parents >= 0) & (children >= 0)
+        found = store.topology.find(parents[both].to(self.device), children[both].to(self.device)).int()
+        return bool(((found < 0) | contains(change.index.removed.to(self.device), found)).all())
 
     def _bind(self) -> None:
         for layer in self.layers:
-            layer.bind(self)
+            if not layer.is_bound:
+                layer.bind(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_edit": None}

@@ -1,5 +1,7 @@
 """gn.check: the invariants of a graph, each with the words that say which one broke."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -13,8 +15,9 @@ from .values import Coordinates
 def check(net: Graph) -> None:
     """Raises InvariantError at the first broken invariant of the graph.
 
-    >>> import grapnet as gn
-    >>> gn.check(gn.GrapNet([3, 2]))
+    Examples:
+        >>> import grapnet as gn
+        >>> gn.check(gn.GrapNet([3, 2]))
     """
     if len(net.layers) != len(net.transitions) + 1:
         raise InvariantError(
@@ -87,7 +90,7 @@ def _has_twice(ptr: Tensor, child: Tensor, n_children: int, chunk: int = 1 << 22
     cuts = [0]
     while cuts[-1] < len(ptr) - 1:  # whole owners, about `chunk` relations together
         cuts.append(max(cuts[-1] + 1, int(torch.searchsorted(ptr, ptr[cuts[-1]] + chunk, right=True)) - 1))
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         part = child[int(ptr[first]) : int(ptr[last])].long()
         degrees = ptr[first : last + 1].diff().long()
         keys = torch.arange(last - first, device=child.device).repeat_interleave(degrees) * n_children + part

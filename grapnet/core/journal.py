@@ -36,6 +36,11 @@ class Commit:
     undoes: int | None = None
 
     @property
+    def ends_trial(self) -> bool:
+        """True for the commit that takes a trial back and restores the version of before it."""
+        return self.undoes is not None and self.version < self.undoes
+
+    @property
     def nodes(self) -> dict[int, IndexMap]:
         """How the rows of each touched layer moved."""
         return {number: change.index for number, change in self.change.layers.items()}
@@ -51,7 +56,8 @@ class Commit:
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in self.change.counts().items() if count)
-        return f"Commit(version={self.version}, {self.reason!r}{f', by {self.by}' if self.by else ''}: {counts or 'names only'})"
+        by = f", by {self.by}" if self.by else ""
+        return f"Commit(version={self.version}, {self.reason!r}{by}: {counts or 'names only'})"
 
 
 @dataclass(frozen=True, eq=False)

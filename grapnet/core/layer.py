@@ -44,10 +44,9 @@ class Layer(Coordinates, NodeSet):
     @property
     def graph(self) -> "Graph":
         """The graph the layer is part of."""
-        graph = self._graph_reference() if "_graph_reference" in self.__dict__ else None
-        if graph is None:
+        if not self.is_bound:
             raise RuntimeError("this layer is not part of a graph any more; keep the net itself alive")
-        return graph
+        return self.__dict__["_graph_reference"]()
 
     @property
     def uids_by_layer(self) -> dict[int, Tensor]:
@@ -71,6 +70,18 @@ class Layer(Coordinates, NodeSet):
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
         """Puts other nodes in place; `swap` brings the biases that go with them."""
         self.uid, self.activation_names, self.owner_names, self._kinds = uids, activations, owners, None
+
+    @property
+    def is_bound(self) -> bool:
+        """True while the graph that the layer is part of is alive."""
+        reference = self.__dict__.get("_graph_reference")
+        return reference is not None and reference() is not None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "biases":  # nn.Module would take a Parameter for one of its own
+            NodeSet.biases.fset(self, value)  # pyright: ignore[reportOptionalCall]
+        else:
+            super().__setattr__(name, value)
 
     def bind(self, graph: "Graph") -> None:
         """Tells the layer which graph it is part of, without keeping that graph alive."""

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 class GrapNode:
     """One node of a graph, named by its permanent uid; owns no tensor and stays valid while rows move.
 
-    >>> import grapnet as gn
-    >>> node = gn.GrapNet([3, 2]).layers[0][1]
-    >>> len(node.children), node.W_alloc.shape
-    (2, torch.Size([1, 2]))
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([3, 2])
+        >>> node = net.layers[0][1]
+        >>> len(node.children), node.W_alloc.shape
+        (2, torch.Size([1, 2]))
     """
 
     __slots__ = ("_graph", "uid")

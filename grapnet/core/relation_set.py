@@ -19,11 +19,12 @@ class RelationSet:
 
     It names relations by position, so it is good until an edit moves them; select again afterwards.
 
-    >>> import grapnet as gn
-    >>> net = gn.GrapNet([4, 3])
-    >>> relations = net.layers[0].outgoing()
-    >>> len(relations), len(relations.smallest(fraction=0.25))
-    (12, 3)
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3])
+        >>> relations = net.layers[0].outgoing()
+        >>> len(relations), len(relations.smallest(fraction=0.25))
+        (12, 3)
     """
 
     def __init__(self, graph: "Graph", positions: "dict[int, Tensor | range]") -> None:
@@ -103,7 +104,12 @@ class RelationSet:
 
     def at_slots(self, slots: Any, degree: int, owner: object) -> "RelationSet":
         """Returns the relations at local slots of the one node that owns this set."""
-        slots = torch.as_tensor(slots, dtype=torch.int64).reshape(-1)
+        slots = torch.as_tensor(slots).reshape(-1)
+        if slots.dtype == torch.bool and len(slots) == degree:
+            return self[slots]
+        if len(slots) and (slots.dtype.is_floating_point or slots.dtype == torch.bool):
+            raise EditError(f"slots of {owner} are whole numbers, or one bool for each of its {degree} relations")
+        slots = slots.long()
         outside = slots[(slots < -degree) | (slots >= degree)]
         if len(outside):
             raise EditError(f"{owner} owns {degree} relations, so slots {outside.tolist()} do not exist")
@@ -146,6 +152,11 @@ class RelationSet:
         key = self.weights.detach().abs() if key is None else key.detach().reshape(-1).to(self._graph.device)
         if len(key) != len(self):
             raise ValueError(f"key has {len(key)} entries for {len(self)} relations")
+        if bool(torch.isnan(key).any()):
+            raise ValueError("the key holds NaN, which has no rank")
+        key = key.byte() if key.dtype == torch.bool else key
+        if count is not None and count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
         count = round(fraction * len(self)) if fraction is not None else min(count or 0, len(self))
         if count <= 0:
             return RelationSet(self._graph, {})

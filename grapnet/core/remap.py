@@ -47,17 +47,20 @@ class IndexMap:
         """Returns the map that leads back: what was removed comes, what was inserted leaves."""
         return IndexMap(self.new_size, self.old_size, self.inserted, self.removed)
 
+    @torch.no_grad()
     def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
-        """Returns `old` moved to the new positions, with `born` at the inserted ones.
+        """Returns `old` moved to the new positions, with `born` at the inserted ones; no gradient flows through.
 
         Works on dimension 0; further dimensions travel along. `old` itself is left as it is.
 
-        >>> index = IndexMap(3, 3, torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
-        >>> index.carry(torch.tensor([10.0, 11.0, 12.0]), born=-1.0)
-        tensor([11., 12., -1.])
+        Examples:
+            >>> index = IndexMap(3, 3, torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+            >>> index.carry(torch.tensor([10.0, 11.0, 12.0]), born=-1.0)
+            tensor([11., 12., -1.])
         """
         if len(old) != self.old_size:
             raise ValueError(f"this IndexMap carries vectors of length {self.old_size}, got {len(old)}")
+        old = old.detach()
         if self.is_identity:
             return old
         newborn = old.new_empty((len(self.inserted), *old.shape[1:]))

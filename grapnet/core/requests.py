@@ -58,7 +58,7 @@ class Requests:
 
 
 def checked_initial(initial: Initial, count: int, what: str) -> Initial:
-    """Returns the initialisation, values flattened; raises EditError for an unknown name or a wrong number of values."""
+    """Returns the initialisation, values flattened; raises EditError for an unknown name or a wrong count."""
     if isinstance(initial, str):
         if initial not in INITIALISATIONS:
             raise EditError(

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | None) -> Change:
-    """Returns the Change that the requests amount to; raises EditError and draws no random number when they conflict."""
+    """Returns the Change that the requests amount to; raises EditError when they conflict. Touches nothing."""
     with torch.no_grad():
         drafts = [_LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
         wirings: list[_TransitionDraft] = []
@@ -77,7 +77,7 @@ class _LayerDraft:
         return flatnonzero(~self.gone)
 
     def present_values(self, column: Tensor, fill: float = 0) -> Tensor:
-        """Returns a per-row column of the present rows, extended by `fill` for the newborn and without the gone rows."""
+        """Returns a column of the present rows, extended by `fill` for the newborn and without the gone rows."""
         extended = torch.cat([column, column.new_full((len(self.uids) - self.n_present,), fill)])
         return extended[self.survivors().to(column.device).long()]
 
@@ -306,7 +306,7 @@ class _TransitionDraft:
 def _remove_orphans(
     graph: "Graph", requests: Requests, number: int, drafts: list[_LayerDraft], incoming: _TransitionDraft
 ) -> None:
-    """Marks the parentless nodes of a hidden layer as gone and, when asked, leaves their constants to their children."""
+    """Marks the parentless nodes of a hidden layer as gone and, if asked, leaves their constants to their children."""
     draft, below, layer, transition = (
         drafts[number],
         drafts[number + 1],

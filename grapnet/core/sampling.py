@@ -1,6 +1,7 @@
 """The wiring a net starts with: full, random, or given."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -53,8 +54,8 @@ def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
 
     Small transitions come out denser than large ones (Erdős–Rényi); none exceeds 1, and all together keep `density`.
     """
-    cells = [a * b for a, b in zip(sizes, sizes[1:], strict=False)]
-    raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in zip(sizes, sizes[1:], strict=False)]
+    cells = [a * b for a, b in pairwise(sizes)]
+    raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in pairwise(sizes)]
     full: set[int] = set()
     while True:
         open_cells = [t for t in range(len(cells)) if t not in full and cells[t]]

@@ -20,11 +20,12 @@ Nodes = Any  # a GrapNode, a NodeSet, uids in a tensor or array, or an iterable 
 class NodeSet:
     """An ordered set of nodes, of one layer or of several; it names nodes by uid, so it stays valid while rows move.
 
-    >>> import grapnet as gn
-    >>> net = gn.GrapNet([4, 3, 2])
-    >>> nodes = net.layers[1][:2]
-    >>> len(nodes), len(nodes.incoming()), len(nodes.outgoing())
-    (2, 8, 4)
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3, 2])
+        >>> nodes = net.layers[1][:2]
+        >>> len(nodes), len(nodes.incoming()), len(nodes.outgoing())
+        (2, 8, 4)
     """
 
     def __init__(self, graph: "Graph", uids_by_layer: dict[int, Tensor]) -> None:
@@ -59,7 +60,10 @@ class NodeSet:
     @biases.setter
     def biases(self, values: Tensor) -> None:
         places = [(self._biased(layer), rows) for layer, rows in self._device_rows()]
-        values = torch.as_tensor(values).detach().expand(len(self))
+        values = torch.as_tensor(values).detach().reshape(-1)
+        if len(values) not in (1, len(self)):
+            raise ValueError(f"this NodeSet holds {len(self)} nodes, got {len(values)} biases")
+        values = values.expand(len(self))
         parts = values.split([len(rows) for _, rows in places])
         self.graph.write_all([(layer, rows, part) for (layer, rows), part in zip(places, parts, strict=True)])
 
@@ -89,7 +93,7 @@ class NodeSet:
     def incoming(self, *, of: Nodes = None) -> RelationSet:
         """Returns the relations that lead to these nodes, or only those of the parents `of`."""
         graph = self.graph
-        found = {
+        found: dict[int, Tensor | range] = {
             layer - 1: graph.transitions[layer - 1].topology.leading_to(rows)
             for layer, rows in self._device_rows()
             if layer > 0
@@ -119,6 +123,8 @@ class NodeSet:
         return (self.graph.node(uid) for uid in self.uids.tolist())
 
     def __contains__(self, node: object) -> bool:
+        if getattr(node, "_graph", self.graph) is not self.graph:
+            return False
         uid = getattr(node, "uid", node)
         return any(uid in uids.tolist() for uids in self.uids_by_layer.values())
 
@@ -130,7 +136,10 @@ class NodeSet:
                 raise IndexError(f"node {which} of {len(uids)} does not exist")
             return self.graph.node(int(uids[which]))
         marks = torch.zeros(len(self), dtype=torch.bool)
-        order = torch.arange(len(self))[which if isinstance(which, slice) else torch.as_tensor(which)]
+        if not isinstance(which, slice):
+            which = torch.as_tensor(which)
+            which = which.long() if which.numel() == 0 else which.cpu()
+        order = _first_of_each(torch.arange(len(self))[which])
         if len(self.uids_by_layer) <= 1:
             return NodeSet(self.graph, {layer: uids[order] for layer, uids in self.uids_by_layer.items()})
         marks[order] = True
@@ -185,6 +194,12 @@ class NodeSet:
         return ((free == 0) & (total > 0))[rows.long()]
 
 
+def _first_of_each(order: Tensor) -> Tensor:
+    """Returns the entries without repeats, in the order they first appear."""
+    distinct = order.unique()
+    return order if len(distinct) == len(order) else torch.tensor(list(dict.fromkeys(order.tolist())))
+
+
 def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
     """Returns the uids that `nodes` names, in order, repeats kept; raises when a node is of another graph."""
     if isinstance(nodes, NodeSet):
@@ -197,7 +212,7 @@ def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
             raise TypeError(f"uids are whole numbers, got a tensor of {uids.dtype}")
         return uids.to("cpu", torch.int64)
     uid = getattr(nodes, "uid", nodes)
-    if isinstance(uid, int | np.integer):
+    if isinstance(uid, int | np.integer) and not isinstance(uid, bool):
         if getattr(nodes, "_graph", graph) is not graph:
             raise ValueError("the nodes belong to another graph")
         return torch.tensor([int(uid)])

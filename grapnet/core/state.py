@@ -1,4 +1,4 @@
-"""State dicts: a graph checks that the wiring agrees, and adopts what is frozen, before its stores read their values."""
+"""State dicts: a graph checks the wiring and adopts what is frozen, before its stores read their values."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 
 def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
-    """Raises TopologyError when the state is of another wiring; freezes and unfreezes what the state says, in a commit."""
+    """Raises TopologyError when the state is of another wiring; freezes what the state says is frozen, in a commit."""
+    graph.require_no_edit("load a state dict")
     requests = Requests()
     for number, layer in enumerate(graph.layers):
         name = f"{prefix}layers.{number}."

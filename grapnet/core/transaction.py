@@ -70,13 +70,16 @@ class Tokens:
         return cls([Token() for _ in graph.transitions], {name: Token() for name, _ in graph.named_parameters()})
 
 
-def carry_out(graph: "Graph", commit: Commit, tokens: "Tokens | None" = None) -> Commit:
+def carry_out(
+    graph: "Graph", commit: Commit, tokens: "Tokens | None" = None, followers: Followers | None = None
+) -> Commit:
     """Applies `commit.change`; an error before the swap leaves graph, parameters and followers as they were.
 
     Args:
         graph: the graph to change.
         commit: a receipt whose change holds what comes; what leaves is filled in.
         tokens: what to put on moved relations and coordinates, when an earlier state returns.
+        followers: whom to tell, the graph's own by default.
 
     Returns:
         The complete receipt.
@@ -88,7 +91,7 @@ def carry_out(graph: "Graph", commit: Commit, tokens: "Tokens | None" = None) ->
         wirings = _prepare_wirings(graph, commit.change)
         weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
         commit = _completed(commit, {n: p.biases for n, p in layers.items() if p.biases}, weights)
-        installs = graph.followers.prepare(graph, commit)
+        installs = (followers or graph.followers).prepare(graph, commit)
 
         tokens = tokens or Tokens.fresh(graph)
         _leave_old_graphs(graph, commit)
@@ -139,11 +142,11 @@ def _prepare_wirings(graph: "Graph", change: Change) -> dict[int, Topology]:
         upper, lower, wires = change.layers.get(t), change.layers.get(t + 1), change.transitions.get(t)
         moves = (c is not None and not c.index.is_identity for c in (upper, lower, wires))
         if any(moves):
-            wirings[t] = _rewired(graph, t, transition.topology, upper, lower, wires)
+            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
     return wirings
 
 
-def _rewired(
+def rewired(
     graph: "Graph",
     t: int,
     topology: Topology,
@@ -151,6 +154,7 @@ def _rewired(
     lower: LayerChange | None,
     wires: TransitionChange | None,
 ) -> Topology:
+    """Returns the wiring of a transition after the changes of its two layers and of its relations."""
     child, degrees, device, n_children = (
         topology.child,
         topology.degrees.long(),
@@ -165,18 +169,19 @@ def _rewired(
         n_children = lower.index.new_size
     if wires is not None:
         degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(child, _rows_after(graph, t + 1, lower, wires.born.children).to(device))
+        child = wires.index.carry(child, rows_after(graph, t + 1, lower, wires.born.children).to(device))
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
-        parents = _rows_after(graph, t, upper, wires.born.parents).to(device)
+        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
         degrees = degrees + torch.bincount(parents, minlength=len(degrees))
     ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
     ptr[1:] = degrees.cumsum(0)
     return Topology(ptr, child, n_children)
 
 
-def _rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
+def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
+    """Returns the rows that nodes of a layer have after its change."""
     present = graph.layers[number].uid
     return rows_among(present if change is None else change.index.carry(present, change.born.uids), uids)
 

@@ -39,6 +39,7 @@ class VectorChange:
     gone_values: Tensor | None = None  # [removed]
     born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
     gone_gradients: Tensor | None = None  # [removed]
+    flip_gradients: Tensor | None = None  # [flips]: what freezing takes away, and the end of a trial gives back
     shift: Shift | None = None
 
     def inverse(self, *, with_gradients: bool) -> "VectorChange":
@@ -51,12 +52,14 @@ class VectorChange:
             flips=self.index.old_positions(self.flips),
             born_values=self.gone_values,
             born_gradients=self.gone_gradients if with_gradients else None,
+            flip_gradients=self.flip_gradients if with_gradients else None,
             shift=shift and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
         )
 
     def without_values(self) -> "VectorChange":
         """Returns the change as the journal keeps it for ever."""
-        return replace(self, born_values=None, gone_values=None, born_gradients=None, gone_gradients=None)
+        gradients = {"born_gradients": None, "gone_gradients": None, "flip_gradients": None}
+        return replace(self, born_values=None, gone_values=None, **gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +89,8 @@ def layout_of(parameter: Tensor) -> "Token | None":
 class Coordinates(nn.Module):
     """A module with one vector of coordinates, trainable or frozen one by one.
 
-    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a buffer, so no optimizer,
-    decay or clipping ever sees them. `values()` puts both back in order.
+    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a buffer, so no
+    optimizer, decay or clipping ever sees them. `values()` puts both back in order.
     """
 
     frozen_values: Tensor
@@ -188,8 +191,8 @@ class Coordinates(nn.Module):
         else:
             stays = self.frozen_at[~contains(index.removed, self.frozen_at)]
             held = index.new_positions(stays)  # frozen before, in new positions
-            thawed = change.flips[contains(held, change.flips)]
-            froze = change.flips[~contains(held, change.flips)]
+            melts = contains(held, change.flips)
+            thawed, froze = change.flips[melts], change.flips[~melts]
             born_held, born_free = index.inserted[change.born_frozen], index.inserted[~change.born_frozen]
             frozen_at = torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
 
@@ -201,11 +204,13 @@ class Coordinates(nn.Module):
             thawed_values = frozen[torch.searchsorted(self.frozen_at, index.old_positions(thawed))]
             incoming = torch.cat([born[~change.born_frozen], thawed_values])[order]
             content = parameter_index.carry(trainable, incoming)
+            flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
             if gradient is not None:
-                zeros = thawed_values.new_zeros(thawed_values.shape)
-                gradient = parameter_index.carry(
-                    gradient, torch.cat([born_gradient[~change.born_frozen], zeros])[order]
-                )
+                returning = torch.cat([born_gradient[~change.born_frozen], flip_gradient[melts]])[order]
+                taken = torch.zeros_like(flip_gradient)
+                taken[~melts] = gradient[self._place(free_before).long()]
+                change = replace(change, flip_gradients=taken.view(-1))
+                gradient = parameter_index.carry(gradient, returning)
 
             gone_held = torch.cat([index.removed[self.frozen_bits(index.removed)], index.old_positions(thawed)])
             comes, order = torch.cat([born_held, froze]).sort()
@@ -223,7 +228,7 @@ class Coordinates(nn.Module):
         return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at, order)
 
     def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
-        """Puts a prepared vector in place; the Parameter stays the same object, under another layout token if it moved."""
+        """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout` if it moved."""
         replace_content(self.parameter, prepared.content, prepared.gradient)
         if not prepared.parameter_index.is_identity:
             self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
@@ -327,7 +332,10 @@ def refuse_old_backward(parameter: nn.Parameter, message: str) -> None:
         raise StaleTopologyError(message)
 
     with torch.enable_grad():
-        accumulator = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # pyright: ignore[reportOptionalMemberAccess]
+        view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    accumulator = view.next_functions[0][0]
+    assert accumulator is not None
     accumulator.register_prehook(stale)
 
 

@@ -24,11 +24,12 @@ class _Kept(NamedTuple):
 class Execution:
     """`net.execution`: chooses a backend for every transition and keeps its plan until relations move.
 
-    >>> import grapnet as gn
-    >>> net = gn.GrapNet([4, 3])
-    >>> net.execution.use("reference", transition=0)
-    >>> net.execution.describe()
-    [{'transition': 0, 'backend': 'reference', 'relations': 12}]
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3])
+        >>> net.execution.use("reference", transition=0)
+        >>> net.execution.describe()
+        [{'transition': 0, 'backend': 'reference', 'relations': 12}]
     """
 
     def __init__(self, graph: Graph) -> None:

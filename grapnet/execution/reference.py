@@ -34,21 +34,21 @@ class ReferencePlan:
         self._parents = topology.parents() if topology.n_relations <= CELLS else None
 
     def __call__(self, x: Tensor, values: Tensor) -> Tensor:
-        topology = self.topology
-        z = x.new_zeros(len(x), topology.n_children)
         size = max(1, CELLS // max(1, len(x)))
-        if topology.n_relations <= size:
-            return self._add(z, x, values, 0)
+        if self.topology.n_relations <= size:
+            return self._sum(x, values, 0)
+        z = torch.zeros((), dtype=x.dtype, device=x.device)
         for number, part in enumerate(values.split(size)):  # each piece is made again in the backward, not kept
-            z = checkpoint(self._add, z, x, part, number * size, use_reentrant=False, preserve_rng_state=False)
+            z = z + checkpoint(self._sum, x, part, number * size, use_reentrant=False, preserve_rng_state=False)
         return z
 
-    def _add(self, z: Tensor, x: Tensor, values: Tensor, start: int) -> Tensor:
+    def _sum(self, x: Tensor, values: Tensor, start: int) -> Tensor:
+        """Returns what the relations from `start` on contribute, [batch, n_children]."""
         stop = start + len(values)
         parents = self.topology.parents(start, stop) if self._parents is None else self._parents[start:stop]
         messages = x.index_select(1, parents) * values  # [batch, relations]
         children = self.topology.child[start:stop].long().expand(len(x), -1)
-        return z.scatter_add(1, children, messages.to(z.dtype))
+        return messages.new_zeros(len(x), self.topology.n_children).scatter_add(1, children, messages)
 
 
 def walk(graph: Graph, x: Tensor) -> Tensor:
@@ -66,7 +66,9 @@ def walk(graph: Graph, x: Tensor) -> Tensor:
                 received[uid] = received[uid] + messages[:, slot] if uid in received else messages[:, slot]
         columns = []
         for node in lower:
-            z = received.get(node.uid, x.new_zeros(len(x))) + node.bias
+            bias = node.bias
+            assert bias is not None  # only sensory nodes have none
+            z = received.get(node.uid, x.new_zeros(len(x))) + bias
             columns.append(activation_function(node.activation)(z))
         x = torch.stack(columns, dim=1) if columns else x.new_zeros(len(x), 0)
     return x

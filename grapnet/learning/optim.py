@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Adagrad, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from grapnet.core.errors import OptimizerError
@@ -28,7 +28,7 @@ def attach(
     Args:
         optimizer: any `torch.optim` optimizer whose state is one number a coordinate, or one a parameter.
         net: the net whose parameters it holds.
-        survivors: "keep" carries the state of every coordinate that stays; "renew" starts all of it afresh at every commit.
+        survivors: "keep" carries the state of every coordinate that stays; "renew" starts all afresh at every commit.
         newborn: "zero" gives a new coordinate clean state. With Adam its first update then has the size of the learning
             rate times (1 - β1)/√(1 - β2), over the bias corrections of the parameter's step count.
 
@@ -42,6 +42,10 @@ def attach(
     mine = {id(p) for p in net.parameters()}
     if not any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
         raise OptimizerError("this optimizer holds no parameter of the net; make it with net.parameters()")
+    if isinstance(optimizer, LBFGS):
+        raise OptimizerError("LBFGS keeps one flat history over all parameters, which cannot follow an edit")
+    _refuse_stale_state(optimizer)
+    mark_followed(optimizer)
     detach(optimizer, net)
     follower = OptimizerFollower(optimizer, net, survivors)
     _attached.setdefault(optimizer, []).append(follower)
@@ -73,6 +77,7 @@ class OptimizerFollower:
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         moved = {graph.get_parameter(name): index for name, index in commit.parameters.items()}
         names = {p: name for name, p in graph.named_parameters() if id(p) in held}
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         states: dict[nn.Parameter, dict[str, Any]] = {}
         kept = {v: slots for v, slots in self._slots.items() if v == commit.undoes or graph.journal.keeps(v)}
         restored = kept.pop(commit.undoes, {}) if commit.undoes is not None else {}
@@ -88,9 +93,13 @@ class OptimizerFollower:
                 states[parameter] = dict(state)
                 for key in _per_coordinate(state, parameter, name):
                     taken[name][key] = state[key].flatten().index_select(0, index.removed)
-                    born = restored.get(name, {}).get(key, state[key].new_zeros(len(index.inserted)))
+                    born = restored.get(name, {}).get(key)
+                    if born is None:
+                        clean = _clean_value(optimizer, groups[id(parameter)], key)
+                        born = state[key].new_full((len(index.inserted),), clean)
                     states[parameter][key] = index.carry(state[key], born.view(-1, *state[key].shape[1:]))
-        kept[commit.version] = taken
+        if not commit.ends_trial:
+            kept[commit.version] = taken
 
         def install() -> None:
             for parameter, state in states.items():
@@ -117,16 +126,15 @@ def mark_followed(optimizer: Optimizer, parameters: list[nn.Parameter] | None = 
 
 
 def _refuse_stale_state(optimizer: Optimizer, *_: object) -> None:
-    """Raises when the optimizer holds state of coordinates that have moved; one comparison a step when no net was edited."""
+    """Raises when the optimizer holds state of coordinates that have moved; one comparison if no net was edited."""
     checked = _checked.setdefault(optimizer, _Checked())
     if checked.changes == Coordinates.layout_changes:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             layout = layout_of(parameter)
-            known = checked.layouts.get(id(parameter), layout)
-            state = optimizer.state.get(parameter, {}) if known is not layout else {}
-            if any(isinstance(value, Tensor) and value.dim() > 0 for value in state.values()):
+            moved = checked.layouts.get(id(parameter), layout) is not layout
+            if _holds_stale_state(optimizer, parameter, moved):
                 raise OptimizerError(
                     "this optimizer holds state of relations or biases that an edit has moved since its last step. "
                     "Attach it before editing: gn.attach(optimizer, net); or make a new optimizer now"
@@ -135,8 +143,28 @@ def _refuse_stale_state(optimizer: Optimizer, *_: object) -> None:
     checked.changes = Coordinates.layout_changes
 
 
+def _holds_stale_state(optimizer: Optimizer, parameter: nn.Parameter, moved: bool) -> bool:
+    """Says whether the state is of coordinates that have moved: the parameter did, or a size says so."""
+    if moved and isinstance(optimizer, LBFGS):
+        return any(optimizer.state.values())
+    values = [v for v in optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor) and v.dim() > 0]
+    resized = layout_of(parameter) is not None and any(
+        v.dim() == parameter.dim() and len(v) != len(parameter) for v in values
+    )
+    return bool(values) and (moved or resized)
+
+
+def _clean_value(optimizer: Optimizer, group: dict[str, Any], key: str) -> float:
+    """Returns what a state entry starts from."""
+    if isinstance(optimizer, Rprop) and key == "step_size":
+        return float(group["lr"])
+    if isinstance(optimizer, Adagrad) and key == "sum":
+        return float(group["initial_accumulator_value"])
+    return 0.0
+
+
 def _per_coordinate(state: dict[str, Any], parameter: nn.Parameter, name: str) -> list[str]:
-    """Returns the state entries with one value a coordinate; raises for one that is neither that nor a single number."""
+    """Returns the state entries with one value a coordinate; raises for one that is neither that nor one number."""
     found = []
     for key, value in state.items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:

@@ -1,0 +1,48 @@
+"""The code that people copy from the README and the documentation runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = ["README.md", "docs/concepts.md"]
+
+
+def python_blocks(text: str) -> list[str]:
+    """Returns the Python code blocks of a Markdown text."""
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_code_blocks_run_in_order(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    blocks = python_blocks((ROOT / document).read_text())
+    assert blocks, f"{document} shows no code"
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, document, "exec"), names)
+
+
+def test_quickstart_does_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
+    exec(python_blocks((ROOT / "README.md").read_text())[0], names)
+    net, gn = names["net"], names["gn"]
+    assert [commit.reason for commit in net.history] == [
+        "prune the weakest tenth",
+        "grow for task 1",
+        "keep task 1 as it is",
+        "undo: keep task 1 as it is",
+    ]
+    first = 49 * 48 - round(49 * 48 / 10) + 49 * 16
+    assert net.count().relations == first + 48 * 10 + 16 * 2
+    assert net.count().frozen == 0
+    saved = gn.load(tmp_path / "net.safetensors")
+    assert saved.version == net.version == 4
+
+
+def test_files_named_in_the_readme_exist():
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
