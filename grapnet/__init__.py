@@ -1,5 +1,6 @@
 """GrapNet: neural networks whose structure is data you can edit while they train."""
 
+from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from .checkpoint import load as load
@@ -30,4 +31,7 @@ from .learning.optim import attach as attach
 from .learning.optim import detach as detach
 from .network import GrapNet as GrapNet
 
-__version__ = _version("grapnet")
+try:
+    __version__ = _version("grapnet")
+except _PackageNotFoundError:  # run from a source tree that was not installed
+    __version__ = "0+unknown"

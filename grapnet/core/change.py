@@ -120,6 +120,13 @@ class Change:
             {t: c.inverse(with_gradients=with_gradients) for t, c in self.transitions.items()},
         )
 
+    def to(self, device: torch.device) -> "Change":
+        """Returns the change with its coordinates and relations on a device; rows are counted on the CPU."""
+        layers = {n: replace(c, biases=c.biases and c.biases.to(device)) for n, c in self.layers.items()}
+        weights = {t: c.weights.to(device) for t, c in self.transitions.items()}
+        wires = {t: replace(c, index=weights[t].index, weights=weights[t]) for t, c in self.transitions.items()}
+        return Change(layers, wires)
+
     def without_values(self) -> "Change":
         """Returns the change without the weights and biases that came and went."""
         layers = {n: replace(c, biases=c.biases and c.biases.without_values()) for n, c in self.layers.items()}

@@ -43,6 +43,10 @@ class IndexMap:
         """True when no coordinate left and none came."""
         return len(self.removed) == 0 and len(self.inserted) == 0
 
+    def to(self, device: torch.device) -> "IndexMap":
+        """Returns the map with its positions on another device."""
+        return IndexMap(self.old_size, self.new_size, self.removed.to(device), self.inserted.to(device))
+
     def inverse(self) -> "IndexMap":
         """Returns the map that leads back: what was removed comes, what was inserted leaves."""
         return IndexMap(self.new_size, self.old_size, self.inserted, self.removed)

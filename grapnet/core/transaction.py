@@ -86,6 +86,7 @@ def carry_out(
     """
     if torch.is_inference_mode_enabled():
         raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+    commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
         layers = {n: _prepare_layer(graph.layers[n], c) for n, c in commit.change.layers.items()}
         wirings = _prepare_wirings(graph, commit.change)

@@ -1,7 +1,7 @@
 """Coordinates: a vector whose trainable part is a Parameter and whose frozen part is a buffer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -55,6 +55,15 @@ class VectorChange:
             flip_gradients=self.flip_gradients if with_gradients else None,
             shift=shift and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
         )
+
+    def to(self, device: torch.device) -> "VectorChange":
+        """Returns the change on the device of the net, which may have moved since the change was made."""
+        if self.flips.device == device:
+            return self
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved |= {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor | IndexMap)}
+        shift = self.shift and Shift(*(getattr(self.shift, f.name).to(device) for f in fields(Shift)))
+        return VectorChange(**{**moved, "shift": shift})
 
     def without_values(self) -> "VectorChange":
         """Returns the change as the journal keeps it for ever."""
