@@ -13,6 +13,7 @@ from .core.errors import EditError, StaleTopologyError
 from .core.graph import Graph
 from .core.layer import Layer
 from .core.relations import Topology, Transition
+from .core.remap import as_tensor
 from .core.requests import draw
 from .core.sampling import erk_densities, random_topology, topology_from_pairs
 from .core.state import prepare_to_load
@@ -33,7 +34,7 @@ class GrapNet(Graph):
         distribution: "uniform" gives every transition that density, "erk" more to small and less to large ones.
         device: where to put it.
         dtype: of the coordinates.
-        generator: source of the random numbers (a CPU generator).
+        generator: source of the random numbers; one on the CPU gives the same net on every device.
 
     Examples:
         >>> net = GrapNet([49, 48, 10])
@@ -98,7 +99,7 @@ class GrapNet(Graph):
             activation: as for the constructor.
             device: where to put it.
             dtype: of the coordinates.
-            generator: source of the random numbers (a CPU generator).
+            generator: source of the random numbers; one on the CPU gives the same net on every device.
         """
         sizes = _checked_sizes(sizes)
         if len(relations) != len(sizes) - 1:
@@ -137,7 +138,7 @@ class GrapNet(Graph):
     ) -> None:
         names = _activation_names(activation, len(sizes) - 1)
         first = [sum(sizes[:n]) for n in range(len(sizes))]
-        uids = [torch.arange(start, start + size) for start, size in zip(first, sizes, strict=True)]
+        uids = [torch.arange(start, start + size, device="cpu") for start, size in zip(first, sizes, strict=True)]
         layers = [Layer(uids[0], None, "identity")]
         layers += [Layer(u, b, name) for u, b, name in zip(uids[1:], biases, names, strict=True)]
         Graph.__init__(self, layers, [Transition(t, w) for t, w in zip(topologies, weights, strict=True)])
@@ -168,9 +169,9 @@ class GrapNet(Graph):
         if x.dtype != dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
             raise ValueError(f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})")
         h = x.reshape(math.prod(x.shape[:-1]), width)
+        h = self.layers[0](h)
         for t, transition in enumerate(self.transitions):
-            layer = self.layers[t + 1]
-            h = layer.activate(self.execution.plan(t)(h, transition.values()) + layer.values())
+            h = self.layers[t + 1](transition(h, self.execution.plan(t)))
         if x.requires_grad and h.requires_grad:
             h.register_hook(_stale_check(self))
         return h.reshape(*x.shape[:-1], h.shape[-1])
@@ -179,13 +180,19 @@ class GrapNet(Graph):
         """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x is [batch, n]."""
         return walk(self, x)
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "GrapNet":
+        super()._apply(*args, **kwargs)
+        self.execution.refresh()
+        return self
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         prepare_to_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.execution.bind(self)
+        if not self.execution.is_bound:
+            self.execution.bind(self)
 
     def __repr__(self) -> str:
         count = self.count()
@@ -230,7 +237,7 @@ def _topology_of(
     """Returns the wiring of given pairs, and the order that sorts them by parent."""
     if len(given) not in (2, 3):
         raise ValueError(f"relations of transition {t} are (parents, children) or (parents, children, weights)")
-    parents, children = (torch.as_tensor(part).reshape(-1).to("cpu", torch.int64) for part in given[:2])
+    parents, children = (as_tensor(part).reshape(-1).to("cpu", torch.int64) for part in given[:2])
     if len(parents) != len(children):
         raise ValueError(f"transition {t} has {len(parents)} parents for {len(children)} children")
     for name, rows, size in (("parents", parents, n_parents), ("children", children, n_children)):
@@ -248,7 +255,7 @@ def _topology_of(
 
 
 def _checked_vector(values: Any, size: int, what: str) -> Tensor:
-    values = torch.as_tensor(values).detach().reshape(-1).cpu().clone()
+    values = as_tensor(values).detach().reshape(-1).cpu().clone()
     if len(values) != size:
         raise ValueError(f"{size} {what} are needed, got {len(values)}")
     return values

@@ -98,7 +98,8 @@ def _storable(name: str, tensor: Tensor) -> Tensor:
     """Returns the tensor as plain memory on the CPU; raises CheckpointError for one that has no such form."""
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
         raise CheckpointError(f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved")
-    return tensor.detach().cpu().resolve_neg().contiguous()
+    tensor = tensor.detach().cpu().resolve_neg().contiguous()
+    return tensor.reshape(()).reshape(tensor.shape) if tensor.numel() == 1 else tensor  # one entry may keep any stride
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from grapnet.core.activation import ACTIVATIONS
 from grapnet.core.errors import CheckpointError, InvariantError
-from grapnet.core.invariants import check
+from grapnet.core.invariants import check, check_wiring
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
 from grapnet.core.values import Coordinates
@@ -76,6 +76,10 @@ def _transition(t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents
     name = f"transitions.{t}."
     child = fields.below(n_children, name + "child", torch.int32)
     ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
+    try:
+        check_wiring(ptr, child, n_parents, n_children, name.rstrip("."))
+    except InvariantError as error:
+        raise CheckpointError(str(error)) from None
     finite = entry(part, "finite", bool, f"graph.{name}")
     values = _values(fields, name + "weight", dtype, len(child), finite)
     transition = Transition(Topology(ptr, child, n_children), values)

@@ -154,5 +154,5 @@ class Change:
 
 def no_nodes() -> NodeRecord:
     """Returns the record of no nodes."""
-    none = Labels(torch.empty(0, dtype=torch.int32), (None,))
-    return NodeRecord(torch.empty(0, dtype=torch.int64), none, none)
+    none = Labels(torch.empty(0, dtype=torch.int32, device="cpu"), (None,))
+    return NodeRecord(torch.empty(0, dtype=torch.int64, device="cpu"), none, none)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .activation import activation_function
 from .errors import EditError
 from .relation_set import RelationSet
+from .remap import as_tensor
 from .requests import Connection, Initial, Naming, Newborns, Requests, checked_initial
 from .resolve import resolve
 from .selection import Nodes, NodeSet, as_node_set, as_uids
@@ -71,11 +72,11 @@ class Edit:
         activation = store.default_activation if activation is None else activation
         _checked_activation(activation)
         _checked_owner(owner)
-        initial = checked_initial(bias if isinstance(bias, str) else torch.as_tensor(bias), count, "biases")
+        initial = checked_initial(bias if isinstance(bias, str) else as_tensor(bias), count, "biases")
         if self._next_uid + count > _LARGEST_UID:
             raise EditError(f"a graph names at most {_LARGEST_UID:,} nodes in its life")
         count = int(count)
-        uids = torch.arange(self._next_uid, self._next_uid + count)
+        uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")
         self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
         self._next_uid += count
         self._requests.newborns[number].append(Newborns(uids, activation, owner, initial))
@@ -129,7 +130,7 @@ class Edit:
         if lower != upper + 1:
             raise EditError(f"a relation leads from a layer to the next one, not from layer {upper} to layer {lower}")
         if not isinstance(weights, str):
-            weights = torch.as_tensor(weights)
+            weights = as_tensor(weights)
         distinct = False
         if pairs == "all":
             distinct = len(parent_rows.unique()) == len(parent_rows) and len(child_rows.unique()) == len(child_rows)
@@ -180,7 +181,7 @@ class Edit:
         numbers = (
             hidden
             if layers is None
-            else [self._layer_number(n) for n in ([layers] if isinstance(layers, int) else layers)]
+            else [self._layer_number(n) for n in ([layers] if isinstance(layers, int | np.integer) else layers)]
         )
         outside = [number for number in numbers if number not in hidden]
         if outside:
@@ -322,7 +323,7 @@ class Edit:
         found = self._rows(nodes)
         if len(found) > 1:
             raise EditError(f"the {role} of one connect() are in one layer, got nodes of layers {sorted(found)}")
-        return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32)))
+        return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32, device="cpu")))
 
     def _rows_in(self, number: int, uids: Tensor) -> Tensor:
         layer = self._graph.layers[number]
@@ -342,11 +343,11 @@ class Edit:
             raise EditError(f"nodes added in this edit cannot {verb} in it; do that in the next edit")
         return nodes
 
-    def _layer_number(self, layer: int) -> int:
+    def _layer_number(self, layer: Any) -> int:
         count = len(self._graph.layers)
-        if not isinstance(layer, int) or not -count <= layer < count:
+        if not isinstance(layer, int | np.integer) or not -count <= layer < count:
             raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
-        return layer % count
+        return int(layer) % count
 
     def _note(self, operation: str, **details: Any) -> None:
         self._require_open()

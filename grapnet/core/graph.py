@@ -1,10 +1,11 @@
 """Graph: layers and transitions, and everything that reads or edits them."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,9 +17,9 @@ from .layer import Layer
 from .node import GrapNode
 from .relation_set import RelationSet
 from .relations import Transition
-from .remap import contains
+from .remap import as_tensor, contains
 from .selection import Nodes, NodeSet, as_uids
-from .transaction import Follower, Followers, Tokens, carry_out, rewired, rows_after
+from .transaction import Follower, Followers, Tokens, carry_out, require_editable, rewired, rows_after
 from .values import Coordinates, Token, layout_of
 
 
@@ -70,7 +71,7 @@ class Graph(nn.Module):
 
     def find(self, uid: int) -> tuple[int, int] | None:
         """Returns (layer, row) of a node, or None when it is not in the graph."""
-        wanted = torch.tensor([uid])
+        wanted = torch.tensor([uid], device="cpu")
         for number, layer in enumerate(self.layers):
             row = int(layer.rows(wanted))
             if row >= 0:
@@ -115,15 +116,15 @@ class Graph(nn.Module):
             where: gets the NodeSet chosen so far and returns one bool a node.
         """
         count = len(self.layers)
-        numbers = range(count) if layer is None else [layer] if isinstance(layer, int) else list(layer)
+        numbers = range(count) if layer is None else [layer] if isinstance(layer, int | np.integer) else list(layer)
         if any(not -count <= n < count for n in numbers):
             raise ValueError(f"the graph has layers 0 to {count - 1}, got layer={layer!r}")
         found = {}
         for number in sorted({n % count for n in numbers}):
             chosen = self.layers[number]
-            found[number] = chosen.uid if owner is ... else chosen.uid[chosen.owner_names.where(owner).long()]
+            found[int(number)] = chosen.uid if owner is ... else chosen.uid[chosen.owner_names.where(owner).long()]
         nodes = NodeSet(self, found)
-        return nodes if where is None else nodes[torch.as_tensor(where(nodes)).to("cpu", torch.bool)]
+        return nodes if where is None else nodes[as_tensor(where(nodes)).to("cpu", torch.bool)]
 
     def edit(
         self,
@@ -138,7 +139,8 @@ class Graph(nn.Module):
         Args:
             reason: why; it stands in the journal.
             by: which rule or person edits.
-            trial: take everything back when the block ends. Call `edit.commit()` inside it to see the effect.
+            trial: take the edit back when the block ends. Call `edit.commit()` inside it to see the effect. Training
+                inside the block is not taken back: survivors keep the weights they have at its end, as after undo.
             generator: source of the random numbers for newborn weights.
         """
         return Edit(self, reason, by, trial, generator)
@@ -171,7 +173,8 @@ class Graph(nn.Module):
         Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
         """
         self.require_no_edit("replay")
-        for commit in commits:
+        for recorded in commits:
+            commit = replace(recorded, change=recorded.change.to(self.device))
             self._require_fit(commit)
             born = [int(c.born.uids[-1]) + 1 for c in commit.change.layers.values() if len(c.born)]
             by, operations = commit.by, commit.operations
@@ -228,8 +231,7 @@ class Graph(nn.Module):
     def open_edit(self, edit: Edit) -> None:
         """Marks `edit` as the one open edit."""
         self.require_no_edit("open an edit")
-        if torch.is_inference_mode_enabled():
-            raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+        require_editable(self)
         self._edit = edit
 
     def close_edit(self) -> None:
@@ -297,7 +299,7 @@ class Graph(nn.Module):
         store = self.transitions[t]
         if change.index.old_size != store.size:
             return False
-        cut = RelationSet(self, {t: change.index.removed.to(self.device)})
+        cut = RelationSet(self, {t: change.index.removed})
         if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
             cut.children.int(), change.gone.children
         ):
@@ -313,11 +315,11 @@ class Graph(nn.Module):
         upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
         after = rewired(self, t, store.topology, upper, lower, change)
         owners = rows_after(self, t, upper, change.born.parents)
-        if not torch.equal(after.parents_at(change.index.inserted.to(self.device)).cpu(), owners):
+        if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
             return False
         both = (parents >= 0) & (children >= 0)
         found = store.topology.find(parents[both].to(self.device), children[both].to(self.device)).int()
-        return bool(((found < 0) | contains(change.index.removed.to(self.device), found)).all())
+        return bool(((found < 0) | contains(change.index.removed, found)).all())
 
     def _bind(self) -> None:
         for layer in self.layers:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .change import Change
 from .errors import HistoryError
+from .relations import Topology
 from .remap import IndexMap
 
 
@@ -25,6 +26,7 @@ class Commit:
         parameters: how the coordinates of each touched Parameter moved, by the Parameter's name in the net. Emptied,
             like the values inside `change`, once the journal no longer keeps what undo needs.
         undoes: the version of the commit that this one takes back, for undo, redo and the end of a trial.
+        wirings: the topology that each moved transition is about to have; only followers see it, while they prepare.
     """
 
     version: int
@@ -34,6 +36,7 @@ class Commit:
     operations: tuple[dict[str, Any], ...] = ()
     parameters: dict[str, IndexMap] = field(default_factory=dict)
     undoes: int | None = None
+    wirings: dict[int, Topology] = field(default_factory=dict)
 
     @property
     def ends_trial(self) -> bool:
@@ -201,12 +204,14 @@ class Journal:
 def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:
     """Returns (keys that exist only after, keys that existed only before) from births and deaths in order."""
     parts = list(events)
-    keys = torch.cat([torch.empty(0, dtype=torch.int64), *(k for k, _ in parts)])
-    born = torch.cat([torch.empty(0, dtype=torch.bool), *(torch.full((len(k),), b) for k, b in parts)])
+    keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(k for k, _ in parts)])
+    born = torch.cat(
+        [torch.empty(0, dtype=torch.bool, device="cpu"), *(torch.full((len(k),), b, device="cpu") for k, b in parts)]
+    )
     keys, order = keys.sort(stable=True)
     born = born[order]
     changes = keys[1:] != keys[:-1]
-    edge = torch.ones(min(len(keys), 1), dtype=torch.bool)
+    edge = torch.ones(min(len(keys), 1), dtype=torch.bool, device="cpu")
     first, last = torch.cat([edge, changes]), torch.cat([changes, edge])
     existed, exists, keys = ~born[first], born[last], keys[first]
     return keys[exists & ~existed], keys[existed & ~exists]

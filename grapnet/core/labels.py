@@ -19,14 +19,14 @@ class Labels:
     @classmethod
     def uniform(cls, name: str | None, size: int) -> "Labels":
         """Returns `size` rows of one name."""
-        return cls(torch.zeros(size, dtype=torch.int32), (name,))
+        return cls(torch.zeros(size, dtype=torch.int32, device="cpu"), (name,))
 
     @classmethod
     def join(cls, columns: "list[Labels]") -> "Labels":
         """Returns the columns one below the other."""
         names = tuple(dict.fromkeys(name for column in columns for name in column.names))
         codes = [column._recoded(names) for column in columns]
-        return cls(torch.cat(codes) if codes else torch.empty(0, dtype=torch.int32), names)
+        return cls(torch.cat(codes) if codes else torch.empty(0, dtype=torch.int32, device="cpu"), names)
 
     def __len__(self) -> int:
         return len(self.codes)
@@ -44,7 +44,7 @@ class Labels:
     def where(self, name: str | None) -> Tensor:
         """Returns the rows that carry `name`."""
         if name not in self.names:
-            return torch.empty(0, dtype=torch.int32)
+            return torch.empty(0, dtype=torch.int32, device="cpu")
         return flatnonzero(self.codes == self.names.index(name))
 
     def kinds(self) -> list[tuple[str | None, Tensor]]:
@@ -71,5 +71,5 @@ class Labels:
     def _recoded(self, names: tuple[str | None, ...]) -> Tensor:
         if names[: len(self.names)] == self.names:
             return self.codes
-        table = torch.tensor([names.index(n) if n in names else 0 for n in self.names], dtype=torch.int32)
+        table = torch.tensor([names.index(n) if n in names else 0 for n in self.names], dtype=torch.int32, device="cpu")
         return table[self.codes.long()]

@@ -1,7 +1,8 @@
 """Layer: the nodes of one layer, their biases, activations and owners."""
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from .values import Coordinates
 
 if TYPE_CHECKING:
     from .graph import Graph
+
+
+class _Kind(NamedTuple):
+    function: Callable[[Tensor], Tensor]
+    rows: Tensor
 
 
 class Layer(Coordinates, NodeSet):
@@ -31,7 +37,7 @@ class Layer(Coordinates, NodeSet):
         self.is_sensory = biases is None
         self.activation_names = Labels.uniform(activation, len(uids))
         self.owner_names = Labels.uniform(None, len(uids))
-        self._kinds: list[tuple[str, Tensor]] | None = None
+        self._find_kinds()
 
     def __len__(self) -> int:
         return len(self.uid)
@@ -59,17 +65,32 @@ class Layer(Coordinates, NodeSet):
 
     def activate(self, z: Tensor) -> Tensor:
         """Applies every node's activation to `z` [..., n]: one call when all share it, one a kind otherwise."""
-        if self._kinds is None:
-            self._kinds = [(str(name), rows.long()) for name, rows in self.activation_names.kinds()]
-        if len(self._kinds) <= 1:
-            return activation_function(self._kinds[0][0])(z) if self._kinds else z
-        parts = [activation_function(name)(z.index_select(-1, rows.to(z.device))) for name, rows in self._kinds]
-        order = torch.cat([rows for _, rows in self._kinds]).argsort().to(z.device)
-        return torch.cat(parts, dim=-1).index_select(-1, order)
+        if len(self._kinds) == 1:
+            return self._kinds[0].function(z)
+        parts = [kind.function(z.index_select(-1, kind.rows)) for kind in self._kinds]
+        return torch.cat(parts, dim=-1).index_select(-1, self._kinds_order) if parts else z
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Adds the biases, if the layer has any, and applies the activations; forward hooks see what the nodes say."""
+        return z if self.is_sensory else self.activate(z + self.values())
 
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
         """Puts other nodes in place; `swap` brings the biases that go with them."""
-        self.uid, self.activation_names, self.owner_names, self._kinds = uids, activations, owners, None
+        self.uid, self.activation_names, self.owner_names = uids, activations, owners
+        self._find_kinds()
+
+    def _find_kinds(self) -> None:
+        """Works out ahead which rows share an activation, so that a forward pass under any transform only reads it."""
+        device = torch.device("cpu") if self.is_sensory else self.frozen_at.device
+        kinds = [(str(name), rows.long().to(device)) for name, rows in self.activation_names.kinds()]
+        self._kinds = [_Kind(activation_function(name), rows) for name, rows in kinds]
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        self._kinds_order = torch.cat([none, *(rows for _, rows in kinds)]).argsort()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
+        super()._apply(*args, **kwargs)
+        self._find_kinds()
+        return self
 
     @property
     def is_bound(self) -> bool:
@@ -88,7 +109,11 @@ class Layer(Coordinates, NodeSet):
         object.__setattr__(self, "_graph_reference", weakref.ref(graph))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_graph_reference"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("_graph_reference", "_kinds", "_kinds_order")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._find_kinds()
 
     def __repr__(self) -> str:
         kinds = ", ".join(str(name) for name, _ in self.activation_names.kinds()) or self.default_activation
@@ -98,7 +123,7 @@ class Layer(Coordinates, NodeSet):
 def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
     """Returns the int32 places of `uids` in the sorted tensor, -1 for one that is not there."""
     if len(ascending) == 0:
-        return torch.full((len(uids),), -1, dtype=torch.int32)
+        return torch.full((len(uids),), -1, dtype=torch.int32, device="cpu")
     first, last = int(ascending[0]), int(ascending[-1])
     if last - first == len(ascending) - 1:  # no gap: a subtraction instead of a search
         place = uids - first

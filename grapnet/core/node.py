@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
+from .remap import as_tensor
 from .selection import NodeSet, RelationSet
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class GrapNode:
     @W_alloc.setter
     def W_alloc(self, weights: Tensor) -> None:
         transition = self._outgoing_store()
-        weights = torch.as_tensor(weights)
+        weights = as_tensor(weights)
         if weights.numel() != self.degree or weights.dim() > 2:
             raise ValueError(f"{self} has W_alloc of shape [1, {self.degree}], got {list(weights.shape)}")
         if transition is not None:
@@ -88,7 +89,7 @@ class GrapNode:
         layer, row = self._at()
         if layer.is_sensory:
             raise ValueError(f"{self} is a sensory node, which owns no bias")
-        layer.write(_one(row, layer), torch.as_tensor(value).detach().reshape(1))
+        layer.write(_one(row, layer), as_tensor(value).detach().reshape(1))
 
     @property
     def activation(self) -> str:
@@ -122,7 +123,7 @@ class GrapNode:
 
     def as_set(self) -> NodeSet:
         """Returns the NodeSet of just this node."""
-        return NodeSet(self._graph, {self.layer: torch.tensor([self.uid])})
+        return NodeSet(self._graph, {self.layer: torch.tensor([self.uid], device="cpu")})
 
     def _at(self) -> "tuple[Layer, int]":
         number, row = self._graph.locate(self.uid)

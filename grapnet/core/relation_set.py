@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import EditError, GrapNetError, StaleRelationsError
-from .remap import contains, flatnonzero
+from .remap import as_tensor, contains, flatnonzero
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -65,7 +65,7 @@ class RelationSet:
 
     @weights.setter
     def weights(self, values: Tensor) -> None:
-        values = torch.as_tensor(values).detach()
+        values = as_tensor(values).detach()
         if values.numel() not in (1, len(self)):
             raise ValueError(f"this RelationSet holds {len(self)} relations, got {values.numel()} weights")
         found = self.positions_by_transition().items()
@@ -104,7 +104,7 @@ class RelationSet:
 
     def at_slots(self, slots: Any, degree: int, owner: object) -> "RelationSet":
         """Returns the relations at local slots of the one node that owns this set."""
-        slots = torch.as_tensor(slots).reshape(-1)
+        slots = as_tensor(slots).reshape(-1)
         if slots.dtype == torch.bool and len(slots) == degree:
             return self[slots]
         if len(slots) and (slots.dtype.is_floating_point or slots.dtype == torch.bool):
@@ -121,7 +121,7 @@ class RelationSet:
     def __getitem__(self, which: Any) -> "RelationSet":
         """Returns the subset at a slice, at an index array or under a bool mask over the set."""
         if not isinstance(which, slice):
-            which = torch.as_tensor(which).reshape(-1)
+            which = as_tensor(which).reshape(-1)
         if isinstance(which, Tensor) and which.dtype == torch.bool:
             if len(which) != len(self):
                 raise IndexError(f"the bool mask has {len(which)} entries for {len(self)} relations")
@@ -186,7 +186,7 @@ class RelationSet:
 
     def _gather(self, read: Callable[[int, Tensor], Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
         parts = [read(t, self._tensor(t, at)) for t, at in self.positions_by_transition().items()]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
     def _read(self, t: int, at: "Tensor | range") -> Tensor:
         store = self._store(t)

@@ -1,6 +1,6 @@
 """The relations of one transition: who owns which child, and the coordinate of each."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,6 +103,10 @@ class Transition(Coordinates):
     def topology(self) -> Topology:
         """The present wiring."""
         return Topology(self.ptr, self.child, self.n_children)
+
+    def forward(self, x: Tensor, plan: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Runs a plan over the present coordinates."""
+        return plan(x, self.values())
 
     def rewire(self, topology: Topology, structure: Token) -> None:
         """Puts another wiring in place; `swap` brings the coordinates that go with it."""

@@ -137,6 +137,11 @@ class IndexMap:
         return self._scratch[key]
 
 
+def as_tensor(values: Any) -> Tensor:
+    """Returns values as a tensor; numbers, lists and arrays become one on the CPU, whatever the default device is."""
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+
+
 def ascending(size: int, device: torch.device) -> Tensor:
     """Returns the int32 positions 0 to size - 1."""
     if device.type == "cpu":

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import EditError
+from .remap import as_tensor
 
 INITIALISATIONS = ("linear", "alloc", "zero")
 Initial = str | Tensor  # the name of an initialisation, or the values themselves
@@ -65,7 +66,7 @@ def checked_initial(initial: Initial, count: int, what: str) -> Initial:
                 f"no initialisation is called {initial!r}; known are {', '.join(INITIALISATIONS)}, or give a tensor"
             )
         return initial
-    values = torch.as_tensor(initial).detach().clone()
+    values = as_tensor(initial).detach().clone()
     if values.numel() not in (1, count):
         raise EditError(f"{count} new {what} need {count} values (or one for all), got {values.numel()}")
     if not bool(torch.isfinite(values).all()):
@@ -80,4 +81,6 @@ def draw(initial: Initial, gains: Tensor, example: Tensor, generator: torch.Gene
     if initial == "zero" or len(gains) == 0:
         return example.new_zeros(len(gains))
     bound = gains.to(example).clamp(min=1).rsqrt() * (gains > 0)
-    return example.new_empty(len(gains)).uniform_(-1, 1, generator=generator) * bound
+    device = example.device if generator is None else generator.device
+    numbers = torch.empty(len(gains), dtype=example.dtype, device=device).uniform_(-1, 1, generator=generator)
+    return numbers.to(example.device) * bound

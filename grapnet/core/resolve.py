@@ -51,7 +51,7 @@ class _LayerDraft:
         self.newborns = requests.newborns.get(number, [])
         self.n_present = len(self.layer)
         self.uids = torch.cat([self.layer.uid, *(n.uids for n in self.newborns)])
-        self.gone = torch.zeros(len(self.uids), dtype=torch.bool)
+        self.gone = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
         for rows in requests.removals.get(number, ()):
             self.gone[rows.long()] = True
@@ -105,7 +105,7 @@ class _LayerDraft:
         """Returns the relabelling of the surviving present rows, and all rows' names after it."""
         asked = [n for n in requests.namings.get(self.number, ()) if n.kind == kind]
         before = labels
-        set_here = torch.zeros(len(self.uids), dtype=torch.bool)
+        set_here = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         for naming in asked:
             rows = naming.rows.unique()
             again = rows[set_here[rows.long()]]
@@ -119,7 +119,7 @@ class _LayerDraft:
         set_here[self.n_present :] = False
         rows = flatnonzero(set_here & ~self.gone)
         old, new = before.select(rows), labels.select(rows)
-        differs = torch.tensor([a != b for a, b in zip(old, new, strict=True)], dtype=torch.bool)
+        differs = torch.tensor([a != b for a, b in zip(old, new, strict=True)], dtype=torch.bool, device="cpu")
         if not bool(differs.any()):
             return None, labels
         rows = rows[differs]
@@ -191,7 +191,7 @@ class _TransitionDraft:
         self._lower_size = len(lower.uids)
         for connection in self.connections:
             self._check(connection, requests, upper, lower)
-        none = torch.empty(0, dtype=torch.int32)
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
         self.parents = torch.cat([none, *(c.parents for c in self.connections)])
         self.children = torch.cat([none, *(c.children for c in self.connections)])
         self._check_distinct(upper, lower)
@@ -313,7 +313,7 @@ def _remove_orphans(
         graph.layers[number],
         graph.transitions[number],
     )
-    orphans = (incoming.fan_in(torch.arange(len(draft.uids))).cpu() == 0) & ~draft.gone
+    orphans = (incoming.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu() == 0) & ~draft.gone
     draft.gone |= orphans
     rows = flatnonzero(orphans[: draft.n_present])
     if not requests.orphans[number] or len(rows) == 0:

@@ -24,17 +24,18 @@ def random_topology(
     if count == cells:
         return full_topology(n_parents, n_children, device)
     few = min(count, cells - count)
-    keys = torch.empty(0, dtype=torch.int64)
+    source = torch.device("cpu") if generator is None else generator.device
+    keys = torch.empty(0, dtype=torch.int64, device="cpu")
     while len(keys) < few:  # draw with repetition, keep the distinct ones, top up
-        more = torch.randint(cells, (few - len(keys) + 16,), generator=generator)
-        keys = torch.cat([keys, more]).unique()
+        more = torch.randint(cells, (few - len(keys) + 16,), generator=generator, device=source)
+        keys = torch.cat([keys, more.cpu()]).unique()
     if len(keys) > few:
-        spare = torch.randperm(len(keys), generator=generator)[: len(keys) - few]
-        kept = torch.ones(len(keys), dtype=torch.bool)
+        spare = torch.randperm(len(keys), generator=generator, device=source)[: len(keys) - few].cpu()
+        kept = torch.ones(len(keys), dtype=torch.bool, device="cpu")
         kept[spare] = False
         keys = keys[kept]
     if few < count:
-        absent = torch.zeros(cells, dtype=torch.bool)
+        absent = torch.zeros(cells, dtype=torch.bool, device="cpu")
         absent[keys] = True
         keys = (~absent).nonzero().squeeze(1)
     return topology_from_pairs(keys // max(n_children, 1), keys % max(n_children, 1), n_parents, n_children, device)
@@ -44,7 +45,7 @@ def topology_from_pairs(
     parents: Tensor, children: Tensor, n_parents: int, n_children: int, device: torch.device
 ) -> Topology:
     """Returns the wiring of (parent, child) rows that are sorted by parent."""
-    ptr = torch.zeros(n_parents + 1, dtype=torch.int32)
+    ptr = torch.zeros(n_parents + 1, dtype=torch.int32, device="cpu")
     ptr[1:] = torch.bincount(parents, minlength=n_parents).cumsum(0)
     return Topology(ptr.to(device), children.to(device, torch.int32), n_children)
 

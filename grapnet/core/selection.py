@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .errors import StaleNodeError
 from .relation_set import RelationSet
+from .remap import as_tensor
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -46,7 +47,7 @@ class NodeSet:
     def uids(self) -> Tensor:
         """The uids of all nodes, [n] int64."""
         parts = list(self.uids_by_layer.values())
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def rows_by_layer(self) -> dict[int, Tensor]:
         """Returns the present int32 rows of the nodes, layer by layer; raises StaleNodeError when one is gone."""
@@ -55,12 +56,14 @@ class NodeSet:
     @property
     def biases(self) -> Tensor:
         """One bias a node, live, differentiable and assignable; sensory nodes have none."""
-        return torch.cat([self._biased(layer).read(rows) for layer, rows in self._device_rows()] or [torch.empty(0)])
+        return torch.cat(
+            [self._biased(layer).read(rows) for layer, rows in self._device_rows()] or [torch.empty(0, device="cpu")]
+        )
 
     @biases.setter
     def biases(self, values: Tensor) -> None:
         places = [(self._biased(layer), rows) for layer, rows in self._device_rows()]
-        values = torch.as_tensor(values).detach().reshape(-1)
+        values = as_tensor(values).detach().reshape(-1)
         if len(values) not in (1, len(self)):
             raise ValueError(f"this NodeSet holds {len(self)} nodes, got {len(values)} biases")
         values = values.expand(len(self))
@@ -87,7 +90,8 @@ class NodeSet:
     def frozen(self) -> Tensor:
         """Says for every node whether its bias, incoming and outgoing relations are all frozen (and it has any)."""
         return torch.cat(
-            [self._frozen_in(layer, rows) for layer, rows in self._device_rows()] or [torch.empty(0).bool()]
+            [self._frozen_in(layer, rows) for layer, rows in self._device_rows()]
+            or [torch.empty(0, device="cpu").bool()]
         )
 
     def incoming(self, *, of: Nodes = None) -> RelationSet:
@@ -135,11 +139,11 @@ class NodeSet:
             if not -len(uids) <= which < len(uids):
                 raise IndexError(f"node {which} of {len(uids)} does not exist")
             return self.graph.node(int(uids[which]))
-        marks = torch.zeros(len(self), dtype=torch.bool)
+        marks = torch.zeros(len(self), dtype=torch.bool, device="cpu")
         if not isinstance(which, slice):
-            which = torch.as_tensor(which)
+            which = as_tensor(which)
             which = which.long() if which.numel() == 0 else which.cpu()
-        order = _first_of_each(torch.arange(len(self))[which])
+        order = _first_of_each(torch.arange(len(self), device="cpu")[which])
         if len(self.uids_by_layer) <= 1:
             return NodeSet(self.graph, {layer: uids[order] for layer, uids in self.uids_by_layer.items()})
         marks[order] = True
@@ -163,7 +167,7 @@ class NodeSet:
     def _combined(self, other: "NodeSet", rule: Any) -> "NodeSet":
         if other.graph is not self.graph:
             raise ValueError("the two NodeSets belong to different graphs")
-        mine, theirs, none = self.uids_by_layer, other.uids_by_layer, torch.empty(0, dtype=torch.int64)
+        mine, theirs, none = self.uids_by_layer, other.uids_by_layer, torch.empty(0, dtype=torch.int64, device="cpu")
         return NodeSet(
             self.graph, {k: rule(mine.get(k, none), theirs.get(k, none)) for k in mine.keys() | theirs.keys()}
         )
@@ -197,7 +201,7 @@ class NodeSet:
 def _first_of_each(order: Tensor) -> Tensor:
     """Returns the entries without repeats, in the order they first appear."""
     distinct = order.unique()
-    return order if len(distinct) == len(order) else torch.tensor(list(dict.fromkeys(order.tolist())))
+    return order if len(distinct) == len(order) else torch.tensor(list(dict.fromkeys(order.tolist())), device="cpu")
 
 
 def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
@@ -207,7 +211,7 @@ def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
             raise ValueError("the nodes belong to another graph")
         return nodes.uids
     if isinstance(nodes, Tensor | np.ndarray):
-        uids = torch.as_tensor(nodes).reshape(-1)
+        uids = as_tensor(nodes).reshape(-1)
         if len(uids) and (uids.dtype.is_floating_point or uids.dtype == torch.bool):
             raise TypeError(f"uids are whole numbers, got a tensor of {uids.dtype}")
         return uids.to("cpu", torch.int64)
@@ -215,9 +219,9 @@ def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
     if isinstance(uid, int | np.integer) and not isinstance(uid, bool):
         if getattr(nodes, "_graph", graph) is not graph:
             raise ValueError("the nodes belong to another graph")
-        return torch.tensor([int(uid)])
+        return torch.tensor([int(uid)], device="cpu")
     if isinstance(nodes, Iterable) and not isinstance(nodes, str | bytes):
-        return torch.cat([as_uids(graph, node) for node in nodes] or [torch.empty(0, dtype=torch.int64)])
+        return torch.cat([as_uids(graph, node) for node in nodes] or [torch.empty(0, dtype=torch.int64, device="cpu")])
     raise TypeError(
         f"nodes are given as a GrapNode, a NodeSet, uids or an iterable of these, not as {type(nodes).__name__}"
     )

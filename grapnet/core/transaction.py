@@ -84,15 +84,14 @@ def carry_out(
     Returns:
         The complete receipt.
     """
-    if torch.is_inference_mode_enabled():
-        raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+    require_editable(graph)
     commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
         layers = {n: _prepare_layer(graph.layers[n], c) for n, c in commit.change.layers.items()}
         wirings = _prepare_wirings(graph, commit.change)
         weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
         commit = _completed(commit, {n: p.biases for n, p in layers.items() if p.biases}, weights)
-        installs = (followers or graph.followers).prepare(graph, commit)
+        installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
 
         tokens = tokens or Tokens.fresh(graph)
         _leave_old_graphs(graph, commit)
@@ -195,6 +194,14 @@ def _completed(commit: Commit, biases: dict[int, PreparedVector], weights: dict[
     moved = {f"layers.{n}.bias": p.parameter_index for n, p in biases.items()}
     moved |= {f"transitions.{t}.weight": p.parameter_index for t, p in weights.items()}
     return replace(commit, change=Change(layers, transitions), parameters=moved)
+
+
+def require_editable(graph: "Graph") -> None:
+    """Raises EditError where autograd cannot see an edit."""
+    if torch.is_inference_mode_enabled():
+        raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+    if any(parameter.is_inference() for parameter in graph.parameters()):
+        raise EditError("this net was built under torch.inference_mode(), so it cannot be edited or trained")
 
 
 def _leave_old_graphs(graph: "Graph", commit: Commit) -> None:

@@ -1,24 +1,18 @@
 """The execution manager: which backend runs which transition, and the plans they made."""
 
 import weakref
-from typing import Any, NamedTuple
-
-from torch import Tensor
+from collections.abc import Callable
+from typing import Any
 
 from grapnet.core.errors import PlanError
 from grapnet.core.graph import Graph
-from grapnet.core.values import Token
+from grapnet.core.journal import Commit
+from grapnet.core.relations import Topology, Transition
 
 from .plan import Backend, Plan
 from .reference import Reference
 
 BACKENDS: dict[str, Backend] = {"reference": Reference()}
-
-
-class _Kept(NamedTuple):
-    structure: Token
-    child: Tensor  # a net that moves to another device has another one
-    plan: Plan
 
 
 class Execution:
@@ -37,9 +31,29 @@ class Execution:
         self.bind(graph)
 
     def bind(self, graph: Graph) -> None:
-        """Tells the manager which graph it runs, without keeping that graph alive, and forgets all plans."""
+        """Tells the manager which graph it runs, without keeping that graph alive, and makes all plans."""
         self._graph = weakref.ref(graph)
-        self._plans: dict[int, _Kept] = {}
+        graph.follow(self)
+        self.refresh()
+
+    @property
+    def is_bound(self) -> bool:
+        """True while the graph that the manager runs is alive."""
+        return "_graph" in self.__dict__ and self._graph() is not None
+
+    def refresh(self) -> None:
+        """Makes every plan again, as when the net has moved to another device."""
+        self._plans = [self._made(name, t, store.topology) for t, (name, store) in enumerate(self._pairs())]
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Makes the plans of the transitions that a commit moves, so that a forward pass only reads them."""
+        plans = {t: self._made(self._chosen[t], t, topology) for t, topology in commit.wirings.items()}
+
+        def install() -> None:
+            for t, plan in plans.items():
+                self._plans[t] = plan
+
+        return install
 
     @property
     def graph(self) -> Graph:
@@ -56,11 +70,9 @@ class Execution:
         if transition is not None and not 0 <= transition < count:
             raise ValueError(f"the net has transitions 0 to {count - 1}, got {transition}")
         chosen = range(count) if transition is None else [transition]
-        for t in chosen:
-            self._prepared(name, t)
-        for t in chosen:
-            self._chosen[t] = name
-            self._plans.pop(t, None)
+        plans = {t: self._made(name, t, self.graph.transitions[t].topology) for t in chosen}
+        for t, plan in plans.items():
+            self._chosen[t], self._plans[t] = name, plan
 
     def choices(self) -> list[str]:
         """Returns the name of the backend chosen for every transition."""
@@ -74,26 +86,22 @@ class Execution:
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns, for every transition, which backend runs it."""
-        sizes = [transition.size for transition in self.graph.transitions]
         return [
-            {"transition": t, "backend": name, "relations": size}
-            for t, (name, size) in enumerate(zip(self._chosen, sizes, strict=True))
+            {"transition": t, "backend": name, "relations": store.size} for t, (name, store) in enumerate(self._pairs())
         ]
 
     def plan(self, t: int) -> Plan:
-        """Returns the plan of a transition, made again when relations have moved or the net changed device."""
-        store = self.graph.transitions[t]
-        kept = self._plans.get(t)
-        if kept is None or kept.structure is not store.structure or kept.child is not store.child:
-            kept = self._plans[t] = _Kept(store.structure, store.child, self._prepared(self._chosen[t], t))
-        return kept.plan
+        """Returns the plan of a transition."""
+        return self._plans[t]
 
-    def _prepared(self, name: str, t: int) -> Plan:
-        backend, topology = BACKENDS[name], self.graph.transitions[t].topology
-        refusals = backend.refusals(topology)
+    def _pairs(self) -> list[tuple[str, Transition]]:
+        return list(zip(self._chosen, self.graph.transitions, strict=True))
+
+    def _made(self, name: str, t: int, topology: Topology) -> Plan:
+        refusals = BACKENDS[name].refusals(topology)
         if refusals:
             raise PlanError(f"{name} cannot run transition {t}: {'; '.join(refusals)}")
-        return backend.prepare(topology)
+        return BACKENDS[name].prepare(topology)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_chosen": list(self._chosen)}

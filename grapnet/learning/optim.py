@@ -1,5 +1,6 @@
 """gn.attach: optimizer state that follows every edit, coordinate by coordinate."""
 
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal
@@ -121,7 +122,9 @@ class _Checked:
 def mark_followed(optimizer: Optimizer, parameters: list[nn.Parameter] | None = None) -> None:
     """Notes that the optimizer's state fits the present coordinates of parameters (all of its own by default)."""
     checked = _checked.setdefault(optimizer, _Checked())
-    for parameter in parameters or [p for group in optimizer.param_groups for p in group["params"]]:
+    if parameters is None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:
         checked.layouts[id(parameter)] = layout_of(parameter)
 
 
@@ -178,4 +181,20 @@ def _per_coordinate(state: dict[str, Any], parameter: nn.Parameter, name: str) -
     return found
 
 
+def _mark_loaded_state(
+    setstate: Callable[[Optimizer, dict[str, Any]], None],
+) -> Callable[[Optimizer, dict[str, Any]], None]:
+    """Wraps the one method through which state arrives by load_state_dict, deepcopy and unpickling."""
+
+    @functools.wraps(setstate)
+    def marked(optimizer: Optimizer, state: dict[str, Any]) -> None:
+        setstate(optimizer, state)
+        mark_followed(optimizer)
+
+    return marked
+
+
+# torch has a hook for all optimizers' steps but none for their loading, and state that is loaded and then left behind by
+# an edit of equal size would be used for other relations in silence.
 register_optimizer_step_pre_hook(_refuse_stale_state)
+Optimizer.__setstate__ = _mark_loaded_state(Optimizer.__setstate__)  # pyright: ignore[reportAttributeAccessIssue]
