@@ -24,12 +24,14 @@ def save(path: str | os.PathLike[str], net: GrapNet, *, undo: bool = False, **ex
     Args:
         path: the file; its folder must exist. A link is followed.
         net: the net.
-        undo: also keep the cut weights that undo and redo need. By default the file holds no coordinate that was cut.
+        undo: also keep the cut weights that undo and redo need (the optimizer state of what then returns starts afresh).
+            By default the file holds no coordinate that was cut.
         extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules, memories),
             `torch.Generator`s (`torch.default_generator` is the global one), or plain data and tensors.
 
     Raises:
         CheckpointError: an extra holds something that is not data, or a trial is in effect; nothing was written.
+        OptimizerError: an optimizer has not followed an edit; nothing was written.
         OSError: the file cannot be written; an earlier one is as it was.
     """
     if isinstance(path, nn.Module):

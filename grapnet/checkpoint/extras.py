@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
-from grapnet.learning.optim import mark_followed
+from grapnet.learning.optim import _refuse_stale_state, mark_followed
 
 from .fields import Fields, entry
 from .tree import decode, encode
@@ -21,6 +21,8 @@ def where(name: str) -> str:
 
 def describe_extra(name: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Puts the tensors of an extra into `tensors` and returns the rest as JSON."""
+    if isinstance(value, Optimizer):
+        _refuse_stale_state(value)
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
         kind = "data"

@@ -10,7 +10,7 @@ from grapnet.core.errors import CheckpointError, HistoryError
 from grapnet.core.journal import Commit, Journal
 from grapnet.core.labels import Labels
 from grapnet.core.remap import IndexMap, contains
-from grapnet.core.values import Shift, VectorChange
+from grapnet.core.vector import Shift, VectorChange
 from grapnet.network import GrapNet
 
 from .fields import LARGEST, Fields, entry, names, number

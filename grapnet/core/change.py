@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .labels import Labels
 from .remap import IndexMap
-from .values import VectorChange
+from .vector import VectorChange
 
 
 @dataclass(frozen=True, eq=False)

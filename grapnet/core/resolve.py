@@ -11,7 +11,7 @@ from .errors import EditError
 from .labels import Labels
 from .remap import IndexMap, contains, empty_positions, flatnonzero
 from .requests import Connection, Requests, draw
-from .values import Shift, VectorChange
+from .vector import Shift, VectorChange
 
 if TYPE_CHECKING:
     from .graph import Graph

@@ -15,7 +15,8 @@ from .labels import Labels
 from .layer import rows_among
 from .relations import Topology
 from .remap import ascending
-from .values import PreparedVector, Token, refuse_old_backward, replace_content
+from .values import Token, refuse_old_backward, replace_content
+from .vector import PreparedVector
 
 if TYPE_CHECKING:
     from .graph import Graph

@@ -1,87 +1,14 @@
 """Coordinates: a vector whose trainable part is a Parameter and whose frozen part is a buffer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from .errors import FrozenError, StaleTopologyError
-from .remap import IndexMap, ascending, contains, empty_positions
-
-
-@dataclass(frozen=True, eq=False)
-class Shift:
-    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new vector)."""
-
-    positions: Tensor  # [n] int32
-    before: Tensor
-    after: Tensor
-
-    def apply(self, current: Tensor) -> Tensor:
-        """Returns `after` where the value is still `before`, and adds the difference where it has moved on."""
-        return torch.where(current == self.before, self.after, current + (self.after - self.before))
-
-
-@dataclass(frozen=True, eq=False)
-class VectorChange:
-    """What one commit does to one vector, in both directions.
-
-    The values are None once the journal no longer keeps them; everything else stays.
-    """
-
-    index: IndexMap
-    born_frozen: Tensor  # [inserted] bool
-    gone_frozen: Tensor  # [removed] bool
-    flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
-    born_values: Tensor | None = None  # [inserted]
-    gone_values: Tensor | None = None  # [removed]
-    born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
-    gone_gradients: Tensor | None = None  # [removed]
-    flip_gradients: Tensor | None = None  # [flips]: what freezing takes away, and the end of a trial gives back
-    shift: Shift | None = None
-
-    def inverse(self, *, with_gradients: bool) -> "VectorChange":
-        """Returns the change that leads back."""
-        shift = self.shift
-        return VectorChange(
-            self.index.inverse(),
-            born_frozen=self.gone_frozen,
-            gone_frozen=self.born_frozen,
-            flips=self.index.old_positions(self.flips),
-            born_values=self.gone_values,
-            born_gradients=self.gone_gradients if with_gradients else None,
-            flip_gradients=self.flip_gradients if with_gradients else None,
-            shift=shift and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
-        )
-
-    def to(self, device: torch.device) -> "VectorChange":
-        """Returns the change on the device of the net, which may have moved since the change was made."""
-        if self.flips.device == device:
-            return self
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved |= {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor | IndexMap)}
-        shift = self.shift and Shift(*(getattr(self.shift, f.name).to(device) for f in fields(Shift)))
-        return VectorChange(**{**moved, "shift": shift})
-
-    def without_values(self) -> "VectorChange":
-        """Returns the change as the journal keeps it for ever."""
-        gradients = {"born_gradients": None, "gone_gradients": None, "flip_gradients": None}
-        return replace(self, born_values=None, gone_values=None, **gradients)
-
-
-@dataclass(frozen=True, eq=False)
-class PreparedVector:
-    """The content a vector will have, computed and not yet put in place."""
-
-    change: VectorChange  # with what leaves filled in
-    parameter_index: IndexMap  # how the Parameter's own coordinates move
-    content: Tensor
-    gradient: Tensor | None
-    frozen_values: Tensor
-    frozen_at: Tensor
-    order: Tensor | None  # see Coordinates.values
+from .remap import IndexMap, contains, empty_positions
+from .vector import PreparedVector, VectorChange, prepare_vector
 
 
 class Token:
@@ -184,57 +111,7 @@ class Coordinates(nn.Module):
 
     def prepare(self, change: VectorChange) -> PreparedVector:
         """Computes the vector after `change` without touching the present one."""
-        index, trainable, frozen = change.index, self.parameter.detach(), self.frozen_values
-        born = _like(change.born_values, trainable, len(index.inserted))
-        change = replace(
-            change,
-            born_values=born.view(-1),
-            gone_values=self.read(index.removed).detach(),
-            gone_gradients=self.gradients(index.removed),
-        )
-        gradient = self.parameter.grad
-        born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
-        if len(self.frozen_at) == 0 and len(change.flips) == 0 and not bool(change.born_frozen.any()):
-            content, parameter_index, frozen_at = index.carry(trainable, born), index, self.frozen_at
-            gradient = None if gradient is None else index.carry(gradient, born_gradient)
-        else:
-            stays = self.frozen_at[~contains(index.removed, self.frozen_at)]
-            held = index.new_positions(stays)  # frozen before, in new positions
-            melts = contains(held, change.flips)
-            thawed, froze = change.flips[melts], change.flips[~melts]
-            born_held, born_free = index.inserted[change.born_frozen], index.inserted[~change.born_frozen]
-            frozen_at = torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
-
-            free_before = index.old_positions(froze)
-            gone_free = index.removed[~self.frozen_bits(index.removed)]
-            leaves = (torch.cat([gone_free, free_before]).sort().values, self.frozen_at)
-            comes, order = torch.cat([born_free, thawed]).sort()
-            parameter_index = _index_among(leaves, (comes, frozen_at), len(trainable))
-            thawed_values = frozen[torch.searchsorted(self.frozen_at, index.old_positions(thawed))]
-            incoming = torch.cat([born[~change.born_frozen], thawed_values])[order]
-            content = parameter_index.carry(trainable, incoming)
-            flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
-            if gradient is not None:
-                returning = torch.cat([born_gradient[~change.born_frozen], flip_gradient[melts]])[order]
-                taken = torch.zeros_like(flip_gradient)
-                taken[~melts] = gradient[self._place(free_before).long()]
-                change = replace(change, flip_gradients=taken.view(-1))
-                gradient = parameter_index.carry(gradient, returning)
-
-            gone_held = torch.cat([index.removed[self.frozen_bits(index.removed)], index.old_positions(thawed)])
-            comes, order = torch.cat([born_held, froze]).sort()
-            frozen_index = IndexMap(
-                len(frozen),
-                len(frozen_at),
-                torch.searchsorted(self.frozen_at, gone_held.sort().values, out_int32=True),
-                torch.searchsorted(frozen_at, comes, out_int32=True),
-            )
-            froze_values = trainable[self._place(free_before).long()]
-            frozen = frozen_index.carry(frozen, torch.cat([born[change.born_frozen], froze_values])[order])
-        if change.shift is not None:
-            content = _shifted(content, change.shift, frozen_at)
-        order = _assembly_order(len(content), frozen_at)
-        return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at, order)
+        return prepare_vector(self, change)
 
     def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
         """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout` if it moved."""
@@ -310,15 +187,6 @@ class Coordinates(nn.Module):
         return torch.arange(positions.start, positions.stop, dtype=torch.int32, device=self.frozen_at.device)
 
 
-def _assembly_order(free: int, frozen_at: Tensor) -> Tensor | None:
-    """Returns where each coordinate stands in (trainable, frozen) laid end to end; None when nothing is frozen."""
-    if len(frozen_at) == 0:
-        return None
-    places = ascending(free + len(frozen_at), frozen_at.device)
-    index = IndexMap(free, len(places), empty_positions(frozen_at.device), frozen_at)
-    return index.carry(places[:free], places[free:])
-
-
 def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor | None) -> None:
     """Gives a Parameter other content, of any length, and keeps the Parameter object.
 
@@ -346,25 +214,3 @@ def refuse_old_backward(parameter: nn.Parameter, message: str) -> None:
     accumulator = view.next_functions[0][0]
     assert accumulator is not None
     accumulator.register_prehook(stale)
-
-
-def _like(values: Tensor | None, example: Tensor, count: int) -> Tensor:
-    """Returns `values` (zeros when None) in the dtype, device and trailing shape of `example`."""
-    if values is None:
-        return example.new_zeros((count, *example.shape[1:]))
-    return values.to(example).reshape(count, *example.shape[1:])
-
-
-def _index_among(leaves: tuple[Tensor, Tensor], comes: tuple[Tensor, Tensor], size: int) -> IndexMap:
-    """Returns the Parameter's own map from (positions, frozen positions) that leave and that come."""
-    removed, inserted = (
-        positions - torch.searchsorted(held, positions, out_int32=True) for positions, held in (leaves, comes)
-    )
-    return IndexMap(size, size - len(removed) + len(inserted), removed, inserted)
-
-
-def _shifted(content: Tensor, shift: Shift, frozen_at: Tensor) -> Tensor:
-    place = (shift.positions - torch.searchsorted(frozen_at, shift.positions, out_int32=True)).long()
-    content = content.clone()
-    content[place] = Shift(shift.positions, shift.before.to(content), shift.after.to(content)).apply(content[place])
-    return content
