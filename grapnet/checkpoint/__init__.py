@@ -24,7 +24,7 @@ def save(path: str | os.PathLike[str], net: GrapNet, *, undo: bool = False, **ex
     Args:
         path: the file; its folder must exist. A link is followed.
         net: the net.
-        undo: also keep the cut weights that undo and redo need (the optimizer state of what then returns starts afresh).
+        undo: also keep the cut weights that undo and redo need; the optimizer state of what returns then starts afresh.
             By default the file holds no coordinate that was cut.
         extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules, memories),
             `torch.Generator`s (`torch.default_generator` is the global one), or plain data and tensors.

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
-from grapnet.learning.optim import _refuse_stale_state, mark_followed
+from grapnet.learning.optim import refuse_stale_state
 
 from .fields import Fields, entry
 from .tree import decode, encode
@@ -22,7 +22,7 @@ def where(name: str) -> str:
 def describe_extra(name: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Puts the tensors of an extra into `tensors` and returns the rest as JSON."""
     if isinstance(value, Optimizer):
-        _refuse_stale_state(value)
+        refuse_stale_state(value)
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
         kind = "data"
@@ -60,21 +60,19 @@ def require_fit(name: str, target: Any, part: dict[str, Any]) -> None:
 
 def restore_all(objects: dict[str, Any], states: dict[str, Any]) -> None:
     """Gives every object its state; when one refuses, all of them are as before and CheckpointError names it."""
-    undo = []
-    name = ""
+    undo, name = [], ""
     try:
-        for name, target in objects.items():
-            undo.append(_remembered(target))
-            _set_state(target, states[name])
+        for name in sorted(
+            objects, key=lambda name: isinstance(objects[name], Optimizer)
+        ):  # loading ends its staleness
+            undo.append(_remembered(objects[name]))
+            _set_state(objects[name], states[name])
     except BaseException as error:
         for go_back in reversed(undo):
             go_back()
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"{where(name)}: its state does not fit the object ({error!r})") from error
-    for target in objects.values():
-        if isinstance(target, Optimizer):
-            mark_followed(target)
 
 
 def _remembered(target: Any) -> Any:

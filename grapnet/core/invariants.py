@@ -46,7 +46,7 @@ def check_wiring(ptr: Tensor, child: Tensor, n_parents: int, n_children: int, wh
     )
     _require(len(ptr) == n_parents + 1, f"{where}: ptr has {len(ptr)} entries for {n_parents} parents")
     _require(int(ptr[0]) == 0 and int(ptr[-1]) == len(child), f"{where}: ptr does not run from 0 to {len(child)}")
-    _require(not bool((ptr.diff() < 0).any()), f"{where}: ptr decreases")
+    _require(not bool((ptr[1:] < ptr[:-1]).any()), f"{where}: ptr decreases")
     if len(child) == 0:
         return
     low, high = int(child.min()), int(child.max())
@@ -56,7 +56,7 @@ def check_wiring(ptr: Tensor, child: Tensor, n_parents: int, n_children: int, wh
 
 def _check_layer(layer: Layer, where: str) -> None:
     uids = layer.uid
-    _require(uids.dtype == torch.int64 and not bool((uids.diff() <= 0).any()), f"{where}: uids are not ascending")
+    _require(uids.dtype == torch.int64 and not bool((uids[1:] <= uids[:-1]).any()), f"{where}: uids are not ascending")
     _require(len(uids) == 0 or int(uids[0]) >= 0, f"{where}: a uid is negative")
     for name, labels in (("activations", layer.activation_names), ("owners", layer.owner_names)):
         _require(len(labels) == len(uids), f"{where}: {len(labels)} {name} for {len(uids)} nodes")
@@ -71,7 +71,7 @@ def _check_layer(layer: Layer, where: str) -> None:
 
 def _check_coordinates(store: Coordinates, size: int, where: str) -> None:
     held = store.frozen_at
-    _require(not bool((held.diff() <= 0).any()), f"{where}: frozen positions are not ascending")
+    _require(not bool((held[1:] <= held[:-1]).any()), f"{where}: frozen positions are not ascending")
     _require(
         len(held) == 0 or (int(held[0]) >= 0 and int(held[-1]) < size),
         f"{where}: a frozen position is outside 0…{size - 1}",

@@ -196,8 +196,9 @@ class Journal:
 
     def _next(self, stack: list[int], verb: str) -> Commit:
         if not stack:
-            kept = f"the journal keeps the last {self._undo_limit} commits" if self.commits else "nothing was edited"
-            raise HistoryError(f"there is nothing to {verb} ({kept})")
+            limit = f"the journal keeps what {verb} needs for the last {self._undo_limit} commits, "
+            kept = limit + "and a checkpoint keeps it only with gn.save(..., undo=True)"
+            raise HistoryError(f"there is nothing to {verb} ({kept if self.commits else 'nothing was edited'})")
         return self.commits[stack[-1]]
 
 

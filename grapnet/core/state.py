@@ -38,7 +38,7 @@ def _ask(store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[A
     if held is None:
         return
     held = held.to(store.frozen_at)
-    if len(held) and (int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held.diff() <= 0).any())):
+    if len(held) and (int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held[1:] <= held[:-1]).any())):
         raise TopologyError(f"{name}frozen must be ascending positions below {store.size}; nothing was loaded")
     freeze.append(held)
     unfreeze.append(store.frozen_at)

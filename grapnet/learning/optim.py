@@ -18,6 +18,7 @@ Survivors = Literal["keep", "renew"]
 Slots = dict[str, dict[str, Tensor]]  # parameter name -> state name -> the values of removed coordinates
 
 _attached: "weakref.WeakKeyDictionary[Optimizer, list[OptimizerFollower]]" = weakref.WeakKeyDictionary()
+_loaded_slots: "weakref.WeakKeyDictionary[Optimizer, dict[int, Slots]]" = weakref.WeakKeyDictionary()
 _checked: "weakref.WeakKeyDictionary[Optimizer, _Checked]" = weakref.WeakKeyDictionary()
 
 
@@ -45,10 +46,10 @@ def attach(
         raise OptimizerError("this optimizer holds no parameter of the net; make it with net.parameters()")
     if isinstance(optimizer, LBFGS):
         raise OptimizerError("LBFGS keeps one flat history over all parameters, which cannot follow an edit")
-    _refuse_stale_state(optimizer)
+    refuse_stale_state(optimizer)
     mark_followed(optimizer)
     detach(optimizer, net)
-    follower = OptimizerFollower(optimizer, net, survivors)
+    follower = OptimizerFollower(optimizer, net, survivors, _loaded_slots.pop(optimizer, {}))
     _attached.setdefault(optimizer, []).append(follower)
     net.follow(follower)
 
@@ -61,14 +62,28 @@ def detach(optimizer: Optimizer, net: Graph) -> None:
     _attached[optimizer] = [f for f in _attached.get(optimizer, []) if f.net() is not net]
 
 
+def undo_slots(optimizer: Optimizer, net: Graph) -> dict[int, Slots]:
+    """Returns the state that undo gives back to an attached optimizer: of each commit, what it took away."""
+    return next((f.kept_slots(net) for f in _attached.get(optimizer, []) if f.net() is net), {})
+
+
+def set_undo_slots(optimizer: Optimizer, slots: dict[int, Slots]) -> None:
+    """Keeps what `undo_slots` returned in another session until the optimizer is attached."""
+    _loaded_slots[optimizer] = slots
+
+
 class OptimizerFollower:
     """Carries one optimizer's state through the commits of one net."""
 
-    def __init__(self, optimizer: Optimizer, net: Graph, survivors: Survivors) -> None:
+    def __init__(self, optimizer: Optimizer, net: Graph, survivors: Survivors, slots: dict[int, Slots]) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.net = weakref.ref(net)
         self.survivors = survivors
-        self._slots: dict[int, Slots] = {}  # version -> what its commit took away, for undo
+        self._slots = slots  # version -> what its commit took away, for undo
+
+    def kept_slots(self, net: Graph) -> dict[int, Slots]:
+        """Returns the slots of the commits that can still be taken back."""
+        return {version: slots for version, slots in self._slots.items() if net.journal.keeps(version)}
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Computes the state after the commit; raises OptimizerError when some of it cannot be mapped."""
@@ -128,7 +143,7 @@ def mark_followed(optimizer: Optimizer, parameters: list[nn.Parameter] | None = 
         checked.layouts[id(parameter)] = layout_of(parameter)
 
 
-def _refuse_stale_state(optimizer: Optimizer, *_: object) -> None:
+def refuse_stale_state(optimizer: Optimizer, *_: object) -> None:
     """Raises when the optimizer holds state of coordinates that have moved; one comparison if no net was edited."""
     checked = _checked.setdefault(optimizer, _Checked())
     if checked.changes == Coordinates.layout_changes:
@@ -194,7 +209,7 @@ def _mark_loaded_state(
     return marked
 
 
-# torch has a hook for all optimizers' steps but none for their loading, and state that is loaded and then left behind by
-# an edit of equal size would be used for other relations in silence.
-register_optimizer_step_pre_hook(_refuse_stale_state)
+# torch has a hook for the steps of all optimizers but none for their loading, and state that is loaded and then left
+# behind by an edit of equal size would be used for other relations in silence.
+register_optimizer_step_pre_hook(refuse_stale_state)
 Optimizer.__setstate__ = _mark_loaded_state(Optimizer.__setstate__)  # pyright: ignore[reportAttributeAccessIssue]
