@@ -24,8 +24,8 @@ def save(path: str | os.PathLike[str], net: GrapNet, *, undo: bool = False, **ex
     Args:
         path: the file; its folder must exist. A link is followed.
         net: the net.
-        undo: also keep the cut weights that undo and redo need; the optimizer state of what returns then starts afresh.
-            By default the file holds no coordinate that was cut.
+        undo: also keep the cut weights that undo and redo need, and the state that attached optimizers had for them. By
+            default the file holds nothing of a coordinate that was cut.
         extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules, memories),
             `torch.Generator`s (`torch.default_generator` is the global one), or plain data and tensors.
 
@@ -45,7 +45,9 @@ def save(path: str | os.PathLike[str], net: GrapNet, *, undo: bool = False, **ex
             "graph": describe_graph(net, tensors),
             "journal": describe_journal(net.journal, tensors, undo=undo),
             "execution": net.execution.choices(),
-            "extras": {name: describe_extra(name, value, tensors) for name, value in extras.items()},
+            "extras": {
+                name: describe_extra(name, extra, tensors, net if undo else None) for name, extra in extras.items()
+            },
         }
     container.write(path, document, tensors)
 
@@ -94,6 +96,6 @@ def restore(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         raise CheckpointError(f"{where(missing[0])}: not in this checkpoint, which holds {saved[:200]}")
     found = {name: read_extra(name, part, fields) for name, part in extras.items()}
     for name, target in objects.items():
-        require_fit(name, target, extras[name])
+        require_fit(name, target, found[name])
     restore_all(objects, found)
-    return {name: value for name, value in found.items() if extras[name]["kind"] == "data"}
+    return {name: extra.content for name, extra in found.items() if extra.kind == "data"}

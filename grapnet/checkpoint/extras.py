@@ -1,14 +1,15 @@
 """What is saved beside the net: states of objects, generators and plain data."""
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
-from grapnet.learning.optim import refuse_stale_state
+from grapnet.core.graph import Graph
+from grapnet.learning.optim import Slots, refuse_stale_state, set_undo_slots, undo_slots
 
 from .fields import Fields, entry
 from .tree import decode, encode
@@ -19,60 +20,89 @@ def where(name: str) -> str:
     return f"extras.{name}" if name.isidentifier() else f"extras[{name!r}]"
 
 
-def describe_extra(name: str, value: Any, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Puts the tensors of an extra into `tensors` and returns the rest as JSON."""
+def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Graph | None) -> dict[str, Any]:
+    """Puts the tensors of an extra into `tensors` and returns the rest as JSON.
+
+    Args:
+        name: of the extra.
+        value: an object with `state_dict()`, a generator, or plain data.
+        tensors: receives its tensors.
+        undo: the net, when the optimizer state that undo gives back to its coordinates is to be kept.
+    """
+    slots = {}
     if isinstance(value, Optimizer):
         refuse_stale_state(value)
+        slots = undo_slots(value, undo) if undo is not None else {}
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
         kind = "data"
-    tree = encode(value if kind == "data" else _state(value), where(name), tensors)
-    return {"kind": kind, "class": type(value).__name__, "shapes": _shapes(value), "tree": tree}
+    return {
+        "kind": kind,
+        "class": type(value).__name__,
+        "shapes": _shapes(value),
+        "slots": encode(slots, f"{where(name)}.slots", tensors),
+        "tree": encode(value if kind == "data" else _state(value), where(name), tensors),
+    }
 
 
-def read_extra(name: str, part: Any, fields: Fields) -> Any:
-    """Returns the state or the data that an extra was saved as."""
-    if entry(part, "kind", str, f"{where(name)}.") not in ("generator", "state", "data"):
-        raise CheckpointError(f"{where(name)}.kind: expected generator, state or data")
-    if "tree" not in part:
-        raise CheckpointError(f"{where(name)}.tree: missing")
-    return decode(part["tree"], where(name), fields)
+class Extra(NamedTuple):
+    """What a file says about one extra."""
+
+    kind: str
+    made_by: str  # the name of a class
+    shapes: list[list[int]] | None  # of an optimizer's parameters
+    slots: dict[int, Slots]
+    content: Any  # a state, or plain data
 
 
-def require_fit(name: str, target: Any, part: dict[str, Any]) -> None:
+def read_extra(name: str, part: Any, fields: Fields) -> Extra:
+    """Returns an extra; raises CheckpointError, naming the field, when the file does not hold one."""
+    prefix = f"{where(name)}."
+    kind, made_by = entry(part, "kind", str, prefix), entry(part, "class", str, prefix)
+    if kind not in ("generator", "state", "data"):
+        raise CheckpointError(f"{prefix}kind: expected generator, state or data")
+    for key in ("shapes", "slots", "tree"):
+        if key not in part:
+            raise CheckpointError(f"{prefix}{key}: missing")
+    slots = decode(part["slots"], f"{prefix}slots", fields)
+    if not _are_slots(slots):
+        raise CheckpointError(f"{prefix}slots: expected vectors by version, parameter and name")
+    return Extra(kind, made_by, part["shapes"], slots, decode(part["tree"], where(name), fields))
+
+
+def require_fit(name: str, target: Any, extra: Extra) -> None:
     """Raises when an object is not of the kind, the class or the shapes that were saved."""
-    kind = _kind(target)
+    kind, given = _kind(target), type(target).__name__
     if kind == "state" and not hasattr(target, "load_state_dict"):
-        raise TypeError(
-            f"{name}= takes an object with load_state_dict() or a torch.Generator, not a {type(target).__name__}"
-        )
-    if part["kind"] == "data":
+        raise TypeError(f"{name}= takes an object with load_state_dict() or a torch.Generator, not a {given}")
+    if extra.kind == "data":
         raise CheckpointError(f"{where(name)}: was saved as plain data, which gn.restore(path) returns")
-    saved, given = str(part.get("class"))[:60], type(target).__name__
-    if part["kind"] != kind or saved != given:
-        raise CheckpointError(f"{where(name)}: was saved from a {saved}, not from a {given}")
-    if part.get("shapes") != _shapes(target):
+    if (extra.kind, extra.made_by) != (kind, given):
+        raise CheckpointError(f"{where(name)}: was saved from a {extra.made_by[:60]}, not from a {given}")
+    if extra.shapes != _shapes(target):
         raise CheckpointError(
-            f"{where(name)}: was saved for parameters of shapes {str(part.get('shapes'))[:200]}, "
+            f"{where(name)}: was saved for parameters of shapes {str(extra.shapes)[:200]}, "
             f"the optimizer has {_shapes(target)}"
         )
 
 
-def restore_all(objects: dict[str, Any], states: dict[str, Any]) -> None:
+def restore_all(objects: dict[str, Any], extras: dict[str, Extra]) -> None:
     """Gives every object its state; when one refuses, all of them are as before and CheckpointError names it."""
-    undo, name = [], ""
+    # optimizers come last: loading one makes it forget that it has not followed an edit
+    undo, name, order = [], "", sorted(objects, key=lambda name: isinstance(objects[name], Optimizer))
     try:
-        for name in sorted(
-            objects, key=lambda name: isinstance(objects[name], Optimizer)
-        ):  # loading ends its staleness
+        for name in order:
             undo.append(_remembered(objects[name]))
-            _set_state(objects[name], states[name])
+            _set_state(objects[name], extras[name].content)
     except BaseException as error:
         for go_back in reversed(undo):
             go_back()
         if not isinstance(error, Exception):
             raise
         raise CheckpointError(f"{where(name)}: its state does not fit the object ({error!r})") from error
+    for name, target in objects.items():
+        if isinstance(target, Optimizer):
+            set_undo_slots(target, extras[name].slots)
 
 
 def _remembered(target: Any) -> Any:
@@ -92,6 +122,17 @@ def _remembered(target: Any) -> Any:
 
 def _kind(value: Any) -> str:
     return "generator" if isinstance(value, torch.Generator) else "state"
+
+
+def _are_slots(slots: Any) -> bool:
+    """Says whether something is what `undo_slots` returns."""
+    if not isinstance(slots, dict) or any(type(v) is not int or not isinstance(p, dict) for v, p in slots.items()):
+        return False
+    names = [(name, states) for parameters in slots.values() for name, states in parameters.items()]
+    if any(type(name) is not str or not isinstance(states, dict) for name, states in names):
+        return False
+    values = [(key, value) for _, states in names for key, value in states.items()]
+    return all(type(key) is str and isinstance(value, Tensor) and value.dim() == 1 for key, value in values)
 
 
 def _shapes(value: Any) -> list[list[int]] | None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from grapnet.core.change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
-from grapnet.core.errors import CheckpointError, HistoryError
+from grapnet.core.errors import CheckpointError
 from grapnet.core.journal import Commit, Journal
 from grapnet.core.labels import Labels
 from grapnet.core.remap import IndexMap, contains
@@ -16,24 +16,6 @@ from grapnet.network import GrapNet
 from .fields import LARGEST, Fields, entry, names, number
 from .rewind import Rewind
 from .tree import decode, encode
-
-
-class ShortJournal(Journal):
-    """A journal out of a file that leaves out what undo needs; it says so instead of taking anything back."""
-
-    def next_undo(self) -> Commit:
-        """Returns the commit that undo takes back."""
-        return super().next_undo() if self.undoable else self._refuse("undo")
-
-    def next_redo(self) -> Commit:
-        """Returns the undo that redo takes back."""
-        return super().next_redo() if self.redoable else self._refuse("redo")
-
-    def _refuse(self, verb: str) -> Commit:
-        raise HistoryError(
-            f"there is nothing to {verb}: the checkpoint this net was loaded from holds no weights that were cut. "
-            "Save with gn.save(..., undo=True) to keep them"
-        )
 
 
 def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
@@ -56,7 +38,7 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
             }
         )
     stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
-    return {"undo_limit": journal.undo_limit, "undo": undo, "commits": commits, **stacks}
+    return {"undo_limit": journal.undo_limit, "commits": commits, **stacks}
 
 
 def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
@@ -74,8 +56,7 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
             past = Rewind(net)
             for place in reversed(stack):
                 past.take_back(commits[place], f"{where}{place}.")
-    kept = entry(document, "undo", bool, where) or not commits
-    journal = (Journal if kept else ShortJournal)(number(document, "undo_limit", where))
+    journal = Journal(number(document, "undo_limit", where))
     journal.reinstate(commits, **stacks)
     return journal
 

@@ -7,11 +7,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .activation import activation_function
 from .errors import EditError
 from .relation_set import RelationSet
 from .remap import as_tensor
-from .requests import Connection, Initial, Naming, Newborns, Requests, checked_initial
+from .requests import (
+    Connection,
+    Initial,
+    Naming,
+    Newborns,
+    Requests,
+    checked_activation,
+    checked_initial,
+    checked_owner,
+)
 from .resolve import resolve
 from .selection import Nodes, NodeSet, as_node_set, as_uids
 
@@ -70,8 +78,8 @@ class Edit:
         if activation is not None and store.is_sensory:
             raise EditError("sensory nodes pass their input on, so they have no activation to set")
         activation = store.default_activation if activation is None else activation
-        _checked_activation(activation)
-        _checked_owner(owner)
+        checked_activation(activation)
+        checked_owner(owner)
         initial = checked_initial(bias if isinstance(bias, str) else as_tensor(bias), count, "biases")
         if self._next_uid + count > _LARGEST_UID:
             raise EditError(f"a graph names at most {_LARGEST_UID:,} nodes in its life")
@@ -192,14 +200,14 @@ class Edit:
 
     def set_activation(self, nodes: Nodes, activation: str) -> None:
         """Gives nodes another activation."""
-        _checked_activation(activation)
+        checked_activation(activation)
         if 0 in self._rows(nodes):
             raise EditError("sensory nodes pass their input on, so they have no activation to set")
         self._name("activations", nodes, activation)
 
     def set_owner(self, nodes: Nodes, owner: str | None) -> None:
         """Tags nodes with an owner, or with None."""
-        _checked_owner(owner)
+        checked_owner(owner)
         self._name("owners", nodes, owner)
 
     def commit(self) -> "Commit | None":
@@ -364,15 +372,3 @@ def _default_generator(device: torch.device) -> torch.Generator:
     if device.type == "cuda":
         return torch.cuda.default_generators[device.index or 0]
     return torch.default_generator
-
-
-def _checked_owner(owner: str | None) -> None:
-    if owner is not None and not isinstance(owner, str):
-        raise EditError(f"an owner is a string or None, got {owner!r}")
-
-
-def _checked_activation(name: str) -> None:
-    try:
-        activation_function(name)
-    except ValueError as error:
-        raise EditError(str(error)) from None

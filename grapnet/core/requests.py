@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from .activation import activation_function
 from .errors import EditError
 from .remap import as_tensor
 
@@ -84,3 +85,17 @@ def draw(initial: Initial, gains: Tensor, example: Tensor, generator: torch.Gene
     device = example.device if generator is None else generator.device
     numbers = torch.empty(len(gains), dtype=example.dtype, device=device).uniform_(-1, 1, generator=generator)
     return numbers.to(example.device) * bound
+
+
+def checked_owner(owner: str | None) -> None:
+    """Raises EditError for an owner that is no tag."""
+    if owner is not None and not isinstance(owner, str):
+        raise EditError(f"an owner is a string or None, got {owner!r}")
+
+
+def checked_activation(name: str) -> None:
+    """Raises EditError for an unknown activation."""
+    try:
+        activation_function(name)
+    except ValueError as error:
+        raise EditError(str(error)) from None

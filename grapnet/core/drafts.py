@@ -1,0 +1,299 @@
+"""Drafts: one layer or one transition while an edit is being resolved."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .change import LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
+from .errors import EditError
+from .labels import Labels
+from .remap import IndexMap, contains, empty_positions, flatnonzero
+from .requests import Connection, Requests, draw
+from .values import Coordinates
+from .vector import Shift, VectorChange
+
+if TYPE_CHECKING:
+    from .graph import Graph
+
+
+class LayerDraft:
+    """One layer while an edit is resolved: its present rows first, the newborn ones after them."""
+
+    def __init__(self, graph: "Graph", requests: Requests, number: int) -> None:
+        self.layer = graph.layers[number]
+        self.number = number
+        self.device = graph.device
+        self.newborns = requests.newborns.get(number, [])
+        self.n_present = len(self.layer)
+        self.uids = torch.cat([self.layer.uid, *(n.uids for n in self.newborns)])
+        self.gone = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
+        self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
+        for rows in requests.removals.get(number, ()):
+            self.gone[rows.long()] = True
+        asked = (requests.namings, requests.freeze_biases, requests.unfreeze_biases, requests.orphans)
+        self._named = any(number in part for part in asked)
+
+    @property
+    def is_touched(self) -> bool:
+        return bool(self.newborns) or self._named or bool(self.gone.any()) or self.shift is not None
+
+    @property
+    def moves(self) -> bool:
+        """True when rows come or go."""
+        return len(self.uids) > self.n_present or bool(self.gone.any())
+
+    def new_rows(self, rows: Tensor) -> Tensor:
+        """Returns where surviving rows will be."""
+        if not bool(self.gone.any()):
+            return rows
+        return ((~self.gone).cumsum(0) - 1).int().to(rows.device)[rows.long()]
+
+    def survivors(self) -> Tensor:
+        return flatnonzero(~self.gone)
+
+    def present_values(self, column: Tensor, fill: float = 0) -> Tensor:
+        """Returns a column of the present rows, extended by `fill` for the newborn and without the gone rows."""
+        extended = torch.cat([column, column.new_full((len(self.uids) - self.n_present,), fill)])
+        return extended[self.survivors().to(column.device).long()]
+
+    def change(
+        self, requests: Requests, incoming: "TransitionDraft | None", generator: torch.Generator | None
+    ) -> LayerChange:
+        gone = flatnonzero(self.gone[: self.n_present])
+        born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
+        inserted = self.new_rows(born)
+        index = IndexMap(self.n_present, self.n_present - len(gone) + len(born), gone, inserted)
+        owners = Labels.join([self.layer.owner_names, *(Labels.uniform(n.owner, len(n.uids)) for n in self.newborns)])
+        kinds = Labels.join(
+            [self.layer.activation_names, *(Labels.uniform(n.activation, len(n.uids)) for n in self.newborns)]
+        )
+        renamed_owners, owners = self._renamed(owners, "owners", requests)
+        renamed_kinds, kinds = self._renamed(kinds, "activations", requests)
+        before = NodeRecord(
+            self.layer.uid[gone.long()], self.layer.owner_names.select(gone), self.layer.activation_names.select(gone)
+        )
+        biases = None if self.layer.is_sensory else self._biases(requests, index, born, incoming, generator)
+        record = NodeRecord(self.uids[born.long()], owners.select(born), kinds.select(born))
+        return LayerChange(index, record, before, biases, renamed_owners, renamed_kinds)
+
+    def _renamed(self, labels: Labels, kind: str, requests: Requests) -> tuple[Relabel | None, Labels]:
+        """Returns the relabelling of the surviving present rows, and all rows' names after it."""
+        asked = [n for n in requests.namings.get(self.number, ()) if n.kind == kind]
+        before = labels
+        set_here = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
+        for naming in asked:
+            rows = naming.rows.unique()
+            again = rows[set_here[rows.long()]]
+            if any(name != naming.name for name in labels.select(again)):
+                uid = int(self.uids[int(again[0])])
+                raise EditError(
+                    f"the edit gives node {uid} two different {kind}: {labels.select(again)[0]!r} and {naming.name!r}"
+                )
+            labels = labels.replaced(rows, Labels.uniform(naming.name, len(rows)))
+            set_here[rows.long()] = True
+        set_here[self.n_present :] = False
+        rows = flatnonzero(set_here & ~self.gone)
+        old, new = before.select(rows), labels.select(rows)
+        differs = torch.tensor([a != b for a, b in zip(old, new, strict=True)], dtype=torch.bool, device="cpu")
+        if not bool(differs.any()):
+            return None, labels
+        rows = rows[differs]
+        return Relabel(self.new_rows(rows), before.select(rows).compact(), labels.select(rows).compact()), labels
+
+    def _biases(
+        self,
+        requests: Requests,
+        index: IndexMap,
+        born: Tensor,
+        incoming: "TransitionDraft | None",
+        generator: torch.Generator | None,
+    ) -> VectorChange:
+        layer, device = self.layer, self.device
+        index = index.to(device)
+        flips = flips_of(
+            layer, index, requests.freeze_biases.get(self.number), requests.unfreeze_biases.get(self.number)
+        )
+        example = layer.parameter.detach()
+        drawn = [example.new_empty(0)]
+        for newborns in self.newborns:
+            linear = newborns.bias == "linear" if isinstance(newborns.bias, str) else False
+            rows = torch.searchsorted(self.uids, newborns.uids)
+            gains = incoming.fan_in(rows) if linear and incoming is not None else torch.zeros(len(rows), device=device)
+            initial = "zero" if isinstance(newborns.bias, str) and not linear else newborns.bias
+            drawn.append(draw(initial, gains, example, generator))
+        values = torch.cat(drawn)[(born - self.n_present).to(device).long()]
+        return VectorChange(
+            index,
+            born_frozen=torch.zeros(len(born), dtype=torch.bool, device=device),
+            gone_frozen=layer.frozen_bits(index.removed),
+            flips=flips,
+            born_values=values,
+            shift=self._shifted(index, flips),
+        )
+
+    def _shifted(self, index: IndexMap, flips: Tensor) -> Shift | None:
+        if self.shift is None:
+            return None
+        rows = flatnonzero((self.shift != 0) & ~self.gone[: self.n_present].to(self.shift.device))
+        if len(rows) == 0:
+            return None
+        after_rows = index.new_positions(rows)
+        if bool(self.layer.frozen_bits(rows).any()) or bool(contains(flips, after_rows).any()):
+            raise EditError(
+                f"fold_bias would change frozen biases of layer {self.number}; unfreeze them in an edit before"
+            )
+        before = self.layer.read(rows)
+        return Shift(after_rows, before, before + self.shift[rows.long()])
+
+
+class TransitionDraft:
+    """The relations of one transition while an edit is resolved."""
+
+    def __init__(self, graph: "Graph", requests: Requests, t: int, upper: LayerDraft, lower: LayerDraft) -> None:
+        self.store = graph.transitions[t]
+        self.topology = self.store.topology
+        self.t = t
+        device = self.topology.child.device
+        leaving = list(requests.cuts.get(t, ()))
+        gone_parents = flatnonzero(upper.gone[: upper.n_present])
+        gone_children = flatnonzero(lower.gone[: lower.n_present])
+        if len(gone_parents):
+            leaving.append(self.topology.owned_by(gone_parents.to(device)))
+        if len(gone_children):
+            leaving.append(self.topology.leading_to(gone_children.to(device)))
+        self.cuts = union(leaving, device)
+        self.connections = requests.connections.get(t, [])
+        asked = (requests.freeze_relations, requests.unfreeze_relations)
+        self.is_touched = len(self.cuts) > 0 or bool(self.connections) or any(t in part for part in asked)
+        self._lower_size = len(lower.uids)
+        for connection in self.connections:
+            self._check(connection, requests, upper, lower)
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
+        self.parents = torch.cat([none, *(c.parents for c in self.connections)])
+        self.children = torch.cat([none, *(c.children for c in self.connections)])
+        self._check_distinct(upper, lower)
+        self.kept = ~upper.gone[self.parents.long()]  # an orphan's newborn relations go with it
+        self._surviving_fan_in: Tensor | None = None
+
+    def fan_in(self, rows: Tensor) -> Tensor:
+        """Returns how many parents lower rows (newborn ones included) will have."""
+        counts = torch.bincount(self.children[self.kept], minlength=self._lower_size)[rows.long()]
+        present = rows < self.topology.n_children
+        if bool(present.any()):
+            if self._surviving_fan_in is None:
+                cut = torch.bincount(self.topology.child[self.cuts.long()], minlength=self.topology.n_children)
+                self._surviving_fan_in = (self.topology.fan_in() - cut).cpu()
+            counts[present] += self._surviving_fan_in[rows[present].long()]
+        return counts.to(self.store.weight.device)
+
+    def change(
+        self, upper: LayerDraft, lower: LayerDraft, requests: Requests, generator: torch.Generator | None
+    ) -> TransitionChange:
+        topology, device = self.topology, self.topology.child.device
+        kept = flatnonzero(self.kept).long()
+        parents = upper.new_rows(self.parents[kept]).to(device)
+        order = parents.argsort(stable=True)
+        parents = parents[order]
+        gains = torch.bincount(parents, minlength=upper.n_present + len(upper.uids))  # relations each new row gains
+        surviving = topology.degrees_without(self.cuts)
+        degrees = upper.present_values(surviving)
+        gains = gains[: len(degrees)]
+        ends = (degrees + gains).cumsum(0)
+        first = gains.cumsum(0) - gains  # where each owner's newborns start among all newborns
+        rank = torch.arange(len(parents), device=device) - first[parents.long()]
+        inserted = ((ends - gains)[parents.long()] + rank).int()
+        size = topology.n_relations - len(self.cuts) + len(inserted)
+        index = IndexMap(topology.n_relations, size, self.cuts, inserted)
+        values = self._drawn(gains, upper, generator)[kept.to(device)][order]
+        born = kept[order.cpu()]
+        losses = topology.degrees.long() - surviving
+        gone = Pairs(
+            upper.layer.uid.int().repeat_interleave(losses.cpu()),
+            lower.layer.uid.int().index_select(0, topology.child.index_select(0, self.cuts).cpu()),
+        )
+        flips = flips_of(
+            self.store, index, requests.freeze_relations.get(self.t), requests.unfreeze_relations.get(self.t)
+        )
+        weights = VectorChange(
+            index,
+            born_frozen=torch.zeros(len(inserted), dtype=torch.bool, device=device),
+            gone_frozen=self.store.frozen_bits(self.cuts),
+            flips=flips,
+            born_values=values,
+        )
+        return TransitionChange(
+            index,
+            born=Pairs(upper.uids[self.parents[born].long()].int(), lower.uids[self.children[born].long()].int()),
+            gone=gone,
+            weights=weights,
+        )
+
+    def _drawn(self, gains: Tensor, upper: LayerDraft, generator: torch.Generator | None) -> Tensor:
+        """Returns the newborn weights in the order they were asked for."""
+        example, drawn = self.store.weight.detach(), []
+        for connection in self.connections:
+            if isinstance(connection.weights, str) and connection.weights == "alloc":
+                counts = torch.zeros(len(upper.uids), dtype=torch.int64, device=gains.device)
+                counts[upper.survivors().to(gains.device).long()] = gains
+                scale = counts[connection.parents.to(gains.device).long()]
+            elif isinstance(connection.weights, str) and connection.weights == "linear":
+                scale = self.fan_in(connection.children)
+            else:
+                scale = torch.zeros(len(connection.parents), device=example.device)
+            drawn.append(draw(connection.weights, scale, example, generator))
+        return torch.cat(drawn) if drawn else example.new_empty(0)
+
+    def _check(self, connection: Connection, requests: Requests, upper: LayerDraft, lower: LayerDraft) -> None:
+        for role, draft, rows in (("parent", upper, connection.parents), ("child", lower, connection.children)):
+            for removed in requests.removals.get(draft.number, ()):
+                hit = rows[torch.isin(rows, removed)]
+                if len(hit):
+                    uid = int(draft.uids[int(hit[0])])
+                    raise EditError(
+                        f"node {uid} of layer {draft.number} is removed in this edit, so it cannot be a {role} in it"
+                    )
+
+    def _check_distinct(self, upper: LayerDraft, lower: LayerDraft) -> None:
+        width = max(len(lower.uids), 1)
+        if not (len(self.connections) == 1 and self.connections[0].distinct):
+            keys = (self.parents.long() * width + self.children).sort().values
+            twice = keys[1:][keys[1:] == keys[:-1]]
+            if len(twice):
+                self._refuse(
+                    upper, lower, int(twice[0]) // width, int(twice[0]) % width, "is asked for twice in this edit"
+                )
+        present = (self.parents < upper.n_present) & (self.children < lower.n_present)
+        if not bool(present.any()):
+            return
+        parents, children = self.parents[present], self.children[present]
+        device = self.topology.child.device
+        found = self.topology.find(parents.to(device), children.to(device))
+        clash = (found >= 0) & ~contains(self.cuts, found.int())
+        if bool(clash.any()):
+            first = int(clash.nonzero()[0])
+            self._refuse(upper, lower, int(parents[first]), int(children[first]), "exists already")
+
+    def _refuse(self, upper: LayerDraft, lower: LayerDraft, parent: int, child: int, why: str) -> None:
+        raise EditError(
+            f"the relation from node {int(upper.uids[parent])} (layer {upper.number}) to node {int(lower.uids[child])} "
+            f"(layer {lower.number}) {why}"
+        )
+
+
+def union(parts: list[Tensor], device: torch.device) -> Tensor:
+    """Returns the sorted union of position tensors."""
+    if not parts:
+        return empty_positions(device)
+    if len(parts) == 1 and bool((parts[0].diff() > 0).all()):
+        return parts[0].to(device)
+    return torch.cat([part.to(device) for part in parts]).unique()
+
+
+def flips_of(store: Coordinates, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None) -> Tensor:
+    """Returns the new positions whose frozen bit turns: cutting beats freezing, and freezing beats unfreezing."""
+    device = store.frozen_at.device
+    freeze, thaw = union(freezes or [], device), union(thaws or [], device)
+    thaw = thaw[~contains(freeze, thaw)]
+    turned = torch.cat([freeze[~store.frozen_bits(freeze)], thaw[store.frozen_bits(thaw)]]).sort().values
+    return index.new_positions(turned[~contains(index.removed, turned)])
