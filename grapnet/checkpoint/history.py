@@ -56,6 +56,7 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
             past = Rewind(net)
             for place in reversed(stack):
                 past.take_back(commits[place], f"{where}{place}.")
+            past.require_no_twins()
     journal = Journal(number(document, "undo_limit", where))
     journal.reinstate(commits, **stacks)
     return journal

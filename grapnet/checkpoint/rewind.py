@@ -1,6 +1,6 @@
 """Going back through a journal by uids alone, to see that undo and redo will work before anyone calls them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Rewind:
         wirings = list(zip(graph.layers, graph.transitions, graph.layers[1:], strict=False))
         self.parents = [upper.uid[store.topology.parents().long()] for upper, store, _ in wirings]
         self.children = [lower.uid[store.child.long()] for _, store, lower in wirings]
+        self._events = [[_Event("", True, _keys(*ends))] for ends in zip(self.parents, self.children, strict=True)]
 
     def take_back(self, commit: Commit, where: str) -> None:
         """Undoes a commit; raises CheckpointError, naming the field under `where`, when it does not fit."""
@@ -39,6 +40,17 @@ class Rewind:
             self._transition(t, change, f"{where}transitions.{t}.")
         for n, change in commit.change.layers.items():
             self._require_unrelated(n, change.born.uids, f"{where}layers.{n}.")
+
+    def require_no_twins(self) -> None:
+        """Raises when a relation would have returned while it was there: by pairs of uids, all commits at once."""
+        for events in self._events:
+            keys, order = torch.cat([event.keys for event in events]).sort(stable=True)
+            comes = torch.cat([torch.full((len(event.keys),), event.comes) for event in events])[order]
+            twins = order[1:][(keys[1:] == keys[:-1]) & comes[1:] & comes[:-1]]
+            if len(twins):
+                ends = torch.tensor([len(event.keys) for event in events]).cumsum(0)
+                event = events[int(torch.searchsorted(ends, twins[0], right=True))]
+                raise CheckpointError(f"{event.where}gone_children: a relation that was cut is there")
 
     def _layer(self, n: int, change: LayerChange, where: str) -> None:
         index, back, uids = change.index, change.index.inverse(), self.uids[n]
@@ -64,7 +76,7 @@ class Rewind:
             raise CheckpointError(f"{where}gone_activations: {str(unknown[0])[:40]!r} is unknown")
         self.names[n] = NodeRecord(self.uids[n], **columns)
         if change.biases is not None:
-            self.biases[n] = _frozen_before(self.biases[n], change.biases, where)
+            self.biases[n] = _frozen_before(self.biases[n], change.biases, back, where)
 
     def _transition(self, t: int, change: TransitionChange, where: str) -> None:
         index, back, gone = change.index, change.index.inverse(), change.gone
@@ -76,7 +88,7 @@ class Rewind:
             _require_equal(column[index.inserted.long()], born, f"{where}born_{side}")
         self.parents[t] = back.carry(self.parents[t], gone.parents)
         self.children[t] = back.carry(self.children[t], gone.children)
-        self.weights[t] = _frozen_before(self.weights[t], change.weights, where)
+        self.weights[t] = _frozen_before(self.weights[t], change.weights, back, where)
         if bool((self.parents[t].diff() < 0).any()):
             raise CheckpointError(f"{where}gone_parents: a relation would return among those of another node")
         for ends, uids, side in (
@@ -85,10 +97,8 @@ class Rewind:
         ):
             if not bool(contains(uids, ends.long()).all()):
                 raise CheckpointError(f"{where}gone_{side}: names a node that would not be there")
-        touched = contains(gone.parents.unique().long(), self.parents[t])
-        pairs = (self.parents[t][touched] << 32 | self.children[t][touched]).sort().values
-        if bool((pairs.diff() == 0).any()):
-            raise CheckpointError(f"{where}gone_children: a relation that was cut is there")
+        self._events[t].append(_Event(where, False, _keys(change.born.parents.long(), change.born.children.long())))
+        self._events[t].append(_Event(where, True, _keys(gone.parents.long(), gone.children.long())))
 
     def _require_unrelated(self, n: int, leaving: Tensor, where: str) -> None:
         """Raises when a relation would stay without one of its nodes."""
@@ -97,17 +107,28 @@ class Rewind:
             raise CheckpointError(f"{where}born_uids: a node would leave before its relations")
 
 
-def _frozen_before(bits: Tensor, change: VectorChange, where: str) -> Tensor:
+class _Event(NamedTuple):
+    """Relations that come or go while a journal is taken back."""
+
+    where: str
+    comes: bool
+    keys: Tensor
+
+
+def _keys(parents: Tensor, children: Tensor) -> Tensor:
+    return parents << 32 | children
+
+
+def _frozen_before(bits: Tensor, change: VectorChange, back: IndexMap, where: str) -> Tensor:
     """Returns which coordinates were frozen before a commit."""
-    index: IndexMap = change.index
-    _require_equal(bits[index.inserted.long()], change.born_frozen, f"{where}born_frozen")
+    _require_equal(bits[back.removed.long()], change.born_frozen, f"{where}born_frozen")
     bits = bits.clone()
     if change.shift is not None:
         moved = change.shift.positions
         if bool((bits[moved.long()] | contains(change.flips, moved)).any()):
             raise CheckpointError(f"{where}shift: names a frozen coordinate")
     bits[change.flips.long()] ^= True
-    return index.inverse().carry(bits, change.gone_frozen)
+    return back.carry(bits, change.gone_frozen)
 
 
 def _bits(positions: Tensor, size: int) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from .change import LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
 from .errors import EditError
 from .labels import Labels
+from .relations import require_countable
 from .remap import IndexMap, contains, empty_positions, flatnonzero
 from .requests import Connection, Requests, draw
 from .values import Coordinates
@@ -37,11 +38,6 @@ class LayerDraft:
     @property
     def is_touched(self) -> bool:
         return bool(self.newborns) or self._named or bool(self.gone.any()) or self.shift is not None
-
-    @property
-    def moves(self) -> bool:
-        """True when rows come or go."""
-        return len(self.uids) > self.n_present or bool(self.gone.any())
 
     def new_rows(self, rows: Tensor) -> Tensor:
         """Returns where surviving rows will be."""
@@ -84,21 +80,19 @@ class LayerDraft:
         set_here = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         for naming in asked:
             rows = naming.rows.unique()
+            renamed = labels.replaced(rows, Labels.uniform(naming.name, len(rows)))
             again = rows[set_here[rows.long()]]
-            if any(name != naming.name for name in labels.select(again)):
-                uid = int(self.uids[int(again[0])])
-                raise EditError(
-                    f"the edit gives node {uid} two different {kind}: {labels.select(again)[0]!r} and {naming.name!r}"
-                )
-            labels = labels.replaced(rows, Labels.uniform(naming.name, len(rows)))
+            clash = again[labels.differs(renamed, again)]
+            if len(clash):
+                uid, name = int(self.uids[int(clash[0])]), labels[int(clash[0])]
+                raise EditError(f"the edit gives node {uid} two different {kind}: {name!r} and {naming.name!r}")
+            labels = renamed
             set_here[rows.long()] = True
         set_here[self.n_present :] = False
         rows = flatnonzero(set_here & ~self.gone)
-        old, new = before.select(rows), labels.select(rows)
-        differs = torch.tensor([a != b for a, b in zip(old, new, strict=True)], dtype=torch.bool, device="cpu")
-        if not bool(differs.any()):
+        rows = rows[before.differs(labels, rows)]
+        if len(rows) == 0:
             return None, labels
-        rows = rows[differs]
         return Relabel(self.new_rows(rows), before.select(rows).compact(), labels.select(rows).compact()), labels
 
     def _biases(
@@ -204,6 +198,7 @@ class TransitionDraft:
         rank = torch.arange(len(parents), device=device) - first[parents.long()]
         inserted = ((ends - gains)[parents.long()] + rank).int()
         size = topology.n_relations - len(self.cuts) + len(inserted)
+        require_countable(size, f"transition {self.t}", EditError)
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
         values = self._drawn(gains, upper, generator)[kept.to(device)][order]
         born = kept[order.cpu()]

@@ -276,7 +276,7 @@ class Edit:
                 relations[t].append(positions)
             return
         self._require_open()
-        nodes = as_node_set(self._graph, self._existing(what, verb))
+        nodes = as_node_set(self._graph, self._existing(what))
         chosen = [nodes.incoming()] * incoming + [nodes.outgoing()] * outgoing
         rows = nodes.rows_by_layer()
         self._note(verb, nodes=len(nodes), incoming=incoming, outgoing=outgoing, bias=bias)
@@ -345,10 +345,10 @@ class Edit:
             offset += len(newborns.uids)
         return rows
 
-    def _existing(self, nodes: Nodes, verb: str) -> Nodes:
+    def _existing(self, nodes: Nodes) -> Nodes:
         uids = as_uids(self._graph, nodes)
         if bool((uids >= self._graph.next_uid).any()):
-            raise EditError(f"nodes added in this edit cannot {verb} in it; do that in the next edit")
+            raise EditError("nodes added in this edit cannot be frozen or unfrozen in it; do that in the next one")
         return nodes
 
     def _layer_number(self, layer: Any) -> int:

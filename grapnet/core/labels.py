@@ -51,6 +51,11 @@ class Labels:
         """Returns every name in use with its rows."""
         return [(name, rows) for name in self.names if len(rows := self.where(name))]
 
+    def differs(self, other: "Labels", rows: Tensor) -> Tensor:
+        """Says for every row whether another column of the same length names it differently."""
+        names = tuple(dict.fromkeys(self.names + other.names))
+        return self._recoded(names)[rows.long()] != other._recoded(names)[rows.long()]
+
     def carry(self, index: IndexMap, born: "Labels") -> "Labels":
         """Returns the column after a commit, `born` at the inserted rows."""
         names = tuple(dict.fromkeys(self.names + born.names))

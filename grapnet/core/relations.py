@@ -10,6 +10,8 @@ from torch import Tensor
 from .remap import concatenate_ranges, flatnonzero
 from .values import Coordinates, Token
 
+MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
+
 
 @dataclass(frozen=True, eq=False)
 class Topology:
@@ -80,6 +82,12 @@ class Topology:
     def fan_in(self) -> Tensor:
         """Returns how many parents each child has, [n_children]."""
         return torch.bincount(self.child, minlength=self.n_children)
+
+
+def require_countable(relations: int, where: str, error: type[Exception] = ValueError) -> None:
+    """Raises when a transition would hold more relations than an int32 can count."""
+    if relations > MOST_RELATIONS:
+        raise error(f"{where} would hold {relations:,} relations; a transition holds at most {MOST_RELATIONS:,}")
 
 
 class Transition(Coordinates):

@@ -56,9 +56,10 @@ def _remove_orphans(
     biases = layer.values() if draft.shift is None else layer.values() + draft.shift
     kinds = layer.activation_names.select(rows)
     rows = rows.to(graph.device)
-    constants = torch.stack(
-        [activation_function(str(kind))(b) for kind, b in zip(kinds, biases[rows.long()], strict=True)]
-    )
+    constants = biases[rows.long()]
+    for kind, chosen in kinds.kinds():
+        places = chosen.long().to(graph.device)
+        constants[places] = activation_function(str(kind))(constants[places])
     topology = transition.topology
     positions = topology.owned_by(rows)
     kept = ~contains(union(requests.cuts.get(number, []), graph.device), positions)

@@ -6,7 +6,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .relations import Topology
+from .relations import Topology, require_countable
 
 
 def full_topology(n_parents: int, n_children: int, device: torch.device) -> Topology:
@@ -21,6 +21,7 @@ def random_topology(
     """Returns a uniformly random wiring with exactly round(density · parents · children) relations."""
     cells = n_parents * n_children
     count = round(density * cells)
+    require_countable(count, f"a transition from {n_parents:,} to {n_children:,} nodes at density {density}")
     if count == cells:
         return full_topology(n_parents, n_children, device)
     few = min(count, cells - count)

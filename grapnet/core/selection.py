@@ -130,7 +130,7 @@ class NodeSet:
         if getattr(node, "_graph", self.graph) is not self.graph:
             return False
         uid = getattr(node, "uid", node)
-        return any(uid in uids.tolist() for uids in self.uids_by_layer.values())
+        return isinstance(uid, int) and any(bool((uids == uid).any()) for uids in self.uids_by_layer.values())
 
     def __getitem__(self, which: Any) -> Any:
         """Returns one GrapNode for an int, and a NodeSet for a slice, an index array or a bool mask."""
