@@ -52,6 +52,7 @@ def save(path: str | os.PathLike[str], net: GrapNet, *, undo: bool = False, **ex
     container.write(path, document, tensors)
 
 
+@torch.inference_mode(False)  # what is made here is to be trained, whoever calls
 def load(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> GrapNet:
     """Returns the net of a checkpoint, ready to train, run and edit.
 
@@ -73,6 +74,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
     return net if device is None else net.to(device)
 
 
+@torch.inference_mode(False)
 def restore(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
     """Puts the extras of a checkpoint back into objects made like those that were saved, all of them or none.
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from grapnet.core.errors import CheckpointError
 
 FORMAT = 1
+_LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 _STORABLE = (*_FLOATS, *_SIGNED, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool)
@@ -35,6 +36,11 @@ def write(path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[
         text = json.dumps(document, separators=(",", ":"))
     except ValueError as error:  # a number of thousands of digits
         raise CheckpointError(f"extras: cannot be written as JSON ({_first_line(error)})") from error
+    size = len(json.dumps(text)) + sum(len(name) + 100 for name in tensors)
+    if size > _LONGEST:
+        raise CheckpointError(
+            f"metadata: {size:,} bytes of plain data, and a file holds {_LONGEST:,}; give long lists as tensors"
+        )
     tensors = _separate({name: _storable(name, tensor) for name, tensor in tensors.items()})
     partial = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"  # the one thing a killed save leaves behind
     partial.mkdir()

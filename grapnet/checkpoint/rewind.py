@@ -25,7 +25,10 @@ class Rewind:
         self.uids = [layer.uid for layer in graph.layers]
         self.names = [NodeRecord(layer.uid, layer.owner_names, layer.activation_names) for layer in graph.layers]
         biased = [layer for layer in graph.layers if not layer.is_sensory]
-        self.biases = [torch.empty(0), *(_bits(layer.frozen_at, layer.size) for layer in biased)]
+        self.biases = [
+            _bits(torch.empty(0, device="cpu"), 0),
+            *(_bits(layer.frozen_at, layer.size) for layer in biased),
+        ]
         self.weights = [_bits(store.frozen_at, store.size) for store in graph.transitions]
         wirings = list(zip(graph.layers, graph.transitions, graph.layers[1:], strict=False))
         self.parents = [upper.uid[store.topology.parents().long()] for upper, store, _ in wirings]
@@ -45,10 +48,10 @@ class Rewind:
         """Raises when a relation would have returned while it was there: by pairs of uids, all commits at once."""
         for events in self._events:
             keys, order = torch.cat([event.keys for event in events]).sort(stable=True)
-            comes = torch.cat([torch.full((len(event.keys),), event.comes) for event in events])[order]
+            comes = torch.cat([torch.full((len(event.keys),), event.comes, device="cpu") for event in events])[order]
             twins = order[1:][(keys[1:] == keys[:-1]) & comes[1:] & comes[:-1]]
             if len(twins):
-                ends = torch.tensor([len(event.keys) for event in events]).cumsum(0)
+                ends = torch.tensor([len(event.keys) for event in events], device="cpu").cumsum(0)
                 event = events[int(torch.searchsorted(ends, twins[0], right=True))]
                 raise CheckpointError(f"{event.where}gone_children: a relation that was cut is there")
 
@@ -132,7 +135,7 @@ def _frozen_before(bits: Tensor, change: VectorChange, back: IndexMap, where: st
 
 
 def _bits(positions: Tensor, size: int) -> Tensor:
-    bits = torch.zeros(size, dtype=torch.bool)
+    bits = torch.zeros(size, dtype=torch.bool, device="cpu")
     bits[positions.long()] = True
     return bits
 

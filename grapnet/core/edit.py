@@ -347,7 +347,7 @@ class Edit:
 
     def _existing(self, nodes: Nodes) -> Nodes:
         uids = as_uids(self._graph, nodes)
-        if bool((uids >= self._graph.next_uid).any()):
+        if bool(((uids >= self._graph.next_uid) & (uids < self._next_uid)).any()):
             raise EditError("nodes added in this edit cannot be frozen or unfrozen in it; do that in the next one")
         return nodes
 

@@ -2,17 +2,28 @@
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from grapnet.core.errors import PlanError
 from grapnet.core.graph import Graph
 from grapnet.core.journal import Commit
 from grapnet.core.relations import Topology, Transition
+from grapnet.core.values import Token
 
 from .plan import Backend, Plan
 from .reference import Reference
 
 BACKENDS: dict[str, Backend] = {"reference": Reference()}
+
+
+class _Kept(NamedTuple):
+    """A plan and what it was made for: the relations, and where they are."""
+
+    structure: Token
+    child: Tensor
+    plan: Plan
 
 
 class Execution:
@@ -43,7 +54,7 @@ class Execution:
 
     def refresh(self) -> None:
         """Makes every plan again, as when the net has moved to another device."""
-        self._plans = [self._made(name, t, store.topology) for t, (name, store) in enumerate(self._pairs())]
+        self._plans = {t: self._kept(t, self._made(name, t, store.topology)) for t, (name, store) in self._pairs()}
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Makes the plans of the transitions that a commit moves, so that a forward pass only reads them."""
@@ -51,7 +62,7 @@ class Execution:
 
         def install() -> None:
             for t, plan in plans.items():
-                self._plans[t] = plan
+                self._plans[t] = self._kept(t, plan)
 
         return install
 
@@ -72,7 +83,7 @@ class Execution:
         chosen = range(count) if transition is None else [transition]
         plans = {t: self._made(name, t, self.graph.transitions[t].topology) for t in chosen}
         for t, plan in plans.items():
-            self._chosen[t], self._plans[t] = name, plan
+            self._chosen[t], self._plans[t] = name, self._kept(t, plan)
 
     def choices(self) -> list[str]:
         """Returns the name of the backend chosen for every transition."""
@@ -91,11 +102,18 @@ class Execution:
         ]
 
     def plan(self, t: int) -> Plan:
-        """Returns the plan of a transition."""
-        return self._plans[t]
+        """Returns the plan of a transition; one that was made for other relations is never used."""
+        store, kept = self.graph.transitions[t], self._plans[t]
+        if kept.structure is not store.structure or kept.child is not store.child:
+            kept = self._plans[t] = self._kept(t, self._made(self._chosen[t], t, store.topology))
+        return kept.plan
 
-    def _pairs(self) -> list[tuple[str, Transition]]:
-        return list(zip(self._chosen, self.graph.transitions, strict=True))
+    def _kept(self, t: int, plan: Plan) -> _Kept:
+        store = self.graph.transitions[t]
+        return _Kept(store.structure, store.child, plan)
+
+    def _pairs(self) -> list[tuple[int, tuple[str, Transition]]]:
+        return list(enumerate(zip(self._chosen, self.graph.transitions, strict=True)))
 
     def _made(self, name: str, t: int, topology: Topology) -> Plan:
         refusals = BACKENDS[name].refusals(topology)
