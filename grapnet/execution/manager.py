@@ -97,9 +97,7 @@ class Execution:
 
     def describe(self) -> list[dict[str, Any]]:
         """Returns, for every transition, which backend runs it."""
-        return [
-            {"transition": t, "backend": name, "relations": store.size} for t, (name, store) in enumerate(self._pairs())
-        ]
+        return [{"transition": t, "backend": name, "relations": store.size} for t, (name, store) in self._pairs()]
 
     def plan(self, t: int) -> Plan:
         """Returns the plan of a transition; one that was made for other relations is never used."""
