@@ -18,7 +18,7 @@ demo: .venv/.setup ## run the demonstration
 
 test: export OMP_NUM_THREADS = 1
 test: .venv/.setup ## run the tests and the doctests
-	$(BIN)/python -m pytest -n 2 --doctest-modules tests grapnet
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules tests grapnet
 
 lint: .venv/.lint ## check style, formatting and types
 	$(BIN)/ruff check

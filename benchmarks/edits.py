@@ -85,6 +85,15 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n\n" + "\n".join(f"{key}: {value}" for key, value in result["huge"].items())
 
 
+def markdown(result: dict[str, Any]) -> str:
+    """Returns the ratios as the table that the README shows."""
+    lines = ["| relations | " + " | ".join(BARS) + " |", "|---:|" + "---:|" * len(BARS)]
+    for row in result["rows"].values():
+        cells = " | ".join(f"{row['ratios'][name]:.2f}" for name in BARS)
+        lines.append(f"| {row['relations']:,} | {cells} |")
+    return "\n".join(lines)
+
+
 def _measure_rectangle(parents: int, children: int, repeats: int) -> Row:
     net, optimizer = _net_with_adam_state(parents, children)
     commits = _commits(net)

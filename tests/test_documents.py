@@ -1,9 +1,12 @@
 """The code that people copy from the README and the documentation runs."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
+
+from benchmarks.edits import markdown, missed
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ["README.md", "docs/concepts.md"]
@@ -40,6 +43,18 @@ def test_quickstart_does_what_it_says(tmp_path, monkeypatch):
     assert net.count().frozen == 0
     saved = gn.load(tmp_path / "net.safetensors")
     assert saved.version == net.version == 4
+
+
+def test_the_table_of_edits_is_the_committed_measurement():
+    result = json.loads((ROOT / "benchmarks/results/edits.json").read_text())
+    assert markdown(result) in (ROOT / "README.md").read_text()
+    assert missed(result) == []
+
+
+def test_the_last_soak_ran_enough_programs_without_failure():
+    report = json.loads((ROOT / "results/soak.json").read_text())
+    assert report["programs"] >= 10_000
+    assert report["failures"] == 0
 
 
 def test_files_named_in_the_readme_exist():

@@ -110,6 +110,8 @@ class OptimizerFollower:
                 for key in _per_coordinate(state, parameter, name):
                     taken[name][key] = state[key].flatten().index_select(0, index.removed)
                     born = restored.get(name, {}).get(key)
+                    if born is not None and len(born) != len(index.inserted):
+                        raise OptimizerError(f"the {key!r} that undo would give back to {name} is of another length")
                     if born is None:
                         clean = _clean_value(optimizer, groups[id(parameter)], key)
                         born = state[key].new_full((len(index.inserted),), clean)

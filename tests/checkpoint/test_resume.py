@@ -1,0 +1,255 @@
+"""gn.restore: training goes on bit for bit, and an object that does not fit leaves every object as it was."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import Adam, Optimizer, lr_scheduler
+from torch.optim.swa_utils import SWALR
+
+import grapnet as gn
+
+from .files import Objects, edited_net, objects_for, train
+from .referee import as_text, contents
+
+
+def edit(net: gn.GrapNet, objects: Objects, reason: str) -> None:
+    with net.edit(reason=reason, generator=objects["generator"]) as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=5))
+        edit.connect(edit.add_nodes(1, 2, owner=reason), net.layers[2][:3])
+        edit.freeze(net.layers[1][:1])
+
+
+def resumed(path: Any, net: gn.GrapNet, objects: Objects, **settings: Any) -> tuple[gn.GrapNet, Objects]:
+    """Saves everything, and returns it as another process would have it."""
+    gn.save(path, net, **settings, **objects)
+    loaded = gn.load(path)
+    fresh = objects_for(loaded)
+    assert gn.restore(path, **fresh) == {}
+    gn.attach(fresh["optimizer"], loaded)
+    return loaded, fresh
+
+
+def test_resumed_training_is_bit_identical(tmp_path):
+    ends = []
+    for interrupted in (False, True):
+        net = gn.GrapNet([8, 12, 6, 4], activation="tanh", generator=torch.Generator().manual_seed(1))
+        objects = objects_for(net)
+        gn.attach(objects["optimizer"], net)
+        losses = train(net, objects, 5)
+        edit(net, objects, "before")
+        losses += train(net, objects, 5)
+        if interrupted:
+            net, objects = resumed(tmp_path / "net", net, objects)
+        losses += train(net, objects, 5)
+        edit(net, objects, "after")
+        if interrupted:
+            net, objects = resumed(tmp_path / "net", net, objects)
+        losses += train(net, objects, 5)
+        ends.append((losses, contents(objects), as_text(dict(net.state_dict())), net.version, net.next_uid))
+    assert ends[0] == ends[1]
+
+
+def test_undo_after_resuming_brings_the_optimizer_state_back(tmp_path):
+    ends = []
+    for interrupted in (False, True):
+        net, objects = edited_net()
+        if interrupted:
+            net, objects = resumed(tmp_path / "net", net, objects, undo=True)
+        losses = []
+        for verb in [net.redo] + [net.undo] * 5 + [net.redo] * 3:
+            verb()
+            losses += train(net, objects, 1)
+        ends.append((losses, contents(objects), as_text(dict(net.state_dict())), net.version))
+    assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adadelta", "Rprop"])
+def test_every_optimizer_resumes(tmp_path, kind):
+    def make(net: gn.GrapNet) -> Optimizer:
+        other = torch.nn.Parameter(torch.ones(3))  # an optimizer may hold parameters beside the net's
+        settings = {"momentum": 0.9} if kind == "SGD" else {}
+        return getattr(torch.optim, kind)(
+            [{"params": net.parameters()}, {"params": [other], "lr": 0.3}], lr=0.1, **settings
+        )
+
+    def step(net: gn.GrapNet, optimizer: Optimizer) -> None:
+        (net(torch.ones(2, 4)).square().sum() + optimizer.param_groups[1]["params"][0].square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    net = gn.GrapNet([4, 3, 2])
+    optimizer = make(net)
+    step(net, optimizer)
+    other = optimizer.param_groups[1]["params"][0]
+    gn.save(tmp_path / "net", net, optimizer=optimizer, other=other)
+    loaded = gn.load(tmp_path / "net")
+    fresh = make(loaded)
+    with torch.no_grad():
+        fresh.param_groups[1]["params"][0].copy_(gn.restore(tmp_path / "net", optimizer=fresh)["other"])
+    step(net, optimizer)
+    step(loaded, fresh)
+    assert as_text(dict(loaded.state_dict())) == as_text(dict(net.state_dict()))
+    assert as_text(fresh.state_dict()) == as_text(optimizer.state_dict())
+
+
+SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=60),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=4, mode="exp_range", gamma=0.9),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], [4]),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], optimizer=o
+    ),
+    "SWALR": lambda o: SWALR(o, 0.01),
+}
+
+
+def rates(optimizer: Optimizer, scheduler: Any, first: int, last: int) -> list[tuple[float, float]]:
+    found = []
+    for n in range(first, last):
+        optimizer.step()
+        scheduler.step(*([1 + 0.01 * n] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        found += [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
+    return found
+
+
+def test_every_scheduler_of_torch_is_among_these():
+    kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)]
+    known = {kind.__name__ for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)}
+    assert known - {"LRScheduler", "_LRScheduler"} <= SCHEDULERS.keys()
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_every_scheduler_goes_on(tmp_path, kind):
+    net = gn.GrapNet([2, 2])
+    pairs = []
+    for _ in range(2):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        pairs.append((optimizer, SCHEDULERS[kind](optimizer)))
+    rates(*pairs[0], 0, 3)
+    gn.save(tmp_path / "net", net, optimizer=pairs[0][0], scheduler=pairs[0][1])
+    gn.restore(tmp_path / "net", optimizer=pairs[1][0], scheduler=pairs[1][1])
+    assert rates(*pairs[0], 3, 20) == rates(*pairs[1], 3, 20)
+
+
+def test_a_scheduler_that_holds_functions_is_named(tmp_path):
+    class Decay:
+        def __init__(self) -> None:
+            self.rule = lambda epoch: 0.9**epoch
+
+        def __call__(self, epoch: int) -> float:
+            return self.rule(epoch)
+
+    net = gn.GrapNet([2, 2])
+    scheduler = lr_scheduler.LambdaLR(Adam(net.parameters()), Decay())
+    with pytest.raises(
+        gn.CheckpointError, match=r"extras\.scheduler\['lr_lambdas'\]\[0\]\['rule'\]: .* not a function"
+    ):
+        gn.save(tmp_path / "net", net, scheduler=scheduler)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Reluctant:
+    """An object that takes its state over half-way and then raises."""
+
+    def __init__(self, *, refuses: bool) -> None:
+        self.first, self.second, self.refuses = torch.zeros(2), 0, refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"first": self.first, "second": self.second}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.first.copy_(state["first"])
+        if self.refuses and state["second"] == 5:
+            raise ValueError("not five")
+        self.second = state["second"]
+
+
+def other_shape(net: gn.GrapNet) -> Any:
+    return Adam(gn.GrapNet([6, 8, 5, 3]).parameters())
+
+
+MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception], str]] = {
+    "unknown name": (
+        lambda net: {"scheduled": objects_for(net)["scheduler"]},
+        gn.CheckpointError,
+        r"scheduled: not in .*notes",
+    ),
+    "wrong shapes": (lambda net: {"last": other_shape(net)}, gn.CheckpointError, r"extras\.last: .*shapes"),
+    "wrong class": (
+        lambda net: {"last": torch.optim.SGD(net.parameters(), lr=0.1)},
+        gn.CheckpointError,
+        r"extras\.last: was saved from a Adam, not from a SGD",
+    ),
+    "wrong kind": (lambda net: {"last": torch.Generator()}, gn.CheckpointError, r"extras\.last: was saved from a Adam"),
+    "plain data": (
+        lambda net: {"notes": objects_for(net)["optimizer"]},
+        gn.CheckpointError,
+        r"extras\.notes: .*plain data",
+    ),
+    "no object": (lambda net: {"last": 5}, TypeError, r"last= takes an object with load_state_dict\(\).* not a int"),
+    "refuses": (lambda net: {"memory": Reluctant(refuses=True)}, gn.CheckpointError, r"extras\.memory: .*not five"),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("first", [True, False])
+def test_what_does_not_fit_leaves_every_object_as_it_was(tmp_path, misfit, first):
+    net, objects = edited_net()
+    memory = Reluctant(refuses=False)
+    memory.second = 5
+    memory.first += 1
+    gn.save(tmp_path / "net", net, last=objects["optimizer"], memory=memory, notes={"a": 1}, **objects)
+    train(net, objects, 2)
+    before, slots = contents(objects), {id(t) for s in objects["optimizer"].state.values() for t in s.values()}
+    make, error, message = MISFITS[misfit]
+    other = make(net)
+    held = copy.deepcopy({name: value.state_dict() for name, value in other.items() if hasattr(value, "state_dict")})
+    with pytest.raises(error, match=message):
+        gn.restore(tmp_path / "net", **({**other, **objects} if first else {**objects, **other}))
+    assert contents(objects) == before
+    assert {id(t) for s in objects["optimizer"].state.values() for t in s.values()} == slots
+    for name, state in held.items():
+        assert as_text(other[name].state_dict()) == as_text(state)
+
+
+def rewired() -> tuple[gn.GrapNet, Objects]:
+    """Returns a net that was trained and then edited, and an optimizer that has not followed."""
+    net = gn.GrapNet.from_relations([3, 2], [([0, 1, 2], [0, 1, 0])])
+    objects = objects_for(net)
+    train(net, objects, 1)
+    with net.edit() as edit:  # as many relations as before, and not the same
+        edit.cut(net.layers[0][0].outgoing())
+        edit.connect(net.layers[0][0], net.layers[1][1])
+    return net, objects
+
+
+def test_an_optimizer_that_has_not_followed_is_not_saved(tmp_path):
+    net, objects = rewired()
+    with pytest.raises(gn.OptimizerError, match=r"gn\.attach"):
+        gn.save(tmp_path / "net", net, **objects)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_refused_restore_does_not_hide_that_an_optimizer_has_not_followed(tmp_path):
+    net, objects = rewired()
+    fresh, memory = objects_for(net), Reluctant(refuses=False)
+    memory.second = 5
+    gn.save(tmp_path / "net", net, **fresh, memory=memory)
+    with pytest.raises(gn.CheckpointError, match="not five"):
+        gn.restore(tmp_path / "net", **objects, memory=Reluctant(refuses=True))
+    with pytest.raises(gn.OptimizerError, match=r"gn\.attach"):
+        train(net, objects, 1)

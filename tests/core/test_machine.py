@@ -1,0 +1,38 @@
+"""Random programs of edits and training against the oracle, and proof that they notice an off-by-one."""
+
+import pytest
+from hypothesis import Phase
+
+import grapnet as gn
+from grapnet.core.remap import IndexMap
+from tests.machine import run_programs
+
+SHARDS, PROGRAMS = 10, 30  # 300 programs in all
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_random_programs_agree_with_the_oracle(shard):
+    run_programs(shard, PROGRAMS)
+
+
+def shift_positions(index, old):
+    """Finds survivors one place further once something was removed."""
+    found = new_positions(index, old)
+    return (found + 1).clamp(max=index.new_size - 1) if len(index.removed) else found
+
+
+def shift_values(index, old, born=0):
+    """Carries survivors one place further once something was removed."""
+    carried = carry(index, old, born)
+    return carried.roll(1, 0) if len(index.removed) else carried
+
+
+new_positions, carry = IndexMap.new_positions, IndexMap.carry
+BROKEN = {"new_positions": shift_positions, "carry": shift_values}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_machine_notices_an_off_by_one(name, monkeypatch):
+    monkeypatch.setattr(IndexMap, name, BROKEN[name])
+    with pytest.raises((AssertionError, IndexError, RuntimeError, gn.GrapNetError)):
+        run_programs(0, 100, phases=[Phase.generate])

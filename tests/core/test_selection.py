@@ -1,0 +1,260 @@
+"""Selections: node sets and relation sets, their set operations and rankings, and when they go stale."""
+
+import tracemalloc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+import grapnet as gn
+
+
+@pytest.fixture
+def net() -> gn.GrapNet:
+    """4 → 3 → 2, every weight its position and an owner on some nodes."""
+    net = gn.GrapNet([4, 3, 2], dtype=torch.float64)
+    for transition in (0, 1):
+        relations = net.layers[transition].outgoing()
+        relations.weights = torch.arange(len(relations))
+    with net.edit() as edit:
+        edit.set_owner(net.layers[0][1:3], "a")
+        edit.set_owner(net.layers[1][[0, 2]], "a")
+        edit.set_owner(net.layers[2][0], "b")
+    return net
+
+
+def pairs(relations: gn.RelationSet) -> list[tuple[int, int]]:
+    return list(zip(relations.parents.tolist(), relations.children.tolist(), strict=True))
+
+
+def test_select_by_layer_owner_and_condition(net: gn.GrapNet) -> None:
+    assert net.select().uids.tolist() == list(range(9))
+    assert net.select(layer=1).uids.tolist() == [4, 5, 6]
+    assert net.select(layer=-1).uids.tolist() == [7, 8]
+    assert net.select(layer=[2, 0, -1]).uids.tolist() == [0, 1, 2, 3, 7, 8]
+    assert net.select(owner="a").uids.tolist() == [1, 2, 4, 6]
+    assert net.select(layer=range(1, 3), owner="a").uids.tolist() == [4, 6]
+    assert net.select(owner=None).uids.tolist() == [0, 3, 5, 8]
+    assert len(net.select(owner="nobody")) == len(net.select(layer=[])) == 0
+    net.layers[1].biases = torch.tensor([1.0, -1.0, 2.0])
+    assert net.select(layer=1, where=lambda nodes: nodes.biases > 0).uids.tolist() == [4, 6]
+    assert net.select(layer=1, owner="a", where=lambda nodes: nodes.biases > 1).uids.tolist() == [6]
+    assert net.select(where=lambda nodes: nodes.uids % 4 == 0).uids.tolist() == [0, 4, 8]
+    with pytest.raises(ValueError, match=r"layers 0 to 2.*3"):
+        net.select(layer=3)
+    with pytest.raises(IndexError):
+        net.select(layer=1, where=lambda nodes: torch.ones(2, dtype=torch.bool))
+
+
+def test_node_set_operations(net: gn.GrapNet) -> None:
+    tagged, first = net.select(owner="a"), net.select(layer=[0, 1])[:5]
+    assert (tagged | first).uids.tolist() == [0, 1, 2, 3, 4, 6]
+    assert (tagged & first).uids.tolist() == [1, 2, 4]
+    assert (tagged - first).uids.tolist() == [6]
+    assert (first - first).uids.tolist() == []
+    assert (net.layers[1] & tagged).uids.tolist() == [4, 6]
+    with pytest.raises(ValueError, match="different graphs"):
+        _ = tagged | gn.GrapNet([2, 1]).select()
+
+
+def test_incoming_and_outgoing_of_nodes_and_sets(net: gn.GrapNet) -> None:
+    assert pairs(net.layers[1][1].incoming()) == [(0, 5), (1, 5), (2, 5), (3, 5)]
+    assert pairs(net.layers[1][1].outgoing()) == [(5, 7), (5, 8)]
+    assert pairs(net.layers[1].incoming(of=net.layers[0][1])) == [(1, 4), (1, 5), (1, 6)]
+    assert pairs(net.layers[0].outgoing(to=[4, 6])) == [(u, v) for u in range(4) for v in (4, 6)]
+    assert pairs(net.layers[0][2].outgoing(to=net.layers[1][0])) == [(2, 4)]
+    assert pairs(net.layers[0][2].outgoing(slots=[2, 0])) == [(2, 4), (2, 6)]
+    assert pairs(net.layers[0][2].outgoing(slots=-1)) == [(2, 6)]
+    assert pairs(net.layers[0][2].outgoing(slots=[])) == []
+    assert pairs(net.layers[1].incoming(of=[])) == []
+    assert pairs(net.select(layer=[1, 0])[3:5].outgoing()) == [(3, 4), (3, 5), (3, 6), (4, 7), (4, 8)]
+    assert len(net.layers[0].incoming()) == len(net.layers[2].outgoing()) == 0
+    assert len(net.select().outgoing()) == len(net.select().incoming()) == 18
+    assert pairs(net.layers[0][[2, 0]].outgoing()) == [(u, v) for u in (0, 2) for v in (4, 5, 6)]  # owner order
+    with pytest.raises(ValueError, match=r"owns 3 relations.*\[3\]"):
+        net.layers[0][2].outgoing(slots=[0, 3])
+    with pytest.raises(ValueError, match="not by both"):
+        net.layers[0][2].outgoing(to=net.layers[1], slots=[0])
+
+
+def test_naming_a_node_twice_names_its_relations_once(net: gn.GrapNet) -> None:
+    assert len(net.layers[0][[1, 1]].outgoing()) == 3
+    assert len(net.layers[1][[1, 1]].incoming()) == 4
+
+
+@pytest.mark.parametrize("slots", [[False, False, True], torch.tensor([False, False, True])], ids=["list", "tensor"])
+def test_a_bool_mask_over_slots_is_never_read_as_numbers(net: gn.GrapNet, slots: object) -> None:
+    try:
+        found = net.layers[0][2].outgoing(slots=slots)
+    except (TypeError, ValueError):
+        return
+    assert pairs(found) == [(2, 6)]
+
+
+def test_relation_set_operations_and_subsets(net: gn.GrapNet) -> None:
+    everything, down = net.select().outgoing(), net.layers[0][1].outgoing()
+    into = net.layers[1][0].incoming()
+    assert pairs(down & into) == [(1, 4)]
+    assert pairs(down | into) == [(0, 4), (1, 4), (1, 5), (1, 6), (2, 4), (3, 4)]
+    assert pairs(down - into) == [(1, 5), (1, 6)]
+    assert len(everything - down) == 15
+    assert len(down & net.layers[1].outgoing()) == 0
+    assert pairs(everything[11:13]) == [(3, 6), (4, 7)]
+    assert pairs(everything[[17, 0, 0]]) == [(0, 4), (6, 8)]
+    assert pairs(everything[everything.weights > 10]) == [(3, 6)]
+    assert pairs(down[-1]) == [(1, 6)]
+    assert pairs(down[[]]) == []
+    with pytest.raises(IndexError):
+        down[[3]]
+    with pytest.raises(IndexError, match="2 entries for 3"):
+        down[torch.tensor([True, False])]
+    with pytest.raises(ValueError, match="different graphs"):
+        _ = down | gn.GrapNet([2, 1]).select().outgoing()
+
+
+def test_weights_gradients_and_frozen_bits_line_up_across_transitions(net: gn.GrapNet) -> None:
+    some = net.layers[0][3].outgoing() | net.layers[1][0].outgoing()
+    assert some.weights.tolist() == [9, 10, 11, 0, 1]
+    with pytest.raises(gn.GrapNetError, match="backward"):
+        _ = some.gradients
+    (some.weights * torch.arange(5)).sum().backward()
+    assert some.gradients.tolist() == [0, 1, 2, 3, 4]
+    assert net.layers[0][:3].outgoing().gradients.abs().sum() == 0
+    with net.edit() as edit:
+        edit.freeze(some[[1, 4]])
+    some = net.layers[0][3].outgoing() | net.layers[1][0].outgoing()
+    assert some.frozen.tolist() == [False, True, False, False, True]
+    assert some.gradients.tolist() == [0, 0, 2, 3, 0]
+    assert some.weights.tolist() == [9, 10, 11, 0, 1]
+    some[[0, 2, 3]].weights = torch.tensor([1.0, 2.0, 3.0])
+    assert some.weights.tolist() == [1, 10, 2, 3, 1]
+
+
+def test_ranking_by_count_fraction_and_key(net: gn.GrapNet) -> None:
+    relations = net.layers[0].outgoing()
+    relations.weights = torch.tensor([3, -1, 2, -3, 1, -2, 3, 1, -1, 0, 2, -2])
+    assert relations.smallest(count=1).weights.tolist() == [0]
+    assert pairs(relations.smallest(count=3)) == [(0, 5), (1, 5), (3, 4)]  # 0 and the first two of four equals
+    assert pairs(relations.largest(count=2)) == [(0, 4), (1, 4)]  # the first two of three equals
+    assert pairs(relations.largest(count=4, key=relations.weights)) == [(0, 4), (0, 6), (2, 4), (3, 5)]
+    assert len(relations.smallest(fraction=0.25)) == 3
+    assert len(relations.smallest(fraction=0)) == len(relations.largest(count=0)) == 0
+    assert len(relations.smallest(fraction=1.0)) == len(relations.largest(count=99)) == 12
+    assert pairs(relations.smallest(count=1, key=torch.arange(12, 0, -1))) == [(3, 6)]
+    assert pairs(relations[3:6].smallest(count=2)) == [(1, 5), (1, 6)]
+    assert len(relations[:0].smallest(fraction=0.5)) == 0
+    everywhere = net.select().outgoing()
+    chosen = everywhere.largest(count=4)
+    assert pairs(chosen) == [(0, 4), (1, 4), (6, 7), (6, 8)]  # one ranking over both transitions: 3, -3, 4, 5
+    assert chosen.weights.tolist() == [3, -3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({}, "count= or fraction="),
+        ({"count": 1, "fraction": 0.5}, "count= or fraction="),
+        ({"fraction": 1.5}, "1.5"),
+        ({"fraction": -0.1}, "-0.1"),
+        ({"fraction": float("nan")}, "nan"),
+        ({"count": -1}, "-1"),
+        ({"count": 1, "key": torch.zeros(3)}, "3 entries for 12"),
+    ],
+)
+def test_a_ranking_that_makes_no_sense_is_refused(net: gn.GrapNet, arguments: dict, words: str) -> None:
+    for rank in (net.layers[0].outgoing().smallest, net.layers[0].outgoing().largest):
+        with pytest.raises(ValueError, match=words):
+            rank(**arguments)
+
+
+def test_nan_weights_never_make_a_ranking_shorter_in_silence(net: gn.GrapNet) -> None:
+    net.layers[0][0].W_alloc = torch.full((1, 3), float("nan"))
+    for rank in (net.layers[0].outgoing().smallest, net.layers[0].outgoing().largest):
+        for count in (1, 5, 9, 10, 12):
+            try:
+                found = rank(count=count)
+            except ValueError:
+                continue
+            assert len(found) == count
+
+
+def test_a_bool_key_ranks(net: gn.GrapNet) -> None:
+    relations = net.layers[0].outgoing()
+    assert relations.largest(count=1, key=relations.weights > 10.5).weights.tolist() == [11]
+
+
+@pytest.mark.parametrize("use", [lambda r: r.weights, lambda r: r.parents, lambda r: r[:1], lambda r: r | r])
+def test_a_relation_set_is_stale_once_relations_moved(net: gn.GrapNet, use: Callable[[gn.RelationSet], object]) -> None:
+    relations, untouched = net.layers[0].outgoing(), net.layers[1].outgoing()
+    with net.edit() as edit:
+        edit.cut(net.layers[0][0], slots=[0])
+    with pytest.raises(gn.StaleRelationsError, match=r"transition 0.*version 2.*select them again"):
+        use(relations)
+    use(untouched)
+    with pytest.raises(gn.StaleRelationsError), net.edit() as edit:
+        edit.cut(relations)
+    net.undo()
+    with pytest.raises(gn.StaleRelationsError):  # same positions, but never silently so
+        use(relations)
+
+
+def test_freezing_moves_no_relation(net: gn.GrapNet) -> None:
+    relations = net.layers[0].outgoing()
+    with net.edit() as edit:
+        edit.freeze(relations[:3])
+    assert relations.frozen.sum() == 3
+    assert relations.weights.tolist() == list(range(12))
+
+
+def test_after_a_trial_relation_sets_of_before_are_good_and_those_of_inside_are_not(net: gn.GrapNet) -> None:
+    before = net.layers[0].outgoing()[[0, 5]]
+    with net.edit(trial=True) as edit:
+        edit.cut(before)
+        edit.commit()
+        inside = net.layers[0].outgoing()[[0, 5]]
+        with pytest.raises(gn.StaleRelationsError):
+            _ = before.weights
+        assert inside.weights.tolist() == [1, 7]
+    assert before.weights.tolist() == [0, 5]
+    with pytest.raises(gn.StaleRelationsError):
+        _ = inside.weights
+
+
+def test_selecting_all_relations_makes_no_array_of_them() -> None:
+    net = gn.GrapNet([1000, 2000])
+    one_array = 4 * 2_000_000
+    assert allocated(lambda: net.layers[0].outgoing()) < one_array / 50
+    assert allocated(lambda: net.select(layer=0)[100:900].outgoing()) < one_array / 50
+    assert allocated(lambda: net.layers[0].outgoing().weights) < one_array / 50  # a view of the Parameter
+    assert allocated(lambda: net.layers[0].outgoing().weights.abs()) >= one_array  # the measure does see arrays
+    assert allocated(lambda: net.layers[1].incoming()) >= one_array
+
+
+class Allocations(TorchFunctionMode):
+    """Counts the bytes of every tensor an operation makes that is no view of what it got."""
+
+    total = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        self.total += sum(t.nbytes for t in made if t.untyped_storage().data_ptr() not in known)
+        return result
+
+
+def allocated(work: Callable[[], Tensor | gn.RelationSet]) -> int:
+    """Returns how many bytes torch and Python (numpy included) allocate in `work`."""
+    tracemalloc.start()
+    try:
+        with Allocations() as seen:
+            kept = work()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    del kept
+    return peak + seen.total

@@ -1,0 +1,230 @@
+"""Draws the operations of random edits, each asked of the library's edit and of the oracle's draft."""
+
+import copy
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine
+
+import grapnet as gn
+
+from .oracle import PHI, Draft, Oracle
+
+NAMES, OWNERS = sorted(PHI), [None, "a", "b"]
+WEIGHTS = st.floats(-1, 1, width=16)
+
+
+class Planned(Exception):
+    """Raised by a program inside an edit, or by a follower that refuses."""
+
+
+class Reluctant:
+    """A follower that stops every commit."""
+
+    def prepare(self, graph: Any, commit: Any) -> None:
+        raise Planned
+
+
+class Operations(RuleBasedStateMachine):
+    """What the programs draw from: nodes, relations, initialisations, legal and illegal operations."""
+
+    data: st.DataObject
+    net: gn.GrapNet
+    oracle: Oracle
+    default: list[str]  # the activation of each layer's newborn nodes
+
+    def draw(self, strategy: st.SearchStrategy) -> Any:
+        return self.data.draw(strategy)
+
+    def some(self, options: list, least: int = 1, most: int = 3) -> list:
+        """Draws some of the options, each at most once, in any order."""
+        if not options:
+            return []
+        least = min(least, len(options))
+        return self.draw(st.lists(st.sampled_from(options), min_size=least, max_size=most, unique=True))
+
+    def layer(self, first: int = 0, last: int = -1) -> int:
+        """Draws the number of a layer."""
+        return self.draw(st.integers(first, len(self.oracle.state.layers) + last))
+
+    def nodes(self, uids: list[int]) -> Any:
+        """Names nodes in one of the ways the library takes."""
+        forms = [uids, torch.tensor(uids, dtype=torch.int64)]
+        if not set(uids) - {node.uid for layer in self.oracle.state.layers for node in layer}:
+            forms.append([self.net.node(uid) for uid in uids])
+        return self.draw(st.sampled_from(forms))
+
+    def node_set(self, number: int, uids: list[int]) -> gn.NodeSet:
+        """Selects nodes of a layer."""
+        return self.net.select(layer=number, where=lambda nodes: torch.isin(nodes.uids, torch.tensor(uids).long()))
+
+    def values(self, size: int) -> tuple[Any, list]:
+        """Draws an initialisation of `size` coordinates: as the library takes it, and one for each."""
+        initial = self.draw(st.sampled_from(["linear", "alloc", "zero", "one", "given"]))
+        if initial == "one":
+            value = self.draw(WEIGHTS)
+            return value, [value] * size
+        if initial == "given":
+            given = self.draw(st.lists(WEIGHTS, min_size=size, max_size=size))
+            return torch.tensor(given, dtype=torch.float64), given
+        return initial, [initial] * size
+
+    def relations(self) -> tuple[gn.RelationSet, list]:
+        """Draws relations: as the library selects them, and as pairs."""
+        state, t = self.oracle.state, self.layer(last=-2)
+        pairs, outgoing = state.transition(t), self.net.layers[t].outgoing()
+        ways = ["positions", "frozen", "smallest", "largest", "outgoing", "incoming", "between"]
+        how = self.draw(st.sampled_from(ways))
+        if how in ("positions", "frozen"):
+            frozen = [k for k, pair in enumerate(pairs) if state.relations[pair].frozen]
+            places = self.some(frozen if how == "frozen" else list(range(len(pairs))), 1, 4)
+            chosen, found = [pairs[k] for k in sorted(places)], outgoing[places]
+        elif how in ("smallest", "largest"):
+            size, sign = self.draw(st.integers(0, 4)), 1 if how == "smallest" else -1
+            ranked = sorted(pairs, key=lambda pair: sign * abs(state.relations[pair].value))[:size]
+            chosen, found = [pair for pair in pairs if pair in ranked], getattr(outgoing, how)(count=size)
+        else:
+            parents = state.uids(t) if how == "incoming" else self.some(state.uids(t))
+            children = state.uids(t + 1) if how == "outgoing" else self.some(state.uids(t + 1))
+            chosen = [(p, c) for p, c in pairs if p in parents and c in children]
+            upper, lower = self.node_set(t, parents), self.node_set(t + 1, children)
+            found = {
+                "outgoing": lambda: upper.outgoing(),
+                "incoming": lambda: lower.incoming(),
+                "between": lambda: upper.outgoing(to=lower) & lower.incoming(of=upper),
+            }[how]()
+        assert list(zip(found.parents.tolist(), found.children.tolist(), strict=True)) == chosen
+        return found, chosen
+
+    def operations(self, edit: gn.Edit, draft: Draft, most: int = 5, *verbs: Any) -> None:
+        """Asks for some operations, of all verbs unless some are named."""
+        twice = [self.connect, self.cut, self.turn] * 2
+        verbs = verbs or (self.add, self.remove, self.orphans, self.name, *twice)
+        for verb in self.draw(st.lists(st.sampled_from(verbs), min_size=1, max_size=most)):
+            verb(edit, draft)
+
+    def present(self, draft: Draft, number: int) -> list[int]:
+        """Returns the nodes of a layer that an operation can name, those added in this edit included."""
+        born = [node.uid for n, node, _ in draft.added if n == number]
+        return [uid for uid in self.oracle.state.uids(number) + born if uid not in draft.removed]
+
+    def add(self, edit: gn.Edit, draft: Draft) -> None:
+        number = self.layer()
+        size = self.draw(st.sampled_from([1, 2, 1, 2, 1, 2, 0])) if len(self.present(draft, number)) < 8 else 0
+        kind = self.draw(st.sampled_from([None, *NAMES])) if number else None
+        owner, (bias, initials) = self.draw(st.sampled_from(OWNERS)), self.values(size)
+        place = number - self.draw(st.sampled_from([0, len(self.default)]))  # counted from either end
+        uids = edit.add_nodes(place, size, activation=kind, owner=owner, bias=bias).uids.tolist()
+        draft.add_nodes(number, uids, kind or self.default[number], owner, initials)
+
+    def remove(self, edit: gn.Edit, draft: Draft) -> None:
+        used, number = {uid for pair, _ in draft.connected for uid in pair}, self.layer()
+        uids = self.some([uid for uid in self.present(draft, number) if uid not in used], 1, 2)
+        edit.remove_nodes(self.nodes(uids), interface=number in (0, len(self.default) - 1))
+        draft.removed |= set(uids)
+
+    def connect(self, edit: gn.Edit, draft: Draft) -> None:
+        t, how = self.layer(last=-2), self.draw(st.sampled_from(["aligned", "all"]))
+        upper, lower = self.present(draft, t), self.present(draft, t + 1)
+        asked = {pair for pair, _ in draft.connected}
+        taken = asked | (self.oracle.state.relations.keys() - draft.cut)
+        if how == "aligned":
+            pairs = self.some([(p, c) for p in upper for c in lower if (p, c) not in taken], 0, 4)
+            parents, children = [p for p, _ in pairs], [c for _, c in pairs]
+        else:
+            parents, children = self.some(upper), self.some(lower)
+            pairs = [(p, c) for p in parents for c in children]
+            if asked & set(pairs):
+                return
+            if taken & set(pairs) and self.draw(st.integers(0, 3)):  # at 0 the edit must be refused
+                marks = [pair in pairs for pair in self.oracle.state.transition(t)]
+                edit.cut(self.net.layers[t].outgoing()[torch.tensor(marks)])
+                draft.cut |= self.oracle.state.relations.keys() & set(pairs)
+        weights, initials = self.values(len(pairs))
+        edit.connect(self.nodes(parents), self.nodes(children), pairs=how, weights=weights)
+        draft.connected += zip(pairs, initials, strict=True)
+
+    def cut(self, edit: gn.Edit, draft: Draft) -> None:
+        owners = sorted({parent for parent, _ in self.oracle.state.relations})
+        if owners and self.draw(st.booleans()):
+            node = self.net.node(self.draw(st.sampled_from(owners)))
+            owned = self.oracle.state.owned([node.uid])
+            slots = self.some(list(range(-len(owned), len(owned))))
+            edit.cut(node, slots=slots)
+            draft.cut |= {owned[slot] for slot in slots}
+        else:
+            found, pairs = self.relations()
+            edit.cut(found)
+            draft.cut |= set(pairs)
+
+    def turn(self, edit: gn.Edit, draft: Draft) -> None:
+        held = any(coordinate.frozen for coordinate in self.oracle.state.coordinates().values())
+        verb = self.draw(st.sampled_from(["freeze", "unfreeze"] if held else ["freeze"]))
+        if self.draw(st.booleans()):
+            found, keys = self.relations()
+            getattr(edit, verb)(found)
+        else:
+            uids = self.some([node.uid for layer in self.oracle.state.layers for node in layer], 1, 2)
+            left_out = self.some(["incoming", "outgoing", "bias"], 0, 2)
+            parts = {part: part not in left_out for part in ("incoming", "outgoing", "bias")}
+            getattr(edit, verb)(self.nodes(uids), **parts)
+            keys = draft.belonging(uids, **parts)
+        draft.turn(verb, keys)
+
+    def orphans(self, edit: gn.Edit, draft: Draft) -> None:
+        hidden, fold = list(range(1, len(self.default) - 1)), self.draw(st.booleans())
+        numbers = self.some(hidden) if self.draw(st.booleans()) else None
+        owners = {parent for parent, _ in self.oracle.state.relations}
+        bare = self.some([uid for number in hidden for uid in self.oracle.state.uids(number) if uid in owners], 1, 2)
+        for uid in bare:
+            edit.cut(self.net.node(uid).incoming())
+        draft.cut |= {pair for pair in self.oracle.state.relations if pair[1] in bare}
+        edit.remove_orphans(numbers, fold_bias=fold)
+        for number in hidden if numbers is None else numbers:
+            draft.orphans[number] = draft.orphans.get(number, False) or fold
+
+    def name(self, edit: gn.Edit, draft: Draft) -> None:
+        kind, first = self.draw(st.sampled_from([("activation", 1), ("owner", 0)]))  # sensory nodes do not activate
+        free = [uid for number in range(first, len(self.default)) for uid in self.present(draft, number)]
+        uids = self.some([uid for uid in free if (kind, uid) not in draft.names])
+        name = self.draw(st.sampled_from(NAMES if first else OWNERS))
+        getattr(edit, f"set_{kind}")(self.nodes(uids), name)
+        draft.name(kind, uids, name)
+
+    def illegal(self) -> Any:
+        """Draws an operation that must fail, at once or when the edit commits."""
+        net, state = self.net, self.oracle.state
+
+        def raise_planned(edit: gn.Edit) -> None:
+            raise Planned
+
+        found = [
+            raise_planned,
+            lambda edit: edit.add_nodes(len(net.layers), 1),
+            lambda edit: edit.add_nodes(1, 1, activation="none of these"),
+            lambda edit: edit.add_nodes(1, 2, bias=torch.ones(3)),
+            lambda edit: edit.freeze(edit.add_nodes(1, 1)),
+            lambda edit: edit.connect(edit.add_nodes(0, 1), edit.add_nodes(0, 1)),
+            lambda edit: edit.connect(edit.add_nodes(0, 2), edit.add_nodes(1, 3), pairs="aligned"),
+            lambda edit: edit.connect(edit.add_nodes(0, 2), edit.add_nodes(1, 3), weights=torch.ones(3, 2)),
+            lambda edit: edit.connect(edit.add_nodes(0, 1), edit.add_nodes(1, 1), weights=float("nan")),
+            lambda edit: edit.connect(edit.add_nodes(0, 1), edit.add_nodes(1, 1), weights="none of these"),
+            lambda edit: edit.connect([new := edit.add_nodes(0, 1), new], edit.add_nodes(1, 1)),
+            lambda edit: [edit.set_owner(new, name) for new in [edit.add_nodes(1, 1)] for name in "ab"],
+            lambda edit: edit.set_activation([10**6], "relu"),
+            lambda edit: edit.remove_orphans(0),
+            lambda edit: net.edit().__enter__(),
+            lambda edit: net.undo(),
+        ]
+        if len(net.layers[0]):
+            node = net.layers[0][0]
+            new = lambda edit: edit.connect(node, edit.add_nodes(1, 1))  # noqa: E731
+            found.append(lambda edit: edit.remove_nodes(node))
+            found.append(lambda edit: edit.cut(node, slots=[node.degree]))
+            found.append(lambda edit: (new(edit), edit.remove_nodes(node, interface=True)))
+        if state.relations:
+            parent, child = next(iter(state.relations))
+            found.append(lambda edit: edit.cut(copy.deepcopy(net).node(parent).outgoing()))
+            found.append(lambda edit: (edit.connect(parent, child), edit.connect(parent, child)))
+        return self.draw(st.sampled_from(found))

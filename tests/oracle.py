@@ -1,0 +1,299 @@
+"""A plain oracle of a graph: lists, dicts and dense float64 matrices, with nothing of grapnet in it."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, pairwise
+from math import sqrt
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PHI = {"identity": lambda z: z, "relu": torch.relu, "tanh": torch.tanh, "gelu": functional.gelu}
+Pair = tuple[int, int]  # uids of parent and child
+Key = Pair | int  # a relation, or the bias of the node with this uid
+Initial = str | float
+Shift = dict[int, tuple[float, float]]  # biases that an edit changes: value before and after
+_births = count()
+
+
+class Refused(Exception):
+    """The operations of an edit contradict each other or the graph."""
+
+
+@dataclass
+class Coordinate:
+    """A relation's weight or a node's bias; `birth` tells a newborn from the relation it replaces."""
+
+    value: float = 0.0
+    frozen: bool = False
+    grad: float = 0.0
+    moments: tuple[float, float] = (0.0, 0.0)  # Adam's exp_avg and exp_avg_sq
+    birth: int = field(default_factory=lambda: next(_births))
+
+    def turn(self, frozen: bool) -> None:
+        """Freezes or releases; the gradient and the moments go with what leaves the optimizer."""
+        if self.frozen != frozen:
+            self.frozen, self.grad, self.moments = frozen, 0.0, (0.0, 0.0)
+
+
+@dataclass
+class Node:
+    """A node; a sensory one has no bias."""
+
+    uid: int
+    activation: str
+    owner: str | None
+    bias: Coordinate | None
+
+
+@dataclass
+class State:
+    """A graph; the relations of one parent stand in the dict in the order of its slots."""
+
+    layers: list[list[Node]]
+    relations: dict[Pair, Coordinate]
+
+    def copy(self) -> "State":
+        """Returns an independent copy."""
+        layers = [[replace(n, bias=n.bias and replace(n.bias)) for n in layer] for layer in self.layers]
+        return State(layers, {pair: replace(relation) for pair, relation in self.relations.items()})
+
+    def uids(self, number: int) -> list[int]:
+        """Returns the nodes of a layer in row order."""
+        return [node.uid for node in self.layers[number]]
+
+    def owned(self, uids: Iterable[int]) -> list[Pair]:
+        """Returns the relations that nodes own, one owner after the other."""
+        return [pair for uid in uids for pair in self.relations if pair[0] == uid]
+
+    def transition(self, t: int) -> list[Pair]:
+        """Returns the relations from layer t to the next in owner order."""
+        return self.owned(self.uids(t))
+
+    def coordinates(self) -> dict[Key, Coordinate]:
+        """Returns every coordinate by its name."""
+        return {key: coordinate for vector in self.vectors() for key, coordinate in vector.items()}
+
+    def vectors(self) -> list[dict[Key, Coordinate]]:
+        """Returns the biases of every layer after the first, then the relations of every transition, in order."""
+        biases = [{node.uid: node.bias for node in layer} for layer in self.layers[1:]]
+        wires = [{pair: self.relations[pair] for pair in self.transition(t)} for t in range(len(self.layers) - 1)]
+        return biases + wires
+
+    def fan_in(self, uid: int) -> int:
+        """Returns how many parents a node has."""
+        return sum(child == uid for _, child in self.relations)
+
+    def drop(self, uids: Iterable[int]) -> None:
+        """Removes nodes with the relations at both their ends."""
+        gone = set(uids)
+        self.layers = [[node for node in layer if node.uid not in gone] for layer in self.layers]
+        self.relations = {pair: r for pair, r in self.relations.items() if not gone & set(pair)}
+
+    def outline(self, births: bool = True) -> object:
+        """Returns all but the values: what an edit can change; without births two graphs can be compared."""
+        layers = [[(n.uid, n.activation, n.owner, n.bias and n.bias.frozen) for n in layer] for layer in self.layers]
+        vectors = [[(key, births and c.birth, c.frozen) for key, c in v.items()] for v in self.vectors()]
+        return layers, vectors
+
+    def evaluate(self, x: Tensor, loss) -> tuple[Tensor, dict[Key, float]]:
+        """Returns the output for x and the gradient of loss(output) for every coordinate, by dense matrices."""
+        h, leaves = x, []
+        for upper, lower in pairwise(self.layers):
+            cells = [[self.relations.get((i.uid, j.uid)) for j in lower] for i in upper]  # A_ij = w_ij, or 0
+            values = [[0.0 if cell is None else cell.value for cell in row] for row in cells]
+            matrix = torch.tensor(values, dtype=x.dtype).reshape(len(upper), len(lower)).requires_grad_()
+            bias = torch.tensor([j.bias.value for j in lower], dtype=x.dtype, requires_grad=True)
+            z = h @ matrix + bias
+            h = torch.stack([PHI[j.activation](z[:, n]) for n, j in enumerate(lower)], 1) if lower else z
+            leaves += [matrix, bias]
+        found = [gradient.tolist() for gradient in torch.autograd.grad(loss(h), leaves)]
+        gradients: dict[Key, float] = {}
+        for t, (matrix, bias) in enumerate(zip(found[::2], found[1::2], strict=True)):
+            upper, lower = self.uids(t), self.uids(t + 1)
+            gradients |= dict(zip(lower, bias, strict=True))
+            gradients |= {(p, c): matrix[upper.index(p)][lower.index(c)] for p, c in self.transition(t)}
+        return h.detach(), gradients
+
+
+class Draft:
+    """What one edit asks for; every name in it means the graph as it was when the edit began."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.added: list[tuple[int, Node, Initial]] = []
+        self.removed: set[int] = set()
+        self.connected: list[tuple[Pair, Initial]] = []
+        self.cut: set[Pair] = set()
+        self.frozen: set[Key] = set()
+        self.thawed: set[Key] = set()
+        self.names: dict[tuple[str, int], set[str | None]] = {}
+        self.orphans: dict[int, bool] = {}
+        self.bounds: dict[Key, tuple[float, float]] = {}  # newborn -> least and greatest value; filled by resolve
+        self.shift: Shift = {}  # filled by resolve
+
+    def add_nodes(
+        self, number: int, uids: Sequence[int], activation: str, owner: str | None, bias: Sequence[Initial]
+    ) -> None:
+        """Adds nodes at the end of a layer."""
+        for uid, initial in zip(uids, bias, strict=True):
+            self.added.append((number, Node(uid, activation, owner, Coordinate() if number else None), initial))
+
+    def turn(self, verb: str, keys: Iterable[Key]) -> None:
+        """Freezes or unfreezes coordinates."""
+        (self.frozen if verb == "freeze" else self.thawed).update(keys)
+
+    def belonging(self, uids: Iterable[int], incoming: bool, outgoing: bool, bias: bool) -> set[Key]:
+        """Returns the coordinates that belong to nodes."""
+        uids = set(uids)
+        keys: set[Key] = {p for p in self.state.relations if (outgoing and p[0] in uids) or (incoming and p[1] in uids)}
+        return keys | {key for key in self.state.coordinates() if bias and key in uids}
+
+    def name(self, kind: str, uids: Iterable[int], name: str | None) -> None:
+        """Sets the "activation" or the "owner" of nodes."""
+        for uid in uids:
+            self.names.setdefault((kind, uid), set()).add(name)
+
+    def resolve(self) -> State:
+        """Returns the graph after the edit; raises Refused when it is illegal."""
+        pairs = [pair for pair, _ in self.connected]
+        if any(self.removed & set(pair) for pair in pairs):
+            raise Refused("connects a node that it removes")
+        if len(set(pairs)) < len(pairs) or any(len(names) > 1 for names in self.names.values()):
+            raise Refused("asks twice for a relation, or for two names")
+        after = self.state.copy()
+        for number, node, _ in self.added:
+            after.layers[number].append(replace(node, bias=node.bias and replace(node.bias)))
+        after.relations = {pair: r for pair, r in after.relations.items() if pair not in self.cut}
+        after.drop(self.removed)
+        left: dict[int, float] = {}  # what orphans leave to biases
+        for number in range(len(after.layers)):
+            if number in self.orphans:
+                gone = [node for node in after.layers[number] if after.fan_in(node.uid) == 0]
+                if self.orphans[number]:
+                    self._fold(gone, left)
+                after.drop(node.uid for node in gone)
+            for pair in pairs:
+                if pair[0] in after.uids(number):
+                    if pair in after.relations:
+                        raise Refused("the relation exists")
+                    after.relations[pair] = Coordinate()
+        self._turn(after)
+        self._shift(after, left)
+        for node in (node for layer in after.layers for node in layer):
+            for kind in ("activation", "owner"):
+                for name in self.names.get((kind, node.uid), ()):
+                    setattr(node, kind, name)
+        self._bound(after)
+        return after
+
+    def _fold(self, gone: list[Node], left: dict[int, float]) -> None:
+        present = self.state.coordinates()
+        for node in gone:
+            if node.uid in present:
+                bias = torch.tensor(node.bias.value + left.get(node.uid, 0.0), dtype=torch.float64)
+                constant = PHI[node.activation](bias).item()
+                for pair in self.state.owned([node.uid]):
+                    if pair not in self.cut:
+                        left[pair[1]] = left.get(pair[1], 0.0) + constant * present[pair].value
+
+    def _turn(self, after: State) -> None:
+        before = self.state.coordinates()
+        for key, coordinate in after.coordinates().items():
+            if key in before and before[key].birth == coordinate.birth:
+                coordinate.turn(key in self.frozen or (coordinate.frozen and key not in self.thawed))
+
+    def _shift(self, after: State, left: dict[int, float]) -> None:
+        self.shift = {}
+        coordinates, before = after.coordinates(), self.state.coordinates()
+        for uid, amount in left.items():
+            if uid in coordinates and amount != 0:
+                bias = coordinates[uid]
+                if bias.frozen or before[uid].frozen:
+                    raise Refused("folds into a frozen bias")
+                self.shift[uid] = bias.value, bias.value + amount
+                bias.value += amount
+
+    def _bound(self, after: State) -> None:
+        asked = dict(self.connected) | {node.uid: initial for number, node, initial in self.added if number}
+        before, self.bounds = self.state.coordinates(), {}
+        born = {k: c for k, c in after.coordinates().items() if k not in before or before[k].birth != c.birth}
+        for key in born:
+            initial, size = asked[key], 0
+            if initial == "linear":
+                size = after.fan_in(key if isinstance(key, int) else key[1])
+            elif initial == "alloc" and not isinstance(key, int):
+                size = sum(not isinstance(other, int) and other[0] == key[0] for other in born)
+            bound = 1 / sqrt(size) if size else 0.0
+            self.bounds[key] = (-bound, bound) if isinstance(initial, str) else (initial, initial)
+
+
+class Oracle:
+    """A graph with its version, its way back, and Adam's step counts."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.limit = 16
+        self.version = 0
+        self.undoable: list[tuple[State, Shift]] = []
+        self.redoable: list[tuple[State, Shift]] = []
+        self.steps = [0] * len(state.vectors())
+
+    def commit(self, after: State, shift: Shift) -> bool:
+        """Makes `after` the present graph; says whether that changes anything."""
+        if after.outline() == self.state.outline():
+            return False
+        self.undoable = [*self.undoable, (self.state, shift)][-self.limit :]
+        self.redoable = []
+        self.state, self.version = after, self.version + 1
+        return True
+
+    def undo(self) -> None:
+        """Takes the last commit back."""
+        self._reverse(self.undoable, self.redoable)
+
+    def redo(self) -> None:
+        """Takes the last undo back."""
+        self._reverse(self.redoable, self.undoable)
+
+    def _reverse(self, stack: list, other: list) -> None:
+        """Brings an earlier graph back: survivors go on as they are, the others return as they were when they left."""
+        (earlier, shift), current = stack.pop(), self.state.coordinates()
+        self.state, left = earlier.copy(), self.state
+        for key, coordinate in self.state.coordinates().items():
+            alive, (before, after) = current.get(key), shift.get(key, (0.0, 0.0))
+            survives = alive is not None and alive.birth == coordinate.birth
+            if survives:
+                returns = key in shift and alive.value == after
+                coordinate.value = before if returns else alive.value + (before - after)
+            stays = survives and alive.frozen == coordinate.frozen  # in the optimizer, or out of it
+            coordinate.grad = alive.grad if stays else 0.0
+            coordinate.moments = alive.moments if stays else coordinate.moments
+        other.append((left, {uid: (after, before) for uid, (before, after) in shift.items()}))
+        self.version += 1
+
+    def descend(self, rate: float) -> None:
+        """Makes a step of plain gradient descent."""
+        for vector in self.state.vectors():
+            for coordinate in vector.values():
+                coordinate.value -= 0.0 if coordinate.frozen else rate * coordinate.grad
+
+    def adam(self, rate: float) -> None:
+        """Makes a step of Adam (Kingma and Ba, with torch's usual settings)."""
+        for number, vector in enumerate(self.state.vectors()):
+            self.steps[number] += 1
+            slow, fast = 1 - 0.999 ** self.steps[number], 1 - 0.9 ** self.steps[number]
+            for c in vector.values():
+                if not c.frozen:
+                    m, v = 0.9 * c.moments[0] + 0.1 * c.grad, 0.999 * c.moments[1] + 0.001 * c.grad**2
+                    c.moments = m, v
+                    c.value -= rate / fast * m / (sqrt(v) / sqrt(slow) + 1e-8)
+
+    def forget_moments(self, *, current: bool = True) -> None:
+        """Drops Adam's state of what undo would bring back and, unless told otherwise, of what is there."""
+        if current:
+            self.steps = [0] * len(self.steps)
+        for state in [self.state] * current + [s for s, _ in self.undoable + self.redoable]:
+            for coordinate in state.coordinates().values():
+                coordinate.moments = (0.0, 0.0)

@@ -1,0 +1,135 @@
+"""The import rule: core ← execution ← network ← {learning, rules}, and nothing optional comes with `import grapnet`."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import grapnet
+
+PACKAGE = Path(__file__).parent.parent / "grapnet"
+MAY_IMPORT = {
+    "core": {"core"},
+    "execution": {"core", "execution"},
+    "network": {"core", "execution", "network"},
+    "learning": {"core", "execution", "network", "learning"},
+    "rules": {"core", "execution", "network", "rules"},
+}
+OUTSIDE = {"torch", "numpy"}
+PROGRAMS = ("studies", "integrations", "benchmarks", "examples")
+OPTIONAL = ("sklearn", "scipy", "matplotlib", "pytest", "hypothesis", "pandas", "transformers", "lightning")
+
+
+def imports(source: str, module: str) -> set[str]:
+    """Returns the absolute names of every module a file imports, wherever in the file it does."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = module.split(".")[: -node.level] if node.level else []
+            name = ".".join([*base, *([node.module] if node.module else [])])
+            found |= (
+                {f"{name}.{alias.name}" for alias in node.names} if name == "grapnet" or not node.module else {name}
+            )
+    return found
+
+
+def violations(source: str, module: str) -> list[str]:
+    """Returns what a module of the package imports and should not."""
+    part = module.split(".")[1]
+    if part not in MAY_IMPORT:
+        return []
+    wrong = []
+    for name in sorted(imports(source, module)):
+        top, *rest = name.split(".")
+        inside = top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part]
+        if not inside and top not in OUTSIDE and top not in sys.stdlib_module_names:
+            wrong.append(f"{module} imports {name}")
+    return wrong
+
+
+def modules() -> list[tuple[str, Path]]:
+    paths = sorted(PACKAGE.rglob("*.py"))
+    return [(".".join(["grapnet", *path.relative_to(PACKAGE).with_suffix("").parts]), path) for path in paths]
+
+
+def test_every_module_imports_only_what_lies_below_it() -> None:
+    assert {name.split(".")[1] for name, _ in modules()} >= {"core", "execution", "network", "learning"}
+    wrong = [line for name, path in modules() for line in violations(path.read_text(), name)]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "named"),
+    [
+        ("grapnet.core.edit", "from grapnet.execution.plan import Plan", "grapnet.execution.plan"),
+        ("grapnet.core.edit", "from ..execution import plan", "grapnet.execution"),
+        ("grapnet.core.edit", "from .. import network", "grapnet.network"),
+        ("grapnet.core.edit", "import grapnet", "grapnet"),
+        ("grapnet.core.edit", "def f():\n    import scipy.sparse", "scipy.sparse"),
+        (
+            "grapnet.core.edit",
+            "if TYPE_CHECKING:\n    from grapnet.learning.optim import attach",
+            "grapnet.learning.optim",
+        ),
+        ("grapnet.execution.dense", "from grapnet import GrapNet", "grapnet.GrapNet"),
+        ("grapnet.execution.dense", "from ..network import GrapNet", "grapnet.network"),
+        ("grapnet.learning.replay", "from grapnet.rules.grow import Grow", "grapnet.rules.grow"),
+        ("grapnet.rules.grow", "from ..learning import optim", "grapnet.learning"),
+        ("grapnet.network", "from .learning.optim import attach", "grapnet.learning.optim"),
+    ],
+)
+def test_a_wrong_import_would_be_found(module: str, source: str, named: str) -> None:
+    assert violations(source, module) == [f"{module} imports {named}"]
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("grapnet.core.edit", "import torch\nfrom .errors import EditError\nimport numpy as np\nimport weakref"),
+        ("grapnet.execution.plan", "from grapnet.core.relations import Topology\nfrom .reference import walk"),
+        ("grapnet.network", "from .core.graph import Graph\nfrom .execution.manager import Execution"),
+        ("grapnet.learning.optim", "from grapnet.core.graph import Graph\nfrom grapnet.network import GrapNet"),
+        ("grapnet.checkpoint.graph", "from grapnet.network import GrapNet\nfrom grapnet.learning.optim import attach"),
+    ],
+)
+def test_a_right_import_is_not(module: str, source: str) -> None:
+    assert violations(source, module) == []
+
+
+def private(source: str, folder: str) -> list[str]:
+    """Returns what a program imports from inside the package, other than public names and its own folder."""
+    found = imports(source, f"grapnet.{folder}.program")
+    inside = [name.split(".")[1] for name in found if name.startswith("grapnet.")]
+    return sorted({name for name in inside if name != folder and (name in MAY_IMPORT or not hasattr(grapnet, name))})
+
+
+@pytest.mark.parametrize("folder", PROGRAMS)
+def test_programs_use_public_names_only(folder: str) -> None:
+    paths = [*(PACKAGE / folder).rglob("*.py"), *(PACKAGE.parent / folder).rglob("*.py")]
+    assert {path: wrong for path in paths if (wrong := private(path.read_text(), folder))} == {}
+    assert (
+        private("import grapnet as gn\nfrom grapnet import GrapNet, attach\nfrom .timing import median", folder) == []
+    )
+    assert private("from grapnet.core.graph import Graph\nfrom grapnet import network", folder) == ["core", "network"]
+
+
+def test_importing_grapnet_imports_nothing_optional() -> None:
+    program = "import sys, grapnet; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    loaded = set(done.stdout.split())
+    assert {"grapnet", "torch", "numpy", "safetensors"} <= loaded
+    assert loaded & set(OPTIONAL) == set()
+
+
+def test_importing_grapnet_is_quiet_and_keeps_global_state() -> None:
+    program = (
+        "import torch, random; torch.manual_seed(0); a = torch.get_rng_state(); t = torch.get_num_threads(); "
+        "d = torch.get_default_dtype(); import grapnet; assert torch.equal(a, torch.get_rng_state()); "
+        "assert (t, d) == (torch.get_num_threads(), torch.get_default_dtype())"
+    )
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
