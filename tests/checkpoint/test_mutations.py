@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 COUNT = 2000
-pytestmark = pytest.mark.timeout(900)  # a minute of work, on however busy a machine
-pytestmark = pytest.mark.xdist_group("mutations")  # one worker, so that the referee runs once
+pytestmark = [
+    pytest.mark.xdist_group("mutations"),  # one worker, so that the referee runs once
+    pytest.mark.timeout(1200),  # less than a minute of work, on however busy a machine
+]
 
 
 @pytest.fixture(scope="module")
