@@ -185,10 +185,13 @@ class TransitionDraft:
         self, upper: LayerDraft, lower: LayerDraft, requests: Requests, generator: torch.Generator | None
     ) -> TransitionChange:
         topology, device = self.topology, self.topology.child.device
-        kept = flatnonzero(self.kept).long()
-        parents = upper.new_rows(self.parents[kept]).to(device)
-        order = parents.argsort(stable=True)
-        parents = parents[order]
+        born = flatnonzero(self.kept)
+        rows = upper.new_rows(self.parents)
+        if bool((rows[1:] < rows[:-1]).any()):
+            born = born[rows.index_select(0, born).argsort(stable=True)]
+        elif len(born) == len(rows):
+            born = None  # all of them, in the order they were asked for
+        parents = _picked(rows, born).to(device)
         gains = torch.bincount(parents, minlength=upper.n_present + len(upper.uids))  # relations each new row gains
         surviving = topology.degrees_without(self.cuts)
         degrees = upper.present_values(surviving)
@@ -200,8 +203,7 @@ class TransitionDraft:
         size = topology.n_relations - len(self.cuts) + len(inserted)
         require_countable(size, f"transition {self.t}", EditError)
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
-        values = self._drawn(gains, upper, generator)[kept.to(device)][order]
-        born = kept[order.cpu()]
+        values = _picked(self._drawn(gains, upper, generator), born)
         losses = topology.degrees.long() - surviving
         gone = Pairs(
             upper.layer.uid.int().repeat_interleave(losses.cpu()),
@@ -219,7 +221,10 @@ class TransitionDraft:
         )
         return TransitionChange(
             index,
-            born=Pairs(upper.uids[self.parents[born].long()].int(), lower.uids[self.children[born].long()].int()),
+            born=Pairs(
+                upper.uids.int().index_select(0, _picked(self.parents, born)),
+                lower.uids.int().index_select(0, _picked(self.children, born)),
+            ),
             gone=gone,
             weights=weights,
         )
@@ -274,6 +279,11 @@ class TransitionDraft:
             f"the relation from node {int(upper.uids[parent])} (layer {upper.number}) to node {int(lower.uids[child])} "
             f"(layer {lower.number}) {why}"
         )
+
+
+def _picked(vector: Tensor, places: Tensor | None) -> Tensor:
+    """Returns the entries at `places`, or the vector itself when that is all of them in order."""
+    return vector if places is None else vector.index_select(0, places.to(vector.device))
 
 
 def union(parts: list[Tensor], device: torch.device) -> Tensor:

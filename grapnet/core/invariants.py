@@ -81,6 +81,7 @@ def _check_coordinates(store: Coordinates, size: int, where: str) -> None:
         f"{where}: {len(store.frozen_values)} frozen values for {len(held)} positions",
     )
     _require(store.size == size, f"{where}: {store.size} coordinates where there should be {size}")
+    _require(store.is_assembled_in_order(), f"{where}: frozen values would be put back in other places")
     gradient = store.parameter.grad
     _require(gradient is None or gradient.shape == store.parameter.shape, f"{where}: the gradient has another shape")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from .errors import FrozenError, StaleTopologyError
-from .remap import IndexMap, contains, empty_positions
+from .remap import IndexMap, contains, empty_positions, flatnonzero
 from .vector import PreparedVector, VectorChange, prepare_vector
 
 
@@ -62,6 +62,18 @@ class Coordinates(nn.Module):
         if self._order is None:
             return trainable
         return torch.cat([trainable, self.frozen_values.view(-1)]).index_select(0, self._order)
+
+    def is_assembled_in_order(self) -> bool:
+        """Says whether `values()` puts every frozen coordinate where it belongs."""
+        if self._order is None or len(self.frozen_at) == 0:
+            return self._order is None and len(self.frozen_at) == 0
+        free, held = len(self.parameter), self._order >= len(self.parameter)
+        ranks = torch.arange(max(free, len(self.frozen_at)), device=held.device)
+        return (
+            torch.equal(flatnonzero(held), self.frozen_at)
+            and torch.equal(self._order[held].long() - free, ranks[: len(self.frozen_at)])
+            and torch.equal(self._order[~held].long(), ranks[:free])
+        )
 
     def read(self, positions: Tensor) -> Tensor:
         """Returns the coordinates at `positions`, live and differentiable."""
