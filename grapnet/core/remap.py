@@ -72,10 +72,12 @@ class IndexMap:
             return old
         newborn = old.new_empty((len(self.inserted), *old.shape[1:]))
         newborn[:] = born
+        if len(self.removed) == self.old_size:
+            return newborn
         runs = self._runs()
         if runs is not None:
             pieces = (*old.split(runs.old_lengths), *newborn.split(runs.born_lengths))
-            return torch.cat([pieces[n] for n in runs.order] or [newborn], out=room(old, self.new_size))
+            return torch.cat([pieces[n] for n in runs.order], out=room(old, self.new_size))
         new = room(old, self.new_size)
         single = old.numel() == self.old_size  # [n] or [n, 1]: a flat gather is four times faster
         flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)
