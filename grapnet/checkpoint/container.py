@@ -65,16 +65,19 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
     if not path.is_file():
         raise CheckpointError(f"container: {str(path)!r} is not a file")
-    path.open("rb").close()  # raises what the system says when it may not be read
-    try:
-        with safe_open(os.fspath(path), framework="pt") as file:
-            metadata = file.metadata() or {}
-            # the container hands out views of the mapped file, which change with it; a copy is ours alone
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (no mapping)
-    except Exception as error:  # whatever the parser trips over
-        raise CheckpointError(
-            f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
-        ) from error
+    with path.open("rb") as handle:  # raises what the system says when it may not be read
+        # The container opens its file by name twice, and a save may rename another file into place in between; the open
+        # handle's own name stays with one file.
+        name = f"/dev/fd/{handle.fileno()}" if os.path.exists("/dev/fd") else os.fspath(path)
+        try:
+            with safe_open(name, framework="pt") as file:
+                metadata = file.metadata() or {}
+                # the container hands out views of the mapped file, which change with it; a copy is ours alone
+                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
+        except Exception as error:  # whatever the parser trips over
+            raise CheckpointError(
+                f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
+            ) from error
     if "grapnet" not in metadata or "sha256" not in metadata:
         raise CheckpointError("metadata: this safetensors file was not written by gn.save")
     if digest(metadata["grapnet"], tensors) != metadata["sha256"]:
