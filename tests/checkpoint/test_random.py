@@ -2,6 +2,7 @@
 
 import copy
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -56,15 +57,13 @@ def random_net(rng: random.Random) -> gn.GrapNet:
     if rng.random() < 0.3:
         net.journal.undo_limit = rng.randint(0, 4)
     for _ in range(rng.randint(1, 20)):
-        try:
+        with suppress(gn.EditError, gn.HistoryError):  # operations that exclude each other; nothing left to undo
             if rng.random() < 0.65:
                 with net.edit(reason=f"{rng.random():.3f}") as edit:
                     for _ in range(rng.randint(1, 3)):
                         operate(net, edit, rng)
             else:
                 rng.choice([net.undo, net.undo, net.redo])()
-        except (gn.EditError, gn.HistoryError):
-            pass  # operations that exclude each other; nothing left to undo
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(torch.randn_like(parameter))
