@@ -10,7 +10,6 @@ from grapnet.core.errors import CheckpointError
 from grapnet.core.labels import Labels
 
 LARGEST = 2**53
-LARGEST_UID = 2**31 - 1
 
 
 class Fields:

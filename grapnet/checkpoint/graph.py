@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from grapnet.core.activation import ACTIVATIONS
+from grapnet.core.edit import LARGEST_UID
 from grapnet.core.errors import CheckpointError, InvariantError
 from grapnet.core.invariants import check, check_wiring
 from grapnet.core.layer import Layer
@@ -13,7 +14,7 @@ from grapnet.core.relations import Topology, Transition
 from grapnet.core.values import Coordinates
 from grapnet.network import GrapNet
 
-from .fields import LARGEST_UID, Fields, entry, names, number
+from .fields import Fields, entry, names, number
 
 _FLOATS = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
 

@@ -150,9 +150,3 @@ class Change:
             "relations_removed": sum(len(c.gone) for c in transitions),
             "coordinates_turned": sum(map(len, turned)),
         }
-
-
-def no_nodes() -> NodeRecord:
-    """Returns the record of no nodes."""
-    none = Labels(torch.empty(0, dtype=torch.int32, device="cpu"), (None,))
-    return NodeRecord(torch.empty(0, dtype=torch.int64, device="cpu"), none, none)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .journal import Commit
     from .node import GrapNode
 
-_LARGEST_UID = 2**31 - 1
+LARGEST_UID = 2**31 - 1
 
 
 class Edit:
@@ -81,8 +81,8 @@ class Edit:
         checked_activation(activation)
         checked_owner(owner)
         initial = checked_initial(bias if isinstance(bias, str) else as_tensor(bias), count, "biases")
-        if self._next_uid + count > _LARGEST_UID:
-            raise EditError(f"a graph names at most {_LARGEST_UID:,} nodes in its life")
+        if self._next_uid + count > LARGEST_UID:
+            raise EditError(f"a graph names at most {LARGEST_UID:,} nodes in its life")
         count = int(count)
         uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")
         self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
@@ -129,11 +129,11 @@ class Edit:
             raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')
         upper, parent_rows = self._one_layer(parents, "parents")
         lower, child_rows = self._one_layer(children, "children")
+        if pairs == "aligned" and len(parent_rows) != len(child_rows):
+            raise EditError(
+                f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
+            )
         if len(parent_rows) == 0 or len(child_rows) == 0:
-            if pairs == "aligned" and len(parent_rows) != len(child_rows):
-                raise EditError(
-                    f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
-                )
             return
         if lower != upper + 1:
             raise EditError(f"a relation leads from a layer to the next one, not from layer {upper} to layer {lower}")
@@ -146,10 +146,6 @@ class Edit:
             if isinstance(weights, Tensor) and weights.dim() == 2 and tuple(weights.shape) != shape:
                 raise EditError(f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}")
             parent_rows, child_rows = parent_rows.repeat_interleave(shape[1]), child_rows.repeat(shape[0])
-        elif len(parent_rows) != len(child_rows):
-            raise EditError(
-                f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
-            )
         initial = checked_initial(weights, len(parent_rows), "relations")
         given = weights if isinstance(weights, str) else "given"
         self._note("connect", transition=upper, relations=len(parent_rows), weights=given)

@@ -40,19 +40,10 @@ class Physical:
         _train_once(self.net, self.optimizer)
 
     def sizes(self) -> dict[str, int]:
-        weight, state = self.net.transitions[0].weight, self.net.state_dict()
         gn.save(self.path, self.net)
-        with safe_open(self.path, framework="pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return {
-            "parameter": weight.numel(),
-            "gradient": weight.grad.numel(),
-            "optimizer": self.optimizer.state[weight]["exp_avg"].numel(),
-            "state weights": state["transitions.0.weight"].numel(),
-            "state references": state["transitions.0.child"].numel(),
-            "file weights": stored["transitions.0.weight"].numel(),
-            "file references": stored["transitions.0.child"].numel(),
-        }
+        state = self.net.state_dict()
+        names = ("transitions.0.weight", "transitions.0.child")
+        return _sizes(self.net.transitions[0].weight, self.optimizer, state, self.path, names)
 
     def others(self) -> list[Any]:
         nodes = [node for node in self.net.layers[0] if node.row != OWNER]
@@ -61,6 +52,27 @@ class Physical:
     def cut(self) -> None:
         with self.net.edit(reason="cut") as edit:
             edit.cut(self.net.layers[0][OWNER], slots=SLOTS)
+
+
+def _sizes(
+    weight: nn.Parameter,
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    path: Path,
+    names: tuple[str, str],
+) -> dict[str, int]:
+    """Returns how many numbers each place holds; `names` are those of the weights and of the references."""
+    with safe_open(path, framework="pt") as file:
+        stored = {name: file.get_tensor(name) for name in names}
+    return {
+        "parameter": weight.numel(),
+        "gradient": weight.grad.numel(),
+        "optimizer": optimizer.state[weight]["exp_avg"].numel(),
+        "state weights": state[names[0]].numel(),
+        "state references": state[names[1]].numel(),
+        "file weights": stored[names[0]].numel(),
+        "file references": stored[names[1]].numel(),
+    }
 
 
 class Masked:
@@ -74,19 +86,8 @@ class Masked:
         _train_once(lambda x: x @ (self.linear.weight * self.linear.mask).T + self.linear.bias, self.optimizer)
 
     def sizes(self) -> dict[str, int]:
-        weight, state = self.linear.weight, self.linear.state_dict()
-        save_file(state, self.path)
-        with safe_open(self.path, framework="pt") as file:
-            stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
-        return {
-            "parameter": weight.numel(),
-            "gradient": weight.grad.numel(),
-            "optimizer": self.optimizer.state[weight]["exp_avg"].numel(),
-            "state weights": state["weight"].numel(),
-            "state references": state["mask"].numel(),
-            "file weights": stored["weight"].numel(),
-            "file references": stored["mask"].numel(),
-        }
+        save_file(self.linear.state_dict(), self.path)
+        return _sizes(self.linear.weight, self.optimizer, self.linear.state_dict(), self.path, ("weight", "mask"))
 
     def others(self) -> list[Any]:
         kept = [i for i in range(PARENTS) if i != OWNER]
