@@ -40,11 +40,11 @@ clean: ## remove caches and built files; .venv and results stay
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +
 
-# The build backend comes first and builds without isolation, so that it too is held to the constraints.
-.venv/.setup: pyproject.toml $(CONSTRAINTS)
+# The build tools come first and build without isolation, so that they too are held to the constraints.
+.venv/.setup: pyproject.toml $(CONSTRAINTS) CMakeLists.txt $(wildcard grapnet/execution/csrc/*)
 	@echo "Installing into .venv; the first time takes a minute or two"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) scikit-build-core
+	@$(PIP) scikit-build-core nanobind cmake ninja
 	@$(PIP) --no-build-isolation -e '.[demo,test]'
 	@touch $@
 

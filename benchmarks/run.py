@@ -5,9 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from . import edits
+from . import costs, edits, execution
 
-BENCHMARKS = {"edits": edits}
+BENCHMARKS = {"costs": costs, "edits": edits, "execution": execution}
 
 
 def main() -> int:

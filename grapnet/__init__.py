@@ -27,6 +27,8 @@ from .core.node import GrapNode as GrapNode
 from .core.relation_set import RelationSet as RelationSet
 from .core.remap import IndexMap as IndexMap
 from .core.selection import NodeSet as NodeSet
+from .execution.plans import register_backend as register_backend
+from .execution.snapshot import SnapshotController as SnapshotController
 from .learning.optim import attach as attach
 from .learning.optim import detach as detach
 from .network import GrapNet as GrapNet

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .core.activation import activation_function
-from .core.errors import EditError, StaleTopologyError
+from .core.errors import EditError, PlanError, StaleTopologyError
 from .core.graph import Graph
 from .core.layer import Layer
 from .core.relations import Topology, Transition
@@ -17,8 +17,10 @@ from .core.remap import as_tensor
 from .core.requests import draw
 from .core.sampling import erk_densities, random_topology, topology_from_pairs
 from .core.state import prepare_to_load
+from .execution.attention import Attention
 from .execution.manager import Execution
 from .execution.reference import walk
+from .execution.snapshot import MOST_CELLS, Snapshot, trainable_modules
 
 
 class GrapNet(Graph):
@@ -154,31 +156,66 @@ class GrapNet(Graph):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the output for inputs of shape [..., sensory nodes]."""
-        width = len(self.layers[0])
-        if x.dim() == 0 or x.shape[-1] != width:
-            hint = " Flatten it first: x.flatten(1)" if x.dim() > 2 and math.prod(x.shape[1:]) == width else ""
-            raise ValueError(
-                f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), "
-                f"got {list(x.shape)}.{hint}"
-            )
+        execution, shape = self.execution, x.shape
+        if not shape or shape[-1] != len(execution.sensory):
+            raise _wrong_shape(shape, len(execution.sensory))
         if self.open_trial:
             raise EditError(
                 "this trial's operations have not taken effect yet; call edit.commit() before running the net"
             )
-        dtype = self.transitions[0].weight.dtype
-        if x.dtype != dtype and not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
-            raise ValueError(f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})")
-        h = x.reshape(math.prod(x.shape[:-1]), width)
-        h = self.layers[0](h)
-        for t, transition in enumerate(self.transitions):
-            h = self.layers[t + 1](transition(h, self.execution.plan(t)))
+        if x.dtype != execution.dtype:
+            x = _autocast_input(x, execution.dtype)
+        batch = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
+        steps = execution.steps(batch, training=torch.is_grad_enabled())
+        h, first = x if len(shape) == 2 else x.reshape(batch, shape[-1]), execution.sensory
+        # Calling a module costs 2 µs more than its forward; where nobody watches it, the difference is nothing else.
+        if first._forward_hooks or first._forward_pre_hooks or first._backward_hooks or first._backward_pre_hooks:
+            h = first(h)
+        for store, layer, plan, values_shape in steps:
+            if store._forward_hooks or store._forward_pre_hooks or store._backward_hooks or store._backward_pre_hooks:
+                h = store(h, plan, layer.values())
+            else:
+                h = plan(h, store.values(values_shape), layer.values())
+            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+                h = layer(h)
+            else:
+                h = layer.forward(h)
         if x.requires_grad and h.requires_grad:
             h.register_hook(_stale_check(self))
-        return h.reshape(*x.shape[:-1], h.shape[-1])
+        return h if len(shape) == 2 else h.reshape(*shape[:-1], h.shape[-1])
 
     def walk(self, x: Tensor) -> Tensor:
-        """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x is [batch, n]."""
+        """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x is [batch, n].
+
+        Raises:
+            PlanError: a transition runs with attention, and Algorithm 1 is the sum.
+        """
+        for t, name in enumerate(self.execution.choices()):
+            if name == Attention.name:
+                raise PlanError(
+                    f"transition {t} runs with attention, and walk() is the sum of Algorithm 1. Audit it against "
+                    "grapnet.execution.attention.dense_attention"
+                )
         return walk(self, x)
+
+    def snapshot(self, *, most_cells: int = MOST_CELLS) -> Snapshot:
+        """Returns the present net as a detached stack of `nn.Linear` and activations, for inference and export.
+
+        Args:
+            most_cells: the largest matrix to make; a larger transition raises PlanError.
+        """
+        return Snapshot.of(self, most_cells)
+
+    def to_module(self, *, most_cells: int = MOST_CELLS) -> nn.Sequential:
+        """Returns the present net as a trainable stack of plain torch modules with Parameters of its own.
+
+        It computes what the net computes, until it is trained: where the net has no relation, or a frozen coordinate,
+        the matrix has a number like any other.
+
+        Args:
+            most_cells: as for `snapshot`.
+        """
+        return trainable_modules(self, most_cells)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "GrapNet":
         super()._apply(*args, **kwargs)
@@ -198,6 +235,20 @@ class GrapNet(Graph):
         count = self.count()
         sizes = "-".join(map(str, self.sizes))
         return f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} frozen, version {self.version})"
+
+
+def _wrong_shape(shape: torch.Size, width: int) -> ValueError:
+    hint = " Flatten it first: x.flatten(1)" if len(shape) > 2 and math.prod(shape[1:]) == width else ""
+    return ValueError(
+        f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), got {list(shape)}.{hint}"
+    )
+
+
+def _autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns an input of another dtype than the net's as autocast wants it; raises ValueError outside of autocast."""
+    if not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
+        raise ValueError(f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})")
+    return x.to(dtype) if dtype == torch.float64 else x  # autocast leaves double precision alone
 
 
 def _stale_check(net: GrapNet) -> Any:

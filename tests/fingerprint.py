@@ -18,7 +18,7 @@ def fingerprint(net: GrapNet, *optimizers: Optimizer) -> dict[str, Any]:
         "commits": [Same(commit) for commit in net.history],
         "undoable": (list(net.journal.undoable), list(net.journal.redoable)),
         "structures": [Same(transition.structure) for transition in net.transitions],
-        "plans": [Same(net.execution.plan(t)) for t in range(len(net.transitions))],
+        "plans": [Same(net.execution.plan(t).plan) for t in range(len(net.transitions))],
         "output": as_bytes(net(_probe(net))),
     }
     for name, parameter in net.named_parameters():

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.edits import markdown, missed
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ["README.md", "docs/concepts.md"]
+DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md"]
 
 
 def python_blocks(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from grapnet.network import GrapNet
 from . import container
 from .extras import describe_extra, read_extra, require_fit, restore_all, where
 from .fields import Fields, entry
-from .graph import describe_graph, rebuild_graph
+from .graph import describe_graph, rebuild_columns, rebuild_graph
 from .history import describe_journal, rebuild_journal
 
 
@@ -62,11 +62,13 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
     """
     document, tensors = container.read(path)
     fields = Fields(tensors)
-    net = rebuild_graph(entry(document, "graph", dict, ""), fields)
+    graph = entry(document, "graph", dict, "")
+    net = rebuild_graph(graph, fields)
     net.journal = rebuild_journal(entry(document, "journal", dict, ""), fields, net)
     backends = entry(document, "execution", list, "")
     if len(backends) != len(net.transitions) or any(type(name) is not str for name in backends):
         raise CheckpointError("execution: expected the name of a backend for every transition")
+    rebuild_columns(graph, fields, net, backends)
     net.execution.choose(backends)
     for name, part in entry(document, "extras", dict, "").items():
         read_extra(name, part, fields)

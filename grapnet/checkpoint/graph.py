@@ -1,17 +1,20 @@
 """A graph as tensors and a small document, and back."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from grapnet.core.activation import ACTIVATIONS
+from grapnet.core.column import Column
 from grapnet.core.edit import LARGEST_UID
 from grapnet.core.errors import CheckpointError, InvariantError
 from grapnet.core.invariants import check, check_wiring
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
 from grapnet.core.values import Coordinates
+from grapnet.execution.attention import Attention
 from grapnet.network import GrapNet
 
 from .fields import Fields, entry, names, number
@@ -41,12 +44,17 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
         tensors[f"transitions.{t}.ptr"], tensors[f"transitions.{t}.child"] = store.ptr, store.child
         tensors[f"transitions.{t}.weight"], tensors[f"transitions.{t}.frozen"] = store.values(), store.frozen_at
         transitions.append({"finite": _is_finite(store)})
+    columns = []
+    for name, column in net.columns.items():
+        tensors[f"columns.{name}"] = column.values()
+        columns.append({"name": name, "bound": column.bound, "finite": _is_finite(column)})
     return {
         "version": net.version,
         "next_uid": net.next_uid,
         "dtype": _common_dtype(net),
         "layers": layers,
         "transitions": transitions,
+        **({"columns": columns} if columns else {}),
     }
 
 
@@ -71,6 +79,26 @@ def rebuild_graph(document: Any, fields: Fields) -> GrapNet:
     except InvariantError as error:
         raise CheckpointError(f"graph: {error}") from None
     return net
+
+
+def rebuild_columns(document: Any, fields: Fields, net: GrapNet, choices: Sequence[str]) -> None:
+    """Gives the net the columns that its policies need; raises CheckpointError when the file holds others."""
+    attended = [t for t, name in enumerate(choices) if name == Attention.name]
+    places = {name: (t, t + side) for t in attended for side, name in enumerate(Attention.names(t))}
+    parts = entry(document, "columns", list, "graph.") if "columns" in document else []
+    found = [entry(part, "name", str, f"graph.columns.{n}.") for n, part in enumerate(parts)]
+    if sorted(found) != sorted(places):
+        told = ", ".join(found) or "none"
+        raise CheckpointError(f"graph.columns: {told[:100]} where execution needs {', '.join(places) or 'none'}")
+    columns = []
+    for n, (name, part) in enumerate(zip(found, parts, strict=True)):
+        where, (t, layer) = f"graph.columns.{n}.", places[name]
+        bound, finite = entry(part, "bound", float, where), entry(part, "finite", bool, where)
+        if not 0 <= bound < float("inf"):
+            raise CheckpointError(f"{where}bound: expected a number that is not negative")
+        values = _values(fields, f"columns.{name}", net.transitions[t].weight.dtype, len(net.layers[layer]), finite)
+        columns.append(Column(name, layer, values, beside=f"transitions.{t}.weight", bound=bound))
+    net.set_columns(columns)
 
 
 def _transition(t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents: int, n_children: int) -> Transition:

@@ -1,5 +1,6 @@
 """The journal as tensors and JSON, and back."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,6 +201,11 @@ def _put_layer(change: LayerChange, name: str, tensors: dict[str, Tensor]) -> di
             tensors[f"{name}{kind}_rows"] = relabel.rows
             record |= _put_labels(relabel.before, name, f"{kind}_before", tensors)
             record |= _put_labels(relabel.after, name, f"{kind}_after", tensors)
+    for column, vector in change.columns.items():
+        for side, values in (("born", vector.born_values), ("gone", vector.gone_values)):
+            assert values is not None  # a summary has no columns
+            tensors[f"{name}columns.{column}.{side}"] = values
+    record |= {"columns": list(change.columns)} if change.columns else {}
     return record if change.biases is None else {**record, **_put_vector(change.biases, name, tensors)}
 
 
@@ -221,7 +227,21 @@ def _layer(part: Any, name: str, fields: Fields, next_uid: int, *, sensory: bool
             columns = (_labels(part, f"{kind}_{when}", name, fields, len(rows)) for when in ("before", "after"))
             renames[kind] = Relabel(rows, *columns)
     biases = None if sensory else _vector(part, name, fields, index)
-    return LayerChange(index, nodes["born"], nodes["gone"], biases, renames["owners"], renames["activations"])
+    columns = {column: _column(column, name, fields, index) for column in _column_names(part, name)}
+    return LayerChange(index, nodes["born"], nodes["gone"], biases, renames["owners"], renames["activations"], columns)
+
+
+def _column_names(part: Any, name: str) -> tuple[str, ...]:
+    found = names(part, "columns", name) if "columns" in part else ()
+    if None in found:
+        raise CheckpointError(f"{name}columns: expected names")
+    return tuple(column for column in found if column is not None)
+
+
+def _column(column: str, name: str, fields: Fields, index: IndexMap) -> VectorChange:
+    born = _floats(fields, f"{name}columns.{column}.born", len(index.inserted))
+    gone = _floats(fields, f"{name}columns.{column}.gone", len(index.removed))
+    return replace(VectorChange.of_free(index, born), gone_values=gone)
 
 
 def _put_labels(labels: Labels, name: str, key: str, tensors: dict[str, Tensor]) -> dict[str, Any]:

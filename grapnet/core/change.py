@@ -1,6 +1,6 @@
 """Change: everything one commit does to a graph, as data that can be inverted, replayed and stored."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class Relabel:
 
 @dataclass(frozen=True, eq=False)
 class LayerChange:
-    """What happens to one layer: rows that come and go, biases, names."""
+    """What happens to one layer: rows that come and go, biases, names, and the columns that ride with it."""
 
     index: IndexMap
     born: NodeRecord
@@ -45,6 +45,7 @@ class LayerChange:
     biases: VectorChange | None  # None for the sensory layer
     owners: Relabel | None = None
     activations: Relabel | None = None
+    columns: dict[str, VectorChange] = field(default_factory=dict)  # by name, of those that were there
 
     @property
     def is_empty(self) -> bool:
@@ -58,6 +59,15 @@ class LayerChange:
             return False
         return not bool((self.index.carry(uids, self.born.uids).diff() <= 0).any())
 
+    def to(self, device: torch.device) -> "LayerChange":
+        """Returns the change with its coordinates on a device; rows are counted on the CPU."""
+        columns = {name: c.to(device) for name, c in self.columns.items()}
+        return replace(self, biases=self.biases and self.biases.to(device), columns=columns)
+
+    def without_values(self) -> "LayerChange":
+        """Returns the change as the journal keeps it for ever."""
+        return replace(self, biases=self.biases and self.biases.without_values(), columns={})
+
     def inverse(self, *, with_gradients: bool) -> "LayerChange":
         """Returns the change that leads back."""
         return LayerChange(
@@ -67,6 +77,7 @@ class LayerChange:
             biases=self.biases and self.biases.inverse(with_gradients=with_gradients),
             owners=self.owners and self.owners.inverse(self.index),
             activations=self.activations and self.activations.inverse(self.index),
+            columns={name: c.inverse(with_gradients=with_gradients) for name, c in self.columns.items()},
         )
 
 
@@ -122,14 +133,14 @@ class Change:
 
     def to(self, device: torch.device) -> "Change":
         """Returns the change with its coordinates and relations on a device; rows are counted on the CPU."""
-        layers = {n: replace(c, biases=c.biases and c.biases.to(device)) for n, c in self.layers.items()}
+        layers = {n: c.to(device) for n, c in self.layers.items()}
         weights = {t: c.weights.to(device) for t, c in self.transitions.items()}
         wires = {t: replace(c, index=weights[t].index, weights=weights[t]) for t, c in self.transitions.items()}
         return Change(layers, wires)
 
     def without_values(self) -> "Change":
         """Returns the change without the weights and biases that came and went."""
-        layers = {n: replace(c, biases=c.biases and c.biases.without_values()) for n, c in self.layers.items()}
+        layers = {n: c.without_values() for n, c in self.layers.items()}
         transitions = {t: replace(c, weights=c.weights.without_values()) for t, c in self.transitions.items()}
         return Change(layers, transitions)
 

@@ -25,6 +25,7 @@ class LayerDraft:
         self.layer = graph.layers[number]
         self.number = number
         self.device = graph.device
+        self.columns = graph.columns_of(number)
         self.newborns = requests.newborns.get(number, [])
         self.n_present = len(self.layer)
         self.uids = torch.cat([self.layer.uid, *(n.uids for n in self.newborns)])
@@ -71,7 +72,9 @@ class LayerDraft:
         )
         biases = None if self.layer.is_sensory else self._biases(requests, index, born, incoming, generator)
         record = NodeRecord(self.uids[born.long()], owners.select(born), kinds.select(born))
-        return LayerChange(index, record, before, biases, renamed_owners, renamed_kinds)
+        drawn = {name: column.draw(len(born), generator) for name, column in self.columns.items()}
+        columns = {name: column.change(index, drawn[name]) for name, column in self.columns.items()}
+        return LayerChange(index, record, before, biases, renamed_owners, renamed_kinds, columns)
 
     def _renamed(self, labels: Labels, kind: str, requests: Requests) -> tuple[Relabel | None, Labels]:
         """Returns the relabelling of the surviving present rows, and all rows' names after it."""

@@ -19,6 +19,7 @@ from .requests import (
     checked_activation,
     checked_initial,
     checked_owner,
+    rewound_on_error,
 )
 from .resolve import resolve
 from .selection import Nodes, NodeSet, as_node_set, as_uids
@@ -214,17 +215,12 @@ class Edit:
         self._require_open()
         self._open = False
         self._tokens = self._graph.tokens()
-        generator = self.generator or _default_generator(self._graph.device)
-        random_state = generator.get_state()
-        try:
+        with rewound_on_error(self.generator, self._graph.device) as generator:
             change = resolve(self._graph, self._requests, generator)
             if not change.is_empty:
                 self.receipt = self._graph.commit_change(
                     change, self.reason, self.by, tuple(self._operations), next_uid=self._next_uid, trial=self.trial
                 )
-        except BaseException:
-            generator.set_state(random_state)
-            raise
         self._operations.clear()
         return self.receipt
 
@@ -362,9 +358,3 @@ class Edit:
             raise EditError(
                 "this edit is not open: use it inside its own `with net.edit(...) as edit:` block, before commit()"
             )
-
-
-def _default_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cuda":
-        return torch.cuda.default_generators[device.index or 0]
-    return torch.default_generator

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .change import Change, TransitionChange
+from .column import Column, exchange_columns
 from .edit import Edit
 from .errors import EditError, HistoryError, StaleNodeError
 from .journal import Commit, Diff, Journal
@@ -30,7 +31,7 @@ class Count:
     nodes: int
     relations: int
     biases: int
-    trainable: int
+    trainable: int  # columns included
     frozen: int
     bytes: int  # coordinates and wiring
     flops: int  # of one forward pass of one sample: a multiply and an add a relation, an add a bias
@@ -46,6 +47,7 @@ class Graph(nn.Module):
         super().__init__()
         self.layers: Sequence[Layer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
         self.transitions: Sequence[Transition] = nn.ModuleList(transitions)  # pyright: ignore[reportAttributeAccessIssue]
+        self.columns: dict[str, Column] = nn.ModuleDict()  # pyright: ignore[reportAttributeAccessIssue]
         self.version = 0
         self.structure = Token()
         self.next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
@@ -203,6 +205,19 @@ class Graph(nn.Module):
         """Stops telling `follower`."""
         self.followers.discard(follower)
 
+    def columns_of(self, number: int) -> dict[str, Column]:
+        """Returns the columns that ride with a layer, by name."""
+        return {name: column for name, column in self.columns.items() if column.layer == number}
+
+    def set_columns(self, wanted: Sequence[Column]) -> None:
+        """Makes `wanted` the columns of the graph: others leave, with their place in attached optimizers.
+
+        Raises:
+            EditError: while an edit is open; nothing was changed.
+            OptimizerError: an attached optimizer cannot take one; nothing was changed.
+        """
+        exchange_columns(self, wanted)
+
     def count(self) -> Count:
         """Returns how large the graph is."""
         relations = sum(t.size for t in self.transitions)
@@ -211,11 +226,12 @@ class Graph(nn.Module):
         frozen = sum(len(store.frozen_at) for store in (*self.transitions, *biased))
         tensors = [x for t in self.transitions for x in (t.weight, t.frozen_values, t.frozen_at, t.ptr, t.child)]
         tensors += [x for layer in biased for x in (layer.parameter, layer.frozen_values, layer.frozen_at)]
+        tensors += [column.value for column in self.columns.values()]
         return Count(
             nodes=sum(self.sizes),
             relations=relations,
             biases=biases,
-            trainable=relations + biases - frozen,
+            trainable=relations + biases + sum(c.size for c in self.columns.values()) - frozen,
             frozen=frozen,
             bytes=sum(x.numel() * x.element_size() for x in tensors),
             flops=2 * relations + biases,

@@ -36,6 +36,9 @@ def check(net: Graph) -> None:
             f"{where} counts another number of children than the next layer",
         )
         _check_coordinates(transition, len(transition.child), where)
+    for name, column in net.columns.items():
+        _require(0 <= column.layer < len(net.layers), f"column {name}: there is no layer {column.layer}")
+        _check_coordinates(column, len(net.layers[column.layer]), f"column {name}")
 
 
 def check_wiring(ptr: Tensor, child: Tensor, n_parents: int, n_children: int, where: str) -> None:

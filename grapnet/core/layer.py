@@ -63,16 +63,12 @@ class Layer(Coordinates, NodeSet):
         """Returns the int32 rows of `uids`, -1 for one that is not in this layer."""
         return rows_among(self.uid, uids)
 
-    def activate(self, z: Tensor) -> Tensor:
-        """Applies every node's activation to `z` [..., n]: one call when all share it, one a kind otherwise."""
+    def forward(self, z: Tensor) -> Tensor:
+        """Applies the activations to what the nodes receive, `z` [..., n]; forward hooks see what the nodes say."""
         if len(self._kinds) == 1:
             return self._kinds[0].function(z)
         parts = [kind.function(z.index_select(-1, kind.rows)) for kind in self._kinds]
         return torch.cat(parts, dim=-1).index_select(-1, self._kinds_order) if parts else z
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Adds the biases, if the layer has any, and applies the activations; forward hooks see what the nodes say."""
-        return z if self.is_sensory else self.activate(z + self.values())
 
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
         """Puts other nodes in place; `swap` brings the biases that go with them."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,6 +39,18 @@ class Topology:
     def degrees(self) -> Tensor:
         """How many children each parent has, [n_parents]."""
         return self.ptr.diff()
+
+    @cached_property
+    def is_full(self) -> bool:
+        """True when every parent lists every child, in order, so that the values are the rectangle."""
+        if self.n_relations != self.n_parents * self.n_children:
+            return False
+        rows = self.child.view(self.n_parents, self.n_children)
+        order = torch.arange(self.n_children, dtype=rows.dtype, device=rows.device)
+        equal = (
+            rows.numpy() == order.numpy() if rows.device.type == "cpu" else rows == order
+        )  # numpy compares twice as fast
+        return bool(equal.all())
 
     def parents(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Returns the parent row of the relations from `start` to `stop`."""
@@ -112,9 +125,9 @@ class Transition(Coordinates):
         """The present wiring."""
         return Topology(self.ptr, self.child, self.n_children)
 
-    def forward(self, x: Tensor, plan: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Runs a plan over the present coordinates."""
-        return plan(x, self.values())
+    def forward(self, x: Tensor, plan: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor) -> Tensor:
+        """Runs a plan over the present coordinates; forward hooks see what the nodes receive, bias included."""
+        return plan(x, self.values(), bias)
 
     def rewire(self, topology: Topology, structure: Token) -> None:
         """Puts another wiring in place; `swap` brings the coordinates that go with it."""

@@ -1,6 +1,8 @@
 """What an edit was asked to do, before it is resolved against the graph."""
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -85,6 +87,20 @@ def draw(initial: Initial, gains: Tensor, example: Tensor, generator: torch.Gene
     device = example.device if generator is None else generator.device
     numbers = torch.empty(len(gains), dtype=example.dtype, device=device).uniform_(-1, 1, generator=generator)
     return numbers.to(example.device) * bound
+
+
+@contextmanager
+def rewound_on_error(generator: torch.Generator | None, device: torch.device) -> Iterator[torch.Generator]:
+    """Gives the generator to draw from, the device's own by default; a block that raises has drawn nothing."""
+    if generator is None:
+        cuda = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+    state = generator.get_state()
+    try:
+        yield generator
+    except BaseException:
+        generator.set_state(state)
+        raise
 
 
 def checked_owner(owner: str | None) -> None:

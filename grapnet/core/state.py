@@ -23,17 +23,15 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
     for t, transition in enumerate(graph.transitions):
         name = f"{prefix}transitions.{t}."
         _ask(transition, state, name, requests.freeze_relations[t], requests.unfreeze_relations[t])
+    for column in graph.columns.values():
+        _require_fit(column, state, f"{prefix}columns.{column.name}.")
     change = resolve(graph, requests, None)
     if not change.is_empty:
         graph.commit_change(change, "load_state_dict", next_uid=graph.next_uid)
 
 
 def _ask(store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[Any], unfreeze: list[Any]) -> None:
-    difference = store.differs_from(state, name)
-    if difference:
-        raise TopologyError(
-            f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded"
-        )
+    _require_fit(store, state, name)
     held = state.get(name + "frozen")
     if held is None:
         return
@@ -42,3 +40,11 @@ def _ask(store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[A
         raise TopologyError(f"{name}frozen must be ascending positions below {store.size}; nothing was loaded")
     freeze.append(held)
     unfreeze.append(store.frozen_at)
+
+
+def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> None:
+    difference = store.differs_from(state, name)
+    if difference:
+        raise TopologyError(
+            f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded"
+        )

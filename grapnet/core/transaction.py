@@ -1,9 +1,9 @@
 """Carrying out a Change: prepare everything, then swap."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from .values import Token, refuse_old_backward, replace_content
 from .vector import PreparedVector
 
 if TYPE_CHECKING:
+    from .column import Column
     from .graph import Graph
-    from .layer import Layer
 
 
 class Follower(Protocol):
@@ -31,6 +31,17 @@ class Follower(Protocol):
 
         The graph is still as it was before the commit.
         """
+        ...
+
+
+@runtime_checkable
+class ColumnFollower(Protocol):
+    """A follower that also holds a graph's Parameters, and so wants to hear which ones come and leave."""
+
+    def prepare_columns(
+        self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
+    ) -> Callable[[], None]:
+        """Makes ready for columns that come and leave, or raises to stop it; returns what installs them."""
         ...
 
 
@@ -51,8 +62,17 @@ class Followers:
 
     def prepare(self, graph: "Graph", commit: Commit) -> list[Callable[[], None]]:
         """Lets every follower prepare."""
-        alive = [follower for reference in self._references if (follower := reference()) is not None]
-        return [follower.prepare(graph, commit) for follower in alive]
+        return [follower.prepare(graph, commit) for follower in self._alive()]
+
+    def prepare_columns(
+        self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
+    ) -> list[Callable[[], None]]:
+        """Lets every follower that holds Parameters prepare."""
+        holders = [follower for follower in self._alive() if isinstance(follower, ColumnFollower)]
+        return [follower.prepare_columns(graph, coming, leaving) for follower in holders]
+
+    def _alive(self) -> list[Any]:
+        return [follower for reference in self._references if (follower := reference()) is not None]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Followers, ()
@@ -88,10 +108,10 @@ def carry_out(
     require_editable(graph)
     commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
-        layers = {n: _prepare_layer(graph.layers[n], c) for n, c in commit.change.layers.items()}
+        layers = {n: _prepare_layer(graph, n, c) for n, c in commit.change.layers.items()}
         wirings = _prepare_wirings(graph, commit.change)
         weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
-        commit = _completed(commit, {n: p.biases for n, p in layers.items() if p.biases}, weights)
+        commit = _completed(commit, layers, weights)
         installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
 
         tokens = tokens or Tokens.fresh(graph)
@@ -100,6 +120,9 @@ def carry_out(
             graph.layers[number].renew(prepared.uids, prepared.activations, prepared.owners)
             if prepared.biases is not None:
                 graph.layers[number].swap(prepared.biases, tokens.layouts[f"layers.{number}.bias"])
+            for name, vector in prepared.columns.items():
+                column = graph.columns[name]
+                column.swap(vector, tokens.layouts[column.parameter_name])
         for t, topology in wirings.items():
             graph.transitions[t].rewire(topology, tokens.structures[t])
         for t, vector in weights.items():
@@ -119,20 +142,26 @@ class _PreparedLayer:
     activations: Labels
     owners: Labels
     biases: PreparedVector | None
+    columns: dict[str, PreparedVector]
 
 
-def _prepare_layer(layer: "Layer", change: LayerChange) -> _PreparedLayer:
+def _prepare_layer(graph: "Graph", number: int, change: LayerChange) -> _PreparedLayer:
+    layer, columns = graph.layers[number], {}
     owners = layer.owner_names.carry(change.index, change.born.owners)
     activations = layer.activation_names.carry(change.index, change.born.activations)
     if change.owners is not None:
         owners = owners.replaced(change.owners.rows, change.owners.after)
     if change.activations is not None:
         activations = activations.replaced(change.activations.rows, change.activations.after)
+    for name, column in graph.columns_of(number).items():
+        if not change.index.is_identity:
+            columns[name] = column.prepare(change.columns.get(name) or column.change(change.index))
     return _PreparedLayer(
         change.index.carry(layer.uid, change.born.uids),
         activations.compact(),
         owners.compact(),
         None if change.biases is None else layer.prepare(change.biases),
+        columns,
     )
 
 
@@ -187,12 +216,15 @@ def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Te
     return rows_among(present if change is None else change.index.carry(present, change.born.uids), uids)
 
 
-def _completed(commit: Commit, biases: dict[int, PreparedVector], weights: dict[int, PreparedVector]) -> Commit:
+def _completed(commit: Commit, prepared: dict[int, _PreparedLayer], weights: dict[int, PreparedVector]) -> Commit:
     """Returns the commit with what leaves, and with the map of every touched Parameter."""
-    change = commit.change
-    layers = {n: replace(c, biases=biases[n].change if n in biases else None) for n, c in change.layers.items()}
+    change, layers, moved = commit.change, {}, {}
+    for n, layer in prepared.items():
+        columns = {name: vector.change for name, vector in layer.columns.items()}
+        layers[n] = replace(change.layers[n], biases=layer.biases and layer.biases.change, columns=columns)
+        moved |= {} if layer.biases is None else {f"layers.{n}.bias": layer.biases.parameter_index}
+        moved |= {f"columns.{name}.value": vector.parameter_index for name, vector in layer.columns.items()}
     transitions = {t: replace(c, weights=weights[t].change) for t, c in change.transitions.items()}
-    moved = {f"layers.{n}.bias": p.parameter_index for n, p in biases.items()}
     moved |= {f"transitions.{t}.weight": p.parameter_index for t, p in weights.items()}
     return replace(commit, change=Change(layers, transitions), parameters=moved)
 

@@ -56,12 +56,13 @@ class Coordinates(nn.Module):
         """How many coordinates there are, trainable and frozen."""
         return 0 if self._parameters[self._vector_name] is None else len(self.parameter) + len(self.frozen_at)
 
-    def values(self) -> Tensor:
-        """Returns every coordinate in order, live and differentiable, as a 1-D tensor."""
-        trainable = self.parameter.view(-1)
-        if self._order is None:
-            return trainable
-        return torch.cat([trainable, self.frozen_values.view(-1)]).index_select(0, self._order)
+    def values(self, shape: tuple[int, ...] = (-1,)) -> Tensor:
+        """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another shape."""
+        parameter, order = self._parameters[self._vector_name], self._buffers["_order"]  # past nn.Module's slow lookup
+        assert parameter is not None
+        if order is None:
+            return parameter if parameter.dim() == len(shape) == 1 else parameter.view(shape)
+        return torch.cat([parameter.view(-1), self.frozen_values.view(-1)]).index_select(0, order).view(shape)
 
     def is_assembled_in_order(self) -> bool:
         """Says whether `values()` puts every frozen coordinate where it belongs."""

@@ -43,6 +43,12 @@ class VectorChange:
     flip_gradients: Tensor | None = None  # [flips]: what freezing takes away, and the end of a trial gives back
     shift: Shift | None = None
 
+    @classmethod
+    def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
+        """Returns the change of a vector without frozen coordinates; what comes has the values `born`, or 0."""
+        born_frozen, gone_frozen = (torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed))
+        return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
+
     def inverse(self, *, with_gradients: bool) -> "VectorChange":
         """Returns the change that leads back."""
         shift = self.shift

@@ -1,29 +1,57 @@
-"""The execution manager: which backend runs which transition, and the plans they made."""
+"""The execution manager: which backend runs which transition, and why."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from grapnet.core.errors import PlanError
+from grapnet.core.errors import PlanError, StaleTopologyError
 from grapnet.core.graph import Graph
 from grapnet.core.journal import Commit
-from grapnet.core.relations import Topology, Transition
+from grapnet.core.relations import Transition
+from grapnet.core.requests import rewound_on_error
+from grapnet.core.selection import NodeSet
 from grapnet.core.values import Token
 
+from .attention import Attention
+from .auto import batch_class
+from .family import find_families
 from .plan import Backend, Plan
-from .reference import Reference
-
-BACKENDS: dict[str, Backend] = {"reference": Reference()}
+from .plans import AUTO, BACKENDS, Line, Plans, Step
 
 
-class _Kept(NamedTuple):
-    """A plan and what it was made for: the relations, and where they are."""
+@dataclass(frozen=True, eq=False)
+class BoundPlan:
+    """A plan together with the relations it was made for; it refuses to run over others."""
 
+    plan: Plan
+    store: Transition
     structure: Token
     child: Tensor
-    plan: Plan
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Runs the plan; raises StaleTopologyError once the relations moved."""
+        if self.store.structure is not self.structure or self.store.child is not self.child:
+            raise StaleTopologyError(
+                "this plan was made before the transition was edited or moved; ask again: net.execution.plan(t)"
+            )
+        return self.plan(x, values, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class FamilyReport:
+    """One family of a transition: nodes that have the same children."""
+
+    members: NodeSet
+    children: NodeSet
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns of its matrix."""
+        return len(self.members), len(self.children)
 
 
 class Execution:
@@ -33,16 +61,16 @@ class Execution:
         >>> import grapnet as gn
         >>> net = gn.GrapNet([4, 3])
         >>> net.execution.use("reference", transition=0)
-        >>> net.execution.describe()
-        [{'transition': 0, 'backend': 'reference', 'relations': 12}]
+        >>> net.execution.describe()[0]["runs"]
+        'reference'
     """
 
     def __init__(self, graph: Graph) -> None:
-        self._chosen = ["reference"] * len(graph.transitions)
+        self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
         self.bind(graph)
 
     def bind(self, graph: Graph) -> None:
-        """Tells the manager which graph it runs, without keeping that graph alive, and makes all plans."""
+        """Tells the manager which graph it runs, without keeping that graph alive."""
         self._graph = weakref.ref(graph)
         graph.follow(self)
         self.refresh()
@@ -52,20 +80,6 @@ class Execution:
         """True while the graph that the manager runs is alive."""
         return "_graph" in self.__dict__ and self._graph() is not None
 
-    def refresh(self) -> None:
-        """Makes every plan again, as when the net has moved to another device."""
-        self._plans = {t: self._kept(t, self._made(name, t, store.topology)) for t, (name, store) in self._pairs()}
-
-    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
-        """Makes the plans of the transitions that a commit moves, so that a forward pass only reads them."""
-        plans = {t: self._made(self._chosen[t], t, topology) for t, topology in commit.wirings.items()}
-
-        def install() -> None:
-            for t, plan in plans.items():
-                self._plans[t] = self._kept(t, plan)
-
-        return install
-
     @property
     def graph(self) -> Graph:
         """The graph that is run."""
@@ -73,51 +87,149 @@ class Execution:
         assert graph is not None, "the net is gone"
         return graph
 
-    def use(self, name: str, transition: int | None = None) -> None:
-        """Runs one transition, or all of them, with the backend called `name` from now on."""
-        if name not in BACKENDS:
-            raise PlanError(f"no backend is called {name!r}; known are {', '.join(sorted(BACKENDS))}")
-        count = len(self._chosen)
-        if transition is not None and not 0 <= transition < count:
-            raise ValueError(f"the net has transitions 0 to {count - 1}, got {transition}")
-        chosen = range(count) if transition is None else [transition]
-        plans = {t: self._made(name, t, self.graph.transitions[t].topology) for t in chosen}
-        for t, plan in plans.items():
-            self._chosen[t], self._plans[t] = name, self._kept(t, plan)
+    def refresh(self) -> None:
+        """Lets go of every plan, as when the net has moved to another device."""
+        stores, layers = list(self.graph.transitions), list(self.graph.layers)
+        self.sensory = layers[0]
+        modules, topologies = list(zip(stores, layers[1:], strict=True)), [store.topology for store in stores]
+        self._install(Plans(self._chosen, modules, topologies, stores[0].weight.dtype))
+
+    def use(self, name: str, transition: int | None = None, **options: Any) -> None:
+        """Runs one transition, or all of them, with the backend called `name` from now on.
+
+        Args:
+            name: "auto", which picks what measurements let expect to be fastest; a backend of the sum; or "attention",
+                which computes something else and brings Parameters of its own: `net.columns`, also in the group of an
+                attached optimizer that holds the transition's weight. They leave with the next choice.
+            transition: which one; all when left out.
+            options: what the backend can be told, such as `most_cells` of "dense", or `keys`, `queries`, `bound` and
+                `generator` of "attention", where they start it afresh.
+
+        Raises:
+            PlanError: there is no such backend or it cannot run; all choices stay as they were.
+            EditError: an edit is open, and Parameters would come or leave.
+            OptimizerError: an attached optimizer cannot take the Parameters; nothing was changed.
+        """
+        _require_known(name, options)
+        numbers, chosen = self._numbers(transition), list(self._chosen)
+        with rewound_on_error(options.get("generator"), self.graph.device):
+            for t in numbers:
+                chosen[t] = self._made(name, t, options)
+            self._change(chosen)
 
     def choices(self) -> list[str]:
         """Returns the name of the backend chosen for every transition."""
-        return list(self._chosen)
+        return [AUTO if backend is None else backend.name for backend in self._chosen]
 
-    def choose(self, names: list[str]) -> None:
-        """Takes over choices made elsewhere; a backend that is unknown or refuses here is left out."""
-        for t, name in enumerate(names[: len(self._chosen)]):
-            if name in BACKENDS and not BACKENDS[name].refusals(self.graph.transitions[t].topology):
-                self.use(name, t)
+    def choose(self, names: Sequence[str]) -> None:
+        """Takes over choices made elsewhere; what is unknown, refuses or lacks its columns here is left to auto."""
+        chosen, plans = list(self._chosen), self._present()
+        for t, name in enumerate(names[: len(chosen)]):
+            able = name in BACKENDS and name not in plans.refused(t)
+            able |= name == Attention.name and all(column in self.graph.columns for column in Attention.names(t))
+            chosen[t] = self._made(name if able else AUTO, t, {})
+        self._change(chosen)
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Returns, for every transition, which backend runs it."""
-        return [{"transition": t, "backend": name, "relations": store.size} for t, (name, store) in self._pairs()]
+    def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
+        """Returns, for every transition, which backend runs it at a batch size, why, and which ones cannot."""
+        plans, rows = self._present(), []
+        for t, chosen in enumerate(self.choices()):
+            backend, why = plans.backend(t, batch_class(batch), training)
+            relations, refused = plans.topologies[t].n_relations, plans.refused(t)
+            rows.append({"transition": t, "relations": relations, "chosen": chosen, "runs": backend.name, "why": why})
+            rows[-1]["refused"] = refused
+        return rows
 
-    def plan(self, t: int) -> Plan:
-        """Returns the plan of a transition; one that was made for other relations is never used."""
-        store, kept = self.graph.transitions[t], self._plans[t]
-        if kept.structure is not store.structure or kept.child is not store.child:
-            kept = self._plans[t] = self._kept(t, self._made(self._chosen[t], t, store.topology))
-        return kept.plan
+    def families(self, transition: int) -> list[FamilyReport]:
+        """Returns the nodes of a transition that share their children, the largest families first."""
+        (t,), found = self._numbers(transition), []
+        for families in find_families(self.graph.transitions[t].topology):
+            for members, children in zip(families.members, families.children, strict=True):
+                found.append(FamilyReport(self._nodes(t, members), self._nodes(t + 1, children)))
+        return sorted(found, key=lambda family: -family.block[0] * family.block[1])
 
-    def _kept(self, t: int, plan: Plan) -> _Kept:
+    def plan(self, transition: int, batch: int = 256, *, training: bool = True) -> BoundPlan:
+        """Returns the plan that runs a transition at a batch size; it refuses to run after an edit."""
+        (t,) = self._numbers(transition)
         store = self.graph.transitions[t]
-        return _Kept(store.structure, store.child, plan)
+        return BoundPlan(self.steps(batch, training=training)[t].plan, store, store.structure, store.child)
 
-    def _pairs(self) -> list[tuple[int, tuple[str, Transition]]]:
-        return list(enumerate(zip(self._chosen, self.graph.transitions, strict=True)))
+    def steps(self, batch: int, *, training: bool) -> list[Step]:
+        """Returns what a forward pass runs, one step a transition; plans made for other relations are never used."""
+        key = batch_class(batch), training
+        for store, structure, child in self._made_for:
+            if store.structure is not structure or store._buffers["child"] is not child:
+                self.refresh()
+                break
+        line = self._plans.lines.get(key)
+        if line is None:
+            line = _make_line(self._plans, key)  # pyright: ignore[reportCallIssue]
+        line.used = True  # only ever written here, so that torch.compile does not watch it
+        return line.steps
 
-    def _made(self, name: str, t: int, topology: Topology) -> Plan:
-        refusals = BACKENDS[name].refusals(topology)
-        if refusals:
-            raise PlanError(f"{name} cannot run transition {t}: {'; '.join(refusals)}")
-        return BACKENDS[name].prepare(topology)
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the coordinates."""
+        return self._plans.dtype
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Makes again, for the relations to come, the plans that were in use; raises when a chosen backend refuses."""
+        coming = self._present().after(commit) if commit.wirings else self._plans
+        return lambda: self._install(coming)
+
+    def _made(self, name: str, t: int, options: dict[str, Any]) -> Backend | None:
+        if name == Attention.name:
+            return Attention.on(self.graph, t, **options)
+        return None if name == AUTO else BACKENDS[name](**options)
+
+    def _change(self, chosen: list[Backend | None]) -> None:
+        """Puts choices into effect, and with them the columns that they need; an error leaves all as it was."""
+        plans = self._present()
+        kept = {key: plan for key, plan in plans.made.items() if key[1] in chosen or not isinstance(key[1], Attention)}
+        plans = Plans(chosen, plans.modules, plans.topologies, plans.dtype, kept, plans.shapes)
+        plans.require()
+        self.graph.set_columns([column for b in chosen if isinstance(b, Attention) for column in b.columns])
+        self._chosen = chosen
+        self._install(plans)
+
+    def _install(self, plans: Plans) -> None:
+        self._plans = plans
+        self._made_for = [(store, store.structure, store.child) for store in self.graph.transitions]
+
+    def _present(self) -> Plans:
+        """Returns the plans after making sure that they are for the present relations."""
+        if any(s.structure is not structure or s.child is not child for s, structure, child in self._made_for):
+            self.refresh()
+        return self._plans
+
+    def _numbers(self, transition: int | None) -> range:
+        count = len(self._chosen)
+        if transition is None:
+            return range(count)
+        if not isinstance(transition, int) or not 0 <= transition < count:
+            raise ValueError(f"the net has transitions 0 to {count - 1}, got {transition!r}")
+        return range(transition, transition + 1)
+
+    def _nodes(self, layer: int, rows: Tensor) -> NodeSet:
+        return NodeSet(self.graph, {layer: self.graph.layers[layer].uid[rows.cpu()]})
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_chosen": list(self._chosen)}
+
+
+@torch.compiler.disable
+def _make_line(plans: Plans, key: tuple[int, bool]) -> Line:
+    """Makes plans outside of any trace: torch.compile sees them as given."""
+    return plans.line(*key)
+
+
+def _require_known(name: str, options: dict[str, Any]) -> None:
+    """Raises PlanError for a name or an option that nothing has."""
+    everyone = {AUTO: (), Attention.name: Attention.options}
+    everyone |= {known: tuple(f.name for f in fields(b)) for known, b in BACKENDS.items()}  # pyright: ignore[reportArgumentType]
+    if name not in everyone:
+        raise PlanError(f"no backend is called {name!r}; known are {', '.join(sorted(everyone))}")
+    known = everyone[name]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise PlanError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")

@@ -1,5 +1,8 @@
 """The reference: a vectorised scatter over relations that defines what is right."""
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
@@ -12,12 +15,13 @@ from grapnet.core.relations import Topology
 CELLS = 1 << 20
 
 
+@dataclass(frozen=True)
 class Reference:
     """Computes Z[b, child(e)] += X[b, parent(e)] · w(e), some relations at a time."""
 
-    name = "reference"
+    name: ClassVar[str] = "reference"
 
-    def refusals(self, topology: Topology) -> list[str]:
+    def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
         """Runs everything."""
         return []
 
@@ -33,11 +37,11 @@ class ReferencePlan:
         self.topology = topology
         self._parents = topology.parents() if topology.n_relations <= CELLS else None
 
-    def __call__(self, x: Tensor, values: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         size = max(1, CELLS // max(1, len(x)))
         if self.topology.n_relations <= size:
-            return self._sum(x, values, 0)
-        z = torch.zeros((), dtype=x.dtype, device=x.device)
+            return self._sum(x, values, 0) + bias
+        z = bias
         for number, part in enumerate(values.split(size)):  # each piece is made again in the backward, not kept
             z = z + checkpoint(self._sum, x, part, number * size, use_reentrant=False, preserve_rng_state=False)
         return z

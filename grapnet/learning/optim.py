@@ -2,13 +2,15 @@
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Adagrad, Optimizer, Rprop
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from grapnet.core.column import Column
 from grapnet.core.errors import OptimizerError
 from grapnet.core.graph import Graph
 from grapnet.core.journal import Commit
@@ -127,6 +129,37 @@ class OptimizerFollower:
 
         return install
 
+    def prepare_columns(self, graph: Graph, coming: Sequence[Column], leaving: Sequence[Column]) -> Callable[[], None]:
+        """Finds the places of new columns, each in the group of the Parameter it is trained beside, if that is held."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return lambda: None
+        gone, names = {id(column.value) for column in leaving}, {column.parameter_name for column in leaving}
+        lists = [_without(group, gone) for group in optimizer.param_groups]
+        mine = {id(parameter) for parameter in graph.parameters()}
+        states = {}
+        for column in coming:
+            beside = graph.get_parameter(column.beside)
+            for group, changed in zip(optimizer.param_groups, lists, strict=True):
+                if any(beside is parameter for parameter in group["params"]):
+                    states[column.value] = _first_state(optimizer, group, column)
+                    _insert(changed, column, beside, mine)
+            mine.add(id(column.value))
+        slots = {v: {n: s for n, s in kept.items() if n not in names} for v, kept in self._slots.items()}
+
+        def install() -> None:
+            for group, changed in zip(optimizer.param_groups, lists, strict=True):
+                for key, items in changed.items():
+                    group[key][:] = items
+            for column in leaving:
+                optimizer.state.pop(column.value, None)
+                _checked[optimizer].layouts.pop(id(column.value), None)
+            optimizer.state.update({parameter: state for parameter, state in states.items() if state})
+            self._slots = slots
+            mark_followed(optimizer, list(states))
+
+        return install
+
 
 class _Checked:
     """Which layout every parameter had when the optimizer last stepped."""
@@ -181,6 +214,34 @@ def _clean_value(optimizer: Optimizer, group: dict[str, Any], key: str) -> float
     if isinstance(optimizer, Adagrad) and key == "sum":
         return float(group["initial_accumulator_value"])
     return 0.0
+
+
+def _without(group: dict[str, Any], gone: set[int]) -> dict[str, list[Any]]:
+    """Returns a group's Parameters, and their names where it has them, without some."""
+    stays = [id(parameter) not in gone for parameter in group["params"]]
+    lists = {key: group[key] for key in ("params", "param_names") if key in group}
+    return {key: [item for item, kept in zip(items, stays, strict=True) if kept] for key, items in lists.items()}
+
+
+def _insert(lists: dict[str, list[Any]], column: Column, beside: nn.Parameter, mine: set[int]) -> None:
+    """Puts a column behind the net's last Parameter in a group, where `net.parameters()` would have had it."""
+    params = lists["params"]
+    place = 1 + max(n for n, parameter in enumerate(params) if id(parameter) in mine)
+    if "param_names" in lists:
+        name = lists["param_names"][next(n for n, parameter in enumerate(params) if parameter is beside)]
+        lists["param_names"].insert(place, name.removesuffix(column.beside) + column.parameter_name)
+    params.insert(place, column.value)
+
+
+def _first_state(optimizer: Optimizer, group: dict[str, Any], column: Column) -> dict[str, Any]:
+    """Returns the state that an optimizer has before its first step; Adagrad alone makes it ahead."""
+    if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
+        raise OptimizerError(f"Muon trains matrices only, and {column.parameter_name} is a vector; use another for it")
+    if not isinstance(optimizer, Adagrad):
+        return {}
+    accumulated = torch.full_like(column.value.detach(), group["initial_accumulator_value"])
+    step = torch.zeros((), dtype=torch.float32, device=accumulated.device if group.get("fused") else "cpu")
+    return {"step": step, "sum": accumulated}
 
 
 def _per_coordinate(state: dict[str, Any], parameter: nn.Parameter, name: str) -> list[str]:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import edits, run
+from benchmarks import costs, edits, execution, run
 
 
 def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
@@ -22,7 +22,7 @@ def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
 def full_result() -> dict:
     """Returns a result that reaches every bar."""
     return {
-        "rows": {"4e6": {"ratios": dict(edits.BARS)}},
+        "rows": {row: {"relations": 2**22, "ratios": dict(edits.BARS)} for row in ("4e6", *edits.PLANS)},
         "huge": {"relations": 10**8, **edits.HUGE_BARS},
     }
 
@@ -37,6 +37,46 @@ def test_each_missed_ratio_is_named(name):
     result["rows"]["4e6"]["ratios"][name] *= 1.01
     (line,) = edits.missed(result)
     assert line.startswith(name)
+
+
+@pytest.mark.parametrize("name", edits.PLAN_BARS)
+@pytest.mark.parametrize("row", edits.PLANS)
+def test_each_missed_ratio_of_a_plan_is_named(row, name):
+    result = full_result()
+    result["rows"][row]["ratios"][name] *= 1.01
+    (line,) = edits.missed(result)
+    assert line.startswith(f"{name} at {row}")
+
+
+def test_the_execution_benchmark_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "execution.json"
+    monkeypatch.setattr(sys, "argv", ["run", "execution", "--fast", "--check", "--json", str(path)])
+    monkeypatch.setattr(execution, "DENSITIES", (0.02, 1.0))
+    monkeypatch.setattr(execution, "BATCHES", (1, 32))
+    assert run.main() == 1
+    assert "small sizes" in capsys.readouterr().err
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["against"] for row in rows} >= {"nn.Linear", "torch.sparse CSR", "nn.utils.prune", "dense backend"}
+    assert all(row["faster"] > 0 for row in rows)
+    at_the_bars = [{**row, "faster": row["must"] or 1.0} for row in rows]
+    full = {"rows": at_the_bars, "settings": {"fast": False}}
+    assert execution.missed(full) == []
+    judged = next(row for row in at_the_bars if row["must"])
+    judged["faster"] *= 0.99
+    (line,) = execution.missed(full)
+    assert line.startswith(judged["work"])
+
+
+def test_the_costs_benchmark_writes_what_auto_reads(tmp_path, monkeypatch):
+    path = tmp_path / "costs.json"
+    monkeypatch.setattr(sys, "argv", ["run", "costs", "--fast", "--json", str(path)])
+    monkeypatch.setattr(costs, "SHARES", {"sparse": (0.05, 0.5), "family": (0.25, 0.5)})
+    assert run.main() == 0
+    measured = json.loads(path.read_text())["devices"]
+    on_file = json.loads(costs.COSTS.read_text())["devices"]
+    assert set(measured) >= set(on_file) >= {"cpu", "cuda"}
+    for device in measured.values():
+        assert set(device["training"]) == set(device["forward"]) == {"sparse", "reference", "family"}
 
 
 @pytest.mark.parametrize("name", edits.HUGE_BARS)

@@ -1,0 +1,296 @@
+"""How fast the graph runs: ratios measured side by side in one process, after checking the results."""
+
+import copy
+import platform
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+
+from .contenders import (
+    CsrLinear,
+    Step,
+    Work,
+    backward_step,
+    family_net,
+    forward_pass,
+    grown_head,
+    linear,
+    pruned_linear,
+    training_step,
+)
+from .timing import threads, times_faster
+
+DENSITIES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.0)
+BATCHES = (1, 32, 256, 2048)
+SPARSE_BARS = {  # density: faster than dense with input gradient, the goal, and the bar without input gradient
+    0.1: (3.5, 5.0, 2.5),
+    0.05: (6.0, 10.0, 4.5),
+    0.01: (15.0, 40.0, 12.0),
+}
+MOST_MESSAGES = 2**26  # batch × relations that a result is checked with
+LEVEL = 1 / 1.05  # "never slower by more than 5 %"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: `work` runs `faster` times as fast as `against`."""
+
+    work: str
+    against: str
+    faster: float
+    must: float | None = None
+    goal: float | None = None
+    threads: int = 1
+    note: str = ""
+
+
+def measure(*, fast: bool) -> dict[str, Any]:
+    """Returns every comparison for this machine: its GPU when it has one, otherwise its CPU."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    rows = list(_on_cuda(fast) if device == "cuda" else _on_cpu(fast))
+    return {
+        "benchmark": "execution",
+        "settings": {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "fast": fast},
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
+        "rows": [asdict(row) for row in rows],
+    }
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """Returns one line for every bar that the result misses."""
+    short = [row for row in result["rows"] if row["must"] is not None and row["faster"] < row["must"]]
+    lines = [f"{r['work']} against {r['against']}: {r['faster']:.2f}, the bar is {r['must']:.2f}" for r in short]
+    return lines + (["these are small sizes, which reach no bar"] if result["settings"]["fast"] else [])
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as text."""
+    lines = [f"{'work':<64} {'against':<28} {'threads':>7} {'faster':>8} {'must':>6} {'goal':>6}"]
+    for r in result["rows"]:
+        bars = " ".join(f"{r[key]:>6.2f}" if r[key] else " " * 6 for key in ("must", "goal"))
+        lines.append(f"{r['work']:<64} {r['against']:<28} {r['threads']:>7} {r['faster']:>8.2f} {bars} {r['note']}")
+    return "\n".join(lines)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Returns the comparisons that have a bar as the table that the documentation shows."""
+    lines = ["| work | against | threads | times faster | bar |", "|---|---|---:|---:|---:|"]
+    for r in result["rows"]:
+        if r["must"] is not None:
+            lines.append(f"| {r['work']} | {r['against']} | {r['threads']} | {r['faster']:.2f} | {r['must']:.2f} |")
+    return "\n".join(lines)
+
+
+def _on_cpu(fast: bool) -> Iterator[Row]:
+    for count in (1, 2):
+        with threads(count):
+            yield from _sparse_training(fast, count)
+    with threads(1):
+        yield from _grown_head(fast)
+        yield from _full(Work(*_small(fast)), fast)
+        yield from _batch_of_one(fast)
+        yield from _families(Work(*_small(fast)), {8: (4.0, 7.0)}, fast)
+        yield from _dynamic_training(fast)
+        yield from _sparse_against_reference(fast)
+        yield from _snapshot(fast)
+        yield from _auto(Work(*_small(fast)), fast)
+
+
+def _on_cuda(fast: bool) -> Iterator[Row]:
+    small, large = Work(*_small(fast), device="cuda"), Work(4096, 16384, 4096, device="cuda", dtype=torch.bfloat16)
+    large = replace(large, parents=256, children=512, batch=64) if fast else large
+    yield from _full(small, fast)
+    yield from _full(large, fast)
+    yield from _families(large, {8: (5.5, None), 16: (9.0, None)}, fast)
+    yield from _auto(small, fast)
+    yield from _auto(replace(large, dtype=torch.float32), fast, batches=(large.batch,))
+
+
+def _small(fast: bool) -> tuple[int, int]:
+    return (64, 128) if fast else (1024, 4096)
+
+
+def _repeats(fast: bool, count: int) -> int:
+    return 2 if fast else count
+
+
+def _grown_head(fast: bool) -> Iterator[Row]:
+    """The paper's head, live, against a larger dense one."""
+    x, labels = torch.randn(64, 49), torch.randint(0, 10, (64,))
+    for name, fused in {"Adam": None, "fused Adam": True}.items():
+        mlp, net = nn.Sequential(nn.Linear(49, 256), nn.ReLU(), nn.Linear(256, 10)), grown_head()
+        _check(net, x)
+        cases = {
+            "dense": training_step(mlp, x, labels, fused=fused),
+            "net": training_step(net, x, labels, fused=fused),
+        }
+        ratio = times_faster(cases, "dense", repeats=_repeats(fast, 151))["net"]
+        yield Row(f"grown head 49-240-10, training step, {name}", "nn.Linear 49-256-10", ratio, 1 / 1.10, 1.0)
+
+
+def _full(work: Work, fast: bool) -> Iterator[Row]:
+    (x, target), net = work.data(), work.net()
+    _check(net, x)
+    cases = {"dense": training_step(linear(work), x, target), "net": training_step(net, x, target)}
+    ratio = times_faster(cases, "dense", repeats=_repeats(fast, 25))["net"]
+    yield Row(f"full {_size(work)}, training step", "nn.Linear", ratio, LEVEL, 1.0)
+
+
+def _sparse_training(fast: bool, count: int) -> Iterator[Row]:
+    """Training with relations cut at random, against dense, torch's sparse matrices and masks."""
+    for density in (0.2, *SPARSE_BARS):
+        for wanted in (True, False):
+            work = Work(*_small(fast), density=density, input_gradient=wanted)
+            (x, target), net = work.data(), work.net("sparse")
+            _check(net, x)
+            cases: dict[str, Step] = {"nn.Linear": training_step(linear(work), x, target)}
+            cases["net"] = training_step(net, x, target)
+            cases["torch.sparse CSR"] = training_step(CsrLinear(work), x, target)
+            cases["nn.utils.prune"] = training_step(pruned_linear(work), x, target)
+            times = times_faster(cases, "nn.Linear", repeats=_repeats(fast, 9))
+            name = f"{_size(work)}, training step{'' if wanted else ' without input gradient'}"
+            must, goal, alone = SPARSE_BARS.get(density, (None, None, None))
+            bars = (must, goal) if wanted else (alone, None)
+            yield Row(name, "nn.Linear", times["net"], *bars, threads=count)
+            yield Row(name, "torch.sparse CSR", times["net"] / times["torch.sparse CSR"], 1.0, 3.0, count)
+            yield Row(name, "nn.utils.prune", times["net"] / times["nn.utils.prune"], 1.0, None, count)
+
+
+def _batch_of_one(fast: bool) -> Iterator[Row]:
+    for density, must, goal in ((0.1, 1.6, 3.4), (0.05, 3.3, None)):
+        work = Work(*((64, 128) if fast else (768, 3072)), batch=1, density=density, input_gradient=False)
+        (x, _), net = work.data(), work.net()
+        _check(net, x)
+        cases = {"dense": forward_pass(linear(work), x), "net": forward_pass(net, x)}
+        ratio = times_faster(cases, "dense", repeats=_repeats(fast, 51))["net"]
+        yield Row(f"{_size(work)}, forward", "nn.Linear", ratio, must, goal)
+
+
+def _families(work: Work, bars: dict[int, tuple[float, float | None]], fast: bool) -> Iterator[Row]:
+    x, target = work.data()
+    for count, (must, goal) in bars.items():
+        net, dense = family_net(work, count), linear(work)
+        _check(net, x)
+        times = {"dense": training_step(dense, x, target), "net": training_step(net, x, target)}
+        ratio = times_faster(times, "dense", repeats=_repeats(fast, 15))["net"]
+        name = f"{count} families of {_size(work)}"
+        yield Row(f"{name}, training step", "nn.Linear", ratio, must, goal, note=_runs(net, work.batch)[0])
+        times = {"dense": backward_step(dense, x, target), "net": backward_step(net, x, target)}
+        ratio = times_faster(times, "dense", repeats=_repeats(fast, 15))["net"]
+        yield Row(f"{name}, forward and backward", "nn.Linear", ratio)
+
+
+def _dynamic_training(fast: bool) -> Iterator[Row]:
+    """Ten steps and an edit, which is undone: what training looks like while rules are at work."""
+    x, labels = torch.randn(64, 49), torch.randint(0, 10, (64,))
+
+    def trained(net: gn.GrapNet, model: Any) -> Step:
+        optimizer = torch.optim.Adam(net.parameters())
+        gn.attach(optimizer, net)
+
+        def block() -> None:
+            for _ in range(1 if fast else 10):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), labels).backward()
+                optimizer.step()
+            with net.edit(reason="one relation") as edit:
+                edit.cut(net.layers[1][0], slots=[0])
+            net.undo()
+
+        return block
+
+    start = grown_head()
+    nets = {name: copy.deepcopy(start) for name in ("reference", "family", "walk")}
+    for name in ("reference", "family"):
+        nets[name].execution.use(name)
+        _check(nets[name], x)
+    cases = {name: trained(net, net.walk if name == "walk" else net) for name, net in nets.items()}
+    times = times_faster(cases, "walk", repeats=_repeats(fast, 5), seconds=0.0)
+    work = "family, dynamic training of the grown head"
+    yield Row(work, "reference", times["family"] / times["reference"], 2.0, note="paper 1.75 over its reference path")
+    yield Row(work, "literal walk", times["family"], 10.0)
+
+
+def _sparse_against_reference(fast: bool) -> Iterator[Row]:
+    work = Work(*_small(fast), density=0.1)
+    (x, _), net = work.data(), work.net("sparse")
+    other = copy.deepcopy(net)
+    other.execution.use("reference")
+    cases = {"reference": forward_pass(other, x), "sparse": forward_pass(net, x)}
+    ratio = times_faster(cases, "reference", repeats=_repeats(fast, 9))["sparse"]
+    yield Row(f"sparse, {_size(work)}, forward", "reference", ratio, 2.7, 10.0, note="paper 2.68")
+
+
+def _snapshot(fast: bool) -> Iterator[Row]:
+    work = Work(*((8, 16) if fast else (64, 256)), batch=64)
+    (x, _), net = work.data(), work.net()
+    snapshot = net.snapshot()
+    torch.testing.assert_close(snapshot(x), net(x))
+    cases = {"walk": forward_pass(net.walk, x), "snapshot": forward_pass(snapshot, x)}
+    ratio = times_faster(cases, "walk", repeats=_repeats(fast, 5))["snapshot"]
+    yield Row(f"snapshot, full {_size(work)}, forward", "literal walk", ratio, 38.0, note="paper 38.1")
+    cases = {"linear": forward_pass(linear(work), x), "snapshot": forward_pass(snapshot, x)}
+    ratio = times_faster(cases, "linear", repeats=_repeats(fast, 51))["snapshot"]
+    yield Row(f"snapshot, full {_size(work)}, forward", "nn.Linear", ratio, LEVEL, 1.0)
+
+
+def _auto(work: Work, fast: bool, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
+    """Auto against dense at every density and batch; where it picks dense there is nothing to compare."""
+    for density in DENSITIES[::4] if fast else DENSITIES:
+        net = replace(work, density=density).net()
+        dense = copy.deepcopy(net)
+        dense.execution.use("dense")
+        for batch in batches:
+            case = replace(work, density=density, batch=batch)
+            x, target = case.data()
+            _check(net, x)
+            forward = {"dense": forward_pass(dense, x), "auto": forward_pass(net, x)}
+            training = {"dense": training_step(dense, x, target), "auto": training_step(net, x, target)}
+            must = 1.0 if work.device == "cuda" and density == min(DENSITIES) and batch >= 256 else LEVEL
+            for mode, cases in {"forward": forward, "training": training}.items():
+                (runs,) = _runs(net, batch, training=mode == "training")
+                level = runs == "dense"
+                ratio = 1.0 if level else times_faster(cases, "dense", repeats=_repeats(fast, 7))["auto"]
+                note = "the same plan, not measured" if level else runs
+                yield Row(f"auto, {_size(case)}, {mode}", "dense backend", ratio, must, note=note)
+
+
+def _check(net: gn.GrapNet, x: Tensor) -> None:
+    """Raises unless the backends that run this batch compute what the reference does, gradients included.
+
+    Only so many of its rows are compared as the reference runs in reasonable time.
+    """
+    rows = max(1, min(len(x), MOST_MESSAGES // net.count().relations))
+    results = []
+    for chosen in (_runs(net, len(x)), ["reference"] * len(net.transitions)):
+        model = copy.deepcopy(net)
+        for t, name in enumerate(chosen):
+            model.execution.use(name, t)
+        if x.dtype == torch.bfloat16 and chosen[0] == "reference":
+            model = model.float()  # a sum of many messages in bfloat16 is no yardstick
+        given = x[:rows].detach().to(model.transitions[0].weight.dtype, copy=True).requires_grad_()
+        output = model(given)
+        gradients = torch.autograd.grad(output.float().square().mean(), [given, *model.parameters()])
+        results.append([output, *gradients])
+    tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
+    for got, expected in zip(*results, strict=True):
+        largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
+        difference = float((got - expected).detach().abs().max()) if expected.numel() else 0.0
+        if not difference <= tolerance * largest:
+            raise AssertionError(f"{net} differs from its reference by {difference} where values reach {largest}")
+
+
+def _size(work: Work) -> str:
+    share = "" if work.density == 1 else f" at {work.density:.1%}"
+    return f"{work.parents}×{work.children}{share}, batch {work.batch}, {str(work.dtype).removeprefix('torch.')}"
+
+
+def _runs(net: gn.GrapNet, batch: int, *, training: bool = True) -> list[str]:
+    """Returns the names of the backends that run a net's transitions at a batch size."""
+    return [row["runs"] for row in net.execution.describe(batch, training=training)]

@@ -1,0 +1,186 @@
+// The gradients: each parent gathers the packed rows of its children, once for its input and its weights.
+#pragma once
+
+#include "stripes.h"
+
+namespace grapnet {
+namespace {
+
+// Puts sums in place, or adds them to those of earlier stripes.
+template <class T, int Count, class V>
+GRAPNET_INLINE void accumulate(T* to, V sums, bool first) {
+    if constexpr (Count * sizeof(T) == sizeof(V)) {
+        using R = Row<T, int(sizeof(V))>;
+        R::store(to, first ? sums : R::load(to) + sums);
+    } else {
+        for (int q = 0; q < Count; ++q) to[q] = first ? sums[q] : to[q] + sums[q];
+    }
+}
+
+template <class T, int Bytes>
+void bias_stripe(const T* packed, Range children, T* dbias, bool first) {
+    using R = Row<T, Bytes>;
+    const auto folded = [&](Index j) {
+        typename R::Vector total = R::load(packed + j * R::size);
+        for (int k = 1; k < R::count; ++k) total += R::load(packed + j * R::size + k * R::lanes);
+        return total;
+    };
+    Index j = children.first;
+    for (; j + R::lanes <= children.last; j += R::lanes)
+        accumulate<T, R::lanes>(dbias + j, sums_of<R::lanes, R::lanes>([&](auto q) { return folded(j + q); }), first);
+    for (; j < children.last; ++j)
+        accumulate<T, 1>(dbias + j, sums_of<R::lanes, 1>([&](auto) { return folded(j); }), first);
+}
+
+// What one parent collects from the packed rows of its children in one stripe; it lives in registers.
+template <class T, int Bytes, bool Inputs, bool Weights>
+struct Gather {
+    using R = Row<T, Bytes>;
+    using V = typename R::Vector;
+    static constexpr int chains = R::count >= 4 ? 1 : 4 / R::count;  // independent sums: an addition takes four cycles
+
+    const T *values, *dz;
+    const std::int32_t* child;
+    T* dw;
+    bool first;
+    V x[R::count], dx[chains][R::count];
+
+    // Takes the relation e, adds to dx, and returns the products that sum up to its dw.
+    template <int Chain>
+    GRAPNET_INLINE V products(Index e) {
+        const T* row = dz + child[e] * Index(R::size);
+        V weight{}, total{};
+        if constexpr (Inputs) weight = R::splat(values[e]);
+#pragma GCC unroll 16
+        for (int k = 0; k < R::count; ++k) {
+            const V d = R::load(row + k * R::lanes);
+            if constexpr (Inputs) dx[Chain][k] += d * weight;
+            if constexpr (Weights) total += d * x[k];
+        }
+        return total;
+    }
+
+    // Takes relations e to e + Count; Count is a power of two, at most the lanes of a vector.
+    template <int Count>
+    GRAPNET_INLINE void take(Index e) {
+        if constexpr (Weights) {
+            const auto row = [&](auto q) __attribute__((always_inline)) { return products<q % chains>(e + q); };
+            accumulate<T, Count>(dw + e, sums_of<R::lanes, Count>(row), first);
+        } else {
+            take_each(e, Lanes<Count>{});
+        }
+    }
+
+    template <int... Q>
+    GRAPNET_INLINE void take_each(Index e, std::integer_sequence<int, Q...>) {
+        (products<Q % chains>(e + Q), ...);
+    }
+
+    // Takes the fewer than 2 * Count relations that are left.
+    template <int Count>
+    GRAPNET_INLINE void take_rest(Index e, Index stop) {
+        if constexpr (Count > 0) {
+            if (e + Count <= stop) {
+                take<Count>(e);
+                e += Count;
+            }
+            take_rest<Count / 2>(e, stop);
+        }
+    }
+};
+
+template <class T, int Bytes, bool Inputs, bool Weights>
+void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const T* dz, Range parents) {
+    using R = Row<T, Bytes>;
+    Writer<T, Bytes> write(g.dx, g.batch, g.wiring.parents, stripe);
+    for (Index i = parents.first; i < parents.last; ++i) {
+        Gather<T, Bytes, Inputs, Weights> gather{static_cast<const T*>(g.values), dz, g.wiring.child,
+                                                 static_cast<T*>(g.dw), stripe.start == 0, {}, {}};
+        if constexpr (Weights)
+            for (int k = 0; k < R::count; ++k) gather.x[k] = R::load(x + i * R::size + k * R::lanes);
+        Index e = g.wiring.ptr[i];
+        const Index stop = g.wiring.ptr[i + 1];
+        for (; e + R::lanes <= stop; e += R::lanes) gather.template take<R::lanes>(e);
+        gather.template take_rest<R::lanes / 2>(e, stop);
+        if constexpr (Inputs) {
+            for (int c = 1; c < gather.chains; ++c)
+                for (int k = 0; k < R::count; ++k) gather.dx[0][k] += gather.dx[c][k];
+            write(i, gather.dx[0]);
+        }
+    }
+    if constexpr (Inputs) write.flush();
+}
+
+template <class T, bool Inputs, bool Weights>
+void gradient_stripes(const Gradients& g) {
+    const Wiring& wiring = g.wiring;
+    const int threads = useful_threads(g.threads, double(wiring.relations() + wiring.children) * double(g.batch));
+    const Stripes stripes(g.batch, wiring.children, sizeof(T));
+    const Index x_size = Weights ? wiring.parents * stripes.size : 0, dz_size = wiring.children * stripes.size;
+    const Index group = stripes.group(wiring.parents + wiring.children, threads);
+    T* packed = static_cast<T*>(scratch(sizeof(T) * (x_size + dz_size) * group));
+    run_team(threads, [&](int member, int members) {
+        const Range children = even_share(wiring.children, 16, member, members);
+        const Range packed_parents = even_share(wiring.parents, 16, member, members);
+        const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
+        const auto each = [&](Index first, auto body) {
+            for (Index s = first; s < least(first + group, stripes.count); ++s) {
+                T* dz = packed + (s - first) * (x_size + dz_size);
+                with_bytes(stripes[s].bytes, [&](auto bytes) { body(bytes, stripes[s], dz + dz_size, dz); });
+            }
+        };
+        for (Index first = 0; first < stripes.count; first += group) {
+            if (first > 0 && members > 1) wait_for_team();
+            each(first, [&](auto bytes, const Stripe& stripe, T* x, T* dz) {
+                pack<T, bytes>(g.dz, g.batch, wiring.children, stripe, children, dz);
+                if constexpr (Weights) {
+                    bias_stripe<T, bytes>(dz, children, static_cast<T*>(g.dbias), stripe.start == 0);
+                    pack<T, bytes>(g.x, g.batch, wiring.parents, stripe, packed_parents, x);
+                }
+            });
+            if (members > 1) wait_for_team();
+            each(first, [&](auto bytes, const Stripe& stripe, const T* x, const T* dz) {
+                gradient_stripe<T, bytes, Inputs, Weights>(g, stripe, x, dz, parents);
+            });
+        }
+    });
+}
+
+// One sample: nothing to sum over the batch.
+template <class T, bool Inputs, bool Weights>
+void gradient_single(const Gradients& g) {
+    const Wiring& wiring = g.wiring;
+    const T *x = static_cast<const T*>(g.x.data), *dz = static_cast<const T*>(g.dz.data);
+    const T* values = static_cast<const T*>(g.values);
+    T *dx = static_cast<T*>(g.dx.data), *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias);
+    if constexpr (Weights)
+        for (Index j = 0; j < wiring.children; ++j) dbias[j] = dz[j];
+    run_team(useful_threads(g.threads, double(wiring.relations())), [&](int member, int members) {
+        const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
+        for (Index i = parents.first; i < parents.last; ++i) {
+            T total[4] = {};
+            for (Index e = wiring.ptr[i]; e < wiring.ptr[i + 1]; ++e) {
+                const T d = dz[wiring.child[e]];
+                if constexpr (Inputs) total[e % 4] += d * values[e];
+                if constexpr (Weights) dw[e] = d * x[i];
+            }
+            if constexpr (Inputs) dx[i] = (total[0] + total[1]) + (total[2] + total[3]);
+        }
+    });
+}
+
+template <class T, bool Inputs, bool Weights>
+void chosen_gradients(const Gradients& g) {
+    if (g.batch == 1) return gradient_single<T, Inputs, Weights>(g);
+    return gradient_stripes<T, Inputs, Weights>(g);
+}
+
+template <class T>
+void gradients_of(const Gradients& g) {
+    if (!g.weights) return chosen_gradients<T, true, false>(g);
+    if (!g.inputs) return chosen_gradients<T, false, true>(g);
+    return chosen_gradients<T, true, true>(g);
+}
+
+}  // namespace
+}  // namespace grapnet

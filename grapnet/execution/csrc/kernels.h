@@ -1,0 +1,67 @@
+// What the kernels compute, and how the variants compiled for different instruction sets are reached.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace grapnet {
+
+using Index = std::ptrdiff_t;
+
+// A [batch, width] matrix: features lie apart by `batch` values (by_feature) or samples by `width` values.
+struct Matrix {
+    void* data;
+    bool by_feature;
+};
+
+// Relations in the order of their owners: those of parent i are positions ptr[i] to ptr[i + 1].
+struct Wiring {
+    const std::int32_t* ptr;    // [parents + 1]
+    const std::int32_t* child;  // [relations]
+    Index parents, children;
+
+    Index relations() const { return ptr[parents]; }
+};
+
+// The same relations by child: entry = (parent, slot among the parent's relations), sorted by parent.
+struct ByChild {
+    const std::int32_t* in_ptr;  // [children + 1]
+    const void* entries;         // [relations], 16 + 16 bits, or 32 + 32 when wide
+    bool wide;
+};
+
+// z[b, j] = bias[j] + Σ_i x[b, i] · w_ij
+struct Sum {
+    Matrix x, z;
+    const void *values, *bias;
+    Wiring wiring;
+    ByChild order;
+    Index batch;
+    int threads;
+    bool is_double;
+};
+
+// dx[b, i] = Σ_j dz[b, j] · w_ij,  dw_ij = Σ_b x[b, i] · dz[b, j],  dbias[j] = Σ_b dz[b, j]
+struct Gradients {
+    Matrix x, dz, dx;
+    const void* values;
+    void *dw, *dbias;
+    bool inputs, weights;  // wanted: dx needs values, dw and dbias need x
+    Wiring wiring;
+    Index batch;
+    int threads;
+    bool is_double;
+};
+
+struct Variant {
+    const char* name;
+    void (*sum)(const Sum&);
+    void (*gradients)(const Gradients&);
+};
+
+extern const Variant baseline, avx2, avx512;
+
+// Returns memory aligned to a cache line that the calling thread keeps for its next call.
+void* scratch(std::size_t bytes);
+
+}  // namespace grapnet

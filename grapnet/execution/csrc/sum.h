@@ -1,0 +1,197 @@
+// The forward sum: each child gathers the packed rows of its parents.
+#pragma once
+
+#include "stripes.h"
+
+namespace grapnet {
+namespace {
+
+constexpr Index few_bytes = 64;  // of one feature, up to which the sum goes by parent
+
+template <class Entry>
+struct Split {
+    static constexpr int half = 4 * int(sizeof(Entry));
+    static Index parent(Entry entry) { return static_cast<Index>(entry >> half); }
+    static Index slot(Entry entry) { return static_cast<Index>(entry & ((Entry(1) << half) - 1)); }
+};
+
+// Copies the weights of a range of children into their order, since every stripe reads them.
+template <class T, class Entry>
+void gather_weights(const Sum& sum, Range children, T* weights) {
+    const Entry* entries = static_cast<const Entry*>(sum.order.entries);
+    const T* values = static_cast<const T*>(sum.values);
+    for (Index e = sum.order.in_ptr[children.first]; e < sum.order.in_ptr[children.last]; ++e)
+        weights[e] = values[sum.wiring.ptr[Split<Entry>::parent(entries[e])] + Split<Entry>::slot(entries[e])];
+}
+
+template <class T, class Entry, int Bytes>
+void sum_stripe(const Sum& sum, const Stripe& stripe, const T* packed, const T* weights, Range children) {
+    using R = Row<T, Bytes>;
+    using V = typename R::Vector;
+    constexpr int chains = R::count >= 4 ? 1 : 4 / R::count;  // independent sums: an addition takes four cycles
+    const T* bias = static_cast<const T*>(sum.bias);
+    const Entry* entries = static_cast<const Entry*>(sum.order.entries);
+    const std::int32_t* in_ptr = sum.order.in_ptr;
+    Writer<T, Bytes> write(sum.z, sum.batch, sum.wiring.children, stripe);
+    for (Index j = children.first; j < children.last; ++j) {
+        V z[chains][R::count] = {};
+        const auto add = [&](Index e, V* into) {
+            const V weight = R::splat(weights[e]);
+            const T* row = packed + Split<Entry>::parent(entries[e]) * R::size;
+            for (int k = 0; k < R::count; ++k) into[k] += R::load(row + k * R::lanes) * weight;
+        };
+        Index e = in_ptr[j];
+        const Index stop = in_ptr[j + 1];
+        for (; e + chains <= stop; e += chains)
+            for (int c = 0; c < chains; ++c) add(e + c, z[c]);
+        for (; e < stop; ++e) add(e, z[0]);
+        for (int c = 1; c < chains; ++c)
+            for (int k = 0; k < R::count; ++k) z[0][k] += z[c][k];
+        for (int k = 0; k < R::count; ++k) z[0][k] += R::splat(bias[j]);
+        write(j, z[0]);
+    }
+    write.flush();
+}
+
+// Adds one parent's messages for one sample. Children come in pairs and products as a vector: what then limits the
+// speed is one store a relation. The children of one parent differ, so the updates are independent.
+template <class T>
+void scatter_single(const Wiring& wiring, Index parent, T signal, const T* values, T* z) {
+    static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "a pair of children is read as one number");
+    using R = Row<T, GRAPNET_VECTOR_BYTES < 32 ? 16 : 32>;
+    Index e = wiring.ptr[parent];
+    const Index stop = wiring.ptr[parent + 1];
+    for (; e + R::lanes <= stop; e += R::lanes) {
+        const typename R::Vector products = R::load(values + e) * R::splat(signal);
+#pragma GCC unroll 8
+        for (int k = 0; k < R::lanes; k += 2) {
+            std::uint64_t pair;
+            __builtin_memcpy(&pair, wiring.child + e + k, sizeof pair);
+            z[static_cast<std::uint32_t>(pair)] += products[k];
+            z[pair >> 32] += products[k + 1];
+        }
+    }
+    for (; e < stop; ++e) z[wiring.child[e]] += signal * values[e];
+}
+
+// One sample: by parent, since reading values and children in order costs less than gathering them.
+template <class T>
+void sum_single(const Sum& sum) {
+    const Wiring& wiring = sum.wiring;
+    const T *x = static_cast<const T*>(sum.x.data), *values = static_cast<const T*>(sum.values);
+    const T* bias = static_cast<const T*>(sum.bias);
+    T* z = static_cast<T*>(sum.z.data);
+    const int threads = useful_threads(sum.threads, double(wiring.relations()));
+    T* partial = static_cast<T*>(scratch(sizeof(T) * wiring.children * (threads - 1)));
+    run_team(threads, [&](int member, int members) {
+        T* own = member == 0 ? z : partial + (member - 1) * wiring.children;
+        for (Index j = 0; j < wiring.children; ++j) own[j] = member == 0 ? bias[j] : T(0);
+        const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
+        for (Index i = parents.first; i < parents.last; ++i) scatter_single(wiring, i, x[i], values, own);
+        if (members == 1) return;
+        wait_for_team();
+        const Range share = even_share(wiring.children, 16, member, members);
+        for (int other = 1; other < members; ++other)
+            for (Index j = share.first; j < share.last; ++j) z[j] += partial[(other - 1) * wiring.children + j];
+    });
+}
+
+// Adds one parent's messages for a few samples to packed rows of z; its children differ: updates are independent.
+template <class T, int Bytes>
+void scatter_few(const std::int32_t* child, const std::int32_t* stop, const T* values, const T* x, T* z) {
+    using R = Row<T, Bytes>;
+    using V = typename R::Vector;
+    V signal[R::count];
+    for (int k = 0; k < R::count; ++k) signal[k] = R::load(x + k * R::lanes);
+    const auto add = [&](T* row, T value) {
+        for (int k = 0; k < R::count; ++k)
+            R::store(row + k * R::lanes, R::load(row + k * R::lanes) + signal[k] * value);
+    };
+    for (; child + 4 <= stop; child += 4, values += 4) {
+        T* const rows[4] = {z + child[0] * Index(R::size), z + child[1] * Index(R::size),
+                            z + child[2] * Index(R::size), z + child[3] * Index(R::size)};
+        const T weights[4] = {values[0], values[1], values[2], values[3]};
+        for (int q = 0; q < 4; ++q) add(rows[q], weights[q]);
+    }
+    for (; child < stop; ++child, ++values) add(z + *child * Index(R::size), *values);
+}
+
+// A few samples: by parent too, into a packed z of every member.
+template <class T, int Bytes>
+void sum_few(const Sum& sum, const Stripe& stripe) {
+    using R = Row<T, Bytes>;
+    using V = typename R::Vector;
+    const Wiring& wiring = sum.wiring;
+    const T *values = static_cast<const T*>(sum.values), *bias = static_cast<const T*>(sum.bias);
+    const int threads = useful_threads(sum.threads, double(wiring.relations()) * 2);
+    const Index size = wiring.children * R::size;
+    T* packed = static_cast<T*>(scratch(sizeof(T) * (size * threads + wiring.parents * R::size)));
+    T* x = packed + size * threads;
+    run_team(threads, [&](int member, int members) {
+        T* z = packed + size * member;
+        for (Index n = 0; n < size; n += R::lanes) R::store(z + n, V{});
+        const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
+        pack<T, Bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, x);
+        for (Index i = parents.first; i < parents.last; ++i) {
+            const Index start = wiring.ptr[i], stop = wiring.ptr[i + 1];
+            scatter_few<T, Bytes>(wiring.child + start, wiring.child + stop, values + start, x + i * R::size, z);
+        }
+        if (members > 1) wait_for_team();
+        const Range children = even_share(wiring.children, 16, member, members);
+        Writer<T, Bytes> write(sum.z, sum.batch, wiring.children, stripe);
+        for (Index j = children.first; j < children.last; ++j) {
+            V total[R::count];
+            for (int k = 0; k < R::count; ++k) {
+                total[k] = R::splat(bias[j]);
+                for (int other = 0; other < members; ++other)
+                    total[k] += R::load(packed + size * other + j * R::size + k * R::lanes);
+            }
+            write(j, total);
+        }
+        write.flush();
+    });
+}
+
+template <class T, class Entry>
+void sum_stripes(const Sum& sum) {
+    const Wiring& wiring = sum.wiring;
+    const int threads = useful_threads(sum.threads, double(wiring.relations() + wiring.children) * double(sum.batch));
+    const Stripes stripes(sum.batch, wiring.parents, sizeof(T));
+    const Index group = stripes.group(wiring.parents, threads), packed_size = wiring.parents * stripes.size;
+    T* packed = static_cast<T*>(scratch(sizeof(T) * (packed_size * group + wiring.relations())));
+    T* weights = packed + packed_size * group;
+    run_team(threads, [&](int member, int members) {
+        const Range parents = even_share(wiring.parents, 16, member, members);
+        const Range children = balanced_share(sum.order.in_ptr, wiring.children, member, members);
+        const auto each = [&](Index first, auto body) {
+            for (Index s = first; s < least(first + group, stripes.count); ++s)
+                with_bytes(stripes[s].bytes,
+                           [&](auto bytes) { body(bytes, stripes[s], packed + (s - first) * packed_size); });
+        };
+        gather_weights<T, Entry>(sum, children, weights);
+        for (Index first = 0; first < stripes.count; first += group) {
+            if (first > 0 && members > 1) wait_for_team();
+            each(first, [&](auto bytes, const Stripe& stripe, T* table) {
+                pack<T, bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, table);
+            });
+            if (members > 1) wait_for_team();
+            each(first, [&](auto bytes, const Stripe& stripe, const T* table) {
+                sum_stripe<T, Entry, bytes>(sum, stripe, table, weights, children);
+            });
+        }
+    });
+}
+
+template <class T>
+void sum_of(const Sum& sum) {
+    if (sum.batch == 1) return sum_single<T>(sum);
+    if (sum.batch > 0 && sum.batch * Index(sizeof(T)) <= few_bytes) {
+        const Stripe stripe = Stripes(sum.batch, 1, sizeof(T))[0];
+        if (stripe.bytes * sum.wiring.children <= table_bytes)
+            return with_bytes(stripe.bytes, [&](auto bytes) { sum_few<T, bytes>(sum, stripe); });
+    }
+    return sum.order.wide ? sum_stripes<T, std::uint64_t>(sum) : sum_stripes<T, std::uint32_t>(sum);
+}
+
+}  // namespace
+}  // namespace grapnet

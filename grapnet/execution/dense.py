@@ -1,0 +1,79 @@
+"""Dense: the live values written into a rectangle, and one matrix product."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from grapnet.core.relations import Topology
+
+from . import kernels, native
+from .plan import Plan, in_transform
+
+NARROW = 16  # children up to which a rectangle of one row a child runs faster than one of one row a parent
+LARGE = 1 << 15  # relations from which compiled kernels, which cost some microseconds to call, write a rectangle
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Computes the whole rectangle; a full transition is a view of its values and costs what `nn.Linear` costs."""
+
+    most_cells: int = 2**28  # of a rectangle that has to be written
+
+    name: ClassVar[str] = "dense"
+
+    def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
+        """Refuses a rectangle that would not be worth its memory."""
+        cells = topology.n_parents * topology.n_children
+        limit = min(self.most_cells, 2**31 - 1)  # cells are counted in int32
+        if cells <= limit or topology.n_relations == cells:
+            return []
+        return [f"the matrix would hold {cells:,} cells (limit {limit:,})"]
+
+    def prepare(self, topology: Topology) -> Plan:
+        """Returns the plan that suits the shape."""
+        narrow = topology.n_children <= NARROW
+        if topology.is_full:
+            return FullPlan(topology.n_parents, topology.n_children, narrow)
+        return RectanglePlan(topology, narrow)
+
+
+class FullPlan:
+    """Every parent leads to every child: the values are the matrix."""
+
+    def __init__(self, n_parents: int, n_children: int, narrow: bool) -> None:
+        self.values_shape, self._narrow = (n_parents, n_children), narrow
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        matrix = values if values.dim() == 2 else values.view(self.values_shape)
+        return linear(x, matrix.t().contiguous(), bias) if self._narrow else torch.addmm(bias, x, matrix)
+
+
+class RectanglePlan:
+    """Some relations are missing: their cells are zero. Compiled kernels write a large rectangle without an index."""
+
+    def __init__(self, topology: Topology, narrow: bool) -> None:
+        self.topology, self._narrow = topology, narrow
+        shape = (topology.n_parents, topology.n_children)
+        self._shape = shape[::-1] if narrow else shape  # one row a child when there are few, otherwise one a parent
+        large = topology.n_relations >= LARGE and topology.child.device.type == "cpu"
+        self._cells = None if large and not native.missing else self._find_cells()
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        cells, (rows, columns) = self._cells, self._shape
+        if cells is None and not in_transform():
+            topology = self.topology
+            matrix = kernels.fill(values, topology.ptr, topology.child, topology.n_children, self._narrow)
+        else:
+            cells = self._find_cells() if cells is None else cells
+            matrix = values.new_zeros(rows * columns).index_add(0, cells, values).view(rows, columns)
+        return linear(x, matrix, bias) if self._narrow else torch.addmm(bias, x, matrix)
+
+    def _find_cells(self) -> Tensor:
+        """Returns where in the rectangle each relation stands, [n_relations] int32."""
+        parents, children = self.topology.parents(), self.topology.child
+        if self._narrow:
+            return children * self.topology.n_parents + parents
+        return parents * self.topology.n_children + children

@@ -1,0 +1,157 @@
+"""Family: nodes with the same children form a block, and a block is one matrix product."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from grapnet.core.relations import Topology
+
+from . import native
+from .dense import FullPlan
+from .plan import Plan
+
+
+@dataclass(frozen=True, eq=False)
+class Families:
+    """The families of equal size of one transition: which nodes, which children, where their values are."""
+
+    members: Tensor  # [families, size] rows of the upper layer
+    children: Tensor  # [families, degree] rows of the lower layer
+    positions: Tensor  # [families, size, degree] int32, of the values
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """How many families, how many members each has, how many children."""
+        families, size, degree = self.positions.shape
+        return families, size, degree
+
+
+@dataclass(frozen=True)
+class Family:
+    """Computes one matrix product a family, all families of the same size at once."""
+
+    name: ClassVar[str] = "family"
+
+    def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
+        """Runs everything; without repeated children it is slow."""
+        return []
+
+    def prepare(self, topology: Topology) -> Plan:
+        """Groups the nodes."""
+        if topology.is_full:
+            return FullPlan(topology.n_parents, topology.n_children, narrow=False)
+        return FamilyPlan(topology, find_families(topology))
+
+
+class FamilyPlan:
+    """The blocks of one topology.
+
+    Where every child is in one family and all families have one size, the block is the result. Otherwise the blocks
+    stand feature by feature, so that each is whole rows to add.
+    """
+
+    def __init__(self, topology: Topology, groups: list[Families]) -> None:
+        device, self.n_children = topology.child.device, topology.n_children
+        self._blocks = [_Block(families, topology) for families in groups]
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        self._target = torch.cat([none, *(families.children.reshape(-1) for families in groups)])  # of stacked rows
+        rows = torch.arange(self.n_children, device=device)
+        self._in_order = torch.equal(self._target, rows)
+        seen = torch.bincount(self._target, minlength=self.n_children)
+        self._once = bool((seen == 1).all())
+        self._source = self._target.argsort() if self._once and not self._in_order else none
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        if not self._blocks:
+            return torch.addmm(bias, x[:, :0], values.view(0, self.n_children))
+        if self._in_order and len(self._blocks) == 1:
+            return self._blocks[0].row_by_row(x, values, bias)
+        stacked = torch.cat([block.by_feature(x, values) for block in self._blocks])  # [messages, batch]
+        if self._in_order:
+            z = stacked
+        elif self._once:
+            z = stacked.index_select(0, self._source)
+        else:
+            z = stacked.new_zeros(self.n_children, len(x)).index_add(0, self._target, stacked)
+        return (z + bias.to(z.dtype)[:, None]).t()
+
+
+class _Block:
+    """Families of one size as a batched matrix product."""
+
+    def __init__(self, families: Families, topology: Topology) -> None:
+        self._shape = families.shape
+        first, places = int(families.positions.reshape(-1)[0]), families.positions.reshape(-1)
+        one_piece = torch.equal(places, first + torch.arange(len(places), dtype=places.dtype, device=places.device))
+        self._slice = slice(first, first + len(places)) if one_piece else None
+        self._places = None if one_piece else places
+        rows = families.members.reshape(-1)
+        self._members = None if torch.equal(rows, torch.arange(topology.n_parents, device=rows.device)) else rows
+
+    def row_by_row(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Returns the messages with the biases of their children, [batch, families · degree]."""
+        inputs, weights = self._operands(x, values)
+        return torch.baddbmm(bias.view(len(weights), 1, -1), inputs, weights).transpose(0, 1).reshape(len(x), len(bias))
+
+    def by_feature(self, x: Tensor, values: Tensor) -> Tensor:
+        """Returns the messages, [families · degree, batch]."""
+        inputs, weights = self._operands(x, values)
+        return torch.bmm(weights.transpose(1, 2), inputs.transpose(1, 2)).view(self._shape[0] * self._shape[2], len(x))
+
+    def _operands(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the members say, [families, batch, size], and their values, [families, size, degree]."""
+        families, size, degree = self._shape
+        flat = values[self._slice] if self._places is None else values.index_select(0, self._places)
+        x = x if self._members is None else x.index_select(1, self._members)
+        return x.view(len(x), families, size).transpose(0, 1), flat.view(families, size, degree)
+
+
+def find_families(topology: Topology) -> list[Families]:
+    """Returns the families of a transition, those of equal size together; a node without children has none."""
+    return [_families(topology, members, degree) for members, degree in group_members(topology)]
+
+
+def group_members(topology: Topology) -> list[tuple[Tensor, int]]:
+    """Returns, for every size of family, the rows of their members [families, size], and how many children each has."""
+    degrees = topology.degrees.long()
+    rows = (degrees > 0).nonzero().view(-1)
+    if len(rows) == 0:
+        return []
+    _, family = torch.unique(torch.stack([degrees, _set_hashes(topology)])[:, rows], dim=1, return_inverse=True)
+    order = family.argsort(stable=True)
+    rows, sizes = rows[order], torch.bincount(family)
+    starts = sizes.cumsum(0) - sizes
+    by_first = rows[starts].argsort()
+    sizes, starts = sizes[by_first], starts[by_first]
+    shapes = torch.stack([sizes, degrees[rows[starts]]], dim=1)
+    groups = []
+    for size, degree in shapes.unique(dim=0).tolist():
+        of_shape = (shapes == torch.tensor([size, degree], device=rows.device)).all(dim=1)
+        members = rows[starts[of_shape].unsqueeze(1) + torch.arange(size, device=rows.device)]
+        groups.append((members, degree))
+    return sorted(groups, key=lambda group: int(group[0][0, 0]))
+
+
+def _families(topology: Topology, members: Tensor, degree: int) -> Families:
+    """Returns families of given members, with the children of each in one order."""
+    slots = torch.arange(degree, dtype=torch.int32, device=members.device)
+    positions = topology.ptr[members].unsqueeze(-1) + slots  # [families, size, degree]
+    children = topology.child[positions.long()]
+    if not bool((children == children[:, :1]).all()):  # the same children in different orders
+        children, order = children.sort(dim=-1)
+        positions = positions.gather(-1, order)
+    assert bool((children == children[:, :1]).all()), "two child sets share a hash"
+    return Families(members, children[:, 0].long(), positions)
+
+
+def _set_hashes(topology: Topology) -> Tensor:
+    """Returns a number for every parent that depends on which children it has, not on their order."""
+    if topology.child.device.type == "cpu" and not native.missing:
+        return native.family_hashes(topology.ptr, topology.child)
+    mixed = torch.arange(1, topology.n_children + 1, device=topology.child.device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # as in splitmix64
+        mixed = (mixed ^ (mixed >> shift)) * factor  # all of it wraps around, as it may
+    total = torch.cat([mixed.new_zeros(1), (mixed ^ (mixed >> 31)).index_select(0, topology.child).cumsum(0)])
+    return total[topology.ptr.long()].diff()

@@ -1,0 +1,179 @@
+"""A graph as plain torch modules: one nn.Linear a transition, and the activations of the layer after it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from grapnet.core.activation import activation_function
+from grapnet.core.errors import EditError, PlanError
+from grapnet.core.graph import Graph
+from grapnet.core.layer import Layer
+from grapnet.core.relations import Transition
+
+from .manager import Execution
+
+MOST_CELLS = 2**28  # of one matrix: 1 GiB in float32
+PIECE = 1 << 18  # relations written at once; larger pieces leave the cache
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "tanh": nn.Tanh,
+    "sigmoid": nn.Sigmoid,
+    "silu": nn.SiLU,
+    "leaky_relu": nn.LeakyReLU,
+    "elu": nn.ELU,
+    "softplus": nn.Softplus,
+    "identity": nn.Identity,
+}
+
+
+class Net(Protocol):
+    """What a snapshot asks of a GrapNet: its graph, and which backends run it."""
+
+    execution: Execution
+
+
+class NamedActivation(nn.Module):
+    """Runs a registered activation that torch has no module for; its file holds the name, never the function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self._function = name, activation_function(name)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Applies the function to every element."""
+        return self._function(z)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k != "_function"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._function = activation_function(self.name)
+
+
+class MixedActivation(nn.Module):
+    """Runs a layer whose nodes have different activations: one call a kind, then the rows back in order."""
+
+    order: Tensor
+
+    def __init__(self, kinds: list[tuple[str, Tensor]]) -> None:
+        super().__init__()
+        self.kinds = nn.ModuleList(_function_module(name) for name, _ in kinds)
+        for number, (_, rows) in enumerate(kinds):
+            self.register_buffer(f"rows_{number}", rows)
+        self.register_buffer("order", torch.cat([rows for _, rows in kinds]).argsort())
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Applies to every column of z [..., n] the activation of its node."""
+        parts = [kind(z.index_select(-1, self.get_buffer(f"rows_{n}"))) for n, kind in enumerate(self.kinds)]
+        return torch.cat(parts, dim=-1).index_select(-1, self.order)
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def build(net: Net, most_cells: int, *, trainable: bool) -> list[nn.Module]:
+    """Returns the modules of the net in order; raises PlanError, before making any, when one would be too large."""
+    graph = net.execution.graph
+    refuse(net, most_cells)
+    modules: list[nn.Module] = []
+    for transition, layer in zip(graph.transitions, computed_layers(graph), strict=True):
+        linear = nn.Linear(1, 1, device="meta")  # draws no random numbers, and warns of no empty matrix
+        linear.in_features, linear.out_features = len(transition.ptr) - 1, transition.n_children
+        for name, shape in (("weight", (linear.out_features, linear.in_features)), ("bias", (linear.out_features,))):
+            zeros = torch.zeros(shape, dtype=transition.weight.dtype, device=transition.weight.device)
+            setattr(linear, name, nn.Parameter(zeros, requires_grad=trainable))
+        write(linear, transition, layer)
+        activation = activation_module(layer)
+        modules += [linear] if activation is None else [linear, activation]
+    return modules
+
+
+def refuse(net: Net, most_cells: int) -> None:
+    """Raises when matrices cannot or should not stand for the net."""
+    graph = net.execution.graph
+    require_in_effect(graph)
+    for t, name in enumerate(net.execution.choices()):
+        if name == "attention":
+            raise PlanError(
+                f"transition {t} runs with attention, which no matrix can stand for: a snapshot or module needs a "
+                f'backend of the sum. Choose one first: net.execution.use("auto", transition={t})'
+            )
+    for t, transition in enumerate(graph.transitions):
+        cells = (len(transition.ptr) - 1) * transition.n_children
+        if cells > most_cells:
+            size = cells * transition.weight.element_size() / 2**30
+            raise PlanError(
+                f"the matrix of transition {t} would hold {cells:,} cells (limit {most_cells:,}) for "
+                f"{transition.size:,} relations. Run the net itself, or, if {size:,.1f} GiB are there for it, pass "
+                f"most_cells={cells}"
+            )
+
+
+def require_in_effect(graph: Graph) -> None:
+    """Raises while a trial waits for its commit, as a forward pass of the net does."""
+    if graph.open_trial:
+        raise EditError("this trial's operations have not taken effect yet; call edit.commit() before a snapshot")
+
+
+def computed_layers(graph: Graph) -> list[Layer]:
+    """Returns every layer but the sensory one, in the order of the transitions that lead to them."""
+    return [layer for layer in graph.layers if not layer.is_sensory]
+
+
+def _cells(transition: Transition) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Returns (children, parents, values) of some relations after the other."""
+    topology, values = transition.topology, transition.values()
+    for start in range(0, topology.n_relations, PIECE):
+        stop = min(start + PIECE, topology.n_relations)
+        yield topology.child[start:stop], topology.parents(start, stop), values[start:stop]
+
+
+def write(linear: nn.Linear, transition: Transition, layer: Layer) -> None:
+    """Writes the coordinates into a matrix that is zero where no relation is."""
+    for children, parents, values in _cells(transition):
+        linear.weight[children, parents] = values
+    linear.bias.copy_(layer.values())
+
+
+def is_written(linear: nn.Module | None, transition: Transition, layer: Layer) -> bool:
+    """Says whether a module is the matrix of this transition, zero where no relation is."""
+    shape = (transition.n_children, len(transition.ptr) - 1)
+    if (
+        not isinstance(linear, nn.Linear)
+        or linear.weight.shape != shape
+        or linear.weight.dtype != transition.weight.dtype
+    ):
+        return False
+    weight, nonzero = linear.weight, 0
+    for children, parents, values in _cells(transition):
+        children, parents, values = (part.to(weight.device) for part in (children, parents, values))
+        if not torch.equal(weight[children, parents], values):
+            return False
+        nonzero += int(values.count_nonzero())
+    return int(weight.count_nonzero()) == nonzero and torch.equal(linear.bias, layer.values().to(weight))
+
+
+def activation_module(layer: Layer) -> nn.Module | None:
+    """Returns the module that applies a layer's activations, None where there is nothing to apply."""
+    kinds = [(str(name), rows.long().to(layer.frozen_at.device)) for name, rows in layer.activation_names.kinds()]
+    if not kinds or [name for name, _ in kinds] == ["identity"]:
+        return None
+    return _function_module(kinds[0][0]) if len(kinds) == 1 else MixedActivation(kinds)
+
+
+def _function_module(name: str) -> nn.Module:
+    return MODULES[name]() if name in MODULES else NamedActivation(name)
+
+
+def same_activation(one: nn.Module | None, other: nn.Module) -> bool:
+    """Says whether two activation modules do the same."""
+    if one is None or repr(one) != repr(other):
+        return False
+    return all(torch.equal(a, b.to(a.device)) for a, b in zip(one.buffers(), other.buffers(), strict=True))

@@ -1,0 +1,263 @@
+"""The compiled extension: loaded if it is there, and called only with memory that it can read.
+
+Activations are [batch, n], laid out row by row or feature by feature (`x.t().is_contiguous()`); anything else is copied
+first. Every tensor is checked before its address leaves Python.
+"""
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grapnet.core.errors import PlanError
+from grapnet.core.memory import room
+from grapnet.core.relations import Topology
+
+_NARROW = 1 << 16  # parents and slots below this fit together into 32 bits
+_DTYPES = (torch.float32, torch.float64)
+_POSITIONS = (torch.int32,)
+_ENTRIES = (torch.int32, torch.int64)
+
+_native: ModuleType | None = None
+missing = ""  # why the kernels cannot run; empty when they can
+
+try:
+    _native = importlib.import_module("grapnet.execution._kernels")
+except ImportError as error:
+    missing = f"the compiled kernels are not installed ({error}); install a C++ compiler, then grapnet again"
+
+
+def variants() -> list[str]:
+    """Returns the variants of the kernels that this machine can run, the fastest first."""
+    return _loaded().variants()
+
+
+def use_variant(name: str) -> None:
+    """Runs one variant from now on, in the whole process: for tests and measurements."""
+    _loaded().use_variant(name)
+
+
+class ByChild(NamedTuple):
+    """The relations of a topology in the order of their children, and of the parents within a child."""
+
+    in_ptr: Tensor  # [n_children + 1] int32
+    entries: Tensor  # [n_relations] parent and slot, 16 + 16 bits (int32) or 32 + 32 (int64)
+
+
+def order_by_child(topology: Topology) -> ByChild:
+    """Sorts the relations of a topology by child."""
+    _check_wiring(topology.ptr, topology.child)
+    wide = topology.n_parents > _NARROW or int(topology.degrees.max() if topology.n_parents else 0) > _NARROW
+    in_ptr = topology.ptr.new_empty(topology.n_children + 1)
+    entries = room(in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations)
+    _loaded().order_by_child(*_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr())
+    return ByChild(in_ptr, entries)
+
+
+def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChild:
+    """Returns the order of a topology after few of its relations are gone.
+
+    Args:
+        order: the order of `topology`.
+        topology: the wiring from which the relations go.
+        removed: their positions, int32, ascending.
+    """
+    _check_wiring(topology.ptr, topology.child)
+    _check_order(*order, topology.n_children, topology.n_relations)
+    _check("removed", removed, _POSITIONS, len(removed))
+    in_ptr, entries = torch.empty_like(order.in_ptr), room(order.entries, len(order.entries) - len(removed))
+    old = (order.in_ptr.data_ptr(), order.entries.data_ptr(), order.entries.dtype == torch.int64)
+    gone = (removed.data_ptr(), len(removed))
+    new = (in_ptr.data_ptr(), entries.data_ptr())
+    _loaded().order_without(*_addressed(topology), *old, *gone, *new)
+    return ByChild(in_ptr, entries)
+
+
+def family_hashes(ptr: Tensor, child: Tensor) -> Tensor:
+    """Returns for every parent a 64-bit hash of its set of children, whatever their order, [n_parents] int64."""
+    n_parents, _ = _check_wiring(ptr, child)
+    hashes = torch.empty(n_parents, dtype=torch.int64, device="cpu")
+    threads = torch.get_num_threads()
+    _loaded().family_hashes(ptr.data_ptr(), child.data_ptr(), n_parents, hashes.data_ptr(), threads)
+    return hashes
+
+
+def relation_sum(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    entries: Tensor,
+    row_major: bool,
+) -> Tensor:
+    """Returns what every child receives, [batch, n_children], row by row or feature by feature."""
+    (n_parents, n_relations), n_children = _check_wiring(ptr, child), bias.numel()
+    _check_order(in_ptr, entries, n_children, n_relations)
+    values, bias = values.contiguous(), bias.contiguous()
+    _check("values", values, _DTYPES, n_relations)
+    _check("bias", bias, (values.dtype,), n_children)
+    x = _matrix("x", x, n_parents, values.dtype)
+    batch = x.shape[0]
+    z = empty_activations(x, batch, n_children, row_major)
+    _loaded().sum(
+        x.data_ptr(),
+        is_by_feature(x),
+        values.data_ptr(),
+        bias.data_ptr(),
+        ptr.data_ptr(),
+        child.data_ptr(),
+        in_ptr.data_ptr(),
+        entries.data_ptr(),
+        entries.dtype == torch.int64,
+        z.data_ptr(),
+        not row_major,
+        batch,
+        n_parents,
+        n_children,
+        values.dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    return z
+
+
+def gradients(
+    x: Tensor | None, dz: Tensor, values: Tensor | None, ptr: Tensor, child: Tensor, in_ptr: Tensor, row_major: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dx where values are given, and dw and dbias where x is; the others come back empty."""
+    (n_parents, n_relations), n_children = _check_wiring(ptr, child), in_ptr.numel() - 1
+    dz = _matrix("dz", dz, n_children, dz.dtype if dz.dtype in _DTYPES else torch.float32)
+    batch = dz.shape[0]
+    nothing = dz.new_empty(0)
+    dx, dw, dbias = nothing, nothing, nothing
+    if values is not None:
+        values = values.contiguous()
+        _check("values", values, (dz.dtype,), n_relations)
+        dx = empty_activations(dz, batch, n_parents, row_major)
+    if x is not None:
+        x = _matrix("x", x, n_parents, dz.dtype)
+        if x.shape[0] != batch:
+            raise PlanError(f"x holds {x.shape[0]} samples, dz {batch}")
+        new = dz.new_empty if batch else dz.new_zeros
+        dw, dbias = new(n_relations), new(n_children)
+    _loaded().gradients(
+        x.data_ptr() if x is not None else 0,
+        x is not None and is_by_feature(x),
+        dz.data_ptr(),
+        is_by_feature(dz),
+        values.data_ptr() if values is not None else 0,
+        ptr.data_ptr(),
+        child.data_ptr(),
+        dx.data_ptr(),
+        not row_major,
+        dw.data_ptr(),
+        dbias.data_ptr(),
+        values is not None,
+        x is not None,
+        batch,
+        n_parents,
+        n_children,
+        dz.dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    return dx, dw, dbias
+
+
+def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
+    """Returns the rectangle with the values in their cells and zeros elsewhere."""
+    _, n_relations = _check_wiring(ptr, child)
+    values = values.contiguous()
+    _check("values", values, (values.dtype,), n_relations)
+    rectangle = values.new_empty(rectangle_shape(ptr, n_children, transposed))
+    _touch_rectangle(_loaded().fill, values, ptr, child, rectangle, transposed)
+    return rectangle
+
+
+def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
+    """Returns the values of the relations from a rectangle."""
+    n_parents, n_relations = _check_wiring(ptr, child)
+    if rectangle.dim() != 2 or rectangle.shape[1 if transposed else 0] != n_parents or not rectangle.is_cpu:
+        given = f"{list(rectangle.shape)} on {rectangle.device}"
+        raise PlanError(f"the rectangle is {given}, the kernel needs {n_parents} parents on cpu")
+    values = rectangle.new_empty(n_relations)
+    if is_by_feature(rectangle):
+        rectangle, transposed = rectangle.t(), not transposed
+    _touch_rectangle(_loaded().pick, values, ptr, child, rectangle.contiguous(), transposed)
+    return values
+
+
+def rectangle_shape(ptr: Tensor, n_children: int, transposed: bool) -> tuple[int, int]:
+    """Returns the rows and columns of a rectangle: one row a parent, or one a child when transposed."""
+    return (n_children, ptr.shape[0] - 1) if transposed else (ptr.shape[0] - 1, n_children)
+
+
+def _touch_rectangle(
+    kernel: Callable[..., None], values: Tensor, ptr: Tensor, child: Tensor, rectangle: Tensor, transposed: bool
+) -> None:
+    n_parents, n_children = rectangle.t().shape if transposed else rectangle.shape
+    if values.element_size() not in (2, 4, 8):
+        raise PlanError(f"numbers of type {values.dtype} are not 2, 4 or 8 bytes long")
+    kernel(
+        values.data_ptr(),
+        ptr.data_ptr(),
+        child.data_ptr(),
+        n_parents,
+        n_children,
+        rectangle.data_ptr(),
+        transposed,
+        values.element_size(),
+        torch.get_num_threads(),
+    )
+
+
+def _loaded() -> ModuleType:
+    if _native is None:
+        raise PlanError(missing)
+    return _native
+
+
+def _addressed(topology: Topology) -> tuple[int, int, int, int]:
+    return topology.ptr.data_ptr(), topology.child.data_ptr(), topology.n_parents, topology.n_children
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], length: int) -> None:
+    """Raises unless a 1-D tensor can be handed to a kernel."""
+    if tensor.shape == (length,) and tensor.dtype in dtypes and tensor.is_cpu and tensor.is_contiguous():
+        return
+    wanted = f"[{length}] {' or '.join(map(str, dtypes))} without gaps on cpu"
+    raise PlanError(f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, the kernel needs {wanted}")
+
+
+def _check_wiring(ptr: Tensor, child: Tensor) -> tuple[int, int]:
+    """Returns how many parents and relations there are, or raises when a kernel cannot read them."""
+    n_parents, n_relations = ptr.numel() - 1, child.numel()
+    _check("ptr", ptr, _POSITIONS, max(0, n_parents) + 1)
+    _check("child", child, _POSITIONS, n_relations)
+    return n_parents, n_relations
+
+
+def _check_order(in_ptr: Tensor, entries: Tensor, n_children: int, n_relations: int) -> None:
+    _check("in_ptr", in_ptr, _POSITIONS, n_children + 1)
+    _check("entries", entries, _ENTRIES, n_relations)
+
+
+def is_by_feature(matrix: Tensor) -> bool:
+    """Says whether a matrix is the transpose of a contiguous one."""
+    return not matrix.is_contiguous() and matrix.t().is_contiguous()
+
+
+def _matrix(name: str, matrix: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns a [batch, width] matrix without gaps, or raises when a kernel cannot read it."""
+    if matrix.dim() != 2 or matrix.shape[1] != width or matrix.dtype != dtype or not matrix.is_cpu:
+        given = f"{list(matrix.shape)} {matrix.dtype} on {matrix.device}"
+        raise PlanError(f"{name} is {given}, the kernel needs [batch, {width}] {dtype} on cpu")
+    return matrix if matrix.is_contiguous() or matrix.t().is_contiguous() else matrix.contiguous()
+
+
+def empty_activations(like: Tensor, batch: int, width: int, row_major: bool) -> Tensor:
+    """Returns room for activations [batch, width] in one of the two layouts."""
+    return like.new_empty(batch, width) if row_major else like.new_empty(width, batch).t()

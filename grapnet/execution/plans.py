@@ -1,0 +1,136 @@
+"""Plans: what runs one wiring of a graph, made when it is first needed."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from grapnet.core.errors import PlanError
+from grapnet.core.journal import Commit
+from grapnet.core.layer import Layer
+from grapnet.core.relations import Topology, Transition
+
+from .auto import Shape, fastest
+from .dense import Dense
+from .family import Family
+from .plan import Backend, FeatureMajorPlan, MovablePlan, Plan
+from .reference import Reference
+from .sparse import Sparse
+
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (Reference, Dense, Family, Sparse)}
+AUTO = "auto"
+
+
+class Step(NamedTuple):
+    """What a forward pass does at one transition: run the plan, then the activations of the layer that it enters."""
+
+    transition: Transition
+    layer: Layer
+    plan: Plan
+    values_shape: tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Line:
+    """The steps of a forward pass, in order."""
+
+    steps: list[Step]
+    used: bool = False  # since the last commit
+
+
+def register_backend(backend: type[Backend]) -> None:
+    """Makes a backend known to `net.execution.use` under its `name`; `auto` does not pick it.
+
+    Raises:
+        ValueError: when another backend has that name.
+    """
+    if backend.name == AUTO or BACKENDS.get(backend.name, backend) is not backend:
+        raise ValueError(f"a backend called {backend.name!r} exists already")
+    BACKENDS[backend.name] = backend
+
+
+@dataclass(eq=False)
+class Plans:
+    """The plans of one wiring, and the lines of plans that forward passes have asked for."""
+
+    chosen: Sequence[Backend | None]  # None: auto
+    modules: Sequence[tuple[Transition, Layer]]  # every transition and the layer that it enters
+    topologies: Sequence[Topology]
+    dtype: torch.dtype
+    made: dict[tuple[int, Backend], Plan] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)
+    lines: dict[tuple[int, bool], Line] = field(default_factory=dict)
+
+    def require(self) -> None:
+        """Raises PlanError when a chosen backend cannot run its transition."""
+        for t, (backend, topology) in enumerate(zip(self.chosen, self.topologies, strict=True)):
+            reasons = backend.refusals(topology, self.dtype) if backend else []
+            if backend and reasons:
+                raise PlanError(f"{backend.name} cannot run transition {t}: {'; '.join(reasons)}")
+
+    def refused(self, t: int) -> dict[str, list[str]]:
+        """Returns the backends that cannot run a transition, and why."""
+        backends = {name: known() for name, known in BACKENDS.items()}
+        if (chosen := self.chosen[t]) is not None:
+            backends[chosen.name] = chosen
+        reasons = {name: backend.refusals(self.topologies[t], self.dtype) for name, backend in backends.items()}
+        return {name: found for name, found in reasons.items() if found}
+
+    def backend(self, t: int, batch: int, training: bool) -> tuple[Backend, str]:
+        """Returns the backend that runs a transition at a batch size, and why."""
+        chosen = self.chosen[t]
+        if chosen is not None:
+            return chosen, "chosen"
+        refused = self.refused(t)
+        able = [name for name in BACKENDS if name not in refused]
+        device = self.topologies[t].child.device.type
+        name, why = fastest(self.shape(t), able, device=device, batch=batch, training=training)
+        return BACKENDS[name](), why
+
+    def shape(self, t: int) -> Shape:
+        """Returns what the cost of running a transition depends on."""
+        if t not in self.shapes:
+            self.shapes[t] = Shape.of(self.topologies[t])
+        return self.shapes[t]
+
+    def line(self, batch: int, training: bool) -> Line:
+        """Makes what a forward pass runs; a result stays feature-major only where the next plan reads it so."""
+        self.require()
+        with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():  # as if called alone
+            plans = [self._plan(t, self.backend(t, batch, training)[0]) for t in range(len(self.topologies))]
+        for t, plan in enumerate(plans):
+            reader = plans[t + 1] if t + 1 < len(plans) else None
+            if isinstance(plan, FeatureMajorPlan) and not isinstance(reader, FeatureMajorPlan):
+                plans[t] = plan.row_major()
+        ends = zip(self.modules, plans, strict=True)
+        steps = [Step(*modules, plan, getattr(plan, "values_shape", (-1,))) for modules, plan in ends]
+        self.lines[batch, training] = line = Line(steps)
+        return line
+
+    def after(self, commit: Commit) -> "Plans":
+        """Returns the plans for the wiring that a commit brings: those in use are made, or moved, at once."""
+        topologies = [commit.wirings.get(t, topology) for t, topology in enumerate(self.topologies)]
+        coming = Plans(self.chosen, self.modules, topologies, self.dtype)
+        coming.require()
+        for (t, backend), plan in self.made.items():
+            if t not in commit.wirings:
+                coming.made[t, backend] = plan
+            elif isinstance(plan, MovablePlan) and _keeps_rows(commit, t):
+                moved = plan.moved(topologies[t], commit.relations[t])
+                coming.made |= {} if moved is None else {(t, backend): moved}
+        coming.shapes = {t: shape for t, shape in self.shapes.items() if t not in commit.wirings}
+        for key in [key for key, line in self.lines.items() if line.used]:
+            coming.line(*key)
+        return coming
+
+    def _plan(self, t: int, backend: Backend) -> Plan:
+        if (t, backend) not in self.made:
+            self.made[t, backend] = backend.prepare(self.topologies[t])
+        return self.made[t, backend]
+
+
+def _keeps_rows(commit: Commit, t: int) -> bool:
+    """Says whether both layers of a transition keep all their rows."""
+    return t in commit.relations and all(n not in commit.nodes or commit.nodes[n].is_identity for n in (t, t + 1))

@@ -1,0 +1,278 @@
+"""Attention: against its dense reference, and how its Parameters come and leave."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grapnet as gn
+from grapnet.execution import reference
+from grapnet.execution.attention import AttentionPlan
+from tests.execution.attended import NEARNESS, attended, by_reference, difference, inputs, results, step, trained
+from tests.fingerprint import fingerprint
+
+WIRINGS: dict[str, tuple[list[int], list[Any]]] = {
+    "full": ([5, 4], [[(i, j) for i in range(5) for j in range(4)]]),
+    "sparse": ([7, 6], [[(i, j) for i in range(7) for j in range(6) if (i * 5 + j * 3) % 7 < 3]]),
+    "an orphan, a single parent": ([4, 4], [[(0, 0), (1, 0), (2, 0), (3, 1), (0, 3), (2, 3), (3, 3)]]),
+    "no relation": ([3, 2], [[]]),
+    "no parent": ([0, 3], [[]]),
+    "no child": ([3, 0], [[]]),
+}
+
+
+def wired(name: str, dtype: torch.dtype) -> gn.GrapNet:
+    """Returns a net of one attended transition with given relations."""
+    sizes, pairs = WIRINGS[name]
+    generator = torch.Generator().manual_seed(3)
+    relations = [([i for i, _ in part], [j for _, j in part]) for part in pairs]
+    net = gn.GrapNet.from_relations(sizes, relations, dtype=dtype, generator=generator)
+    net.execution.use("attention", generator=generator, bound=2.0)
+    return net
+
+
+@pytest.mark.parametrize("dtype", NEARNESS)
+@pytest.mark.parametrize("batch", [0, 1, 9])
+@pytest.mark.parametrize("name", WIRINGS)
+def test_one_transition_is_its_dense_reference(name: str, batch: int, dtype: torch.dtype) -> None:
+    net = wired(name, dtype)
+    x = inputs(net, batch)
+    assert net(x).shape == (batch, net.sizes[-1])
+    fast, slow = results(net, net, x), results(net, lambda h: by_reference(net, h), x)
+    largest = max([float(value.abs().max()) for value in slow.values() if value.numel()], default=0.0)
+    for key, value in fast.items():
+        assert bool(((value - slow[key]).abs() <= NEARNESS[dtype] * max(largest, 1e-30)).all()), key
+
+
+@pytest.mark.parametrize("dtype", NEARNESS)
+def test_a_net_is_its_dense_reference_before_and_after_five_relations_are_cut(dtype: torch.dtype) -> None:
+    net = attended([12, 10, 8], dtype=dtype)
+    x = inputs(net, 32)
+    assert difference(net, x) <= NEARNESS[dtype]
+    gradients = results(net, net, x)
+    for name in ("transitions.0.weight", "columns.key_0.value", "columns.query_0.value", "columns.key_1.value"):
+        assert bool((gradients[name] != 0).any()), name
+    before = net(x)
+    with net.edit(reason="cut five") as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=5, key=torch.arange(net.transitions[0].size)))
+    assert (net.transitions[0].size, net.version) == (round(0.7 * 120) - 5, 1)
+    assert not torch.allclose(net(x), before)
+    assert difference(net, x) <= NEARNESS[dtype]
+
+
+def test_shares_sum_to_one_and_the_sum_is_something_else() -> None:
+    net = attended([6, 5], density=1.0)
+    x = inputs(net).abs()
+    net.layers[0].outgoing().weights = torch.ones(30, dtype=torch.float64)
+    net.layers[1].biases = torch.zeros(5, dtype=torch.float64)
+    output = net(x)  # Σ a h with Σ a = 1 lies among the h
+    assert bool(((output >= x.min(1, keepdim=True).values) & (output <= x.max(1, keepdim=True).values)).all())
+    keys, queries = net.columns["key_0"].value, net.columns["query_0"].value
+    with torch.no_grad():
+        keys.zero_()
+    assert torch.allclose(net(x), x.mean(1, keepdim=True).expand(-1, 5), atol=1e-14)
+    with torch.no_grad():
+        keys.fill_(1e5)
+        queries.fill_(1.0)
+    assert torch.equal(net(x), x.max(1, keepdim=True).values.expand(-1, 5))  # no overflow
+    net.execution.use("reference")
+    assert torch.allclose(net(x), x.sum(1, keepdim=True).expand(-1, 5), atol=1e-14)
+
+
+@pytest.mark.parametrize("cells", [1, 7, 30])
+def test_in_pieces_it_is_the_same(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    net = attended([6, 5, 4])
+    x = inputs(net, 3)
+    whole = results(net, net, x)
+    monkeypatch.setattr(reference, "CELLS", cells)
+    net.execution.refresh()
+    for name, value in results(net, net, x).items():
+        assert torch.allclose(value, whole[name], rtol=1e-12, atol=1e-14), name
+
+
+@pytest.mark.parametrize("cells", [5, 1 << 20])
+def test_gradients_of_gradients(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "CELLS", cells)
+    net = wired("an orphan, a single parent", torch.float64)
+    plan = net.execution.plan(0).plan
+    assert isinstance(plan, AttentionPlan)
+    arguments = [
+        inputs(net, 2),
+        *(c.value.detach() for c in net.columns.values()),
+        net.transitions[0].values().detach(),
+    ]
+
+    def attend(x: Tensor, key: Tensor, query: Tensor, values: Tensor) -> Tensor:
+        return plan.attend(x, values, key, query, net.layers[1].biases.detach())
+
+    arguments = [argument.clone().requires_grad_() for argument in arguments]
+    assert torch.autograd.gradcheck(attend, arguments)
+    assert torch.autograd.gradgradcheck(attend, arguments)
+
+
+def test_transforms_leading_dimensions_frozen_relations_and_other_types() -> None:
+    net = attended([6, 5, 4])
+    x = inputs(net, 6)
+    assert torch.equal(net(x.view(2, 3, 6)).view(6, 4), net(x))
+    state = {name: 2 * p.detach() for name, p in net.named_parameters()}
+    double = copy.deepcopy(net)
+    double.load_state_dict({**net.state_dict(), **state})
+    assert torch.equal(torch.func.functional_call(net, state, (x,)), double(x))
+    gradients = torch.func.grad(lambda s: torch.func.functional_call(net, s, (x,)).sum())(state)
+    assert bool((gradients["columns.key_0.value"] != 0).any())
+    compiled = torch.compile(net, backend="eager")
+    assert torch.allclose(compiled(x), net(x), atol=1e-14)
+    with net.edit() as edit:
+        edit.freeze(net.layers[0].outgoing()[::2])
+    assert difference(net, x) <= 1e-12
+    assert torch.allclose(net.float()(x.float()).double(), net.double()(x), atol=1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = net.float()(x.float())
+    assert torch.allclose(low.double(), net.double()(x), atol=0.1)
+
+
+def test_what_starts_it_and_what_it_starts_from() -> None:
+    net = gn.GrapNet([6, 5, 4])
+    net.execution.use("attention", transition=1, bound=0.5, generator=torch.Generator().manual_seed(2))
+    assert net.execution.choices() == ["auto", "attention"]
+    assert net.execution.describe()[1]["runs"] == "attention"
+    key, query = net.columns["key_1"].value, net.columns["query_1"].value
+    assert (key.shape, query.shape) == ((5,), (4,))
+    assert 0 < float(key.detach().abs().max()) <= 0.5
+    net.execution.use("attention", transition=1)  # again: what is there stays
+    assert net.columns["key_1"].value is key
+    again = gn.GrapNet([6, 5, 4])
+    again.execution.use("attention", transition=1, bound=0.5, generator=torch.Generator().manual_seed(2))
+    assert torch.equal(again.columns["query_1"].value, query)
+    again.execution.use("attention", keys=torch.arange(5.0), queries=[1.0, 2, 3, 4], transition=1)
+    assert again.columns["key_1"].value.tolist() == [0, 1, 2, 3, 4]
+    assert again.columns["query_1"].value.tolist() == [1, 2, 3, 4]
+    for options, words in (
+        ({"keys": [1.0]}, "key_1 needs 5 numbers"),
+        ({"queries": [1.0, 2, 3, float("nan")]}, "finite"),
+        ({"bound": -1}, "not negative"),
+        ({"size": 1}, "no option size.*keys, queries, bound, generator"),
+    ):
+        before = fingerprint(again), torch.get_rng_state().tolist()
+        with pytest.raises(gn.PlanError, match=words):
+            again.execution.use("attention", transition=1, **options)
+        assert (fingerprint(again), torch.get_rng_state().tolist()) == before
+    with pytest.raises(gn.PlanError, match=r"known are attention, auto, dense"):
+        again.execution.use("attend")
+
+
+def test_only_who_asks_gets_it_and_what_cannot_follow_refuses() -> None:
+    net = gn.GrapNet([6, 5, 4])
+    assert "attention" not in {row["runs"] for batch in (1, 64, 4096) for row in net.execution.describe(batch)}
+    net.execution.use("attention", transition=0)
+    assert {row["runs"] for row in net.execution.describe()[1:]}.isdisjoint({"attention"})
+    for refuses in (net.snapshot, net.to_module, lambda: net.walk(torch.zeros(1, 6))):
+        with pytest.raises(gn.PlanError, match=r"transition 0 .*attention"):
+            refuses()
+    net.execution.use("auto")
+    assert torch.allclose(net.snapshot()(torch.ones(1, 6)), net.walk(torch.ones(1, 6)), atol=1e-6)
+
+
+def test_the_counts_and_the_invariants_know_them() -> None:
+    net = gn.GrapNet([6, 5, 4])
+    before = net.count()
+    net.execution.use("attention")
+    count = net.count()
+    assert (count.trainable, count.bytes) == (before.trainable + 20, before.bytes + 80)
+    assert count.trainable == sum(p.numel() for p in net.parameters())
+    gn.check(net)
+    with torch.no_grad():
+        net.columns["query_0"].value.data = torch.zeros(7)
+    with pytest.raises(gn.InvariantError, match="column query_0: 7 coordinates where there should be 5"):
+        gn.check(net)
+
+
+def test_attached_optimizers_take_them_beside_the_weight_and_let_go_of_them() -> None:
+    net = gn.GrapNet([6, 5, 4])
+    head = torch.nn.Linear(4, 2)
+    weights, biases = ([p for p in net.parameters() if p.dim() == d] for d in (2, 1))
+    split = torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}])
+    named = torch.optim.SGD(
+        [(f"body.{n}", p) for n, p in net.named_parameters()] + list(head.named_parameters()), lr=1.0
+    )
+    partial, free = torch.optim.Adam(biases), torch.optim.Adam(net.parameters())
+    for optimizer in (split, named, partial):
+        gn.attach(optimizer, net)
+    before = fingerprint(net, split, named, partial, free)
+    net.execution.use("attention", transition=1)
+    key, query = (net.columns[name].value for name in ("key_1", "query_1"))
+    assert [id(p) for p in split.param_groups[1]["params"]] == [id(p) for p in (*weights, key, query)]
+    assert len(split.param_groups[0]["params"]) == len(partial.param_groups[0]["params"]) == 2
+    order = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=1.0).param_groups[0]["params"]
+    assert [id(p) for p in named.param_groups[0]["params"]] == [id(p) for p in order]
+    assert named.param_groups[0]["param_names"][-4:] == [
+        "body.columns.key_1.value",
+        "body.columns.query_1.value",
+        "weight",
+        "bias",
+    ]
+    assert len(free.param_groups[0]["params"]) == 4
+    for optimizer in (split, named):
+        step(net, optimizer)
+    assert len(split.state[key]["exp_avg"]) == 5
+    net.execution.use("reference", transition=1)
+    assert dict(net.columns) == {}
+    assert key not in split.state
+    net.execution.use("auto")
+    after = fingerprint(net, split, named, partial, free)
+    assert {k: v for k, v in after.items() if k.startswith("optimizer") and "state" not in k} == {
+        k: v for k, v in before.items() if k.startswith("optimizer")
+    }
+    step(net, split)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop, torch.optim.RMSprop, torch.optim.SGD])
+def test_other_optimizers_take_them_too(kind: Any) -> None:
+    options: dict[str, Any] = {"initial_accumulator_value": 0.1} if kind is torch.optim.Adagrad else {}
+    net, optimizer = trained(kind, **options)
+    fresh = copy.deepcopy(net)
+    other = kind(fresh.parameters(), **{"lr": 0.01, **options})
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for _ in range(2):
+        assert step(net, optimizer) == step(fresh, other)
+
+
+def test_an_optimizer_that_cannot_take_them_stops_it() -> None:
+    net = gn.GrapNet([6, 5, 4])
+    optimizer = torch.optim.Muon([t.weight for t in net.transitions])
+    gn.attach(optimizer, net)
+    before, random = fingerprint(net, optimizer), torch.get_rng_state().tolist()
+    with pytest.raises(gn.OptimizerError, match=r"Muon .*columns\.key_0\.value"):
+        net.execution.use("attention")
+    assert (fingerprint(net, optimizer), torch.get_rng_state().tolist()) == (before, random)
+    with net.edit(), pytest.raises(gn.EditError, match="edit"):
+        net.execution.use("attention")
+    with torch.inference_mode(), pytest.raises(gn.EditError, match="inference_mode"):
+        net.execution.use("attention")
+    assert net.execution.choices() == ["auto", "auto"]
+
+
+def test_a_student_learns_what_a_teacher_attends_to() -> None:
+    teacher, student = (attended([8, 16, 4], seed, density=0.8, dtype=torch.float32) for seed in (0, 1))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(4 if parameter.dim() == 2 else 3)
+    x = torch.randn(512, 8, generator=torch.Generator().manual_seed(2))
+    y = teacher(x).argmax(1)
+    optimizer = torch.optim.Adam(student.parameters(), lr=0.05)
+
+    def accuracy() -> float:
+        return float((student(x).argmax(1) == y).float().mean())
+
+    first, losses = accuracy(), []
+    for _ in range(200):
+        loss = torch.nn.functional.cross_entropy(student(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 4
+    assert first < 0.5
+    assert accuracy() > 0.85
