@@ -153,7 +153,7 @@ def _sparse_training(fast: bool, count: int) -> Iterator[Row]:
             cases["net"] = training_step(net, x, target)
             cases["torch.sparse CSR"] = training_step(CsrLinear(work), x, target)
             cases["nn.utils.prune"] = training_step(pruned_linear(work), x, target)
-            times = times_faster(cases, "nn.Linear", repeats=_repeats(fast, 9))
+            times = times_faster(cases, "nn.Linear", repeats=_repeats(fast, 9), seconds=0.01 if fast else 0.1)
             name = f"{_size(work)}, training step{'' if wanted else ' without input gradient'}"
             must, goal, alone = SPARSE_BARS.get(density, (None, None, None))
             bars = (must, goal) if wanted else (alone, None)
@@ -187,7 +187,7 @@ def _families(work: Work, bars: dict[int, tuple[float, float | None]], fast: boo
 
 
 def _dynamic_training(fast: bool) -> Iterator[Row]:
-    """Ten steps and an edit, which is undone: what training looks like while rules are at work."""
+    """Twenty-five steps and an edit, which is undone: what training looks like while rules are at work."""
     x, labels = torch.randn(64, 49), torch.randint(0, 10, (64,))
 
     def trained(net: gn.GrapNet, model: Any) -> Step:
@@ -195,7 +195,7 @@ def _dynamic_training(fast: bool) -> Iterator[Row]:
         gn.attach(optimizer, net)
 
         def block() -> None:
-            for _ in range(1 if fast else 10):
+            for _ in range(1 if fast else 25):
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), labels).backward()
                 optimizer.step()
@@ -228,7 +228,7 @@ def _sparse_against_reference(fast: bool) -> Iterator[Row]:
 
 
 def _snapshot(fast: bool) -> Iterator[Row]:
-    work = Work(*((8, 16) if fast else (64, 256)), batch=64)
+    work = Work(*((8, 16) if fast else (128, 512)), batch=64)
     (x, _), net = work.data(), work.net()
     snapshot = net.snapshot()
     torch.testing.assert_close(snapshot(x), net(x))

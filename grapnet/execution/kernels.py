@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import native
 
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 _ops = torch.ops.grapnet
 
@@ -72,15 +72,18 @@ def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Ten
 
 def _run(operator: Any, function: type[Function], *inputs: Any) -> Any:
     """Runs an operator the cheapest way: by the dispatcher only where someone watches it."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+    tensors = [given for given in inputs if isinstance(given, Tensor)]
+    if is_watched(*tensors):
         return operator(*inputs)
-    differentiable = False
-    for given in inputs:
-        if type(given) in _PLAIN:
-            differentiable = differentiable or given.requires_grad
-        elif isinstance(given, Tensor):
-            return operator(*inputs)
-    return function.apply(*inputs) if differentiable and torch.is_grad_enabled() else function.forward(*inputs)
+    differentiable = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    return function.apply(*inputs) if differentiable else function.forward(*inputs)
+
+
+def is_watched(*tensors: Tensor) -> bool:
+    """Says whether a trace, a dispatch mode or a subclass of Tensor wants to see the operators that run."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        return True
+    return not _PLAIN.issuperset(map(type, tensors))
 
 
 class _RelationSum(Function):

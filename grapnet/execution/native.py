@@ -96,12 +96,31 @@ def relation_sum(
     row_major: bool,
 ) -> Tensor:
     """Returns what every child receives, [batch, n_children], row by row or feature by feature."""
-    (n_parents, n_relations), n_children = _check_wiring(ptr, child), bias.numel()
-    _check_order(in_ptr, entries, n_children, n_relations)
-    values, bias = values.contiguous(), bias.contiguous()
-    _check("values", values, _DTYPES, n_relations)
-    _check("bias", bias, (values.dtype,), n_children)
-    x = _matrix("x", x, n_parents, values.dtype)
+    _, n_relations = _check_wiring(ptr, child)
+    _check_order(in_ptr, entries, bias.shape[0], n_relations)
+    return sum_over_own_wiring(x, values, bias, ptr, child, in_ptr, entries, row_major)
+
+
+def sum_over_own_wiring(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    entries: Tensor,
+    row_major: bool,
+) -> Tensor:
+    """Returns what `relation_sum` does, for a plan that made the order itself: its wiring is not checked again."""
+    n_parents, n_relations, n_children = ptr.shape[0] - 1, child.shape[0], in_ptr.shape[0] - 1
+    dtype = values.dtype
+    if not values.is_contiguous() or not bias.is_contiguous():
+        values, bias = values.contiguous(), bias.contiguous()
+    fits = values.shape == (n_relations,) and bias.shape == (n_children,) and bias.dtype == dtype
+    if not (fits and values.is_cpu and bias.is_cpu and dtype in _DTYPES):
+        _check("values", values, _DTYPES, n_relations)
+        _check("bias", bias, (dtype,), n_children)
+    x = _matrix("x", x, n_parents, dtype)
     batch = x.shape[0]
     z = empty_activations(x, batch, n_children, row_major)
     _loaded().sum(
@@ -119,7 +138,7 @@ def relation_sum(
         batch,
         n_parents,
         n_children,
-        values.dtype == torch.float64,
+        dtype == torch.float64,
         torch.get_num_threads(),
     )
     return z

