@@ -26,6 +26,11 @@ class Work:
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
 
+    @property
+    def cells_times_batch(self) -> int:
+        """How many products the dense layer computes."""
+        return self.parents * self.children * self.batch
+
     def data(self) -> tuple[Tensor, Tensor]:
         """Returns an input and a target."""
         where = {"device": self.device, "dtype": self.dtype}
@@ -104,6 +109,17 @@ def training_step(model: nn.Module, x: Tensor, target: Tensor, *, fused: bool | 
         x.grad = None
         loss(model(x), target).backward()
         optimizer.step()
+
+    return step
+
+
+def transition_step(model: nn.Module, x: Tensor, gradient: Tensor) -> Step:
+    """Returns forward and backward alone, for a gradient of the output that is given."""
+
+    def step() -> None:
+        model.zero_grad()
+        x.grad = None
+        model(x).backward(gradient)
 
     return step
 

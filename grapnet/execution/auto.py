@@ -14,7 +14,7 @@ from grapnet.core.relations import Topology
 from .family import group_members
 
 BATCHES = tuple(2**n for n in range(13))  # a batch is treated like the next of these, a larger one like the last
-MARGIN = 0.93  # another backend than dense must be expected to take less than this share of its time
+MARGIN = {"cpu": 0.93, "cuda": 0.75}  # another backend than dense must be expected to take less of its time than this
 MOST_DEGREES = 64  # a transition with more different numbers of children is not searched for families
 MOST_SHARE = 0.6  # nor is one in which more of the rectangle exists
 MOST_BLOCKS = 4  # families of more different sizes than this are left to other backends
@@ -64,7 +64,7 @@ def fastest(shape: Shape, names: Sequence[str], *, device: str, batch: int, trai
         if name in tables and (share := shape.share(name)) > 0
     }
     best = min(ratios, key=lambda name: ratios[name], default="reference")
-    if "dense" in names and ratios.get(best, 1.0) > MARGIN:
+    if "dense" in names and ratios.get(best, 1.0) > MARGIN[device]:
         best = "dense"
     said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
     return best, f"times expected at batch {batch}, dense being 1: {said}" if said else "it has no relations"

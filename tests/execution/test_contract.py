@@ -26,6 +26,7 @@ EDITED = [
 ACTIVATIONS = {"identity": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU}
 
 backends = pytest.mark.parametrize("backend", BACKEND_NAMES)
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # of a thread's first backward on CUDA
 devices = pytest.mark.parametrize("device", DEVICES)
 shapes = pytest.mark.parametrize("shape", SHAPES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

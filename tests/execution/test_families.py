@@ -6,10 +6,42 @@ import pytest
 import torch
 
 import grapnet as gn
+from grapnet.execution import family
 from grapnet.execution.family import find_families
 
 from .figures import PAPER, grown_head_differences, inputs, require_reference
 from .graphs import BACKEND_NAMES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
+
+
+@pytest.mark.parametrize("bias_as_row", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_written_in_place_is_the_product(
+    shape: str, bias_as_row: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "LARGE", 0)  # as for large activations
+    monkeypatch.setattr(family, "_takes_bias_as_row", lambda *_: bias_as_row)  # as on a GPU in half precision
+    net = SHAPES[shape].build(torch.float64)
+    net.execution.use("family")
+    for batch in (1, 7):
+        require_reference(net, inputs(net, batch))
+
+
+@pytest.mark.parametrize("bias_as_row", [False, True])
+def test_a_product_written_in_place_has_second_derivatives(bias_as_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, apply = [], family._BlockProduct.apply
+    monkeypatch.setattr(family, "LARGE", 0)
+    monkeypatch.setattr(family, "_takes_bias_as_row", lambda *_: bias_as_row)
+    monkeypatch.setattr(family._BlockProduct, "apply", lambda *given: calls.append(given) or apply(*given))
+    net = built([[0, 1], [0, 1], [2, 3], [2, 3]], 4)
+    net.execution.use("family")
+    x, weight, bias = inputs(net, 3).requires_grad_(), net.transitions[0].weight, net.layers[1].bias
+
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        given = {"transitions.0.weight": weight, "layers.1.bias": bias}
+        return torch.func.functional_call(net, given, (x,))
+
+    assert torch.autograd.gradgradcheck(run, (x, weight, bias))
+    assert calls  # it took that way
 
 
 def built(wires: Wires, n_children: int) -> gn.GrapNet:
@@ -30,9 +62,10 @@ def by_hand(wires: Wires) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
 def reported(net: gn.GrapNet, transition: int = 0) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
     first = len(net.layers[0])
     found = set()
-    for family in net.execution.families(transition):
-        members, children = family.members.uids.tolist(), [uid - first for uid in family.children.uids.tolist()]
-        assert family.block == (len(members), len(children))
+    for found_family in net.execution.families(transition):
+        members = found_family.members.uids.tolist()
+        children = [uid - first for uid in found_family.children.uids.tolist()]
+        assert found_family.block == (len(members), len(children))
         found.add((tuple(members), tuple(sorted(children))))
     return found
 
