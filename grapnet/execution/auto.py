@@ -14,7 +14,7 @@ from grapnet.core.relations import Topology
 from .family import group_members
 
 BATCHES = tuple(2**n for n in range(13))  # a batch is treated like the next of these, a larger one like the last
-MARGIN = {"cpu": 0.93, "cuda": 0.75}  # another backend than dense must be expected to take less of its time than this
+MARGIN = {"cpu": 0.93, "cuda": 0.5}  # another backend than dense must be expected to take less of its time than this
 MOST_DEGREES = 64  # a transition with more different numbers of children is not searched for families
 MOST_SHARE = 0.6  # nor is one in which more of the rectangle exists
 MOST_BLOCKS = 4  # families of more different sizes than this are left to other backends

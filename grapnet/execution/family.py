@@ -88,30 +88,33 @@ class _Block:
         self._shape = families.shape
         first, places = int(families.positions.reshape(-1)[0]), families.positions.reshape(-1)
         one_piece = torch.equal(places, first + torch.arange(len(places), dtype=places.dtype, device=places.device))
-        self._slice = slice(first, first + len(places)) if one_piece else None
-        self._places = None if one_piece else places
+        self._slice, self._places = slice(first, first + len(places)), None if one_piece else places
         rows = families.members.reshape(-1)
         self._members = None if torch.equal(rows, torch.arange(topology.n_parents, device=rows.device)) else rows
 
     def row_by_row(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """Returns the messages with the biases of their children, [batch, families · degree]."""
-        inputs, weights = self._operands(x, values)
+        x, values = self._gathered(x, values)
         plain = not (in_transform() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type))
-        if plain and inputs.numel() >= LARGE:
-            return _BlockProduct.apply(inputs, weights, bias)
-        return torch.baddbmm(bias.view(len(weights), 1, -1), inputs, weights).transpose(0, 1).reshape(len(x), len(bias))
+        if plain and x.numel() >= LARGE:
+            return _BlockProduct.apply(x, values, bias, self._shape)
+        said, weights = _split(x, self._shape[0]), values.view(self._shape)
+        return torch.baddbmm(bias.view(len(weights), 1, -1), said, weights).transpose(0, 1).reshape(len(x), len(bias))
 
     def by_feature(self, x: Tensor, values: Tensor) -> Tensor:
         """Returns the messages, [families · degree, batch]."""
-        inputs, weights = self._operands(x, values)
-        return torch.bmm(weights.transpose(1, 2), inputs.transpose(1, 2)).view(self._shape[0] * self._shape[2], len(x))
+        x, values = self._gathered(x, values)
+        families, _, degree = self._shape
+        weights = values.view(self._shape).transpose(1, 2)
+        return torch.bmm(weights, _split(x, families).transpose(1, 2)).view(families * degree, len(x))
 
-    def _operands(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the members say, [families, batch, size], and their values, [families, size, degree]."""
-        families, size, degree = self._shape
-        flat = values[self._slice] if self._places is None else values.index_select(0, self._places)
-        x = x if self._members is None else x.index_select(1, self._members)
-        return x.view(len(x), families, size).transpose(0, 1), flat.view(families, size, degree)
+    def _gathered(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what the members say, [batch, families · size], and their values, family by family."""
+        if self._places is not None:
+            values = values.index_select(0, self._places)
+        elif self._slice.stop - self._slice.start < len(values):
+            values = values[self._slice]
+        return x if self._members is None else x.index_select(1, self._members), values
 
 
 class _BlockProduct(Function):
@@ -121,69 +124,33 @@ class _BlockProduct(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weights: Tensor, bias: Tensor) -> Tensor:
-        ctx.widened = _takes_bias_as_row(inputs, weights)
-        if not ctx.widened:
-            ctx.save_for_backward(inputs, weights)
-            return _joined(inputs, weights, bias)
-        wide = _with_bias_row(inputs, weights, bias)
-        ctx.save_for_backward(inputs, weights, *wide)
-        return _joined(*wide, None)
+    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        ctx.save_for_backward(x, values)
+        ctx.shape = shape
+        families, _, degree = shape
+        z = x.new_empty(len(x), families * degree)
+        torch.baddbmm(bias.view(families, 1, degree), _split(x, families), values.view(shape), out=_split(z, families))
+        return z
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (inputs, weights, *wide), (dz,) = ctx.saved_tensors, gradients
-        families, batch, size = inputs.shape
-        split = dz.view(batch, families, -1).transpose(0, 1)  # [families, batch, degree]
-        for_inputs, for_weights, for_bias = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # a second derivative is wanted
-            return torch.bmm(split, weights.transpose(1, 2)), torch.bmm(inputs.transpose(1, 2), split), dz.sum(0)
-        di = dw = None
-        if for_inputs:
-            di = _joined(split, weights.transpose(1, 2), None).view(batch, families, -1).transpose(0, 1)
-        if wide:
-            dw = torch.bmm(wide[0].transpose(1, 2), split)
-            return di, dw[:, :size], dw[:, size].reshape(-1)
-        if for_weights:
-            dw = torch.bmm(inputs.transpose(1, 2), split)
-        return di, dw, dz.sum(0) if for_bias else None
+        (x, values), (dz,), families = ctx.saved_tensors, gradients, ctx.shape[0]
+        received, weights = _split(dz, families), values.view(ctx.shape).transpose(1, 2)
+        for_x, for_values, for_bias, _ = ctx.needs_input_grad
+        dx = dv = None
+        if for_x and torch.is_grad_enabled():  # a second derivative is wanted
+            dx = torch.bmm(received, weights).transpose(0, 1).reshape(x.shape)
+        elif for_x:
+            dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+            torch.bmm(received, weights, out=_split(dx, families))
+        if for_values:
+            dv = torch.bmm(_split(x, families).transpose(1, 2), received).view(-1)
+        return dx, dv, dz.sum(0) if for_bias else None, None
 
 
-def _takes_bias_as_row(inputs: Tensor, weights: Tensor) -> bool:
-    """Says whether adding the bias would take about as long as the product, as on GPUs in half precision."""
-    return inputs.is_cuda and inputs.element_size() == 2 and inputs.shape[2] % 8 == weights.shape[2] % 8 == 0
-
-
-def _with_bias_row(inputs: Tensor, weights: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the operands with the bias as one more row of weights, under an input of 1, and up to 8 rows in all.
-
-    Eight, so that rows stay aligned. The same product then gives the gradient of the bias.
-    """
-    families, batch, size = inputs.shape
-    x = inputs.new_empty(batch, families, size + 8)
-    _copy(inputs.transpose(0, 1).contiguous(), x[..., :size])
-    x[..., size:] = inputs.new_tensor([1.0] + [0.0] * 7)
-    w = weights.new_empty(families, size + 8, weights.shape[2])
-    _copy(weights.contiguous(), w[:, :size])
-    w[:, size] = bias.view(families, -1)
-    w[:, size + 1 :] = 0
-    return x.transpose(0, 1), w
-
-
-def _copy(source: Tensor, target: Tensor) -> None:
-    """Copies eight bytes at a time; elements of two bytes take three times as long."""
-    target.view(torch.float64).copy_(source.view(torch.float64))
-
-
-def _joined(left: Tensor, right: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns the products of [families, batch, m] and [families, m, n] side by side, [batch, families · n]."""
-    families, batch, width = len(left), left.shape[1], right.shape[2]
-    result = left.new_empty(batch, families, width)
-    if bias is None:
-        torch.bmm(left, right, out=result.transpose(0, 1))
-    else:
-        torch.baddbmm(bias.view(families, 1, width), left, right, out=result.transpose(0, 1))
-    return result.view(batch, families * width)
+def _split(x: Tensor, families: int) -> Tensor:
+    """Returns a view of [batch, families · n] as [families, batch, n]."""
+    return x.view(len(x), families, x.shape[1] // families).transpose(0, 1)
 
 
 def find_families(topology: Topology) -> list[Families]:

@@ -13,24 +13,18 @@ from .figures import PAPER, grown_head_differences, inputs, require_reference
 from .graphs import BACKEND_NAMES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
 
 
-@pytest.mark.parametrize("bias_as_row", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_product_written_in_place_is_the_product(
-    shape: str, bias_as_row: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_product_written_in_place_is_the_product(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(family, "LARGE", 0)  # as for large activations
-    monkeypatch.setattr(family, "_takes_bias_as_row", lambda *_: bias_as_row)  # as on a GPU in half precision
     net = SHAPES[shape].build(torch.float64)
     net.execution.use("family")
     for batch in (1, 7):
         require_reference(net, inputs(net, batch))
 
 
-@pytest.mark.parametrize("bias_as_row", [False, True])
-def test_a_product_written_in_place_has_second_derivatives(bias_as_row: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_written_in_place_has_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, apply = [], family._BlockProduct.apply
     monkeypatch.setattr(family, "LARGE", 0)
-    monkeypatch.setattr(family, "_takes_bias_as_row", lambda *_: bias_as_row)
     monkeypatch.setattr(family._BlockProduct, "apply", lambda *given: calls.append(given) or apply(*given))
     net = built([[0, 1], [0, 1], [2, 3], [2, 3]], 4)
     net.execution.use("family")
