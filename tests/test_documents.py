@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import execution
 from benchmarks.edits import markdown, missed
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
 DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md"]
 
 
@@ -61,3 +63,10 @@ def test_files_named_in_the_readme_exist():
     links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text())
     assert links
     assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+@pytest.mark.parametrize("name", ["execution", "execution-cuda"])
+def test_the_performance_page_shows_the_committed_measurements(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert not result["settings"]["fast"]
+    assert execution.markdown(result) in (ROOT / "docs/performance.md").read_text()
