@@ -1,19 +1,21 @@
-"""Large CPU buffers that commits use again: the page faults of fresh ones cost several times the copy into them."""
+"""Large CPU buffers that are used again: the page faults of fresh ones cost several times the copy into them."""
 
 import math
+import threading
 
 import numpy as np
 import torch
 from torch import Tensor
 
 LARGE = 1 << 20  # bytes; smaller buffers come from torch
-KEEP = 256 << 20  # bytes kept for the next commit, in the whole process
+KEEP = 256 << 20  # bytes kept for the next commit or step, in the whole process
 
 _spare: list[np.ndarray] = []  # buffers that no tensor uses
+_taking = threading.Lock()  # so that two threads never take the same one; giving back, at any time, only appends
 
 
 def spare_bytes() -> int:
-    """Returns how much memory waits for the next commit."""
+    """Returns how much memory waits to be used again."""
     return sum(len(buffer) for buffer in _spare)
 
 
@@ -33,15 +35,22 @@ class _Lease:
     """One buffer in use; numpy and torch keep the lease alive for as long as they read it."""
 
     def __init__(self, size: int) -> None:
-        fits = [buffer for buffer in _spare if size <= len(buffer) <= size + size // 4]
-        if fits:
-            self._buffer = min(fits, key=len)
-            _spare[:] = [buffer for buffer in _spare if buffer is not self._buffer]
-        else:
+        buffer = _taken(size)
+        if buffer is None:
             step = 1 << (size.bit_length() - 4)  # up to an eighth more, so that a growing vector fits again
-            self._buffer = np.empty(-(-size // step) * step, dtype=np.uint8)
+            buffer = np.empty(-(-size // step) * step, dtype=np.uint8)
+        self._buffer = buffer
         self.__array_interface__ = {**self._buffer.__array_interface__, "shape": (size,)}
 
     def __del__(self) -> None:
         if spare_bytes() + len(self._buffer) <= KEEP:
             _spare.append(self._buffer)
+
+
+def _taken(size: int) -> np.ndarray | None:
+    """Returns a spare buffer of about `size` bytes, which is spare no more; None when there is none."""
+    with _taking:
+        fits = [buffer for buffer in _spare if size <= len(buffer) <= size + size // 4]
+        best = min(fits, key=len, default=None)
+        _spare[:] = [buffer for buffer in _spare if buffer is not best]
+    return best

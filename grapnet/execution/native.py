@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from grapnet.core import memory
 from grapnet.core.errors import PlanError
-from grapnet.core.memory import room
 from grapnet.core.relations import Topology
 
 _NARROW = 1 << 16  # parents and slots below this fit together into 32 bits
@@ -52,7 +52,7 @@ def order_by_child(topology: Topology) -> ByChild:
     _check_wiring(topology.ptr, topology.child)
     wide = topology.n_parents > _NARROW or int(topology.degrees.max() if topology.n_parents else 0) > _NARROW
     in_ptr = topology.ptr.new_empty(topology.n_children + 1)
-    entries = room(in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations)
+    entries = memory.room(in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations)
     _loaded().order_by_child(*_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr())
     return ByChild(in_ptr, entries)
 
@@ -68,7 +68,7 @@ def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChil
     _check_wiring(topology.ptr, topology.child)
     _check_order(*order, topology.n_children, topology.n_relations)
     _check("removed", removed, _POSITIONS, len(removed))
-    in_ptr, entries = torch.empty_like(order.in_ptr), room(order.entries, len(order.entries) - len(removed))
+    in_ptr, entries = torch.empty_like(order.in_ptr), memory.room(order.entries, len(order.entries) - len(removed))
     old = (order.in_ptr.data_ptr(), order.entries.data_ptr(), order.entries.dtype == torch.int64)
     gone = (removed.data_ptr(), len(removed))
     new = (in_ptr.data_ptr(), entries.data_ptr())
@@ -122,7 +122,7 @@ def sum_over_own_wiring(
         _check("bias", bias, (dtype,), n_children)
     x = _matrix("x", x, n_parents, dtype)
     batch = x.shape[0]
-    z = empty_activations(x, batch, n_children, row_major)
+    z = _reused_activations(x, batch, n_children, row_major)
     _loaded().sum(
         x.data_ptr(),
         is_by_feature(x),
@@ -156,13 +156,14 @@ def gradients(
     if values is not None:
         values = values.contiguous()
         _check("values", values, (dz.dtype,), n_relations)
-        dx = empty_activations(dz, batch, n_parents, row_major)
+        dx = _reused_activations(dz, batch, n_parents, row_major)
     if x is not None:
         x = _matrix("x", x, n_parents, dz.dtype)
         if x.shape[0] != batch:
             raise PlanError(f"x holds {x.shape[0]} samples, dz {batch}")
-        new = dz.new_empty if batch else dz.new_zeros
-        dw, dbias = new(n_relations), new(n_children)
+        dw, dbias = memory.room(nothing, n_relations), dz.new_empty(n_children)
+        if batch == 0:
+            dw, dbias = dw.zero_(), dbias.zero_()
     _loaded().gradients(
         x.data_ptr() if x is not None else 0,
         x is not None and is_by_feature(x),
@@ -280,3 +281,12 @@ def _matrix(name: str, matrix: Tensor, width: int, dtype: torch.dtype) -> Tensor
 def empty_activations(like: Tensor, batch: int, width: int, row_major: bool) -> Tensor:
     """Returns room for activations [batch, width] in one of the two layouts."""
     return like.new_empty(batch, width) if row_major else like.new_empty(width, batch).t()
+
+
+def _reused_activations(like: Tensor, batch: int, width: int, row_major: bool) -> Tensor:
+    """Returns such room where an earlier step had it: the first touch of fresh pages costs as much as a sparse sum."""
+    if batch * width * like.element_size() < memory.LARGE:
+        return empty_activations(like, batch, width, row_major)
+    rows, columns = (batch, width) if row_major else (width, batch)
+    found = memory.room(like.new_empty(0, columns), rows)
+    return found if row_major else found.t()
