@@ -1,6 +1,7 @@
 """How fast the graph runs: ratios measured side by side in one process, after checking the results."""
 
 import copy
+import os
 import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -56,7 +57,11 @@ def measure(*, fast: bool) -> dict[str, Any]:
     rows = list(_on_cuda(fast) if device == "cuda" else _on_cpu(fast))
     return {
         "benchmark": "execution",
-        "settings": {"device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "fast": fast},
+        "settings": {
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "fast": fast,
+            "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
+        },
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
         "rows": [asdict(row) for row in rows],
     }
