@@ -1,5 +1,6 @@
 """Fault injection: an edit of every operation that fails anywhere before the swap leaves everything bit-identical."""
 
+import gc
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,12 +46,14 @@ class Injection:
             raise Fault(name)
 
     def __enter__(self) -> "Injection":
+        gc.disable()  # so that nothing of other tests is finalised in the middle of the calls
         self._before = sys.getprofile()
         sys.setprofile(self)
         return self
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(self._before)
+        gc.enable()
 
 
 class Statistics:
