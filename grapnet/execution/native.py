@@ -98,20 +98,14 @@ def relation_sum(
     """Returns what every child receives, [batch, n_children], row by row or feature by feature."""
     _, n_relations = _check_wiring(ptr, child)
     _check_order(in_ptr, entries, bias.shape[0], n_relations)
-    return sum_over_own_wiring(x, values, bias, ptr, child, in_ptr, entries, row_major)
+    return sum_over_own_wiring(x, values, bias, (ptr, child, in_ptr, entries), row_major)
 
 
 def sum_over_own_wiring(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor,
-    ptr: Tensor,
-    child: Tensor,
-    in_ptr: Tensor,
-    entries: Tensor,
-    row_major: bool,
+    x: Tensor, values: Tensor, bias: Tensor, wiring: tuple[Tensor, Tensor, Tensor, Tensor], row_major: bool
 ) -> Tensor:
     """Returns what `relation_sum` does, for a plan that made the order itself: its wiring is not checked again."""
+    ptr, child, in_ptr, entries = wiring
     n_parents, n_relations, n_children = ptr.shape[0] - 1, child.shape[0], in_ptr.shape[0] - 1
     dtype = values.dtype
     if not values.is_contiguous() or not bias.is_contiguous():

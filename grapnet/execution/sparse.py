@@ -72,7 +72,7 @@ class SparsePlan:
         wiring = topology.ptr, topology.child, self.order.in_ptr, self.order.entries
         if torch.is_grad_enabled() or kernels.is_watched(x, values, bias):
             return kernels.relation_sum(x, values, bias, *wiring, row_major)
-        return native.sum_over_own_wiring(x, values, bias, *wiring, row_major)
+        return native.sum_over_own_wiring(x, values, bias, wiring, row_major)
 
     def row_major(self) -> "SparsePlan":
         """Returns a plan over the same arrays that writes its output row by row."""
