@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from grapnet.core.errors import PlanError
 from grapnet.core.relations import Topology
 
 from . import kernels, native
@@ -23,6 +24,10 @@ class Dense:
     most_cells: int = 2**28  # of a rectangle that has to be written
 
     name: ClassVar[str] = "dense"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.most_cells, int):
+            raise PlanError(f"most_cells is a number of cells, got {self.most_cells!r}")
 
     def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
         """Refuses a rectangle that would not be worth its memory."""

@@ -227,7 +227,7 @@ def _require_known(name: str, options: dict[str, Any]) -> None:
     """Raises PlanError for a name or an option that nothing has."""
     everyone = {AUTO: (), Attention.name: Attention.options}
     everyone |= {known: tuple(f.name for f in fields(b)) for known, b in BACKENDS.items()}  # pyright: ignore[reportArgumentType]
-    if name not in everyone:
+    if not isinstance(name, str) or name not in everyone:
         raise PlanError(f"no backend is called {name!r}; known are {', '.join(sorted(everyone))}")
     known = everyone[name]
     unknown = sorted(set(options) - set(known))

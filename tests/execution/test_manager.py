@@ -304,3 +304,14 @@ def test_a_copy_keeps_the_options_of_a_choice(net: gn.GrapNet, way: str, tmp_pat
     twin = COPIES[way](net, tmp_path)
     with pytest.raises(gn.PlanError, match="limit 48"):
         edited(twin, EDITS["add_nodes"])
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [(["dense"], {}, r"called \['dense'\]"), ("dense", {"most_cells": "many"}, "most_cells .* got 'many'")],
+)
+def test_a_wrong_kind_of_name_or_option_is_named(name: object, options: dict[str, object], words: str) -> None:
+    net = gn.GrapNet([4, 3, 2])
+    with pytest.raises(gn.PlanError, match=words):
+        net.execution.use(name, **options)
+    assert net.execution.choices() == ["auto", "auto"]
