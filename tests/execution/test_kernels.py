@@ -108,22 +108,27 @@ def test_sums_and_gradients_are_those_of_the_matrix(shape: str, dtype: torch.dty
                 )
 
 
+@pytest.mark.parametrize("by_feature", [False, True])
 @pytest.mark.parametrize("batch", [1, 7, 300])
-def test_many_relations_are_shared_among_threads(batch: int, variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_relations_are_shared_among_threads(
+    batch: int, by_feature: bool, variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     topology = ragged(300, 700)
     x, values, bias, dz = draw(topology, batch, torch.float32)
+    if by_feature:
+        x, dz = x.t().contiguous().t(), dz.t().contiguous().t()
     got = {}
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        z = kernels.relation_sum(x, values, bias, *wiring(topology), False)
+        z = kernels.relation_sum(x, values, bias, *wiring(topology), not by_feature)
         got[count] = (z, *kernels.relation_gradients(x, dz, values, *wiring(topology)))
     torch.testing.assert_close(got[1][0], x @ dense(topology, values) + bias, rtol=1e-3, atol=1e-3)
     for count in (2, 3):
         for mine, single in zip(got[count], got[1], strict=True):
-            if batch < 16:  # every thread sums some of the parents
-                torch.testing.assert_close(mine, single, rtol=1e-4, atol=1e-4)
-            else:
-                assert torch.equal(mine, single)  # every thread sums for some of the children or parents
+            torch.testing.assert_close(mine, single, rtol=1e-4, atol=1e-4)
+        if batch >= 16:  # below, every thread sums some of the parents
+            assert torch.equal(got[count][0], got[1][0])
+            assert torch.equal(got[count][1], got[1][1])
 
 
 def test_many_parents_or_children_take_wide_entries() -> None:

@@ -90,12 +90,13 @@ struct Gather {
 };
 
 template <class T, int Bytes, bool Inputs, bool Weights>
-void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const T* dz, Range parents) {
+void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const T* dz, Range parents, T* dw,
+                     bool first) {
     using R = Row<T, Bytes>;
     Writer<T, Bytes> write(g.dx, g.batch, g.wiring.parents, stripe);
     for (Index i = parents.first; i < parents.last; ++i) {
-        Gather<T, Bytes, Inputs, Weights> gather{static_cast<const T*>(g.values), dz, g.wiring.child,
-                                                 static_cast<T*>(g.dw), stripe.start == 0, {}, {}};
+        Gather<T, Bytes, Inputs, Weights> gather{
+            static_cast<const T*>(g.values), dz, g.wiring.child, dw, first, {}, {}};
         if constexpr (Weights)
             for (int k = 0; k < R::count; ++k) gather.x[k] = R::load(x + i * R::size + k * R::lanes);
         Index e = g.wiring.ptr[i];
@@ -111,38 +112,63 @@ void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const
     if constexpr (Inputs) write.flush();
 }
 
+// Adds to `sums` what the other members of a team summed up, [members - 1, size], each its share.
+template <class T>
+void add_partial_sums(T* sums, const T* partial, Index stride, Index size, int member, int members) {
+    const Range share = even_share(size, 16, member, members);
+    for (int other = 1; other < members; ++other, partial += stride)
+        for (Index n = share.first; n < share.last; ++n) sums[n] += partial[n];
+}
+
 template <class T, bool Inputs, bool Weights>
 void gradient_stripes(const Gradients& g) {
     const Wiring& wiring = g.wiring;
     const int threads = useful_threads(g.threads, double(wiring.relations() + wiring.children) * double(g.batch));
     const Stripes stripes(g.batch, wiring.children, sizeof(T));
     const Index x_size = Weights ? wiring.parents * stripes.size : 0, dz_size = wiring.children * stripes.size;
-    const Index group = stripes.group(wiring.parents + wiring.children, threads);
-    T* packed = static_cast<T*>(scratch(sizeof(T) * (x_size + dz_size) * group));
+    const bool few_sums = !Weights || wiring.relations() * threads <= g.batch * (wiring.parents + wiring.children);
+    const bool whole = !g.dz.by_feature && few_sums && shares_out(stripes, threads);
+    const Index group = whole ? 1 : stripes.group(wiring.parents + wiring.children, threads);
+    const Index tables_size = (x_size + dz_size) * (whole ? threads : group);
+    const Index sums_size = Weights && whole ? wiring.relations() + wiring.children : 0;  // of every member but one
+    T* tables = static_cast<T*>(scratch(sizeof(T) * (tables_size + sums_size * (threads - 1))));
     run_team(threads, [&](int member, int members) {
-        const Range children = even_share(wiring.children, 16, member, members);
-        const Range packed_parents = even_share(wiring.parents, 16, member, members);
-        const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
+        const Task task(whole, stripes.count, member, members);
+        const Range children = even_share(wiring.children, 16, task.member, task.members);
+        const Range packed_parents = even_share(wiring.parents, 16, task.member, task.members);
+        const Range parents = balanced_share(wiring.ptr, wiring.parents, task.member, task.members);
+        T* packed = whole ? tables + (x_size + dz_size) * member : tables;
+        T *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias), *partial = tables + tables_size;
+        if (sums_size > 0 && member > 0) {
+            dw = partial + sums_size * (member - 1);
+            dbias = dw + wiring.relations();
+        }
         const auto each = [&](Index first, auto body) {
-            for (Index s = first; s < least(first + group, stripes.count); ++s) {
+            for (Index s = first; s < least(first + group, task.stripes.last); ++s) {
                 T* dz = packed + (s - first) * (x_size + dz_size);
                 with_bytes(stripes[s].bytes, [&](auto bytes) { body(bytes, stripes[s], dz + dz_size, dz); });
             }
         };
-        for (Index first = 0; first < stripes.count; first += group) {
-            if (first > 0 && members > 1) wait_for_team();
+        const Index start = stripes[task.stripes.first].start;
+        for (Index first = task.stripes.first; first < task.stripes.last; first += group) {
+            if (first > task.stripes.first && task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, T* x, T* dz) {
                 pack<T, bytes>(g.dz, g.batch, wiring.children, stripe, children, dz);
                 if constexpr (Weights) {
-                    bias_stripe<T, bytes>(dz, children, static_cast<T*>(g.dbias), stripe.start == 0);
+                    bias_stripe<T, bytes>(dz, children, dbias, stripe.start == start);
                     pack<T, bytes>(g.x, g.batch, wiring.parents, stripe, packed_parents, x);
                 }
             });
-            if (members > 1) wait_for_team();
+            if (task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, const T* x, const T* dz) {
-                gradient_stripe<T, bytes, Inputs, Weights>(g, stripe, x, dz, parents);
+                gradient_stripe<T, bytes, Inputs, Weights>(g, stripe, x, dz, parents, dw, stripe.start == start);
             });
         }
+        if (sums_size == 0) return;
+        wait_for_team();
+        add_partial_sums(static_cast<T*>(g.dw), partial, sums_size, wiring.relations(), member, members);
+        const T* partial_bias = partial + wiring.relations();
+        add_partial_sums(static_cast<T*>(g.dbias), partial_bias, sums_size, wiring.children, member, members);
     });
 }
 

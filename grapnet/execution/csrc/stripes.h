@@ -45,6 +45,22 @@ struct Stripes {
     }
 };
 
+// What one member of a team does: its stripes, and its share of their rows among those who take the same stripes.
+// Members that take whole stripes never read what another one packed, which may lie in the cache of a distant core.
+struct Task {
+    Range stripes;
+    int member, members;
+
+    Task(bool whole_stripes, Index stripes, int member, int members)
+        : stripes(whole_stripes ? even_share(stripes, 1, member, members) : Range{0, stripes}),
+          member(whole_stripes ? 0 : member), members(whole_stripes ? 1 : members) {}
+};
+
+// Whether a team can share out whole stripes without leaving a member idle for long.
+inline bool shares_out(const Stripes& stripes, int threads) {
+    return threads > 1 && (stripes.count % threads == 0 || stripes.count >= 4 * threads);
+}
+
 // Calls body(integral constant of the stripe's bytes).
 template <class Body>
 void with_bytes(int bytes, Body body) {

@@ -157,24 +157,29 @@ void sum_stripes(const Sum& sum) {
     const Wiring& wiring = sum.wiring;
     const int threads = useful_threads(sum.threads, double(wiring.relations() + wiring.children) * double(sum.batch));
     const Stripes stripes(sum.batch, wiring.parents, sizeof(T));
-    const Index group = stripes.group(wiring.parents, threads), packed_size = wiring.parents * stripes.size;
-    T* packed = static_cast<T*>(scratch(sizeof(T) * (packed_size * group + wiring.relations())));
-    T* weights = packed + packed_size * group;
+    const bool whole = !sum.z.by_feature && shares_out(stripes, threads);
+    const Index group = whole ? 1 : stripes.group(wiring.parents, threads);
+    const Index packed_size = wiring.parents * stripes.size;
+    T* tables = static_cast<T*>(scratch(sizeof(T) * (packed_size * (whole ? threads : group) + wiring.relations())));
+    T* weights = tables + packed_size * (whole ? threads : group);
     run_team(threads, [&](int member, int members) {
-        const Range parents = even_share(wiring.parents, 16, member, members);
-        const Range children = balanced_share(sum.order.in_ptr, wiring.children, member, members);
+        const Task task(whole, stripes.count, member, members);
+        const Range parents = even_share(wiring.parents, 16, task.member, task.members);
+        const Range children = balanced_share(sum.order.in_ptr, wiring.children, task.member, task.members);
+        T* packed = whole ? tables + packed_size * member : tables;
         const auto each = [&](Index first, auto body) {
-            for (Index s = first; s < least(first + group, stripes.count); ++s)
+            for (Index s = first; s < least(first + group, task.stripes.last); ++s)
                 with_bytes(stripes[s].bytes,
                            [&](auto bytes) { body(bytes, stripes[s], packed + (s - first) * packed_size); });
         };
-        gather_weights<T, Entry>(sum, children, weights);
-        for (Index first = 0; first < stripes.count; first += group) {
-            if (first > 0 && members > 1) wait_for_team();
+        gather_weights<T, Entry>(sum, balanced_share(sum.order.in_ptr, wiring.children, member, members), weights);
+        if (whole) wait_for_team();
+        for (Index first = task.stripes.first; first < task.stripes.last; first += group) {
+            if (first > task.stripes.first && task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, T* table) {
                 pack<T, bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, table);
             });
-            if (members > 1) wait_for_team();
+            if (task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, const T* table) {
                 sum_stripe<T, Entry, bytes>(sum, stripe, table, weights, children);
             });
