@@ -124,6 +124,22 @@ def transition_step(model: nn.Module, x: Tensor, gradient: Tensor) -> Step:
     return step
 
 
+def captured_step(model: nn.Module, x: Tensor, gradient: Tensor) -> Step:
+    """Returns forward and backward as a CUDA graph, which the host launches as a whole."""
+    step, aside = transition_step(model, x, gradient), torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(aside)
+    model.zero_grad()
+    x.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        model(x).backward(gradient)
+    return graph.replay
+
+
 def backward_step(model: nn.Module, x: Tensor, target: Tensor) -> Step:
     """Returns forward, loss and backward without the update."""
 

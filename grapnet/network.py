@@ -1,7 +1,6 @@
 """GrapNet: the graph as an nn.Module."""
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .core.activation import activation_function
-from .core.errors import EditError, PlanError, StaleTopologyError
+from .core.errors import EditError, PlanError
 from .core.graph import Graph
 from .core.layer import Layer
 from .core.relations import Topology, Transition
@@ -180,8 +179,6 @@ class GrapNet(Graph):
                 h = layer(h)
             else:
                 h = layer.forward(h)
-        if x.requires_grad and h.requires_grad:
-            h.register_hook(_stale_check(self))
         return h if len(shape) == 2 else h.reshape(*shape[:-1], h.shape[-1])
 
     def walk(self, x: Tensor) -> Tensor:
@@ -249,21 +246,6 @@ def _autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
     if not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
         raise ValueError(f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})")
     return x.to(dtype) if dtype == torch.float64 else x  # autocast leaves double precision alone
-
-
-def _stale_check(net: GrapNet) -> Any:
-    """Returns a gradient hook that raises once the net was edited; parameters have their own, this is for the input."""
-    reference, structure, version = weakref.ref(net), net.structure, net.version
-
-    def check(_: Tensor) -> None:
-        alive = reference()
-        if alive is not None and alive.structure is not structure:
-            raise StaleTopologyError(
-                f"this backward goes through a forward pass of version {version}, and the graph was edited since. "
-                "Run the forward pass again, or edit after optimizer.step()"
-            )
-
-    return check
 
 
 def _checked_sizes(sizes: Sequence[int]) -> list[int]:

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "rules": {"core", "execution", "network", "rules"},
 }
 OUTSIDE = {"torch", "numpy"}
-ONLY_IN = {"grapnet.execution.gpu": {"triton"}}  # a module that is imported only where its own need is met
+ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}  # imported only where Triton is
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples")
 OPTIONAL = (
     "sklearn",

@@ -94,7 +94,8 @@ class AttentionPlan:
         self._alone = topology.fan_in() == 0  # children without a parent
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        return self.attend(x, values, self.key.values(), self.query.values(), bias)
+        key, query = self.key.values().view(-1), self.query.values().view(-1)  # views outlive an edit of the Parameter
+        return self.attend(x, values, key, query, bias)
 
     def attend(self, x: Tensor, values: Tensor, key: Tensor, query: Tensor, bias: Tensor) -> Tensor:
         """Returns z [batch, n_children]; two passes over the relations, one for the largest score of each child.

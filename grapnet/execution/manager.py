@@ -167,11 +167,6 @@ class Execution:
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the coordinates."""
-        return self._plans.dtype
-
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Makes again, for the relations to come, the plans that were in use; raises when a chosen backend refuses."""
         coming = self._present().after(commit) if commit.wirings else self._plans
@@ -193,7 +188,7 @@ class Execution:
         self._install(plans)
 
     def _install(self, plans: Plans) -> None:
-        self._plans = plans
+        self._plans, self.dtype = plans, plans.dtype  # of the coordinates
         self._made_for = [(store, store.structure, store.child) for store in self.graph.transitions]
 
     def _present(self) -> Plans:

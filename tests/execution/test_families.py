@@ -1,16 +1,18 @@
 """Families: which nodes share their children, what `net.execution.families` says, and blocks of every kind."""
 
+import copy
 from random import Random
 
 import pytest
 import torch
 
 import grapnet as gn
+from benchmarks.contenders import Work, family_net
 from grapnet.execution import family
 from grapnet.execution.family import find_families
 
 from .figures import PAPER, grown_head_differences, inputs, require_reference
-from .graphs import BACKEND_NAMES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
+from .graphs import BACKEND_NAMES, DEVICES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -20,6 +22,29 @@ def test_a_product_written_in_place_is_the_product(shape: str, monkeypatch: pyte
     net.execution.use("family")
     for batch in (1, 7):
         require_reference(net, inputs(net, batch))
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch says so of the first backward of a process
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("size", "degree", "batch"), [(128, 128, 256), (70, 150, 500), (64, 64, 1025)])
+def test_large_blocks_in_half_precision(
+    size: int, degree: int, batch: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(family, "LARGE", 0)
+    work = Work(3 * size, 3 * degree, batch, device=device, dtype=dtype)
+    net = family_net(work, 3, "family")
+    exact = copy.deepcopy(net).double()
+    exact.execution.use("reference")
+    x, dz = work.data()
+    wide = x.detach().double().requires_grad_()
+    z, truth = net(x), exact(wide)
+    z.backward(dz)
+    truth.backward(dz.double())
+    pairs = [(z, truth), (x.grad, wide.grad)]
+    pairs += [(p.grad, q.grad) for p, q in zip(net.parameters(), exact.parameters(), strict=True)]
+    for mine, right in pairs:
+        assert (mine - right).abs().max() <= 2 * torch.finfo(dtype).eps * right.abs().max()
 
 
 def test_a_product_written_in_place_has_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
