@@ -7,9 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .drafts import union
 from .errors import EditError
 from .relation_set import RelationSet
-from .remap import as_tensor
+from .remap import as_tensor, contains
 from .requests import (
     Connection,
     Initial,
@@ -162,6 +163,38 @@ class Edit:
         for t, positions in self._positions(relations, slots).items():
             self._note("cut", transition=t, relations=len(positions))
             self._requests.cuts[t].append(positions)
+
+    @property
+    def cuts(self) -> RelationSet:
+        """The relations that this edit was asked to cut so far; those that leave with a removed node are not listed."""
+        self._require_open()
+        return RelationSet(self._graph, {t: union(at, self._graph.device) for t, at in self._requests.cuts.items()})
+
+    def keep(self, relations: RelationSet) -> None:
+        """Takes back what this edit was asked to cut, as far as it is in `relations`; other operations stand."""
+        for t, positions in self._positions(relations, None).items():
+            asked = union(self._requests.cuts.get(t, []), self._graph.device)
+            kept = contains(positions, asked)
+            if bool(kept.any()):
+                self._note("keep", transition=t, relations=int(kept.sum()))
+                self._requests.cuts[t] = [asked[~kept]]
+
+    @property
+    def n_connections(self) -> int:
+        """How many relations this edit was asked to connect so far."""
+        return sum(len(c.parents) for asked in self._requests.connections.values() for c in asked)
+
+    def remark(self, text: str, **details: str | float | bool | None) -> None:
+        """Writes why into the journal, among the operations: which rule, at which scores. It changes nothing.
+
+        Args:
+            text: in words.
+            details: names and plain values to find it by.
+        """
+        for name, value in {"text": text, **details}.items():
+            if not isinstance(value, str | int | float | bool | None):
+                raise EditError(f"a remark holds text, numbers and None, got {name}={value!r}")
+        self._note("remark", text=text, **details)
 
     def freeze(
         self, what: RelationSet | Nodes, *, incoming: bool = True, outgoing: bool = True, bias: bool = True

@@ -1,0 +1,1 @@
+"""Rules: what changes the structure of a net, outside of its core."""
