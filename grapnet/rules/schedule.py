@@ -9,7 +9,7 @@ class Schedule(Protocol):
     """When a rule is due; a frozen dataclass whose fields a checkpoint can hold."""
 
     def is_due(self, step: int, task: Any) -> bool:
-        """Says whether the rule is to run at this step; `task` is what `RuleManager.apply` was told, None within one."""
+        """Says whether the rule is to run at this step; `task` is what `RuleManager.apply` was told, or None."""
         ...
 
     def may_be_due(self, first: int, last: int) -> bool:
