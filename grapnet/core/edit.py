@@ -286,6 +286,8 @@ class Edit:
                 self._graph.close_edit()
 
     def _turn(self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool) -> None:
+        if not all(isinstance(part, bool) for part in (incoming, outgoing, bias)):
+            raise EditError(f"incoming=, outgoing= and bias= are True or False, got {incoming}, {outgoing}, {bias}")
         relations, biases = (
             (self._requests.freeze_relations, self._requests.freeze_biases)
             if verb == "freeze"

@@ -1,0 +1,1 @@
+"""Data sets for studies and examples: found on this machine, never fetched."""
