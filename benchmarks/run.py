@@ -5,9 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from . import costs, edits, execution
+from . import costs, edits, execution, rules
 
-BENCHMARKS = {"costs": costs, "edits": edits, "execution": execution}
+BENCHMARKS = {"costs": costs, "edits": edits, "execution": execution, "rules": rules}
 
 
 def main() -> int:

@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
+from . import rules as rules
 from .checkpoint import load as load
 from .checkpoint import restore as restore
 from .checkpoint import save as save
@@ -29,9 +30,11 @@ from .core.remap import IndexMap as IndexMap
 from .core.selection import NodeSet as NodeSet
 from .execution.plans import register_backend as register_backend
 from .execution.snapshot import SnapshotController as SnapshotController
+from .learning.distributed import Distributed as Distributed
 from .learning.optim import attach as attach
 from .learning.optim import detach as detach
 from .network import GrapNet as GrapNet
+from .rules.manager import RuleManager as RuleManager
 
 try:
     __version__ = _version("grapnet")

@@ -150,3 +150,16 @@ def _set_state(target: Any, state: Any) -> None:
         target.set_state(state)
     else:
         target.load_state_dict(state)
+        if isinstance(target, Optimizer):
+            _keep_types(target, state)
+
+
+def _keep_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Puts single numbers back in the type they were saved in: loading casts them to that of their parameter."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        for key, value in state["state"].get(number, {}).items():
+            if isinstance(value, Tensor) and value.dim() == 0:
+                loaded = optimizer.state[parameter][key]
+                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)

@@ -17,6 +17,8 @@ from .vector import Shift, VectorChange
 if TYPE_CHECKING:
     from .graph import Graph
 
+MOST_CELLS = 2**26  # of a table with one byte a possible relation
+
 
 class LayerDraft:
     """One layer while an edit is resolved: its present rows first, the newborn ones after them."""
@@ -260,7 +262,9 @@ class TransitionDraft:
     def _check_distinct(self, upper: LayerDraft, lower: LayerDraft) -> None:
         width = max(len(lower.uids), 1)
         if not (len(self.connections) == 1 and self.connections[0].distinct):
-            keys = (self.parents.long() * width + self.children).sort().values
+            keys = self.parents.long() * width + self.children
+            if not bool((keys[1:] > keys[:-1]).all()):
+                keys = keys.sort().values
             twice = keys[1:][keys[1:] == keys[:-1]]
             if len(twice):
                 self._refuse(
@@ -271,11 +275,23 @@ class TransitionDraft:
             return
         parents, children = self.parents[present], self.children[present]
         device = self.topology.child.device
-        found = self.topology.find(parents.to(device), children.to(device))
-        clash = (found >= 0) & ~contains(self.cuts, found.int())
+        clash = self._exist(parents.to(device), children.to(device))
         if bool(clash.any()):
             first = int(clash.nonzero()[0])
             self._refuse(upper, lower, int(parents[first]), int(children[first]), "exists already")
+
+    def _exist(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Says for every pair of rows whether it is related and stays so; many pairs are looked up in a table."""
+        topology = self.topology
+        cells = topology.n_parents * topology.n_children
+        if cells > MOST_CELLS or len(parents) < topology.n_relations // 16:
+            found = topology.find(parents, children)
+            return (found >= 0) & ~contains(self.cuts, found.int())
+        table = torch.zeros(cells, dtype=torch.bool, device=parents.device)
+        present = topology.parents().long() * topology.n_children + topology.child
+        table.index_fill_(0, present, True)
+        table.index_fill_(0, present[self.cuts.long()], False)
+        return table[parents.long() * topology.n_children + children]
 
     def _refuse(self, upper: LayerDraft, lower: LayerDraft, parent: int, child: int, why: str) -> None:
         raise EditError(

@@ -22,11 +22,11 @@ class StaleRelationsError(GrapNetError, LookupError):
 
 
 class StaleTopologyError(GrapNetError, RuntimeError):
-    """A backward pass ran through a forward pass of an older version of the graph."""
+    """A backward ran through a forward of an older version, or a distributed model was not synchronized."""
 
 
 class TopologyError(GrapNetError, ValueError):
-    """A state dict belongs to a graph that is wired differently; nothing was loaded."""
+    """A state dict belongs to a graph that is wired differently, and was not loaded; or graphs differ between ranks."""
 
 
 class HistoryError(GrapNetError, RuntimeError):

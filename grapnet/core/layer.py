@@ -124,5 +124,5 @@ def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
     if last - first == len(ascending) - 1:  # no gap: a subtraction instead of a search
         place = uids - first
         return torch.where((uids >= first) & (uids <= last), place, -1).int()
-    place = torch.searchsorted(ascending, uids).clamp_(max=len(ascending) - 1)
+    place = torch.searchsorted(ascending, uids.contiguous()).clamp_(max=len(ascending) - 1)
     return torch.where(ascending[place] == uids, place, -1).int()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import EditError, GrapNetError, StaleRelationsError
-from .remap import as_tensor, contains, flatnonzero
+from .remap import as_tensor, contains, flatnonzero, kth_smallest
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -161,9 +161,9 @@ class RelationSet:
         if count <= 0:
             return RelationSet(self._graph, {})
         rank = len(key) - count + 1 if largest else count
-        edge = key.kthvalue(rank).values
-        chosen = key > edge if largest else key < edge
-        equals = flatnonzero(key == edge)
+        limit = kth_smallest(key, rank)
+        chosen = key > limit if largest else key < limit
+        equals = flatnonzero(key == limit)
         chosen[equals[: count - int(chosen.sum())].long()] = True
         return self._marked(chosen)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .remap import concatenate_ranges, flatnonzero
+from .remap import concatenate_ranges, flatnonzero, positions_in, sorted_nearly
 from .values import Coordinates, Token
 
 MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
@@ -83,14 +83,17 @@ class Topology:
     def find(self, parents: Tensor, children: Tensor) -> Tensor:
         """Returns the position of every (parent, child) pair of rows, -1 where there is no such relation."""
         owners = parents.unique()
-        slots = self.owned_by(owners)
-        owned = self.parents_at(slots).long() * self.n_children + self.child[slots.long()]
-        owned, order = owned.sort()
-        wanted = parents.long() * self.n_children + children
+        slots = None if len(owners) == self.n_parents else self.owned_by(owners)  # None: everybody's
+        rows, child = (
+            (self.parents(), self.child) if slots is None else (self.parents_at(slots), self.child[slots.long()])
+        )
+        owned, wanted = rows.long() * self.n_children + child, parents.long() * self.n_children + children
         if len(owned) == 0:
             return torch.full_like(wanted, -1)
-        place = torch.searchsorted(owned, wanted).clamp_(max=len(owned) - 1)
-        return torch.where(owned[place] == wanted, slots[order][place].long(), -1)
+        owned, order = sorted_nearly(owned)
+        place = positions_in(owned, wanted).clamp_(max=len(owned) - 1)
+        at = order[place]
+        return torch.where(owned[place] == wanted, at if slots is None else slots[at].long(), -1)
 
     def fan_in(self) -> Tensor:
         """Returns how many parents each child has, [n_children]."""

@@ -1,5 +1,6 @@
 """Carrying out a Change: prepare everything, then swap."""
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -105,6 +106,15 @@ def carry_out(
     Returns:
         The complete receipt.
     """
+    commit, swap = prepare_commit(graph, commit, tokens, followers)
+    swap()
+    return commit
+
+
+def prepare_commit(
+    graph: "Graph", commit: Commit, tokens: "Tokens | None" = None, followers: Followers | None = None
+) -> tuple[Commit, Callable[[], None]]:
+    """Does all of `carry_out` that can fail; returns the complete receipt and what puts it into effect."""
     require_editable(graph)
     commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
@@ -113,27 +123,39 @@ def carry_out(
         weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
         commit = _completed(commit, layers, weights)
         installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
-
         tokens = tokens or Tokens.fresh(graph)
-        _leave_old_graphs(graph, commit)
-        for number, prepared in layers.items():
-            graph.layers[number].renew(prepared.uids, prepared.activations, prepared.owners)
-            if prepared.biases is not None:
-                graph.layers[number].swap(prepared.biases, tokens.layouts[f"layers.{number}.bias"])
-            for name, vector in prepared.columns.items():
-                column = graph.columns[name]
-                column.swap(vector, tokens.layouts[column.parameter_name])
-        for t, topology in wirings.items():
-            graph.transitions[t].rewire(topology, tokens.structures[t])
-        for t, vector in weights.items():
-            graph.transitions[t].swap(vector, tokens.layouts[f"transitions.{t}.weight"])
-        graph.version = commit.version
-        graph.structure = Token()
-        for install in installs:
-            install()
-        for index in (*commit.relations.values(), *commit.nodes.values(), *commit.parameters.values()):
-            index.release()
-    return commit
+    return commit, functools.partial(_swap, graph, commit, layers, wirings, weights, installs, tokens)
+
+
+@torch.no_grad()
+def _swap(
+    graph: "Graph",
+    commit: Commit,
+    layers: "dict[int, _PreparedLayer]",
+    wirings: dict[int, Topology],
+    weights: dict[int, PreparedVector],
+    installs: list[Callable[[], None]],
+    tokens: Tokens,
+) -> None:
+    """Puts in place what was prepared."""
+    _leave_old_graphs(graph, commit)
+    for number, prepared in layers.items():
+        graph.layers[number].renew(prepared.uids, prepared.activations, prepared.owners)
+        if prepared.biases is not None:
+            graph.layers[number].swap(prepared.biases, tokens.layouts[f"layers.{number}.bias"])
+        for name, vector in prepared.columns.items():
+            column = graph.columns[name]
+            column.swap(vector, tokens.layouts[column.parameter_name])
+    for t, topology in wirings.items():
+        graph.transitions[t].rewire(topology, tokens.structures[t])
+    for t, vector in weights.items():
+        graph.transitions[t].swap(vector, tokens.layouts[f"transitions.{t}.weight"])
+    graph.version = commit.version
+    graph.structure = Token()
+    for install in installs:
+        install()
+    for index in (*commit.relations.values(), *commit.nodes.values(), *commit.parameters.values()):
+        index.release()
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,9 @@ from .budget import Budget
 class Recorder(Protocol):
     """Gathers evidence while a net trains: armed by the manager only for the steps that a rule needs.
 
-    A recorder follows the commits of the net it watches, so that what it has seen belongs to the right nodes.
+    A recorder follows the commits of the net it watches, so that what it has seen belongs to the right nodes. Where it
+    has a `count`, the manager refuses to call its rule while that is 0; where it has `state_dict` and
+    `load_state_dict`, what it has seen is part of a checkpoint.
     """
 
     window: int  # how many steps before its rule is due it watches

@@ -1,8 +1,10 @@
 """Schedules: at which steps a rule is due."""
 
+import operator
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 
 class Schedule(Protocol):
@@ -19,15 +21,22 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class Every:
-    """Every `steps` steps: at start, start + steps, …, up to and including `until`."""
+    """Every `steps` steps: at start, start + steps, …, up to and including `until`.
+
+    Examples:
+        >>> schedule = Every(100, start=50, until=250)
+        >>> [step for step in range(400) if schedule.is_due(step, None)]
+        [50, 150, 250]
+    """
 
     steps: int
     start: int = 0
     until: int | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or self.steps < 1:
+        if not _is_whole(self.steps) or self.steps < 1:
             raise ValueError(f"a rule runs every 1 or more steps, got {self.steps!r}")
+        _require_steps(self.start, self.until)
 
     def is_due(self, step: int, task: Any) -> bool:
         """Says whether the rule is to run at this step."""
@@ -45,29 +54,41 @@ class Every:
 
 @dataclass(frozen=True)
 class At:
-    """At given steps."""
+    """At given steps, one by one or from a list: `At(10, 50)`, `At(range(0, 1000, 100))`.
+
+    Examples:
+        >>> At(50, 10)
+        At(steps=(10, 50))
+    """
 
     steps: tuple[int, ...]
 
-    def __init__(self, *steps: int | Iterable[int]) -> None:
-        flat = [int(s) for given in steps for s in ((given,) if isinstance(given, int) else given)]
-        object.__setattr__(self, "steps", tuple(sorted(set(flat))))
+    def __init__(self, *steps: SupportsIndex | Iterable[SupportsIndex]) -> None:
+        flat = {operator.index(s) for given in steps for s in (given if isinstance(given, Iterable) else (given,))}
+        object.__setattr__(self, "steps", tuple(sorted(flat)))
 
     def is_due(self, step: int, task: Any) -> bool:
         """Says whether the rule is to run at this step."""
-        return step in self.steps
+        return self.may_be_due(step, step)
 
     def may_be_due(self, first: int, last: int) -> bool:
         """Says whether one of its steps lies between."""
-        return any(first <= step <= last for step in self.steps)
+        place = bisect_left(self.steps, first)
+        return place < len(self.steps) and self.steps[place] <= last
 
 
 @dataclass(frozen=True)
 class TaskEnds:
-    """Whenever `RuleManager.apply` is told a task; recorders are armed all the time, since nobody knows when."""
+    """Whenever `RuleManager.apply` is told a task, at steps from `start` to `until`.
+
+    Recorders are armed all the time, since nobody knows when a task ends.
+    """
 
     start: int = 0
     until: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_steps(self.start, self.until)
 
     def is_due(self, step: int, task: Any) -> bool:
         """Says whether a task was told."""
@@ -76,3 +97,12 @@ class TaskEnds:
     def may_be_due(self, first: int, last: int) -> bool:
         """Says whether the steps overlap with those from start to until."""
         return last >= self.start and (self.until is None or first <= self.until)
+
+
+def _is_whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
+
+
+def _require_steps(start: Any, until: Any) -> None:
+    if not _is_whole(start) or not (until is None or _is_whole(until)):
+        raise ValueError(f"start and until are numbers of steps, and until may be None; got {start!r} and {until!r}")

@@ -1,0 +1,146 @@
+"""Averaged copies of a net (EMA, SWA): they follow its edits, and one that was left behind refuses to average."""
+
+import copy as copying
+import functools
+import weakref
+from collections.abc import Callable
+
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from grapnet.core.change import Change
+from grapnet.core.errors import OptimizerError
+from grapnet.core.graph import Graph
+from grapnet.core.values import Coordinates
+
+from .copies import CopyFollower, equal, way_back
+
+_following: "weakref.WeakKeyDictionary[Graph, list[CopyFollower]]" = weakref.WeakKeyDictionary()
+_compared: "weakref.WeakKeyDictionary[AveragedModel, tuple[int, int]]" = weakref.WeakKeyDictionary()
+
+
+def attach_copy(module: nn.Module, net: Graph) -> None:
+    """Makes the copy of `net` that `module` is, or holds, go through the commits of `net`.
+
+    Where the copy's journal has not gone the same way, it takes over the net's, so that `gn.save` can write the copy.
+    """
+    for part in module.modules():
+        if isinstance(part, AveragedModel):
+            _refuse_averaged_wiring(part)
+    copy = find_copy(module, net)
+    detach_copy(copy, net)
+    if copy.version != net.version or way_back(copy.journal) != way_back(net.journal):
+        copy.journal, copy.version, copy.next_uid = copying.deepcopy(net.journal), net.version, net.next_uid
+    follower = CopyFollower(copy, net)
+    _following.setdefault(copy, []).append(follower)
+    net.follow(follower)
+
+
+def detach_copy(module: nn.Module, net: Graph) -> None:
+    """Makes the copies that `module` is, or holds, no longer follow `net`."""
+    for copy in _graphs(module):
+        for follower in _following.get(copy, []):
+            if follower.net() is net:
+                net.unfollow(follower)
+        _following[copy] = [f for f in _following.get(copy, []) if f.net() is not net]
+
+
+def find_copy(module: nn.Module, net: Graph) -> Graph:
+    """Returns the one graph in `module` that has the nodes and relations of `net`; raises OptimizerError otherwise."""
+    found = _graphs(module)
+    if any(graph is net for graph in found):
+        raise OptimizerError("this module holds the net itself, not a copy of it; copy it first: copy.deepcopy(net)")
+    differences = [difference(graph, net) for graph in found]
+    copies = [graph for graph, reason in zip(found, differences, strict=True) if not reason]
+    if len(copies) > 1:
+        raise OptimizerError(
+            f"{len(copies)} nets in this module are wired like the net; attach the copy itself: "
+            "gn.attach(averaged.module.head, net)"
+        )
+    if not copies:
+        reason = f" ({differences[0]})" if len(found) == 1 else ""
+        what = f"none of the {len(found)} nets in this module is a copy of the net{reason}" if found else ""
+        raise OptimizerError(
+            f"{what or 'this module holds no GrapNet'}. Copy the net and attach the copy before editing: "
+            "averaged = AveragedModel(net); gn.attach(averaged, net)"
+        )
+    return copies[0]
+
+
+def difference(copy: Graph, net: Graph) -> str:
+    """Says in which nodes, relations or frozen coordinates two nets differ; empty when in none."""
+    if copy.sizes != net.sizes:
+        return f"it has layers of {copy.sizes} nodes where the net has {net.sizes}"
+    if copy.columns.keys() != net.columns.keys():
+        return f"it has the columns {list(copy.columns)} where the net has {list(net.columns)}"
+    for n, (mine, other) in enumerate(zip(copy.layers, net.layers, strict=True)):
+        if not equal(mine.uid, other.uid):
+            return f"layer {n} has other nodes"
+        if n and not equal(mine.frozen_at, other.frozen_at):
+            return f"other biases of layer {n} are frozen"
+    for t, (mine, other) in enumerate(zip(copy.transitions, net.transitions, strict=True)):
+        if not equal(mine.ptr, other.ptr) or not equal(mine.child, other.child):
+            return f"transition {t} has other relations"
+        if not equal(mine.frozen_at, other.frozen_at):
+            return f"other relations of transition {t} are frozen"
+    return ""
+
+
+def _graphs(module: nn.Module) -> list[Graph]:
+    return [part for part in module.modules() if isinstance(part, Graph)]
+
+
+def _refuse_averaged_wiring(averaged: AveragedModel) -> None:
+    if averaged.use_buffers:
+        raise OptimizerError(
+            "this AveragedModel averages buffers, and the wiring of a net is in buffers, where rounding breaks it. "
+            "Make it with use_buffers=False"
+        )
+
+
+def refuse_left_behind(averaged: AveragedModel, model: nn.Module) -> None:
+    """Raises OptimizerError when coordinates of a net in `model` have moved and its copy has not followed.
+
+    Costs one comparison if no net was edited since the last call.
+    """
+    seen = (Coordinates.layout_changes, id(model))
+    if _compared.get(averaged) == seen:
+        return
+    for copy, net in zip(_graphs(averaged.module), _graphs(model), strict=False):
+        _refuse_averaged_wiring(averaged)
+        if not _has_followed(copy, net):
+            raise OptimizerError(
+                f"this averaged copy is at version {copy.version} and has not followed the net to {net.version}. "
+                "Attach it before editing: gn.attach(averaged, net); or make a new one now"
+            )
+    _compared[averaged] = seen
+
+
+def _has_followed(copy: Graph, net: Graph) -> bool:
+    if copy.version == net.version:
+        return any(f.net() is net for f in _following.get(copy, [])) or not difference(copy, net)
+    missed = net.journal.between(copy.version, net.version)
+    return not any(_moves(commit.change) for commit in missed) and not difference(copy, net)
+
+
+def _moves(change: Change) -> bool:
+    """Says whether coordinates come, leave, freeze or thaw."""
+    vectors = [c.biases for c in change.layers.values() if c.biases] + [c.weights for c in change.transitions.values()]
+    return any(not vector.index.is_identity or len(vector.flips) for vector in vectors)
+
+
+def _guarded(
+    update: Callable[[AveragedModel, nn.Module], None],
+) -> Callable[[AveragedModel, nn.Module], None]:
+    """Wraps the one method through which averages are taken."""
+
+    @functools.wraps(update)
+    def update_parameters(self: AveragedModel, model: nn.Module) -> None:
+        refuse_left_behind(self, model)
+        update(self, model)
+
+    return update_parameters
+
+
+# torch has no hook for it, and as many relations grown as cut would be averaged with those of others in silence.
+AveragedModel.update_parameters = _guarded(AveragedModel.update_parameters)  # pyright: ignore[reportAttributeAccessIssue]

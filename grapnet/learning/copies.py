@@ -1,0 +1,104 @@
+"""CopyFollower: takes a copy of a net, and its journal, through the net's commits."""
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from grapnet.core.change import Change
+from grapnet.core.column import Column
+from grapnet.core.errors import OptimizerError
+from grapnet.core.graph import Graph
+from grapnet.core.journal import Commit, Journal
+from grapnet.core.transaction import prepare_commit
+
+
+class CopyFollower:
+    """Takes one copy through the commits of one net, and its journal too."""
+
+    def __init__(self, copy: Graph, net: Graph) -> None:
+        self.copy = weakref.ref(copy)
+        self.net = weakref.ref(net)
+        self._trial: Commit | None = None  # what the trial in effect did to the copy
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Prepares the commit on the copy; raises, before anything has changed, when the copy cannot go through it."""
+        copy = self.copy()
+        if copy is None:
+            return lambda: None
+        copy.require_no_edit("let a copy follow the net")
+        if copy.version != graph.version:
+            raise OptimizerError(
+                f"this copy is at version {copy.version} and the net at {graph.version}: it was edited by itself, or a "
+                "follower failed at the end of a trial. Detach it: gn.detach(copy, net); and attach a new copy"
+            )
+        kind, change = _kind(graph, commit), self._change(copy, commit)
+        receipt = Commit(commit.version, commit.reason, change, commit.by, commit.operations, undoes=commit.undoes)
+        done, swap = prepare_commit(copy, receipt)
+        born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
+
+        def install() -> None:
+            swap()
+            copy.next_uid = max([copy.next_uid, *born])
+            self._trial = done if kind == "trial" else None
+            copy.journal.undo_limit = graph.journal.undo_limit
+            if kind in _RECORD:
+                _RECORD[kind](copy.journal, done)
+
+        return install
+
+    def prepare_columns(self, graph: Graph, coming: Sequence[Column], leaving: Sequence[Column]) -> Callable[[], None]:
+        """Raises OptimizerError: a copy does not learn by itself with which backend the net is to run."""
+        raise OptimizerError(
+            "a copy follows this net and cannot take Parameters that come or leave with a backend. Detach it first: "
+            "gn.detach(copy, net); then attach a new copy"
+        )
+
+    def _change(self, copy: Graph, commit: Commit) -> Change:
+        """Returns the net's change, with the values that the copy itself lost where the commit takes another back."""
+        if commit.undoes is None:
+            return commit.change
+        earlier = [c for c in copy.journal.commits if c.version == commit.undoes]
+        own = self._trial if commit.ends_trial else earlier[-1] if earlier else None
+        if own is None or not own.change.has_values:
+            return commit.change
+        back = own.change.inverse(with_gradients=commit.ends_trial)
+        return back if _moves_alike(back, commit.change) else commit.change
+
+
+_RECORD = {"edit": Journal.record, "undo": Journal.record_undo, "redo": Journal.record_redo}
+
+
+def _kind(graph: Graph, commit: Commit) -> str:
+    """Says what a commit that is being prepared is: "edit", "undo", "redo", "trial" or the "end" of one."""
+    if commit.undoes is None:
+        return "trial" if graph.open_trial else "edit"
+    if commit.ends_trial:
+        return "end"
+    undoable, redoable = way_back(graph.journal)
+    if undoable[-1:] == [commit.undoes]:
+        return "undo"
+    return "redo" if redoable[-1:] == [commit.undoes] else "edit"
+
+
+def way_back(journal: Journal) -> tuple[list[int], list[int]]:
+    """Returns the versions that undo, and redo, would take back, the next one last."""
+    undoable, redoable = ([journal.commits[n].version for n in s] for s in (journal.undoable, journal.redoable))
+    return undoable, redoable
+
+
+def _moves_alike(one: Change, other: Change) -> bool:
+    """Says whether two changes move the same rows and relations."""
+    if one.layers.keys() != other.layers.keys() or one.transitions.keys() != other.transitions.keys():
+        return False
+    pairs = [(one.layers[n].index, other.layers[n].index) for n in one.layers]
+    pairs += [(one.transitions[t].index, other.transitions[t].index) for t in one.transitions]
+    return all(
+        a.old_size == b.old_size and equal(a.removed, b.removed) and equal(a.inserted, b.inserted) for a, b in pairs
+    )
+
+
+def equal(one: Tensor, other: Tensor) -> bool:
+    """Says whether two tensors are equal, wherever they are."""
+    return torch.equal(one.to(other.device), other)

@@ -1,0 +1,181 @@
+"""CovarianceSifter: cuts the children that a family of nodes hardly moves with."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet.core.edit import Edit
+from grapnet.core.errors import EditError
+from grapnet.network import GrapNet
+
+from .budget import Budget
+from .prune import weakest_of_each
+from .recorders import CovarianceRecorder
+from .rule import Moment, Recorder
+
+NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class CovarianceSifter:
+    """Cuts the weakest child targets of every family, and removes the hidden nodes that this leaves without parents.
+
+    A family is the nodes that have the same children, perhaps one node alone. The score of a child is the mean over the
+    members of |correlation| between their activations and its own; where either is constant, that is 0. A target is cut
+    from all members or from none, so that a family stays one: targets with a frozen relation stay, and a budget spares
+    whole targets, the strongest first.
+
+    Attributes:
+        transitions: which ones, by default all between hidden layers.
+        fraction: how many of each family's children to cut, rounded down.
+        window: for how many steps activations are recorded.
+
+    Examples:
+        >>> net, sifter = GrapNet([4, 6, 6, 2]), CovarianceSifter()
+        >>> recorders = sifter.recorders(net)
+        >>> for recorder in recorders.values():
+        ...     recorder.arm(net)
+        >>> _ = net(torch.randn(64, 4))
+        >>> with net.edit(reason="sift") as edit:
+        ...     sifter(net, edit, Moment(evidence=recorders))
+        >>> net.sizes, len(net.layers[1].outgoing())
+        ([4, 6, 3, 2], 18)
+    """
+
+    transitions: tuple[int, ...] | None = None
+    fraction: float = 0.5
+    window: int = 50
+
+    def __post_init__(self) -> None:
+        if self.transitions is not None:
+            given = self.transitions if isinstance(self.transitions, Iterable) else (self.transitions,)
+            object.__setattr__(self, "transitions", tuple(given))
+            if not all(isinstance(t, int) for t in given):
+                raise EditError(f"transitions are given as numbers, got {self.transitions!r}")
+        if not 0 <= self.fraction <= 1:
+            raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
+        if not isinstance(self.window, int) or self.window < 1:
+            raise EditError(f"window is a number of steps from 1, got {self.window!r}")
+
+    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+        """Returns one recorder of the two ends of each transition."""
+        return {_evidence(t): CovarianceRecorder(t, t + 1, window=self.window) for t in self._numbers(net)}
+
+    def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
+        """Writes the cuts and the removal of orphans."""
+        numbers = self._numbers(net)
+        targets = {t: _scored(net, t, now) for t in numbers}
+        weak = _within(net, targets, [self._weakest(part, now.budget) for part in targets.values()], now.budget)
+        cut = [t for t, marks in zip(numbers, weak, strict=True) if marks.any()]
+        for t, marks in zip(numbers, weak, strict=True):
+            if t in cut:
+                chosen = net.layers[t].outgoing()[torch.from_numpy(marks[targets[t].of_relation])]
+                edit.cut(chosen)
+                edit.remark(
+                    f"cuts {int(marks.sum())} child targets of {len(targets[t].degrees)} families",
+                    transition=t,
+                    relations=len(chosen),
+                    largest_score=float(targets[t].scores[marks].max()),
+                    mean_score=float(targets[t].scores[marks].mean()),
+                )
+        below = range(min(cut, default=len(net.layers)) + 1, len(net.layers) - 1)
+        if below:
+            edit.remove_orphans(below)
+
+    def _weakest(self, targets: "_Targets", budget: Budget) -> np.ndarray:
+        """Marks the targets that are to go, a budget of relations and of parents left aside."""
+        quota = (self.fraction * targets.degrees + 1e-9).astype(np.int64)
+        quota = np.minimum(quota, np.maximum(targets.degrees - budget.children, 0))
+        return weakest_of_each(targets.scores, targets.families, quota) & np.isfinite(targets.scores)
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        count = len(net.transitions)
+        if self.transitions is None:
+            return list(range(1, count - 1))
+        outside = [t for t in self.transitions if not -count <= t < count]
+        if outside:
+            raise EditError(f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}")
+        return sorted({t % count for t in self.transitions})
+
+
+class _Targets(NamedTuple):
+    """The children of whole families of one transition, family by family."""
+
+    families: np.ndarray  # [n] the number of the family, ascending
+    children: np.ndarray  # [n] the child's row
+    scores: np.ndarray  # [n] infinite where one of the relations is frozen
+    sizes: np.ndarray  # [n] how many relations it has, one a member
+    degrees: np.ndarray  # [families] how many targets each has
+    of_relation: np.ndarray  # [relations] the number of the target of each
+
+
+def _scored(net: GrapNet, t: int, now: Moment) -> _Targets:
+    """Returns the targets of a transition's families and their scores."""
+    topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
+    parent, child = topology.parents().cpu().long(), topology.child.cpu().long()
+    families = net.execution.families(t)
+    rows = net.layers[t].rows(torch.cat([NO_NODES, *(family.members.uids for family in families)])).numpy()
+    sizes = np.array([len(family.members) for family in families], dtype=np.int64)
+    family_of = np.zeros(len(net.layers[t]), dtype=np.int64)  # a node without children is never asked for its own
+    family_of[rows] = np.repeat(np.arange(len(sizes)), sizes)
+    first = torch.from_numpy(rows[sizes.cumsum() - sizes])  # one member of each family: its children are the targets
+    at = topology.owned_by(first.to(topology.ptr.device)).cpu().numpy()
+    pairs = family_of[parent.numpy()] * topology.n_children + child.numpy()
+    number = np.empty(len(sizes) * topology.n_children, dtype=np.int32)  # of the target that a pair is
+    number[pairs[at]] = np.arange(len(at), dtype=np.int32)
+    of_relation = number[pairs]
+    family, target = np.divmod(pairs[at], max(topology.n_children, 1))
+    correlation = _correlation(now, t)[parent, child].abs().cpu().numpy()
+    scores = np.bincount(of_relation, correlation, len(at)) / sizes[family]
+    scores[of_relation[relations.frozen.cpu().numpy()]] = np.inf
+    return _Targets(family, target, scores, sizes[family], np.bincount(family, minlength=len(sizes)), of_relation)
+
+
+def _evidence(t: int) -> str:
+    return f"correlation of transition {t}"
+
+
+def _correlation(now: Moment, t: int) -> Tensor:
+    """Returns the recorded correlations of a transition, [parents, children]."""
+    recorder = now.evidence.get(_evidence(t))
+    if recorder is None or recorder.count == 0:
+        raise EditError(
+            f"CovarianceSifter has seen no activations of transition {t}. Let a RuleManager arm its recorders while "
+            "the net trains, or arm them yourself, run the net and pass them on: Moment(evidence=recorders)"
+        )
+    return recorder.correlation()
+
+
+def _within(net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget) -> list[np.ndarray]:
+    """Returns the marks of weak targets, transition by transition, without those that the budget spares."""
+    if not targets or (budget.edits is None and budget.parents == 0):
+        return weak
+    parts = [(t, part, marks) for (t, part), marks in zip(targets.items(), weak, strict=True)]
+    scores, sizes = (np.concatenate([part[field][marks] for _, part, marks in parts]) for field in (2, 3))
+    order, kept = scores.argsort(kind="stable"), np.ones(len(scores), dtype=bool)
+    if budget.parents:
+        fan_in = [net.transitions[t].topology.fan_in().cpu().numpy() for t in targets]
+        starts = np.cumsum([0, *map(len, fan_in)])
+        child = np.concatenate([p.children[marks] + s for (_, p, marks), s in zip(parts, starts, strict=False)])
+        kept = np.concatenate(fan_in)[child] - _running_totals(child, sizes, order) >= budget.parents
+    if budget.edits is not None:
+        kept &= _running_totals(np.zeros_like(sizes), sizes * kept, order) <= budget.edits
+    ends = np.cumsum([marks.sum() for marks in weak])
+    for marks, part in zip(weak, np.split(kept, ends[:-1]), strict=True):
+        marks[marks] = part
+    return weak
+
+
+def _running_totals(groups: np.ndarray, sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Returns for every entry the sum of the sizes in its group up to and including it, taken in `order`."""
+    order = order[np.argsort(groups[order], kind="stable")]
+    totals, numbers = sizes[order].cumsum(), groups[order]
+    opens = np.diff(numbers, prepend=-1) > 0  # the first of its group
+    before = (totals - sizes[order])[opens]
+    found = np.empty_like(totals)
+    found[order] = totals - before[opens.cumsum() - 1]
+    return found

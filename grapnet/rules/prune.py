@@ -1,0 +1,177 @@
+"""PruneWeakest: cuts the relations with the smallest |weight|, at once or along a ramp."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from grapnet.core.edit import Edit
+from grapnet.core.errors import EditError
+from grapnet.core.relation_set import RelationSet
+from grapnet.network import GrapNet
+
+from .budget import weakest_within
+from .rule import Moment
+
+
+@dataclass(frozen=True)
+class GradualSchedule:
+    """The cubic ramp of Zhu and Gupta (2017): from `initial` to `final` sparsity, fast at first and slow at the end.
+
+    Attributes:
+        final: the sparsity from step `end` on.
+        begin: the step at which it starts; before it nothing is cut.
+        end: the step at which it arrives.
+        initial: the sparsity at step `begin`.
+
+    Examples:
+        >>> ramp = GradualSchedule(final=0.9, begin=100, end=200)
+        >>> [round(ramp.sparsity(step), 4) for step in (99, 100, 150, 200, 999)]
+        [0.0, 0.0, 0.7875, 0.9, 0.9]
+    """
+
+    final: float
+    begin: int
+    end: int
+    initial: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.initial <= self.final <= 1:
+            raise EditError(f"a ramp goes from 0 or more up to at most 1, got {self.initial!r} to {self.final!r}")
+        if not self.begin < self.end:
+            raise EditError(f"a ramp ends after it begins, got steps {self.begin!r} to {self.end!r}")
+
+    def sparsity(self, step: int) -> float:
+        """Returns the sparsity to have at a step."""
+        if step < self.begin:
+            return 0.0
+        left = max(0.0, 1 - (step - self.begin) / (self.end - self.begin))
+        return self.final + (self.initial - self.final) * left**3
+
+
+@dataclass(frozen=True)
+class PruneWeakest:
+    """Cuts the relations with the smallest |weight|; frozen ones never.
+
+    Attributes:
+        fraction: cut this share of the present relations at every call; or
+        sparsity: cut until this share of all possible relations is absent, a number or a `GradualSchedule`. Nothing is
+            cut when it is already.
+        transitions: numbers of the transitions to cut in; all of them by default.
+        scope: "global" ranks all relations together; "transition" and "node" give each transition, or each node among
+            the relations it owns, its own share, rounded. With "node", a relation that the budget protects is not
+            replaced by the next one.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([8, 10, 5])
+        >>> with net.edit() as edit:
+        ...     PruneWeakest(sparsity=0.6, scope="node")(net, edit, Moment())
+        >>> net.layers[0][3].degree, net.layers[1][7].degree, net.count().relations
+        (4, 2, 52)
+    """
+
+    fraction: float | None = None
+    sparsity: float | GradualSchedule | None = None
+    transitions: int | Iterable[int] | None = None
+    scope: Literal["global", "transition", "node"] = "global"
+
+    def __post_init__(self) -> None:
+        if (self.fraction is None) == (self.sparsity is None):
+            raise EditError("say how much to prune: either fraction= or sparsity=")
+        for name, share in (("fraction", self.fraction), ("sparsity", self.sparsity)):
+            plain = not (share is None or isinstance(share, GradualSchedule))
+            if plain and not (isinstance(share, int | float) and 0 <= share <= 1):
+                raise EditError(f"{name} lies between 0 and 1, got {share!r}")
+        if self.scope not in ("global", "transition", "node"):
+            raise EditError(f'scope is "global", "transition" or "node", got {self.scope!r}')
+        if self.transitions is not None:
+            numbers = (self.transitions,) if isinstance(self.transitions, int) else tuple(self.transitions)
+            if not all(isinstance(number, int) for number in numbers):
+                raise EditError(f"transitions are given as numbers, got {self.transitions!r}")
+            object.__setattr__(self, "transitions", numbers)
+
+    def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
+        """Asks the edit to cut them."""
+        numbers, groups = self._numbers(net), []
+        for chosen in [numbers] if self.scope == "global" else [[t] for t in numbers]:
+            relations = net.select(layer=chosen).outgoing()
+            if self.scope == "node":
+                relations = self._of_each_node(net, relations, chosen[0], now.step)
+                count = len(relations)
+            else:
+                possible = sum(net.sizes[t] * net.sizes[t + 1] for t in chosen)
+                count = int(self._quota(np.array([len(relations)]), possible, now.step)[0])
+            if count and (self.scope != "node" or now.budget.parents or now.budget.children):
+                relations = weakest_within(net, relations, count, now.budget)
+            if count:
+                groups.append(relations)
+        weakest = groups[0] if groups else RelationSet(net, {})
+        for group in groups[1:]:
+            weakest |= group
+        if now.budget.edits is not None and len(weakest) > now.budget.edits:
+            weakest = weakest.smallest(count=now.budget.edits)
+        if len(weakest):
+            edit.cut(weakest)
+        largest = float(weakest.weights.detach().abs().max()) if len(weakest) else 0.0
+        edit.remark(f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest)
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        count = len(net.transitions)
+        numbers: Any = range(count) if self.transitions is None else self.transitions
+        outside = [number for number in numbers if not -count <= number < count]
+        if outside:
+            raise EditError(f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}")
+        return sorted({number % count for number in numbers})
+
+    def _quota(self, present: np.ndarray, possible: int, step: int) -> np.ndarray:
+        """Returns how many of the present relations to cut, where so many are possible."""
+        if self.fraction is not None:
+            return np.round(self.fraction * present).astype(np.int64)
+        sparsity = self.sparsity.sparsity(step) if isinstance(self.sparsity, GradualSchedule) else self.sparsity
+        return np.maximum(present - (possible - round(float(sparsity or 0) * possible)), 0)
+
+    def _of_each_node(self, net: GrapNet, relations: RelationSet, t: int, step: int) -> RelationSet:
+        """Returns the weakest free relations of every node of layer t, as many as it is to lose."""
+        topology = net.transitions[t].topology
+        quota = self._quota(topology.degrees.long().cpu().numpy(), topology.n_children, step)
+        owners = topology.parents()
+        if bool((frozen := relations.frozen).any()):
+            relations, owners = relations[~frozen], owners[~frozen]
+        keys = relations.weights.detach().abs()
+        keys = (keys if keys.dtype == torch.float64 else keys.float()).cpu().numpy()
+        return relations[torch.from_numpy(weakest_of_each(keys, owners.cpu().numpy(), quota))]
+
+
+def weakest_of_each(keys: np.ndarray, owners: np.ndarray, quota: np.ndarray) -> np.ndarray:
+    """Says which keys are among the `quota[owner]` smallest of their owner; the first of equals come first.
+
+    Owners are ascending. Those of similar degree are sorted together, as the rows of a rectangle: ten times faster than
+    one sort by owner and key.
+    """
+    degrees = np.bincount(owners, minlength=len(quota))
+    quota = np.minimum(quota, degrees)
+    starts = degrees.cumsum() - degrees
+    bounds = np.full(len(quota), -np.inf, dtype=keys.dtype)  # the largest key that goes
+    levels = np.ceil(np.log2(np.maximum(degrees, 1))).astype(np.int64)
+    for level in np.unique(levels[quota > 0]):
+        rows = np.flatnonzero((levels == level) & (quota > 0))
+        width = degrees[rows].max()
+        if len(rows) * width == len(keys):
+            cells = np.sort(keys.reshape(len(rows), width), axis=1)
+        else:
+            slots = np.arange(width)
+            places = np.minimum(starts[rows, None] + slots, len(keys) - 1)
+            cells = np.sort(np.where(slots < degrees[rows, None], keys[places], np.inf), axis=1)
+        bounds[rows] = cells[np.arange(len(rows)), quota[rows] - 1]
+    bound = np.repeat(bounds, degrees)
+    chosen = keys <= bound
+    if np.count_nonzero(chosen) == quota.sum():
+        return chosen
+    below, equal = keys < bound, keys == bound
+    missing = quota - np.bincount(owners[below], minlength=len(quota))  # to be filled with equals
+    counted = np.concatenate([[0], equal.cumsum()])
+    nth = counted[1:] - counted[starts[owners]]  # 1 for the first equal of its owner
+    return below | (equal & (nth <= missing[owners]))

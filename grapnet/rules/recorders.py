@@ -1,0 +1,239 @@
+"""Recorders of activations: means, variances, firing rates, covariances; streaming, in float64."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]
+
+from grapnet.core.errors import CheckpointError, GrapNetError
+from grapnet.core.remap import IndexMap
+from grapnet.network import GrapNet
+
+from .moments import Moments
+from .watcher import Watcher, checked, plainly
+
+
+@dataclass(eq=False)
+class Activations:
+    """What an ActivationRecorder has seen."""
+
+    samples: int
+    moments: Moments
+
+    def carried(self, *indexes: IndexMap | None) -> "Activations":
+        """Returns it after rows moved."""
+        return Activations(self.samples, self.moments.carried(*indexes))
+
+    def copied(self) -> "Activations":
+        """Returns an independent copy."""
+        return Activations(self.samples, self.moments.copied())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it as numbers and tensors."""
+        return {"samples": self.samples, **self.moments.tensors()}
+
+
+class ActivationRecorder(Watcher[Activations]):
+    """Streams the mean, the variance and the firing rate of what every node of a layer says.
+
+    Every sample counts alike, however batches are cut; every forward pass counts, with gradients or without. A node has
+    the samples since it came (`counts`); one that came after the last of them has 0 everywhere.
+
+    Args:
+        layer: which layer; 0 is what the net is given.
+        window: how many steps before its rule is due it watches.
+
+    Examples:
+        >>> net = GrapNet([2, 3])
+        >>> recorder = ActivationRecorder(0)
+        >>> recorder.arm(net)
+        >>> _ = net(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+        >>> recorder.count, recorder.mean.tolist(), recorder.variance.tolist(), recorder.firing_rate.tolist()
+        (2, [2.0, 0.0], [1.0, 0.0], [1.0, 0.0])
+    """
+
+    def __init__(self, layer: int, *, window: int = 1) -> None:
+        super().__init__((layer,), window)
+        self.layer = layer
+
+    @property
+    def count(self) -> int:
+        """How many samples were seen."""
+        return 0 if self._evidence is None else self._evidence.samples
+
+    @property
+    def counts(self) -> Tensor:
+        """How many samples of every node were seen, [n] int64."""
+        return self._seen().moments.counts.clone()
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of every node, [n] float64."""
+        return self._seen().moments.mean
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of every node, divided by the number of samples, [n] float64; exactly 0 if it is constant."""
+        return self._seen().moments.variance
+
+    @property
+    def firing_rate(self) -> Tensor:
+        """The share of samples in which every node said more than 0, [n] float64."""
+        moments = self._seen().moments
+        return moments.fired / moments.counts.clamp(min=1).double()
+
+    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+        return [net.layers[self.layer]]
+
+    def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+        if _is_new(output):
+            with plainly(output.device):
+                seen = self._writable(lambda: Activations(0, Moments.of(output)))
+                seen.moments = seen.moments.to(output.device)
+                seen.moments.see(output.detach())
+                seen.samples += len(output)
+
+    def _restored(self, seen: dict[str, Any], sizes: list[int]) -> Activations:
+        return Activations(_whole(seen, "samples"), Moments.restored(seen, sizes[0]))
+
+
+@dataclass(eq=False)
+class Covariances:
+    """What a CovarianceRecorder has seen."""
+
+    samples: int
+    upper: Moments
+    lower: Moments
+    products: Tensor  # [n_upper, n_lower] float64, Σ (h_i - origin_i)(h_j - origin_j)
+
+    @classmethod
+    def of(cls, upper: Tensor, lower: Tensor) -> "Covariances":
+        """Returns those of no samples, for two layers that say things like these."""
+        products = torch.zeros(upper.shape[-1], lower.shape[-1], dtype=torch.float64, device=upper.device)
+        return cls(0, Moments.of(upper), Moments.of(lower), products)
+
+    def see(self, upper: Tensor, lower: Tensor) -> None:
+        """Adds a batch of what both layers said."""
+        device = upper.device
+        self.upper, self.lower, self.products = self.upper.to(device), self.lower.to(device), self.products.to(device)
+        self.products.addmm_(self.upper.see(upper).t(), self.lower.see(lower))
+        self.samples += len(upper)
+
+    def covariance(self) -> Tensor:
+        """Returns [n_upper, n_lower], 0 where a node has not been there from the first sample to the last."""
+        parts = [torch.where(m.counts == self.samples, m.first / self.samples, 0) for m in (self.upper, self.lower)]
+        whole = [(m.counts == self.samples).double() for m in (self.upper, self.lower)]
+        found = (self.products / self.samples).sub_(torch.outer(*parts))
+        return found.mul_(whole[0][:, None]).mul_(whole[1])
+
+    def carried(self, *indexes: IndexMap | None) -> "Covariances":
+        """Returns it after rows moved."""
+        upper, lower = indexes
+        products = self.products if upper is None else upper.carry(self.products)
+        products = products if lower is None else lower.carry(products.t()).t().contiguous()
+        return Covariances(self.samples, self.upper.carried(upper), self.lower.carried(lower), products)
+
+    def copied(self) -> "Covariances":
+        """Returns an independent copy."""
+        return Covariances(self.samples, self.upper.copied(), self.lower.copied(), self.products.clone())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it as numbers and tensors."""
+        sides = {"upper": self.upper.tensors(), "lower": self.lower.tensors()}
+        return {"samples": self.samples, **sides, "products": self.products}
+
+
+class CovarianceRecorder(Watcher[Covariances]):
+    """Streams the covariance between what the nodes of two layers say, by default of the two ends of a transition.
+
+    Every forward pass counts, with gradients or without. A node that came after the first sample, or was away in
+    between, has covariance 0 with every other until `clear()`: pairs of different samples would not compare.
+
+    Args:
+        upper: one layer.
+        lower: the other, which may be the same one; the next one by default.
+        window: how many steps before its rule is due it watches.
+        most_cells: the most pairs of nodes to keep sums of, 8 bytes each; more raise GrapNetError when it is armed.
+
+    Examples:
+        >>> net = GrapNet([2, 3])
+        >>> recorder = CovarianceRecorder(0, 0)
+        >>> recorder.arm(net)
+        >>> _ = net(torch.tensor([[1.0, 5.0], [-1.0, 5.0]]))
+        >>> recorder.correlation().tolist()
+        [[1.0, 0.0], [0.0, 0.0]]
+    """
+
+    def __init__(self, upper: int, lower: int | None = None, *, window: int = 1, most_cells: int = 2**26) -> None:
+        lower = upper + 1 if lower is None else lower
+        super().__init__((upper, lower), window)
+        self.upper, self.lower, self.most_cells = upper, lower, most_cells
+        self._waiting: Tensor | None = None  # what the first of the two layers said in the pass under way
+
+    @property
+    def count(self) -> int:
+        """How many samples were seen."""
+        return 0 if self._evidence is None else self._evidence.samples
+
+    def covariance(self) -> Tensor:
+        """Returns the covariances, divided by the number of samples, [n_upper, n_lower] float64."""
+        return self._seen().covariance()
+
+    def correlation(self) -> Tensor:
+        """Returns the correlations, [n_upper, n_lower] float64; exactly 0 where a variance is 0."""
+        seen = self._seen()
+        scales = [m.variance.sqrt() for m in (seen.upper, seen.lower)]
+        inverse = [torch.where(scale > 0, 1 / scale, 0) for scale in scales]
+        return seen.covariance().mul_(inverse[0][:, None]).mul_(inverse[1]).clamp_(-1, 1)
+
+    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+        return [net.layers[n] for n in sorted({self.upper, self.lower})]
+
+    def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+        if not _is_new(output):
+            return
+        if place == 0 and self.upper != self.lower:
+            self._waiting = output.detach()
+            return
+        other, self._waiting = output if self.upper == self.lower else self._waiting, None
+        if other is not None and len(other) == len(output):
+            upper, lower = (output, other) if self.upper > self.lower else (other, output)
+            with plainly(output.device):
+                self._writable(lambda: Covariances.of(upper, lower)).see(upper.detach(), lower.detach())
+
+    def _restored(self, seen: dict[str, Any], sizes: list[int]) -> Covariances:
+        upper, lower = (Moments.restored(_part(seen, n), s) for n, s in zip(("upper", "lower"), sizes, strict=True))
+        products = checked(seen.get("products"), sizes, torch.float64, "products")
+        return Covariances(_whole(seen, "samples"), upper, lower, products)
+
+    def _require_room(self, net: GrapNet) -> None:
+        cells = len(net.layers[self.upper]) * len(net.layers[self.lower])
+        if cells > self.most_cells:
+            raise GrapNetError(
+                f"layers {self.upper} and {self.lower} have {cells:,} pairs of nodes (limit {self.most_cells:,}); "
+                "raise most_cells= if there is memory for 8 bytes each"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_waiting": None}
+
+
+def _is_new(output: Tensor) -> bool:
+    """Says whether there are samples in it, other than those that checkpointing computes again inside a backward."""
+    return len(output) > 0 and _current_graph_task_id() == -1
+
+
+def _whole(state: dict[str, Any], name: str) -> int:
+    number = state.get(name)
+    if not isinstance(number, int) or number < 0:
+        raise CheckpointError(f"{name} of a recorder's state is a whole number, got {number!r}")
+    return number
+
+
+def _part(state: dict[str, Any], name: str) -> dict[str, Any]:
+    if not isinstance(part := state.get(name), dict):
+        raise CheckpointError(f"{name} of a recorder's state is missing")
+    return part

@@ -1,0 +1,242 @@
+"""Rewire: drops weak relations and grows as many others (SET, RigL, SRigL)."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet.core.edit import Edit
+from grapnet.core.errors import EditError
+from grapnet.core.relation_set import RelationSet
+from grapnet.core.relations import Topology
+from grapnet.network import GrapNet
+
+from .budget import Budget, weakest_within
+from .gradients import GradientRecorder
+from .prune import weakest_of_each
+from .rule import Moment, Recorder
+
+Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
+
+
+@dataclass(frozen=True)
+class Rewire:
+    """Drops the weakest relations of each transition and grows as many absent ones: none has more or fewer afterwards.
+
+    SET is `Rewire()`, RigL `Rewire(grow="gradient", decay_until=T)`, SRigL that with `fan_in="constant"`. A frozen
+    relation is never dropped and does not count; what is dropped does not come back in the same call.
+
+    Attributes:
+        transitions: which ones, all of them by default; a full one is left alone.
+        fraction: how many of the relations that may be dropped, rounded.
+        grow: "random" takes absent relations all alike, "gradient" those with the largest |gradient|.
+        decay_until: the step by which the fraction has gone down to 0 along a cosine; it stays as it is without.
+        fan_in: "free" compares all relations of a transition, "constant" those of each child, which keeps its number
+            of parents.
+        weights: what grown relations start with, "zero" or "linear".
+        window: over how many steps gradients are averaged.
+
+    Examples:
+        >>> net = GrapNet([20, 30, 10], density=0.2)
+        >>> with net.edit(reason="SET") as edit:
+        ...     Rewire(fraction=0.25)(net, edit, Moment())
+        >>> net.count().relations, len(net.history[-1].change.transitions[0].born)
+        (180, 30)
+    """
+
+    transitions: tuple[int, ...] | None = None
+    fraction: float = 0.3
+    grow: Literal["random", "gradient"] = "random"
+    decay_until: int | None = None
+    fan_in: Literal["free", "constant"] = "free"
+    weights: Literal["zero", "linear"] = "zero"
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.transitions is not None:
+            given = self.transitions if isinstance(self.transitions, Iterable) else (self.transitions,)
+            object.__setattr__(self, "transitions", tuple(given))
+            if not all(isinstance(t, int) for t in given):
+                raise EditError(f"transitions are given as numbers, got {self.transitions!r}")
+        if not 0 <= self.fraction <= 1:
+            raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
+        if self.decay_until is not None and (not isinstance(self.decay_until, int) or self.decay_until < 1):
+            raise EditError(f"decay_until is a step from 1, or None, got {self.decay_until!r}")
+        if not isinstance(self.window, int) or self.window < 1:
+            raise EditError(f"window is a number of steps from 1, got {self.window!r}")
+        for name, known in (
+            ("grow", ("random", "gradient")),
+            ("fan_in", ("free", "constant")),
+            ("weights", ("zero", "linear")),
+        ):
+            if getattr(self, name) not in known:
+                raise EditError(f'{name} is "{known[0]}" or "{known[1]}", got {getattr(self, name)!r}')
+
+    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+        """Returns one recorder of gradients a transition, none for random growth."""
+        if self.grow == "random":
+            return {}
+        return {_evidence(t): GradientRecorder(t, window=self.window) for t in self._numbers(net)}
+
+    def fraction_at(self, step: int) -> float:
+        """Returns which fraction is dropped at a step."""
+        if self.decay_until is None:
+            return self.fraction
+        return self.fraction / 2 * (1 + math.cos(math.pi * min(step, self.decay_until) / self.decay_until))
+
+    def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
+        """Writes the cuts and as many connections."""
+        fraction = self.fraction_at(now.step)
+        candidates = {t: self._candidates(net, edit, t, fraction) for t in self._numbers(net)}
+        shares = _shared_out([count for _, count in candidates.values()], now.budget.edits)
+        budget = _beside(edit.cuts, now.budget)
+        for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
+            if count:
+                self._rewire(net, edit, now, t, weakest_within(net, relations, count, budget))
+
+    def _rewire(self, net: GrapNet, edit: Edit, now: Moment, t: int, dropped: RelationSet) -> None:
+        """Cuts `dropped` and connects as many absent pairs of transition t."""
+        if len(dropped) == 0:
+            return
+        topology, lost, details = net.transitions[t].topology, None, {}
+        if self.fan_in == "constant":
+            lost = torch.bincount(_children(topology, dropped, t), minlength=topology.n_children)
+        if self.grow == "random":
+            rows = _random_absent(topology, len(dropped), lost, edit.generator)
+            parents, children = (net.layers[n].uid[r] for n, r in zip((t, t + 1), rows, strict=True))
+        else:
+            largest = _recorder(now, t).largest_absent(len(dropped), per_child=lost, ranked=False)
+            parents, children, gradients = largest
+            details["smallest_grown_gradient"] = float(gradients.min())
+        assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
+        details["largest_dropped_weight"] = float(dropped.weights.detach().abs().max())
+        edit.cut(dropped)
+        edit.connect(parents, children, pairs="aligned", weights=self.weights)
+        edit.remark(f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details)
+
+    def _candidates(self, net: GrapNet, edit: Edit, t: int, fraction: float) -> tuple[RelationSet, int]:
+        """Returns relations to choose from, and how many of them to drop."""
+        topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
+        if len(net.transitions[t].frozen_at):
+            relations = relations[~relations.frozen]
+        if len(edit.cuts):
+            relations -= edit.cuts
+        absent = topology.n_parents * topology.n_children - topology.n_relations
+        if self.fan_in == "free" or absent == 0:
+            return relations, min(round(fraction * len(relations)), absent)
+        children = _children(topology, relations, t)
+        free = torch.bincount(children, minlength=topology.n_children)
+        quotas = torch.minimum((fraction * free.double()).round().long(), topology.n_parents - topology.fan_in().cpu())
+        relations = _weakest_of_each(relations, children, quotas)
+        return relations, len(relations)
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        count = len(net.transitions)
+        numbers = range(count) if self.transitions is None else self.transitions
+        outside = [t for t in numbers if not -count <= t < count]
+        if outside:
+            raise EditError(f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}")
+        return sorted({t % count for t in numbers})
+
+
+def _evidence(t: int) -> str:
+    return f"gradients of transition {t}"
+
+
+def _recorder(now: Moment, t: int) -> GradientRecorder:
+    recorder = now.evidence.get(_evidence(t))
+    if recorder is None or recorder.count == 0:
+        raise EditError(
+            f'Rewire(grow="gradient") has seen no gradients of transition {t}. Let a RuleManager arm its recorders '
+            "while the net trains, or arm them yourself, run a step and pass them on: Moment(evidence=recorders)"
+        )
+    return recorder
+
+
+def _shared_out(counts: list[int], most: int | None) -> list[int]:
+    """Returns the counts, lowered in proportion where they sum to more than `most`."""
+    total = sum(counts)
+    if most is None or total <= most:
+        return counts
+    ends = [most * int(end) // total for end in np.cumsum([0, *counts])]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def _beside(earlier: RelationSet, budget: Budget) -> Budget:
+    """Returns a budget that is kept together with what the edit cuts already, whichever nodes that is."""
+    if len(earlier) == 0 or budget.parents == budget.children == 0:
+        return budget
+    taken = [int(uids.unique(return_counts=True)[1].max()) for uids in (earlier.children, earlier.parents)]
+    return Budget(
+        budget.edits, *(least and least + n for least, n in zip((budget.parents, budget.children), taken, strict=True))
+    )
+
+
+def _children(topology: Topology, relations: RelationSet, t: int) -> Tensor:
+    """Returns the row of every relation's child, on the CPU."""
+    at = relations.positions_by_transition().get(t, range(0))
+    child = topology.child
+    return (child[at.start : at.stop] if isinstance(at, range) else child.index_select(0, at)).cpu()
+
+
+def _weakest_of_each(relations: RelationSet, children: Tensor, quotas: Tensor) -> RelationSet:
+    """Returns, for every child row, as many of its weakest relations as its quota says."""
+    keys, child = relations.weights.detach().abs().cpu(), children.numpy()
+    keys = keys.to(torch.promote_types(keys.dtype, torch.float32)).numpy()
+    small = np.uint16 if len(quotas) <= 2**16 else np.int32  # 16 bits are sorted by radix, many times faster
+    order = np.argsort(child.astype(small), kind="stable")
+    marks = np.empty(len(child), dtype=bool)
+    marks[order] = weakest_of_each(keys[order], child[order], quotas.numpy())
+    return relations[torch.from_numpy(marks)]
+
+
+def _random_absent(
+    topology: Topology, count: int, per_child: Tensor | None, generator: torch.Generator | None
+) -> Pairs:
+    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each child if given."""
+    n_parents, n_children = topology.n_parents, topology.n_children
+    parent, child = topology.parents().cpu().long().numpy(), topology.child.cpu().numpy()
+    # Pairs are numbered child by child where each child has its own number to grow, parent by parent otherwise.
+    present = parent * n_children + child if per_child is None else child * np.int64(n_parents) + parent
+    present.sort(kind="stable")  # close to sorted, which a stable sort sees
+    if per_child is None:
+        absent, quotas = np.array([n_parents * n_children - len(present)]), np.array([count])
+    else:
+        absent, quotas = n_parents - np.bincount(child, minlength=n_children), per_child.numpy()
+    numbers = _distinct(absent, quotas, generator)  # among the absent pairs only
+    before = present - np.arange(len(present))  # how many absent pairs stand before each present one
+    cells = numbers + np.searchsorted(before, numbers, side="right")
+    if per_child is not None:
+        cells = np.sort(cells % n_parents * n_children + cells // n_parents)
+    return torch.from_numpy(cells // n_children), torch.from_numpy(cells % n_children)
+
+
+def _distinct(sizes: np.ndarray, quotas: np.ndarray, generator: torch.Generator | None) -> np.ndarray:
+    """Returns sorted distinct numbers: `quotas[g]` of those of group g, which owns the next `sizes[g]` numbers."""
+    starts = sizes.cumsum() - sizes
+    spared = 2 * quotas > sizes  # quicker to draw what is left out
+    wanted = np.where(spared, sizes - quotas, quotas)
+    source = torch.device("cpu") if generator is None else generator.device
+    drawn, missing = np.empty(0, dtype=np.int64), wanted
+    while missing.any():  # draw with repetition, keep the distinct ones, top up
+        group = np.repeat(np.arange(len(sizes)), missing)
+        numbers = torch.rand(len(group), dtype=torch.float64, generator=generator, device=source).cpu().numpy()
+        drawn = np.concatenate([drawn, starts[group] + (numbers * sizes[group]).astype(np.int64)])
+        drawn.sort(kind="stable")
+        drawn = drawn[np.diff(drawn, prepend=-1) > 0]
+        missing = wanted - np.diff(np.searchsorted(drawn, np.append(starts, sizes.sum())))
+    if not spared.any():
+        return drawn
+    group = np.searchsorted(starts, drawn, side="right") - 1
+    rest = np.setdiff1d(_ranges(starts[spared], sizes[spared]), drawn[spared[group]], assume_unique=True)
+    return np.sort(np.concatenate([drawn[~spared[group]], rest]))
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Returns the numbers of many ranges, one after the other."""
+    return np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)

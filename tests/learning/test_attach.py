@@ -1,0 +1,286 @@
+"""gn.attach: what a newborn starts with, which state can follow, and what stops an edit."""
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Optimizer, SparseAdam
+
+import grapnet as gn
+from tests.fingerprint import fingerprint
+
+from .plain import OPTIMIZERS, make_net, rewire, train
+
+BORN = [1, 6]
+
+
+def grown(make: Callable[[Any], Optimizer], **settings: Any) -> tuple[gn.GrapNet, Optimizer, dict[str, Tensor]]:
+    """Returns a net after twenty steps and the birth of 1 → 6, its optimizer, and the survivors' state of before."""
+    net = make_net()
+    optimizer = make(net.parameters())
+    gn.attach(optimizer, net, **settings)
+    train(net, optimizer, range(20))
+    weight, relations = net.transitions[0].weight, net.layers[0].outgoing()
+    stays = ~((relations.parents == BORN[0]) & (relations.children == BORN[1]))
+    state = {key: v[stays].clone() for key, v in optimizer.state[weight].items() if v.dim() == 2}
+    with net.edit() as edit:
+        edit.cut(net.layers[0][1].outgoing(to=[6]))
+        edit.connect(net.layers[0][1], [6])
+    return net, optimizer, state
+
+
+def first_update(net: gn.GrapNet, optimizer: Optimizer) -> tuple[float, float]:
+    """Returns by how much a step changes 1 → 6, and its gradient."""
+    born = net.layers[0][1].outgoing(to=[6])
+    before = born.weights.item()
+    train(net, optimizer, [20])
+    assert born.gradients is not None
+    return born.weights.item() - before, born.gradients.item()
+
+
+def make_adam(parameters: Any) -> Adam:
+    return Adam(parameters, lr=0.01, eps=0.0)
+
+
+def test_the_first_update_of_a_newborn_with_clean_state() -> None:
+    net, optimizer, _ = grown(make_adam)
+    change, gradient = first_update(net, optimizer)
+    size = 0.01 * (1 - 0.9) / (1 - 0.9**21) * math.sqrt((1 - 0.999**21) / (1 - 0.999))
+    assert change == pytest.approx(-math.copysign(size, gradient), rel=1e-9)
+
+
+def test_the_first_update_of_a_newborn_with_the_mean_of_its_neighbours() -> None:
+    net, optimizer, state = grown(make_adam, newborn="mean")
+    means = {key: math.fsum(value.flatten().tolist()) / len(value) for key, value in state.items()}
+    place = net.layers[0][1].outgoing().children.tolist().index(6) + 4  # behind node 0's four relations
+    entry = optimizer.state[net.transitions[0].weight]
+    assert all(entry[key][place].item() == pytest.approx(mean, rel=1e-12) for key, mean in means.items())
+    change, g = first_update(net, optimizer)
+    m, v = means["exp_avg"] * 0.9 + 0.1 * g, means["exp_avg_sq"] * 0.999 + 0.001 * g * g
+    assert change == pytest.approx(-0.01 * m / (1 - 0.9**21) / math.sqrt(v / (1 - 0.999**21)), rel=1e-9)
+
+
+def test_the_first_update_of_everything_that_was_renewed() -> None:
+    net, optimizer, _ = grown(make_adam, survivors="renew")
+    before = [p.detach().clone() for p in net.parameters()]
+    train(net, optimizer, [20])
+    sizes = torch.cat([(p - q).detach().abs().flatten() for p, q in zip(net.parameters(), before, strict=True)])
+    torch.testing.assert_close(sizes, torch.full_like(sizes, 0.01), rtol=1e-9, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_mean_covers_every_entry_and_is_clean_without_survivors(kind: str) -> None:
+    net = make_net()
+    optimizer = OPTIMIZERS[kind](list(net.parameters()))
+    gn.attach(optimizer, net, newborn="mean")
+    train(net, optimizer, range(3))
+    weight = net.transitions[0].weight
+    old = {key: value.clone() for key, value in optimizer.state[weight].items() if value.dim() == 2}
+    with net.edit() as edit:
+        edit.connect(net.layers[0][1], edit.add_nodes(1, 1))
+    place = int((net.layers[0].outgoing().children == net.next_uid - 1).nonzero())
+    for key, value in old.items():
+        assert optimizer.state[weight][key][place].item() == pytest.approx(value.mean().item(), rel=1e-12, abs=1e-300)
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing())
+    with net.edit() as edit:
+        edit.connect(net.layers[0], net.layers[1])
+    clean = {"sum": 0.1, "step_size": 0.02}
+    for key in old.keys() - {"ax"}:
+        assert torch.equal(optimizer.state[weight][key], torch.full_like(weight, clean.get(key, 0.0)))
+    train(net, optimizer, range(3))
+
+
+REFUSED: dict[str, tuple[Callable[[gn.GrapNet], Optimizer], str]] = {
+    "lbfgs": (lambda net: torch.optim.LBFGS(net.parameters()), "one flat history"),
+    "adafactor": (lambda net: Adafactor(net.parameters()), "rows and columns of a matrix"),
+    "sparse adam": (lambda net: SparseAdam(list(net.parameters())), "gradients .* are dense"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_optimizers_that_cannot_follow_are_refused_with_the_reason(kind: str) -> None:
+    net = make_net()
+    make, reason = REFUSED[kind]
+    with pytest.raises(gn.OptimizerError, match=reason):
+        gn.attach(make(net), net)
+    rewire(net)  # and are not in the way of an edit
+
+
+def test_every_optimizer_of_torch_is_among_these() -> None:
+    kinds = {k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, Optimizer)}
+    parameters = list(make_net().parameters())
+    followed = {type(make(parameters)) for make in OPTIMIZERS.values()}
+    assert kinds - {Optimizer} == followed | {type(make(make_net())) for make, _ in REFUSED.values()}
+
+
+class Strange(SGD):
+    """An optimizer with state of another shape."""
+
+    def __init__(self, parameters: Any, entry: Callable[[Tensor], Any]) -> None:
+        super().__init__(parameters, lr=0.01)
+        self.entry = entry
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("strange", self.entry(parameter.detach()))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        lambda p: torch.zeros(3, 3),
+        lambda p: torch.zeros(len(p), 2),
+        lambda p: [p],
+        lambda p: torch.zeros(2, len(p)),
+    ],
+    ids=["rectangle", "two a coordinate", "list", "rows"],
+)
+def test_state_that_cannot_be_mapped_stops_the_edit(entry: Any) -> None:
+    net = make_net()
+    optimizer, adam = Strange(net.parameters(), entry), Adam(net.parameters())
+    gn.attach(adam, net)
+    gn.attach(optimizer, net)
+    train(net, adam, range(2))
+    train(net, optimizer, range(2))
+    before = fingerprint(net, adam)
+    with pytest.raises(gn.OptimizerError, match=r"'strange' .* is not one value a coordinate"):
+        rewire(net)
+    assert fingerprint(net, adam) == before
+
+
+@pytest.mark.parametrize("number", [lambda p: torch.tensor(5.0), lambda p: torch.full((1,), 5.0), lambda p: 5.0])
+def test_one_number_stays_one_number_where_a_parameter_has_a_single_coordinate(number: Any) -> None:
+    net = gn.GrapNet.from_relations([2, 1], [([0], [0])])  # one relation, one bias
+    other = torch.nn.Parameter(torch.ones(3))
+    optimizer = Strange([*net.parameters(), other], number)
+    gn.attach(optimizer, net)
+    train_float(net, optimizer)
+    with net.edit() as edit:
+        edit.connect(net.layers[0][1], net.layers[1])
+        edit.add_nodes(1, 2)
+    for parameter in net.parameters():
+        assert torch.equal(torch.as_tensor(optimizer.state[parameter]["strange"]), torch.as_tensor(number(parameter)))
+    train_float(net, optimizer)
+
+
+def train_float(net: gn.GrapNet, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    net(torch.ones(2, net.sizes[0], dtype=net.transitions[0].weight.dtype)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_parameters_of_one_coordinate_and_of_none(kind: str) -> None:
+    net = gn.GrapNet.from_relations([2, 1], [([0], [0])], dtype=torch.float64)
+    optimizer = OPTIMIZERS[kind](list(net.parameters()))
+    gn.attach(optimizer, net)
+    train_float(net, optimizer)
+    weight = net.transitions[0].weight
+    for size, act in (
+        (2, lambda edit: edit.connect(net.layers[0][1], net.layers[1])),
+        (0, lambda edit: edit.cut(net.layers[0].outgoing())),
+        (1, lambda edit: edit.connect(net.layers[0][1], net.layers[1])),
+        (0, lambda edit: edit.freeze(net.layers[1])),
+        (1, lambda edit: edit.unfreeze(net.layers[1])),
+    ):
+        with net.edit() as edit:
+            act(edit)
+        entries = [v for v in optimizer.state[weight].values() if isinstance(v, Tensor) and v.dim()]
+        assert {v.shape for v in entries} <= {weight.shape}
+        assert weight.shape == (size, 1)
+        train_float(net, optimizer)
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+
+
+def test_a_trial_brings_back_what_it_renewed() -> None:
+    net = make_net()
+    optimizer = Adagrad(net.parameters(), lr=0.1)
+    gn.attach(optimizer, net, survivors="renew")
+    train(net, optimizer, range(3))
+    held = copy.deepcopy(optimizer.state_dict()["state"])
+    with net.edit(trial=True) as edit:
+        edit.cut(net.layers[0][0].outgoing())
+        edit.commit()
+        assert float(optimizer.state[net.transitions[1].weight]["sum"].sum()) == 0.0
+    state = optimizer.state_dict()["state"]
+    assert all(torch.equal(state[n][key], value) for n, entries in held.items() for key, value in entries.items())
+    rewire(net)
+    train(net, optimizer, range(2))
+
+
+def test_a_parameter_that_joins_later_is_watched_too() -> None:
+    net = make_net()
+    optimizer = Adam([net.transitions[1].weight])
+    train(net, optimizer, range(2))
+    optimizer.add_param_group({"params": [net.transitions[0].weight]})
+    train(net, optimizer, range(2))
+    with net.edit() as edit:
+        edit.cut(net.layers[0][0], slots=[0])
+        edit.connect(net.layers[0][0], net.layers[0][0].children[0])
+    with pytest.raises(gn.OptimizerError):
+        train(net, optimizer, range(1))
+
+
+class Reluctant:
+    """A follower that refuses the end of a trial."""
+
+    def prepare(self, graph: Any, commit: gn.Commit) -> Callable[[], None]:
+        if commit.ends_trial:
+            raise RuntimeError("not now")
+        return lambda: None
+
+
+def try_out_a_swap(net: gn.GrapNet) -> None:
+    with net.edit(trial=True) as edit:
+        edit.cut(net.layers[0][0], slots=[0])
+        edit.connect(net.layers[0][0], net.layers[0][0].children[0])
+        edit.commit()
+
+
+def test_an_optimizer_that_was_left_behind_stops_the_next_edit() -> None:
+    net = make_net()
+    optimizer = Adam(net.parameters())
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(2))
+
+    reluctant = Reluctant()
+    net.follow(reluctant)
+    with pytest.raises(RuntimeError, match="not now"):
+        try_out_a_swap(net)
+    net.unfollow(reluctant)
+    with pytest.raises(gn.OptimizerError):
+        train(net, optimizer, range(1))
+    with pytest.raises(gn.OptimizerError):
+        rewire(net)
+    gn.detach(optimizer, net)
+    rewire(net)
+
+
+def test_attaching_again_keeps_the_way_back() -> None:
+    net = make_net()
+    optimizer = Adam(net.parameters())
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(2))
+    held = {p: v["exp_avg"].clone() for p, v in optimizer.state.items()}
+    rewire(net)
+    gn.attach(optimizer, net, newborn="mean")
+    net.undo()
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], value) for p, value in held.items())
+
+
+def test_arguments_that_make_no_sense_are_named() -> None:
+    net = make_net()
+    adam = Adam(net.parameters())
+    with pytest.raises(ValueError, match="nothing"):
+        gn.attach(adam, net, newborn="nothing")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="the net comes second"):
+        gn.attach(net, adam)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"gn\.detach\(optimizer, net\)"):
+        gn.detach(net, adam)  # pyright: ignore[reportArgumentType]

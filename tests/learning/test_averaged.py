@@ -1,0 +1,282 @@
+"""gn.attach(averaged, net): a copy goes through every commit of the net, and one that was left behind says so."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import grapnet as gn
+from tests.fingerprint import fingerprint
+
+from .plain import Values, batch, everything, make_net, rewire, swap_one, train
+
+
+def averaged_net(net: gn.GrapNet) -> tuple[AveragedModel, gn.GrapNet]:
+    """Returns an attached moving average that has moved away from the net, and the copy inside."""
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    gn.attach(averaged, net)
+    train_and_average(net, averaged, 4)
+    return averaged, averaged.module
+
+
+def train_and_average(net: gn.GrapNet, averaged: AveragedModel, steps: int) -> None:
+    optimizer = SGD(net.parameters(), lr=0.02)
+    for seed in range(steps):
+        train(net, optimizer, [seed])
+        averaged.update_parameters(net)
+
+
+def expected(old: Values, net: gn.GrapNet, reborn: set[Any], returning: Values) -> Values:
+    """Returns what a copy must hold after an edit, by hand."""
+    found = {}
+    for key, (value, frozen) in everything(net).items():
+        kept = old if key in old and key not in reborn else returning
+        found[key] = (kept[key][0] if key in kept else value), frozen
+    return found
+
+
+def test_a_copy_goes_through_edit_undo_redo_and_trial() -> None:
+    net = make_net()
+    averaged, twin = averaged_net(net)
+    assert everything(twin) != everything(net)
+    reborn, lost = {(1, 6)}, [everything(twin)]
+    verbs: list[Callable[[gn.GrapNet], Any]] = [rewire, gn.GrapNet.undo, gn.GrapNet.redo, gn.GrapNet.undo]
+    for n, verb in enumerate(verbs):
+        before = everything(twin)
+        lost.append(before)
+        verb(net)
+        assert everything(twin) == expected(before, net, reborn, lost[-2] if n else {})
+        gn.check(twin)
+        assert (twin.version, [c.version for c in twin.history]) == (net.version, [c.version for c in net.history])
+        train_and_average(net, averaged, 2)
+    values, version = everything(twin), twin.version
+    with net.edit(trial=True) as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=3))
+        edit.connect(net.layers[0], edit.add_nodes(1, 2))
+        edit.freeze(net.layers[2])
+        edit.commit()
+        assert everything(twin) == expected(values, net, set(), {})
+        assert twin(batch(0)).isfinite().all()
+    assert (everything(twin), twin.version) == (values, version)
+    gn.check(twin)
+    train_and_average(net, averaged, 2)
+    net.redo()
+    train_and_average(net, averaged, 2)
+
+
+def test_averaging_goes_on_as_if_nothing_had_happened() -> None:
+    net = make_net()
+    averaged, twin = averaged_net(net)
+    rewire(net)
+    for seed in range(3):
+        before, present = everything(twin), everything(net)
+        train(net, SGD(net.parameters(), lr=0.02), [seed])
+        averaged.update_parameters(net)
+        present = everything(net)
+        for key, (value, frozen) in everything(twin).items():
+            wanted = present[key][0] if frozen else 0.9 * before[key][0] + 0.1 * present[key][0]
+            assert value == pytest.approx(wanted, rel=1e-12, abs=1e-14), key
+    torch.testing.assert_close(twin(batch(0)), twin.walk(batch(0)))
+    assert averaged.n_averaged == 7
+
+
+def test_a_loop_of_ones_own_over_a_plain_copy() -> None:
+    net = make_net()
+    twin = copy.deepcopy(net).float()  # in its own precision
+    gn.attach(twin, net)
+    rewire(net)
+    train(net, SGD(net.parameters(), lr=0.1), range(3))
+    with torch.no_grad():
+        for mine, other in zip(twin.parameters(), net.parameters(), strict=True):
+            assert (mine.shape, mine.dtype) == (other.shape, torch.float32)
+            mine.lerp_(other.float(), 1.0)
+    assert all(torch.equal(m, o.float()) for m, o in zip(twin.parameters(), net.parameters(), strict=True))
+    gn.check(twin)
+
+
+class Model(nn.Module):
+    """An encoder and one head or two."""
+
+    def __init__(self, heads: int = 1) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 5, dtype=torch.float64)
+        self.heads = nn.ModuleList(make_net() for _ in range(heads))
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encoder(x).tanh()
+        return torch.stack([head(features) for head in self.heads]).sum(0)
+
+
+def test_a_net_inside_a_model_is_found() -> None:
+    model = Model()
+    (net,) = model.heads
+    assert isinstance(net, gn.GrapNet)
+    averaged = AveragedModel(model)
+    gn.attach(averaged, net)
+    optimizer = Adam(model.parameters(), lr=0.01)
+    gn.attach(optimizer, net)
+    for seed in range(6):
+        if seed == 3:
+            rewire(net)
+        optimizer.zero_grad()
+        model(batch(seed, 6)).square().sum().backward()
+        optimizer.step()
+        averaged.update_parameters(model)
+    copied = averaged.module.heads[0]
+    assert [p.shape for p in copied.parameters()] == [p.shape for p in net.parameters()]
+    assert averaged(batch(0, 6)).isfinite().all()
+
+
+def test_of_several_copies_the_one_that_is_meant_must_be_named() -> None:
+    model = Model(2)
+    first, second = model.heads
+    averaged = AveragedModel(model)
+    with pytest.raises(gn.OptimizerError, match="attach the copy itself"):
+        gn.attach(averaged, first)
+    gn.attach(averaged.module.heads[0], first)
+    gn.attach(averaged.module.heads[1], second)
+    rewire(first)
+    assert averaged.module.heads[0].sizes == first.sizes
+    assert averaged.module.heads[1].sizes == second.sizes
+    gn.detach(averaged.module.heads[0], first)
+    later = AveragedModel(model)
+    gn.attach(later, first)  # wired differently now, so only one can be meant
+    averaged.update_parameters(model)
+
+
+def test_what_is_no_copy_is_refused() -> None:
+    net = make_net()
+    late = AveragedModel(net)
+    rewire(net)
+    for module, message in (
+        (late, r"layers of \[5, 4, 4, 3\] nodes where the net has \[5, 6, 3, 3\]"),
+        (nn.Linear(2, 2), "holds no GrapNet"),
+        (net, "holds the net itself"),
+        (nn.Sequential(net), "holds the net itself"),
+        (AveragedModel(net, use_buffers=True), "use_buffers=False"),
+    ):
+        with pytest.raises(gn.OptimizerError, match=message):
+            gn.attach(module, net)
+    held = copy.deepcopy(net)
+    with held.edit() as edit:
+        edit.freeze(held.layers[3])
+    with pytest.raises(gn.OptimizerError, match="biases of layer 3 are frozen"):
+        gn.attach(held, net)
+    swapped = copy.deepcopy(net)
+    swap_one(swapped)
+    with pytest.raises(gn.OptimizerError, match="transition 0 has other relations"):
+        gn.attach(swapped, net)
+    with pytest.raises(ValueError, match="about the state of optimizers"):
+        gn.attach(copy.deepcopy(net), net, survivors="renew")
+
+
+class Reluctant:
+    """A follower that refuses every commit."""
+
+    def prepare(self, graph: Any, commit: gn.Commit) -> Callable[[], None]:
+        raise RuntimeError("not now")
+
+
+@pytest.mark.parametrize("whose", ["net", "copy"])
+@pytest.mark.parametrize("verb", [rewire, gn.GrapNet.undo])
+def test_a_failing_follower_leaves_net_and_copy_as_they_were(whose: str, verb: Callable[[gn.GrapNet], Any]) -> None:
+    net = make_net()
+    averaged, twin = averaged_net(net)
+    swap_one(net)
+    train_and_average(net, averaged, 2)
+    before, reluctant = (fingerprint(net), fingerprint(twin)), Reluctant()
+    (net if whose == "net" else twin).follow(reluctant)
+    with pytest.raises(RuntimeError, match="not now"):
+        verb(net)
+    assert (fingerprint(net), fingerprint(twin)) == before
+    (net if whose == "net" else twin).unfollow(reluctant)
+    verb(net)
+    train_and_average(net, averaged, 2)
+
+
+def test_a_copy_that_was_edited_by_itself_stops_the_next_edit() -> None:
+    net = make_net()
+    averaged, twin = averaged_net(net)
+    swap_one(twin)
+    before = fingerprint(net)
+    with pytest.raises(gn.OptimizerError, match=r"edited by itself.*gn\.detach"):
+        rewire(net)
+    assert fingerprint(net) == before
+    gn.detach(averaged, net)
+    rewire(net)
+    with pytest.raises(gn.OptimizerError):
+        averaged.update_parameters(net)
+
+
+def test_an_optimizer_of_the_copy_follows_too() -> None:
+    net = make_net()
+    _, twin = averaged_net(net)
+    optimizer = Adam(twin.parameters())
+    gn.attach(optimizer, twin)
+    train(twin, optimizer, range(2))
+    rewire(net)
+    train(twin, optimizer, range(2))
+    assert len(optimizer.state[twin.transitions[0].weight]["exp_avg"]) == len(net.transitions[0].weight)
+
+
+def test_a_copy_attached_late_takes_the_net_s_values_for_what_it_never_had() -> None:
+    net = make_net()
+    rewire(net)
+    averaged = AveragedModel(net)
+    with net.edit() as edit:
+        edit.set_owner(net.layers[1], "a")  # a version that the copy has not seen, and that moves nothing
+    gn.attach(averaged, net)
+    net.undo()
+    net.undo()
+    assert everything(averaged.module) == everything(net)
+    assert averaged.module.version == net.version
+
+
+def test_as_many_commits_can_be_taken_back_as_in_the_net() -> None:
+    net = make_net()
+    averaged, twin = averaged_net(net)
+    net.journal.undo_limit = 20
+    for _ in range(18):
+        swap_one(net)
+    lost = everything(twin)
+    for _ in range(18):
+        net.undo()
+        train_and_average(net, averaged, 1)
+    assert everything(twin).keys() == lost.keys()
+    gn.check(twin)
+
+
+def test_columns_of_a_policy_follow_and_may_not_come_or_leave() -> None:
+    net = make_net()
+    net.execution.use("attention", transition=1, generator=torch.Generator().manual_seed(3))
+    averaged, twin = averaged_net(net)
+    rewire(net)
+    assert [c.value.shape for c in twin.columns.values()] == [c.value.shape for c in net.columns.values()]
+    train_and_average(net, averaged, 2)
+    with pytest.raises(gn.OptimizerError, match=r"Detach it first: gn\.detach\(copy, net\)"):
+        net.execution.use("auto")
+    gn.detach(averaged, net)
+    net.execution.use("auto")
+
+
+def test_neither_the_net_nor_the_copy_keeps_the_other_alive() -> None:
+    net = make_net()
+    averaged, _ = averaged_net(net)
+    gone = weakref.ref(averaged.module)
+    del averaged, _
+    gc.collect()
+    assert gone() is None
+    rewire(net)
+    kept, _ = averaged_net(net)
+    gone = weakref.ref(net)
+    del net
+    gc.collect()
+    assert gone() is None
+    assert isinstance(kept, AveragedModel)

@@ -1,0 +1,137 @@
+"""Evidence for rules: when recorders watch, and what the rules get to see."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+import grapnet as gn
+from grapnet.rules.manager import RuleManager
+from grapnet.rules.schedule import At, Every
+from tests.fingerprint import fingerprint
+
+from .own_rules import CutQuietest, Grow, Mean, X, small_net
+
+
+@pytest.fixture
+def net() -> gn.GrapNet:
+    return small_net()
+
+
+@pytest.fixture
+def manager() -> RuleManager:
+    return RuleManager()
+
+
+def watches(manager: RuleManager, net: gn.GrapNet) -> int:
+    """Returns how many samples a forward pass shows to the recorders."""
+    seen = [r["recorders"]["mean"]["count"] for r in manager.state_dict()["rules"] if r["recorders"]]
+    net(X)
+    now = [r["recorders"]["mean"]["count"] for r in manager.state_dict()["rules"] if r["recorders"]]
+    return sum(now) - sum(seen)
+
+
+def test_recorders_watch_only_before_their_rule_is_due(net: gn.GrapNet, manager: RuleManager) -> None:
+    manager.inject(CutQuietest(window=3), schedule=Every(5, start=4, until=9))
+    manager.start(net)
+    watched = []
+    for step in range(14):
+        watched.append(watches(manager, net))
+        manager.apply(net, step)
+    assert watched == [0, 0, 8, 8, 8, 0, 0, 8, 8, 8, 0, 0, 0, 0]
+    remarks = [op for commit in net.history for op in commit.operations if op.get("text") == "quietest"]
+    assert [remark["seen"] for remark in remarks] == [24, 24]  # forgotten once used
+
+
+def test_start_looks_as_far_as_the_window_reaches(net: gn.GrapNet, manager: RuleManager) -> None:
+    manager.inject(CutQuietest(window=3), schedule=At(10))
+    for step, expected in ((7, 0), (8, 8), (10, 8), (11, 0), (0, 0)):
+        manager.start(net, step=step)
+        assert watches(manager, net) == expected, step
+    manager.apply(net, 8)
+    manager.start(net)  # goes on behind the last step
+    assert watches(manager, net) == 8
+
+
+def test_a_due_rule_without_evidence_is_refused(net: gn.GrapNet, manager: RuleManager) -> None:
+    manager.inject(CutQuietest(), schedule=At(0))
+    before = fingerprint(net)
+    for dry_run in (False, True):
+        with pytest.raises(gn.GrapNetError, match=r"'CutQuietest' is due.*'mean' has seen nothing.*start.*recording"):
+            manager.apply(net, 0, dry_run=dry_run)
+    assert fingerprint(net) == before
+    with manager.recording(net):
+        net(X)
+    assert watches(manager, net) == 0  # only inside the block
+    manager.apply(net, 0)
+    assert net.version == 1
+
+
+def test_recording_leaves_alone_who_watched_before_and_who_is_disabled(net: gn.GrapNet, manager: RuleManager) -> None:
+    manager.inject(CutQuietest(window=1), schedule=Every(1))
+    manager.inject(CutQuietest(window=1), name="off", enabled=False)
+    manager.start(net)
+    with manager.recording(net):
+        assert watches(manager, net) == 8
+    assert watches(manager, net) == 8
+    manager.disable("CutQuietest")
+    assert watches(manager, net) == 0
+    manager.enable("CutQuietest")
+    with pytest.raises(gn.GrapNetError, match="has seen nothing"):
+        manager.apply(net, 0)  # what it saw before it was switched off does not count
+
+
+@pytest.mark.parametrize("verb", ["disable", "remove", "replace"])
+def test_recorders_of_rules_that_leave_stop_to_watch(net: gn.GrapNet, manager: RuleManager, verb: str) -> None:
+    made: list[Mean] = []
+
+    class Kept(CutQuietest):
+        def recorders(self, net: gn.GrapNet) -> Any:
+            made.append(Mean(1))
+            return {"mean": made[-1]}
+
+    manager.inject(Kept(1), name="a")
+    manager.start(net)
+    net(X)
+    assert made[0].count == 8
+    {"disable": manager.disable, "remove": manager.remove, "replace": lambda name: manager.replace(name, Grow())}[verb](
+        "a"
+    )
+    net(X)
+    assert (made[0].count, made[0].log) == (8, ["arm", "disarm"])
+
+
+def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(net: gn.GrapNet, manager: RuleManager) -> None:
+    manager.inject(CutQuietest(window=1), schedule=Every(1))
+    manager.start(net)
+    net(X)
+    other = small_net(1)
+    with pytest.raises(gn.GrapNetError, match="has seen nothing"):
+        manager.apply(other, 0)
+    assert manager.apply(net, 0).version == 1  # the refusal cost nothing of what was seen of the first net
+    manager.start(other)
+    assert (watches(manager, net), watches(manager, other)) == (0, 8)
+    reference = weakref.ref(other)
+    del other
+    gc.collect()
+    assert reference() is None
+    manager.start(net)
+    assert watches(manager, net) == 8
+
+
+@pytest.mark.parametrize("verb", ["inject", "enable", "replace"])
+def test_rules_that_come_while_a_net_trains_get_evidence_from_then_on(
+    net: gn.GrapNet, manager: RuleManager, verb: str
+) -> None:
+    manager.inject(CutQuietest() if verb == "enable" else Grow(0), name="a", enabled=verb != "enable")
+    manager.start(net)
+    manager.apply(net, 0)
+    if verb == "inject":
+        manager.inject(CutQuietest())
+    elif verb == "enable":
+        manager.enable("a")
+    else:
+        manager.replace("a", CutQuietest())
+    assert watches(manager, net) == 8
+    assert manager.apply(net, 1).version == 1

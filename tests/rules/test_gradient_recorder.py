@@ -1,0 +1,248 @@
+"""GradientRecorder against the gradients of a net that has every relation, on every backend."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grapnet as gn
+from grapnet.core.errors import StaleNodeError, StaleTopologyError
+from grapnet.execution.plans import BACKENDS
+from grapnet.rules.gradients import GradientRecorder
+
+F64 = torch.float64
+
+
+@pytest.fixture
+def net() -> gn.GrapNet:
+    torch.manual_seed(0)
+    net = gn.GrapNet([6, 9, 8, 3], density=0.6, dtype=F64)
+    with net.edit() as edit:
+        edit.set_activation(net.layers[1][::2], "tanh")
+    return net
+
+
+def armed(recorder: GradientRecorder, net: gn.GrapNet) -> GradientRecorder:
+    recorder.arm(net)
+    return recorder
+
+
+def batch(size: int = 11, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(size, 6, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def run(net: gn.GrapNet, size: int = 11, seed: int = 0) -> None:
+    net(batch(size, seed, net.transitions[0].weight.dtype)).square().sum().backward()
+
+
+def filled_up(net: gn.GrapNet, t: int) -> gn.GrapNet:
+    """A copy in which every absent relation of a transition exists, with weight 0."""
+    twin = copy.deepcopy(net)
+    with twin.edit() as edit:
+        for parent in twin.layers[t]:
+            there = {child.uid for child in parent.children}
+            missing = [child for child in twin.layers[t + 1].uids.tolist() if child not in there]
+            if missing:
+                edit.connect(parent, missing, weights=0.0)
+    twin.zero_grad()
+    return twin
+
+
+def expected(net: gn.GrapNet, t: int, run: Callable[[gn.GrapNet], Any] = run) -> Tensor:
+    """The gradient of every relation, present or not, [n_upper, n_lower]: that of the net that has them all."""
+    twin = filled_up(net, t)
+    run(twin)
+    relations, matrix = twin.layers[t].outgoing(), torch.zeros(len(twin.layers[t]), len(twin.layers[t + 1]), dtype=F64)
+    rows = twin.layers[t].rows(relations.parents).long(), twin.layers[t + 1].rows(relations.children).long()
+    matrix[rows] = relations.gradients.double()
+    return matrix
+
+
+def related(net: gn.GrapNet, t: int) -> Tensor:
+    """Says for every pair whether there is a relation."""
+    found, relations = (
+        torch.zeros(len(net.layers[t]), len(net.layers[t + 1]), dtype=torch.bool),
+        net.layers[t].outgoing(),
+    )
+    found[net.layers[t].rows(relations.parents).long(), net.layers[t + 1].rows(relations.children).long()] = True
+    return found
+
+
+@pytest.mark.parametrize("backend", [*sorted(BACKENDS), "auto"])
+@pytest.mark.parametrize("t", range(3))
+def test_it_is_the_gradient_of_every_relation_present_or_absent(net: gn.GrapNet, t: int, backend: str) -> None:
+    net.execution.use(backend)
+    recorder = armed(GradientRecorder(t), net)
+    run(net)
+    relations = net.layers[t].outgoing()
+    assert recorder.count == 1
+    assert torch.allclose(recorder.of_relations(relations), net.transitions[t].weight.grad.view(-1))
+    assert torch.allclose(recorder.of(relations.parents, relations.children), relations.gradients)
+    assert torch.allclose(recorder.matrix(), expected(net, t))
+    assert recorder.matrix()[~related(net, t)].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("size", [1, 40], ids=["factors", "matrix"])  # what is smaller is kept
+def test_all_ways_to_ask_agree(net: gn.GrapNet, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = armed(GradientRecorder(0), net)
+    run(net, size)
+    state = recorder.state_dict()["evidence"]
+    assert (state["matrix"] is None) == (size == 1)
+    whole = recorder.matrix()
+    parents, children = (u.reshape(-1) for u in torch.meshgrid(net.layers[0].uid, net.layers[1].uid, indexing="ij"))
+    mixed = torch.randperm(len(parents), generator=torch.Generator().manual_seed(0))
+    for chosen in (mixed, mixed[:2], mixed[:0]):
+        monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 256)
+        assert torch.allclose(recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen])
+        monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 0)
+        assert torch.allclose(recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen])
+    monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 256)
+    monkeypatch.setattr("grapnet.rules.outer_products.CELLS", 10)
+    assert torch.allclose(recorder.of(parents[mixed], children[mixed]), whole.view(-1)[mixed])
+    some = net.layers[0].outgoing()[::3]
+    assert torch.allclose(recorder.of_relations(some), some.gradients)
+
+
+def test_the_layers_may_lie_apart(net: gn.GrapNet) -> None:
+    recorder, said, received = armed(GradientRecorder(0, 2), net), [], []
+    net.transitions[1].register_forward_hook(lambda _, args, z: received.append(z.register_hook(received.append)))
+    net.layers[0].register_forward_hook(lambda _, args, h: said.append(h))
+    run(net)
+    assert torch.allclose(recorder.matrix(), said[0].t() @ received[-1])
+    chosen = recorder.largest_absent(5)
+    assert torch.allclose(chosen[2], recorder.matrix().abs().view(-1).sort(descending=True).values[:5])
+    with pytest.raises(ValueError, match="layer 0 to layer 2"):
+        recorder.of_relations(net.layers[0].outgoing())
+
+
+def test_under_attention_it_is_that_of_the_sum(net: gn.GrapNet) -> None:
+    net.execution.use("attention", transition=0)
+    recorder, received = armed(GradientRecorder(0), net), []
+    net.transitions[0].register_forward_hook(lambda _, args, z: received.append(z.register_hook(received.append)))
+    run(net)
+    assert torch.allclose(recorder.matrix(), batch().t() @ received[-1])
+    assert not torch.allclose(recorder.of_relations(net.layers[0].outgoing()), net.layers[0].outgoing().gradients)
+
+
+def test_leading_dimensions_and_single_samples(net: gn.GrapNet) -> None:
+    recorder = armed(GradientRecorder(1), net)
+    net(batch(12).view(2, 3, 2, 6)).square().sum().backward()
+    assert torch.allclose(recorder.matrix(), expected(net, 1, lambda n: run(n, 12)))
+    recorder.clear()
+    net.zero_grad(set_to_none=False)
+    run(net, 1)
+    before = recorder.matrix()
+    assert torch.allclose(before, expected(net, 1, lambda n: run(n, 1)))
+    net.zero_grad(set_to_none=False)  # whose memory the bias's gradient is, with one sample
+    for parameter in net.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(7.0)
+    assert torch.equal(recorder.matrix(), before)
+
+
+def test_an_input_that_is_written_over_later_does_no_harm(net: gn.GrapNet) -> None:
+    recorder, x = armed(GradientRecorder(0), net), batch(2)
+    net(x).square().sum().backward()
+    x.fill_(0)
+    assert torch.allclose(recorder.matrix(), expected(net, 0, lambda n: run(n, 2)))
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (40, 30)], ids=["factors", "matrix"])
+def test_it_averages_over_backward_passes(net: gn.GrapNet, sizes: tuple[int, int]) -> None:
+    recorder = armed(GradientRecorder(0), net)
+    parts = [expected(net, 0, lambda n, s=s, i=i: run(n, s, i)) for i, s in enumerate(sizes)]
+    for number, size in enumerate(sizes):
+        run(net, size, number)  # gradients accumulate in .grad, which is the sum
+    assert recorder.count == 2
+    assert torch.allclose(recorder.matrix(), (parts[0] + parts[1]) / 2)
+    assert torch.allclose(recorder.of_relations(net.layers[0].outgoing()), net.layers[0].outgoing().gradients / 2)
+    recorder.clear()
+    losses = [net(batch(size, number)).square().sum() for number, size in enumerate(sizes)]
+    torch.stack(losses).sum().backward()
+    assert recorder.count == 1  # several forward passes, one backward
+    assert torch.allclose(recorder.matrix(), parts[0] + parts[1])
+    loss = net(batch(sizes[0], 0)).square().sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert recorder.count == 3
+
+
+def test_many_passes_take_no_more_memory_than_two_matrices(net: gn.GrapNet) -> None:
+    recorder = armed(GradientRecorder(0), net)
+    for _ in range(20):
+        run(net, 3)
+        state = recorder.state_dict()["evidence"]
+        assert sum(value.numel() for value in state.values() if isinstance(value, Tensor)) <= 2 * 6 * 9
+    assert torch.allclose(recorder.matrix(), expected(net, 0, lambda n: run(n, 3)))
+
+
+def test_what_has_no_backward_is_not_recorded(net: gn.GrapNet) -> None:
+    recorder = armed(GradientRecorder(0), net)
+    with torch.no_grad():
+        net(batch())
+    net(batch())
+    late = net(batch()).sum()
+    recorder.disarm()
+    late.backward()
+    recorder.arm(net)
+    assert recorder.count == 0
+    early = net(batch()).sum()
+    with net.edit() as edit:
+        edit.remove_nodes(net.layers[1][0])
+    with pytest.raises(StaleTopologyError):
+        early.backward()
+    assert recorder.count == 0
+    run(net)
+    assert recorder.count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_low_precision_is_recorded_in_float32(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([6, 9, 3])
+    recorder = armed(GradientRecorder(1), net)
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        loss = net(batch(dtype=torch.float32)).square().sum()
+        loss.backward()
+        found, chosen = recorder.matrix(), recorder.of_relations(net.layers[1].outgoing())
+    assert found.dtype == chosen.dtype == torch.float32
+    tolerance = 1e-6 if dtype == torch.float32 else 0.05
+    assert torch.allclose(chosen, net.layers[1].outgoing().gradients, rtol=tolerance, atol=tolerance)
+    half = gn.GrapNet([6, 9, 3], dtype=torch.bfloat16)
+    recorder = armed(GradientRecorder(0), half)
+    run(half)
+    assert recorder.matrix().dtype == torch.float32
+
+
+def test_frozen_relations_have_the_gradient_they_would_have(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.freeze(net.layers[0].outgoing()[::2])
+    recorder = armed(GradientRecorder(0), net)
+    run(net)
+    found = recorder.of_relations(net.layers[0].outgoing())
+    frozen = net.layers[0].outgoing().frozen
+    assert torch.allclose(found[~frozen], net.layers[0].outgoing().gradients[~frozen])
+    assert found[frozen].abs().min() > 0
+
+
+def test_gradients_move_with_the_nodes(net: gn.GrapNet) -> None:
+    for size in (1, 40):  # factors and matrix
+        recorder = armed(GradientRecorder(0), net)
+        run(net, size)
+        before, uids = recorder.matrix(), (net.layers[0].uid, net.layers[1].uid)
+        with net.edit() as edit:
+            edit.cut(net.layers[0].outgoing()[::4])
+            edit.remove_nodes(net.layers[1][[0, 2]])
+            new = edit.add_nodes(1, 2)
+        kept = torch.isin(uids[1], net.layers[1].uid)
+        assert torch.equal(recorder.matrix()[:, :-2], before[:, kept])
+        assert (recorder.matrix()[:, -2:] == 0).all()
+        assert torch.equal(recorder.of(uids[0], new.uids[:1].expand(6)), torch.zeros(6, dtype=F64))
+        with pytest.raises(StaleNodeError):
+            recorder.of(uids[0][:1], uids[1][:1])
+        run(net, size, seed=1)
+        assert torch.allclose(recorder.matrix()[:, -2:], expected(net, 0, lambda n, s=size: run(n, s, 1))[:, -2:] / 2)
+        net.undo()

@@ -1,0 +1,218 @@
+"""The state of a manager: runs that go on from a checkpoint, and states that do not fit."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import grapnet as gn
+from grapnet.rules.budget import Budget
+from grapnet.rules.manager import RuleManager
+from grapnet.rules.rule import Moment
+from grapnet.rules.schedule import At, Every, Schedule, TaskEnds
+
+from .own_rules import CutMoreEachTime, CutQuietest, CutRandom, CutWeakest, Grow, X, journal, small_net, train
+
+
+def managed(seed: int = 3) -> RuleManager:
+    manager = RuleManager(seed=seed, budget=Budget(edits=12, parents=1))
+    manager.inject(CutRandom(1), schedule=Every(2))
+    manager.inject(Grow(1), schedule=TaskEnds())
+    manager.inject(CutMoreEachTime(), schedule=At(2, 5, 9), budget=Budget(edits=2))
+    manager.inject(CutQuietest(window=4), schedule=At(3, 8))
+    return manager
+
+
+def run(net: gn.GrapNet, optimizer: torch.optim.Optimizer, manager: RuleManager, steps: range) -> None:
+    for step in steps:
+        train(net, optimizer, X * (1 + step))
+        manager.apply(net, step, task=f"task {step}" if step % 4 == 3 else None)
+
+
+def started(manager: RuleManager) -> tuple[gn.GrapNet, torch.optim.Optimizer]:
+    net = small_net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    gn.attach(optimizer, net)
+    manager.start(net)
+    return net, optimizer
+
+
+def outcome(net: gn.GrapNet, manager: RuleManager) -> tuple[Any, ...]:
+    values = [parameter.tolist() for parameter in net.parameters()]
+    return journal(net), values, text(manager.state_dict())
+
+
+def text(state: dict[str, Any]) -> str:
+    return str({**state, "generator": state["generator"].tolist()})
+
+
+@pytest.mark.parametrize("stop", [0, 1, 6, 8])
+@pytest.mark.parametrize("live", [False, True])
+def test_a_restored_run_goes_on_bit_by_bit(tmp_path: Path, stop: int, live: bool) -> None:
+    whole = managed()
+    net, optimizer = started(whole)
+    run(net, optimizer, whole, range(12))
+    expected = outcome(net, whole)
+
+    half = managed()
+    net, optimizer = started(half)
+    run(net, optimizer, half, range(stop))
+    gn.save(tmp_path / "run", net, rules=half, optimizer=optimizer)
+    del net, optimizer, half
+
+    net, manager = gn.load(tmp_path / "run"), managed(seed=99)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    gn.attach(optimizer, net)
+    if live:  # its recorders exist already
+        manager.start(net, step=stop)
+    gn.restore(tmp_path / "run", rules=manager, optimizer=optimizer)
+    if not live:
+        manager.start(net)
+    run(net, optimizer, manager, range(stop, 12))
+    assert outcome(net, manager) == expected
+    assert len(net.history) > 6
+
+
+def test_without_its_state_the_run_would_go_on_otherwise(tmp_path: Path) -> None:
+    whole, half = managed(), managed()
+    net, optimizer = started(whole)
+    run(net, optimizer, whole, range(12))
+    expected = outcome(net, whole)
+    net, optimizer = started(half)
+    run(net, optimizer, half, range(6))
+    fresh = managed()
+    fresh.start(net, step=6)
+    run(net, optimizer, fresh, range(6, 12))
+    assert outcome(net, fresh) != expected
+
+
+def test_a_state_survives_being_saved_again_before_it_is_used(tmp_path: Path) -> None:
+    first, second = managed(), managed()
+    net, optimizer = started(first)
+    run(net, optimizer, first, range(2))
+    gn.save(tmp_path / "one", net, rules=first)
+    gn.restore(tmp_path / "one", rules=second)
+    gn.save(tmp_path / "two", net, rules=second)
+    third = managed()
+    gn.restore(tmp_path / "two", rules=third)
+    assert text(third.state_dict()) == text(first.state_dict())
+    assert "'count': 16" in text(third.state_dict())
+
+
+def test_order_and_switches_come_back() -> None:
+    saved, manager = managed(), managed()
+    saved.reorder(["Grow", "CutQuietest", "CutRandom", "CutMoreEachTime"])
+    saved.disable("CutRandom")
+    manager.disable("Grow")
+    manager.load_state_dict(saved.state_dict())
+    assert manager.names == saved.names
+    assert [manager.is_enabled(name) for name in manager.names] == [True, True, False, True]
+
+
+def test_a_state_is_plain_data() -> None:
+    def halve(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None: ...
+
+    @dataclass(frozen=True)
+    class Nested:
+        schedule: Schedule
+        layers: tuple[int, ...]
+        weights: torch.Tensor
+        kind: Callable[..., Any]
+
+    manager = RuleManager()
+    manager.inject(halve)
+    manager.inject(Called(Nested(Every(2), (1, 2), torch.ones(2), torch.relu)))
+    rules = manager.state_dict()["rules"]
+    assert (rules[0]["rule"], rules[0]["budget"]) == (
+        {"class": "halve", "settings": {}},
+        {"class": "None", "settings": {}},
+    )
+    assert rules[0]["schedule"] == {"class": "Every", "settings": {"steps": 1, "start": 0, "until": None}}
+    settings = rules[1]["rule"]["settings"]["inner"]["settings"]
+    assert settings["schedule"]["settings"] == {"steps": 2, "start": 0, "until": None}
+    assert (settings["layers"], settings["kind"]["class"]) == ([1, 2], "relu")
+    manager.load_state_dict(copy.deepcopy(manager.state_dict()))
+
+
+@dataclass(frozen=True)
+class Called:
+    inner: Any
+
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None: ...
+
+
+def one(rule: Any, name: str = "rule", budget: Budget = Budget(), **given: Any) -> RuleManager:  # noqa: B008
+    manager = RuleManager(seed=1, budget=budget)
+    manager.inject(rule, name=name, **given)
+    return manager
+
+
+OTHERS = {
+    "another name": (lambda: one(CutWeakest(2), "other"), "state holds the rules rule, and the manager has other"),
+    "no rule": (RuleManager, "the manager has none"),
+    "another class": (lambda: one(CutRandom(2)), "'rule'.*was CutWeakest and is CutRandom"),
+    "other settings": (lambda: one(CutWeakest(3)), "'rule'.*count was 2 and is 3"),
+    "another schedule": (lambda: one(CutWeakest(2), schedule=At(1)), "schedule of 'rule'.*was Every and is At"),
+    "other steps": (lambda: one(CutWeakest(2), schedule=Every(5)), "schedule of 'rule'.*steps was 1 and is 5"),
+    "another budget": (
+        lambda: one(CutWeakest(2), "rule", Budget(edits=1)),
+        "manager's budget.*edits was None and is 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+    make, message = OTHERS[name]
+    saved, manager, net = one(CutWeakest(2)), make(), small_net()
+    manager.start(net)
+    before = text(manager.state_dict())
+    with pytest.raises(gn.CheckpointError, match=message):
+        manager.load_state_dict(saved.state_dict())
+    gn.save(tmp_path / "run", net, rules=saved)
+    with pytest.raises(gn.CheckpointError, match=r"extras\.rules"):
+        gn.restore(tmp_path / "run", rules=manager)
+    assert text(manager.state_dict()) == before
+    saved.load_state_dict(one(CutWeakest(2)).state_dict())  # control: one that fits
+
+
+def test_a_budget_of_one_rule_is_compared_too() -> None:
+    with pytest.raises(gn.CheckpointError, match=r"budget of 'rule'.*was None and is Budget"):
+        with_own_budget(Budget(edits=4)).load_state_dict(one(CutWeakest(2)).state_dict())
+    with pytest.raises(gn.CheckpointError, match=r"budget of 'rule'.*edits was 4 and is 5"):
+        with_own_budget(Budget(edits=5)).load_state_dict(with_own_budget(Budget(edits=4)).state_dict())
+
+
+def with_own_budget(budget: Budget) -> RuleManager:
+    manager = RuleManager()
+    manager.inject(CutWeakest(2), name="rule", budget=budget)
+    return manager
+
+
+class Picky(CutMoreEachTime):
+    """Refuses a state after having taken it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.calls == 13:
+            raise KeyError("unlucky")
+
+
+def test_a_rule_that_refuses_its_state_leaves_the_manager_as_it_was() -> None:
+    manager = RuleManager()
+    for name in "ab":
+        manager.inject(Picky(), name=name)
+    net = small_net()
+    manager.apply(net, 0)
+    state, before = copy.deepcopy(manager.state_dict()), text(manager.state_dict())
+    state["rules"].reverse()
+    state["rules"][0]["state"]["calls"] = 5
+    state["rules"][0]["enabled"] = False
+    state["rules"][1]["state"]["calls"] = 13
+    with pytest.raises(KeyError, match="unlucky"):
+        manager.load_state_dict(state)
+    assert text(manager.state_dict()) == before

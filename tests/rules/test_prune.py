@@ -1,0 +1,212 @@
+"""PruneWeakest and GradualSchedule: exact counts, the right relations, and what is never cut."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import grapnet as gn
+from grapnet.rules.budget import Budget
+from grapnet.rules.manager import RuleManager
+from grapnet.rules.prune import GradualSchedule, PruneWeakest, weakest_of_each
+from grapnet.rules.rule import Moment
+from grapnet.rules.schedule import Every
+
+
+@pytest.fixture
+def net() -> gn.GrapNet:
+    torch.manual_seed(0)
+    return gn.GrapNet([12, 20, 10, 4])  # 240 + 200 + 40 relations
+
+
+def prune(net: gn.GrapNet, rule: PruneWeakest, **moment: Any) -> None:
+    with net.edit() as edit:
+        rule(net, edit, Moment(**moment))
+    gn.check(net)
+
+
+def relations(net: gn.GrapNet) -> list[int]:
+    return [transition.size for transition in net.transitions]
+
+
+def test_a_fraction_of_the_present_relations_goes_at_every_call(net: gn.GrapNet) -> None:
+    everything = net.select().outgoing()
+    bound = everything.weights.abs().sort().values[119].item()
+    for left in (360, 270):
+        prune(net, PruneWeakest(fraction=0.25))
+        assert sum(relations(net)) == left
+        if left == 360:
+            assert net.select().outgoing().weights.abs().min() > bound
+    assert len(set(relations(net))) == 3
+
+
+def test_sparsity_is_the_share_of_absent_relations_and_nothing_grows(net: gn.GrapNet) -> None:
+    prune(net, PruneWeakest(sparsity=0.9))
+    assert sum(relations(net)) == 48
+    version = net.version
+    for sparsity in (0.9, 0.5, 0.0):
+        prune(net, PruneWeakest(sparsity=sparsity))
+    assert (net.version, sum(relations(net))) == (version, 48)
+    prune(net, PruneWeakest(sparsity=1.0))
+    assert sum(relations(net)) == 0
+
+
+def test_a_sparse_start_counts_as_sparsity() -> None:
+    net = gn.GrapNet([20, 20], density=0.5)
+    prune(net, PruneWeakest(sparsity=0.75))
+    assert relations(net) == [100]
+
+
+@pytest.mark.parametrize(("share", "left"), [({"fraction": 0.5}, [120, 100, 20]), ({"sparsity": 0.9}, [24, 20, 4])])
+def test_every_transition_can_have_its_own_share(net: gn.GrapNet, share: dict[str, Any], left: list[int]) -> None:
+    weakest = net.layers[1].outgoing().weights.abs().sort().values
+    prune(net, PruneWeakest(**share, scope="transition"))
+    assert relations(net) == left
+    assert net.layers[1].outgoing().weights.abs().min() == weakest[200 - left[1]]
+
+
+@pytest.mark.parametrize(("share", "left"), [({"fraction": 0.3}, [14, 7, 3]), ({"sparsity": 0.75}, [5, 2, 1])])
+def test_every_node_can_have_its_own_share(net: gn.GrapNet, share: dict[str, Any], left: list[int]) -> None:
+    expected = {n.uid: n.W_alloc.detach().abs().sort(descending=True).values for n in net.select(layer=[0, 1, 2])}
+    prune(net, PruneWeakest(**share, scope="node"))
+    for number, degree in enumerate(left):
+        for node in net.layers[number]:
+            assert torch.equal(node.W_alloc.abs().sort(descending=True).values, expected[node.uid][:, :degree])
+
+
+def test_only_the_chosen_transitions_are_touched(net: gn.GrapNet) -> None:
+    prune(net, PruneWeakest(sparsity=0.5, transitions=[0, -1]))
+    assert relations(net)[1] == 200
+    assert relations(net)[0] + relations(net)[2] == 140
+    prune(net, PruneWeakest(fraction=0.5, transitions=1))
+    assert relations(net)[1] == 100
+
+
+@pytest.mark.parametrize("scope", ["global", "transition", "node"])
+def test_frozen_relations_are_never_cut(net: gn.GrapNet, scope: Any) -> None:
+    with net.edit() as edit:
+        edit.freeze(net.select().outgoing().smallest(fraction=0.4))
+    frozen = [net.layers[n].outgoing()[net.layers[n].outgoing().frozen].weights.clone() for n in range(3)]
+    free = [(round(0.25 * node.degree), int((~node.outgoing().frozen).sum())) for node in net.select()]
+    prune(net, PruneWeakest(fraction=0.25, scope=scope))
+    assert sum(relations(net)) == 480 - (sum(map(min, free)) if scope == "node" else 120)
+    prune(net, PruneWeakest(sparsity=1.0, scope=scope))
+    after = [net.layers[n].outgoing().weights for n in range(3)]
+    assert all(map(torch.equal, after, frozen))
+    assert net.count().frozen == sum(relations(net)) == 192
+
+
+@pytest.mark.parametrize("scope", ["global", "transition", "node"])
+def test_budgets_hold(net: gn.GrapNet, scope: Any) -> None:
+    rule = PruneWeakest(sparsity=0.95, scope=scope)
+    prune(net, rule, budget=Budget(edits=7))
+    assert sum(relations(net)) == 480 - 7
+    prune(net, rule, budget=Budget(parents=2, children=1))
+    for transition in net.transitions:
+        assert transition.topology.fan_in().min() >= 2
+        assert transition.topology.degrees.min() >= 1
+    assert sum(relations(net)) < 150
+    net.undo()
+    prune(net, rule)
+    assert any(int(t.topology.fan_in().min()) < 2 for t in net.transitions)  # it does not hold by itself
+
+
+def test_the_ramp_is_zhu_and_guptas() -> None:
+    ramp = GradualSchedule(final=0.8, begin=10, end=30, initial=0.2)
+    steps = np.arange(10, 31)
+    expected = 0.8 + (0.2 - 0.8) * (1 - (steps - 10) / 20) ** 3
+    assert np.allclose([ramp.sparsity(int(step)) for step in steps], expected, rtol=0, atol=1e-15)
+    assert (ramp.sparsity(9), ramp.sparsity(30), ramp.sparsity(10**9)) == (0.0, 0.8, 0.8)
+
+
+@pytest.mark.parametrize("scope", ["global", "transition", "node"])
+def test_a_run_under_the_ramp_ends_at_the_final_sparsity(scope: Any) -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([30, 50, 10])
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    gn.attach(optimizer, net)
+    manager = RuleManager()
+    ramp = GradualSchedule(final=0.9, begin=4, end=40)
+    manager.inject(PruneWeakest(sparsity=ramp, scope=scope), schedule=Every(4))
+    left = []
+    for step in range(49):
+        optimizer.zero_grad()
+        net(torch.randn(8, 30)).square().mean().backward()
+        optimizer.step()
+        manager.apply(net, step)
+        left.append(net.count().relations)
+        if scope != "node" and step % 4 == 0:
+            assert abs(left[-1] - 2000 * (1 - ramp.sparsity(step))) <= (1 if scope == "global" else 2)
+    assert left[:8] == [2000] * 8  # up to step 4 the ramp asks for nothing, and 8 is the next
+    assert left == sorted(left, reverse=True)
+    assert left[40:] == [200] * 9
+    assert len(net.history) == (7 if scope == "node" else 9)  # a node of few relations has fewer to lose
+
+
+def test_undo_brings_every_relation_back(net: gn.GrapNet) -> None:
+    before = [t.values().clone() for t in net.transitions]
+    for scope in ("global", "transition", "node"):
+        prune(net, PruneWeakest(fraction=0.6, scope=scope))
+        assert sum(relations(net)) < 480
+        net.undo()
+        assert all(map(torch.equal, [t.values() for t in net.transitions], before))
+
+
+def test_the_journal_says_how_many_and_how_large(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        PruneWeakest(fraction=0.1)(net, edit, Moment())
+    assert edit.receipt is not None
+    remark = next(o for o in edit.receipt.operations if o["operation"] == "remark")
+    assert (remark["relations"], remark["text"]) == (48, "prunes the 48 weakest relations")
+    assert 0 < remark["largest"] <= net.select().outgoing().weights.abs().min().item()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "either fraction= or sparsity="),
+        ({"fraction": 0.1, "sparsity": 0.1}, "either fraction= or sparsity="),
+        ({"fraction": 1.1}, "fraction lies between 0 and 1, got 1.1"),
+        ({"sparsity": -0.5}, "sparsity lies between 0 and 1, got -0.5"),
+        ({"sparsity": "0.5"}, "got '0.5'"),
+        ({"fraction": 0.5, "scope": "layer"}, "scope is"),
+        ({"fraction": 0.5, "transitions": ["a"]}, "transitions are given as numbers"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(gn.EditError, match=message):
+        PruneWeakest(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"final": 0.5, "begin": 0, "end": 9, "initial": 0.6}, "up to at most 1, got 0.6 to 0.5"),
+        ({"final": 1.5, "begin": 0, "end": 9}, "got 0.0 to 1.5"),
+        ({"final": 0.5, "begin": 9, "end": 9}, "ends after it begins, got steps 9 to 9"),
+    ],
+)
+def test_wrong_ramps_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(gn.EditError, match=message):
+        GradualSchedule(**settings)
+
+
+def test_a_transition_that_is_not_there_is_refused(net: gn.GrapNet) -> None:
+    with pytest.raises(gn.EditError, match=r"transitions 0 to 2, so there are no transitions \[3\]"):
+        prune(net, PruneWeakest(fraction=0.5, transitions=3))
+    assert net.version == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_weakest_of_each_is_what_sorting_every_owner_gives(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    degrees = draw.integers(0, 40, size=17) * draw.integers(0, 2, size=17)
+    owners = np.repeat(np.arange(17), degrees)
+    keys = draw.integers(0, 9, size=len(owners)).astype(np.float32)  # many equals
+    quota = draw.integers(0, 45, size=17)
+    expected = np.zeros(len(owners), dtype=bool)
+    for owner in range(17):
+        at = np.flatnonzero(owners == owner)
+        expected[at[keys[at].argsort(kind="stable")[: quota[owner]]]] = True
+    assert np.array_equal(weakest_of_each(keys, owners, quota), expected)

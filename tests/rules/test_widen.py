@@ -1,0 +1,349 @@
+"""GrowWidth: the function stays, the new nodes are what they should be, and they learn."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import grapnet as gn
+from grapnet.rules.budget import Budget
+from grapnet.rules.gradients import GradientRecorder
+from grapnet.rules.manager import RuleManager
+from grapnet.rules.rule import Moment
+from grapnet.rules.schedule import At
+from grapnet.rules.widen import GrowWidth, steepest_directions
+
+SILENT = GrowWidth(layer=1, nodes=5)
+COPIES = GrowWidth(layer=1, nodes=9, init="net2net")
+STEEP = GrowWidth(layer=1, nodes=4, init="gradmax")
+
+
+@pytest.fixture
+def net() -> gn.GrapNet:
+    torch.manual_seed(0)
+    return gn.GrapNet([6, 5, 4, 3], dtype=torch.float64)
+
+
+def inputs(count: int = 16, width: int = 6) -> Tensor:
+    return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def gradients(net: gn.GrapNet, layer: int = 1) -> GradientRecorder:
+    """Returns what a recorder saw of one backward pass."""
+    recorder = GradientRecorder(layer - 1, layer + 1)
+    recorder.arm(net)
+    net(inputs(width=net.sizes[0])).square().sum().backward()
+    net.zero_grad()
+    recorder.disarm()
+    return recorder
+
+
+def widen(net: gn.GrapNet, rule: GrowWidth, *, seed: int = 0, **moment: Any) -> gn.NodeSet:
+    """Applies the rule and returns the nodes that it added."""
+    before = net.layers[rule.layer].uids
+    if rule.init == "gradmax":
+        moment.setdefault("evidence", {"gradients": gradients(net, rule.layer)})
+    with net.edit(generator=torch.Generator().manual_seed(seed)) as edit:
+        rule(net, edit, Moment(**moment))
+    gn.check(net)
+    return net.select(layer=rule.layer, where=lambda nodes: ~torch.isin(nodes.uids, before))
+
+
+def values(net: gn.GrapNet) -> list[Tensor]:
+    return [
+        *(t.values().detach().clone() for t in net.transitions),
+        *(x.biases.detach().clone() for x in net.layers[1:]),
+    ]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "leaky_relu"])
+@pytest.mark.parametrize("layer", [1, 2])
+@pytest.mark.parametrize("rule", [SILENT, COPIES, replace(COPIES, noise=0.9), replace(COPIES, split=False), STEEP])
+def test_the_function_stays_and_undo_brings_everything_back(rule: GrowWidth, layer: int, activation: str) -> None:
+    torch.manual_seed(1)
+    net, x = gn.GrapNet([6, 5, 4, 3], activation=activation, dtype=torch.float64, density=0.8), inputs()
+    before, output, children = values(net), net(x), [node.children.uids.tolist() for node in net.select()]
+    new = widen(net, replace(rule, layer=layer))
+    assert len(new) == rule.nodes
+    assert (net(x) - output).abs().max() <= 1e-12
+    net.undo()
+    assert all(map(torch.equal, values(net), before))
+    assert [node.children.uids.tolist() for node in net.select()] == children
+
+
+def test_without_zeros_and_shares_the_function_would_change(net: gn.GrapNet) -> None:
+    output = net(inputs())
+    with net.edit() as edit:
+        new = edit.add_nodes(1, 5)
+        edit.connect(net.layers[0], new)
+        edit.connect(new, net.layers[2])
+    assert (net(inputs()) - output).abs().max() > 1e-3
+
+
+def test_silent_nodes_hear_everything_and_say_nothing(net: gn.GrapNet) -> None:
+    new = widen(net, replace(SILENT, owner="late"))
+    assert (len(new.incoming()), len(new.outgoing()), new.owners) == (5 * 6, 5 * 4, ["late"] * 5)
+    assert new.outgoing().weights.abs().max() == 0
+    assert new.incoming().weights.abs().min() > 0
+    assert new.incoming().weights.abs().max() <= 6**-0.5
+    net(inputs()).square().sum().backward()
+    assert new.outgoing().gradients.abs().max() > 0
+
+
+def test_copies_are_like_their_originals(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.cut(net.layers[1][3].incoming()[:2])
+        edit.set_owner(net.layers[1][:2], "a")
+        edit.set_activation(net.layers[1][1:3], "tanh")
+    layer = net.layers[1][:5]
+    known = [(n.parents.uids.tolist(), n.bias.item(), n.activation, n.owner) for n in layer if n.bias is not None]
+    outgoing = layer.outgoing().weights.clone()
+    new, x = widen(net, replace(COPIES, nodes=30)), inputs()
+    found = [(n.parents.uids.tolist(), n.bias.item(), n.activation, n.owner) for n in new if n.bias is not None]
+    assert set(map(str, found)) == set(map(str, known))  # all five were drawn
+    originals = torch.tensor([known.index(copy) for copy in found])
+    for original, copy in zip(originals.tolist(), new, strict=True):
+        assert torch.equal(copy.incoming().weights, layer[original].incoming().weights)
+        assert sorted(copy.children.uids.tolist()) == sorted(layer[original].children.uids.tolist())
+    groups = torch.cat([torch.arange(5), originals])
+    sums = torch.zeros(5, 4, dtype=torch.float64)
+    for group, node in zip(groups.tolist(), [*layer, *new], strict=True):
+        order = node.children.uids.argsort()
+        sums[group] += node.W_alloc.detach()[0, order]
+    assert torch.allclose(sums.flatten(), outgoing, rtol=0, atol=1e-14)
+    assert net(x).isfinite().all()
+
+
+def test_noise_makes_shares_uneven_and_without_it_they_are_equal(net: gn.GrapNet) -> None:
+    once = gn.GrapNet([6, 1, 4], dtype=torch.float64)
+    whole = once.layers[1][0].W_alloc.detach().clone()
+    widen(once, replace(COPIES, nodes=3, noise=0.0))
+    assert torch.allclose(once.layers[1].outgoing().weights.view(4, 4), whole / 4, rtol=0, atol=1e-15)
+    other = gn.GrapNet([6, 1, 4], dtype=torch.float64)
+    whole = other.layers[1][0].W_alloc.detach().clone()
+    widen(other, replace(COPIES, nodes=3, noise=0.2))
+    shares = other.layers[1].outgoing().weights.detach().view(4, 4) / whole
+    assert 0.8 / 4.8 <= shares.min() < 0.24
+    assert 0.26 < shares.max() <= 1.2 / 3.6
+
+
+def test_the_optimizer_starts_shared_relations_afresh_and_keeps_the_rest(net: gn.GrapNet) -> None:
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.attach(optimizer, net)
+    net(inputs()).square().sum().backward()
+    optimizer.step()
+    old = net.layers[1][:5]
+    incoming = optimizer.state[net.transitions[0].weight]["exp_avg"].clone()
+    outgoing = optimizer.state[net.transitions[1].weight]["exp_avg"].clone()
+    for rule in (COPIES, replace(COPIES, split=False)):
+        new = widen(net, rule)
+        state = optimizer.state[net.transitions[0].weight]["exp_avg"].flatten()
+        of_old = torch.isin(net.layers[0].outgoing().children, old.uids)
+        assert torch.equal(state[of_old], incoming.flatten())
+        assert state[~of_old].abs().max() == 0
+        state = optimizer.state[net.transitions[1].weight]["exp_avg"].flatten()
+        assert state[torch.isin(net.layers[1].outgoing().parents, new.uids)].abs().max() == 0
+        assert torch.equal(state[:20], outgoing.flatten()) == (not rule.split)
+        net.undo()
+        assert torch.equal(optimizer.state[net.transitions[1].weight]["exp_avg"], outgoing)
+
+
+@pytest.mark.parametrize(
+    "protect", [lambda edit, layer: edit.freeze(layer), lambda edit, layer: edit.freeze(layer.outgoing()[::3])]
+)
+def test_frozen_relations_are_neither_cut_nor_changed(net: gn.GrapNet, protect: Callable[..., None]) -> None:
+    with net.edit() as edit:
+        protect(edit, net.layers[1])
+    held = net.layers[1].outgoing()[net.layers[1].outgoing().frozen]
+    before, pairs, output = held.weights.clone(), (held.parents, held.children), net(inputs())
+    widen(net, replace(COPIES, nodes=20))
+    held = net.layers[1].outgoing()[net.layers[1].outgoing().frozen]
+    assert torch.equal(held.weights, before)
+    assert torch.equal(held.parents, pairs[0])
+    assert torch.equal(held.children, pairs[1])
+    assert (net(inputs()) - output).abs().max() <= 1e-12
+    assert len(net.layers[1].outgoing().weights[20:].unique()) > 20  # copies of one frozen node differ
+
+
+@pytest.mark.parametrize("budget", [Budget(children=1), Budget(parents=3), Budget(parents=2, children=3, edits=90)])
+def test_the_manager_has_nothing_to_take_back(net: gn.GrapNet, budget: Budget) -> None:
+    manager, output = RuleManager(budget=budget), net(inputs())
+    manager.inject(COPIES)
+    assert manager.apply(net, 0) is not None
+    assert net.sizes[1] > 5
+    assert (net(inputs()) - output).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_beside_a_rule_that_cuts_it_shares_nothing_that_must_stay(net: gn.GrapNet, least: int) -> None:
+    def cut_strongest(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+        edit.cut(net.layers[1].outgoing().largest(count=8))
+
+    manager = RuleManager(budget=Budget(parents=least, children=least))
+    manager.inject(cut_strongest)
+    manager.inject(COPIES)
+    assert manager.apply(net, 0) is not None  # a cut that is taken back would leave a relation that is connected again
+    assert net.sizes[1] == 14
+    gn.check(net)
+
+
+@pytest.mark.parametrize(("edits", "silent"), [(0, 0), (9, 0), (10, 1), (39, 3), (10**6, 5)])
+def test_a_budget_of_edits_grows_fewer_nodes_each_of_them_whole(net: gn.GrapNet, edits: int, silent: int) -> None:
+    for rule in (SILENT, replace(STEEP, nodes=5)):
+        assert len(widen(net, rule, budget=Budget(edits=edits))) == silent
+        net.undo() if silent else None
+    before = net.count().relations
+    manager = RuleManager()
+    manager.inject(COPIES, budget=Budget(edits=edits))
+    commit = manager.apply(net, 0)
+    copies = net.sizes[1] - 5
+    assert net.count().relations == before + 10 * copies
+    if commit is not None:
+        change = commit.change.transitions
+        assert sum(len(c.index.inserted) for c in change.values()) <= edits
+    assert copies == {0: 0, 9: 0, 10: 0, 39: 2, 10**6: 9}[edits]
+
+
+def test_it_is_deterministic_under_the_edits_generator() -> None:
+    state = torch.get_rng_state()
+    for rule in (SILENT, COPIES, replace(COPIES, split=False)):
+        nets = [gn.GrapNet([6, 5, 4], generator=torch.Generator().manual_seed(3)) for _ in range(3)]
+        for net, seed in zip(nets, (0, 0, 1), strict=True):
+            widen(net, rule, seed=seed)
+        assert all(map(torch.equal, values(nets[0]), values(nets[1])))
+        assert not all(map(torch.equal, values(nets[0]), values(nets[2])))
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_steep_nodes_hear_nothing_and_get_the_largest_gradient(net: gn.GrapNet) -> None:
+    matrix = gradients(net).matrix()
+    strength = torch.linalg.svdvals(matrix)
+    new = widen(net, replace(STEEP, scale=0.5))
+    assert new.incoming().weights.abs().max() == 0
+    directions = new.outgoing().weights.detach().view(4, 4)
+    assert torch.allclose(directions @ directions.T, 0.25 * torch.eye(4, dtype=torch.float64), atol=1e-12)
+    net(inputs()).square().sum().backward()
+    norms = new.incoming().gradients.view(6, 4).norm(dim=0)
+    assert torch.allclose(norms, 0.5 * strength, rtol=1e-9)  # also for ReLU: every one of them listens
+    net.undo()
+    random = torch.randn(500, 4, dtype=torch.float64)
+    random = 0.5 * random / random.norm(dim=1, keepdim=True)
+    assert (random @ matrix.T).norm(dim=1).max() <= 0.5 * strength[0]
+
+
+def test_directions_come_with_both_signs_and_then_no_more(net: gn.GrapNet) -> None:
+    matrix = torch.randn(6, 4, dtype=torch.float64)
+    found = steepest_directions(matrix)
+    assert found.shape == (8, 4)
+    assert torch.equal(found[4:], -found[:4])
+    assert bool((-(matrix @ found[:4].T)).sum(0).gt(0).all())  # a step makes them speak for positive inputs
+    assert steepest_directions(torch.ones(6, 4)).shape == (2, 4)
+    assert steepest_directions(torch.zeros(6, 4)).shape == (0, 4)
+    new = widen(net, replace(STEEP, nodes=50))
+    assert len(new) == 2 * 4
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh", "identity"])
+def test_one_step_lowers_the_loss_more_than_silent_nodes_of_the_same_norm(activation: str) -> None:
+    """A net that misses a planted direction of the target: gradmax sees which, random incoming weights do not."""
+    drops = []
+    for seed in range(5):
+        losses = {}
+        for rule in (GrowWidth(layer=1, nodes=2, init="gradmax"), GrowWidth(layer=1, nodes=2)):
+            draw = torch.Generator().manual_seed(seed)
+            net = gn.GrapNet([20, 3, 10], activation=activation, dtype=torch.float64, generator=draw)
+            x = torch.rand(256, 20, dtype=torch.float64, generator=draw)
+            planted = torch.randn(20, 10, dtype=torch.float64, generator=draw) * (torch.arange(10) == 4)
+            target = net(x).detach() + x @ planted
+
+            def loss(net: gn.GrapNet = net, x: Tensor = x, target: Tensor = target) -> Tensor:
+                return (net(x) - target).square().mean()
+
+            recorder = GradientRecorder(0, 2)
+            recorder.arm(net)
+            loss().backward()
+            recorder.disarm()
+            before = loss().item()
+            with net.edit(generator=draw) as edit:
+                rule(net, edit, Moment(evidence={"gradients": recorder}))
+            new = net.layers[1][3:]
+            side = new.outgoing() if rule.init == "gradmax" else new.incoming()
+            side.weights = side.weights * (1 / side.weights.detach().norm())
+            net.zero_grad()
+            loss().backward()
+            with torch.no_grad():
+                for part in (new.incoming(), new.outgoing()):  # only what is new takes the step
+                    part.weights = part.weights - 0.1 * part.gradients
+            losses[rule.init] = before - loss().item()
+        drops.append(losses)
+    assert all(drop["gradmax"] > 0 for drop in drops)
+    assert all(drop["gradmax"] > 1.5 * drop["zero_outgoing"] for drop in drops), drops
+
+
+def test_the_manager_records_what_gradmax_needs(net: gn.GrapNet) -> None:
+    manager, x = RuleManager(), inputs()
+    manager.inject(replace(STEEP, layer=-3), schedule=At(2))
+    manager.start(net)
+    output = net(x).detach()
+    for step in range(3):
+        net(x).square().sum().backward()
+        assert (manager.apply(net, step) is not None) == (step == 2)
+    assert net.sizes == [6, 9, 4, 3]
+    assert (net(x) - output).abs().max() <= 1e-12
+    assert COPIES.recorders(net) == SILENT.recorders(net) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"nodes": 0}, "nodes to add is a whole number, at least 1"),
+        ({"init": "random"}, 'init is "zero_outgoing", "net2net" or "gradmax"'),
+        ({"noise": 1.0}, "noise lies between 0 and 1"),
+        ({"scale": 0.0}, "scale is a positive number"),
+        ({"owner": 3}, "an owner is a string or None"),
+    ],
+)
+def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(gn.EditError, match=message):
+        replace(SILENT, **settings)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sizes", "activation", "message"),
+    [
+        (replace(SILENT, layer=0), [6, 5, 4], "relu", "only hidden layers grow"),
+        (replace(SILENT, layer=-1), [6, 5, 4], "relu", "only hidden layers grow"),
+        (COPIES, [6, 0, 4], "relu", "no node with children to copy"),
+        (STEEP, [6, 5, 4], "sigmoid", "passes through 0 with a slope, and 'sigmoid' does not"),
+        (STEEP, [6, 5, 4], "softplus", "passes through 0"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_and_changes_nothing(
+    rule: GrowWidth, sizes: list[int], activation: str, message: str
+) -> None:
+    net = gn.GrapNet(sizes, activation=activation)
+    evidence = {"gradients": _Known(torch.ones(6, 4))}
+    with pytest.raises(gn.EditError, match=message), net.edit() as edit:
+        rule(net, edit, Moment(evidence=evidence))
+    assert (net.version, net.sizes) == (0, sizes)
+
+
+def test_gradmax_says_what_it_needs(net: gn.GrapNet) -> None:
+    with pytest.raises(gn.EditError, match=r"GradientRecorder\(upper=0, lower=2\)"), net.edit() as edit:
+        STEEP(net, edit, Moment())
+    with pytest.raises(gn.EditError, match=r"\[6, 3\] nodes do not fit the 6 nodes above and 4"), net.edit() as edit:
+        STEEP(net, edit, Moment(evidence={"gradients": _Known(torch.ones(6, 3))}))
+    assert net.version == 0
+
+
+class _Known:
+    """Evidence that is given instead of recorded."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    def matrix(self) -> Tensor:
+        return self._matrix
