@@ -168,7 +168,7 @@ def _net(case: Case, sizes: tuple[int, ...]) -> gn.GrapNet:
 
 
 def _optimizer_bytes(sizes: tuple[int, ...]) -> dict[str, int]:
-    """Returns the bytes of Adam's state before and after freezing half of the nodes and cutting a quarter of the relations."""
+    """Returns the bytes of Adam's state at first, with half of the nodes frozen, and a quarter of the relations cut."""
     net = _net(Case(None), sizes)
     optimizer = torch.optim.Adam(net.parameters())
     gn.attach(optimizer, net)

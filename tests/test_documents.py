@@ -2,16 +2,19 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
-from benchmarks import execution
+from benchmarks import execution, rules
 from benchmarks.edits import markdown, missed
+from examples import rigl
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md"]
+GUIDES = ["docs/guides/optimizers.md", "docs/guides/sparse-training.md"]  # the others are run by tests of their own
+DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md", *GUIDES]
 
 
 def python_blocks(text: str) -> list[str]:
@@ -70,3 +73,18 @@ def test_the_performance_page_shows_the_committed_measurements(name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
     assert not result["settings"]["fast"]
     assert execution.markdown(result) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_guide_shows_the_committed_runs_of_rigl():
+    result = json.loads((ROOT / "results/rigl_fashion.json").read_text())
+    assert rigl.table(result) in (ROOT / "docs/guides/sparse-training.md").read_text()
+    mean = {method: statistics.mean(found) for method, found in result["accuracy"].items()}
+    assert len(result["accuracy"]["RigL"]) == 5
+    assert mean["dense"] - 1 < mean["RigL"]
+    assert mean["RigL"] > mean["static"]
+    assert result["times_as_fast_as_dense"]["RigL"] > 1
+
+
+def test_the_performance_page_shows_the_committed_costs_of_rules():
+    result = json.loads((RESULTS / "rules.json").read_text())
+    assert rules.markdown(result) in (ROOT / "docs/performance.md").read_text()

@@ -85,6 +85,40 @@ def family_hashes(ptr: Tensor, child: Tensor) -> Tensor:
     return hashes
 
 
+def reads(values: Tensor) -> bool:
+    """Says whether the kernels are there and can read numbers like these."""
+    return not missing and values.is_cpu and values.dtype in _DTYPES
+
+
+def largest_of_rows(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -> Tensor:
+    """Returns the ascending positions of the largest values of every row, int32; of equals the first come in.
+
+    Args:
+        values: the rows, one after the other.
+        ptr: where each row begins, and where the last one ends, [rows + 1] int32.
+        wanted: how many of each row, [rows]; there may be fewer.
+        least: smaller values do not count, nor do NaN.
+    """
+    rows = ptr.numel() - 1
+    _check("ptr", ptr, _POSITIONS, max(0, rows) + 1)
+    _check("values", values, _DTYPES, int(ptr[-1]))
+    _check("wanted", wanted, _ENTRIES, rows)
+    starts = ptr.new_zeros(rows + 1)  # where the positions of each row have their room
+    starts[1:] = torch.minimum(wanted, ptr.diff()).clamp_(min=0).cumsum(0)
+    positions = ptr.new_empty(int(starts[-1]))
+    found = _loaded().largest_of_rows(
+        values.data_ptr(),
+        ptr.data_ptr(),
+        starts.data_ptr(),
+        positions.data_ptr(),
+        least,
+        rows,
+        values.dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    return positions[:found]
+
+
 def relation_sum(
     x: Tensor,
     values: Tensor,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grapnet.core.relations import Topology
 from grapnet.core.remap import contains, flatnonzero, kth_smallest
+from grapnet.execution import native
 
 PRESENT = -1.0  # stands where a relation is: below every |gradient|
 
@@ -115,12 +116,16 @@ def largest_of_each(absent: Absent, quotas: Tensor, cells: int) -> tuple[Tensor,
     n_upper, n_lower = absent.gradients.shape
     numbers, sizes = ([part] for part in _none(absent))
     for rows, chunk in absent.by_child(cells):
-        wanted = quotas[rows].clamp(max=n_upper)[:, None]  # [rows, 1]
+        wanted = quotas[rows].clamp(max=n_upper)
         most = int(wanted.max())
         if most == 0:
             continue
-        found = _first_of_rows(chunk, wanted, most)
-        numbers.append(found % n_upper * n_lower + found // n_upper + rows.start)
+        if native.reads(chunk):
+            ptr = torch.arange(0, chunk.numel() + 1, n_upper, dtype=torch.int32, device="cpu")
+            found = native.largest_of_rows(chunk.view(-1), ptr, wanted, least=0)
+        else:
+            found = _first_of_rows(chunk, wanted[:, None], most)
+        numbers.append((found % n_upper).long() * n_lower + found // n_upper + rows.start)
         sizes.append(chunk.view(-1).index_select(0, found))
     order = torch.cat(numbers).argsort()
     return torch.cat(numbers)[order], torch.cat(sizes)[order]

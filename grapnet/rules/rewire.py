@@ -14,6 +14,7 @@ from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.relation_set import RelationSet
 from grapnet.core.relations import Topology
+from grapnet.execution import native
 from grapnet.network import GrapNet
 
 from .budget import Budget, weakest_within
@@ -190,8 +191,14 @@ def _weakest_of_each(relations: RelationSet, children: Tensor, quotas: Tensor) -
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32)).numpy()
     small = np.uint16 if len(quotas) <= 2**16 else np.int32  # 16 bits are sorted by radix, many times faster
     order = np.argsort(child.astype(small), kind="stable")
-    marks = np.empty(len(child), dtype=bool)
-    marks[order] = weakest_of_each(keys[order], child[order], quotas.numpy())
+    if native.missing:
+        chosen = weakest_of_each(keys[order], child[order], quotas.numpy())
+    else:
+        ptr = torch.zeros(len(quotas) + 1, dtype=torch.int32, device="cpu")
+        ptr[1:] = torch.bincount(children, minlength=len(quotas)).cumsum(0)
+        chosen = native.largest_of_rows(torch.from_numpy(-keys[order]), ptr, quotas, least=-math.inf).numpy()
+    marks = np.zeros(len(child), dtype=bool)
+    marks[order[chosen]] = True
     return relations[torch.from_numpy(marks)]
 
 

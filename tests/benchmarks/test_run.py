@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import costs, edits, execution, run
+from benchmarks import costs, edits, execution, rules, run
 
 
 def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
@@ -85,3 +85,23 @@ def test_each_missed_memory_bar_is_named(name):
     result["huge"][name] *= 1.01
     (line,) = edits.missed(result)
     assert line.startswith(name)
+
+
+def test_the_benchmark_of_rules_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "rules.json"
+    monkeypatch.setattr(sys, "argv", ["run", "rules", "--fast", "--check", "--json", str(path)])
+    assert run.main() == 1
+    assert "the bar is for a million" in capsys.readouterr().err
+    result = json.loads(path.read_text())
+    assert [row["rule"] for row in result["rows"]] == list(rules.cases())
+    assert all(row["seconds"] > 0 for row in result["rows"])
+    first, frozen, cut = result["optimizer_bytes"].values()
+    assert first > frozen > cut
+
+
+@pytest.mark.parametrize(("recurring", "key"), [(True, "dense_steps"), (False, "seconds")])
+def test_each_slow_rule_is_named(recurring, key):
+    row = {"rule": "Rewire", "recurring": recurring, "relations": 10**6, "seconds": 0.1, "dense_steps": 0.1}
+    assert rules.missed({"rows": [row]}) == []
+    (line,) = rules.missed({"rows": [{**row, key: 2.1}]})
+    assert line.startswith("Rewire")

@@ -53,10 +53,22 @@ struct Gradients {
     bool is_double;
 };
 
+// The positions of the largest values of every row, ascending; of equals the first.
+struct Largest {
+    const void* values;
+    const std::int32_t *ptr, *starts;  // [rows + 1]: where a row begins, and where its positions have their room
+    std::int32_t* positions;           // [starts[rows]]
+    double least;                      // smaller values do not count, nor do NaN
+    Index rows;
+    int threads;
+    bool is_double;
+};
+
 struct Variant {
     const char* name;
     void (*sum)(const Sum&);
     void (*gradients)(const Gradients&);
+    Index (*largest)(const Largest&);  // how many there are
 };
 
 extern const Variant baseline, avx2, avx512;

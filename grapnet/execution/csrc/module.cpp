@@ -88,6 +88,12 @@ void py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, 
                        is_double});
 }
 
+Index py_largest_of_rows(Address values, Address ptr, Address starts, Address positions, double least, Index rows,
+                         bool is_double, int threads) {
+    return chosen->largest({at<void>(values), at<const std::int32_t>(ptr), at<const std::int32_t>(starts),
+                            at<std::int32_t>(positions), least, rows, threads, is_double});
+}
+
 void py_order_by_child(Address ptr, Address child, Index parents, Index children, bool wide, Address in_ptr,
                        Address entries) {
     order_by_child(wiring_of(ptr, child, parents, children), wide, at<std::int32_t>(in_ptr), at<void>(entries));
@@ -125,6 +131,7 @@ NB_MODULE(_kernels, m) {
     m.def("use_variant", &use_variant, nb::arg("name"), "Runs one variant from now on.");
     m.def("sum", &py_sum, release);
     m.def("gradients", &py_gradients, release);
+    m.def("largest_of_rows", &py_largest_of_rows, release);
     m.def("order_by_child", &py_order_by_child, release);
     m.def("order_without", &py_order_without, release);
     m.def("family_hashes", &py_family_hashes, release);
