@@ -39,7 +39,8 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
             }
         )
     stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
-    return {"undo_limit": journal.undo_limit, "commits": commits, **stacks}
+    limits = {"undo_limit": journal.undo_limit, "detail_limit": journal.detail_limit}
+    return {**limits, "commits": commits, **stacks}
 
 
 def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
@@ -51,21 +52,26 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
     stacks = {}
     for name in ("undoable", "redoable"):
         stacks[name] = stack = entry(document, name, list, where)
-        if any(type(p) is not int or not 0 <= p < len(commits) or not commits[p].change.has_values for p in stack):
+        if any(type(p) is not int or not 0 <= p < len(commits) or not _can_go_back(commits[p]) for p in stack):
             raise CheckpointError(f"{where}{name}: names a commit that cannot be taken back")
         if stack:
             past = Rewind(net)
             for place in reversed(stack):
                 past.take_back(commits[place], f"{where}{place}.")
             past.require_no_twins()
-    journal = Journal(number(document, "undo_limit", where))
+    journal = Journal(number(document, "undo_limit", where), number(document, "detail_limit", where))
     journal.reinstate(commits, **stacks)
     return journal
+
+
+def _can_go_back(commit: Commit) -> bool:
+    return commit.has_details and commit.change.has_values
 
 
 def _check_chain(commits: list[Commit], net: GrapNet) -> None:
     """Walks the sizes back from the net to its beginning; every commit must fit the next one."""
     rows, relations, version = list(net.sizes), [t.size for t in net.transitions], net.version
+    known = True
     if version != (commits[-1].version if commits else 0):
         raise CheckpointError(f"journal.commits: do not lead to version {version}")
     for n in range(len(commits) - 1, -1, -1):
@@ -73,6 +79,9 @@ def _check_chain(commits: list[Commit], net: GrapNet) -> None:
         if not 0 < commit.version <= version:
             raise CheckpointError(f"journal.{n}.version: {commit.version} does not come before {version + 1}")
         version = commit.version - 1
+        known = known and commit.has_details  # nobody knows the sizes before one that has none
+        if not known:
+            continue
         for sizes, indices, kind in ((rows, commit.nodes, "layers"), (relations, commit.relations, "transitions")):
             for k, index in indices.items():
                 if index.new_size != sizes[k]:

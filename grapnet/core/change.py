@@ -150,6 +150,15 @@ class Change:
         vectors = [c.biases for c in self.layers.values() if c.biases] + [c.weights for c in self.transitions.values()]
         return all(v.gone_values is not None for v in vectors)
 
+    @property
+    def detail_bytes(self) -> int:
+        """The size of the lists of nodes and relations that came and went."""
+        parts = [t for c in self.layers.values() for t in (c.index.removed, c.index.inserted, c.born.uids, c.gone.uids)]
+        for c in self.transitions.values():
+            ends = (c.born.parents, c.born.children, c.gone.parents, c.gone.children)
+            parts += [c.index.removed, c.index.inserted, c.weights.flips, *ends]
+        return sum(t.numel() * t.element_size() for t in parts)
+
     def counts(self) -> dict[str, int]:
         """Returns how many nodes and relations came and went and how many coordinates were frozen or released."""
         layers, transitions = self.layers.values(), self.transitions.values()

@@ -175,6 +175,8 @@ class Graph(nn.Module):
         Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
         """
         self.require_no_edit("replay")
+        commits = list(commits)
+        self.journal.require_details(commits)
         for recorded in commits:
             commit = replace(recorded, change=recorded.change.to(self.device))
             self._require_fit(commit)
@@ -193,9 +195,13 @@ class Graph(nn.Module):
     def blame(self, parent: Nodes, child: Nodes | None = None) -> Commit | None:
         """Returns the commit that last made or cut a relation, or added or removed a node; None if none did."""
         first = int(as_uids(self, parent))
-        if child is not None:
-            return self.journal.last_touch(first, int(as_uids(self, child)))
-        return self.journal.last_touch_of_node(first)
+        if child is None:
+            found = self.journal.last_touch_of_node(first)
+        else:
+            found = self.journal.last_touch(first, int(as_uids(self, child)))
+        if found is None:
+            self.journal.require_details(self.journal.commits)  # an older one may have
+        return found
 
     def follow(self, follower: Follower) -> None:
         """Tells `follower` of every commit to come, for as long as something else keeps it alive."""

@@ -1,5 +1,6 @@
 """The journal: commits as receipts, and the way back."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -57,8 +58,18 @@ class Commit:
         """Returns the commit as it is kept for ever, without the values that undo needs."""
         return replace(self, change=self.change.without_values(), parameters={})
 
+    @property
+    def has_details(self) -> bool:
+        """False once the journal no longer keeps which nodes and relations it was about."""
+        return bool(self.change.layers or self.change.transitions)
+
+    def outline(self) -> "Commit":
+        """Returns the commit without the nodes and relations that it was about; `operations` still say how many."""
+        return replace(self, change=Change({}, {}), parameters={})
+
     def __repr__(self) -> str:
         counts = ", ".join(f"{name} {count}" for name, count in self.change.counts().items() if count)
+        counts = counts if self.has_details else "details no longer kept"
         by = f", by {self.by}" if self.by else ""
         return f"Commit(version={self.version}, {self.reason!r}{by}: {counts or 'names only'})"
 
@@ -80,14 +91,19 @@ class Diff:
 
 
 class Journal:
-    """Every commit of a graph in order, and what undo and redo need of the last few."""
+    """Every commit of a graph in order, and what undo and redo need of the last few.
 
-    def __init__(self, undo_limit: int = 16) -> None:
+    Which nodes and relations a commit was about is kept for the latest ones, as far as they fit into `detail_limit`
+    bytes; older commits keep their version, reason and operations. What undo and redo need is always kept.
+    """
+
+    def __init__(self, undo_limit: int = 16, detail_limit: int = 256 << 20) -> None:
         self.commits: list[Commit] = []
         self.undoable: list[int] = []  # places in `commits`, the next to undo last
         self.redoable: list[int] = []
-        self._undo_limit = undo_limit
+        self._undo_limit, self._detail_limit = undo_limit, detail_limit
         self._with_values: set[int] = set()  # places whose commits still hold values
+        self._details: deque[tuple[int, int]] = deque()  # (place, bytes) of the commits with details, the oldest first
 
     @property
     def undo_limit(self) -> int:
@@ -99,6 +115,18 @@ class Journal:
         if limit < 0:
             raise ValueError(f"undo_limit must not be negative, got {limit}")
         self._undo_limit = limit
+        self._let_go()
+
+    @property
+    def detail_limit(self) -> int:
+        """How many bytes of details are kept; assignable."""
+        return self._detail_limit
+
+    @detail_limit.setter
+    def detail_limit(self, limit: int) -> None:
+        if limit < 0:
+            raise ValueError(f"detail_limit must not be negative, got {limit}")
+        self._detail_limit = limit
         self._let_go()
 
     def record(self, commit: Commit) -> None:
@@ -128,6 +156,7 @@ class Journal:
         """Takes over the commits of a saved journal."""
         self.commits, self.undoable, self.redoable = commits, undoable, redoable
         self._with_values = {*undoable, *redoable}
+        self._details = deque((n, c.change.detail_bytes) for n, c in enumerate(commits) if c.has_details)
         self._let_go()
 
     def keeps(self, version: int) -> bool:
@@ -138,12 +167,22 @@ class Journal:
         """Returns the commits that lead from one version to a later one."""
         return [commit for commit in self.commits if first < commit.version <= last]
 
+    def require_details(self, commits: Iterable[Commit]) -> None:
+        """Raises HistoryError when one of the commits no longer says which nodes and relations it was about."""
+        for commit in commits:
+            if not commit.has_details:
+                raise HistoryError(
+                    f"the journal no longer keeps which nodes and relations version {commit.version} was about: "
+                    f"net.journal.detail_limit lets it keep {self._detail_limit:,} bytes of that, the latest first"
+                )
+
     def diff(self, first: int, last: int) -> Diff:
         """Returns what exists at `last` and not at `first`, and the other way round."""
         if first > last:
             back = self.diff(last, first)
             return Diff(back.nodes_removed, back.nodes_added, back.relations_removed, back.relations_added)
         commits = self.between(first, last)
+        self.require_details(commits)
         layers = [c for commit in commits for c in commit.change.layers.values()]
         wires = [c for commit in commits for c in commit.change.transitions.values()]
         nodes = [(part.uids, born) for c in layers for part, born in ((c.gone, False), (c.born, True))]
@@ -174,7 +213,8 @@ class Journal:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
-        copy = Journal(self._undo_limit)
+        copy = Journal(self._undo_limit, self._detail_limit)
+        copy._details = deque(self._details)
         copy.commits, copy.undoable, copy.redoable = list(self.commits), list(self.undoable), list(self.redoable)
         copy._with_values = set(self._with_values)
         return copy
@@ -183,6 +223,7 @@ class Journal:
         self.commits.append(commit)
         stack.append(len(self.commits) - 1)
         self._with_values.add(len(self.commits) - 1)
+        self._details.append((len(self.commits) - 1, commit.change.detail_bytes))
         self._let_go()
 
     def _let_go(self) -> None:
@@ -193,6 +234,11 @@ class Journal:
         for place in self._with_values - kept:
             self.commits[place] = self.commits[place].summary()
         self._with_values &= kept
+        total = sum(size for _, size in self._details)
+        while total > self._detail_limit and self._details[0][0] not in kept:
+            place, size = self._details.popleft()
+            self.commits[place] = self.commits[place].outline()
+            total -= size
 
     def _next(self, stack: list[int], verb: str) -> Commit:
         if not stack:

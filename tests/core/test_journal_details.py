@@ -1,0 +1,78 @@
+"""A long journal keeps the details of its latest commits, and says so where an older one is asked for."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+import grapnet as gn
+
+
+@pytest.fixture
+def net() -> gn.GrapNet:
+    """A net that was rewired twenty times, with room for the details of few commits."""
+    torch.manual_seed(0)
+    net = gn.GrapNet([20, 30, 5])
+    net.journal.undo_limit = 3
+    for step in range(20):
+        with net.edit(reason=f"rewire {step}") as edit:
+            edit.cut(net.layers[0].outgoing().smallest(count=20))
+            edit.connect(net.layers[1][:2], edit.add_nodes(2, 1))
+    net.journal.detail_limit = 3000
+    return net
+
+
+def test_the_oldest_details_go_first_and_the_rest_stays(net: gn.GrapNet) -> None:
+    kept = [commit.has_details for commit in net.history]
+    assert kept == sorted(kept)
+    assert 3 < sum(kept) < 20
+    assert sum(commit.change.detail_bytes for commit in net.history) <= 3000
+    assert [commit.reason for commit in net.history] == [f"rewire {step}" for step in range(20)]
+    assert "details no longer kept" in repr(net.history[0])
+    assert net.history[0].operations[0] == {"operation": "cut", "transition": 0, "relations": 20}
+
+
+def test_what_undo_needs_is_kept_whatever_the_limit(net: gn.GrapNet) -> None:
+    net.journal.detail_limit = 0
+    assert sum(commit.has_details for commit in net.history) == 3
+    relations = net.count().relations
+    for _ in range(3):
+        net.undo()
+    assert net.count().relations == relations + 3 * 18
+    with pytest.raises(gn.HistoryError, match="nothing to undo"):
+        net.undo()
+    gn.check(net)
+
+
+def test_older_versions_are_refused_by_name(net: gn.GrapNet) -> None:
+    assert len(net.diff(18).relations_removed) == 40
+    with pytest.raises(gn.HistoryError, match=r"version 1 .*detail_limit"):
+        net.diff(0)
+    with pytest.raises(gn.HistoryError, match="detail_limit"):
+        copy.deepcopy(net).replay(net.history)
+    newest, oldest = net.layers[2][-1], net.layers[2][5]
+    assert net.blame(newest) is net.history[-1]
+    with pytest.raises(gn.HistoryError, match="detail_limit"):
+        net.blame(oldest)  # grown by a commit that no longer says so
+    with pytest.raises(ValueError, match="negative"):
+        net.journal.detail_limit = -1
+
+
+def test_a_removed_node_is_reported_missing_all_the_same(net: gn.GrapNet) -> None:
+    with net.edit(reason="drop it") as edit:
+        edit.remove_nodes(net.layers[1][0])
+    net.journal.undo_limit = 0
+    net.journal.detail_limit = 0
+    with pytest.raises(gn.StaleNodeError, match="no node of this graph"):
+        net.node(20)
+
+
+def test_a_checkpoint_holds_what_the_journal_holds(net: gn.GrapNet, tmp_path: Path) -> None:
+    gn.save(tmp_path / "net.gn", net, undo=True)
+    loaded = gn.load(tmp_path / "net.gn")
+    assert [c.has_details for c in loaded.history] == [c.has_details for c in net.history]
+    assert loaded.journal.detail_limit == 3000
+    loaded.undo()
+    net.undo()
+    assert torch.equal(loaded(torch.ones(1, 20)), net(torch.ones(1, 20)))
