@@ -1,18 +1,17 @@
 """CovarianceSifter: cuts the children that a family of nodes hardly moves with."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.network import GrapNet
 
 from .budget import Budget
+from .choice import chosen_transitions, given_transitions, seen_evidence
 from .prune import weakest_of_each
 from .recorders import CovarianceRecorder
 from .rule import Moment, Recorder
@@ -51,11 +50,7 @@ class CovarianceSifter:
     window: int = 50
 
     def __post_init__(self) -> None:
-        if self.transitions is not None:
-            given = self.transitions if isinstance(self.transitions, Iterable) else (self.transitions,)
-            object.__setattr__(self, "transitions", tuple(given))
-            if not all(isinstance(t, int) for t in given):
-                raise EditError(f"transitions are given as numbers, got {self.transitions!r}")
+        object.__setattr__(self, "transitions", given_transitions(self.transitions))
         if not 0 <= self.fraction <= 1:
             raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
         if not isinstance(self.window, int) or self.window < 1:
@@ -93,13 +88,7 @@ class CovarianceSifter:
         return weakest_of_each(targets.scores, targets.families, quota) & np.isfinite(targets.scores)
 
     def _numbers(self, net: GrapNet) -> list[int]:
-        count = len(net.transitions)
-        if self.transitions is None:
-            return list(range(1, count - 1))
-        outside = [t for t in self.transitions if not -count <= t < count]
-        if outside:
-            raise EditError(f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}")
-        return sorted({t % count for t in self.transitions})
+        return chosen_transitions(net, self.transitions, range(1, len(net.transitions) - 1))
 
 
 class _Targets(NamedTuple):
@@ -129,7 +118,7 @@ def _scored(net: GrapNet, t: int, now: Moment) -> _Targets:
     number[pairs[at]] = np.arange(len(at), dtype=np.int32)
     of_relation = number[pairs]
     family, target = np.divmod(pairs[at], max(topology.n_children, 1))
-    correlation = _correlation(now, t)[parent, child].abs().cpu().numpy()
+    correlation = seen_evidence(now, _evidence(t), "CovarianceSifter").correlation()[parent, child].abs().cpu().numpy()
     scores = np.bincount(of_relation, correlation, len(at)) / sizes[family]
     scores[of_relation[relations.frozen.cpu().numpy()]] = np.inf
     return _Targets(family, target, scores, sizes[family], np.bincount(family, minlength=len(sizes)), of_relation)
@@ -137,17 +126,6 @@ def _scored(net: GrapNet, t: int, now: Moment) -> _Targets:
 
 def _evidence(t: int) -> str:
     return f"correlation of transition {t}"
-
-
-def _correlation(now: Moment, t: int) -> Tensor:
-    """Returns the recorded correlations of a transition, [parents, children]."""
-    recorder = now.evidence.get(_evidence(t))
-    if recorder is None or recorder.count == 0:
-        raise EditError(
-            f"CovarianceSifter has seen no activations of transition {t}. Let a RuleManager arm its recorders while "
-            "the net trains, or arm them yourself, run the net and pass them on: Moment(evidence=recorders)"
-        )
-    return recorder.correlation()
 
 
 def _within(net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget) -> list[np.ndarray]:

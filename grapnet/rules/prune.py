@@ -1,8 +1,7 @@
 """PruneWeakest: cuts the relations with the smallest |weight|, at once or along a ramp."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ from grapnet.core.relation_set import RelationSet
 from grapnet.network import GrapNet
 
 from .budget import weakest_within
+from .choice import chosen_transitions, given_transitions
 from .rule import Moment
 
 
@@ -75,7 +75,7 @@ class PruneWeakest:
 
     fraction: float | None = None
     sparsity: float | GradualSchedule | None = None
-    transitions: int | Iterable[int] | None = None
+    transitions: tuple[int, ...] | int | None = None
     scope: Literal["global", "transition", "node"] = "global"
 
     def __post_init__(self) -> None:
@@ -87,15 +87,11 @@ class PruneWeakest:
                 raise EditError(f"{name} lies between 0 and 1, got {share!r}")
         if self.scope not in ("global", "transition", "node"):
             raise EditError(f'scope is "global", "transition" or "node", got {self.scope!r}')
-        if self.transitions is not None:
-            numbers = (self.transitions,) if isinstance(self.transitions, int) else tuple(self.transitions)
-            if not all(isinstance(number, int) for number in numbers):
-                raise EditError(f"transitions are given as numbers, got {self.transitions!r}")
-            object.__setattr__(self, "transitions", numbers)
+        object.__setattr__(self, "transitions", given_transitions(self.transitions))
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Asks the edit to cut them."""
-        numbers, groups = self._numbers(net), []
+        numbers, groups = chosen_transitions(net, self.transitions), []
         for chosen in [numbers] if self.scope == "global" else [[t] for t in numbers]:
             relations = net.select(layer=chosen).outgoing()
             if self.scope == "node":
@@ -117,14 +113,6 @@ class PruneWeakest:
             edit.cut(weakest)
         largest = float(weakest.weights.detach().abs().max()) if len(weakest) else 0.0
         edit.remark(f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest)
-
-    def _numbers(self, net: GrapNet) -> list[int]:
-        count = len(net.transitions)
-        numbers: Any = range(count) if self.transitions is None else self.transitions
-        outside = [number for number in numbers if not -count <= number < count]
-        if outside:
-            raise EditError(f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}")
-        return sorted({number % count for number in numbers})
 
     def _quota(self, present: np.ndarray, possible: int, step: int) -> np.ndarray:
         """Returns how many of the present relations to cut, where so many are possible."""

@@ -1,7 +1,6 @@
 """Rewire: drops weak relations and grows as many others (SET, RigL, SRigL)."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -18,6 +17,7 @@ from grapnet.execution import native
 from grapnet.network import GrapNet
 
 from .budget import Budget, weakest_within
+from .choice import chosen_transitions, given_transitions, seen_evidence
 from .gradients import GradientRecorder
 from .prune import weakest_of_each
 from .rule import Moment, Recorder
@@ -59,11 +59,7 @@ class Rewire:
     window: int = 1
 
     def __post_init__(self) -> None:
-        if self.transitions is not None:
-            given = self.transitions if isinstance(self.transitions, Iterable) else (self.transitions,)
-            object.__setattr__(self, "transitions", tuple(given))
-            if not all(isinstance(t, int) for t in given):
-                raise EditError(f"transitions are given as numbers, got {self.transitions!r}")
+        object.__setattr__(self, "transitions", given_transitions(self.transitions))
         if not 0 <= self.fraction <= 1:
             raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
         if self.decay_until is not None and (not isinstance(self.decay_until, int) or self.decay_until < 1):
@@ -111,7 +107,9 @@ class Rewire:
             rows = _random_absent(topology, len(dropped), lost, edit.generator)
             parents, children = (net.layers[n].uid[r] for n, r in zip((t, t + 1), rows, strict=True))
         else:
-            largest = _recorder(now, t).largest_absent(len(dropped), per_child=lost, ranked=False)
+            largest = seen_evidence(now, _evidence(t), 'Rewire(grow="gradient")').largest_absent(
+                len(dropped), per_child=lost, ranked=False
+            )
             parents, children, gradients = largest
             details["smallest_grown_gradient"] = float(gradients.min())
         assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
@@ -137,26 +135,11 @@ class Rewire:
         return relations, len(relations)
 
     def _numbers(self, net: GrapNet) -> list[int]:
-        count = len(net.transitions)
-        numbers = range(count) if self.transitions is None else self.transitions
-        outside = [t for t in numbers if not -count <= t < count]
-        if outside:
-            raise EditError(f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}")
-        return sorted({t % count for t in numbers})
+        return chosen_transitions(net, self.transitions)
 
 
 def _evidence(t: int) -> str:
     return f"gradients of transition {t}"
-
-
-def _recorder(now: Moment, t: int) -> GradientRecorder:
-    recorder = now.evidence.get(_evidence(t))
-    if recorder is None or recorder.count == 0:
-        raise EditError(
-            f'Rewire(grow="gradient") has seen no gradients of transition {t}. Let a RuleManager arm its recorders '
-            "while the net trains, or arm them yourself, run a step and pass them on: Moment(evidence=recorders)"
-        )
-    return recorder
 
 
 def _shared_out(counts: list[int], most: int | None) -> list[int]:

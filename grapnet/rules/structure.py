@@ -11,6 +11,7 @@ from grapnet.core.relations import Topology
 from grapnet.network import GrapNet
 
 from .budget import weakest_within
+from .choice import seen_evidence
 from .recorders import CovarianceRecorder
 from .rule import Moment, Recorder
 
@@ -73,7 +74,7 @@ class SplitIntoFamilies:
         topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
         parents, children = topology.parents().cpu().long(), topology.child.cpu().long()
         weights = relations.weights.detach().abs().double().cpu()
-        upper = _clustered(_coactivation(now, t), self.families)  # [parents] the group of each
+        upper = _clustered(_coactivation(now), self.families)  # [parents] the group of each
         n_children = topology.n_children
         held = torch.bincount(upper[parents] * n_children + children, weights, self.families * n_children).double()
         lower = _balanced(held.view(self.families, n_children).t())  # [children] the group of each
@@ -105,14 +106,9 @@ class SplitIntoFamilies:
         return t % count
 
 
-def _coactivation(now: Moment, t: int) -> Tensor:
+def _coactivation(now: Moment) -> Tensor:
     """Returns correlation² between the parents, 0 with themselves, [parents, parents]."""
-    recorder = now.evidence.get(EVIDENCE)
-    if recorder is None or recorder.count == 0:
-        raise EditError(
-            f"SplitIntoFamilies has seen no activations of layer {t}. Let a RuleManager arm its recorder while the net "
-            "trains, or arm it yourself, run the net and pass it on: Moment(evidence=recorders)"
-        )
+    recorder = seen_evidence(now, EVIDENCE, "SplitIntoFamilies")
     return recorder.correlation().cpu().square().fill_diagonal_(0)
 
 

@@ -13,6 +13,8 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
 
 import grapnet as gn
 
+from .plain import rewire, swap_one
+
 Make = Callable[[Any], Optimizer]
 
 FOLLOW: dict[str, Make] = {
@@ -57,28 +59,6 @@ def attached(net: gn.GrapNet, make: Make, **settings: Any) -> Optimizer:
     gn.attach(optimizer, net, **settings)
     train(net, optimizer)
     return optimizer
-
-
-def rewire(net: gn.GrapNet) -> None:
-    """An edit after which nearly every coordinate stands elsewhere; 1 → 6 is cut and made again."""
-    with net.edit(reason="rewire") as edit:
-        edit.cut(net.layers[0][[0, 3]].outgoing(to=[5, 7]))
-        edit.cut(net.layers[0][1].outgoing(to=[6]))
-        edit.connect(net.layers[0][1], [6])
-        new = edit.add_nodes(1, 2)
-        edit.connect(net.layers[0][2:], new)
-        edit.connect(new, net.layers[2][1:])
-        edit.remove_nodes(net.layers[2][0])
-        edit.freeze(net.layers[0][4].outgoing(slots=[1, 3]))
-        edit.unfreeze(net.layers[1][1].outgoing(to=[11]))
-        edit.freeze(net.layers[1][2], incoming=False, outgoing=False)
-
-
-def swap_one(net: gn.GrapNet) -> None:
-    """As many coordinates as before."""
-    with net.edit(reason="swap") as edit:
-        edit.cut(net.layers[0][0], slots=[0])
-        edit.connect(net.layers[0][0], net.layers[0][0].children[0])
 
 
 def coordinates(net: gn.GrapNet) -> dict[str, list[Any]]:

@@ -242,6 +242,6 @@ def test_wrong_settings_and_missing_evidence_are_named() -> None:
         CovarianceSifter(transitions=(4,)).recorders(net)
     rule = CovarianceSifter()
     for evidence in ({}, rule.recorders(net)):
-        with pytest.raises(gn.EditError, match="seen no activations of transition 1"):
+        with pytest.raises(gn.EditError, match="seen no correlation of transition 1"):
             sift(net, rule, evidence)
     assert net.version == 0

@@ -9,32 +9,16 @@ from torch import Tensor
 
 import grapnet as gn
 from grapnet.core.errors import GrapNetError
-from grapnet.rules import absent, gradients
+from grapnet.execution import native
+from grapnet.rules import Moment, Rewire, absent, gradients
 from grapnet.rules.gradients import GradientRecorder
 
-F64 = torch.float64
+from .patchy import F64, armed, batch, patchy_net, run
 
 
 @pytest.fixture
 def net() -> gn.GrapNet:
-    torch.manual_seed(0)
-    net = gn.GrapNet([6, 9, 8, 3], density=0.6, dtype=F64)
-    with net.edit() as edit:
-        edit.set_activation(net.layers[1][::2], "tanh")
-    return net
-
-
-def armed(recorder: GradientRecorder, net: gn.GrapNet) -> GradientRecorder:
-    recorder.arm(net)
-    return recorder
-
-
-def batch(size: int = 11, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
-    return torch.randn(size, 6, dtype=dtype, generator=torch.Generator().manual_seed(seed))
-
-
-def run(net: gn.GrapNet, size: int = 11, seed: int = 0) -> None:
-    net(batch(size, seed, net.transitions[0].weight.dtype)).square().sum().backward()
+    return patchy_net()
 
 
 def related(net: gn.GrapNet, t: int) -> Tensor:
@@ -95,8 +79,12 @@ def test_the_largest_absent_are_found(graded: tuple[gn.GrapNet, GradientRecorder
     assert rows_of(net, recorder.largest_absent(count, exclude=cut)) == brute_force(matrix, free, count)
 
 
+@pytest.mark.parametrize("missing", ["", "the compiled kernels are not installed"])
 @pytest.mark.parametrize("quota", ["some", "none", "all"])
-def test_the_largest_absent_of_every_child_are_found(graded: tuple[gn.GrapNet, GradientRecorder], quota: str) -> None:
+def test_the_largest_absent_of_every_child_are_found(
+    graded: tuple[gn.GrapNet, GradientRecorder], quota: str, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "missing", missing)
     net, recorder = graded
     matrix, free = recorder.matrix(), ~related(net, 0)
     some = torch.randint(0, 12, (17,), generator=torch.Generator().manual_seed(0))
@@ -127,6 +115,31 @@ def test_the_search_can_be_limited_to_candidates(graded: tuple[gn.GrapNet, Gradi
     assert len(recorder.largest_absent(3, candidates=(present.parents, present.children))[0]) == 0
     again = recorder.largest_absent(3, candidates=(present.parents, present.children), exclude=present)
     assert rows_of(net, again) == brute_force(matrix, related(net, 0), 3)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_relations_are_exchanged_alike_without_the_kernels(rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    wirings = []
+    for missing in ("", "the compiled kernels are not installed"):
+        torch.manual_seed(3)
+        net = gn.GrapNet([23, 17, 9], density=0.4)
+        if rounded:
+            relations = net.layers[0].outgoing()
+            relations.weights = (relations.weights.detach() * 4).round() / 4
+        rule = Rewire(grow="gradient", fan_in="constant", fraction=0.4)
+        evidence = rule.recorders(net)
+        for recorder in evidence.values():
+            recorder.arm(net)
+        net(torch.randn(1 if rounded else 5, 23)).square().sum().backward()
+        monkeypatch.setattr(native, "missing", missing)
+        before = related(net, 0)
+        with net.edit() as edit:
+            rule(net, edit, Moment(evidence=evidence))
+        monkeypatch.undo()
+        wirings.append(related(net, 0))
+        assert torch.equal(wirings[-1].sum(0), before.sum(0))
+        assert not torch.equal(wirings[-1], before)
+    assert torch.equal(*wirings)
 
 
 def test_what_is_found_can_be_connected(net: gn.GrapNet) -> None:

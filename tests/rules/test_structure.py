@@ -233,6 +233,6 @@ def test_wrong_settings_and_missing_evidence_are_named() -> None:
         split(net, SplitIntoFamilies(transition=0, families=5), torch.randn(9, 4))
     rule = SplitIntoFamilies(transition=0, families=2)
     for evidence in ({}, rule.recorders(net)):
-        with pytest.raises(gn.EditError, match="seen no activations of layer 0"), net.edit() as edit:
+        with pytest.raises(gn.EditError, match="seen no coactivation"), net.edit() as edit:
             rule(net, edit, Moment(evidence=evidence))
     assert net.version == 0

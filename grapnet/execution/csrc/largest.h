@@ -17,10 +17,11 @@ struct KeyOf<double> {
     using type = std::int64_t;
 };
 
-// Whole numbers in the order of the floating-point numbers with the same bits, but for the sign of negative ones.
+// Whole numbers in the order of the floating-point numbers that they stand for.
 template <class T>
 using Key = typename KeyOf<T>::type;
 
+// Reverses the order of negative ones, whose bits grow away from 0.
 template <class K>
 K turned(K bits) {
     return bits < 0 ? bits ^ K(~(K(1) << (8 * sizeof(K) - 1))) : bits;
@@ -48,8 +49,8 @@ Index count_from(const T* values, Index size, T bar) {
     return count;
 }
 
-// Writes the positions, counted from `first`, of the `wanted` largest values that are at least `least`, and -1 after
-// them where there are fewer.
+// Writes the positions, counted from `first`, of the `wanted` largest values from `least_value` on, and -1 after them
+// where there are fewer. Nobody may write into the values meanwhile.
 template <class T>
 void largest_of(const T* values, Index size, T least_value, Index wanted, Index first, std::int32_t* positions) {
     if (wanted == 0) return;
