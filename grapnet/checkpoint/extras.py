@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
 from grapnet.core.graph import Graph
-from grapnet.learning.optim import Slots, refuse_stale_state, set_undo_slots, undo_slots
+from grapnet.learning.optim import Slots, refuse_stale_state, set_undo_slots, slot_owners, undo_slots
 
 from .fields import Fields, entry
 from .tree import decode, encode
@@ -29,10 +29,11 @@ def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Grap
         tensors: receives its tensors.
         undo: the net, when the optimizer state that undo gives back to its coordinates is to be kept.
     """
-    slots = {}
+    slots, owners = {}, {}
     if isinstance(value, Optimizer):
         refuse_stale_state(value)
-        slots = undo_slots(value, undo) if undo is not None else {}
+        if undo is not None:
+            slots, owners = undo_slots(value, undo), slot_owners(value, undo)
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
         kind = "data"
@@ -41,6 +42,7 @@ def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Grap
         "class": type(value).__name__,
         "shapes": _shapes(value),
         "slots": encode(slots, f"{where(name)}.slots", tensors),
+        "owners": owners,
         "tree": encode(value if kind == "data" else _state(value), where(name), tensors),
     }
 
@@ -52,6 +54,7 @@ class Extra(NamedTuple):
     made_by: str  # the name of a class
     shapes: list[list[int]] | None  # of an optimizer's parameters
     slots: dict[int, Slots]
+    owners: dict[str, int]  # names in the net -> places among the optimizer's parameters
     content: Any  # a state, or plain data
 
 
@@ -61,13 +64,16 @@ def read_extra(name: str, part: Any, fields: Fields) -> Extra:
     kind, made_by = entry(part, "kind", str, prefix), entry(part, "class", str, prefix)
     if kind not in ("generator", "state", "data"):
         raise CheckpointError(f"{prefix}kind: expected generator, state or data")
-    for key in ("shapes", "slots", "tree"):
+    for key in ("shapes", "slots", "owners", "tree"):
         if key not in part:
             raise CheckpointError(f"{prefix}{key}: missing")
     slots = decode(part["slots"], f"{prefix}slots", fields)
     if not _are_slots(slots):
         raise CheckpointError(f"{prefix}slots: expected vectors by version, parameter and name")
-    return Extra(kind, made_by, part["shapes"], slots, decode(part["tree"], where(name), fields))
+    owners, most = part["owners"], len(part["shapes"] or ())
+    if not isinstance(owners, dict) or any(type(n) is not int or not 0 <= n < most for n in owners.values()):
+        raise CheckpointError(f"{prefix}owners: expected places of parameters by name")
+    return Extra(kind, made_by, part["shapes"], slots, owners, decode(part["tree"], where(name), fields))
 
 
 def require_fit(name: str, target: Any, extra: Extra) -> None:
@@ -102,7 +108,7 @@ def restore_all(objects: dict[str, Any], extras: dict[str, Extra]) -> None:
         raise CheckpointError(f"{where(name)}: its state does not fit the object ({error!r})") from error
     for name, target in objects.items():
         if isinstance(target, Optimizer):
-            set_undo_slots(target, extras[name].slots)
+            set_undo_slots(target, extras[name].slots, extras[name].owners)
 
 
 def _remembered(target: Any) -> Any:

@@ -17,6 +17,9 @@ class Token:
     __slots__ = ()
 
 
+torch.serialization.add_safe_globals([Token])  # a Parameter has one, and torch.load would refuse it
+
+
 def layout_of(parameter: Tensor) -> "Token | None":
     """Returns the token of a Parameter's coordinates, None when they never moved."""
     return getattr(parameter, "grapnet_layout", None)

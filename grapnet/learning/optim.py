@@ -1,8 +1,8 @@
 """gn.attach: optimizer state and averaged copies that follow every edit, coordinate by coordinate."""
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -32,7 +32,7 @@ Survivors = Literal["keep", "renew"]
 Slots = dict[str, dict[str, Tensor]]  # parameter name -> state name -> the values of removed coordinates
 
 _attached: "weakref.WeakKeyDictionary[Optimizer, list[OptimizerFollower]]" = weakref.WeakKeyDictionary()
-_loaded_slots: "weakref.WeakKeyDictionary[Optimizer, dict[int, Slots]]" = weakref.WeakKeyDictionary()
+_loaded_slots: "weakref.WeakKeyDictionary[Optimizer, _LoadedSlots]" = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -107,9 +107,32 @@ def undo_slots(optimizer: Optimizer, net: Graph) -> dict[int, Slots]:
     return next((f.kept_slots(net) for f in _attached.get(optimizer, []) if f.net() is net), {})
 
 
-def set_undo_slots(optimizer: Optimizer, slots: dict[int, Slots]) -> None:
-    """Keeps what `undo_slots` returned in another session until the optimizer is attached."""
-    _loaded_slots[optimizer] = slots
+def slot_owners(optimizer: Optimizer, net: Graph) -> dict[str, int]:
+    """Returns the places of a net's Parameters among all of an optimizer's, by their names in the net."""
+    places = {id(p): place for place, p in enumerate(parameters_of(optimizer))}
+    return {name: places[id(p)] for name, p in net.named_parameters() if id(p) in places}
+
+
+def set_undo_slots(optimizer: Optimizer, slots: dict[int, Slots], owners: Mapping[str, int]) -> None:
+    """Gives back what `undo_slots` and `slot_owners` returned in another session, now or once the net is attached."""
+    held = parameters_of(optimizer)
+    loaded = _LoadedSlots(slots, {name: held[place] for name, place in owners.items()})
+    for follower in _attached.get(optimizer, []):
+        if loaded.are_of(follower.net()):
+            follower.take_slots(slots)
+            return
+    _loaded_slots[optimizer] = loaded
+
+
+class _LoadedSlots(NamedTuple):
+    """Slots that wait for the net that has these Parameters."""
+
+    slots: dict[int, Slots]
+    parameters: dict[str, nn.Parameter]
+
+    def are_of(self, net: Graph | None) -> bool:
+        mine = {} if net is None else dict(net.named_parameters())
+        return bool(self.parameters) and all(mine.get(name) is p for name, p in self.parameters.items())
 
 
 def _require_order(what: object, net: object, verb: str) -> None:
@@ -125,7 +148,9 @@ def _attach_optimizer(optimizer: Optimizer, net: Graph, survivors: Survivors, ne
     refuse_kind(optimizer)
     refuse_stale_state(optimizer)
     mark_followed(optimizer)
-    slots = _loaded_slots.pop(optimizer, None) or undo_slots(optimizer, net)
+    slots, loaded = undo_slots(optimizer, net), _loaded_slots.get(optimizer)
+    if loaded is not None and loaded.are_of(net):
+        slots = _loaded_slots.pop(optimizer).slots
     detach(optimizer, net)
     follower = OptimizerFollower(optimizer, net, survivors, newborn, slots)
     _attached.setdefault(optimizer, []).append(follower)
@@ -148,6 +173,10 @@ class OptimizerFollower:
     def kept_slots(self, net: Graph) -> dict[int, Slots]:
         """Returns the slots of the commits that can still be taken back."""
         return {version: slots for version, slots in self._slots.items() if net.journal.keeps(version)}
+
+    def take_slots(self, slots: dict[int, Slots]) -> None:
+        """Takes over the slots of another session."""
+        self._slots = dict(slots)
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Computes the state after the commit; raises OptimizerError when some of it cannot be mapped."""

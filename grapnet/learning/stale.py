@@ -85,6 +85,7 @@ def _mark_loaded_state(
     def marked(optimizer: Optimizer, state: dict[str, Any]) -> None:
         setstate(optimizer, state)
         mark_followed(optimizer)
+        _checked[optimizer].changes = -1  # the next step compares sizes, before it changes anything
 
     return marked
 
