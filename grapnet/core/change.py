@@ -46,6 +46,7 @@ class LayerChange:
     owners: Relabel | None = None
     activations: Relabel | None = None
     columns: dict[str, VectorChange] = field(default_factory=dict)  # by name, of those that were there
+    folded: Tensor | None = None  # old positions of relations that left their parent's constant to the child's bias
 
     @property
     def is_empty(self) -> bool:
@@ -62,11 +63,12 @@ class LayerChange:
     def to(self, device: torch.device) -> "LayerChange":
         """Returns the change with its coordinates on a device; rows are counted on the CPU."""
         columns = {name: c.to(device) for name, c in self.columns.items()}
-        return replace(self, biases=self.biases and self.biases.to(device), columns=columns)
+        folded = None if self.folded is None else self.folded.to(device)
+        return replace(self, biases=self.biases and self.biases.to(device), columns=columns, folded=folded)
 
     def without_values(self) -> "LayerChange":
         """Returns the change as the journal keeps it for ever."""
-        return replace(self, biases=self.biases and self.biases.without_values(), columns={})
+        return replace(self, biases=self.biases and self.biases.without_values(), columns={}, folded=None)
 
     def inverse(self, *, with_gradients: bool) -> "LayerChange":
         """Returns the change that leads back."""

@@ -184,6 +184,18 @@ class Edit:
         """How many relations this edit was asked to connect so far."""
         return sum(len(c.parents) for asked in self._requests.connections.values() for c in asked)
 
+    @property
+    def connections(self) -> tuple[Tensor, Tensor]:
+        """The uids of the parents and of the children of the relations that this edit was asked to connect so far."""
+        self._require_open()
+        return self._requests.connected_uids(self._graph.layers)
+
+    @property
+    def removals(self) -> NodeSet:
+        """The nodes that this edit was asked to remove so far; orphans, and nodes that it adds, are not listed."""
+        self._require_open()
+        return NodeSet(self._graph, self._requests.removed_uids(self._graph.layers))
+
     def remark(self, text: str, **details: str | float | bool | None) -> None:
         """Writes why into the journal, among the operations: which rule, at which scores. It changes nothing.
 
@@ -346,7 +358,7 @@ class Edit:
         found: dict[int, Tensor] = {}
         left = uids
         for number in range(len(self._graph.layers)):
-            rows = self._rows_in(number, left)
+            rows = self._requests.rows(self._graph.layers[number], number, left)
             if bool((rows >= 0).any()):
                 found[number] = rows[rows >= 0]
                 left = left[rows < 0]
@@ -359,18 +371,6 @@ class Edit:
         if len(found) > 1:
             raise EditError(f"the {role} of one connect() are in one layer, got nodes of layers {sorted(found)}")
         return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32, device="cpu")))
-
-    def _rows_in(self, number: int, uids: Tensor) -> Tensor:
-        layer = self._graph.layers[number]
-        rows = layer.rows(uids)
-        offset = len(layer)
-        for newborns in self._requests.newborns.get(number, ()):
-            if len(newborns.uids):
-                place = uids - newborns.uids[0]
-                inside = (place >= 0) & (place < len(newborns.uids))
-                rows = torch.where(inside, (place + offset).int(), rows)
-            offset += len(newborns.uids)
-        return rows
 
     def _existing(self, nodes: Nodes) -> Nodes:
         uids = as_uids(self._graph, nodes)

@@ -1,7 +1,7 @@
 """What an edit was asked to do, before it is resolved against the graph."""
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .activation import activation_function
 from .errors import EditError
+from .layer import Layer
 from .remap import as_tensor
 
 INITIALISATIONS = ("linear", "alloc", "zero")
@@ -59,6 +60,34 @@ class Requests:
     unfreeze_biases: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     namings: dict[int, list[Naming]] = field(default_factory=lambda: defaultdict(list))
     orphans: dict[int, bool] = field(default_factory=dict)  # layer -> fold the bias
+
+    def rows(self, layer: Layer, number: int, uids: Tensor) -> Tensor:
+        """Returns the rows of uids in a layer, newborn nodes counted after the present ones, -1 where they are not."""
+        rows, offset = layer.rows(uids), len(layer)
+        for newborns in self.newborns.get(number, ()):
+            if len(newborns.uids):
+                place = uids - newborns.uids[0]
+                inside = (place >= 0) & (place < len(newborns.uids))
+                rows = torch.where(inside, (place + offset).int(), rows)
+            offset += len(newborns.uids)
+        return rows
+
+    def connected_uids(self, layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
+        """Returns the uids of the parents and of the children to connect, transition by transition."""
+        parents, children = ([torch.empty(0, dtype=torch.int64, device="cpu")] for _ in range(2))
+        for t, asked in sorted(self.connections.items()):
+            upper, lower = (
+                torch.cat([layers[n].uid, *(newborns.uids for newborns in self.newborns.get(n, ()))])
+                for n in (t, t + 1)
+            )
+            parents += [upper[connection.parents.long()] for connection in asked]
+            children += [lower[connection.children.long()] for connection in asked]
+        return torch.cat(parents), torch.cat(children)
+
+    def removed_uids(self, layers: Sequence[Layer]) -> dict[int, Tensor]:
+        """Returns the ascending uids of the present nodes to remove, layer by layer."""
+        rows = {number: torch.cat(asked).unique().long() for number, asked in self.removals.items()}
+        return {number: layers[number].uid[at[at < len(layers[number])]] for number, at in rows.items()}
 
 
 def checked_initial(initial: Initial, count: int, what: str) -> Initial:

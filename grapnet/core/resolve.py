@@ -1,8 +1,10 @@
 """Resolving an edit: what was asked for becomes one Change, or an error, before anything is touched."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from .activation import activation_function
 from .change import Change
@@ -19,9 +21,10 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
     with torch.no_grad():
         drafts = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
         wirings: list[TransitionDraft] = []
+        folded: dict[int, Tensor | None] = {}
         for number, draft in enumerate(drafts):
             if number in requests.orphans:
-                _remove_orphans(graph, requests, number, drafts, wirings[-1])
+                folded[number] = _remove_orphans(graph, requests, number, drafts, wirings[-1])
             if number < len(graph.transitions):
                 wirings.append(TransitionDraft(graph, requests, number, draft, drafts[number + 1]))
         transitions = {
@@ -33,38 +36,45 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
             if draft.is_touched
         }
         return Change(
-            {n: c for n, c in layers.items() if not c.is_empty},
+            {n: replace(c, folded=folded.get(n)) for n, c in layers.items() if not c.is_empty},
             {t: c for t, c in transitions.items() if not c.is_empty},
         )
 
 
 def _remove_orphans(
     graph: "Graph", requests: Requests, number: int, drafts: list[LayerDraft], incoming: TransitionDraft
-) -> None:
-    """Marks the parentless nodes of a hidden layer as gone and, if asked, leaves their constants to their children."""
-    draft, below, layer, transition = (
-        drafts[number],
-        drafts[number + 1],
-        graph.layers[number],
-        graph.transitions[number],
-    )
+) -> Tensor | None:
+    """Marks the parentless nodes of a hidden layer as gone and, if asked, leaves their constants to their children.
+
+    Returns the positions of the relations over which they were left.
+    """
+    draft, topology = drafts[number], graph.transitions[number].topology
     orphans = (incoming.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu() == 0) & ~draft.gone
     draft.gone |= orphans
     rows = flatnonzero(orphans[: draft.n_present])
     if not requests.orphans[number] or len(rows) == 0:
-        return
-    biases = layer.values() if draft.shift is None else layer.values() + draft.shift
-    kinds = layer.activation_names.select(rows)
-    rows = rows.to(graph.device)
-    constants = biases[rows.long()]
-    for kind, chosen in kinds.kinds():
+        return None
+    positions = topology.owned_by(rows.to(graph.device))
+    positions = positions[~contains(union(requests.cuts.get(number, []), graph.device), positions)]
+    drafts[number + 1].shift = folded_constants(graph, number, positions, draft.shift)
+    return positions
+
+
+def folded_constants(graph: "Graph", number: int, relations: Tensor, shift: Tensor | None) -> Tensor:
+    """Returns what parentless nodes of a layer send to each node of the next one, [rows of the next layer].
+
+    Args:
+        graph: whose weights and biases count.
+        number: the layer of the parentless nodes.
+        relations: the positions of the relations they send it over, in the order of their owners.
+        shift: what their own biases are given in the same edit, [rows of the layer].
+    """
+    layer, transition = graph.layers[number], graph.transitions[number]
+    topology = transition.topology
+    rows, counts = topology.parents_at(relations).unique_consecutive(return_counts=True)
+    constants = (layer.values() if shift is None else layer.values() + shift)[rows.long()]
+    for kind, chosen in layer.activation_names.select(rows.cpu()).kinds():
         places = chosen.long().to(graph.device)
         constants[places] = activation_function(str(kind))(constants[places])
-    topology = transition.topology
-    positions = topology.owned_by(rows)
-    kept = ~contains(union(requests.cuts.get(number, []), graph.device), positions)
-    constants = constants.repeat_interleave(topology.degrees[rows.long()].long())[kept]
-    positions = positions[kept]
-    if below.shift is None:
-        below.shift = torch.zeros(below.n_present, dtype=constants.dtype, device=constants.device)
-    below.shift.index_add_(0, topology.child[positions.long()], constants * transition.read(positions))
+    sent = constants.repeat_interleave(counts) * transition.read(relations)
+    return sent.new_zeros(topology.n_children).index_add_(0, topology.child[relations.long()], sent)

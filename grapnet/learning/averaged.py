@@ -5,7 +5,8 @@ import functools
 import weakref
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from grapnet.core.change import Change
@@ -132,14 +133,35 @@ def _moves(change: Change) -> bool:
 def _guarded(
     update: Callable[[AveragedModel, nn.Module], None],
 ) -> Callable[[AveragedModel, nn.Module], None]:
-    """Wraps the one method through which averages are taken."""
+    """Wraps the one method through which averages are taken.
+
+    Frozen coordinates are averaged too, by the same rule: they are buffers, which torch would copy from the model.
+    """
 
     @functools.wraps(update)
     def update_parameters(self: AveragedModel, model: nn.Module) -> None:
         refuse_left_behind(self, model)
+        frozen = [] if self.use_buffers or self.n_averaged == 0 else _frozen_values(self.module)
+        if not frozen:
+            return update(self, model)
+        held = AveragedModel(_listed(frozen), avg_fn=self.avg_fn, multi_avg_fn=self.multi_avg_fn)
+        held.n_averaged = self.n_averaged.clone()
         update(self, model)
+        update(held, _listed(frozen))  # which hold the model's by now
+        with torch.no_grad():
+            for values, average in zip(frozen, held.parameters(), strict=True):
+                values.copy_(average)
 
     return update_parameters
+
+
+def _frozen_values(module: nn.Module) -> list[Tensor]:
+    stores = [part for part in module.modules() if isinstance(part, Coordinates) and part.size]
+    return [store.frozen_values for store in stores if len(store.frozen_at)]
+
+
+def _listed(tensors: list[Tensor]) -> nn.ParameterList:
+    return nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
 
 
 # torch has no hook for it, and as many relations grown as cut would be averaged with those of others in silence.

@@ -1,17 +1,21 @@
 """CopyFollower: takes a copy of a net, and its journal, through the net's commits."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from grapnet.core.change import Change
+from grapnet.core.change import Change, LayerChange, NodeRecord, TransitionChange
 from grapnet.core.column import Column
 from grapnet.core.errors import OptimizerError
 from grapnet.core.graph import Graph
 from grapnet.core.journal import Commit, Journal
+from grapnet.core.remap import IndexMap, contains, empty_positions, flatnonzero
+from grapnet.core.resolve import folded_constants
 from grapnet.core.transaction import prepare_commit
+from grapnet.core.vector import Shift, VectorChange
 
 
 class CopyFollower:
@@ -56,9 +60,9 @@ class CopyFollower:
         )
 
     def _change(self, copy: Graph, commit: Commit) -> Change:
-        """Returns the net's change, with the values that the copy itself lost where the commit takes another back."""
+        """Returns the net's change, with the copy's own values where it folds biases or takes another commit back."""
         if commit.undoes is None:
-            return commit.change
+            return _with_own_constants(copy, commit.change)
         earlier = [c for c in copy.journal.commits if c.version == commit.undoes]
         own = self._trial if commit.ends_trial else earlier[-1] if earlier else None
         if own is None or not own.change.has_values:
@@ -88,13 +92,50 @@ def way_back(journal: Journal) -> tuple[list[int], list[int]]:
     return undoable, redoable
 
 
+@torch.no_grad()
+def _with_own_constants(copy: Graph, change: Change) -> Change:
+    """Returns a change in which parentless nodes leave what they send in the copy, not what in the net."""
+    layers, shifts = dict(change.layers), dict[int, Tensor]()
+    for n, upper in sorted(change.layers.items()):
+        if upper.folded is not None:
+            shifts[n + 1] = folded_constants(copy, n, upper.folded.to(copy.device), shifts.get(n))
+            layers[n + 1] = _shifted(copy, n + 1, change.layers.get(n + 1), shifts[n + 1])
+    return replace(change, layers=layers)
+
+
+def _shifted(copy: Graph, number: int, change: LayerChange | None, shift: Tensor) -> LayerChange:
+    """Returns what happens to a layer (None: nothing) with `shift` added to the biases that stay and are trainable."""
+    layer, change = copy.layers[number], change or _untouched(copy, number)
+    assert change.biases is not None
+    biases = change.biases.to(copy.device)
+    rows = flatnonzero(shift != 0)
+    rows = rows[~contains(biases.index.removed, rows) & ~layer.frozen_bits(rows)]
+    positions = biases.index.new_positions(rows)
+    free = ~contains(biases.flips, positions)
+    rows, positions = rows[free], positions[free]
+    before = layer.read(rows)
+    own = Shift(positions, before, before + shift[rows.long()]) if len(rows) else None
+    return replace(change, biases=replace(biases, shift=own))
+
+
+def _untouched(copy: Graph, number: int) -> LayerChange:
+    layer, none = copy.layers[number], empty_positions()
+    index = IndexMap(len(layer), len(layer), none, none)
+    nobody = NodeRecord(layer.uid[:0], layer.owner_names.select(none), layer.activation_names.select(none))
+    return LayerChange(index, nobody, nobody, VectorChange.of_free(index.to(copy.device)))
+
+
 def _moves_alike(one: Change, other: Change) -> bool:
     """Says whether two changes move the same rows and relations."""
-    if one.layers.keys() != other.layers.keys() or one.transitions.keys() != other.transitions.keys():
-        return False
-    pairs = [(one.layers[n].index, other.layers[n].index) for n in one.layers]
-    pairs += [(one.transitions[t].index, other.transitions[t].index) for t in one.transitions]
-    return all(
+    return _moves_same(one.layers, other.layers) and _moves_same(one.transitions, other.transitions)
+
+
+def _moves_same(
+    one: Mapping[int, LayerChange | TransitionChange], other: Mapping[int, LayerChange | TransitionChange]
+) -> bool:
+    alone = [(one.get(n) or other[n]).index for n in one.keys() ^ other.keys()]  # a copy may fold where the net has 0
+    pairs = [(one[n].index, other[n].index) for n in one.keys() & other.keys()]
+    return all(index.is_identity for index in alone) and all(
         a.old_size == b.old_size and equal(a.removed, b.removed) and equal(a.inserted, b.inserted) for a, b in pairs
     )
 

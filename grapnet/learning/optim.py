@@ -54,7 +54,8 @@ def attach(
         what: a `torch.optim` optimizer whose state is one value a coordinate, or one number a Parameter. Or a copy of
             the net: an `AveragedModel`, a module with one such copy inside, or the copy itself. There survivors keep
             their averages, newborn coordinates take the net's values, restored ones return as the copy had them, and
-            what is frozen in the net is frozen.
+            what is frozen in the net is frozen and goes on being averaged. Orphans that are folded leave the copy
+            its own constants.
         net: the net whose Parameters the optimizer holds, or of which `what` holds a copy.
         survivors: "keep" carries the state of every coordinate that stays; "renew" starts all afresh at every commit,
             and the end of a trial brings back what was there before it.

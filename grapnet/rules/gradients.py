@@ -14,7 +14,7 @@ from grapnet.core.remap import as_tensor
 from grapnet.network import GrapNet
 
 from .absent import Absent, first_largest, largest_among, largest_of_all, largest_of_each
-from .outer_products import CELLS, OuterProducts
+from .outer_products import CELLS, OuterProducts, has_finite_product
 from .watcher import Watcher, checked, plainly
 
 MOST_CELLS = 2**26  # of a matrix
@@ -27,7 +27,8 @@ class GradientRecorder(Watcher[OuterProducts]):
     of its weight, wherever the transition is a sum (attention weighs the messages; g_ij is then that of the sum). It is
     averaged over the backward passes seen, of which one may go through several forward passes. For a node that came
     meanwhile, passes before it count as 0. Under a GradScaler all are scaled alike. Forward passes of before an edit,
-    and of before it was armed, do not count.
+    and of before it was armed, do not count. What is not finite is left out (`left_out`), and a pass in which nothing
+    else was seen does not count.
 
     Args:
         upper: the layer of the parents.
@@ -50,11 +51,17 @@ class GradientRecorder(Watcher[OuterProducts]):
             raise ValueError(f"relations lead to a layer further down, got upper={upper}, lower={lower}")
         self.upper, self.lower = upper, lower
         self._said: Tensor | None = None  # by the upper layer in the pass under way
+        self.left_out = 0  # how many gradients, since clear(), were not finite
 
     @property
     def count(self) -> int:
         """How many backward passes were seen."""
         return 0 if self._evidence is None else self._evidence.count
+
+    def clear(self) -> None:
+        """Forgets what it has seen."""
+        super().clear()
+        self.left_out = 0
 
     def of(self, parents: Any, children: Any) -> Tensor:
         """Returns the gradients of pairs: uids of parents and, aligned with them, of children."""
@@ -102,7 +109,7 @@ class GradientRecorder(Watcher[OuterProducts]):
             ranked: the largest first; otherwise by parent and then by child, which is quicker.
 
         Raises:
-            GrapNetError: a gradient is not finite.
+            GrapNetError: nothing was seen, or the sum of what was is not finite.
         """
         seen = self._here()
         if count is None and per_child is None:
@@ -131,6 +138,14 @@ class GradientRecorder(Watcher[OuterProducts]):
             cells = cells.cpu()
         n_lower = max(1, seen.shape[1])
         return net.layers[self.upper].uid[cells // n_lower], net.layers[self.lower].uid[cells % n_lower], sizes
+
+    def _seen(self) -> OuterProducts:
+        if self._evidence is None and self.left_out:
+            raise GrapNetError(
+                f"this GradientRecorder has left out all {self.left_out} gradients that it was shown, which were not "
+                "finite; lower the scale of the loss and record another pass"
+            )
+        return super()._seen()
 
     def _here(self) -> OuterProducts:
         """Returns the evidence where the net is."""
@@ -195,9 +210,13 @@ class GradientRecorder(Watcher[OuterProducts]):
     def _record(self, said: Tensor, received: Tensor) -> None:
         dtype = torch.promote_types(torch.promote_types(said.dtype, received.dtype), torch.float32)
         with plainly(received.device):
+            said, received = said.to(dtype), received.to(dtype, copy=True)
+            if not has_finite_product(said, received):
+                self.left_out += 1
+                return
             self._writable(lambda: OuterProducts((said.shape[1], received.shape[1])))
             seen = self._evidence = self._seen().to(received.device)
-            seen.see(said.to(dtype), received.to(dtype, copy=True), _current_graph_task_id())
+            seen.see(said, received, _current_graph_task_id())
 
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> OuterProducts:
         count, said, received, matrix = (seen.get(name) for name in ("count", "said", "received", "matrix"))

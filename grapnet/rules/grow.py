@@ -15,6 +15,7 @@ from grapnet.network import GrapNet
 
 from .budget import Budget
 from .rule import Moment
+from .together import staying
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class GrowForTask:
                 f"layer {number} does not lead to the output, so its nodes have no classes to relate to; "
                 f"grow layer {len(net.layers) - 2}"
             )
-        above, children = net.layers[number - 1], net.layers[-1].uid[self._rows(now.task, net.sizes[-1])]
+        above, children = staying(net, edit, number - 1), net.layers[-1].uid[self._rows(now.task, net.sizes[-1])]
         n_parents = len(above) if self.parents == "all" else round(float(self.parents) * len(above))
         count = affordable(self.nodes, n_parents + len(children), now.budget)
         edit.remark(
@@ -98,7 +99,7 @@ class GrowForTask:
         else:
             rows = _drawn(len(above), n_parents, count, edit.generator)  # [count, n_parents]
             edit.connect(
-                above.uid[rows.flatten()],
+                above.uids[rows.flatten()],
                 new.uids.repeat_interleave(n_parents),
                 pairs="aligned",
                 weights=self.weights,

@@ -2,7 +2,7 @@
 
 import copy
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
@@ -28,7 +28,8 @@ class RuleManager:
 
     Everything random comes from a generator of its own, so that runs with equal seeds make equal commits. The generator
     moves on with every `apply` in which a rule drew from it, also when nothing was changed; a dry run and an `apply`
-    that raises leave it where it was.
+    that raises leave it where it was. A copy, pickled or not, has what the recorders have seen, for the first net that
+    it is given, and watches nothing until `start(net)`.
 
     Args:
         seed: of the generator.
@@ -82,22 +83,23 @@ class RuleManager:
             require_budget(budget)
         name = self._roster.free_name(title(rule)) if name is None else str(name)
         self._roster.add(Entry(name, rule, schedule, budget, enabled), before, after)
-        self._arm_again()
+        self._arm_new(name, lambda: self._roster.remove(name))
         return name
 
     def replace(self, name: str, rule: Rule) -> Rule:
         """Puts another rule in the place of one, with its schedule and budget, and returns the old one."""
         require_rule(rule)
         entry = self._roster[name]
-        self._recorders.drop(name)
         old, entry.rule = entry.rule, rule
-        self._arm_again()
+        self._arm_new(name, lambda: setattr(entry, "rule", old))
         return old
 
     def enable(self, name: str) -> None:
         """Switches a rule on."""
-        self._roster[name].enabled = True
-        self._arm_again()
+        entry = self._roster[name]
+        if not entry.enabled:
+            entry.enabled = True
+            self._arm_new(name, lambda: setattr(entry, "enabled", False))
 
     def disable(self, name: str) -> None:
         """Switches a rule off; its recorders stop to watch and forget what they have seen."""
@@ -132,13 +134,13 @@ class RuleManager:
             step: of the next `apply`; the one after the last by default, 0 at first.
         """
         step = (self._next_step or 0) if step is None else operator.index(step)
-        self._adopt(self._recorders.on(net))
+        self._adopt(self._made(net))
         self._arm(step)
 
     @contextmanager
     def recording(self, net: GrapNet) -> Iterator[None]:
         """Lets all recorders of enabled rules watch inside the block: run the data through the net there."""
-        self._adopt(self._recorders.on(net))
+        self._adopt(self._made(net))
         with self._recorders.watching([(entry.name, entry.rule) for entry in self._roster.enabled]):
             yield
 
@@ -174,9 +176,7 @@ class RuleManager:
         if probe is not None and not dry_run:
             raise ValueError("probe= is for a dry run; say dry_run=True")
         due = [entry for entry in self._roster.enabled if entry.schedule.is_due(step, task)]
-        recorders, names = self._recorders.on(net), tuple(entry.name for entry in due)
-        for entry in self._roster.enabled:
-            recorders.of(entry.name, entry.rule)  # made before anything happens, since making them may raise
+        recorders, names = self._made(net), tuple(entry.name for entry in due)
 
         def write(edit: Edit) -> None:
             for entry in due:
@@ -291,6 +291,13 @@ class RuleManager:
                 for rule, state in states:
                     _set_state(rule, state)
 
+    def _made(self, net: GrapNet) -> RecorderSet:
+        """Returns recorders on a net for all enabled rules, made before anything happens, since that may raise."""
+        recorders = self._recorders.on(net)
+        for entry in self._roster.enabled:
+            recorders.of(entry.name, entry.rule)
+        return recorders
+
     def _adopt(self, recorders: RecorderSet) -> None:
         """Goes over to the recorders of another net."""
         if recorders is not self._recorders:
@@ -308,6 +315,15 @@ class RuleManager:
         """Lets recorders of rules that came while a net trains watch from now on."""
         if self._next_step is not None and self._recorders.net is not None:
             self._arm(self._next_step)
+
+    def _arm_new(self, name: str, back: Callable[[], None]) -> None:
+        """Arms the recorders of a rule that has come; if that raises, calls `back` and leaves those it had."""
+        try:
+            with self._recorders.renewed(name):
+                self._arm_again()
+        except BaseException:
+            back()
+            raise
 
     def _load(self, state: Mapping[str, Any]) -> None:
         self._generator.set_state(state["generator"])

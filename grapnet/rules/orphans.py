@@ -9,6 +9,7 @@ from grapnet.core.errors import EditError
 from grapnet.network import GrapNet
 
 from .rule import Moment
+from .together import refuse_attention
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class RemoveOrphans:
 
     Attributes:
         fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the function stays. A
-            child whose bias is frozen makes the commit raise EditError.
+            child whose bias is frozen makes the commit raise EditError, and so does, at once, a transition from such a
+            layer that runs with attention.
         layers: numbers of hidden layers; all of them by default.
 
     Examples:
@@ -48,6 +50,9 @@ class RemoveOrphans:
         """Asks the edit to remove orphans."""
         edit.remove_orphans(self.layers, fold_bias=self.fold_bias)
         hidden = range(1, len(net.layers) - 1)
-        numbers = hidden if self.layers is None else cast("tuple[int, ...]", self.layers)
-        present = sum(int((net.transitions[n % len(net.layers) - 1].topology.fan_in() == 0).sum()) for n in numbers)
+        given = hidden if self.layers is None else cast("tuple[int, ...]", self.layers)
+        numbers = [number % len(net.layers) for number in given]
+        for number in numbers if self.fold_bias else ():
+            refuse_attention(net, number, "fold_bias=True", f"leave layer {number} out of layers=, or do not fold")
+        present = sum(int((net.transitions[number - 1].topology.fan_in() == 0).sum()) for number in numbers)
         edit.remark(f"orphans before the edit: {present}", orphans=present)

@@ -120,6 +120,18 @@ class OuterProducts:
         return {"count": self.count, "said": said, "received": received, "matrix": self.matrix}
 
 
+def has_finite_product(said: Tensor, received: Tensor) -> bool:
+    """Says whether every number of hᵀ·dz is finite; the product is computed only where a sum could overflow."""
+    if not said.numel() or not received.numel():
+        return True
+    h, dz = said.abs().amax(), received.abs().amax()
+    *factors, bound = torch.stack([h, dz, h * dz * len(said)]).isfinite().tolist()
+    if bound or not all(factors):
+        return bound
+    step = max(1, CELLS // received.shape[1])
+    return all(bool((rows.t() @ received).isfinite().all()) for rows in said.split(step, dim=1))
+
+
 def _moved(factor: Tensor, index: IndexMap | None) -> Tensor:
     """Returns a matrix after its columns moved."""
     return factor if index is None else index.carry(factor.t()).t().contiguous()

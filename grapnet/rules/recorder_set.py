@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from grapnet.core.errors import GrapNetError
+from grapnet.core.errors import CheckpointError, GrapNetError
 from grapnet.network import GrapNet
 
 from .rule import Recorder, RecordingRule, Rule
@@ -15,6 +15,9 @@ from .settings import same
 
 class RecorderSet:
     """Makes every rule's recorders once, when they are first needed, and keeps only a weak reference to the net.
+
+    A recorder that has `bind` follows the net from then on, watching or not. A copy of the set has the states of the
+    recorders and no net.
 
     Args:
         net: whom they watch; without one it only holds saved states.
@@ -46,8 +49,14 @@ class RecorderSet:
         if net is None:
             return {}
         made = rule.recorders(net) if isinstance(rule, RecordingRule) else {}
+        for recorder in made.values():
+            _bind(recorder, net)
         for key, state in self._saved.get(name, {}).items():
-            _restore(made[key], state)
+            try:
+                _restore(made[key], state)
+            except CheckpointError as error:
+                error.add_note(f"raised for recorder {key!r} of rule {name!r}; disable() and enable() let it forget")
+                raise
         self._saved.pop(name, None)
         self._recorders[name] = made
         return made
@@ -57,6 +66,11 @@ class RecorderSet:
         recorders = self.of(name, rule)
         for key, recorder in recorders.items():
             if getattr(recorder, "count", None) == 0:
+                if left_out := getattr(recorder, "left_out", 0):
+                    raise GrapNetError(
+                        f"rule {name!r} is due, and its recorder {key!r} has left out all {left_out} gradients that it "
+                        "was shown, which were not finite. Lower the scale of the loss, or let it watch more steps"
+                    )
                 raise GrapNetError(
                     f"rule {name!r} is due, and its recorder {key!r} has seen nothing. Call manager.start(net) before "
                     "the first step, or run data through the net inside `with manager.recording(net):`"
@@ -86,6 +100,23 @@ class RecorderSet:
             recorder.disarm()
             self._watching.discard((name, key))
         self._saved.pop(name, None)
+
+    @contextmanager
+    def renewed(self, name: str) -> Iterator[None]:
+        """Lets a rule get other recorders inside the block; if that raises, it has those from before, as they were."""
+        recorders, saved = self._recorders.pop(name, None), self._saved.pop(name, None)
+        watching = {pair for pair in self._watching if pair[0] == name}
+        self._watching -= watching
+        try:
+            yield
+        except BaseException:
+            self.drop(name)
+            self._recorders |= {} if recorders is None else {name: recorders}
+            self._saved |= {} if saved is None else {name: saved}
+            self._watching |= watching
+            raise
+        for recorder in (recorders or {}).values():
+            recorder.disarm()
 
     def drop_all(self) -> None:
         """Stops all recorders and lets go of them."""
@@ -136,6 +167,12 @@ class RecorderSet:
                 _restore(recorder, state.get(name, {}).get(key))
         self._saved = {name: dict(states) for name, states in state.items() if name not in self._recorders}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {"saved": self.state_dict()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(saved=state["saved"])
+
     def _put_back(self, before: set[tuple[str, str]]) -> None:
         net = self.net
         for name, key in self._watching - before:
@@ -144,6 +181,11 @@ class RecorderSet:
             if net is not None:
                 self._recorders[name][key].arm(net)
         self._watching = before
+
+
+def _bind(recorder: Any, net: GrapNet) -> None:
+    if hasattr(recorder, "bind"):
+        recorder.bind(net)
 
 
 def _has_state(recorder: Any) -> bool:

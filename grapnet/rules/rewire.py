@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.relation_set import RelationSet
 from grapnet.core.relations import Topology
+from grapnet.core.remap import contains
 from grapnet.execution import native
 from grapnet.network import GrapNet
 
@@ -21,6 +22,7 @@ from .choice import chosen_transitions, given_transitions, seen_evidence
 from .gradients import GradientRecorder
 from .prune import weakest_of_each
 from .rule import Moment, Recorder
+from .together import absent_among, leaving_relations, taken_pairs
 
 Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
 
@@ -30,7 +32,8 @@ class Rewire:
     """Drops the weakest relations of each transition and grows as many absent ones: none has more or fewer afterwards.
 
     SET is `Rewire()`, RigL `Rewire(grow="gradient", decay_until=T)`, SRigL that with `fan_in="constant"`. A frozen
-    relation is never dropped and does not count; what is dropped does not come back in the same call.
+    relation is never dropped and does not count; what is dropped does not come back in the same call. Beside the rules
+    before it in the same edit, it handles neither what they cut, nor pairs they connect, nor nodes they remove.
 
     Attributes:
         transitions: which ones, all of them by default; a full one is left alone.
@@ -89,28 +92,27 @@ class Rewire:
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Writes the cuts and as many connections."""
         fraction = self.fraction_at(now.step)
-        candidates = {t: self._candidates(net, edit, t, fraction) for t in self._numbers(net)}
+        taken = {t: absent_among(net, t, taken_pairs(net, edit, t)) for t in self._numbers(net)}
+        candidates = {t: self._candidates(net, edit, t, fraction, taken[t]) for t in taken}
         shares = _shared_out([count for _, count in candidates.values()], now.budget.edits)
         budget = _beside(edit.cuts, now.budget)
         for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
             if count:
-                self._rewire(net, edit, now, t, weakest_within(net, relations, count, budget))
+                self._rewire(net, edit, now, t, weakest_within(net, relations, count, budget), taken[t])
 
-    def _rewire(self, net: GrapNet, edit: Edit, now: Moment, t: int, dropped: RelationSet) -> None:
-        """Cuts `dropped` and connects as many absent pairs of transition t."""
+    def _rewire(self, net: GrapNet, edit: Edit, now: Moment, t: int, dropped: RelationSet, taken: Tensor) -> None:
+        """Cuts `dropped` and connects as many absent pairs of transition t that are not taken."""
         if len(dropped) == 0:
             return
         topology, lost, details = net.transitions[t].topology, None, {}
         if self.fan_in == "constant":
             lost = torch.bincount(_children(topology, dropped, t), minlength=topology.n_children)
         if self.grow == "random":
-            rows = _random_absent(topology, len(dropped), lost, edit.generator)
+            rows = _random_absent(topology, len(dropped), lost, taken, edit.generator)
             parents, children = (net.layers[n].uid[r] for n, r in zip((t, t + 1), rows, strict=True))
         else:
-            largest = seen_evidence(now, _evidence(t), 'Rewire(grow="gradient")').largest_absent(
-                len(dropped), per_child=lost, ranked=False
-            )
-            parents, children, gradients = largest
+            recorder = seen_evidence(now, _evidence(t), 'Rewire(grow="gradient")')
+            parents, children, gradients = _steepest_absent(net, t, recorder, len(dropped), lost, taken)
             details["smallest_grown_gradient"] = float(gradients.min())
         assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
         details["largest_dropped_weight"] = float(dropped.weights.detach().abs().max())
@@ -118,19 +120,22 @@ class Rewire:
         edit.connect(parents, children, pairs="aligned", weights=self.weights)
         edit.remark(f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details)
 
-    def _candidates(self, net: GrapNet, edit: Edit, t: int, fraction: float) -> tuple[RelationSet, int]:
+    def _candidates(self, net: GrapNet, edit: Edit, t: int, fraction: float, taken: Tensor) -> tuple[RelationSet, int]:
         """Returns relations to choose from, and how many of them to drop."""
         topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
         if len(net.transitions[t].frozen_at):
             relations = relations[~relations.frozen]
         if len(edit.cuts):
             relations -= edit.cuts
-        absent = topology.n_parents * topology.n_children - topology.n_relations
+        if len(edit.removals):
+            relations -= leaving_relations(edit)
+        absent = topology.n_parents * topology.n_children - topology.n_relations - len(taken)
         if self.fan_in == "free" or absent == 0:
             return relations, min(round(fraction * len(relations)), absent)
         children = _children(topology, relations, t)
         free = torch.bincount(children, minlength=topology.n_children)
-        quotas = torch.minimum((fraction * free.double()).round().long(), topology.n_parents - topology.fan_in().cpu())
+        room = topology.n_parents - topology.fan_in().cpu() - _of_each(taken, topology.n_children)
+        quotas = torch.minimum((fraction * free.double()).round().long(), room)
         relations = _weakest_of_each(relations, children, quotas)
         return relations, len(relations)
 
@@ -185,12 +190,46 @@ def _weakest_of_each(relations: RelationSet, children: Tensor, quotas: Tensor) -
     return relations[torch.from_numpy(marks)]
 
 
+def _of_each(pairs: Tensor, n_children: int) -> Tensor:
+    """Returns how many of the numbered pairs lead to each child."""
+    return torch.bincount(pairs % max(1, n_children), minlength=n_children)
+
+
+def _steepest_absent(
+    net: GrapNet, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the absent pairs of the largest |gradient| that are not taken, as uids, and those gradients."""
+    if len(taken) == 0:
+        return recorder.largest_absent(count, per_child=per_child, ranked=False)
+    n_children = net.sizes[t + 1]
+    quotas = None if per_child is None else per_child + _of_each(taken, n_children)
+    # As many more as might be taken; what is left is ranked, so the first ones are the largest.
+    parents, children, gradients = recorder.largest_absent(
+        None if quotas is not None else count + len(taken), per_child=quotas
+    )
+    rows = net.rows(t + 1, children).long()
+    free = (~contains(taken, net.rows(t, parents).long() * n_children + rows)).nonzero().view(-1)
+    if per_child is not None:
+        order = free[rows[free].argsort(stable=True)]  # child by child, the largest of each first
+        found = torch.bincount(rows[order], minlength=n_children)
+        rank = torch.arange(len(order), device="cpu") - (found.cumsum(0) - found)[rows[order]]
+        free = order[rank < per_child[rows[order]]]
+    free = free[:count]
+    return parents[free], children[free], gradients[free.to(gradients.device)]
+
+
 def _random_absent(
-    topology: Topology, count: int, per_child: Tensor | None, generator: torch.Generator | None
+    topology: Topology, count: int, per_child: Tensor | None, taken: Tensor, generator: torch.Generator | None
 ) -> Pairs:
-    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each child if given."""
+    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each child if given.
+
+    Absent pairs that are taken count as present.
+    """
     n_parents, n_children = topology.n_parents, topology.n_children
     parent, child = topology.parents().cpu().long().numpy(), topology.child.cpu().numpy()
+    if len(taken):
+        parent = np.concatenate([parent, taken.numpy() // n_children])
+        child = np.concatenate([child, (taken.numpy() % n_children).astype(child.dtype)])
     # Pairs are numbered child by child where each child has its own number to grow, parent by parent otherwise.
     present = parent * n_children + child if per_child is None else child * np.int64(n_parents) + parent
     present.sort(kind="stable")  # close to sorted, which a stable sort sees

@@ -8,12 +8,14 @@ from torch import Tensor
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.relations import Topology
+from grapnet.core.remap import contains
 from grapnet.network import GrapNet
 
 from .budget import weakest_within
 from .choice import seen_evidence
 from .recorders import CovarianceRecorder
 from .rule import Moment, Recorder
+from .together import taken_pairs
 
 EVIDENCE = "coactivation"
 MOST_ROUNDS = 30  # of clustering; it settles after a few
@@ -31,7 +33,7 @@ class SplitIntoFamilies:
     Attributes:
         transition: its number.
         families: how many.
-        fill: connect what is missing inside of the blocks, with weight 0.
+        fill: connect what is missing inside of the blocks, with weight 0, unless the same edit does so already.
         window: for how many steps activations are recorded.
 
     Examples:
@@ -95,7 +97,8 @@ class SplitIntoFamilies:
     def _fill(self, net: GrapNet, edit: Edit, t: int, upper: Tensor, lower: Tensor, most: int | None) -> int:
         """Connects pairs inside of the blocks that are absent; returns how many."""
         parents, children = _absent_inside(net.transitions[t].topology, upper, lower, self.families)
-        parents, children = parents[:most], children[:most]
+        free = ~contains(taken_pairs(net, edit, t), parents * net.sizes[t + 1] + children)
+        parents, children = parents[free][:most], children[free][:most]
         edit.connect(net.layers[t].uid[parents], net.layers[t + 1].uid[children], pairs="aligned", weights="zero")
         return len(parents)
 

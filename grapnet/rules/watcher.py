@@ -84,23 +84,26 @@ class Watcher(Generic[E]):
         """
         if self.armed and self.net is net:
             return
-        if self.armed:
-            raise GrapNetError("this recorder watches another net; disarm() it first, and clear() what it has seen")
-        if max(self._layers) >= len(net.layers):
-            raise ValueError(f"the net has layers 0 to {len(net.layers) - 1}, got {list(self._layers)}")
+        self._require_fit(net)
         self._require_room(net)
-        foreign = self._net is not None and self._net() is not net
-        if self._evidence is not None and (foreign or not _same(self._uids, self._uids_of(net))):
-            raise GrapNetError("this recorder holds evidence about nodes of another net or version; clear() it first")
-        if self._net is None or foreign:
-            self._unbind()
-            self._net, self._uids = weakref.ref(net), self._uids_of(net)
-            net.follow(self)
+        self.bind(net)
         hooks = []
         for place, module in enumerate(self._modules(net)):
             hooks.append(module.register_forward_hook(_Ear(self, place)))  # pyright: ignore[reportArgumentType]
         self._release = weakref.finalize(self, _remove, hooks)
         self._release.atexit = False
+
+    def bind(self, net: GrapNet) -> None:
+        """Follows the commits of a net without watching it, so that evidence it is given stays with the nodes.
+
+        Raises:
+            GrapNetError: it watches another net, or holds evidence about other nodes than this net's.
+        """
+        self._require_fit(net)
+        if self._net is None or self._net() is not net:
+            self._unbind()
+            self._net, self._uids = weakref.ref(net), self._uids_of(net)
+            net.follow(self)
 
     def disarm(self) -> None:
         """Stops to watch and keeps what it has seen."""
@@ -142,7 +145,7 @@ class Watcher(Generic[E]):
         return {"uids": [uids.clone() for uids in self._uids], "evidence": seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_dict` returned; the net it is armed on, now or next, must have those nodes.
+        """Takes over what `state_dict` returned; the net it is bound to, now or next, must have those nodes.
 
         Raises:
             CheckpointError: the state is not of such a recorder, or is about other nodes; nothing was changed.
@@ -155,7 +158,7 @@ class Watcher(Generic[E]):
         if seen is not None and (not isinstance(seen, dict) or len(uids) != len(self._layers)):
             raise CheckpointError(f"the state is about {len(uids)} layers, this recorder about {len(self._layers)}")
         if seen is not None and self._net is not None and not _same(uids, self._uids):
-            raise CheckpointError("the state is about other nodes than those of the net that this recorder watches")
+            raise CheckpointError("the state is about other nodes than those of the net that this recorder follows")
         evidence = None if seen is None else self._restored(seen, [len(u) for u in uids])
         self.clear()
         self._evidence, self._uids = evidence, self._uids if seen is None else [u.clone() for u in uids]
@@ -172,6 +175,16 @@ class Watcher(Generic[E]):
         """Returns the evidence in a state; raises CheckpointError when it is not for layers of these sizes."""
         raise NotImplementedError
 
+    def _require_fit(self, net: GrapNet) -> None:
+        """Raises when the net lacks a layer, when another one is watched, or when the evidence is about other nodes."""
+        if self.armed and self.net is not net:
+            raise GrapNetError("this recorder watches another net; disarm() it first, and clear() what it has seen")
+        if max(self._layers) >= len(net.layers):
+            raise ValueError(f"the net has layers 0 to {len(net.layers) - 1}, got {list(self._layers)}")
+        foreign = self._net is not None and self._net() is not net
+        if self._evidence is not None and (foreign or not _same(self._uids, self._uids_of(net))):
+            raise GrapNetError("this recorder holds evidence about nodes of another net or version; clear() it first")
+
     def _require_room(self, net: GrapNet) -> None:
         """Raises when the net's layers are too large to be watched."""
 
@@ -182,8 +195,9 @@ class Watcher(Generic[E]):
         return self._evidence
 
     def _writable(self, make: Callable[[], E]) -> E:
-        """Returns the evidence to write into: what a trial's end brings back is spared, what undo could is let go."""
-        self._kept = {version: held for version, held in self._kept.items() if version == self._trial}
+        """Returns the evidence to write into: outside a trial, what undo could bring back is let go."""
+        if self._trial is None:
+            self._kept = {}
         if self._evidence is None:
             self._evidence = make()
         elif self._shared:

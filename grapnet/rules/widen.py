@@ -9,13 +9,14 @@ from torch import Tensor
 from grapnet.core.activation import activation_function
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
-from grapnet.core.relation_set import RelationSet
+from grapnet.core.remap import contains
 from grapnet.network import GrapNet
 
 from .budget import weakest_within
 from .gradients import GradientRecorder
 from .grow import affordable, hidden_layer, require_count
 from .rule import Moment, Recorder
+from .together import gone_relations, leaving_relations, positions_in, refuse_attention, staying, unavailable_relations
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,9 @@ class GrowWidth:
       signs are open, the one comes first that makes use of positive activations; when the directions are used up the
       other signs follow, and then no more nodes are grown.
 
-    A budget of edits makes it grow fewer nodes, each of them whole.
+    A budget of edits makes it grow fewer nodes, each of them whole. Nodes that the rules before remove in the same edit
+    are neither related to nor copied, and copies do without relations that those cut. Attention in the transition to
+    the nodes below, or for "net2net" in the one from above, raises EditError: relations then share what they say.
 
     Attributes:
         layer: number of a hidden layer; negative numbers count from the output.
@@ -86,11 +89,13 @@ class GrowWidth:
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Adds the nodes."""
         number = hidden_layer(net, self.layer)
+        for t in (number - 1, number) if self.init == "net2net" else (number,):
+            refuse_attention(net, t, f"GrowWidth({self.init!r})", f'let transition {t} run with "auto" to widen there')
         added = {"zero_outgoing": self._add_silent, "net2net": self._add_copies, "gradmax": self._add_steepest}
         added[self.init](net, edit, now, number)
 
     def _add_silent(self, net: GrapNet, edit: Edit, now: Moment, number: int) -> None:
-        above, below = net.layers[number - 1], net.layers[number + 1]
+        above, below = (staying(net, edit, n) for n in (number - 1, number + 1))
         count = affordable(self.nodes, len(above) + len(below), now.budget)
         edit.remark(f"widens layer {number} by {count} nodes that say nothing yet", layer=number, nodes=count)
         if count:
@@ -111,14 +116,20 @@ class GrowWidth:
                 f"gradients of {list(gradients.shape)} nodes do not fit the {len(above)} nodes above and "
                 f"{len(below)} below layer {number}"
             )
+        upper, lower = (staying(net, edit, n) for n in (number - 1, number + 1))
+        if len(edit.removals):
+            rows = [
+                net.rows(n, nodes.uids).to(gradients.device) for n, nodes in ((number - 1, upper), (number + 1, lower))
+            ]
+            gradients = gradients[rows[0].long()][:, rows[1].long()]
         directions = steepest_directions(gradients)
-        count = min(affordable(self.nodes, len(above) + len(below), now.budget), len(directions))
+        count = min(affordable(self.nodes, len(upper) + len(lower), now.budget), len(directions))
         edit.remark(f"widens layer {number} by {count} nodes of steep gradient", layer=number, nodes=count)
         if count:
             bias = _rising_bias(net.layers[number].default_activation, net.layers[number].parameter.dtype)
             new = edit.add_nodes(number, count, owner=self.owner, bias=bias)
-            edit.connect(above, new, weights="zero")
-            edit.connect(new, below, weights=directions[:count] * self.scale)
+            edit.connect(upper, new, weights="zero")
+            edit.connect(new, lower, weights=directions[:count] * self.scale)
 
     def _add_copies(self, net: GrapNet, edit: Edit, now: Moment, number: int) -> None:
         rows = self._originals(net, edit, now, number)
@@ -134,9 +145,12 @@ class GrowWidth:
         A copy costs its own relations, and the first one of a node also those that are connected again.
         """
         into, out = net.transitions[number - 1].topology, net.transitions[number].topology
-        candidates = out.degrees.nonzero().flatten().cpu()
-        if len(candidates) == 0:
+        if out.n_relations == 0:
             raise EditError(f'layer {number} has no node with children to copy; use init="zero_outgoing"')
+        lost = out.parents_at(unavailable_relations(net, edit, number)).long()
+        candidates = (out.degrees > torch.bincount(lost, minlength=out.n_parents)).nonzero().flatten().cpu()
+        if len(candidates) == 0:  # the rules before have taken them all
+            return candidates
         drawn = candidates[(_uniform(self.nodes, edit.generator) * len(candidates)).long()]
         if now.budget.edits is not None:
             degrees, (ranked, order) = out.degrees.cpu()[drawn], drawn.sort(stable=True)
@@ -150,15 +164,18 @@ class GrowWidth:
         """Connects the copies, and the originals again, each relation with its share of the original's weight."""
         store, layer = net.transitions[number], net.layers[number]
         topology, originals = store.topology, rows.unique()
-        owned = layer[originals].outgoing()
+        owned = layer[originals].outgoing() - (edit.cuts | leaving_relations(edit))
         # Whatever may be cut; beside the cuts of another rule nobody knows what nodes can spare.
         uncertain = (now.budget.parents or now.budget.children) and len(edit.cuts)
         shared = weakest_within(net, owned, len(owned) if self.split and not uncertain else 0, now.budget)
+        unavailable = unavailable_relations(net, edit, number)
         edit.cut(shared)
-        again = _positions(shared, number, net.device)
-        positions = torch.cat([again, topology.owned_by(rows.to(net.device)).long()])  # one for each that has a share
+        again = positions_in(shared, number, net.device).long()
+        copied = topology.owned_by(rows.to(net.device))
+        free = ~contains(unavailable, copied)
+        positions = torch.cat([again, copied[free].long()])  # one for each that has a share
         degrees = topology.degrees.cpu()[rows].long()
-        parents = torch.cat([shared.parents, copies.repeat_interleave(degrees)])
+        parents = torch.cat([shared.parents, copies.repeat_interleave(degrees)[free.cpu()]])
         split = torch.zeros(topology.n_relations, dtype=torch.bool, device=net.device)
         split[again] = True
         shares = (1 + self.noise * (2 * _uniform(len(positions), edit.generator) - 1)).to(net.device)
@@ -225,6 +242,7 @@ def _copy_incoming(net: GrapNet, edit: Edit, number: int, rows: Tensor, copies: 
     """Connects the parents of the ascending rows to their copies, with the same weights."""
     store = net.transitions[number - 1]
     positions = store.topology.leading_to(rows.unique().to(net.device))
+    positions = positions[~contains(gone_relations(net, edit, number - 1), positions)]
     children = store.child[positions.long()].cpu().long()
     counts = torch.bincount(rows, minlength=net.sizes[number])
     times = counts[children]  # copies that a relation is for
@@ -234,12 +252,6 @@ def _copy_incoming(net: GrapNet, edit: Edit, number: int, rows: Tensor, copies: 
     positions = positions[source.to(net.device)]
     parents = net.layers[number - 1].uid[store.topology.parents_at(positions).cpu().long()]
     edit.connect(parents, children, pairs="aligned", weights=store.read(positions).detach())
-
-
-def _positions(relations: RelationSet, transition: int, device: torch.device) -> Tensor:
-    """Returns the positions of relations of one transition."""
-    found = relations.positions_by_transition().get(transition, range(0))
-    return found.long() if isinstance(found, Tensor) else torch.arange(found.start, found.stop, device=device)
 
 
 def _uniform(count: int, generator: torch.Generator | None) -> Tensor:

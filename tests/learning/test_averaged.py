@@ -81,10 +81,101 @@ def test_averaging_goes_on_as_if_nothing_had_happened() -> None:
         averaged.update_parameters(net)
         present = everything(net)
         for key, (value, frozen) in everything(twin).items():
-            wanted = present[key][0] if frozen else 0.9 * before[key][0] + 0.1 * present[key][0]
+            assert frozen == present[key][1]
+            wanted = 0.9 * before[key][0] + 0.1 * present[key][0]
             assert value == pytest.approx(wanted, rel=1e-12, abs=1e-14), key
     torch.testing.assert_close(twin(batch(0)), twin.walk(batch(0)))
     assert averaged.n_averaged == 7
+
+
+def halfway(mine: Tensor, other: Tensor, count: Tensor | int) -> Tensor:
+    return (mine + other) / 2
+
+
+RULES: dict[str, tuple[dict[str, Any], Callable[[float, float, int], float]]] = {
+    "mean": ({}, lambda mine, other, count: mine + (other - mine) / (count + 1)),
+    "multi": ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, lambda mine, other, count: 0.9 * mine + 0.1 * other),
+    "single": ({"avg_fn": halfway}, lambda mine, other, count: (mine + other) / 2),
+}
+
+
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_a_coordinate_that_freezes_keeps_its_average_and_goes_on(rule: str) -> None:
+    settings, by_hand = RULES[rule]
+    net = make_net()
+    averaged = AveragedModel(net, **settings)
+    twin = averaged.module
+    gn.attach(averaged, net)
+    train_and_average(net, averaged, 4)
+    with net.edit() as edit:
+        edit.freeze(net.layers[0][0].outgoing(slots=[1, 2]))
+        edit.freeze(net.layers[1][2], incoming=False, outgoing=False)
+    froze = [(0, 6), (0, 7), 7]
+    for count in (4, 5, 6):
+        before, present = everything(twin), everything(net)
+        averaged.update_parameters(net)
+        for key, (value, _) in everything(twin).items():
+            assert value == pytest.approx(by_hand(before[key][0], present[key][0], count), rel=1e-12, abs=1e-14), key
+        for key in froze:
+            assert present[key][1]
+            assert everything(twin)[key][0] != present[key][0]
+    assert averaged.n_averaged == 7
+    gn.check(twin)
+
+
+def test_the_first_average_is_a_copy_of_what_is_frozen_too() -> None:
+    net = make_net()
+    averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    gn.attach(averaged, net)
+    train(net, SGD(net.parameters(), lr=0.02), range(3))
+    rewire(net)
+    assert everything(averaged.module) != everything(net)
+    averaged.update_parameters(net)
+    assert everything(averaged.module) == everything(net)
+
+
+@pytest.mark.parametrize("cut", [[5], [5, 6]], ids=["one", "two"])
+def test_orphans_leave_the_copy_its_own_constants(cut: list[int]) -> None:
+    net = make_net((5, 4, 4, 3, 2))
+    averaged, twin = averaged_net(net)
+    with net.edit() as edit:  # node 9 hears of 5 alone, so that it is an orphan without 5, by the bias it is left
+        edit.cut(net.layers[0].outgoing(to=cut))
+        edit.cut(net.layers[1][1:].outgoing(to=[9]))
+        edit.unfreeze(net.layers[2][3], incoming=False, outgoing=False)
+    x = batch(0)
+    before, values = (net(x), twin(x)), everything(twin)
+    with net.edit() as edit:
+        edit.remove_orphans(fold_bias=True)
+    assert net.sizes == twin.sizes == [5, 4 - len(cut), 3, 3, 2]
+    torch.testing.assert_close((net(x), twin(x)), before)
+    net.undo()
+    assert {key: value for key, (value, _) in everything(twin).items()} == pytest.approx(
+        {key: value for key, (value, _) in values.items()}
+    )
+    net.redo()
+    torch.testing.assert_close((net(x), twin(x)), before)
+    train_and_average(net, averaged, 2)
+    gn.check(twin)
+
+
+def test_orphans_that_send_nothing_in_the_net_still_leave_the_copy_what_they_send_there() -> None:
+    net = gn.GrapNet([3, 2, 2], activation="relu", dtype=torch.float64)
+    twin = copy.deepcopy(net)
+    gn.attach(twin, net)
+    with net.edit() as edit:
+        edit.cut(net.layers[1][0].incoming())
+    with torch.no_grad():
+        net.layers[1].bias[0], twin.layers[1].bias[0] = -1.0, 1.0
+    x, biases = batch(0, 3), net.layers[2].biases.tolist()
+    before, values = twin(x), everything(twin)
+    with net.edit() as edit:
+        edit.remove_orphans(fold_bias=True)
+    assert net.layers[2].biases.tolist() == biases != twin.layers[2].biases.tolist()
+    torch.testing.assert_close(twin(x), before)
+    net.undo()
+    assert everything(twin) == values
+    net.redo()
+    torch.testing.assert_close(twin(x), before)
 
 
 def test_a_loop_of_ones_own_over_a_plain_copy() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 import grapnet as gn
 from grapnet.rules.manager import RuleManager
+from grapnet.rules.recorders import CovarianceRecorder
 from grapnet.rules.schedule import At, Every
 from tests.fingerprint import fingerprint
 
@@ -109,7 +110,8 @@ def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(net: gn.Gr
     other = small_net(1)
     with pytest.raises(gn.GrapNetError, match="has seen nothing"):
         manager.apply(other, 0)
-    assert manager.apply(net, 0).version == 1  # the refusal cost nothing of what was seen of the first net
+    manager.apply(net, 0)
+    assert net.version == 1  # the refusal cost nothing of what was seen of the first net
     manager.start(other)
     assert (watches(manager, net), watches(manager, other)) == (0, 8)
     reference = weakref.ref(other)
@@ -134,4 +136,38 @@ def test_rules_that_come_while_a_net_trains_get_evidence_from_then_on(
     else:
         manager.replace("a", CutQuietest())
     assert watches(manager, net) == 8
-    assert manager.apply(net, 1).version == 1
+    manager.apply(net, 1)
+    assert net.version == 1
+
+
+@pytest.mark.parametrize("verb", ["inject", "enable", "replace"])
+def test_a_rule_whose_recorders_cannot_be_armed_leaves_the_manager_as_it_was(
+    net: gn.GrapNet, manager: RuleManager, verb: str
+) -> None:
+    made: list[Mean] = []
+
+    class HalfReady(CutQuietest):
+        def recorders(self, net: gn.GrapNet) -> Any:
+            made.append(Mean(9))
+            return {"mean": made[-1], "other": CovarianceRecorder(0, 1, most_cells=1)}
+
+    bad = HalfReady()
+    manager.inject(CutQuietest(window=1), name="a")
+    if verb == "enable":
+        manager.inject(bad, name="off", enabled=False)
+    manager.start(net)
+    net(X)
+    before, names = str(manager.state_dict()), manager.names
+    verbs = {
+        "inject": lambda: manager.inject(bad, before="a"),
+        "enable": lambda: manager.enable("off"),
+        "replace": lambda: manager.replace("a", bad),
+    }
+    with pytest.raises(gn.GrapNetError, match="pairs of nodes"):
+        verbs[verb]()
+    assert (str(manager.state_dict()), manager.names) == (before, names)
+    assert manager["a"] == CutQuietest(window=1)
+    assert watches(manager, net) == 8  # the old one still does
+    assert [recorder.hook for recorder in made] == [None]
+    manager.apply(net, 0)
+    assert net.history[-1].operations[-1]["seen"] == 16

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.core.errors import StaleNodeError, StaleTopologyError
+from grapnet.core.errors import GrapNetError, StaleNodeError, StaleTopologyError
 from grapnet.execution.plans import BACKENDS
 from grapnet.rules.gradients import GradientRecorder
+from grapnet.rules.manager import RuleManager
+from grapnet.rules.rewire import Rewire
+from grapnet.rules.schedule import At
+from grapnet.rules.widen import GrowWidth
 
 from .patchy import F64, armed, batch, patchy_net, run
 
@@ -229,3 +233,47 @@ def test_gradients_move_with_the_nodes(net: gn.GrapNet) -> None:
         run(net, size, seed=1)
         assert torch.allclose(recorder.matrix()[:, -2:], expected(net, 0, lambda n, s=size: run(n, s, 1))[:, -2:] / 2)
         net.undo()
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_passes_that_are_not_finite_are_left_out(net: gn.GrapNet, wrong: float) -> None:
+    recorder = armed(GradientRecorder(0), net)
+    (net(batch()).sum() * wrong).backward()
+    assert (recorder.count, recorder.left_out) == (0, 1)
+    with pytest.raises(GrapNetError, match="not finite"):
+        recorder.largest_absent(3)
+    run(net, 4, 1)
+    (net(batch()).sum() * wrong).backward()
+    assert (recorder.count, recorder.left_out) == (1, 2)
+    assert torch.allclose(recorder.matrix(), expected(net, 0, lambda n: run(n, 4, 1)))
+    recorder.clear()
+    assert recorder.left_out == 0
+    with pytest.raises(GrapNetError, match="seen nothing"):
+        recorder.matrix()
+
+
+@pytest.mark.parametrize(("size", "kept"), [(2.0**126, True), (2.0**127, False)])
+def test_a_sum_that_overflows_is_left_out_and_one_just_below_is_not(size: float, kept: bool) -> None:
+    net = gn.GrapNet([2, 2])
+    recorder = armed(GradientRecorder(0), net)
+    (net(torch.eye(2).repeat(2, 1)) * size).sum().backward()  # two samples of each node: 2 · size
+    assert recorder.count == int(kept)
+    assert not kept or (recorder.matrix() == 2 * size).all()
+
+
+@pytest.mark.parametrize(
+    "rule", [Rewire(grow="gradient", window=4), GrowWidth(1, 2, "gradmax")], ids=["rewire", "gradmax"]
+)
+def test_rules_go_by_the_finite_passes_under_a_scaler(rule: Any) -> None:
+    torch.manual_seed(0)
+    net, manager = gn.GrapNet([6, 8, 3], density=0.5), RuleManager()
+    manager.inject(rule, schedule=At(0))
+    manager.start(net)
+    for scale in (float("inf"), 1.0, float("inf")):
+        (net(batch(8, 0, torch.float32)).square().sum() * scale).backward()
+    assert manager.apply(net, 0) is not None
+    assert all(bool(parameter.isfinite().all()) for parameter in net.parameters())
+    manager.inject(rule, name="late", schedule=At(1))
+    (net(batch(8, 1, torch.float32)).square().sum() * float("inf")).backward()
+    with pytest.raises(GrapNetError, match=r"'late' is due.*left out.*finite"):
+        manager.apply(net, 1)

@@ -189,6 +189,7 @@ def test_wrong_questions_are_named(net: gn.GrapNet) -> None:
         recorder.of_relations(twin.layers[0].outgoing())
     with pytest.raises(GrapNetError, match=r"54 cells \(limit 53\)"):
         recorder.matrix(most_cells=53)
+    recorder.clear()
     (net(batch()).sum() * float("nan")).backward()
     with pytest.raises(GrapNetError, match="not finite"):
         recorder.largest_absent(3)

@@ -1,6 +1,7 @@
 """The state of a manager: runs that go on from a checkpoint, and states that do not fit."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import torch
 
 import grapnet as gn
+from grapnet.core.errors import CheckpointError
 from grapnet.rules.budget import Budget
+from grapnet.rules.covariance import CovarianceSifter
 from grapnet.rules.manager import RuleManager
 from grapnet.rules.rule import Moment
 from grapnet.rules.schedule import At, Every, Schedule, TaskEnds
@@ -216,3 +219,70 @@ def test_a_rule_that_refuses_its_state_leaves_the_manager_as_it_was() -> None:
     with pytest.raises(KeyError, match="unlucky"):
         manager.load_state_dict(state)
     assert text(manager.state_dict()) == before
+
+
+def swap(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+    edit.remove_nodes(net.layers[2][:1])
+    new = edit.add_nodes(2, 1)
+    edit.connect(net.layers[1], new, weights=0.5)
+    edit.connect(new, net.layers[3], weights=0.5)
+
+
+def swapping() -> RuleManager:
+    manager = RuleManager()
+    manager.inject(CovarianceSifter(window=1), schedule=At(9))
+    manager.inject(swap, schedule=At(2))
+    return manager
+
+
+def recorded() -> tuple[gn.GrapNet, RuleManager]:
+    torch.manual_seed(0)
+    net, manager = gn.GrapNet([4, 6, 6, 2]), swapping()
+    with manager.recording(net):
+        net(torch.randn(64, 4))
+    return net, manager
+
+
+@pytest.mark.parametrize("steps", [(2, 9), range(2, 10)], ids=["never armed", "armed later"])
+@pytest.mark.parametrize("live", [False, True])
+def test_restored_recorders_follow_commits_before_they_watch(tmp_path: Path, steps: Any, live: bool) -> None:
+    net, manager = recorded()
+    gn.save(tmp_path / "run", net, rules=manager)
+    twin, restored = gn.load(tmp_path / "run"), swapping()
+    if live:  # its recorders exist already, and never watched
+        restored.start(twin, 2)
+    gn.restore(tmp_path / "run", rules=restored)
+    for one, rules in ((net, manager), (twin, restored)):
+        rules.start(one, 2)
+        for step in steps:
+            rules.apply(one, step)
+    assert journal(twin) == journal(net)
+    assert len(net.history) == 2
+
+
+def test_evidence_about_other_nodes_is_refused_and_stays_for_the_right_net() -> None:
+    net, manager = recorded()
+    other, restored = copy.deepcopy(net), swapping()
+    with other.edit() as edit:
+        edit.remove_nodes(other.layers[2][0])
+    restored.load_state_dict(manager.state_dict())
+    with pytest.raises(CheckpointError, match="other nodes"):
+        restored.start(other)
+    assert restored.apply(net, 9) is not None
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+def test_a_copy_has_the_evidence_and_is_bound_to_no_net(how: Callable[[Any], Any]) -> None:
+    net, manager = recorded()
+    manager.start(net, 9)
+    twin, copied = how((net, manager))
+    before = str(copied.state_dict())
+    net(torch.randn(64, 4))
+    twin(torch.randn(64, 4))
+    assert str(copied.state_dict()) == before  # neither net shows it anything
+    assert str(manager.state_dict()) != before
+    fresh, same = recorded()
+    same.apply(fresh, 9)
+    copied.apply(twin, 9)
+    assert journal(twin) == journal(fresh)
+    assert len(twin.history) == 1

@@ -245,3 +245,35 @@ def test_a_state_that_does_not_fit_is_refused_whole(net: gn.GrapNet, kind: str) 
         with pytest.raises(CheckpointError):
             recorder.load_state_dict(given)
         assert equal(seen(recorder), before)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_what_is_seen_in_a_trial_takes_nothing_from_undo(net: gn.GrapNet, kind: str) -> None:
+    recorder = armed(MAKE[kind](), net)
+    run(net)
+    before = seen(recorder)
+    shrink(net)
+    for start in (0, 1):  # rows stay, rows move
+        with net.edit(trial=True) as edit:
+            edit.cut(net.layers[0][2].outgoing())
+            edit.remove_nodes(net.layers[1][start : 2 * start])
+            edit.commit()
+            run(net, seed=1)
+    net.undo()
+    assert equal(seen(recorder), before)
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_a_bound_recorder_follows_and_does_not_watch(net: gn.GrapNet, kind: str) -> None:
+    recorder, bound = armed(MAKE[kind](), net), MAKE[kind]()
+    run(net)
+    bound.load_state_dict(recorder.state_dict())
+    bound.bind(net)
+    recorder.disarm()
+    run(net, seed=1)
+    assert not bound.armed
+    shrink(net)
+    assert equal(seen(bound), seen(recorder))
+    bound.arm(net)
+    with pytest.raises(GrapNetError, match="another net"):
+        bound.bind(small_net())
