@@ -244,7 +244,6 @@ class GraphMachine(Operations, Comparison):
             gn.restore(path, optimizer=self.optimizer)
         if not undo:
             self.oracle.undoable, self.oracle.redoable = [], []
-        self.oracle.forget_moments(current=False)
         self.forget_gradients()
 
     def drive(self, net: gn.GrapNet) -> None:

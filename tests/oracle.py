@@ -290,10 +290,9 @@ class Oracle:
                     c.moments = m, v
                     c.value -= rate / fast * m / (sqrt(v) / sqrt(slow) + 1e-8)
 
-    def forget_moments(self, *, current: bool = True) -> None:
-        """Drops Adam's state of what undo would bring back and, unless told otherwise, of what is there."""
-        if current:
-            self.steps = [0] * len(self.steps)
-        for state in [self.state] * current + [s for s, _ in self.undoable + self.redoable]:
+    def forget_moments(self) -> None:
+        """Drops Adam's state of what is there and of what undo would bring back."""
+        self.steps = [0] * len(self.steps)
+        for state in [self.state, *(s for s, _ in self.undoable + self.redoable)]:
             for coordinate in state.coordinates().values():
                 coordinate.moments = (0.0, 0.0)
