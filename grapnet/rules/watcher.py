@@ -1,6 +1,7 @@
 """Watcher: hooks on one net, and evidence that follows its commits; what every recorder of this package is."""
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -35,7 +36,7 @@ class Evidence(Protocol):
 E = TypeVar("E", bound=Evidence)
 
 
-class Watcher(Generic[E]):
+class Watcher(ABC, Generic[E]):
     """Watches modules of one net, which it does not keep alive, and keeps its evidence with the rows of the nodes.
 
     It costs nothing while it is not armed. What it sees inside a trial is forgotten when the trial ends. A node that
@@ -163,17 +164,17 @@ class Watcher(Generic[E]):
         self.clear()
         self._evidence, self._uids = evidence, self._uids if seen is None else [u.clone() for u in uids]
 
+    @abstractmethod
     def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
         """Returns whose forward calls to watch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         """Takes in one forward call of the module at a place of `_modules`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> E:
         """Returns the evidence in a state; raises CheckpointError when it is not for layers of these sizes."""
-        raise NotImplementedError
 
     def _require_fit(self, net: GrapNet) -> None:
         """Raises when the net lacks a layer, when another one is watched, or when the evidence is about other nodes."""
@@ -214,7 +215,7 @@ class Watcher(Generic[E]):
         return {name: value for name, value in self.__dict__.items() if name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        vars(self).update(state)
         self._unbind()
 
 
@@ -230,9 +231,7 @@ class _Ear:
     @torch.compiler.disable
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         recorder = self._recorder()
-        if (
-            recorder is not None and recorder.armed and not in_transform()
-        ):  # compiled code goes on calling removed hooks
+        if recorder is not None and recorder.armed and not in_transform():  # compiled code calls removed hooks too
             recorder._hear(self._place, args, output)
 
     def __reduce__(self) -> tuple[Any, ...]:

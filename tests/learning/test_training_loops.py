@@ -2,15 +2,13 @@
 
 import copy
 import math
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam, Optimizer, lr_scheduler
-from torch.optim.swa_utils import SWALR
+from torch.optim import SGD, Adam, lr_scheduler
 
 import grapnet as gn
+from tests.schedulers import SCHEDULERS
 
 from .plain import batch, make_net, rewire, train
 
@@ -65,34 +63,6 @@ def test_several_nets_in_one_optimizer_and_several_optimizers_on_one_net() -> No
     assert len(both.state[second.transitions[0].weight]["exp_avg"]) == len(second.transitions[0].weight)
     for p, q in zip(first.parameters(), alone.parameters(), strict=True):
         assert torch.equal(p, q)
-
-
-SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
-    "StepLR": lambda o: lr_scheduler.StepLR(o, 3),
-    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
-    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o),
-    "LinearLR": lambda o: lr_scheduler.LinearLR(o),
-    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9),
-    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 9),
-    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
-    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
-    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=60),
-    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, step_size_up=4, mode="triangular2"),
-    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
-    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda epoch: 0.9),
-    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1),
-    "SequentialLR": lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], [4]),
-    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
-        [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], optimizer=o
-    ),
-    "SWALR": lambda o: SWALR(o, 0.01),
-}
-
-
-def test_every_scheduler_of_torch_is_among_these() -> None:
-    kinds = [kind for kind in vars(lr_scheduler).values() if isinstance(kind, type)]
-    known = {kind.__name__ for kind in kinds if issubclass(kind, lr_scheduler.LRScheduler)}
-    assert known - {"LRScheduler", "_LRScheduler"} <= SCHEDULERS.keys()
 
 
 @pytest.mark.parametrize("kind", SCHEDULERS)

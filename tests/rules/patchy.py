@@ -28,3 +28,13 @@ def batch(size: int = 11, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
 
 def run(net: gn.GrapNet, size: int = 11, seed: int = 0) -> None:
     net(batch(size, seed, net.transitions[0].weight.dtype)).square().sum().backward()
+
+
+def related(net: gn.GrapNet, t: int) -> Tensor:
+    """Says for every pair whether there is a relation."""
+    found, relations = (
+        torch.zeros(len(net.layers[t]), len(net.layers[t + 1]), dtype=torch.bool),
+        net.layers[t].outgoing(),
+    )
+    found[net.layers[t].rows(relations.parents).long(), net.layers[t + 1].rows(relations.children).long()] = True
+    return found

@@ -17,7 +17,7 @@ from grapnet.rules.rewire import Rewire
 from grapnet.rules.schedule import At
 from grapnet.rules.widen import GrowWidth
 
-from .patchy import F64, armed, batch, patchy_net, run
+from .patchy import F64, armed, batch, patchy_net, related, run
 
 
 @pytest.fixture
@@ -46,16 +46,6 @@ def expected(net: gn.GrapNet, t: int, run: Callable[[gn.GrapNet], Any] = run) ->
     rows = twin.layers[t].rows(relations.parents).long(), twin.layers[t + 1].rows(relations.children).long()
     matrix[rows] = relations.gradients.double()
     return matrix
-
-
-def related(net: gn.GrapNet, t: int) -> Tensor:
-    """Says for every pair whether there is a relation."""
-    found, relations = (
-        torch.zeros(len(net.layers[t]), len(net.layers[t + 1]), dtype=torch.bool),
-        net.layers[t].outgoing(),
-    )
-    found[net.layers[t].rows(relations.parents).long(), net.layers[t + 1].rows(relations.children).long()] = True
-    return found
 
 
 @pytest.mark.parametrize("backend", [*sorted(BACKENDS), "auto"])

@@ -13,22 +13,12 @@ from grapnet.execution import native
 from grapnet.rules import Moment, Rewire, absent, gradients
 from grapnet.rules.gradients import GradientRecorder
 
-from .patchy import F64, armed, batch, patchy_net, run
+from .patchy import F64, armed, batch, patchy_net, related, run
 
 
 @pytest.fixture
 def net() -> gn.GrapNet:
     return patchy_net()
-
-
-def related(net: gn.GrapNet, t: int) -> Tensor:
-    """Says for every pair whether there is a relation."""
-    found, relations = (
-        torch.zeros(len(net.layers[t]), len(net.layers[t + 1]), dtype=torch.bool),
-        net.layers[t].outgoing(),
-    )
-    found[net.layers[t].rows(relations.parents).long(), net.layers[t + 1].rows(relations.children).long()] = True
-    return found
 
 
 def brute_force(
