@@ -134,7 +134,7 @@ def owner_of(tag: str, task: Any) -> str:
     if not isinstance(tag, str) or "{task}" not in tag:
         raise EditError(f'a tag holds the place of the task, as in "task {{task}}", got {tag!r}')
     if task is None:
-        raise EditError("this rule works for a task, and none was told; say which: rules.apply(net, step, task=…)")
+        raise EditError("this rule works for a task, and none was told; say which: manager.apply(net, step, task=…)")
     return tag.replace("{task}", str(task))
 
 

@@ -17,7 +17,7 @@ from grapnet.network import GrapNet
 from .budget import Budget, enforce
 from .preview import Preview, preview
 from .recorder_set import RecorderSet
-from .roster import Entry, Roster, require_budget, require_rule, require_same, require_schedule
+from .roster import Entry, Roster, require_budget, require_net, require_rule, require_same, require_schedule
 from .rule import Moment, Rule
 from .schedule import Every, Schedule
 from .settings import describe, title
@@ -133,6 +133,7 @@ class RuleManager:
             net: the net.
             step: of the next `apply`; the one after the last by default, 0 at first.
         """
+        require_net(net)
         step = (self._next_step or 0) if step is None else operator.index(step)
         self._adopt(self._made(net))
         self._arm(step)
@@ -172,6 +173,7 @@ class RuleManager:
             Exception: whatever a rule raises, with a note that names it. Net, optimizers, generator, recorders, and the
                 state of rules that have `state_dict` and `load_state_dict` are as before.
         """
+        require_net(net)
         step = operator.index(step)
         if probe is not None and not dry_run:
             raise ValueError("probe= is for a dry run; say dry_run=True")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grapnet.core.errors import CheckpointError, GrapNetError
+from grapnet.network import GrapNet
 
 from .budget import Budget
 from .rule import Rule
@@ -113,6 +114,13 @@ def require_same(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]
     found = differences(saved, present)
     if found:
         raise CheckpointError(f"{what} is not the one that was saved: {'; '.join(found)}")
+
+
+def require_net(net: Any) -> None:
+    """Raises TypeError for what is not a net itself."""
+    if not isinstance(net, GrapNet):
+        kind = type(net).__name__
+        raise TypeError(f"the net comes first: manager.apply(net, step); got a {kind}. Give the GrapNet, not a wrapper")
 
 
 def require_rule(rule: Any) -> None:

@@ -282,3 +282,12 @@ def test_connections_beyond_the_budget_are_refused_with_rule_and_number(net: gn.
     with pytest.raises(gn.EditError, match=r"rule 'own' .* 9 connected relations.* allows 8"):
         manager.apply(net, 1)
     assert fingerprint(net) == before
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_the_net_comes_first_and_by_itself(net: gn.GrapNet, manager: RuleManager, wrapped: bool) -> None:
+    given = torch.nn.Sequential(net) if wrapped else 0
+    for call in (lambda: manager.apply(given, net), lambda: manager.start(given)):
+        with pytest.raises(TypeError, match=r"the net comes first: manager\.apply\(net, step\)"):
+            call()
+    assert net.version == 0
