@@ -11,25 +11,25 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(C
 help: ## show this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-setup: .venv/.setup ## make .venv with the library and what its demo and tests need
+setup: .venv/.test ## make .venv with the library and what its demo and tests need
 
 demo: .venv/.setup ## run the demonstration
 	$(BIN)/python examples/demo.py
 
 test: export OMP_NUM_THREADS = 1
-test: .venv/.setup ## run the tests and the doctests
+test: .venv/.test ## run the tests and the doctests
 	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules tests grapnet
 
-lint: .venv/.lint ## check style, formatting and types
+lint: .venv/.test .venv/.lint ## check style, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 
-soak: .venv/.setup ## run the long random test and write results/soak.json
+soak: .venv/.test ## run the long random test and write results/soak.json
 	@mkdir -p results
 	$(BIN)/python -m tests.soak --json results/soak.json
 
-bench: .venv/.setup ## measure edits, execution and rules, checking their results, and write benchmarks/results/
+bench: .venv/.test ## measure edits, execution and rules, checking their results, and write benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.run edits --check --json benchmarks/results/edits.json
 	$(BIN)/python -m benchmarks.run execution --check --json benchmarks/results/execution.json
@@ -47,10 +47,10 @@ clean: ## remove caches and built files; .venv and results stay
 	@echo "Installing into .venv; the first time takes a minute or two"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@$(PIP) scikit-build-core nanobind cmake ninja
-	@$(PIP) --no-build-isolation -e '.[demo,test]'
+	@$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 
-.venv/.lint .venv/.docs: .venv/.%: .venv/.setup
-	@echo "Installing the $* tools into .venv"
+.venv/.test .venv/.lint .venv/.docs: .venv/.%: .venv/.setup
+	@echo "Installing what $* needs into .venv"
 	@$(PIP) --no-build-isolation -e '.[$*]'
 	@touch $@

@@ -1,0 +1,1 @@
+"""Adapters to other libraries: one file an ecosystem, each an optional extra, imported only when asked for."""

@@ -1,0 +1,28 @@
+"""Importing what an integration needs, with an error that says what to install."""
+
+import importlib
+from types import ModuleType
+
+
+def require(module: str, extra: str) -> ModuleType:
+    """Returns an optional module; raises ImportError, naming the `pip install` to run, when it is not there.
+
+    Args:
+        module: its name, such as "transformers" or "sklearn.base".
+        extra: which of our extras brings it.
+
+    Examples:
+        >>> require("no_such_library", "plot")
+        Traceback (most recent call last):
+            ...
+        ImportError: this needs no_such_library, which is not installed. Run: pip install "grapnet[plot]"
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        top = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != top:
+            raise  # it is there, and something that it needs is not
+        raise ImportError(
+            f'this needs {top}, which is not installed. Run: pip install "grapnet[{extra}]"', name=top
+        ) from None
