@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from .execution.attention import Attention
 from .execution.manager import Execution
 from .execution.reference import walk
 from .execution.snapshot import MOST_CELLS, Snapshot, trainable_modules
+
+if TYPE_CHECKING:
+    import networkx
 
 
 class GrapNet(Graph):
@@ -46,6 +49,8 @@ class GrapNet(Graph):
         >>> net.version, net.count().relations
         (1, 2597)
     """
+
+    origin: Any = None  # the grapnet.convert.Origin of a net that gn.graft put in place of other modules
 
     def __init__(
         self,
@@ -170,6 +175,8 @@ class GrapNet(Graph):
         # Calling a module costs 2 µs more than its forward; where nobody watches it, the difference is nothing else.
         if first._forward_hooks or first._forward_pre_hooks or first._backward_hooks or first._backward_pre_hooks:
             h = first(h)
+        elif first._dropout:
+            h = first.forward(h)
         for store, layer, plan, values_shape in steps:
             if store._forward_hooks or store._forward_pre_hooks or store._backward_hooks or store._backward_pre_hooks:
                 h = store(h, plan, layer.values())
@@ -183,6 +190,8 @@ class GrapNet(Graph):
 
     def walk(self, x: Tensor) -> Tensor:
         """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x is [batch, n].
+
+        Nothing is dropped, so it is what `forward` computes in evaluation mode.
 
         Raises:
             PlanError: a transition runs with attention, and Algorithm 1 is the sum.
@@ -207,12 +216,19 @@ class GrapNet(Graph):
         """Returns the present net as a trainable stack of plain torch modules with Parameters of its own.
 
         It computes what the net computes, until it is trained: where the net has no relation, or a frozen coordinate,
-        the matrix has a number like any other.
+        the matrix has a number like any other. A layer whose biases are all zero and frozen becomes an `nn.Linear`
+        without bias, and dropout an `nn.Dropout`.
 
         Args:
             most_cells: as for `snapshot`.
         """
         return trainable_modules(self, most_cells)
+
+    def to_networkx(self) -> "networkx.DiGraph[int]":
+        """Returns the graph for networkx: see `grapnet.integrations.networkx.to_networkx`."""
+        from .integrations.networkx import to_networkx
+
+        return to_networkx(self)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "GrapNet":
         super()._apply(*args, **kwargs)

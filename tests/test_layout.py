@@ -19,7 +19,8 @@ MAY_IMPORT = {
 }
 OUTSIDE = {"torch", "numpy"}
 ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}  # imported only where Triton is
-PUBLIC = ("grapnet.rules", "grapnet.data")  # folders whose own names are public
+LAZY = {"grapnet.network": {"grapnet.integrations.networkx", "networkx"}}  # net.to_networkx(), when it is called
+PUBLIC = ("grapnet.rules", "grapnet.convert", "grapnet.data")  # folders whose own names are public
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples")
 OPTIONAL = (
     "sklearn",
@@ -58,7 +59,7 @@ def violations(source: str, module: str) -> list[str]:
     wrong = []
     for name in sorted(imports(source, module)):
         top, *rest = name.split(".")
-        inside = top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part]
+        inside = top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part] or name in LAZY.get(module, ())
         if not inside and top not in OUTSIDE | ONLY_IN.get(module, set()) and top not in sys.stdlib_module_names:
             wrong.append(f"{module} imports {name}")
     return wrong

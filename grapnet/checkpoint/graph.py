@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grapnet.core.activation import ACTIVATIONS
+from grapnet.core.activation import is_activation
 from grapnet.core.column import Column
 from grapnet.core.edit import LARGEST_UID
 from grapnet.core.errors import CheckpointError, InvariantError
@@ -35,6 +35,7 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
                 "owners": list(owners.names) or [None],
                 "activations": list(activations.names) or [layer.default_activation],
                 "finite": layer.is_sensory or _is_finite(layer),
+                **({"dropout": layer.dropout} if layer.dropout else {}),
             }
         )
         if not layer.is_sensory:
@@ -124,12 +125,16 @@ def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype, next_uid: int)
         biases = _values(fields, name + "bias", dtype, len(uids), entry(part, "finite", bool, where))
     default = entry(part, "activation", str, where)
     kinds = names(part, "activations", where)
-    unknown = [kind for kind in (default, *kinds) if kind not in ACTIVATIONS]
+    unknown = [kind for kind in (default, *kinds) if not is_activation(kind)]
     if unknown:
         raise CheckpointError(
             f"{where}activations: {str(unknown[0])[:40]!r} is unknown; gn.register_activation adds one"
         )
     layer = Layer(uids, biases, default)
+    dropout = entry(part, "dropout", float, where) if "dropout" in part else 0.0
+    if not 0 <= dropout <= 1:
+        raise CheckpointError(f"{where}dropout: expected a probability")
+    layer.dropout = dropout
     activations = fields.labels(kinds, name + "activation", len(uids))
     layer.renew(uids, activations, fields.labels(names(part, "owners", where), name + "owner", len(uids)))
     if n > 0:

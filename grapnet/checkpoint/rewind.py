@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grapnet.core.activation import ACTIVATIONS
+from grapnet.core.activation import is_activation
 from grapnet.core.change import LayerChange, NodeRecord, TransitionChange
 from grapnet.core.errors import CheckpointError
 from grapnet.core.graph import Graph
@@ -74,7 +74,7 @@ class Rewind:
                     raise CheckpointError(f"{where}{kind}_after: are not what the nodes have")
                 column = column.replaced(relabel.rows, relabel.before)
             columns[kind] = column.carry(back, gone).compact()
-        unknown = [name for name in columns["activations"].names if name not in ACTIVATIONS]
+        unknown = [name for name in columns["activations"].names if not is_activation(name)]
         if unknown:
             raise CheckpointError(f"{where}gone_activations: {str(unknown[0])[:40]!r} is unknown")
         self.names[n] = NodeRecord(self.uids[n], **columns)

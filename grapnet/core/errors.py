@@ -47,3 +47,7 @@ class OptimizerError(GrapNetError, RuntimeError):
 
 class CheckpointError(GrapNetError, ValueError):
     """A checkpoint file is damaged or does not fit; nothing was changed."""
+
+
+class ConversionError(GrapNetError, ValueError):
+    """A module cannot become a net, or a net cannot become that module again; nothing was changed."""

@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from .activation import ACTIVATIONS
+from .activation import is_activation
 from .errors import InvariantError
 from .graph import Graph
 from .layer import Layer
@@ -67,7 +67,7 @@ def _check_layer(layer: Layer, where: str) -> None:
         inside = len(codes) == 0 or (int(codes.min()) >= 0 and int(codes.max()) < len(labels.names))
         _require(inside, f"{where}: a code of {name} names nothing")
     for name, _ in layer.activation_names.kinds():
-        _require(name in ACTIVATIONS, f"{where}: there is no activation {name!r}")
+        _require(is_activation(name), f"{where}: there is no activation {name!r}")
     if not layer.is_sensory:
         _check_coordinates(layer, len(uids), where)
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from .activation import activation_function
 from .labels import Labels
@@ -35,6 +36,7 @@ class Layer(Coordinates, NodeSet):
         self.uid = uids  # [n] int64, ascending: rows are born at the end, and undo puts them back in place
         self.default_activation = activation
         self.is_sensory = biases is None
+        self._dropout = 0.0
         self.activation_names = Labels.uniform(activation, len(uids))
         self.owner_names = Labels.uniform(None, len(uids))
         self._find_kinds()
@@ -64,11 +66,24 @@ class Layer(Coordinates, NodeSet):
         return rows_among(self.uid, uids)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Applies the activations to what the nodes receive, `z` [..., n]; forward hooks see what the nodes say."""
+        """Applies activations and dropout to what the nodes receive, `z` [..., n]; forward hooks see what they say."""
         if len(self._kinds) == 1:
-            return self._kinds[0].function(z)
-        parts = [kind.function(z.index_select(-1, kind.rows)) for kind in self._kinds]
-        return torch.cat(parts, dim=-1).index_select(-1, self._kinds_order) if parts else z
+            h = self._kinds[0].function(z)
+        else:
+            parts = [kind.function(z.index_select(-1, kind.rows)) for kind in self._kinds]
+            h = torch.cat(parts, dim=-1).index_select(-1, self._kinds_order) if parts else z
+        return dropout(h, self._dropout) if self._dropout and self.training else h
+
+    @property
+    def dropout(self) -> float:
+        """The probability with which, in training, a node says 0 instead; nothing is dropped at 0.0."""
+        return self._dropout
+
+    @dropout.setter
+    def dropout(self, probability: float) -> None:
+        if not 0 <= probability <= 1:
+            raise ValueError(f"dropout is a probability between 0 and 1, got {probability!r}")
+        self._dropout = float(probability)
 
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
         """Puts other nodes in place; `swap` brings the biases that go with them."""

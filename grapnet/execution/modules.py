@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grapnet.core.activation import activation_function
+from grapnet.core.activation import activation_function, adjusted_name, setting_of
 from grapnet.core.errors import EditError, PlanError
 from grapnet.core.graph import Graph
 from grapnet.core.layer import Layer
@@ -19,14 +19,25 @@ PIECE = 1 << 18  # relations written at once; larger pieces leave the cache
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
+    "relu6": nn.ReLU6,
     "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU("tanh"),
     "tanh": nn.Tanh,
     "sigmoid": nn.Sigmoid,
     "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "hardswish": nn.Hardswish,
     "leaky_relu": nn.LeakyReLU,
     "elu": nn.ELU,
+    "selu": nn.SELU,
     "softplus": nn.Softplus,
     "identity": nn.Identity,
+}
+
+_ADJUSTED: dict[str, tuple[type[nn.Module], str]] = {  # kind of a name with a number -> its module, and what it sets
+    "leaky_relu": (nn.LeakyReLU, "negative_slope"),
+    "elu": (nn.ELU, "alpha"),
+    "softplus": (nn.Softplus, "beta"),
 }
 
 
@@ -82,17 +93,33 @@ def build(net: Net, most_cells: int, *, trainable: bool) -> list[nn.Module]:
     """Returns the modules of the net in order; raises PlanError, before making any, when one would be too large."""
     graph = net.execution.graph
     refuse(net, most_cells)
-    modules: list[nn.Module] = []
+    modules: list[nn.Module] = _dropouts(graph.layers[0]) if trainable else []
     for transition, layer in zip(graph.transitions, computed_layers(graph), strict=True):
-        linear = nn.Linear(1, 1, device="meta")  # draws no random numbers, and warns of no empty matrix
-        linear.in_features, linear.out_features = len(transition.ptr) - 1, transition.n_children
-        for name, shape in (("weight", (linear.out_features, linear.in_features)), ("bias", (linear.out_features,))):
-            zeros = torch.zeros(shape, dtype=transition.weight.dtype, device=transition.weight.device)
-            setattr(linear, name, nn.Parameter(zeros, requires_grad=trainable))
-        write(linear, transition, layer)
         activation = activation_module(layer)
-        modules += [linear] if activation is None else [linear, activation]
+        modules += [_linear(transition, layer, trainable)] + ([] if activation is None else [activation])
+        modules += _dropouts(layer) if trainable else []
     return modules
+
+
+def _linear(transition: Transition, layer: Layer, trainable: bool) -> nn.Linear:
+    linear = nn.Linear(1, 1, device="meta")  # draws no random numbers, and warns of no empty matrix
+    linear.in_features, linear.out_features = len(transition.ptr) - 1, transition.n_children
+    for name, shape in (("weight", (linear.out_features, linear.in_features)), ("bias", (linear.out_features,))):
+        zeros = torch.zeros(shape, dtype=transition.weight.dtype, device=transition.weight.device)
+        setattr(linear, name, nn.Parameter(zeros, requires_grad=trainable))
+    write(linear, transition, layer)
+    if trainable and has_no_bias(layer):
+        linear.bias = None  # pyright: ignore[reportAttributeAccessIssue]
+    return linear
+
+
+def has_no_bias(layer: Layer) -> bool:
+    """Says whether every bias is zero and frozen, which is how a layer stands for an `nn.Linear` without one."""
+    return len(layer.frozen_at) == layer.size > 0 and not bool(layer.frozen_values.any())
+
+
+def _dropouts(layer: Layer) -> list[nn.Module]:
+    return [nn.Dropout(layer.dropout)] if layer.dropout else []
 
 
 def refuse(net: Net, most_cells: int) -> None:
@@ -169,7 +196,27 @@ def activation_module(layer: Layer) -> nn.Module | None:
 
 
 def _function_module(name: str) -> nn.Module:
+    setting = setting_of(name)
+    if setting is not None:
+        kind, attribute = _ADJUSTED[setting[0]]
+        return kind(**{attribute: setting[1]})
     return MODULES[name]() if name in MODULES else NamedActivation(name)
+
+
+def activation_name(module: nn.Module) -> str | None:
+    """Returns the activation that a module computes, None when nodes cannot have it."""
+    if isinstance(module, NamedActivation):
+        return module.name
+    for kind, (cls, attribute) in _ADJUSTED.items():
+        if type(module) is cls and _says(module) != _says(MODULES[kind]()):
+            name = adjusted_name(kind, getattr(module, attribute))
+            return name if _says(module) == _says(_function_module(name)) else None
+    return next((name for name, make in MODULES.items() if _says(make()) == _says(module)), None)
+
+
+def _says(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
+    """Returns what an activation computes: its class and its settings, whether or not it writes in place."""
+    return type(module), {k: v for k, v in vars(module).items() if k[0] != "_" and k not in ("training", "inplace")}
 
 
 def same_activation(one: nn.Module | None, other: nn.Module) -> bool:

@@ -53,7 +53,7 @@ def moved_state(
     """Returns one state tensor after an edit: survivors as they were, coordinates that come as `newborn` says."""
     survivors = index.old_size - len(index.removed)
     if newborn == "zero" or survivors == 0:
-        return index.carry(value, _clean_value(optimizer, group, key))
+        return index.carry(value, clean_value(optimizer, group, key))
     moved = index.carry(value, 0.0)
     if len(index.inserted):
         moved.view(-1)[index.inserted.long()] = (moved.sum(dtype=torch.float64) / survivors).to(moved.dtype)
@@ -106,7 +106,7 @@ def _is_one_number(optimizer: Optimizer, key: str) -> bool:
     return False
 
 
-def _clean_value(optimizer: Optimizer, group: dict[str, Any], key: str) -> float:
+def clean_value(optimizer: Optimizer, group: dict[str, Any], key: str) -> float:
     """Returns what a state entry starts from."""
     if isinstance(optimizer, Rprop) and key == "step_size":
         return float(group["lr"])

@@ -1,0 +1,192 @@
+"""Chains: modules read as linear parts in a row, each with the activation and the dropout that follow it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from grapnet.core.activation import is_activation, setting_of
+from grapnet.core.errors import ConversionError
+from grapnet.execution.modules import activation_name
+
+_NORMS = (
+    nn.LayerNorm,
+    nn.RMSNorm,
+    nn.GroupNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One linear module of a chain, found under `path`, and what happens to its output."""
+
+    path: str
+    transposed: bool = False  # the weight is [in, out], as in the Conv1D of GPT-2, instead of [out, in]
+    activation: str = "identity"
+    activation_path: str | None = None  # of the module that computes it
+    dropout: float = 0.0  # after the activation
+    dropout_path: str | None = None
+
+
+@dataclass(frozen=True)
+class Chain:
+    """How a module, the anchor, computes: linear parts in a row. All paths start at the anchor.
+
+    Attributes:
+        parts: in the order in which they run.
+        place: where the net goes; "" is the anchor itself.
+        emptied: what the net computes as well, so that an `nn.Identity` takes its place.
+        dropout: of the input.
+        dropout_path: of the module that drops it.
+    """
+
+    parts: tuple[Part, ...]
+    place: str = ""
+    emptied: tuple[str, ...] = ()
+    dropout: float = 0.0
+    dropout_path: str | None = None
+
+    def to_data(self) -> dict[str, Any]:
+        """Returns the chain as plain data."""
+        return asdict(self)
+
+    @classmethod
+    def from_data(cls, data: Any) -> "Chain":
+        """Returns the chain that `to_data` gave; raises ValueError for anything else."""
+        try:
+            parts = tuple(Part(**part) for part in data["parts"])
+            chain = cls(**{**data, "parts": parts, "emptied": tuple(data["emptied"])})
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"not a chain of parts ({error})") from None
+        steps: list[Part | Chain] = [*parts, chain]
+        paths = [chain.place, *chain.emptied, *(part.path for part in parts)]
+        optional = [part.activation_path for part in parts] + [step.dropout_path for step in steps]
+        fits = (
+            bool(parts)
+            and all(type(path) is str for path in paths)
+            and all(path is None or type(path) is str for path in optional)
+            and all(type(part.transposed) is bool and is_activation(part.activation) for part in parts)
+            and all(type(step.dropout) is float and 0 <= step.dropout <= 1 for step in steps)
+        )
+        if not fits:
+            raise ValueError("not a chain of parts")
+        return chain
+
+
+def read_chain(module: nn.Module, name: str = "") -> Chain:
+    """Returns an `nn.Linear`, or an `nn.Sequential` of Linear, activation, Dropout and Identity, as a chain.
+
+    Args:
+        module: what to read.
+        name: of the module, for errors.
+
+    Raises:
+        ConversionError: a module inside is of another kind, or stands where no net could follow; the message names it.
+    """
+    if type(module) is nn.Linear:
+        return Chain((Part(""),))
+    if not _is_sequence(module):
+        raise ConversionError(
+            f"{_called(name)} is a {type(module).__name__}; what becomes a net is an nn.Linear or an nn.Sequential of "
+            "Linear, activation, Dropout and Identity modules"
+        )
+    reading = _Reading(name)
+    for path, step in _steps(module):
+        reading.take(path, step)
+    if not reading.parts:
+        raise ConversionError(f"{_called(name)} holds no nn.Linear, so it has nothing to become a net")
+    return Chain(tuple(reading.parts), dropout=reading.dropout, dropout_path=reading.dropout_path)
+
+
+def _is_sequence(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
+
+
+def _steps(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yields what a Sequential runs, those inside it taken apart, with their paths."""
+    for name, child in module._modules.items():
+        if child is not None and _is_sequence(child):
+            yield from _steps(child, f"{prefix}{name}.")
+        elif child is not None:
+            yield prefix + name, child
+
+
+class _Reading:
+    """The parts found so far."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.parts: list[Part] = []
+        self.dropout, self.dropout_path = 0.0, None
+
+    def take(self, path: str, module: nn.Module) -> None:
+        """Adds the next module of the row; raises ConversionError when it does not fit there."""
+        where = f"{self.name}.{path}" if self.name else path
+        if type(module) is nn.Linear:
+            self.parts.append(Part(path))
+        elif type(module) is nn.Dropout:
+            self._drop(path, module.p, where)
+        elif type(module) is not nn.Identity:
+            self._activate(path, module, where)
+
+    def _drop(self, path: str, probability: float, where: str) -> None:
+        if probability == 0:
+            return
+        if (self.parts[-1].dropout if self.parts else self.dropout) > 0:
+            raise ConversionError(f"{_called(where)} follows another Dropout; a layer of a net drops once. Join them")
+        if self.parts:
+            self.parts[-1] = Part(**{**asdict(self.parts[-1]), "dropout": probability, "dropout_path": path})
+        else:
+            self.dropout, self.dropout_path = probability, path
+
+    def _activate(self, path: str, module: nn.Module, where: str) -> None:
+        activation = activation_name(module)
+        if activation is None:
+            raise ConversionError(_refusal(module, where))
+        if not self.parts:
+            raise ConversionError(
+                f"{_called(where)} comes before the first nn.Linear, and sensory nodes pass their input on. Leave it "
+                "before the net: nn.Sequential(activation, gn.from_module(rest))"
+            )
+        last = self.parts[-1]
+        if last.activation != "identity":
+            raise ConversionError(f"{_called(where)} follows another activation; a layer of a net has one")
+        if last.dropout and not _commutes(activation):
+            raise ConversionError(
+                f"{_called(where)} follows a Dropout, and a net drops what comes out of the activation; with "
+                f"{activation} that is not the same. Put the Dropout behind it"
+            )
+        self.parts[-1] = Part(**{**asdict(last), "activation": activation, "activation_path": path})
+
+
+def _commutes(activation: str) -> bool:
+    """Says whether an activation may be applied before or after a dropout, which scales by 0 or a positive number."""
+    setting = setting_of(activation)
+    return activation in ("relu", "leaky_relu") or (setting is not None and setting[0] == "leaky_relu")
+
+
+def _refusal(module: nn.Module, where: str) -> str:
+    kind = type(module).__name__
+    if isinstance(module, _NORMS):
+        return (
+            f"{_called(where)} is a {kind}, whose statistics and scales belong to single nodes and would have to "
+            "follow every commit; nets have none. Make nets of the Linears around it: gn.graft(model, nn.Linear)"
+        )
+    if isinstance(module, nn.Linear):
+        return f"{_called(where)} is a {kind}, no plain nn.Linear: its weight is computed or read in a way of its own"
+    return (
+        f"{_called(where)} is a {kind}, which no activation of a node stands for. Known modules are activations of one "
+        "element without parameters; gn.register_activation adds one by name"
+    )
+
+
+def _called(name: str) -> str:
+    return repr(name) if name else "the module"

@@ -1,0 +1,134 @@
+"""Origins: what a net stands in place of, kept without weights so that it can be put back."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from grapnet.core.errors import ConversionError
+from grapnet.network import GrapNet
+
+from .chain import Chain
+from .fastpath import set_fast_paths
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """The chain that a net was made of, and the modules that stood there, whose linear parts are empty."""
+
+    chain: Chain
+    replaced: dict[str, Any]  # by path from the anchor: modules, or functions that a module had as attributes
+
+
+def describe_origin(net: GrapNet) -> dict[str, Any] | None:
+    """Returns, as plain data, which chain of modules a net stands for; None when it was not grafted."""
+    return None if net.origin is None else net.origin.chain.to_data()
+
+
+def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable[[], None]:
+    """Prepares to put a net into a model, over whatever stands there; returns what does it.
+
+    Args:
+        model: a model like the one the net was found in.
+        name: of the net in it.
+        net: the net.
+        described: what `describe_origin` said of it; weights and shapes of what stands there are not needed.
+
+    Raises:
+        ConversionError: the model has no such place, or other modules there.
+        ValueError: `described` says nothing that `describe_origin` could have said.
+    """
+    chain = None if described is None else Chain.from_data(described)
+    anchor_name = name if chain is None else _anchor_name(name, chain.place)
+    present = find(model, name)
+    if isinstance(present, GrapNet):
+        origin = None if chain is None or present.origin is None else Origin(chain, present.origin.replaced)
+        return lambda: _install(model, name, net, origin)
+    if chain is None:
+        return lambda: _install(model, name, net, None)
+    return prepare_graft(model, anchor_name, chain, net)
+
+
+def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Callable[[], None]:
+    """Prepares to put a net in place of the modules of a chain that starts at the module called `name`."""
+    anchor = find(model, name)
+    for part in chain.parts:
+        if not isinstance(find(anchor, part.path, name), nn.Module):
+            raise ConversionError(f"{joined(name, part.path)!r} is not a module")
+    linears = [find(anchor, part.path, name) for part in chain.parts]
+    emptied = {id(linear): _without_weights(linear) for linear in linears}
+    paths = [chain.place, *chain.emptied]
+    replaced = {path: copy.deepcopy(find(anchor, path, name), dict(emptied)) for path in paths}
+    at = joined(name, chain.place)
+    if at == "":
+        raise ConversionError("the model itself cannot be replaced in place; use gn.from_module(model)")
+
+    def install() -> None:
+        for path in chain.emptied:
+            put(anchor, path, nn.Identity())
+        _install(model, at, net, Origin(chain, replaced))
+
+    return install
+
+
+def _install(model: nn.Module, name: str, net: GrapNet, origin: Origin | None) -> None:
+    put_everywhere(model, name, net)
+    net.origin = origin
+    set_fast_paths(model)
+
+
+def find(module: Any, path: str, where: str = "") -> Any:
+    """Returns what stands under a path of attributes; raises ConversionError when nothing does."""
+    found = module
+    for step in path.split(".") if path else ():
+        found = getattr(found, step, None)
+        if found is None:
+            raise ConversionError(f"there is nothing called {joined(where, path)!r} in this {type(module).__name__}")
+    return found
+
+
+def put(module: nn.Module, path: str, value: Any) -> None:
+    """Puts something in place of what stands under a path: a module, or a function that a module has."""
+    before, _, step = path.rpartition(".")
+    owner = find(module, before)
+    if isinstance(value, nn.Module) and step in owner._modules:
+        owner._modules[step] = value
+    else:
+        delattr(owner, step)
+        setattr(owner, step, value)
+
+
+def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in place of the one called `name`, under every name that this one has."""
+    for owner, step in owners_of(model, find(model, name)):
+        owner._modules[step] = module
+
+
+def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns every module that has this one, and under which name."""
+    return [(owner, step) for owner in model.modules() for step, child in owner._modules.items() if child is module]
+
+
+def joined(*names: str) -> str:
+    """Returns names and paths as one name."""
+    return ".".join(name for name in names if name)
+
+
+def _anchor_name(name: str, path: str) -> str:
+    if path and name != path and not name.endswith("." + path):
+        raise ConversionError(f"{name!r} does not end in {path!r}, where its chain has the net")
+    return name.removesuffix(path).removesuffix(".") if path else name
+
+
+def _without_weights(linear: nn.Module) -> nn.Module:
+    """Returns a module of the same class and settings that has no weights."""
+    empty = type(linear).__new__(type(linear))
+    nn.Module.__init__(empty)
+    empty.training = linear.training
+    settings = {key: value for key, value in vars(linear).items() if key not in vars(empty)}
+    vars(empty).update({key: value for key, value in settings.items() if key not in ("weight", "bias")})
+    empty.register_parameter("weight", None)
+    empty.register_parameter("bias", None)
+    return empty

@@ -1,0 +1,117 @@
+"""gn.ungraft: nets become plain modules again, those that they were grafted onto where there were any."""
+
+import copy
+from dataclasses import replace
+
+from torch import nn
+
+from grapnet.core.errors import ConversionError
+from grapnet.execution.modules import MOST_CELLS, activation_module
+from grapnet.learning.optim import detach
+from grapnet.network import GrapNet
+
+from .build import fill_linears
+from .chain import Chain, Part, read_chain
+from .exchange import Optimizers, as_optimizers, prepare_exchange
+from .fastpath import set_fast_paths
+from .matching import Where, matching_nets
+from .origin import Origin, find, put, put_everywhere
+
+
+def ungraft(
+    model: nn.Module, where: Where | None = None, optimizer: Optimizers = None, *, most_cells: int = MOST_CELLS
+) -> dict[str, nn.Module]:
+    """Puts plain modules back in place of nets, with the weights and shapes that the nets have by then.
+
+    A net that `gn.graft` put there becomes the modules that it replaced, under their own state-dict keys; any other
+    becomes its `net.to_module()`. Where a relation is missing the matrix is zero, and trains again from there.
+
+    Args:
+        model: the model; to keep it, give a deep copy.
+        where: which nets, as for `graft`; all of them when left out.
+        optimizer: one, or several, that go on with the plain Parameters; what was cut or frozen starts with clean
+            state.
+        most_cells: as for `net.to_module()`.
+
+    Returns:
+        The plain modules by name, where the nets stood.
+
+    Raises:
+        ConversionError: no net matches, or the modules of then cannot compute what a net computes; nothing was changed.
+    """
+    nets, optimizers = matching_nets(model, where), as_optimizers(optimizer)
+    if "" in nets:
+        raise ConversionError("the model is a net itself and cannot be replaced in place; take net.to_module()")
+    exchanges, installs, plain = [], [], {}
+    for name, net in nets.items():
+        chain, replaced = _skeletons(net, name, most_cells)
+        linears = [_find(replaced, part.path) for part in chain.parts]
+        exchanges += fill_linears(net, linears, chain, most_cells)
+        plain[name] = replaced[chain.place]
+        plain[name].train(net.training)
+        installs.append(lambda name=name, chain=chain, replaced=replaced: _put_back(model, name, chain, replaced))
+    installs += [prepare_exchange(one, exchanges) for one in optimizers]
+    for install in installs:
+        install()
+    for one in optimizers:
+        for net in nets.values():
+            detach(one, net)
+    set_fast_paths(model)
+    return plain
+
+
+def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[str, nn.Module]]:
+    """Returns the chain to go back to, and its modules by path from the anchor, without weights."""
+    origin: Origin | None = net.origin
+    if origin is None:
+        module = net.to_module(most_cells=most_cells)
+        plain = module[0] if len(module) == 1 else module
+        return replace(read_chain(plain), place=""), {"": plain}
+    replaced = copy.deepcopy(origin.replaced)
+    for layer, part in zip(net.layers, [None, *origin.chain.parts], strict=True):
+        _set_dropout(replaced, origin.chain, part, layer.dropout, name)
+        if part is not None and [kind for kind, _ in layer.activation_names.kinds()] not in ([part.activation], []):
+            if part.activation_path is None:
+                raise ConversionError(
+                    f"layer {layer.index} of {name!r} has an activation, and there was none in the modules of then; "
+                    "take net.to_module()"
+                )
+            _replace(replaced, part.activation_path, activation_module(layer) or nn.Identity())
+    return origin.chain, replaced
+
+
+def _set_dropout(
+    replaced: dict[str, nn.Module], chain: Chain, part: Part | None, probability: float, name: str
+) -> None:
+    """Gives the Dropout of then the probability that a layer has by now."""
+    then, path = (chain.dropout, chain.dropout_path) if part is None else (part.dropout, part.dropout_path)
+    if probability == then:
+        return
+    if path is None:
+        raise ConversionError(
+            f"a layer of {name!r} has dropout, and there was none in the modules of then; take net.to_module()"
+        )
+    setattr(_find(replaced, path), "p", probability)  # noqa: B010 (typed as a tensor or module)
+
+
+def _find(replaced: dict[str, nn.Module], path: str) -> nn.Module:
+    """Returns what stands under a path from the anchor, among the modules that were replaced."""
+    for start, module in replaced.items():
+        if path == start or start == "" or path.startswith(f"{start}."):
+            return find(module, path.removeprefix(start).removeprefix("."))
+    raise ConversionError(f"{path!r} is in none of the modules that were replaced")
+
+
+def _replace(replaced: dict[str, nn.Module], path: str, module: nn.Module) -> None:
+    if path in replaced:
+        replaced[path] = module
+    else:
+        before, _, step = path.rpartition(".")
+        put(_find(replaced, before), step, module)
+
+
+def _put_back(model: nn.Module, name: str, chain: Chain, replaced: dict[str, nn.Module]) -> None:
+    anchor = find(model, name.removesuffix(chain.place).removesuffix(".") if chain.place else name)
+    for path in chain.emptied:
+        put(anchor, path, replaced[path])
+    put_everywhere(model, name, replaced[chain.place])
