@@ -1,6 +1,6 @@
 """The journal as tensors and JSON, and back."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from grapnet.core.change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
 from grapnet.core.errors import CheckpointError
-from grapnet.core.journal import Commit, Journal
+from grapnet.core.journal import Commit, Joint, Journal
 from grapnet.core.labels import Labels
 from grapnet.core.remap import IndexMap, contains
 from grapnet.core.vector import Shift, VectorChange
@@ -25,6 +25,7 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
     for n, commit in enumerate(journal.commits):
         name = f"journal.{n}."
         change = commit.change if undo else commit.change.without_values()
+        joint = {} if commit.joint is None else {"joint": asdict(commit.joint)}
         commits.append(
             {
                 "version": commit.version,
@@ -36,6 +37,7 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
                 "transitions": {
                     str(k): _put_wires(c, f"{name}transitions.{k}.", tensors) for k, c in change.transitions.items()
                 },
+                **joint,
             }
         )
     stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
@@ -116,7 +118,19 @@ def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
         },
     )
     version, reason = number(part, "version", where), entry(part, "reason", str, where)
-    return Commit(version, reason, change, by, tuple(operations), undoes=undoes)
+    return Commit(version, reason, change, by, tuple(operations), undoes=undoes, joint=_joint(part, where))
+
+
+def _joint(part: Any, where: str) -> Joint | None:
+    if "joint" not in part:
+        return None
+    found, where = entry(part, "joint", dict, where), f"{where}joint."
+    joint = Joint(entry(found, "name", str, where), number(found, "part", where), number(found, "parts", where))
+    if not joint.name or not joint.part < joint.parts or joint.parts < 2:
+        raise CheckpointError(
+            f"{where}part: {joint.part} of {joint.parts} is no part of a transaction over several nets"
+        )
+    return joint
 
 
 def _key(text: str, count: int, where: str) -> int:

@@ -114,20 +114,21 @@ class LayerDraft:
             layer, index, requests.freeze_biases.get(self.number), requests.unfreeze_biases.get(self.number)
         )
         example = layer.parameter.detach()
-        drawn = [example.new_empty(0)]
+        drawn, held = [example.new_empty(0)], [torch.empty(0, dtype=torch.bool, device=device)]
         for newborns in self.newborns:
             linear = newborns.bias == "linear" if isinstance(newborns.bias, str) else False
             rows = torch.searchsorted(self.uids, newborns.uids)
             gains = incoming.fan_in(rows) if linear and incoming is not None else torch.zeros(len(rows), device=device)
-            initial = "zero" if isinstance(newborns.bias, str) and not linear else newborns.bias
-            drawn.append(draw(initial, gains, example, generator))
-        values = torch.cat(drawn)[(born - self.n_present).to(device).long()]
+            given = newborns.bias if isinstance(newborns.bias, Tensor) else "linear" if linear else "zero"
+            drawn.append(draw(given, gains, example, generator))
+            held.append(torch.full((len(rows),), newborns.bias is None, device=device))
+        comes = (born - self.n_present).to(device).long()
         return VectorChange(
             index,
-            born_frozen=torch.zeros(len(born), dtype=torch.bool, device=device),
+            born_frozen=torch.cat(held)[comes],
             gone_frozen=layer.frozen_bits(index.removed),
             flips=flips,
-            born_values=values,
+            born_values=torch.cat(drawn)[comes],
             shift=self._shifted(index, flips),
         )
 

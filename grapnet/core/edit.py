@@ -1,14 +1,18 @@
 """Edit: a transaction that collects operations and commits them all or not at all."""
 
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from .change import Change
 from .drafts import union
 from .errors import EditError
+from .journal import Commit, Joint
+from .places import hidden_layers, layer_number, positions_of, rows_of
 from .relation_set import RelationSet
 from .remap import as_tensor, contains
 from .requests import (
@@ -20,15 +24,13 @@ from .requests import (
     checked_activation,
     checked_initial,
     checked_owner,
-    rewound_on_error,
 )
 from .resolve import resolve
 from .selection import Nodes, NodeSet, as_node_set, as_uids
+from .transaction import Tokens, commit_all
 
 if TYPE_CHECKING:
     from .graph import Graph
-    from .journal import Commit
-    from .node import GrapNode
 
 LARGEST_UID = 2**31 - 1
 
@@ -48,10 +50,12 @@ class Edit:
         self.trial = trial
         self.generator = generator
         self.receipt: Commit | None = None
-        self._graph = graph
+        self.graph = graph
         self._requests = Requests()
         self._operations: list[dict[str, Any]] = []
         self._next_uid = 0
+        self._tokens: Tokens | None = None
+        self._partners: Sequence[Edit] = ()  # those that commit together with it, itself among them
         self._open = False
         self._entered = False
 
@@ -62,7 +66,7 @@ class Edit:
         *,
         activation: str | None = None,
         owner: str | None = None,
-        bias: Initial | float = "linear",
+        bias: Initial | float | None = "linear",
     ) -> NodeSet:
         """Adds nodes at the end of a layer and returns them, ready to be connected in this edit.
 
@@ -71,10 +75,11 @@ class Edit:
             count: how many.
             activation: the layer's own unless given.
             owner: a tag to select them by.
-            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values.
+            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values; None for nodes
+                without one, whose bias is zero and frozen.
         """
-        number = self._layer_number(layer)
-        store = self._graph.layers[number]
+        number = layer_number(self.graph, layer)
+        store = self.graph.layers[number]
         if not isinstance(count, int | np.integer) or count < 0:
             raise EditError(f"the number of nodes to add is a whole number, not negative, got {count!r}")
         if activation is not None and store.is_sensory:
@@ -82,7 +87,8 @@ class Edit:
         activation = store.default_activation if activation is None else activation
         checked_activation(activation)
         checked_owner(owner)
-        initial = checked_initial(bias if isinstance(bias, str) else as_tensor(bias), count, "biases")
+        given = bias if isinstance(bias, str | None) else as_tensor(bias)
+        initial = None if given is None else checked_initial(given, count, "biases")
         if self._next_uid + count > LARGEST_UID:
             raise EditError(f"a graph names at most {LARGEST_UID:,} nodes in its life")
         count = int(count)
@@ -90,7 +96,7 @@ class Edit:
         self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
         self._next_uid += count
         self._requests.newborns[number].append(Newborns(uids, activation, owner, initial))
-        return NodeSet(self._graph, {number: uids})
+        return NodeSet(self.graph, {number: uids})
 
     def remove_nodes(self, nodes: Nodes, *, interface: bool = False) -> None:
         """Removes nodes with the relations they own and those that lead to them.
@@ -101,7 +107,7 @@ class Edit:
         """
         found = self._rows(nodes)
         for number in found:
-            if number in (0, len(self._graph.layers) - 1) and not interface:
+            if number in (0, len(self.graph.layers) - 1) and not interface:
                 kind = "sensory" if number == 0 else "output"
                 raise EditError(
                     f"{len(found[number])} of the nodes to remove are {kind} nodes; say interface=True to remove them"
@@ -168,12 +174,12 @@ class Edit:
     def cuts(self) -> RelationSet:
         """The relations that this edit was asked to cut so far; those that leave with a removed node are not listed."""
         self._require_open()
-        return RelationSet(self._graph, {t: union(at, self._graph.device) for t, at in self._requests.cuts.items()})
+        return RelationSet(self.graph, {t: union(at, self.graph.device) for t, at in self._requests.cuts.items()})
 
     def keep(self, relations: RelationSet) -> None:
         """Takes back what this edit was asked to cut, as far as it is in `relations`; other operations stand."""
-        for t, positions in self._positions(relations, None).items():
-            asked = union(self._requests.cuts.get(t, []), self._graph.device)
+        for t, positions in self._positions(relations).items():
+            asked = union(self._requests.cuts.get(t, []), self.graph.device)
             kept = contains(positions, asked)
             if bool(kept.any()):
                 self._note("keep", transition=t, relations=int(kept.sum()))
@@ -188,13 +194,13 @@ class Edit:
     def connections(self) -> tuple[Tensor, Tensor]:
         """The uids of the parents and of the children of the relations that this edit was asked to connect so far."""
         self._require_open()
-        return self._requests.connected_uids(self._graph.layers)
+        return self._requests.connected_uids(self.graph.layers)
 
     @property
     def removals(self) -> NodeSet:
         """The nodes that this edit was asked to remove so far; orphans, and nodes that it adds, are not listed."""
         self._require_open()
-        return NodeSet(self._graph, self._requests.removed_uids(self._graph.layers))
+        return NodeSet(self.graph, self._requests.removed_uids(self.graph.layers))
 
     def remark(self, text: str, **details: str | float | bool | None) -> None:
         """Writes why into the journal, among the operations: which rule, at which scores. It changes nothing.
@@ -227,18 +233,10 @@ class Edit:
             layers: numbers of hidden layers, all of them by default.
             fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the function stays.
         """
-        hidden = range(1, len(self._graph.layers) - 1)
-        numbers = (
-            hidden
-            if layers is None
-            else [self._layer_number(n) for n in ([layers] if isinstance(layers, int | np.integer) else layers)]
-        )
-        outside = [number for number in numbers if number not in hidden]
-        if outside:
-            raise EditError(f"layers {outside} are not hidden, so they have no orphans")
+        numbers = hidden_layers(self.graph, layers)
         for number in numbers:
             self._requests.orphans[number] = self._requests.orphans.get(number, False) or fold_bias
-        self._note("remove_orphans", layers=list(numbers), fold_bias=fold_bias)
+        self._note("remove_orphans", layers=numbers, fold_bias=fold_bias)
 
     def set_activation(self, nodes: Nodes, activation: str) -> None:
         """Gives nodes another activation."""
@@ -252,22 +250,51 @@ class Edit:
         checked_owner(owner)
         self._name("owners", nodes, owner)
 
-    def commit(self) -> "Commit | None":
+    def commit(self) -> Commit | None:
         """Commits now, before the block ends; in a trial this is where its operations take effect.
 
-        Returns None when there was nothing to change. No further operation can be added.
+        Returns None when there was nothing to change. No further operation can be added. The edits of
+        `gn.edit_together` commit all at once: in a trial when one is told to, otherwise when the block ends.
+
+        Raises:
+            EditError: this is one of several edits that commit together, and no trial.
         """
         self._require_open()
-        self._open = False
-        self._tokens = self._graph.tokens()
-        with rewound_on_error(self.generator, self._graph.device) as generator:
-            change = resolve(self._graph, self._requests, generator)
-            if not change.is_empty:
-                self.receipt = self._graph.commit_change(
-                    change, self.reason, self.by, tuple(self._operations), next_uid=self._next_uid, trial=self.trial
-                )
-        self._operations.clear()
+        if self._partners and not self.trial:
+            raise EditError(
+                "the edits of edit_together(...) commit at once, when its block ends; leave out commit(), or say "
+                "trial=True to have them all take effect here and taken back at the end"
+            )
+        commit_all(self._partners or (self,))
         return self.receipt
+
+    def join(self, partners: "Sequence[Edit]") -> None:
+        """Makes it one of several edits, itself among them, that commit together."""
+        self._partners = partners
+
+    def close(self) -> None:
+        """Takes no further operation."""
+        self._open = False
+
+    def resolved(self, generator: torch.Generator) -> Change:
+        """Returns what its operations amount to; raises EditError when they conflict. Touches nothing."""
+        return resolve(self.graph, self._requests, generator)
+
+    def prepare(self, change: Change, joint: Joint | None) -> Callable[[], None]:
+        """Does all of the commit that can fail once its requests are resolved; returns what puts it into effect."""
+        graph, operations = self.graph, self._operations
+        if change.is_empty:
+            return operations.clear
+        tokens = graph.tokens()
+        receipt = Commit(graph.version + 1, self.reason, change, self.by, tuple(operations), joint=joint)
+        receipt, swap = graph.prepare_change(receipt, next_uid=self._next_uid, trial=self.trial)
+
+        def install() -> None:
+            swap()
+            self.receipt, self._tokens = receipt, tokens
+            operations.clear()
+
+        return install
 
     @property
     def is_waiting(self) -> bool:
@@ -277,8 +304,8 @@ class Edit:
     def __enter__(self) -> "Edit":
         if self._entered:
             raise EditError("this edit was used already; open another one with net.edit()")
-        self._graph.open_edit(self)
-        self._next_uid = self._graph.next_uid
+        self.graph.open_edit(self)
+        self._next_uid = self.graph.next_uid
         self._open = self._entered = True
         return self
 
@@ -290,12 +317,13 @@ class Edit:
                 self.commit()
         finally:
             self._open = False
+            self._partners = ()
             self._operations.clear()
             try:
-                if self.trial and self.receipt is not None:
-                    self._graph.take_back(self.receipt, self._tokens)
+                if self.trial and self.receipt is not None and self._tokens is not None:
+                    self.graph.take_back(self.receipt, self._tokens)
             finally:
-                self._graph.close_edit()
+                self.graph.close_edit()
 
     def _turn(self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool) -> None:
         if not all(isinstance(part, bool) for part in (incoming, outgoing, bias)):
@@ -310,20 +338,20 @@ class Edit:
                 raise EditError(
                     f"incoming=, outgoing= and bias= say what to {verb} of nodes; a RelationSet is taken as it is"
                 )
-            for t, positions in self._positions(what, None).items():
+            for t, positions in self._positions(what).items():
                 self._note(verb, transition=t, relations=len(positions))
                 relations[t].append(positions)
             return
         self._require_open()
-        nodes = as_node_set(self._graph, self._existing(what))
+        nodes = as_node_set(self.graph, self._existing(what))
         chosen = [nodes.incoming()] * incoming + [nodes.outgoing()] * outgoing
         rows = nodes.rows_by_layer()
         self._note(verb, nodes=len(nodes), incoming=incoming, outgoing=outgoing, bias=bias)
         for part in chosen:
-            for t, positions in self._positions(part, None).items():
+            for t, positions in self._positions(part).items():
                 relations[t].append(positions)
         for number in rows if bias else ():
-            if not self._graph.layers[number].is_sensory:
+            if not self.graph.layers[number].is_sensory:
                 biases[number].append(rows[number])
 
     def _name(self, kind: str, nodes: Nodes, name: str | None) -> None:
@@ -331,40 +359,13 @@ class Edit:
             self._note(f"set_{kind[:-1]}", layer=number, nodes=len(rows), name=name)
             self._requests.namings[number].append(Naming(kind, rows, name))
 
-    def _positions(self, relations: RelationSet | Any, slots: Any) -> dict[int, Tensor]:
+    def _positions(self, relations: RelationSet | Any, slots: Any = None) -> dict[int, Tensor]:
         self._require_open()
-        if slots is not None:
-            if not hasattr(relations, "uid"):
-                raise TypeError(f"slots= are those of one GrapNode, not of a {type(relations).__name__}")
-            relations = cast("GrapNode", relations).outgoing(slots=slots)
-        if not isinstance(relations, RelationSet):
-            raise TypeError(
-                "relations are given as a RelationSet (node.outgoing(), net.select(...).incoming()), "
-                f"not as {type(relations).__name__}"
-            )
-        if relations.graph is not self._graph:
-            raise EditError("the relations belong to another graph")
-        found = relations.positions_by_transition()
-        device = self._graph.device
-        return {
-            t: torch.arange(at.start, at.stop, dtype=torch.int32, device=device) if isinstance(at, range) else at
-            for t, at in found.items()
-        }
+        return positions_of(self.graph, relations, slots)
 
     def _rows(self, nodes: Nodes) -> dict[int, Tensor]:
-        """Returns rows by layer, newborn nodes counted after the present ones."""
         self._require_open()
-        uids = as_uids(self._graph, nodes)
-        found: dict[int, Tensor] = {}
-        left = uids
-        for number in range(len(self._graph.layers)):
-            rows = self._requests.rows(self._graph.layers[number], number, left)
-            if bool((rows >= 0).any()):
-                found[number] = rows[rows >= 0]
-                left = left[rows < 0]
-        if len(left):
-            self._graph.locate(int(left[0]))
-        return found
+        return rows_of(self.graph, self._requests, nodes)
 
     def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
         found = self._rows(nodes)
@@ -373,16 +374,10 @@ class Edit:
         return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32, device="cpu")))
 
     def _existing(self, nodes: Nodes) -> Nodes:
-        uids = as_uids(self._graph, nodes)
-        if bool(((uids >= self._graph.next_uid) & (uids < self._next_uid)).any()):
+        uids = as_uids(self.graph, nodes)
+        if bool(((uids >= self.graph.next_uid) & (uids < self._next_uid)).any()):
             raise EditError("nodes added in this edit cannot be frozen or unfrozen in it; do that in the next one")
         return nodes
-
-    def _layer_number(self, layer: Any) -> int:
-        count = len(self._graph.layers)
-        if not isinstance(layer, int | np.integer) or not -count <= layer < count:
-            raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
-        return int(layer) % count
 
     def _note(self, operation: str, **details: Any) -> None:
         self._require_open()

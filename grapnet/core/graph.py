@@ -9,18 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .change import Change, TransitionChange
+from .change import Change
 from .column import Column, exchange_columns
 from .edit import Edit
 from .errors import EditError, HistoryError, StaleNodeError
+from .fit import require_fit
 from .journal import Commit, Diff, Journal
 from .layer import Layer
 from .node import GrapNode
-from .relation_set import RelationSet
 from .relations import Transition
-from .remap import as_tensor, contains
+from .remap import as_tensor
+from .reversal import reverse
 from .selection import Nodes, NodeSet, as_uids
-from .transaction import Follower, Followers, Tokens, carry_out, require_editable, rewired, rows_after
+from .transaction import Follower, Followers, Tokens, carry_out, prepare_commit, require_editable
 from .values import Coordinates, Token, layout_of
 
 
@@ -152,34 +153,36 @@ class Graph(nn.Module):
         """Every commit, the oldest first; trials leave none."""
         return tuple(self.journal.commits)
 
-    def undo(self) -> Commit:
+    def undo(self, *, alone: bool = False) -> Commit:
         """Takes the last commit back, as a commit of its own.
 
         Survivors keep their present weights; what was cut returns as it was when it was cut.
-        """
-        self.require_no_edit("undo")
-        commit = self._reverse(self.journal.next_undo(), "undo")
-        self.journal.record_undo(commit)
-        return commit
 
-    def redo(self) -> Commit:
-        """Takes the last undo back, as a commit of its own."""
-        self.require_no_edit("redo")
-        commit = self._reverse(self.journal.next_redo(), "redo")
-        self.journal.record_redo(commit)
-        return commit
+        Args:
+            alone: take back only this net's part of a transaction over several nets, so that they go separate ways;
+                `gn.undo_together` takes back all of it.
+
+        Raises:
+            HistoryError: there is nothing to undo, or it is part of a transaction over several nets.
+        """
+        return reverse(self, "undo", alone=alone)
+
+    def redo(self, *, alone: bool = False) -> Commit:
+        """Takes the last undo back, as a commit of its own; see `undo` for `alone`, and `gn.redo_together`."""
+        return reverse(self, "redo", alone=alone)
 
     def replay(self, commits: Iterable[Commit]) -> None:
         """Repeats the commits of an equal graph on this one, in order; the topology comes out bit-identical.
 
-        Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
+        Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them. What was part of a
+        transaction over several nets is a commit of this net alone.
         """
         self.require_no_edit("replay")
         commits = list(commits)
         self.journal.require_details(commits)
         for recorded in commits:
             commit = replace(recorded, change=recorded.change.to(self.device))
-            self._require_fit(commit)
+            require_fit(self, commit)
             born = [int(c.born.uids[-1]) + 1 for c in commit.change.layers.values() if len(c.born)]
             by, operations = commit.by, commit.operations
             self.commit_change(commit.change, commit.reason, by, operations, next_uid=max([self.next_uid, *born]))
@@ -273,14 +276,32 @@ class Graph(nn.Module):
         operations: tuple[dict[str, Any], ...] = (),
         *,
         next_uid: int,
-        trial: bool = False,
     ) -> Commit:
-        """Carries out a resolved change and, unless it is a trial, writes it into the journal."""
-        commit = carry_out(self, Commit(self.version + 1, reason, change, by, operations))
-        self.next_uid = max(self.next_uid, next_uid)
-        if not trial:
-            self.journal.record(commit)
+        """Carries out a resolved change and writes it into the journal."""
+        receipt = Commit(self.version + 1, reason, change, by, operations)
+        commit, install = self.prepare_change(receipt, next_uid=next_uid)
+        install()
         return commit
+
+    def prepare_change(
+        self, commit: Commit, *, next_uid: int, trial: bool = False
+    ) -> tuple[Commit, Callable[[], None]]:
+        """Does all of a commit that can fail; returns the complete receipt and what puts it into effect.
+
+        Args:
+            commit: what to do, and why.
+            next_uid: what the next node to be added after it is called.
+            trial: leave it out of the journal.
+        """
+        commit, swap = prepare_commit(self, commit)
+
+        def install() -> None:
+            swap()
+            self.next_uid = max(self.next_uid, next_uid)
+            if not trial:
+                self.journal.record(commit)
+
+        return commit, install
 
     def tokens(self) -> Tokens:
         """Returns what says whether relations or coordinates have moved since."""
@@ -297,51 +318,10 @@ class Graph(nn.Module):
             carry_out(self, back, tokens, followers=Followers())
             raise
 
-    def _reverse(self, commit: Commit, verb: str) -> Commit:
-        reason = commit.reason.removeprefix("undo: ").removeprefix("redo: ")
-        receipt = Commit(self.version + 1, f"{verb}: {reason}", commit.change.inverse(), undoes=commit.version)
-        return carry_out(self, receipt)
-
     def require_no_edit(self, verb: str) -> None:
         """Raises EditError while an edit is open."""
         if self._edit is not None:
             raise EditError(f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block first")
-
-    def _require_fit(self, commit: Commit) -> None:
-        """Raises HistoryError when the commit was not made on a graph like this one."""
-        for number, change in commit.change.layers.items():
-            if number >= len(self.layers) or not change.fits(self.layers[number].uid):
-                raise HistoryError(f"commit {commit.version} was made on another graph: layer {number} differs")
-        for t, change in commit.change.transitions.items():
-            if t >= len(self.transitions) or not self._wires_fit(t, change, commit.change):
-                raise HistoryError(f"commit {commit.version} was made on another graph: transition {t} differs")
-
-    def _wires_fit(self, t: int, change: TransitionChange, whole: Change) -> bool:
-        """Says whether what the change cuts is here, and what it connects is not."""
-        store = self.transitions[t]
-        if change.index.old_size != store.size:
-            return False
-        cut = RelationSet(self, {t: change.index.removed})
-        if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
-            cut.children.int(), change.gone.children
-        ):
-            return False
-        parents, children = self.layers[t].rows(change.born.parents), self.layers[t + 1].rows(change.born.children)
-        newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
-        for rows, uids, fresh in (
-            (parents, change.born.parents, newborn[0]),
-            (children, change.born.children, newborn[1]),
-        ):
-            if bool((rows < 0).any()) and (fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())):
-                return False
-        upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
-        after = rewired(self, t, store.topology, upper, lower, change)
-        owners = rows_after(self, t, upper, change.born.parents)
-        if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
-            return False
-        both = (parents >= 0) & (children >= 0)
-        found = store.topology.find(parents[both].to(self.device), children[both].to(self.device)).int()
-        return bool(((found < 0) | contains(change.index.removed, found)).all())
 
     def _bind(self) -> None:
         for layer in self.layers:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -12,6 +13,30 @@ from .change import Change
 from .errors import HistoryError
 from .relations import Topology
 from .remap import IndexMap
+
+
+@dataclass(frozen=True)
+class Joint:
+    """Says that a commit is one part of a transaction over several nets.
+
+    Attributes:
+        name: what the parts of one transaction share, and no other commit has.
+        part: which of them this is, from 0.
+        parts: how many nets the transaction changed.
+    """
+
+    name: str
+    part: int
+    parts: int
+
+    @classmethod
+    def of(cls, parts: int, name: str | None = None) -> "list[Joint | None]":
+        """Returns what the parts of a transaction carry, of one without a name yet if none is given.
+
+        A transaction over a single net is a commit like any other, which carries None.
+        """
+        name = name or uuid4().hex  # from the system, so that no generator of torch moves
+        return [cls(name, part, parts) if parts > 1 else None for part in range(parts)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +52,7 @@ class Commit:
         parameters: how the coordinates of each touched Parameter moved, by the Parameter's name in the net. Emptied,
             like the values inside `change`, once the journal no longer keeps what undo needs.
         undoes: the version of the commit that this one takes back, for undo, redo and the end of a trial.
+        joint: which part it is of a transaction over several nets; None for one of its own.
         wirings: the topology that each moved transition is about to have; only followers see it, while they prepare.
     """
 
@@ -37,6 +63,7 @@ class Commit:
     operations: tuple[dict[str, Any], ...] = ()
     parameters: dict[str, IndexMap] = field(default_factory=dict)
     undoes: int | None = None
+    joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)
 
     @property
@@ -71,7 +98,8 @@ class Commit:
         counts = ", ".join(f"{name} {count}" for name, count in self.change.counts().items() if count)
         counts = counts if self.has_details else "details no longer kept"
         by = f", by {self.by}" if self.by else ""
-        return f"Commit(version={self.version}, {self.reason!r}{by}: {counts or 'names only'})"
+        joint = f", part {self.joint.part + 1} of {self.joint.parts}" if self.joint else ""
+        return f"Commit(version={self.version}, {self.reason!r}{by}{joint}: {counts or 'names only'})"
 
 
 @dataclass(frozen=True, eq=False)

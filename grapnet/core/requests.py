@@ -24,7 +24,7 @@ class Newborns:
     uids: Tensor
     activation: str
     owner: str | None
-    bias: Initial
+    bias: Initial | None  # None: zero and frozen
 
 
 @dataclass(frozen=True, eq=False)

@@ -3,6 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -11,16 +12,18 @@ from torch import Tensor
 
 from .change import Change, LayerChange, TransitionChange
 from .errors import EditError
-from .journal import Commit
+from .journal import Commit, Joint
 from .labels import Labels
 from .layer import rows_among
 from .relations import Topology
 from .remap import ascending
+from .requests import rewound_on_error
 from .values import Token, refuse_old_backward, replace_content
 from .vector import PreparedVector
 
 if TYPE_CHECKING:
     from .column import Column
+    from .edit import Edit
     from .graph import Graph
 
 
@@ -30,7 +33,8 @@ class Follower(Protocol):
     def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
         """Computes its own state after the commit, or raises to stop it; returns the assignment that installs it.
 
-        The graph is still as it was before the commit.
+        The graph is still as it was before the commit. Where several graphs commit together, what follows more than
+        one of them prepares for each before anything is installed, so an installation touches nothing of the others.
         """
         ...
 
@@ -90,6 +94,22 @@ class Tokens:
     def fresh(cls, graph: "Graph") -> "Tokens":
         """Returns tokens that nobody has seen."""
         return cls([Token() for _ in graph.transitions], {name: Token() for name, _ in graph.named_parameters()})
+
+
+def commit_all(edits: "Sequence[Edit]") -> None:
+    """Resolves and prepares every edit and only then puts all into effect; one without a change commits nothing."""
+    for edit in edits:
+        edit.close()
+    with ExitStack() as stack:
+        sources = [stack.enter_context(rewound_on_error(edit.generator, edit.graph.device)) for edit in edits]
+        changes = [edit.resolved(generator) for edit, generator in zip(edits, sources, strict=True)]
+        joints = Joint.of(sum(not change.is_empty for change in changes))
+        installs = [
+            edit.prepare(change, None if change.is_empty else joints.pop(0))
+            for edit, change in zip(edits, changes, strict=True)
+        ]
+        for install in installs:
+            install()
 
 
 def carry_out(

@@ -80,9 +80,9 @@ def repeat(graph: Graph, letter: Letter) -> None:
         if commit.undoes is None:
             graph.replay([commit])
         elif journal.undoable and journal.next_undo().version == commit.undoes:
-            graph.undo()
+            graph.undo(alone=True)
         elif journal.redoable and journal.next_redo().version == commit.undoes:
-            graph.redo()
+            graph.redo(alone=True)
         else:
             raise HistoryError(
                 f"commit {commit.version} ({commit.reason!r}) takes back commit {commit.undoes}, "

@@ -281,6 +281,31 @@ def test_fold_bias_refuses_to_change_a_frozen_bias(net: gn.GrapNet) -> None:
     assert (net.version, net.sizes) == (1, [4, 3, 3, 2])
 
 
+def test_nodes_without_bias_are_born_zero_and_frozen_and_stay_so() -> None:
+    net = gn.GrapNet([3, 2, 2])
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
+    gn.attach(optimizer, net)
+    with net.edit() as edit:
+        plain = edit.add_nodes(1, 2, bias=None)
+        other = edit.add_nodes(1, 1, bias=0.5)
+        edit.connect(net.layers[0], plain | other)
+        edit.connect(plain | other, net.layers[2])
+    for _ in range(3):
+        optimizer.zero_grad()
+        net(torch.randn(4, 3)).sum().backward()
+        optimizer.step()
+    gn.check(net)
+    assert net.layers[1].biases[2:4].tolist() == [0.0, 0.0]
+    assert net.layers[1].frozen_at.tolist() == [2, 3]
+    assert net.layers[1].biases[4].item() not in (0.0, 0.5)  # the one beside them trains
+    net.undo()
+    net.redo()
+    assert net.layers[1].frozen_at.tolist() == [2, 3]
+    with net.edit() as edit:
+        edit.unfreeze(net.layers[1])
+    assert net.count().frozen == 0
+
+
 def _check_uniform(values: Tensor, bound: float) -> None:
     values = values.detach()
     assert bound * 0.99 < values.abs().max() <= bound

@@ -1,0 +1,69 @@
+"""Where the nodes, relations and layers that a user names stand in a graph."""
+
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import EditError
+from .relation_set import RelationSet
+from .requests import Requests
+from .selection import Nodes, as_uids
+
+if TYPE_CHECKING:
+    from .graph import Graph
+    from .node import GrapNode
+
+
+def layer_number(graph: "Graph", layer: Any) -> int:
+    """Returns the number of a layer, counted from the sensory one; raises EditError when there is none."""
+    count = len(graph.layers)
+    if not isinstance(layer, int | np.integer) or not -count <= layer < count:
+        raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
+    return int(layer) % count
+
+
+def hidden_layers(graph: "Graph", layers: Any) -> list[int]:
+    """Returns the numbers of hidden layers, of all of them for None; raises EditError for one that is not hidden."""
+    hidden = range(1, len(graph.layers) - 1)
+    if layers is None:
+        return list(hidden)
+    numbers = [layer_number(graph, n) for n in ([layers] if isinstance(layers, int | np.integer) else layers)]
+    outside = [number for number in numbers if number not in hidden]
+    if outside:
+        raise EditError(f"layers {outside} are not hidden, so they have no orphans")
+    return numbers
+
+
+def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> dict[int, Tensor]:
+    """Returns the positions of relations by transition; with `slots`, `relations` is the node that owns them."""
+    if slots is not None:
+        if not hasattr(relations, "uid"):
+            raise TypeError(f"slots= are those of one GrapNode, not of a {type(relations).__name__}")
+        relations = cast("GrapNode", relations).outgoing(slots=slots)
+    if not isinstance(relations, RelationSet):
+        raise TypeError(
+            "relations are given as a RelationSet (node.outgoing(), net.select(...).incoming()), "
+            f"not as {type(relations).__name__}"
+        )
+    if relations.graph is not graph:
+        raise EditError("the relations belong to another graph")
+    return {
+        t: torch.arange(at.start, at.stop, dtype=torch.int32, device=graph.device) if isinstance(at, range) else at
+        for t, at in relations.positions_by_transition().items()
+    }
+
+
+def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tensor]:
+    """Returns rows by layer, the nodes that the requests add counted after the present ones."""
+    left = as_uids(graph, nodes)
+    found: dict[int, Tensor] = {}
+    for number, layer in enumerate(graph.layers):
+        rows = requests.rows(layer, number, left)
+        if bool((rows >= 0).any()):
+            found[number] = rows[rows >= 0]
+            left = left[rows < 0]
+    if len(left):
+        graph.locate(int(left[0]))
+    return found
