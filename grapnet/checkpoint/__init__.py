@@ -1,53 +1,58 @@
-"""Checkpoints: one file that holds a graph, its journal and whatever trains it, and no code."""
+"""Checkpoints: one file that holds graphs, their journals and whatever trains them, and no code."""
 
 import os
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
 from grapnet.network import GrapNet
 
 from . import container
-from .extras import describe_extra, read_extra, require_fit, restore_all, where
+from .extras import Target, describe_extra, read_extra, require_fit, restore_all, restore_slots, where
 from .fields import Fields, entry
-from .graph import describe_graph, rebuild_columns, rebuild_graph
-from .history import describe_journal, rebuild_journal
+from .model import describe_model, find_nets, put_into, read_places
+from .net import describe_net, rebuild_net
 
 
-def save(path: str | os.PathLike[str], net: GrapNet, *, undo: bool = False, **extras: Any) -> None:
-    """Writes a net, its journal and any extras to one file, in place of an earlier one only once it is whole.
+def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = False, **extras: Any) -> None:
+    """Writes a net, or a model with nets inside, and any extras to one file, which replaces an earlier one once whole.
 
-    A save that is killed leaves the earlier file as it was, and a folder `.grapnet.….partial` that can be deleted.
+    Of every net the file holds the graph, the journal and the chosen backends; of a model also where its nets stand,
+    what `gn.ungraft` needs, and the state dict of everything beside them. A save that is killed leaves the earlier file
+    as it was, and a folder `.grapnet.….partial` that can be deleted.
 
     Args:
         path: the file; its folder must exist. A link is followed.
-        net: the net.
+        model: a GrapNet, which `gn.load` returns; or any module with nets inside, for `gn.restore(path, into=model)`.
         undo: also keep the cut weights that undo and redo need, and the state that attached optimizers had for them. By
             default the file holds nothing of a coordinate that was cut.
         extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules, memories),
             `torch.Generator`s (`torch.default_generator` is the global one), or plain data and tensors.
 
     Raises:
-        CheckpointError: an extra holds something that is not data, or a trial is in effect; nothing was written.
+        CheckpointError: something to save is not data, a trial is in effect, or a part of a net is in the model by
+            itself too; nothing was written.
         OptimizerError: an optimizer has not followed an edit; nothing was written.
         OSError: the file cannot be written; an earlier one is as it was.
     """
     if isinstance(path, nn.Module):
         raise TypeError("the path comes first: gn.save(path, net)")
-    if net.version != (net.history[-1].version if net.history else 0):
-        raise CheckpointError("graph.version: a trial is in effect, and no journal leads to it; save after its block")
+    nets = find_nets(model) if isinstance(model, nn.Module) else {}
+    if not nets:
+        raise TypeError(
+            f"gn.save(path, model) saves a GrapNet or a model with nets inside; this {_kind(model)} has none"
+        )
     tensors: dict[str, Tensor] = {}
+    kept = {places[0]: net for net, places in nets.items()} if undo else {}
+    is_net = isinstance(model, GrapNet)
     with torch.no_grad():
         document = {
             "format": container.FORMAT,
-            "graph": describe_graph(net, tensors),
-            "journal": describe_journal(net.journal, tensors, undo=undo),
-            "execution": net.execution.choices(),
-            "extras": {
-                name: describe_extra(name, extra, tensors, net if undo else None) for name, extra in extras.items()
-            },
+            **(describe_net(model, tensors, undo=undo) if is_net else describe_model(model, tensors, undo=undo)),
+            "extras": {name: describe_extra(name, extra, tensors, kept) for name, extra in extras.items()},
         }
     container.write(path, document, tensors)
 
@@ -58,18 +63,16 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: the file is damaged or not a checkpoint; the message names the field.
+        CheckpointError: the file is damaged or not a checkpoint, and the message names the field; or it holds a model.
     """
     document, tensors = container.read(path)
     fields = Fields(tensors)
-    graph = entry(document, "graph", dict, "")
-    net = rebuild_graph(graph, fields)
-    net.journal = rebuild_journal(entry(document, "journal", dict, ""), fields, net)
-    backends = entry(document, "execution", list, "")
-    if len(backends) != len(net.transitions) or any(type(name) is not str for name in backends):
-        raise CheckpointError("execution: expected the name of a backend for every transition")
-    rebuild_columns(graph, fields, net, backends)
-    net.execution.choose(backends)
+    if "nets" in document:
+        raise CheckpointError(
+            "nets: this file holds a model with nets inside, not one net. Make a model like it, then "
+            "gn.restore(path, into=model)"
+        )
+    net = rebuild_net(document, fields)
     for name, part in entry(document, "extras", dict, "").items():
         read_extra(name, part, fields)
     fields.require_all_read()
@@ -77,11 +80,21 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
 
 
 @torch.inference_mode(False)
-def restore(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
-    """Puts the extras of a checkpoint back into objects made like those that were saved, all of them or none.
+def restore(path: str | os.PathLike[str], /, *, into: nn.Module | None = None, **objects: Any) -> dict[str, Any]:
+    """Puts what a checkpoint holds back into objects made like those that were saved, all of them or none.
+
+    A model given as `into` gets nets in the places where the saved one had them, whatever stands there: the dense
+    modules of a fresh model, of any shape and even on the meta device, or nets of any version. A net goes to the device
+    and the dtype of what it replaces. Everything else is loaded by name and shape. Parameters beside the nets stay the
+    same objects, those of the nets are others, so make the optimizer afterwards:
+
+        gn.restore(path, into=model)
+        optimizer = torch.optim.Adam(model.parameters())
+        gn.restore(path, optimizer=optimizer)
 
     Args:
         path: the file.
+        into: a model made like the saved one.
         objects: under the names they were saved by: objects with `load_state_dict()`, or `torch.Generator`s, of the
             class that was saved.
 
@@ -99,7 +112,39 @@ def restore(path: str | os.PathLike[str], **objects: Any) -> dict[str, Any]:
         saved = ", ".join(sorted(extras)) or "none"
         raise CheckpointError(f"{where(missing[0])}: not in this checkpoint, which holds {saved[:200]}")
     found = {name: read_extra(name, part, fields) for name, part in extras.items()}
+    if into is not None:
+        _require_model(into, document, objects)
     for name, target in objects.items():
         require_fit(name, target, found[name])
-    restore_all(objects, found)
+    places = [names[0] for names in read_places(document)]
+    targets = [Target(where(name), target, found[name].content) for name, target in objects.items()]
+    if into is None:
+        restore_all(targets)
+    else:
+        put_into(into, document, fields, targets)
+    for name, target in objects.items():
+        if isinstance(target, Optimizer):
+            restore_slots(target, found[name], places)
     return {name: extra.content for name, extra in found.items() if extra.kind == "data"}
+
+
+def _require_model(into: Any, document: dict[str, Any], objects: dict[str, Any]) -> None:
+    """Raises when `into` cannot take what the file holds, or an object would be left with Parameters that are gone."""
+    if not isinstance(into, nn.Module):
+        raise TypeError(f"into= takes the model to put nets into, not a {_kind(into)}")
+    if "nets" not in document:
+        raise CheckpointError("graph: this file holds one net, not a model; gn.load(path) returns it")
+    if isinstance(into, GrapNet):
+        raise CheckpointError(
+            "nets: this file holds a model with nets inside; a net cannot be made into one. Give the model"
+        )
+    for name, target in objects.items():
+        if isinstance(target, Optimizer) or isinstance(getattr(target, "optimizer", None), Optimizer):
+            raise CheckpointError(
+                f"{where(name)}: its parameters would be replaced by those of the nets. First gn.restore(path, "
+                f"into=model), then make the optimizer over model.parameters(), then gn.restore(path, {name}={name})"
+            )
+
+
+def _kind(value: Any) -> str:
+    return type(value).__name__

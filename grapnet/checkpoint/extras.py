@@ -1,6 +1,7 @@
 """What is saved beside the net: states of objects, generators and plain data."""
 
 import copy
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,20 +21,27 @@ def where(name: str) -> str:
     return f"extras.{name}" if name.isidentifier() else f"extras[{name!r}]"
 
 
-def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Graph | None) -> dict[str, Any]:
+def prefix_of(place: str) -> str:
+    """Returns what stands before the names of a net's Parameters in a model; nothing where the net is all of it."""
+    return f"{place}." if place else ""
+
+
+def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Mapping[str, Graph]) -> dict[str, Any]:
     """Puts the tensors of an extra into `tensors` and returns the rest as JSON.
 
     Args:
         name: of the extra.
         value: an object with `state_dict()`, a generator, or plain data.
         tensors: receives its tensors.
-        undo: the net, when the optimizer state that undo gives back to its coordinates is to be kept.
+        undo: the nets, by place, for which the optimizer state that undo gives back to their coordinates is kept.
     """
-    slots, owners = {}, {}
+    slots, owners = dict[int, Slots](), dict[str, int]()
     if isinstance(value, Optimizer):
         refuse_stale_state(value)
-        if undo is not None:
-            slots, owners = undo_slots(value, undo), slot_owners(value, undo)
+        for prefix, net in ((prefix_of(place), net) for place, net in undo.items()):
+            owners |= {prefix + parameter: n for parameter, n in slot_owners(value, net).items()}
+            for version, kept in undo_slots(value, net).items():
+                slots.setdefault(version, {}).update({prefix + parameter: s for parameter, s in kept.items()})
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
         kind = "data"
@@ -70,10 +78,13 @@ def read_extra(name: str, part: Any, fields: Fields) -> Extra:
     slots = decode(part["slots"], f"{prefix}slots", fields)
     if not _are_slots(slots):
         raise CheckpointError(f"{prefix}slots: expected vectors by version, parameter and name")
-    owners, most = part["owners"], len(part["shapes"] or ())
+    shapes, owners = part["shapes"], part["owners"]
+    if not isinstance(shapes, list | None):
+        raise CheckpointError(f"{prefix}shapes: expected those of an optimizer's parameters")
+    most = len(shapes or ())
     if not isinstance(owners, dict) or any(type(n) is not int or not 0 <= n < most for n in owners.values()):
         raise CheckpointError(f"{prefix}owners: expected places of parameters by name")
-    return Extra(kind, made_by, part["shapes"], slots, owners, decode(part["tree"], where(name), fields))
+    return Extra(kind, made_by, shapes, slots, owners, decode(part["tree"], where(name), fields))
 
 
 def require_fit(name: str, target: Any, extra: Extra) -> None:
@@ -92,23 +103,41 @@ def require_fit(name: str, target: Any, extra: Extra) -> None:
         )
 
 
-def restore_all(objects: dict[str, Any], extras: dict[str, Extra]) -> None:
+class Target(NamedTuple):
+    """An object and the state for it."""
+
+    field: str  # of the file, for errors
+    what: Any
+    state: Any
+
+
+def restore_all(targets: Sequence[Target]) -> None:
     """Gives every object its state; when one refuses, all of them are as before and CheckpointError names it."""
     # optimizers come last: loading one makes it forget that it has not followed an edit
-    undo, name, order = [], "", sorted(objects, key=lambda name: isinstance(objects[name], Optimizer))
+    undo, target = [], None
     try:
-        for name in order:
-            undo.append(_remembered(objects[name]))
-            _set_state(objects[name], extras[name].content)
+        for target in sorted(targets, key=lambda target: isinstance(target.what, Optimizer)):
+            undo.append(_remembered(target.what))
+            _set_state(target.what, target.state)
     except BaseException as error:
         for go_back in reversed(undo):
             go_back()
-        if not isinstance(error, Exception):
+        if target is None or not isinstance(error, Exception):
             raise
-        raise CheckpointError(f"{where(name)}: its state does not fit the object ({error!r})") from error
-    for name, target in objects.items():
-        if isinstance(target, Optimizer):
-            set_undo_slots(target, extras[name].slots, extras[name].owners)
+        raise CheckpointError(f"{target.field}: its state does not fit the object ({error!r})") from error
+
+
+def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:
+    """Gives an optimizer what undo gives back to the coordinates of the nets at these places."""
+    nets = []
+    for prefix in map(prefix_of, places):
+        slots = {version: _within(prefix, kept) for version, kept in extra.slots.items()}
+        nets.append((slots, _within(prefix, extra.owners)))
+    set_undo_slots(optimizer, nets)
+
+
+def _within(prefix: str, named: dict[str, Any]) -> dict[str, Any]:
+    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
 def _remembered(target: Any) -> Any:

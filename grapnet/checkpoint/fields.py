@@ -1,6 +1,7 @@
 """Reading fields of a file that may say anything."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,11 +54,26 @@ class Fields:
         """Returns `size` names out of a table."""
         return Labels(self.below(len(table), name, torch.int32, size), table)
 
+    def under(self, prefix: str) -> "Fields":
+        """Returns the tensors whose names begin with `prefix`, by the rest of their names; they count as read here."""
+        mine = [name for name in self.tensors if name.startswith(prefix)]
+        self.read.update(mine)
+        return Fields({name.removeprefix(prefix): self.tensors[name] for name in mine})
+
     def require_all_read(self) -> None:
         """Raises CheckpointError when a tensor was never asked for."""
         unknown = self.tensors.keys() - self.read
         if unknown:
             raise CheckpointError(f"container: no field refers to the tensor {min(unknown)[:100]!r}")
+
+
+@contextlib.contextmanager
+def named(prefix: str) -> Iterator[None]:
+    """Puts `prefix` before the field that a CheckpointError names."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointError(f"{prefix}{error}") from error.__cause__
 
 
 def entry(document: Any, name: str, kind: type, where: str) -> Any:

@@ -1,7 +1,7 @@
 """gn.attach: optimizer state and averaged copies that follow every edit, coordinate by coordinate."""
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ Survivors = Literal["keep", "renew"]
 Slots = dict[str, dict[str, Tensor]]  # parameter name -> state name -> the values of removed coordinates
 
 _attached: "weakref.WeakKeyDictionary[Optimizer, list[OptimizerFollower]]" = weakref.WeakKeyDictionary()
-_loaded_slots: "weakref.WeakKeyDictionary[Optimizer, _LoadedSlots]" = weakref.WeakKeyDictionary()
+_loaded_slots: "weakref.WeakKeyDictionary[Optimizer, list[_LoadedSlots]]" = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -114,15 +114,24 @@ def slot_owners(optimizer: Optimizer, net: Graph) -> dict[str, int]:
     return {name: places[id(p)] for name, p in net.named_parameters() if id(p) in places}
 
 
-def set_undo_slots(optimizer: Optimizer, slots: dict[int, Slots], owners: Mapping[str, int]) -> None:
-    """Gives back what `undo_slots` and `slot_owners` returned in another session, now or once the net is attached."""
+def set_undo_slots(optimizer: Optimizer, nets: Iterable[tuple[dict[int, Slots], Mapping[str, int]]]) -> None:
+    """Gives back what `undo_slots` and `slot_owners` returned in another session, now or once a net is attached."""
     held = parameters_of(optimizer)
-    loaded = _LoadedSlots(slots, {name: held[place] for name, place in owners.items()})
-    for follower in _attached.get(optimizer, []):
-        if loaded.are_of(follower.net()):
-            follower.take_slots(slots)
-            return
+    loaded = [_LoadedSlots(slots, {name: held[n] for name, n in owners.items()}) for slots, owners in nets]
     _loaded_slots[optimizer] = loaded
+    for follower in _attached.get(optimizer, []):
+        slots = _take_loaded(optimizer, follower.net())
+        if slots is not None:
+            follower.take_slots(slots)
+
+
+def _take_loaded(optimizer: Optimizer, net: Graph | None) -> dict[int, Slots] | None:
+    """Returns the slots that wait for a net, which then no longer wait; None when there are none."""
+    waiting = _loaded_slots.get(optimizer, [])
+    mine = [loaded for loaded in waiting if loaded.are_of(net)]
+    if mine:
+        _loaded_slots[optimizer] = [loaded for loaded in waiting if not loaded.are_of(net)]
+    return mine[0].slots if mine else None
 
 
 class _LoadedSlots(NamedTuple):
@@ -149,9 +158,8 @@ def _attach_optimizer(optimizer: Optimizer, net: Graph, survivors: Survivors, ne
     refuse_kind(optimizer)
     refuse_stale_state(optimizer)
     mark_followed(optimizer)
-    slots, loaded = undo_slots(optimizer, net), _loaded_slots.get(optimizer)
-    if loaded is not None and loaded.are_of(net):
-        slots = _loaded_slots.pop(optimizer).slots
+    slots, loaded = undo_slots(optimizer, net), _take_loaded(optimizer, net)
+    slots = slots if loaded is None else loaded
     detach(optimizer, net)
     follower = OptimizerFollower(optimizer, net, survivors, newborn, slots)
     _attached.setdefault(optimizer, []).append(follower)

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -130,9 +131,11 @@ Forged = tuple[str, str | None]
 
 
 def _some_tensor(rng: random.Random, tensors: Tensors) -> str:
-    groups = [[name for name in tensors if name.startswith(part)] for part in ("layers", "transitions", "journal")]
-    groups += [groups[-1], [name for name in tensors if name.startswith("extras")]]
-    return rng.choice(rng.choice(groups))
+    """Returns the name of a tensor of any net, of its journal, of an extra or of the rest of a model."""
+    parts = {name: re.sub(r"^nets\.\d+\.", "", name) for name in tensors}
+    kinds = ("layers", "transitions", "journal", "journal", "extras", "state")
+    groups = [[name for name, part in parts.items() if part.startswith(kind)] for kind in kinds]
+    return rng.choice(rng.choice([group for group in groups if group]))
 
 
 def change_an_entry(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
@@ -224,7 +227,7 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def _some_place(rng: random.Random, document: Document) -> tuple[Any, Any, str]:
     """Returns the container and the key of some value in the document, and its name."""
-    part = rng.choice([*document, "journal", "graph"])
+    part = rng.choice([*document, *(part for part in ("journal", "graph", "nets", "nets") if part in document)])
     place = rng.choice([(part, *path) for path in _places(document[part])] + [(part,)])
     node: Any = document
     for key in place[:-1]:
@@ -268,9 +271,10 @@ def reorder_a_list(rng: random.Random, document: Document, tensors: Tensors) -> 
 
 
 def break_a_stack(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
-    name, count = rng.choice(["undoable", "redoable"]), len(document["journal"]["commits"])
-    document["journal"][name] = [rng.randrange(-1, count + 1) for _ in range(rng.randint(0, 5))]
-    return f"{name} = {document['journal'][name]}", json.dumps(document)
+    journal = rng.choice(document.get("nets", [document]))["journal"]
+    name, count = rng.choice(["undoable", "redoable"]), len(journal["commits"])
+    journal[name] = [rng.randrange(-1, count + 1) for _ in range(rng.randint(0, 5))]
+    return f"{name} = {journal[name]}", json.dumps(document)
 
 
 def nest_deeply(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
