@@ -18,6 +18,7 @@ from grapnet.core.values import Token
 
 from .attention import Attention
 from .auto import batch_class
+from .exported import exported_steps, is_exporting
 from .family import find_families
 from .plan import Backend, Plan
 from .plans import AUTO, BACKENDS, Line, Plans, Step
@@ -156,6 +157,8 @@ class Execution:
 
     def steps(self, batch: int, *, training: bool) -> list[Step]:
         """Returns what a forward pass runs, one step a transition; plans made for other relations are never used."""
+        if is_exporting():
+            return self._exported_steps()
         key = batch_class(batch), training
         for store, structure, child in self._made_for:
             if store.structure is not structure or store._buffers["child"] is not child:
@@ -171,6 +174,11 @@ class Execution:
         """Makes again, for the relations to come, the plans that were in use; raises when a chosen backend refuses."""
         coming = self._present().after(commit) if commit.wirings else self._plans
         return lambda: self._install(coming)
+
+    def _exported_steps(self) -> list[Step]:
+        if any(store.structure is not structure for store, structure, _ in self._made_for):
+            raise PlanError("the relations have moved since the net last ran; run it once, then export it")
+        return exported_steps(self._plans)
 
     def _made(self, name: str, t: int, options: dict[str, Any]) -> Backend | None:
         if name == Attention.name:

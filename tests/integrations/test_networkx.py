@@ -1,0 +1,204 @@
+"""networkx: the graph says what the net says, and a GraphML file gives it back."""
+
+import sys
+from itertools import pairwise
+
+import networkx
+import numpy as np
+import pytest
+import torch
+
+import grapnet as gn
+from grapnet.integrations.networkx import from_networkx, to_networkx, write_graphml
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+def edited(**kwargs) -> gn.GrapNet:
+    """Cut, grown, frozen and owned, with a removed node, two activations in a layer, and uids that are not rows."""
+    net = gn.GrapNet([4, 5, 3], activation="gelu", **kwargs)
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(fraction=0.3))
+        edit.remove_nodes(net.layers[1][1])
+        edit.freeze(net.layers[1][2:4], outgoing=False)
+        edit.set_owner(net.layers[1][:2], 'task "1" <é & co>')
+        edit.set_activation(net.layers[1][3], "tanh")
+        grown = edit.add_nodes(1, 2, owner="late")
+        edit.connect(net.layers[0][[3, 0, 2]], grown)
+    net.layers[1].dropout = 0.25
+    return net
+
+
+def bare(**kwargs) -> gn.GrapNet:
+    """One layer is empty, and nothing leads anywhere."""
+    return gn.GrapNet([3, 0, 2], **kwargs)
+
+
+def full(**kwargs) -> gn.GrapNet:
+    return gn.GrapNet([3, 4, 4, 2], **kwargs)
+
+
+NETS = {build.__name__: build for build in (edited, bare, full)}
+every_net = pytest.mark.parametrize("build", NETS.values(), ids=NETS)
+
+
+def assert_same(net: gn.GrapNet, other: gn.GrapNet) -> None:
+    """Everything but uids and history is equal, coordinates bit by bit and slots in order."""
+    gn.check(other)
+    assert net.sizes == other.sizes
+    for mine, theirs in zip(net.layers, other.layers, strict=True):
+        assert (mine.owners, mine.activations) == (theirs.owners, theirs.activations)
+        assert (mine.default_activation, mine.dropout) == (theirs.default_activation, theirs.dropout)
+        assert mine.is_sensory or torch.equal(mine.biases, theirs.biases)
+        assert mine.is_sensory or torch.equal(mine.frozen_at, theirs.frozen_at)
+    for mine, theirs in zip(net.transitions, other.transitions, strict=True):
+        assert torch.equal(mine.ptr, theirs.ptr)
+        assert torch.equal(mine.child, theirs.child)
+        assert torch.equal(mine.values(), theirs.values())
+        assert torch.equal(mine.frozen_at, theirs.frozen_at)
+
+
+@every_net
+def test_every_node_and_relation_says_what_its_handle_says(build):
+    net = build()
+    graph = to_networkx(net)
+    assert (graph.number_of_nodes(), graph.number_of_edges()) == (net.count().nodes, net.count().relations)
+    assert (graph.graph["version"], graph.graph["layers"]) == (net.version, len(net.layers))
+    for uid, data in graph.nodes.items():
+        node = net.node(uid)
+        bias = None if node.bias is None else node.bias.item()
+        said = {"layer": node.layer, "row": node.row, "owner": node.owner, "activation": node.activation, "bias": bias}
+        held = node.layer > 0 and node.row in net.layers[node.layer].frozen_at.tolist()
+        assert data == {**said, "bias_frozen": held, "frozen": node.frozen}
+        assert list(graph.successors(uid)) == node.children.uids.tolist()
+        weights = [graph.edges[uid, child]["weight"] for child in graph.successors(uid)]
+        assert weights == node.W_alloc.view(-1).tolist()
+        assert [graph.edges[uid, c]["frozen"] for c in graph.successors(uid)] == node.outgoing().frozen.tolist()
+        assert {graph.edges[uid, c]["transition"] for c in graph.successors(uid)} <= {node.layer}
+    assert net.to_networkx().nodes == graph.nodes
+
+
+def test_the_graph_is_a_copy():
+    net = full()
+    graph = to_networkx(net)
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing())
+    assert graph.number_of_edges() == 12 + 16 + 8
+    assert to_networkx(net).number_of_edges() == 16 + 8
+
+
+@every_net
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_a_net_comes_back_from_its_graph(build, dtype):
+    net = build(dtype=dtype)
+    back = from_networkx(to_networkx(net), dtype=dtype)
+    assert_same(net, back)
+    x = torch.randn(5, net.sizes[0], dtype=dtype)
+    assert torch.equal(net.eval()(x), back.eval()(x))
+
+
+def test_an_unequal_net_would_be_noticed():
+    net, other = edited(), edited()
+    other.layers[0].outgoing()[:1].weights = 7.0
+    with pytest.raises(AssertionError):
+        assert_same(net, from_networkx(to_networkx(other)))
+
+
+@every_net
+@pytest.mark.parametrize("name", ["net.graphml", "net.graphml.gz"])
+def test_a_graphml_file_holds_equal_data_and_gives_the_net_back(build, name, tmp_path):
+    net = build(dtype=torch.float64)
+    write_graphml(net, tmp_path / name)
+    read, graph = networkx.read_graphml(tmp_path / name, node_type=int), to_networkx(net)
+    assert list(read.nodes) == list(graph.nodes)
+    for uid, data in graph.nodes.items():
+        known = {key: value for key, value in data.items() if value is not None}
+        known["label"] = f"{data['layer']}:{data['row']}"
+        assert {key: value for key, value in read.nodes[uid].items() if key not in ("x", "y")} == known
+    for ends, data in graph.edges.items():
+        assert read.edges[ends] == {**data, "strength": abs(data["weight"])}
+    assert read.graph == {"node_default": {}, "edge_default": {}, **graph.graph}
+    assert_same(net, from_networkx(networkx.read_graphml(tmp_path / name), dtype=torch.float64))
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_graphml_file_places_layers_as_columns_and_rows_from_the_top(tmp_path):
+    write_graphml(full(), tmp_path / "net.graphml")
+    nodes = networkx.read_graphml(tmp_path / "net.graphml", node_type=int).nodes
+    columns = [[data for data in nodes.values() if data["layer"] == n] for n in range(4)]
+    assert [len({data["x"] for data in column}) for column in columns] == [1, 1, 1, 1]
+    assert sorted(column[0]["x"] for column in columns) == [column[0]["x"] for column in columns]
+    assert all(a["y"] > b["y"] for column in columns for a, b in pairwise(column))
+
+
+def test_a_graph_drawn_by_hand_becomes_a_net():
+    graph = networkx.DiGraph([("a", "h"), ("b", "h"), ("h", "y")])
+    networkx.set_node_attributes(graph, {"a": 0, "b": 0, "h": np.int64(1), "y": 2}, "layer")
+    graph.nodes["b"]["row"] = -1  # before a, which says nothing
+    for parent, child, weight in [("a", "h", 2.0), ("b", "h", -1.0), ("h", "y", 3)]:
+        graph.edges[parent, child]["weight"] = weight
+    graph.nodes["h"]["bias"], graph.nodes["y"]["bias"] = 0.5, 1
+    net = from_networkx(graph)
+    x = torch.tensor([[1.0, 2.0], [5.0, 1.0]])  # b, a
+    assert net(x).view(-1).tolist() == [3 * (-1 + 4 + 0.5) + 1, 1.0]
+    assert [layer.activations for layer in net.layers] == [["identity"] * 2, ["relu"], ["identity"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda g: g.add_node(99), "node 99 has layer None"),
+        (lambda g: g.add_node(99, layer=-1), "node 99 has layer -1"),
+        (lambda g: g.add_node(99, layer="1"), "node 99 has layer '1'"),
+        (lambda g: g.add_edge(0, 8), "that from 0 to 8 leads from layer 0 to layer 2"),
+        (lambda g: g.add_edge(4, 0), "that from 4 to 0 leads from layer 1 to layer 0"),
+        (lambda g: g.edges[0, 3].pop("weight"), "1 of 12 weights of transition 0 are missing"),
+        (lambda g: g.nodes[8].pop("bias"), "1 of 3 biases of layer 2 are missing"),
+        (lambda g: g.nodes[3].update(activation="nothing"), "no activation is called 'nothing'"),
+    ],
+)
+def test_a_graph_that_is_no_net_is_refused(change, message):
+    graph = to_networkx(gn.GrapNet([3, 4, 3]))
+    change(graph)
+    with pytest.raises(ValueError, match=message):
+        from_networkx(graph)
+
+
+def test_an_undirected_graph_and_a_relation_named_twice_are_refused():
+    graph = to_networkx(full())
+    with pytest.raises(ValueError, match="not directed"):
+        from_networkx(graph.to_undirected())
+    twice = networkx.MultiDiGraph(graph)
+    assert_same(from_networkx(graph), from_networkx(twice))
+    twice.add_edge(0, 3, weight=1.0)
+    with pytest.raises(ValueError, match="twice"):
+        from_networkx(twice)
+
+
+def test_a_name_that_xml_cannot_hold_leaves_the_older_file(tmp_path):
+    net = edited()
+    write_graphml(net, tmp_path / "net.graphml")
+    before = (tmp_path / "net.graphml").read_bytes()
+    with net.edit() as edit:
+        edit.set_owner(net.layers[1][:1], "bell \a")
+    with pytest.raises(ValueError, match="which no XML file can hold"):
+        write_graphml(net, tmp_path / "net.graphml")
+    assert (tmp_path / "net.graphml").read_bytes() == before
+    assert [path.name for path in tmp_path.iterdir()] == ["net.graphml"]
+
+
+def test_a_place_that_is_no_file_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        write_graphml(full(), tmp_path / "nowhere" / "net.graphml")
+    with pytest.raises(IsADirectoryError, match="one file in it"):
+        write_graphml(full(), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_networkx_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "networkx", None)
+    with pytest.raises(ImportError, match=r'needs networkx, .* Run: pip install "grapnet\[networkx\]"'):
+        full().to_networkx()
