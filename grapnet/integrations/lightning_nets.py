@@ -1,0 +1,115 @@
+"""Nets inside a module, in and out of a checkpoint that somebody else writes: a dict of plain data and tensors."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+from grapnet.convert import describe_origin, place
+
+KEY = "grapnet"  # under which a checkpoint holds the nets
+
+
+def nets_in(module: nn.Module) -> dict[str, gn.GrapNet]:
+    """Returns the nets anywhere inside a module by the names where they stand; one that stands twice comes once.
+
+    Examples:
+        >>> list(nets_in(nn.ModuleDict({"encoder": nn.Linear(8, 4), "head": gn.GrapNet([4, 2])})))
+        ['head']
+    """
+    return {name: part for name, part in module.named_modules() if isinstance(part, gn.GrapNet)}
+
+
+def save_nets(module: nn.Module, checkpoint: dict[str, Any], rules: Mapping[str, gn.RuleManager] | None = None) -> None:
+    """Puts the nets of a module into a checkpoint as they are wired, each as the bytes of a file of `gn.save`.
+
+    Args:
+        module: the module.
+        checkpoint: the dict, which `torch.load(…, weights_only=True)` reads.
+        rules: managers by the names of nets, whose state goes with them.
+
+    Raises:
+        CheckpointError: a trial is in effect, or the state of a rule is not data; the checkpoint is as it was.
+    """
+    managers, parts = rules or {}, []
+    for name, net in nets_in(module).items():
+        extras = {"rules": managers[name]} if name in managers else {}
+        parts.append({"name": name, "origin": describe_origin(net), "rules": bool(extras), "file": _pack(net, extras)})
+    checkpoint[KEY] = parts
+
+
+def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.GrapNet]:
+    """Puts the nets of a checkpoint back where they stood, whatever shape stands there, and returns them by name.
+
+    They are other objects than those that stood there, with other Parameters, and take over device, mode and
+    `requires_grad`. A net that was grafted goes over the dense modules too. A checkpoint without nets changes nothing.
+
+    Raises:
+        CheckpointError: a net is damaged, or cannot be put where it stood; the module is as it was.
+        ConversionError: the module has other parts where a net stood; the module is as it was.
+    """
+    found: dict[str, gn.GrapNet] = {}
+    installs: list[Callable[[], None]] = []
+    for part in checkpoint.get(KEY, []):
+        name = part["name"]
+        _require_not_compiled(name)
+        with _unpacked(part["file"]) as path:
+            found[name] = net = gn.load(path)
+        installs.append(place(module, name, net, part["origin"]))
+        _resemble(net, module.get_submodule(name), module)
+    for install in installs:
+        install()
+    return found
+
+
+def load_rules(checkpoint: Mapping[str, Any], rules: Mapping[str, gn.RuleManager]) -> None:
+    """Gives managers, by the names of their nets, the state they had; one that was not saved starts afresh.
+
+    Raises:
+        CheckpointError: the rules are not those that were saved.
+    """
+    for part in checkpoint.get(KEY, []):
+        if part["rules"] and part["name"] in rules:
+            with _unpacked(part["file"]) as path:
+                gn.restore(path, rules=rules[part["name"]])
+
+
+def _resemble(net: gn.GrapNet, there: nn.Module, module: nn.Module) -> None:
+    """Gives a net that was loaded the device, the mode and the `requires_grad` of what it goes in place of."""
+    present = {name: parameter.requires_grad for name, parameter in there.named_parameters()}
+    trained = any(present.values()) or not present
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(present.get(name, trained))
+    device = next((parameter.device for parameter in module.parameters()), None)
+    net.to(device).train(there.training)
+
+
+def _require_not_compiled(name: str) -> None:
+    if "_orig_mod" in name.split("."):
+        raise gn.CheckpointError(
+            f"what stands around {name!r} was compiled and would go on with the net that it was compiled for; "
+            "compile it after the checkpoint was loaded, or in place: net.compile()"
+        )
+
+
+def _pack(net: gn.GrapNet, extras: dict[str, Any]) -> Tensor:
+    """Returns what `gn.save` writes, [bytes] uint8."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "net.safetensors")
+        gn.save(path, net, **extras)
+        return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+
+
+@contextmanager
+def _unpacked(data: Tensor) -> Iterator[Path]:
+    """Makes a file of what `_pack` returned, inside the block."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "net.safetensors")
+        data.cpu().numpy().tofile(path)
+        yield path
