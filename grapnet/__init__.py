@@ -7,9 +7,13 @@ from . import rules as rules
 from .checkpoint import load as load
 from .checkpoint import restore as restore
 from .checkpoint import save as save
+from .convert.graft import from_module as from_module
+from .convert.graft import graft as graft
+from .convert.ungraft import ungraft as ungraft
 from .core.activation import register_activation as register_activation
 from .core.edit import Edit as Edit
 from .core.errors import CheckpointError as CheckpointError
+from .core.errors import ConversionError as ConversionError
 from .core.errors import EditError as EditError
 from .core.errors import FrozenError as FrozenError
 from .core.errors import GrapNetError as GrapNetError
@@ -22,6 +26,9 @@ from .core.errors import StaleRelationsError as StaleRelationsError
 from .core.errors import StaleTopologyError as StaleTopologyError
 from .core.errors import TopologyError as TopologyError
 from .core.invariants import check as check
+from .core.joint import edit_together as edit_together
+from .core.joint import redo_together as redo_together
+from .core.joint import undo_together as undo_together
 from .core.journal import Commit as Commit
 from .core.journal import Diff as Diff
 from .core.node import GrapNode as GrapNode
@@ -30,6 +37,7 @@ from .core.remap import IndexMap as IndexMap
 from .core.selection import NodeSet as NodeSet
 from .execution.plans import register_backend as register_backend
 from .execution.snapshot import SnapshotController as SnapshotController
+from .export import snapshot as snapshot
 from .learning.distributed import Distributed as Distributed
 from .learning.optim import attach as attach
 from .learning.optim import detach as detach

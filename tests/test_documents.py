@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import execution, rules
+from benchmarks import execution, graft, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-GUIDES = ["docs/guides/optimizers.md", "docs/guides/sparse-training.md"]  # the others are run by tests of their own
+NAMES = ("optimizers", "sparse-training", "checkpoints")  # the others are run by tests of their own
+GUIDES = [f"docs/guides/{name}.md" for name in NAMES]
 DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md", *GUIDES]
 
 
@@ -88,3 +89,11 @@ def test_the_guide_shows_the_committed_runs_of_rigl():
 def test_the_performance_page_shows_the_committed_costs_of_rules():
     result = json.loads((RESULTS / "rules.json").read_text())
     assert rules.markdown(result) in (ROOT / "docs/performance.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["graft", "graft-cuda"])
+def test_the_performance_page_shows_the_committed_measurements_of_grafts(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    assert graft.table(result) in (ROOT / "docs/performance.md").read_text()
+    assert max(max(row["output_error"], row["step_error"]) for row in result["rows"]) < graft.LARGEST_ERROR
+    assert name != "graft" or graft.missed(result) == []

@@ -33,6 +33,8 @@ OPTIONAL = (
     "lightning",
     "onnx",
     "onnxscript",
+    "onnxruntime",
+    "networkx",
 )
 
 
@@ -59,7 +61,7 @@ def violations(source: str, module: str) -> list[str]:
     wrong = []
     for name in sorted(imports(source, module)):
         top, *rest = name.split(".")
-        inside = top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part] or name in LAZY.get(module, ())
+        inside = (top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part]) or name in LAZY.get(module, ())
         if not inside and top not in OUTSIDE | ONLY_IN.get(module, set()) and top not in sys.stdlib_module_names:
             wrong.append(f"{module} imports {name}")
     return wrong

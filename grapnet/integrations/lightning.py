@@ -1,6 +1,7 @@
 """RulesCallback: rules in a Lightning Trainer, and Lightning's own checkpoints of modules whose nets were edited."""
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,7 +67,7 @@ class RulesCallback(L.Callback):
         self.step = 0  # of the next time that rules are applied
         self._global_step = 0  # of the trainer, when a batch last ended
         self._running: dict[str, gn.RuleManager] = {}  # by the names of their nets, in a fit
-        self._states: list[tuple[gn.RuleManager, dict[str, Any]]] = []  # of managers, while an evaluation runs
+        self._pauses = ExitStack()  # of managers, while an evaluation runs
 
     def managers(self, module: "L.LightningModule") -> dict[str, gn.RuleManager]:
         """Returns the managers by the names of the nets that they change.
@@ -127,6 +128,7 @@ class RulesCallback(L.Callback):
 
     def on_train_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Lets the recorders watch that the first steps need, once the sanity check is over."""
+        self._pauses.close()  # of an evaluation that was interrupted
         self._global_step, self._running = trainer.global_step, self.managers(pl_module)
         for name, manager in self._running.items():
             manager.start(pl_module.get_submodule(name), self.step)  # pyright: ignore[reportArgumentType]
@@ -145,15 +147,13 @@ class RulesCallback(L.Callback):
         self.step += 1
 
     def on_validation_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """Notes what the recorders have seen, as far as they can tell."""
-        states = [(manager, manager.state_dict()) for manager in self.managers(pl_module).values()]
-        self._states = [(manager, state) for manager, state in states if _is_whole(state)]
+        """Lets no recorder watch: rules learn nothing of data that is held out."""
+        for manager in self.managers(pl_module).values():
+            self._pauses.enter_context(manager.pausing())
 
     def on_validation_end(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
-        """Lets the recorders forget what they have seen since: rules learn nothing of data that is held out."""
-        for manager, state in self._states:
-            manager.load_state_dict(state)
-        self._states = []
+        """Lets the recorders go on that watched before."""
+        self._pauses.close()
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -193,8 +193,3 @@ def on_load_checkpoint(module: "L.LightningModule", checkpoint: dict[str, Any]) 
     """Puts the nets of a checkpoint into the module before its weights; then calls the hook of the class."""
     load_nets(module, checkpoint)
     type(module).on_load_checkpoint(module, checkpoint)
-
-
-def _is_whole(state: dict[str, Any]) -> bool:
-    """Says whether the state of a manager has what all of its recorders have seen."""
-    return all(seen is not None for rule in state["rules"] for seen in rule["recorders"].values())

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import grapnet as gn
-from grapnet.rules import RecordingRule, RuleManager
+from grapnet.rules import RuleManager
 
 Loss = Callable[[Tensor, Tensor], Tensor]  # outputs [n, n_outputs] and n targets -> [n]
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -153,13 +153,12 @@ class Training:
 
     @contextmanager
     def _predicting(self) -> Iterator[gn.GrapNet]:
-        """Gives the net without dropout; a copy of it where recorders would take predictions for training data."""
-        recorded = any(isinstance(rule, RecordingRule) for rule in self.rules)
-        net = copy.deepcopy(self.net) if recorded else self.net
-        training = net.training
+        """Gives the net without dropout; no recorder takes predictions for training data."""
+        net, training = self.net, self.net.training
         net.eval()
         try:
-            yield net
+            with self.rules.pausing():
+                yield net
         finally:
             net.train(training)
 

@@ -145,6 +145,12 @@ class RuleManager:
         with self._recorders.watching([(entry.name, entry.rule) for entry in self._roster.enabled]):
             yield
 
+    @contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Lets no recorder watch inside the block, as while the net is validated; those go on that watched before."""
+        with self._recorders.pausing():
+            yield
+
     @overload
     def apply(
         self, net: GrapNet, step: int, *, task: Any = None, dry_run: Literal[False] = False, probe: None = None

@@ -135,21 +135,30 @@ class RecorderSet:
             self._put_back(before)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """Keeps a trial from the recorders: they do not watch it, and have seen afterwards what they had before."""
-        before, states = set(self._watching), copy.deepcopy(self.state_dict())
+    def pausing(self) -> Iterator[None]:
+        """Lets no recorder watch inside the block; afterwards those watch that did before."""
+        before = set(self._watching)
         try:
             for name, key in before:
                 self._recorders[name][key].disarm()
             self._watching.clear()
             yield
         finally:
-            for name, recorders in self._recorders.items():
-                for key, recorder in recorders.items():
-                    state = states.get(name, {}).get(key)
-                    if not same(state, _state(recorder)):
-                        _restore(recorder, state)
             self._put_back(before)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keeps a trial from the recorders: they do not watch it, and have seen afterwards what they had before."""
+        states = copy.deepcopy(self.state_dict())
+        with self.pausing():
+            try:
+                yield
+            finally:
+                for name, recorders in self._recorders.items():
+                    for key, recorder in recorders.items():
+                        state = states.get(name, {}).get(key)
+                        if not same(state, _state(recorder)):
+                            _restore(recorder, state)
 
     def state_dict(self) -> dict[str, Mapping[str, Any]]:
         """Returns the state of every recorder that has one, by rule and name."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import costs, edits, execution, rules, run
+from benchmarks import costs, edits, execution, graft, rules, run
 
 
 def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
@@ -105,3 +105,19 @@ def test_each_slow_rule_is_named(recurring, key):
     assert rules.missed({"rows": [row]}) == []
     (line,) = rules.missed({"rows": [{**row, key: 2.1}]})
     assert line.startswith("Rewire")
+
+
+def test_the_benchmark_of_grafts_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "graft.json"
+    monkeypatch.setattr(sys, "argv", ["run", "graft", "--fast", "--check", "--json", str(path)])
+    assert run.main() == 1
+    assert "the bars are for a block of 768×3072" in capsys.readouterr().err
+    rows = json.loads(path.read_text())["rows"]
+    assert {row["block"] for row in rows} == {"torch Linear, GELU, Linear", "transformers GPT2MLP"}
+    assert max(max(row["output_error"], row["step_error"]) for row in rows) < graft.LARGEST_ERROR
+    settings = {"device": "cpu", "width": graft.WIDTH}
+    at_the_bars = [{**row, "times_faster": 2.0 if row["cut"] else 1 / 1.05} for row in rows]
+    assert graft.missed({"settings": settings, "rows": at_the_bars}) == []
+    for cut, worse in ((0.9, {"times_faster": 1.99}), (0.0, {"times_faster": 0.95}), (0.5, {"step_error": 1e-4})):
+        slow = [{**row, **worse} if row["cut"] == cut else row for row in at_the_bars]
+        assert len(graft.missed({"settings": settings, "rows": slow})) == 2

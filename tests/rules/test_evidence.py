@@ -83,6 +83,22 @@ def test_recording_leaves_alone_who_watched_before_and_who_is_disabled(net: gn.G
         manager.apply(net, 0)  # what it saw before it was switched off does not count
 
 
+def test_pausing_hides_what_is_run_inside_the_block(net: gn.GrapNet, manager: RuleManager) -> None:
+    manager.inject(CutQuietest(window=1), schedule=Every(1))
+    manager.inject(CutQuietest(window=1), name="later", schedule=At(9))
+    with manager.pausing():  # before there is anything to pause
+        net(X)
+    manager.start(net)
+    net(X)
+    with pytest.raises(ZeroDivisionError), manager.pausing():
+        assert watches(manager, net) == 0
+        raise ZeroDivisionError
+    assert watches(manager, net) == 8
+    manager.apply(net, 0)
+    (remark,) = [op for op in net.history[-1].operations if op.get("text") == "quietest"]
+    assert remark["seen"] == 16
+
+
 @pytest.mark.parametrize("verb", ["disable", "remove", "replace"])
 def test_recorders_of_rules_that_leave_stop_to_watch(net: gn.GrapNet, manager: RuleManager, verb: str) -> None:
     made: list[Mean] = []

@@ -1,0 +1,220 @@
+"""Hidden units of feed-forward blocks are removed from all nets that share them, or from none."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import grapnet as gn
+from grapnet.integrations.transformers import ffn_handles, graft_ffn
+from tests.integrations.tiny_transformers import MAKE, Training, training
+
+pytestmark = pytest.mark.xdist_group("transformers")
+
+FAMILIES = sorted(MAKE)
+GONE = [1, 2, 17, 30]
+KEPT = [row for row in range(32) if row not in GONE]
+LINEARS = {  # which dimension of which weight counts hidden units, in the first block
+    "gpt2": ({"transformer.h.0.mlp.c_fc": 1}, {"transformer.h.0.mlp.c_proj": 0}),
+    "bert": ({"bert.encoder.layer.0.intermediate.dense": 0}, {"bert.encoder.layer.0.output.dense": 1}),
+    "vit": ({"vit.layers.0.mlp.fc1": 0}, {"vit.layers.0.mlp.fc2": 1}),
+    "llama": (
+        {"model.layers.0.mlp.gate_proj": 0, "model.layers.0.mlp.up_proj": 0},
+        {"model.layers.0.mlp.down_proj": 1},
+    ),
+}
+
+
+def without_units(family: str, model: nn.Module) -> None:
+    """Deletes the weights of hidden units in a dense model."""
+    makers, readers = LINEARS[family]
+    for name, dimension in {**makers, **readers}.items():
+        linear: Any = model.get_submodule(name)
+        linear.weight = nn.Parameter(linear.weight.detach().index_select(dimension, torch.tensor(KEPT)))
+        if name in makers and linear.bias is not None:
+            linear.bias = nn.Parameter(linear.bias.detach()[KEPT])
+        if name in makers and hasattr(linear, "nf"):
+            linear.nf = len(KEPT)
+
+
+def grafted(family: str, **more: Any) -> tuple[Training, Any]:
+    run = training(family, **more)
+    return run, graft_ffn(run.model, optimizer=run.optimizer)[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_removed_units_are_gone_as_from_a_dense_model(family: str) -> None:
+    dense = training(family)
+    run, handle = grafted(family)
+    before = run.logits()
+    commits = handle.remove_hidden(GONE, reason="too many", by="me")
+    without_units(family, dense.model)
+    assert torch.allclose(run.logits(), dense.logits(), rtol=0, atol=1e-12)
+    assert not torch.allclose(run.logits(), before, atol=1e-6)
+    assert len(handle.hidden) == 28
+    assert [(commit.reason, commit.by) for commit in commits] == [("too many", "me")] * len(handle.nets)
+    state = run.optimizer.state[handle.nets[0].transitions[0].weight]
+    assert state["exp_avg"].shape == (16 * 28, 1)
+    run.step(2)
+    gn.ungraft(run.model, optimizer=run.optimizer)
+    shapes = {name: tensor.shape for name, tensor in dense.model.state_dict().items()}
+    assert {name: tensor.shape for name, tensor in run.model.state_dict().items()} == shapes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_undo_returns_them_with_their_moments(family: str) -> None:
+    run, handle = grafted(family)
+    expected = run.copy()
+    handle.remove_hidden(GONE)
+    shorter = run.logits()
+    receipts = handle.undo()
+    assert len(receipts) == len(handle.nets)
+    assert torch.equal(run.logits(), expected.logits())
+    handle.redo()
+    assert torch.equal(run.logits(), shorter)
+    handle.undo()
+    for number in (2, 3):
+        assert torch.equal(run.step(number), expected.step(number))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_units_are_named_by_row_by_bool_or_by_node(family: str) -> None:
+    marks = torch.zeros(32, dtype=torch.bool)
+    marks[GONE] = True
+    ways: list[Any] = [
+        lambda handle: GONE,
+        lambda handle: torch.tensor(GONE + GONE),
+        lambda handle: [row - 32 for row in GONE],
+        lambda handle: marks,
+        lambda handle: marks.numpy(),
+        lambda handle: handle.hidden[GONE],
+        lambda handle: [handle.hidden[row] for row in GONE],
+        lambda handle: handle.nets[0].layers[1][GONE],
+        lambda handle: handle.nets[-1].select(layer=-2, where=lambda nodes: marks),
+    ]
+    found = []
+    for way in ways:
+        run, handle = grafted(family, steps=0)
+        handle.remove_hidden(way(handle))
+        found.append(run.logits())
+        assert len(handle.hidden) == 28
+    assert all(torch.equal(each, found[0]) for each in found[1:])
+    run, handle = grafted(family, steps=0)
+    assert handle.remove_hidden(handle.hidden[5])[0].reason == "remove hidden units"
+    assert handle.remove_hidden([]) == handle.remove_hidden(torch.zeros(31, dtype=torch.bool)) == ()
+    assert len(handle.hidden) == 31
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_is_no_hidden_unit_is_refused(family: str) -> None:
+    _, handle = grafted(family, steps=0)
+    _, other = grafted(family, steps=0)
+    versions = [net.version for net in handle.nets]
+    with pytest.raises(gn.EditError, match="has 32 hidden units, so there is no unit 32"):
+        handle.remove_hidden([0, 32])
+    with pytest.raises(gn.EditError, match="has 32 hidden units, and 31 bools were given"):
+        handle.remove_hidden(torch.ones(31, dtype=torch.bool))
+    with pytest.raises(gn.EditError, match=r"not as torch\.float32"):
+        handle.remove_hidden([0.5])
+    with pytest.raises(gn.EditError, match="hidden units are given by row, one bool each, or as nodes: "):
+        handle.remove_hidden("all")
+    with pytest.raises(gn.EditError, match="are in none of the nets"):
+        handle.remove_hidden(other.hidden[:2])
+    with pytest.raises(gn.EditError, match=r"nodes of layers \[0\] are not all hidden units"):
+        handle.remove_hidden(handle.nets[0].layers[0][:2])
+    gone = handle.hidden[:1]
+    handle.remove_hidden(gone)
+    with pytest.raises(gn.StaleNodeError):
+        handle.remove_hidden(gone)
+    handle.undo()
+    assert [net.version for net in handle.nets] == [version + 2 for version in versions]
+
+
+class Refusing:
+    """A follower that lets nothing happen to a net."""
+
+    def prepare(self, net: gn.GrapNet, commit: gn.Commit) -> Any:
+        raise gn.EditError("not this one")
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_fault_in_one_net_leaves_all_of_them(which: int) -> None:
+    run, handle = grafted("llama")
+    expected, refusing = run.copy(), Refusing()
+    handle.nets[which].follow(refusing)
+    with pytest.raises(gn.EditError, match="not this one"):
+        handle.remove_hidden(GONE)
+    assert [net.version for net in handle.nets] == [0, 0, 0]
+    assert torch.equal(run.logits(), expected.logits())
+    for number in (2, 3):
+        assert torch.equal(run.step(number), expected.step(number))
+    del refusing
+    handle.remove_hidden(GONE)
+    assert [net.sizes for net in handle.nets] == [[16, 28], [16, 28], [28, 16]]
+
+
+def test_nets_that_went_separate_ways_are_told_apart() -> None:
+    _, handle = grafted("llama", steps=0)
+    gate = handle.nets[0]
+    with gate.edit(reason="alone") as edit:
+        edit.remove_nodes(gate.layers[1][:2], interface=True)
+    with pytest.raises(gn.EditError, match=r"have 30, 32, 32 of them: one was edited alone"):
+        handle.remove_hidden([0])
+    gate.undo()
+    handle.remove_hidden([0])
+    with pytest.raises(AttributeError, match=r"is 3 nets: handle\.nets"):
+        _ = handle.net
+    assert repr(handle).startswith("FeedForward('model.layers.0.mlp', 31 hidden units, GrapNet(16-31, 496 relations")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_added_units_change_nothing_at_first_and_learn(family: str) -> None:
+    run, handle = grafted(family)
+    keys, before = list(training(family, steps=0).model.state_dict()), run.logits()
+    handle.add_hidden(3, owner="more", reason="too few")
+    assert len(handle.hidden) == 35
+    assert handle.hidden.owners[-4:] == [None, "more", "more", "more"]
+    assert torch.allclose(run.logits(), before, rtol=0, atol=1e-12)
+    run.step(2)
+    run.step(3)
+    assert bool((handle.hidden[-3:].outgoing().weights != 0).all())
+    logits = run.logits()
+    gn.ungraft(run.model, optimizer=run.optimizer)
+    assert list(run.model.state_dict()) == keys, "what had no bias has none"
+    assert torch.allclose(run.logits(), logits, rtol=0, atol=1e-12)
+
+
+def test_added_units_are_taken_back() -> None:
+    run, handle = grafted("llama")
+    expected = run.copy()
+    handle.add_hidden(3)
+    handle.undo()
+    for number in (2, 3):
+        assert torch.equal(run.step(number), expected.step(number))
+
+
+def test_all_units_can_go() -> None:
+    run, handle = grafted("llama")
+    handle.remove_hidden(torch.ones(32, dtype=torch.bool))
+    assert len(handle.hidden) == 0
+    assert bool(run.step(2).isfinite())
+    handle.undo()
+    assert len(handle.hidden) == 32
+
+
+def test_a_restored_model_is_cut_and_undone_like_the_one_it_was_saved_from(tmp_path: Any) -> None:
+    run, handle = grafted("llama")
+    handle.remove_hidden(GONE)
+    gn.save(tmp_path / "model.safetensors", run.model, undo=True)
+    model = MAKE["llama"]().double()
+    gn.restore(tmp_path / "model.safetensors", into=model)
+    again = ffn_handles(model)[0]
+    assert len(again.hidden) == 28
+    for each in (again, handle):
+        each.remove_hidden([0, 5])
+        each.undo()
+        each.undo()
+    restored = Training("llama", model, run.optimizer, run.batches)
+    assert torch.equal(restored.logits(), run.logits())
+    assert len(again.hidden) == 32
