@@ -60,24 +60,31 @@ def build_net(anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool) -> t
         layer.dropout = part.dropout
         names = joined(chain.place, f"transitions.{t}.weight"), joined(chain.place, f"layers.{t + 1}.bias")
         relations = Arrival(transition.weight, names[0], carry)
-        biases = Arrival(layer.parameter, names[1], None if one.bias is None else carry_bias)
+        biases = Arrival(layer.parameter, names[1], carry_bias)
+        weight_name, bias_name = (joined(part.path, kind) for kind in one.names)
         if one.bias is None:
-            exchanges.append(Exchange(one.weight, joined(part.path, "weight"), (relations, biases)))
+            exchanges.append(Exchange(one.weight, weight_name, (relations, biases)))
         else:
-            exchanges.append(Exchange(one.weight, joined(part.path, "weight"), (relations,)))
-            exchanges.append(Exchange(one.bias, joined(part.path, "bias"), (biases,)))
+            exchanges.append(Exchange(one.weight, weight_name, (relations,)))
+            exchanges.append(Exchange(one.bias, bias_name, (biases,)))
         layers.append(layer)
         transitions.append(transition)
     net = GrapNet.from_parts(layers, transitions)
-    return net.train(linears[0].training), exchanges
+    net.train(linears[0].training)
+    for layer, path in zip(layers, [chain.dropout_path, *(part.dropout_path for part in chain.parts)], strict=True):
+        if path is not None:  # a Dropout may be in another mode than what is around it
+            layer.train(find(anchor, path, name).training)
+    return net, exchanges
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def fill_linears(net: GrapNet, linears: Sequence[nn.Module], chain: Chain, most_cells: int) -> list[Exchange]:
     """Gives the present coordinates of a net to linear modules, and returns the exchange for an optimizer.
 
     Args:
         net: the net.
-        linears: modules with `weight` and `bias`, one a transition, which nobody uses yet.
+        linears: modules with `weight` and `bias`, one a transition, which nobody uses yet; one with a bias keeps it.
         chain: where they stand, and which of them are transposed.
         most_cells: as for `net.to_module()`.
     """
@@ -88,7 +95,7 @@ def fill_linears(net: GrapNet, linears: Sequence[nn.Module], chain: Chain, most_
         content = matrix.weight.detach().t().contiguous() if part.transposed else matrix.weight.detach()
         weight = nn.Parameter(content, requires_grad=transition.weight.requires_grad)
         bias = None
-        if not has_no_bias(layer) or _must_have_bias(linear):
+        if not has_no_bias(layer) or linear.bias is not None:
             bias = nn.Parameter(layer.values().detach().clone(), requires_grad=layer.parameter.requires_grad)
         linear.register_parameter("weight", weight)
         linear.register_parameter("bias", bias)
@@ -114,7 +121,7 @@ def _carry_back_biases(layer: Layer) -> Carry:
 def _carry_gradients(exchanges: Sequence[Exchange]) -> None:
     for exchange in exchanges:
         for arrival in exchange.arrivals:
-            if exchange.parameter.grad is not None and arrival.carry is not None:
+            if exchange.parameter.grad is not None:
                 arrival.parameter.grad = arrival.carry(exchange.parameter.grad, 0.0)
 
 
@@ -135,11 +142,6 @@ def _require_fit(weights: Sequence[LinearWeights], called: Sequence[str]) -> Non
         raise ConversionError(
             f"{', '.join(map(repr, called))} share a parameter, and relations of a net are not shared"
         )
-
-
-def _must_have_bias(linear: nn.Module) -> bool:
-    """Says whether a module cannot run without a bias, like the Conv1D of GPT-2."""
-    return not isinstance(linear, nn.Linear)
 
 
 def _set_sizes(linear: nn.Module, n_in: int, n_out: int) -> None:

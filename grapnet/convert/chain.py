@@ -1,7 +1,7 @@
 """Chains: modules read as linear parts in a row, each with the activation and the dropout that follow it."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -34,6 +34,7 @@ class Part:
     activation_path: str | None = None  # of the module that computes it
     dropout: float = 0.0  # after the activation
     dropout_path: str | None = None
+    drops_first: bool = False  # the Dropout stands before the activation, which may be exchanged with it
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,8 @@ class Chain:
             bool(parts)
             and all(type(path) is str for path in paths)
             and all(path is None or type(path) is str for path in optional)
-            and all(type(part.transposed) is bool and is_activation(part.activation) for part in parts)
+            and all(type(flag) is bool for part in parts for flag in (part.transposed, part.drops_first))
+            and all(is_activation(part.activation) for part in parts)
             and all(type(step.dropout) is float and 0 <= step.dropout <= 1 for step in steps)
         )
         if not fits:
@@ -138,12 +140,13 @@ class _Reading:
             self._activate(path, module, where)
 
     def _drop(self, path: str, probability: float, where: str) -> None:
-        if probability == 0:
-            return
         if (self.parts[-1].dropout if self.parts else self.dropout) > 0:
+            if probability == 0:
+                return
             raise ConversionError(f"{_called(where)} follows another Dropout; a layer of a net drops once. Join them")
         if self.parts:
-            self.parts[-1] = Part(**{**asdict(self.parts[-1]), "dropout": probability, "dropout_path": path})
+            first = self.parts[-1].activation_path is None
+            self.parts[-1] = replace(self.parts[-1], dropout=probability, dropout_path=path, drops_first=first)
         else:
             self.dropout, self.dropout_path = probability, path
 
@@ -159,15 +162,15 @@ class _Reading:
         last = self.parts[-1]
         if last.activation != "identity":
             raise ConversionError(f"{_called(where)} follows another activation; a layer of a net has one")
-        if last.dropout and not _commutes(activation):
+        if last.dropout and not commutes(activation):
             raise ConversionError(
                 f"{_called(where)} follows a Dropout, and a net drops what comes out of the activation; with "
                 f"{activation} that is not the same. Put the Dropout behind it"
             )
-        self.parts[-1] = Part(**{**asdict(last), "activation": activation, "activation_path": path})
+        self.parts[-1] = replace(last, activation=activation, activation_path=path)
 
 
-def _commutes(activation: str) -> bool:
+def commutes(activation: str) -> bool:
     """Says whether an activation may be applied before or after a dropout, which scales by 0 or a positive number."""
     setting = setting_of(activation)
     return activation in ("relu", "leaky_relu") or (setting is not None and setting[0] == "leaky_relu")

@@ -1,15 +1,17 @@
 """Optimizers whose Parameters are exchanged for others: the groups, their order and the state stay."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet.core.errors import OptimizerError
-from grapnet.learning.optimizer_state import clean_value, first_state, is_average, per_coordinate, refuse_kind
+from grapnet.core.values import refuse_old_backward, replace_content
+from grapnet.learning.optimizer_state import clean_value, is_average, per_coordinate, refuse_kind
 from grapnet.learning.stale import forget, mark_followed, parameters_of, refuse_stale_state
 
 from .linear import Carry
@@ -19,11 +21,11 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """A Parameter that takes the place of another, with what carries that one's state; None for a clean start."""
+    """A Parameter that takes the place of another, with what carries that one's state."""
 
     parameter: nn.Parameter
     name: str
-    carry: Carry | None
+    carry: Carry
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,8 +46,22 @@ def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
     return found
 
 
-def prepare_exchange(optimizer: Optimizer, exchanges: Sequence[Exchange]) -> Callable[[], None]:
+@torch.inference_mode(False)  # the state is to be written on, whoever calls
+@torch.no_grad()
+def prepare_exchange(
+    optimizer: Optimizer,
+    exchanges: Sequence[Exchange],
+    homes: Sequence[Sequence[nn.Parameter]],
+    order: Sequence[nn.Parameter],
+) -> Callable[[], None]:
     """Computes an optimizer's groups and state with other Parameters; returns what puts them into effect.
+
+    Args:
+        optimizer: the optimizer.
+        exchanges: which Parameters leave, and which arrive.
+        homes: the Parameters of every module that arrives, in its order. Those in the same group are put into that
+            order, in which an optimizer made for the changed model would have them.
+        order: all Parameters of the model as it is, in its order.
 
     Raises:
         OptimizerError: it holds none of the Parameters, or state that is not one value a coordinate.
@@ -57,9 +73,13 @@ def prepare_exchange(optimizer: Optimizer, exchanges: Sequence[Exchange]) -> Cal
     leaving = {id(exchange.parameter): exchange for exchange in exchanges}
     if not any(id(parameter) in leaving for parameter in parameters_of(optimizer)):
         raise OptimizerError("this optimizer holds none of the parameters that are exchanged; leave out optimizer=")
-    lists, states, gone = [], {}, []
+    ranks = {id(parameter): rank for rank, parameter in enumerate(order)}
+    members = [_exchanged(group, leaving, ranks) for group in optimizer.param_groups]
+    _gather_vectors(optimizer, members, exchanges)
+    for group in members:
+        _sort(group, homes)
+    states, gone = {}, []
     for group in optimizer.param_groups:
-        lists.append(_exchanged(group, leaving))
         for parameter in group["params"]:
             exchange = leaving.get(id(parameter))
             if exchange is not None:
@@ -67,9 +87,10 @@ def prepare_exchange(optimizer: Optimizer, exchanges: Sequence[Exchange]) -> Cal
                 states |= {a.parameter: _state(optimizer, group, exchange, a) for a in exchange.arrivals}
 
     def install() -> None:
-        for group, changed in zip(optimizer.param_groups, lists, strict=True):
-            for key, items in changed.items():
-                group[key][:] = items
+        for group, found in zip(optimizer.param_groups, members, strict=True):
+            lists = {"params": [m.parameter for m in found], "param_names": [m.name for m in found]}
+            for key in lists.keys() & group.keys():
+                group[key][:] = lists[key]
         for parameter in gone:
             optimizer.state.pop(parameter, None)
         forget(optimizer, gone)
@@ -79,29 +100,78 @@ def prepare_exchange(optimizer: Optimizer, exchanges: Sequence[Exchange]) -> Cal
     return install
 
 
-def _exchanged(group: dict[str, Any], leaving: dict[int, Exchange]) -> dict[str, list[Any]]:
-    """Returns a group's Parameters, and their names where it has them, with the arrivals in the leavers' places."""
-    params, names = [], []
-    old_names = group.get("param_names", [""] * len(group["params"]))
-    for parameter, name in zip(group["params"], old_names, strict=True):
-        exchange = leaving.get(id(parameter))
+@torch.inference_mode(False)
+def refuse_earlier_losses(exchanges: Sequence[Exchange], verb: str) -> None:
+    """Makes a backward raise whose loss was computed before the exchange: its gradients would reach nobody.
+
+    The Parameters that left stay of use to whoever keeps their module, in forward passes after this call.
+    """
+    message = (
+        f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and its gradients would "
+        "reach no optimizer. Compute it again"
+    )
+    for parameter in (exchange.parameter for exchange in exchanges):
+        if not parameter.is_inference():
+            refuse_old_backward(parameter, message)
+            replace_content(parameter, parameter.detach(), parameter.grad)
+
+
+class _Member(NamedTuple):
+    """A Parameter in a group, and the rank in the model of the one that it is or takes the place of."""
+
+    parameter: nn.Parameter
+    name: str
+    rank: float
+
+
+def _exchanged(group: dict[str, Any], leaving: dict[int, Exchange], ranks: dict[int, int]) -> list[_Member]:
+    """Returns the members of a group with the arrivals in the leavers' places."""
+    members: list[_Member] = []
+    names = group.get("param_names", [""] * len(group["params"]))
+    for parameter, name in zip(group["params"], names, strict=True):
+        exchange, rank = leaving.get(id(parameter)), ranks.get(id(parameter), math.inf)
         if exchange is None:
-            params.append(parameter)
-            names.append(name)
+            members.append(_Member(parameter, name, rank))
             continue
-        params += [arrival.parameter for arrival in exchange.arrivals]
-        names += [name.removesuffix(exchange.name) + arrival.name for arrival in exchange.arrivals]
-    return {"params": params, "param_names": names} if "param_names" in group else {"params": params}
+        before = name.removesuffix(exchange.name) if name.endswith(exchange.name) else f"{name}."
+        members += [_Member(arrival.parameter, before + arrival.name, rank) for arrival in exchange.arrivals]
+    return members
+
+
+def _gather_vectors(optimizer: Optimizer, members: list[list[_Member]], exchanges: Sequence[Exchange]) -> None:
+    """Moves the biases of Linears that had none to the group of the vectors, where there is one.
+
+    Groups are often made by dimension, matrices that decay and vectors that do not, and will be again.
+    """
+    added = {id(arrival.parameter) for exchange in exchanges for arrival in exchange.arrivals[1:]}
+    only = [all(p.dim() < 2 for p in group["params"]) and bool(group["params"]) for group in optimizer.param_groups]
+    if not any(only):
+        return
+    home = members[only.index(True)]
+    for group in members:
+        if group is not home:
+            moved = [member for member in group if id(member.parameter) in added]
+            group[:] = [member for member in group if id(member.parameter) not in added]
+            for member in moved:
+                home.insert(next((n for n, m in enumerate(home) if m.rank > member.rank), len(home)), member)
+
+
+def _sort(members: list[_Member], homes: Sequence[Sequence[nn.Parameter]]) -> None:
+    """Puts those that arrive with one module into its order, in the places that they have together."""
+    for home in homes:
+        ranks = {id(parameter): rank for rank, parameter in enumerate(home)}
+        places = [place for place, member in enumerate(members) if id(member.parameter) in ranks]
+        ordered = sorted((members[place] for place in places), key=lambda member: ranks[id(member.parameter)])
+        for place, member in zip(places, ordered, strict=True):
+            members[place] = member
 
 
 def _state(optimizer: Optimizer, group: dict[str, Any], exchange: Exchange, arrival: Arrival) -> dict[str, Any]:
     """Returns the state of a Parameter that arrives."""
     old, new, carry = exchange.parameter, arrival.parameter, arrival.carry
-    if carry is None:
-        return first_state(optimizer, group, new.detach(), len(new))
     if not optimizer.state.get(old):
         return {}
-    state = dict(optimizer.state[old])
+    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()}  # a step each
     for key in per_coordinate(optimizer, old, exchange.name):
         value: Tensor = state[key]
         if is_average(optimizer, key):

@@ -12,7 +12,7 @@ from grapnet.network import GrapNet
 
 from .build import build_net
 from .chain import Chain, read_chain
-from .exchange import Optimizers, as_optimizers, prepare_exchange
+from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
 from .matching import Where, matches
 from .origin import find, joined, owners_of, prepare_graft
 
@@ -49,8 +49,11 @@ def from_module(module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: 
     """
     net, exchanges = build_net(module, read_chain(module), "", drop_zeros)
     optimizers = as_optimizers(optimizer)
-    for install in [prepare_exchange(one, exchanges) for one in optimizers]:
+    homes, order = [list(net.parameters())], list(module.parameters())
+    for install in [prepare_exchange(one, exchanges, homes, order) for one in optimizers]:
         install()
+    if optimizers:
+        refuse_earlier_losses(exchanges, "from_module")
     _attach(optimizers, [net])
     return net
 
@@ -60,7 +63,8 @@ def graft(
 ) -> dict[str, GrapNet]:
     """Replaces submodules of a model, in place, by nets that compute the same; returns the nets by name.
 
-    The other modules, their Parameters and their state-dict keys stay. `gn.ungraft` is the way back.
+    The other modules, their Parameters and their state-dict keys stay. A backward from a loss of before raises
+    StaleTopologyError. `gn.ungraft` is the way back.
 
     Args:
         model: any model. A module that stands under several names is replaced under all of them.
@@ -101,9 +105,11 @@ def graft_chains(
         installs.append(prepare_graft(model, name, chain, net))
         nets[joined(name, chain.place)] = net
         exchanges += exchanged
-    installs += [prepare_exchange(one, exchanges) for one in optimizers]
+    homes = [list(net.parameters()) for net in nets.values()]
+    installs += [prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers]
     for install in installs:
         install()
+    refuse_earlier_losses(exchanges, "graft")
     _attach(optimizers, list(nets.values()))
     return nets
 
@@ -118,14 +124,32 @@ def _require_alone(model: nn.Module, anchor: nn.Module, name: str, chain: Chain)
             raise ConversionError(
                 f"{name!r} shares its {shared[0]} with {other_name!r}, and a net's relations are its own; leave it out"
             )
+    mine += [buffer for linear in linears for buffer in linear.buffers(recurse=False)]
     for path in (chain.place, *chain.emptied):
         module = find(anchor, path, name)
-        own = list(module.parameters()) if isinstance(module, nn.Module) else []
-        if any(not any(p is one for one in mine) for p in own):
-            raise ConversionError(f"{joined(name, path)!r} has parameters that its linear parts do not have")
+        own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
+        if any(not any(tensor is one for one in mine) for tensor in own):
+            raise ConversionError(f"{joined(name, path)!r} has parameters or buffers that its linear parts do not have")
+    left = _left(model, anchor, chain)
     for part, linear in zip(chain.parts, linears, strict=True):
-        if part.path not in ("", chain.place) and len(owners_of(model, linear)) > 1:
+        if any(linear is module for module in left):
             raise ConversionError(f"{joined(name, part.path)!r} stands in several places of the model; leave it out")
+
+
+def _left(model: nn.Module, anchor: nn.Module, chain: Chain) -> list[nn.Module]:
+    """Returns the modules that can still be reached once the net of a chain has taken its place."""
+    taken = {(id(owner), step) for owner, step in owners_of(model, find(anchor, chain.place))}
+    for path in chain.emptied:
+        before, _, step = path.rpartition(".")
+        taken.add((id(find(anchor, before)), step))
+    found, waiting = {id(model): model}, [model]
+    while waiting:
+        owner = waiting.pop()
+        for step, child in owner._modules.items():
+            if child is not None and id(child) not in found and (id(owner), step) not in taken:
+                found[id(child)] = child
+                waiting.append(child)
+    return list(found.values())
 
 
 def _attach(optimizers: Sequence[Optimizer], nets: Sequence[GrapNet]) -> None:

@@ -32,6 +32,12 @@ class LinearWeights:
     kept_biases: Tensor | None = None
 
     @property
+    def names(self) -> tuple[str, str]:
+        """What the module calls the two Parameters."""
+        pruned = self.kept_weights is not None, self.kept_biases is not None
+        return "weight_orig" if pruned[0] else "weight", "bias_orig" if pruned[1] else "bias"
+
+    @property
     def matrix(self) -> Tensor:
         """The weights as [in, out], pruned ones zero."""
         return self._in_first(self.weight if self.kept_weights is None else self.weight * self.kept_weights)
@@ -54,12 +60,24 @@ def read_weights(module: nn.Module, where: str, *, transposed: bool) -> LinearWe
     held = {name: module._parameters.get(f"{name}_orig" if name in pruned else name) for name in ("weight", "bias")}
     kept = {name: module._buffers.get(f"{name}_mask") for name in pruned}
     weight, bias = held["weight"], held["bias"]
-    if weight is None or None in kept.values():
-        raise ConversionError(f"the weight of {where!r} is computed from something else; remove that first")
+    for name, parameter in held.items():
+        is_absent = name == "bias" and getattr(module, name, None) is None
+        if (parameter is None and not is_absent) or (name in pruned and kept[name] is None):
+            raise ConversionError(f"the {name} of {where!r} is computed from something else; remove that first")
+    others = set(module._buffers) - {f"{name}_mask" for name in pruned}
+    if others:
+        raise ConversionError(f"{where!r} has buffers, which would be lost: {', '.join(sorted(others))}")
+    assert weight is not None
     if is_lazy(weight):
         raise ConversionError(f"{where!r} does not know its shape yet; run the model once first")
     if weight.dim() != 2 or weight.dtype not in _FLOATS or weight.is_meta or (bias is not None and bias.dim() != 1):
         raise ConversionError(f"{where!r} has a weight of {weight.dtype} {list(weight.shape)} on {weight.device}")
+    for name, parameter in held.items():
+        if parameter is not None:
+            _require_plain(parameter, f"the {name} of {where!r}")
+    for name, entries in kept.items():
+        if not bool(((entries == 0) | (entries == 1)).all()):
+            raise ConversionError(f"the {name} of {where!r} is pruned by factors other than 0 and 1; remove that first")
     require_countable(weight.numel(), f"the net for {where!r}", ConversionError)
     return LinearWeights(weight, bias, transposed, kept.get("weight"), kept.get("bias"))
 
@@ -67,9 +85,20 @@ def read_weights(module: nn.Module, where: str, *, transposed: bool) -> LinearWe
 def require_no_hooks(module: nn.Module, where: str) -> None:
     """Raises ConversionError for a module with hooks, which nobody would call any more; pruning's own do not count."""
     lists = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    lists += (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
     before = [hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, BasePruningMethod)]
     if before or any(lists):
         raise ConversionError(f"{where!r} has hooks, which would be lost; remove them, and register them on the net")
+    if "forward" in vars(module):
+        raise ConversionError(f"{where!r} has a forward of its own, put in place of its class's; remove that first")
+
+
+def _require_plain(parameter: nn.Parameter, what: str) -> None:
+    """Raises ConversionError for a Parameter that is more than its numbers."""
+    if type(parameter) is not nn.Parameter:
+        raise ConversionError(f"{what} is a {type(parameter).__name__}, no plain nn.Parameter")
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        raise ConversionError(f"{what} has hooks, which would be lost; remove them, and register them on the net's")
 
 
 def build_transition(weights: LinearWeights, drop_zeros: bool) -> tuple[Transition, Carry]:
@@ -107,7 +136,8 @@ def build_layer(weights: LinearWeights, uids: Tensor, activation: str) -> tuple[
     if bias is None:
         layer = Layer(uids, weights.weight.new_zeros(len(uids)).detach(), activation)
         layer.hold(torch.arange(len(uids), dtype=torch.int32, device=weights.weight.device))
-        return layer, lambda tensor, rest=0.0: tensor
+        _keep_flags(layer, weights.weight)
+        return layer, lambda tensor, rest=0.0: tensor.new_full((0,), rest)  # no bias is trainable
     layer = Layer(uids, (bias if kept is None else bias * kept).detach().clone(), activation)
     cells = None if kept is None else flatnonzero(kept != 0).long()
     if kept is not None:

@@ -5,7 +5,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from grapnet.core.errors import ConversionError
 from grapnet.network import GrapNet
@@ -54,10 +56,11 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
 def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Callable[[], None]:
     """Prepares to put a net in place of the modules of a chain that starts at the module called `name`."""
     anchor = find(model, name)
-    for part in chain.parts:
-        if not isinstance(find(anchor, part.path, name), nn.Module):
-            raise ConversionError(f"{joined(name, part.path)!r} is not a module")
     linears = [find(anchor, part.path, name) for part in chain.parts]
+    for part, linear in zip(chain.parts, linears, strict=True):
+        if not _is_linear(linear):
+            kind = type(linear).__name__
+            raise ConversionError(f"{joined(name, part.path)!r} is a {kind}, and the net stands for linear modules")
     emptied = {id(linear): _without_weights(linear) for linear in linears}
     paths = [chain.place, *chain.emptied]
     replaced = {path: copy.deepcopy(find(anchor, path, name), dict(emptied)) for path in paths}
@@ -71,6 +74,13 @@ def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Ca
         _install(model, at, net, Origin(chain, replaced))
 
     return install
+
+
+def _is_linear(module: Any) -> bool:
+    """Says whether a module holds a matrix, pruned or not."""
+    held = module._parameters if isinstance(module, nn.Module) else {}
+    weight = held.get("weight", held.get("weight_orig"))
+    return weight is not None and not is_lazy(weight) and weight.dim() == 2
 
 
 def _install(model: nn.Module, name: str, net: GrapNet, origin: Origin | None) -> None:
@@ -123,12 +133,13 @@ def _anchor_name(name: str, path: str) -> str:
 
 
 def _without_weights(linear: nn.Module) -> nn.Module:
-    """Returns a module of the same class and settings that has no weights."""
+    """Returns a module of the same class and settings that has no weights; an empty bias says that there was one."""
     empty = type(linear).__new__(type(linear))
     nn.Module.__init__(empty)
     empty.training = linear.training
     settings = {key: value for key, value in vars(linear).items() if key not in vars(empty)}
     vars(empty).update({key: value for key, value in settings.items() if key not in ("weight", "bias")})
     empty.register_parameter("weight", None)
-    empty.register_parameter("bias", None)
+    has_bias = any(linear._parameters.get(name) is not None for name in ("bias", "bias_orig"))
+    empty.register_parameter("bias", nn.Parameter(torch.empty(0, device="cpu")) if has_bias else None)
     return empty

@@ -5,14 +5,15 @@ from dataclasses import replace
 
 from torch import nn
 
-from grapnet.core.errors import ConversionError
+from grapnet.core.errors import ConversionError, PlanError
+from grapnet.core.layer import Layer
 from grapnet.execution.modules import MOST_CELLS, activation_module
 from grapnet.learning.optim import detach
 from grapnet.network import GrapNet
 
 from .build import fill_linears
-from .chain import Chain, Part, read_chain
-from .exchange import Optimizers, as_optimizers, prepare_exchange
+from .chain import Chain, Part, commutes, read_chain
+from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
 from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
 from .origin import Origin, find, put, put_everywhere
@@ -42,17 +43,23 @@ def ungraft(
     nets, optimizers = matching_nets(model, where), as_optimizers(optimizer)
     if "" in nets:
         raise ConversionError("the model is a net itself and cannot be replaced in place; take net.to_module()")
-    exchanges, installs, plain = [], [], {}
+    exchanges, homes, installs, plain = [], [], [], {}
     for name, net in nets.items():
-        chain, replaced = _skeletons(net, name, most_cells)
-        linears = [_find(replaced, part.path) for part in chain.parts]
-        exchanges += fill_linears(net, linears, chain, most_cells)
+        try:
+            chain, replaced = _skeletons(net, name, most_cells)
+            linears = [_find(replaced, part.path) for part in chain.parts]
+            exchanges += fill_linears(net, linears, chain, most_cells)
+        except PlanError as error:
+            raise ConversionError(f"{name!r} cannot become plain modules: {error}") from None
         plain[name] = replaced[chain.place]
-        plain[name].train(net.training)
+        modules = [module for module in replaced.values() if isinstance(module, nn.Module)]
+        homes.append([parameter for module in modules for parameter in module.parameters()])
+        _set_modes(replaced, chain, net)
         installs.append(lambda name=name, chain=chain, replaced=replaced: _put_back(model, name, chain, replaced))
-    installs += [prepare_exchange(one, exchanges) for one in optimizers]
+    installs += [prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers]
     for install in installs:
         install()
+    refuse_earlier_losses(exchanges, "ungraft")
     for one in optimizers:
         for net in nets.values():
             detach(one, net)
@@ -70,14 +77,27 @@ def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[st
     replaced = copy.deepcopy(origin.replaced)
     for layer, part in zip(net.layers, [None, *origin.chain.parts], strict=True):
         _set_dropout(replaced, origin.chain, part, layer.dropout, name)
-        if part is not None and [kind for kind, _ in layer.activation_names.kinds()] not in ([part.activation], []):
-            if part.activation_path is None:
-                raise ConversionError(
-                    f"layer {layer.index} of {name!r} has an activation, and there was none in the modules of then; "
-                    "take net.to_module()"
-                )
-            _replace(replaced, part.activation_path, activation_module(layer) or nn.Identity())
+        if part is not None:
+            _set_activation(replaced, part, layer, name)
     return origin.chain, replaced
+
+
+def _set_activation(replaced: dict[str, nn.Module], part: Part, layer: Layer, name: str) -> None:
+    """Puts the activation that a layer has by now in place of the one of then."""
+    kinds = [str(kind) for kind, _ in layer.activation_names.kinds()]
+    if part.drops_first and layer.dropout and not all(kind == "identity" or commutes(kind) for kind in kinds):
+        raise ConversionError(
+            f"layer {layer.index} of {name!r} drops what comes out of {', '.join(kinds)}, and the Dropout of then "
+            "stands before the activation; take net.to_module()"
+        )
+    if kinds in ([part.activation], []):
+        return
+    if part.activation_path is None:
+        raise ConversionError(
+            f"layer {layer.index} of {name!r} has an activation, and there was none in the modules of then; "
+            "take net.to_module()"
+        )
+    _replace(replaced, part.activation_path, activation_module(layer) or nn.Identity())
 
 
 def _set_dropout(
@@ -92,6 +112,17 @@ def _set_dropout(
             f"a layer of {name!r} has dropout, and there was none in the modules of then; take net.to_module()"
         )
     setattr(_find(replaced, path), "p", probability)  # noqa: B010 (typed as a tensor or module)
+
+
+def _set_modes(replaced: dict[str, nn.Module], chain: Chain, net: GrapNet) -> None:
+    """Puts the modules into the mode of the net, and every Dropout into that of its layer."""
+    for module in replaced.values():
+        if isinstance(module, nn.Module):
+            module.train(net.training)
+    paths = [chain.dropout_path, *(part.dropout_path for part in chain.parts)]
+    for layer, path in zip(net.layers, paths, strict=True):
+        if path is not None:
+            _find(replaced, path).train(layer.training)
 
 
 def _find(replaced: dict[str, nn.Module], path: str) -> nn.Module:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grapnet.core.activation import activation_function, adjusted_name, setting_of
+from grapnet.core.activation import activation_function, adjusted_name, is_activation, setting_of
 from grapnet.core.errors import EditError, PlanError
 from grapnet.core.graph import Graph
 from grapnet.core.layer import Layer
@@ -210,7 +210,7 @@ def activation_name(module: nn.Module) -> str | None:
     for kind, (cls, attribute) in _ADJUSTED.items():
         if type(module) is cls and _says(module) != _says(MODULES[kind]()):
             name = adjusted_name(kind, getattr(module, attribute))
-            return name if _says(module) == _says(_function_module(name)) else None
+            return name if is_activation(name) and _says(module) == _says(_function_module(name)) else None
     return next((name for name, make in MODULES.items() if _says(make()) == _says(module)), None)
 
 

@@ -92,10 +92,10 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW with the usual two groups.
 
     Its eps is above the gradients that are zero but for rounding, such as that of the biases of attention keys: Adam
-    would divide them by themselves. The bias of a Linear without one is empty, and stands with the weight.
+    would divide them by themselves.
     """
-    decays = [p for p in model.parameters() if p.dim() > 1 or len(p) == 0]
-    others = [p for p in model.parameters() if not (p.dim() > 1 or len(p) == 0)]
+    decays = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": decays, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
 

@@ -1,0 +1,323 @@
+"""Optimizers through graft and ungraft: the next steps are those of the dense model."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+
+import grapnet as gn
+from tests.learning.plain import OPTIMIZERS
+
+from .models import backward, difference, make, train, twin
+
+FOREACH = ("sgd momentum", "adam amsgrad", "nadam", "asgd", "rprop")
+LEFT_OUT = {f"{name} foreach" for name in OPTIMIZERS if name not in FOREACH} | {"muon"}
+PLAIN = {name: build for name, build in OPTIMIZERS.items() if name not in LEFT_OUT}
+FFN = "blocks.*.ffn"
+CLOSE = 1e-12  # steps of 0.02 in double precision; an update that goes wrong differs by 1e-3
+
+
+def adamw(parameters: Any) -> AdamW:
+    return AdamW(parameters, lr=0.02, weight_decay=0.1)
+
+
+def trained(build: Any = adamw, named: bool = False) -> tuple[nn.Module, Any]:
+    """Returns a model in the middle of training, and its optimizer."""
+    model = make()
+    optimizer = build(model.named_parameters() if named else model.parameters())
+    train(model, optimizer, range(3))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("name", sorted(PLAIN))
+def test_the_next_steps_are_those_of_the_dense_model(name):
+    model, optimizer = trained(PLAIN[name])
+    dense, other = twin(model, optimizer)
+    gn.graft(model, FFN, optimizer)
+    gn.graft(model, nn.Linear, optimizer)
+    assert not [module for module in model.modules() if isinstance(module, nn.Linear)]
+    train(model, optimizer, range(3, 6))
+    train(dense, other, range(3, 6))
+    gn.ungraft(model, optimizer=optimizer)
+    assert difference(model, dense) < CLOSE
+    train(model, optimizer, range(6, 8))
+    train(dense, other, range(6, 8))
+    assert difference(model, dense) < CLOSE
+
+
+def test_without_the_state_the_step_is_another():
+    model, optimizer = trained()
+    dense, other = twin(model, optimizer)
+    gn.graft(model, FFN)
+    fresh = adamw(model.parameters())
+    train(model, fresh, [3])
+    train(dense, other, [3])
+    gn.ungraft(model)
+    assert difference(model, dense) > 1e-3
+
+
+def test_an_optimizer_that_was_not_given_does_not_train_the_net():
+    model, optimizer = trained()
+    nets = gn.graft(model, FFN)
+    before = {name: copy.deepcopy(net.state_dict()) for name, net in nets.items()}
+    head = model.head.weight.detach().clone()
+    train(model, optimizer, range(3, 5))
+    for name, net in nets.items():
+        assert all(torch.equal(value, before[name][key]) for key, value in net.state_dict().items())
+    assert not torch.equal(model.head.weight, head)
+
+
+@pytest.mark.parametrize("form", ["foreach", "fused"])
+@pytest.mark.parametrize("kind", [Adam, SGD])
+def test_a_linear_without_bias_brings_an_empty_parameter_that_does_no_harm(kind, form):
+    def build(parameters):
+        settings = {"amsgrad": True} if kind is Adam else {"momentum": 0.9}
+        return kind(parameters, lr=0.02, maximize=True, **settings, **{form: True})
+
+    model, optimizer = trained(build)
+    dense, other = twin(model, optimizer)
+    (net, _) = gn.graft(model, FFN, optimizer).values()
+    assert len(net.layers[2].bias) == 0
+    train(model, optimizer, range(3, 5))
+    train(dense, other, range(3, 5))
+    gn.ungraft(model, optimizer=optimizer)
+    assert difference(model, dense) < CLOSE
+    assert len(optimizer.param_groups[0]["params"]) == len(list(dense.parameters()))
+
+
+def by_dimension(model: nn.Module) -> AdamW:
+    named = list(model.named_parameters())
+    return AdamW(
+        [
+            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.2, "lr": 0.01},
+            {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0},
+        ],
+        lr=0.02,
+    )
+
+
+def test_groups_keep_their_settings_order_and_members():
+    model = make()
+    optimizer = by_dimension(model)
+    train(model, optimizer, range(2))
+    dense, other = twin(model, optimizer)
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    nets = gn.graft(model, lambda name, _: name.endswith("ffn") or name == "head", optimizer)
+    assert [{k: v for k, v in group.items() if k != "params"} for group in groups] == settings
+    assert all(group["params"] is members for group, members in zip(optimizer.param_groups, lists, strict=True))
+    ids = [{id(p) for p in members} for members in lists]
+    for net in nets.values():
+        assert all(id(transition.weight) in ids[0] for transition in net.transitions)
+    assert id(nets["head"].layers[1].bias) in ids[1]
+    train(model, optimizer, range(2, 5))
+    train(dense, other, range(2, 5))
+    gn.ungraft(model, optimizer=optimizer)
+    assert difference(model, dense) < CLOSE
+    by_name = dict(model.named_parameters())
+    expected = [
+        [n for n, p in dense.named_parameters() if any(p is q for q in g["params"])] for g in other.param_groups
+    ]
+    assert [[n for n, p in by_name.items() if any(p is q for q in members)] for members in lists] == expected
+
+
+def test_the_order_is_that_of_an_optimizer_made_for_the_model():
+    model, optimizer = trained()
+    gn.graft(model, FFN, optimizer)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    gn.ungraft(model, optimizer=optimizer)
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+
+
+def test_parameters_with_names():
+    model, optimizer = trained(named=True)
+    before = list(optimizer.param_groups[0]["param_names"])
+    gn.graft(model, FFN, optimizer)
+    group = optimizer.param_groups[0]
+    assert len(group["param_names"]) == len(group["params"]) == len(before) + 2
+    named = dict(model.named_parameters())
+    assert all(named[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
+    gn.ungraft(model, optimizer=optimizer)
+    assert group["param_names"] == before
+
+
+def test_names_of_ones_own_are_kept_in_front():
+    linear = nn.Linear(2, 2)
+    optimizer = Adam([("mine", linear.weight), ("other", linear.bias)])
+    gn.from_module(linear, optimizer)
+    assert optimizer.param_groups[0]["param_names"] == ["other.layers.1.bias", "mine.transitions.0.weight"]
+
+
+def test_several_optimizers_share_a_model():
+    def build(model):
+        weights = [p for p in model.parameters() if p.dim() == 2]
+        return SGD(weights, lr=0.05, momentum=0.9), Adam([p for p in model.parameters() if p.dim() < 2], lr=0.02)
+
+    model = make()
+    optimizers = build(model)
+    train(model, optimizers, range(3))
+    dense, *others = twin(model, *optimizers)
+    nets = gn.graft(model, FFN, optimizers)
+    train(model, optimizers, range(3, 5))
+    train(dense, others, range(3, 5))
+    net = next(iter(nets.values()))
+    with net.edit() as edit:  # both follow
+        edit.cut(net.layers[0][0], slots=[0])
+    net.undo()
+    train(model, optimizers, [5])
+    train(dense, others, [5])
+    gn.ungraft(model, optimizer=optimizers)
+    assert difference(model, dense) < CLOSE
+
+
+def test_an_optimizer_of_a_part_goes_on_with_that_part():
+    model = make()
+    optimizer = Adam(model.blocks[0].parameters(), lr=0.02)
+    train(model, optimizer, range(2))
+    nets = gn.graft(model, FFN, optimizer)
+    held = {id(p) for p in optimizer.param_groups[0]["params"]}
+    assert all(id(p) in held for p in nets["blocks.0.ffn"].parameters())
+    assert not any(id(p) in held for p in nets["blocks.1.ffn"].parameters())
+    with nets["blocks.1.ffn"].edit() as edit:
+        edit.cut(nets["blocks.1.ffn"].layers[0].outgoing().smallest(count=3))
+    train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: CosineAnnealingLR(optimizer, 10),
+        lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=20),
+        lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
+        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
+    ],
+    ids=["cosine", "one cycle", "lambda", "plateau"],
+)
+def test_schedulers_go_on(schedule):
+    runs = []
+    for grafted in (False, True):
+        model = make()
+        optimizer = adamw(model.parameters())
+        scheduler = schedule(optimizer)
+        for step in range(6):
+            if grafted and step == 2:
+                gn.graft(model, FFN, optimizer)
+            if grafted and step == 4:
+                gn.ungraft(model, optimizer=optimizer)
+            train(model, optimizer, [step])
+            scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+        runs.append((model, optimizer.param_groups[0]["lr"]))
+    assert runs[0][1] == runs[1][1] != 0.02
+    assert difference(runs[0][0], runs[1][0]) < CLOSE
+
+
+def test_a_grad_scaler_goes_on():
+    runs = []
+    for grafted in (False, True):
+        model = make()
+        optimizer = adamw(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        for step in range(5):
+            if grafted and step == 2:
+                gn.graft(model, FFN, optimizer)
+            optimizer.zero_grad()
+            x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            torch.manual_seed(step)
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if grafted:
+            gn.ungraft(model, optimizer=optimizer)
+        runs.append((model, scaler.get_scale()))
+    assert runs[0][1] == runs[1][1] > 2.0**10
+    assert difference(runs[0][0], runs[1][0]) < CLOSE
+
+
+def test_gradients_are_accumulated_across_graft_and_ungraft():
+    model, optimizer = trained()
+    dense, other = twin(model, optimizer)
+    for one, opt in ((model, optimizer), (dense, other)):
+        opt.zero_grad()
+        backward(one, 10)
+    gn.graft(model, FFN, optimizer)
+    backward(model, 11)
+    backward(dense, 11)
+    gn.ungraft(model, optimizer=optimizer)
+    backward(model, 12)
+    backward(dense, 12)
+    for (name, mine), theirs in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-12, atol=1e-14, msg=name)
+    optimizer.step()
+    other.step()
+    assert difference(model, dense) < CLOSE
+
+
+def test_the_optimizer_follows_edits_of_the_net():
+    model, optimizer = trained()
+    net = gn.graft(model, FFN, optimizer)["blocks.1.ffn"]
+    weight = net.transitions[0].weight
+    moment = optimizer.state[weight]["exp_avg"].clone()
+    weakest = net.layers[0].outgoing().smallest(fraction=0.5)
+    stays = torch.ones(6, 9, dtype=torch.bool)
+    stays[weakest.parents, weakest.children - 6] = False
+    with net.edit() as edit:
+        edit.cut(weakest)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], moment[stays.view(-1)])
+    assert len(weight) == 27
+    train(model, optimizer, [3])
+    net.undo()
+    assert len(optimizer.state[weight]["exp_avg"]) == 54
+
+
+def test_an_adagrad_without_a_step_has_its_first_state():
+    def build(parameters):
+        return Adagrad(parameters, lr=0.1, initial_accumulator_value=0.3)
+
+    model = make()
+    dense = copy.deepcopy(model)
+    optimizer, other = build(model.parameters()), build(dense.parameters())
+    gn.graft(model, FFN, optimizer)
+    train(model, optimizer, range(3))
+    train(dense, other, range(3))
+    gn.ungraft(model, optimizer=optimizer)
+    assert difference(model, dense) < CLOSE
+
+
+def test_the_state_dict_of_the_optimizer_goes_through_a_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)).double()
+    optimizer = adamw(module.parameters())
+    train(module, optimizer, range(3))
+    net = gn.from_module(module, optimizer)
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=7))
+    gn.save(tmp_path / "net", net, optimizer=optimizer)
+    other = gn.load(tmp_path / "net")
+    fresh = adamw(other.parameters())
+    gn.restore(tmp_path / "net", optimizer=fresh)
+    train(net, optimizer, range(3, 5))
+    train(other, fresh, range(3, 5))
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+def test_a_grafted_model_is_resumed_with_an_optimizer_made_for_it(tmp_path):
+    model, optimizer = trained()
+    net = gn.graft(model, FFN, optimizer)["blocks.0.ffn"]
+    with net.edit() as edit:
+        edit.remove_nodes(net.layers[1][[1, 2]])
+    gn.save(tmp_path / "model", model, optimizer=optimizer)
+    other = make(1)
+    gn.restore(tmp_path / "model", into=other)
+    fresh = adamw(other.parameters())
+    gn.restore(tmp_path / "model", optimizer=fresh)
+    train(model, optimizer, range(3, 5))
+    train(other, fresh, range(3, 5))
+    gn.ungraft(model, optimizer=optimizer)
+    gn.ungraft(other, optimizer=fresh)
+    train(model, optimizer, [5])
+    train(other, fresh, [5])
+    assert difference(model, other) == 0
