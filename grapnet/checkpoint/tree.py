@@ -40,6 +40,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
         return {kind: [encode(item, f"{path}[{n}]", tensors, depth + 1) for n, item in enumerate(value)]}
     raise CheckpointError(
         f"{path}: a checkpoint holds numbers, strings, lists, dicts and tensors, not a {type(value).__name__}"
+        + ("; give it under a name of its own" if hasattr(value, "state_dict") else "")
     )
 
 

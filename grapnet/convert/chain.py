@@ -185,9 +185,11 @@ def _refusal(module: nn.Module, where: str) -> str:
         )
     if isinstance(module, nn.Linear):
         return f"{_called(where)} is a {kind}, no plain nn.Linear: its weight is computed or read in a way of its own"
+    if next(module.parameters(), None) is not None:
+        return f"{_called(where)} is a {kind}, neither an nn.Linear nor an activation; leave it outside of the net"
     return (
         f"{_called(where)} is a {kind}, which no activation of a node stands for. Known modules are activations of one "
-        "element without parameters; gn.register_activation adds one by name"
+        "element; gn.register_activation adds another by name"
     )
 
 

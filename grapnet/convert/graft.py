@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 
 from grapnet.core.errors import ConversionError
 from grapnet.learning.optim import attach
-from grapnet.learning.stale import parameters_of
+from grapnet.learning.stale import mark_replaced, parameters_of
 from grapnet.network import GrapNet
 
 from .build import build_net
@@ -68,14 +68,16 @@ def graft(
 
     Args:
         model: any model. A module that stands under several names is replaced under all of them.
-        where: a pattern on names such as "layers.*.ffn" (`*` matches dots as well), a type or several (exactly these,
-            not what inherits from them), or a predicate of name and module. Of nested matches the outermost counts.
+        where: a pattern on names such as "layers.*.ffn" (`*` matches dots as well), a type (exactly this one, so that
+            Linears which compute their weight are passed over), a predicate of name and module, or several of these. Of
+            nested matches the outermost counts.
         optimizer: as for `from_module`; the next step equals, to rounding, the one it would have taken.
         drop_zeros: as for `from_module`.
 
     Raises:
         ConversionError: nothing matches, or a match cannot become a net; the message names it. Nothing was changed.
-        OptimizerError: as for `from_module`.
+        OptimizerError: as for `from_module`. An optimizer that is not given and holds parameters which have left the
+            model raises it at its next step.
 
     Examples:
         >>> import torch
@@ -110,6 +112,7 @@ def graft_chains(
     for install in installs:
         install()
     refuse_earlier_losses(exchanges, "graft")
+    mark_replaced((exchange.parameter for exchange in exchanges), "graft")
     _attach(optimizers, list(nets.values()))
     return nets
 

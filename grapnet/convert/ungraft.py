@@ -9,6 +9,7 @@ from grapnet.core.errors import ConversionError, PlanError
 from grapnet.core.layer import Layer
 from grapnet.execution.modules import MOST_CELLS, activation_module
 from grapnet.learning.optim import detach
+from grapnet.learning.stale import mark_replaced
 from grapnet.network import GrapNet
 
 from .build import fill_linears
@@ -60,6 +61,7 @@ def ungraft(
     for install in installs:
         install()
     refuse_earlier_losses(exchanges, "ungraft")
+    mark_replaced((exchange.parameter for exchange in exchanges), "ungraft")
     for one in optimizers:
         for net in nets.values():
             detach(one, net)

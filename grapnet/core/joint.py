@@ -104,8 +104,8 @@ def _parts_of_one(nets: Sequence[Graph], verb: Verb) -> list[Joint | None]:
         try:
             commit = next_reversed(net.journal, verb)
         except HistoryError as error:
-            raise HistoryError(f"net {n} of {len(nets)}: {error}; nothing was changed") from None
-        told.append(f"  net {n}: {commit!r}")
+            raise HistoryError(f"net {n + 1} of {len(nets)}: {error}; nothing was changed") from None
+        told.append(f"  net {n + 1}: {commit!r}")
         joints.append(commit.joint)
     whole = Joint.of(len(nets), joints[0] and joints[0].name)
     if set(joints) != set(whole):
@@ -127,4 +127,4 @@ def _require_nets(nets: Sequence[Graph], verb: str) -> None:
             raise TypeError(f"{verb} takes the nets one by one, gn.{verb}(*nets), got a {type(net).__name__}")
         again = next(m for m, other in enumerate(nets) if other is net)
         if again < n:
-            raise EditError(f"{verb} was given one net twice, as number {again} and {n}; name each net once")
+            raise EditError(f"{verb} was given one net twice, as number {again + 1} and {n + 1}; name each net once")

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
     """Raises TopologyError when the state is of another wiring; freezes what the state says is frozen, in a commit."""
     graph.require_no_edit("load a state dict")
+    if not any(name.startswith(prefix) for name in state):
+        return
     requests = Requests()
     for number, layer in enumerate(graph.layers):
         name = f"{prefix}layers.{number}."
@@ -46,5 +48,6 @@ def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> Non
     difference = store.differs_from(state, name)
     if difference:
         raise TopologyError(
-            f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded"
+            f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded. Files of "
+            "gn.save bring the wiring along, for gn.load(path) or gn.restore(path, into=model)"
         )

@@ -281,9 +281,10 @@ def require_editable(graph: "Graph") -> None:
 
 def _leave_old_graphs(graph: "Graph", commit: Commit) -> None:
     """Makes a backward through any forward of before this commit raise, whatever parameters it reaches."""
+    told = f"({commit.reason!r}, version {commit.version})" if commit.reason else f"(version {commit.version})"
     message = (
         f"this backward goes through a forward pass of version {graph.version}, and the graph was edited since "
-        f"({commit.reason!r}, version {commit.version}). Run the forward pass again, or edit after optimizer.step()"
+        f"{told}. Run the forward pass again, or edit after optimizer.step()"
     )
     for parameter in graph.parameters():
         refuse_old_backward(parameter, message)

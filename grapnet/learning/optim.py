@@ -36,7 +36,7 @@ _loaded_slots: "weakref.WeakKeyDictionary[Optimizer, list[_LoadedSlots]]" = weak
 
 
 def attach(
-    what: Optimizer | nn.Module, net: Graph, *, survivors: Survivors = "keep", newborn: Newborn = "zero"
+    what: Optimizer | nn.Module, net: nn.Module, *, survivors: Survivors = "keep", newborn: Newborn = "zero"
 ) -> None:
     """Makes an optimizer, or an averaged copy, follow the commits of a net, for as long as both live.
 
@@ -56,7 +56,8 @@ def attach(
             their averages, newborn coordinates take the net's values, restored ones return as the copy had them, and
             what is frozen in the net is frozen and goes on being averaged. Orphans that are folded leave the copy
             its own constants.
-        net: the net whose Parameters the optimizer holds, or of which `what` holds a copy.
+        net: the net whose Parameters the optimizer holds, or of which `what` holds a copy. For an optimizer also a
+            model with nets inside: it follows each whose Parameters it holds.
         survivors: "keep" carries the state of every coordinate that stays; "renew" starts all afresh at every commit,
             and the end of a trial brings back what was there before it.
         newborn: the state of a coordinate that comes: "zero" is clean; "mean" is the mean over the coordinates of its
@@ -82,25 +83,33 @@ def attach(
         raise ValueError(f'survivors is "keep" or "renew", got {survivors!r}')
     if newborn not in ("zero", "mean"):
         raise ValueError(f'newborn is "zero" or "mean", got {newborn!r}')
-    _require_order(what, net, "attach")
+    nets = _nets_to_follow(what, net, "attach")
     if isinstance(what, Optimizer):
-        _attach_optimizer(what, net, survivors, newborn)
+        held = {id(parameter) for parameter in parameters_of(what)}
+        nets = [one for one in nets if any(id(parameter) in held for parameter in one.parameters())]
+        if not nets:
+            raise OptimizerError("this optimizer holds no parameter of the net; make it with net.parameters()")
+        refuse_kind(what)
+        refuse_stale_state(what)
+        mark_followed(what)
+        for one in nets:
+            _attach_optimizer(what, one, survivors, newborn)
     elif (survivors, newborn) == ("keep", "zero"):
-        attach_copy(what, net)
+        attach_copy(what, nets[0])
     else:
         raise ValueError("survivors= and newborn= are about the state of optimizers; a copy has none")
 
 
-def detach(what: Optimizer | nn.Module, net: Graph) -> None:
-    """Makes an optimizer or an averaged copy no longer follow the commits of a net."""
-    _require_order(what, net, "detach")
-    if not isinstance(what, Optimizer):
-        detach_copy(what, net)
-        return
-    for follower in _attached.get(what, []):
-        if follower.net() is net:
-            net.unfollow(follower)
-    _attached[what] = [f for f in _attached.get(what, []) if f.net() is not net]
+def detach(what: Optimizer | nn.Module, net: nn.Module) -> None:
+    """Makes an optimizer or an averaged copy no longer follow the commits of a net; see `attach`."""
+    for one in _nets_to_follow(what, net, "detach"):
+        if not isinstance(what, Optimizer):
+            detach_copy(what, one)
+            continue
+        for follower in _attached.get(what, []):
+            if follower.net() is one:
+                one.unfollow(follower)
+        _attached[what] = [f for f in _attached.get(what, []) if f.net() is not one]
 
 
 def undo_slots(optimizer: Optimizer, net: Graph) -> dict[int, Slots]:
@@ -145,19 +154,19 @@ class _LoadedSlots(NamedTuple):
         return bool(self.parameters) and all(mine.get(name) is p for name, p in self.parameters.items())
 
 
-def _require_order(what: object, net: object, verb: str) -> None:
-    if not isinstance(what, Optimizer | nn.Module) or not isinstance(net, Graph):
-        kinds = f"{type(what).__name__}, {type(net).__name__}"
-        raise TypeError(f"the net comes second: gn.{verb}(optimizer, net) or gn.{verb}(averaged, net), got ({kinds})")
+def _nets_to_follow(what: object, net: object, verb: str) -> list[Graph]:
+    """Returns the net, or for an optimizer those of a model; raises TypeError for anything else."""
+    if isinstance(what, Optimizer | nn.Module) and isinstance(net, Graph):
+        return [net]
+    inside = [part for part in net.modules() if isinstance(part, Graph)] if isinstance(net, nn.Module) else []
+    if isinstance(what, Optimizer) and inside:
+        return inside
+    kinds = f"{type(what).__name__}, {type(net).__name__}"
+    hint = "; of a model, give the copy of each net with its net" if inside else ""
+    raise TypeError(f"the net comes second: gn.{verb}(optimizer, net) or gn.{verb}(averaged, net), got ({kinds}){hint}")
 
 
 def _attach_optimizer(optimizer: Optimizer, net: Graph, survivors: Survivors, newborn: Newborn) -> None:
-    mine = {id(p) for p in net.parameters()}
-    if not any(id(p) in mine for p in parameters_of(optimizer)):
-        raise OptimizerError("this optimizer holds no parameter of the net; make it with net.parameters()")
-    refuse_kind(optimizer)
-    refuse_stale_state(optimizer)
-    mark_followed(optimizer)
     slots, loaded = undo_slots(optimizer, net), _take_loaded(optimizer, net)
     slots = slots if loaded is None else loaded
     detach(optimizer, net)

@@ -52,12 +52,26 @@ def require_followed(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
     """Raises OptimizerError when the optimizer's state of one of the parameters is of coordinates that have moved."""
     layouts = _checked.setdefault(optimizer, _Checked()).layouts
     for parameter in parameters:
+        verb = getattr(parameter, "grapnet_replaced", None)
+        if verb is not None:
+            raise OptimizerError(
+                f"this optimizer holds parameters that gn.{verb} has replaced, and would not train what is there. "
+                + (f"Give it to gn.{verb}(..., optimizer=optimizer), or make" if verb != "restore" else "Make")
+                + " another one for the model as it is"
+            )
         layout = layout_of(parameter)
         if _holds_stale_state(optimizer, parameter, layouts.get(id(parameter), layout) is not layout):
             raise OptimizerError(
                 "this optimizer holds state of relations or biases that an edit has moved since its last step. "
                 "Attach it before editing: gn.attach(optimizer, net); or make a new optimizer now"
             )
+
+
+def mark_replaced(parameters: Iterable[nn.Parameter], verb: str) -> None:
+    """Notes that parameters have left a model, so that an optimizer which still holds them refuses to step."""
+    for parameter in parameters:
+        parameter.grapnet_replaced = verb  # pyright: ignore[reportAttributeAccessIssue]
+    Coordinates.layout_changes += 1  # every optimizer looks once
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:

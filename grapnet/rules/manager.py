@@ -24,7 +24,7 @@ from .settings import describe, title
 
 
 class RuleManager:
-    """Holds rules in order and applies those that are due, all of them in one transaction.
+    """Holds rules in order and applies those that are due, all of them in one transaction; every net has its own.
 
     Everything random comes from a generator of its own, so that runs with equal seeds make equal commits. The generator
     moves on with every `apply` in which a rule drew from it, also when nothing was changed; a dry run and an `apply`

@@ -22,10 +22,14 @@ class RecorderSet:
     Args:
         net: whom they watch; without one it only holds saved states.
         saved: states of recorders, by rule and name, that they take over when they are made.
+        second: whether the manager has turned to this net from another one, which is alive.
     """
 
-    def __init__(self, net: GrapNet | None = None, saved: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+    def __init__(
+        self, net: GrapNet | None = None, saved: Mapping[str, Mapping[str, Any]] | None = None, *, second: bool = False
+    ) -> None:
         self._net = None if net is None else weakref.ref(net)
+        self._second = second
         self._saved = dict(saved or {})
         self._recorders: dict[str, dict[str, Recorder]] = {}
         self._watching: set[tuple[str, str]] = set()
@@ -39,7 +43,7 @@ class RecorderSet:
         """Returns this set, or an empty one when it is about another net; saved states go to the first net."""
         if self.net is net:
             return self
-        return RecorderSet(net, self._saved if self._net is None else None)
+        return RecorderSet(net, self._saved if self._net is None else None, second=self.net is not None)
 
     def of(self, name: str, rule: Rule) -> dict[str, Recorder]:
         """Returns the recorders of a rule, by the names that it gave them; none for a rule that needs none."""
@@ -70,6 +74,12 @@ class RecorderSet:
                     raise GrapNetError(
                         f"rule {name!r} is due, and its recorder {key!r} has left out all {left_out} gradients that it "
                         "was shown, which were not finite. Lower the scale of the loss, or let it watch more steps"
+                    )
+                if self._second:
+                    raise GrapNetError(
+                        f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this net: a manager keeps the "
+                        "schedules and the evidence of one net, and this one has turned to it from another. Give every "
+                        "net a manager of its own"
                     )
                 raise GrapNetError(
                     f"rule {name!r} is due, and its recorder {key!r} has seen nothing. Call manager.start(net) before "

@@ -67,11 +67,27 @@ def test_other_modules_and_parameters_stay_the_same_objects():
 def test_nothing_matches(where):
     model = make()
     before = picture(model)
-    with pytest.raises(gn.ConversionError, match=r"no submodule of this Model matches .*; there are 'embed', 'blocks"):
+    with pytest.raises(
+        gn.ConversionError, match=r"no submodule of this Model matches .*; its plain nn.Linears are 'em"
+    ):
         gn.graft(model, where)
-    with pytest.raises(gn.ConversionError, match="no net of this Model matches where=None; there are none"):
+    with pytest.raises(gn.ConversionError, match="no net of this Model matches where=None; its nets are none"):
         gn.ungraft(model)
     assert picture(model) == before
+
+
+@pytest.mark.parametrize("where", [None, 3, [nn.Linear, 3], nn.Linear(2, 2)], ids=["None", "number", "list", "module"])
+def test_what_no_place_is_said_by_is_a_type_error(where):
+    model = make()
+    with pytest.raises(TypeError, match="where= is a pattern on names, a type, a predicate"):
+        gn.graft(model, where)
+    assert not any(isinstance(module, gn.GrapNet) for module in model.modules())
+
+
+def test_several_places_are_said_at_once():
+    model = make()
+    assert sorted(gn.graft(model, ["blocks.0.ffn", "head"])) == ["blocks.0.ffn", "head"]
+    assert sorted(gn.ungraft(model, ["head", "nothing"])) == ["head"]
 
 
 def test_the_model_itself_is_no_submodule():
@@ -89,7 +105,7 @@ def test_what_is_grafted_already_is_passed_over():
     second = gn.graft(model, nn.Linear)
     assert sorted(second) == sorted(set(LINEARS) - {"blocks.0.ffn.0", "blocks.0.ffn.3"})
     assert model.blocks[0].ffn is first["blocks.0.ffn"]
-    with pytest.raises(gn.ConversionError, match="no submodule"):
+    with pytest.raises(gn.ConversionError, match=r"'blocks.0.ffn' is a net already; see gn.ungraft"):
         gn.graft(model, "blocks.0.ffn*")
 
 

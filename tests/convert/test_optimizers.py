@@ -60,15 +60,44 @@ def test_without_the_state_the_step_is_another():
     assert difference(model, dense) > 1e-3
 
 
-def test_an_optimizer_that_was_not_given_does_not_train_the_net():
+@pytest.mark.parametrize("verb", ["graft", "ungraft"])
+def test_an_optimizer_that_was_not_given_refuses_to_go_on(verb, tmp_path):
     model, optimizer = trained()
+    if verb == "graft":
+        gn.graft(model, FFN)
+    else:
+        gn.graft(model, FFN, optimizer)
+        gn.ungraft(model, "blocks.0.*")
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(gn.OptimizerError, match=rf"that gn.{verb} has replaced.*gn.{verb}\(..., optimizer=optimizer\)"):
+        train(model, optimizer, range(3, 4))
+    if verb == "ungraft":
+        with pytest.raises(gn.OptimizerError, match="has replaced"):
+            gn.save(tmp_path / "model.safetensors", model, optimizer=optimizer)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    train(model, torch.optim.Adam(model.parameters()), range(3, 5))  # another one trains it
+
+
+def test_an_optimizer_is_attached_to_every_net_of_a_model():
+    model, _ = trained()
     nets = gn.graft(model, FFN)
-    before = {name: copy.deepcopy(net.state_dict()) for name, net in nets.items()}
-    head = model.head.weight.detach().clone()
-    train(model, optimizer, range(3, 5))
-    for name, net in nets.items():
-        assert all(torch.equal(value, before[name][key]) for key, value in net.state_dict().items())
-    assert not torch.equal(model.head.weight, head)
+    first = next(iter(nets.values()))
+    optimizer = Adam([p for p in model.parameters() if all(p is not q for q in first.parameters())])
+    gn.attach(optimizer, model)  # the first net is not its own
+    train(model, optimizer, range(2))
+    for net in nets.values():
+        with net.edit() as edit:
+            edit.cut(net.layers[0].outgoing().smallest(fraction=0.5))
+    train(model, optimizer, range(2, 3))
+    gn.detach(optimizer, model)
+    with nets[list(nets)[1]].edit() as edit:
+        edit.cut(nets[list(nets)[1]].layers[0].outgoing().smallest(fraction=0.5))
+    with pytest.raises(gn.OptimizerError, match="an edit has moved"):
+        train(model, optimizer, range(3, 4))
+    with pytest.raises(TypeError, match="the net comes second"):
+        gn.attach(optimizer, nn.Linear(2, 2))
+    with pytest.raises(gn.OptimizerError, match="no parameter of the net"):
+        gn.attach(Adam([nn.Parameter(torch.zeros(2))]), model)
 
 
 @pytest.mark.parametrize("form", ["foreach", "fused"])

@@ -175,7 +175,7 @@ def test_nets_are_given_one_by_one_and_once(verb: str) -> None:
     together = getattr(gn, f"{verb}_together") if verb != "edit" else lambda *nets: gn.edit_together(*nets).__enter__()
     with pytest.raises(gn.EditError, match="got none"):
         together()
-    with pytest.raises(gn.EditError, match="number 0 and 2"):
+    with pytest.raises(gn.EditError, match="number 1 and 3"):
         together(block.gate, block.up, block.gate)
     with pytest.raises(TypeError, match=r"\*nets"):
         together(list(block.nets))

@@ -53,9 +53,9 @@ def test_what_is_not_the_whole_of_one_transaction_is_not_undone() -> None:
     ):
         with pytest.raises(gn.HistoryError, match="not the whole of one transaction"):
             gn.undo_together(*nets)
-    with pytest.raises(gn.HistoryError, match="net 1 of 4: there is nothing to undo"):
+    with pytest.raises(gn.HistoryError, match="net 2 of 4: there is nothing to undo"):
         gn.undo_together(block.gate, lonely, block.up, block.down)
-    with pytest.raises(gn.HistoryError, match="net 0 of 3: there is nothing to redo"):
+    with pytest.raises(gn.HistoryError, match="net 1 of 3: there is nothing to redo"):
         gn.redo_together(*block.nets)
     assert state(block) == before
     with block.up.edit() as one:
@@ -77,7 +77,7 @@ def test_undo_of_one_part_names_the_whole_and_goes_ahead_when_asked_for_alone() 
         block.gate.redo()
     block.gate.redo(alone=True)
     assert block.gate.sizes == [4, 5]
-    with pytest.raises(gn.HistoryError, match="net 0 of 3"):
+    with pytest.raises(gn.HistoryError, match="net 1 of 3"):
         gn.redo_together(*block.nets)
     block.gate.undo()  # what was done alone is a commit like any other
     for net in block.nets[1:]:
