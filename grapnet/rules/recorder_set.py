@@ -77,9 +77,9 @@ class RecorderSet:
                     )
                 if self._second:
                     raise GrapNetError(
-                        f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this net: a manager keeps the "
-                        "schedules and the evidence of one net, and this one has turned to it from another. Give every "
-                        "net a manager of its own"
+                        f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this net: a manager keeps "
+                        "the schedules and the evidence of one net, and this one has turned to it from another. Give "
+                        "every net a manager of its own"
                     )
                 raise GrapNetError(
                     f"rule {name!r} is due, and its recorder {key!r} has seen nothing. Call manager.start(net) before "

@@ -125,7 +125,7 @@ def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(net: gn.Gr
     manager.start(net)
     net(X)
     other = small_net(1)
-    with pytest.raises(gn.GrapNetError, match="has seen nothing of this net.*Give every net a manager of its own"):
+    with pytest.raises(gn.GrapNetError, match=r"has seen nothing of this net.*Give every net a manager of its own"):
         manager.apply(other, 0)
     manager.apply(net, 0)
     assert net.version == 1  # the refusal cost nothing of what was seen of the first net
