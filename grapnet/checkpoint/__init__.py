@@ -13,7 +13,7 @@ from grapnet.network import GrapNet
 from . import container
 from .extras import Target, describe_extra, read_extra, require_fit, restore_all, restore_slots, where
 from .fields import Fields, entry
-from .model import describe_model, find_nets, put_into, read_places
+from .model import describe_model, find_nets, put_into, read_places, refuse_additions
 from .net import describe_net, rebuild_net
 
 
@@ -33,8 +33,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
             `torch.Generator`s (`torch.default_generator` is the global one), or plain data and tensors.
 
     Raises:
-        CheckpointError: something to save is not data, a trial is in effect, or a part of a net is in the model by
-            itself too; nothing was written.
+        CheckpointError: something to save is not data, a trial is in effect, a part of a net is in the model by itself
+            or in another net too, or a net has a forward, modules or buffers of its own; nothing was written.
         OptimizerError: an optimizer has not followed an edit; nothing was written.
         OSError: the file cannot be written; an earlier one is as it was.
     """
@@ -48,6 +48,8 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
     tensors: dict[str, Tensor] = {}
     kept = {places[0]: net for net, places in nets.items()} if undo else {}
     is_net = isinstance(model, GrapNet)
+    if is_net:
+        refuse_additions(model, "this net")
     with torch.no_grad():
         document = {
             "format": container.FORMAT,
@@ -85,8 +87,9 @@ def restore(path: str | os.PathLike[str], /, *, into: nn.Module | None = None, *
 
     A model given as `into` gets nets in the places where the saved one had them, whatever stands there: the dense
     modules of a fresh model, of any shape and even on the meta device, or nets of any version. A net goes to the device
-    and the dtype of what it replaces. Everything else is loaded by name and shape. Parameters beside the nets stay the
-    same objects, those of the nets are others, so make the optimizer afterwards:
+    and the dtype of what it replaces, and is trained like it. Everything else is loaded by name and shape. Parameters
+    beside the nets stay the same objects, those of the nets are others, so make the optimizer afterwards; one that
+    holds those of before raises OptimizerError at its next step:
 
         gn.restore(path, into=model)
         optimizer = torch.optim.Adam(model.parameters())
@@ -103,7 +106,8 @@ def restore(path: str | os.PathLike[str], /, *, into: nn.Module | None = None, *
 
     Raises:
         FileNotFoundError: there is no such file.
-        CheckpointError: a name was not saved, or a state does not fit its object; nothing was changed.
+        CheckpointError: a name was not saved, a state does not fit its object, or a net to be replaced has hooks or
+            something of its own; nothing was changed.
     """
     document, tensors = container.read(path)
     extras, fields = entry(document, "extras", dict, ""), Fields(tensors)

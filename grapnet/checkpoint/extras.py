@@ -1,11 +1,12 @@
 """What is saved beside the net: states of objects, generators and plain data."""
 
+import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
@@ -13,6 +14,7 @@ from grapnet.core.graph import Graph
 from grapnet.learning.optim import Slots, refuse_stale_state, set_undo_slots, slot_owners, undo_slots
 
 from .fields import Fields, entry
+from .remember import GoBack, remember_modules
 from .tree import decode, encode
 
 
@@ -96,10 +98,16 @@ def require_fit(name: str, target: Any, extra: Extra) -> None:
         raise CheckpointError(f"{where(name)}: was saved as plain data, which gn.restore(path) returns")
     if (extra.kind, extra.made_by) != (kind, given):
         raise CheckpointError(f"{where(name)}: was saved from a {extra.made_by[:60]}, not from a {given}")
-    if extra.shapes != _shapes(target):
+    saved, present = extra.shapes or [], _shapes(target) or []
+    if saved != present:
+        n = next(
+            (n for n, (a, b) in enumerate(zip(saved, present, strict=False)) if a != b), min(len(saved), len(present))
+        )
+        first, second = (str(shapes[n]) if n < len(shapes) else "none" for shapes in (saved, present))
         raise CheckpointError(
-            f"{where(name)}: was saved for parameters of shapes {str(extra.shapes)[:200]}, "
-            f"the optimizer has {_shapes(target)}"
+            f"{where(name)}: was saved for {len(saved)} parameters and the optimizer has {len(present)}; number {n} "
+            f"was of shape {first[:60]} and is {second}. Make it, with the same groups, from the parameters of the net "
+            "or the model once that is loaded"
         )
 
 
@@ -109,6 +117,7 @@ class Target(NamedTuple):
     field: str  # of the file, for errors
     what: Any
     state: Any
+    modules: Sequence[nn.Module] | None = None  # those that it consists of, to be put back one by one
 
 
 def restore_all(targets: Sequence[Target]) -> None:
@@ -117,11 +126,12 @@ def restore_all(targets: Sequence[Target]) -> None:
     undo, target = [], None
     try:
         for target in sorted(targets, key=lambda target: isinstance(target.what, Optimizer)):
-            undo.append(_remembered(target.what))
+            undo.append(_remembered(target.what) if target.modules is None else remember_modules(target.modules))
             _set_state(target.what, target.state)
     except BaseException as error:
         for go_back in reversed(undo):
-            go_back()
+            with contextlib.suppress(Exception):  # all the others go back too
+                go_back()
         if target is None or not isinstance(error, Exception):
             raise
         raise CheckpointError(f"{target.field}: its state does not fit the object ({error!r})") from error
@@ -140,16 +150,22 @@ def _within(prefix: str, named: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
 
 
-def _remembered(target: Any) -> Any:
+def _remembered(target: Any) -> GoBack:
     """Returns a function that puts the present state back."""
     if isinstance(target, Optimizer):  # loading puts other dicts in place and leaves these alone
         present = {"state": target.state, "param_groups": target.param_groups}
         return lambda: vars(target).update(present)
-    state, attributes = copy.deepcopy(_state(target)), set(getattr(target, "__dict__", ()))
+    if isinstance(target, nn.Module) and not any(isinstance(part, Graph) for part in target.modules()):
+        return remember_modules(target.modules())
+    state, attributes = copy.deepcopy(_state(target)), dict(getattr(target, "__dict__", {}))
 
     def go_back() -> None:
-        _set_state(target, state)
-        for name in set(getattr(target, "__dict__", ())) - attributes:  # a scheduler takes over whatever it is given
+        held = getattr(target, "__dict__", {})
+        try:
+            _set_state(target, state)
+        except Exception:  # an object may refuse even its own state
+            held.update(attributes)
+        for name in held.keys() - attributes.keys():  # a scheduler takes over whatever it is given
             delattr(target, name)
 
     return go_back

@@ -107,7 +107,7 @@ def _transition(t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents
     child = fields.below(n_children, name + "child", torch.int32)
     ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
     try:
-        check_wiring(ptr, child, n_parents, n_children, name.rstrip("."))
+        check_wiring(ptr, child, n_parents, n_children, name.rstrip("."), distinct=False)  # `check` looks for the rest
     except InvariantError as error:
         raise CheckpointError(str(error)) from None
     finite = entry(part, "finite", bool, f"graph.{name}")

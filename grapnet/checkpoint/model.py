@@ -9,15 +9,20 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from grapnet.convert import describe_origin, place
+from grapnet.convert.additions import describe_additions
+from grapnet.convert.exchange import Exchange, refuse_earlier_losses
 from grapnet.core.errors import CheckpointError
+from grapnet.learning.stale import mark_replaced
 from grapnet.network import GrapNet
 
 from .extras import Target, restore_all
 from .fields import Fields, entry, named
 from .net import describe_net, rebuild_net
+from .remember import remember_structure
 from .tree import decode, encode
 
 EXTRA = "_extra_state"  # what torch calls, in a state dict, the plain data of a module
+_VERSIONS = (int, str, type(None))  # what modules give as their `_version`
 
 
 def find_nets(model: nn.Module) -> dict[GrapNet, list[str]]:
@@ -35,13 +40,15 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
     """Puts the arrays of a model into `tensors` and returns the rest of it as JSON.
 
     Raises:
-        CheckpointError: a part of a net belongs to the model as well, or something is not data.
+        CheckpointError: a part of a net belongs to the model or to another net as well, a net has something of its own
+            that is not its graph, or something is not data.
     """
     nets = find_nets(model)
     _refuse_shared_parts(model, nets)
     parts = []
     for n, (net, names) in enumerate(nets.items()):
         own: dict[str, Tensor] = {}
+        refuse_additions(net, f"the net at {names[0]!r}")
         with named(f"nets.{n}."):
             part = describe_net(net, own, undo=undo)
         tensors |= {f"nets.{n}.{name}": tensor for name, tensor in own.items()}
@@ -54,8 +61,19 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
             state[name] = value
         else:
             ties[name] = same
-    versions = {name: part["version"] for name, part in getattr(held, "_metadata", {}).items() if part["version"] != 1}
+    versions = {name: part.get("version") for name, part in getattr(held, "_metadata", {}).items()}
+    for name, version in versions.items():
+        if type(version) not in _VERSIONS:
+            raise CheckpointError(f"state.versions: that of {name!r} is a {type(version).__name__}, no number or text")
+    versions = {name: version for name, version in versions.items() if version != 1}
     return {"nets": parts, "state": {"tree": encode(state, "state", tensors), "ties": ties, "versions": versions}}
+
+
+def refuse_additions(net: GrapNet, where: str) -> None:
+    """Raises CheckpointError when a net has something of its own that a file does not hold."""
+    told = describe_additions(net, where)
+    if told:
+        raise CheckpointError(f"nets: {told}")
 
 
 def read_places(document: dict[str, Any]) -> list[list[str]]:
@@ -98,16 +116,17 @@ def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets
         nets[net] = names
     state, ties = _read_state(entry(document, "state", dict, ""), model, fields)
     fields.require_all_read()
-    go_back = _structure(model)
+    go_back, leaving = remember_structure(model.modules()), dict(model.named_parameters())
     try:
         _take(steps)
         _require_places(model, nets)
         rest = Rest(model, [name for names in places for name in names])
         rest.require_fit(state, ties)
-        restore_all([Target("state", rest, state), *targets])
+        restore_all([Target("state", rest, state, rest.modules()), *targets])
     except BaseException:
         go_back()
         raise
+    _leave_behind(model, leaving)
 
 
 class Rest:
@@ -123,6 +142,11 @@ class Rest:
             del state[name]
         return state
 
+    def modules(self) -> list[nn.Module]:
+        """Returns the modules of the model that are neither a net nor inside one."""
+        inside = {id(part) for m in self._model.modules() if isinstance(m, GrapNet) for part in m.modules()}
+        return [module for module in self._model.modules() if id(module) not in inside]
+
     def load_state_dict(self, state: Any) -> None:
         """Loads a state that `require_fit` has seen."""
         self._model.load_state_dict(state, strict=False)  # the nets are not in it
@@ -135,9 +159,10 @@ class Rest:
             raise CheckpointError(f"state[{name!r}]: {told}; make the model as the saved one was made")
         first: dict[int, str] = {}
         for name, value in held.items():
-            if name.endswith(EXTRA):
+            if name.rpartition(".")[2] == EXTRA:
                 self._require_taker(name)
-            if not isinstance(value, Tensor) or name.endswith(EXTRA):
+                continue
+            if not isinstance(value, Tensor):
                 continue
             _require_shape(f"state[{name!r}]", value, state[name])
             same = first.setdefault(id(value), name)
@@ -163,6 +188,8 @@ def _require_shape(where: str, value: Tensor, told: Any) -> None:
         )
     if value.is_meta:
         raise CheckpointError(f"{where}: is on the meta device; give it memory first: model.to_empty(device=...)")
+    if value.layout != torch.strided:
+        raise CheckpointError(f"{where}: is a {value.layout} tensor in the model, and files hold dense ones")
     if not isinstance(told, Tensor) or told.shape != value.shape:
         found = f"shape {list(told.shape)}" if isinstance(told, Tensor) else f"a {type(told).__name__}"
         raise CheckpointError(f"{where}: was saved as {found}, and the model has {list(value.shape)}")
@@ -178,8 +205,8 @@ def _read_state(part: dict[str, Any], model: nn.Module, fields: Fields) -> tuple
     if any(name in state or type(same) is not str or same not in state for name, same in ties.items()):
         raise CheckpointError("state.ties: expected names of other values")
     versions = entry(part, "versions", dict, "state.")
-    if any(type(version) is not int for version in versions.values()):
-        raise CheckpointError("state.versions: expected numbers by name")
+    if any(type(version) not in _VERSIONS for version in versions.values()):
+        raise CheckpointError("state.versions: expected numbers or texts by name")
     whole = OrderedDict({**state, **{name: state[same] for name, same in ties.items()}})
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     whole._metadata = {name: {"version": versions.get(name, 1)} for name in names}  # pyright: ignore[reportAttributeAccessIssue]
@@ -189,21 +216,9 @@ def _read_state(part: dict[str, Any], model: nn.Module, fields: Fields) -> tuple
 def _placements(model: nn.Module, names: list[str], net: GrapNet, origin: Any) -> list[Callable[[], None]]:
     """Makes a net like what it is to replace, and returns what puts it there."""
     try:
-        there = model.get_submodule(names[0])
-        steps = [place(model, name, net, origin) for name in names]
+        return [place(model, name, net, origin) for name in names]
     except Exception as error:  # whatever a description trips over that is not of this model
         raise CheckpointError(f"places: the net that stood at {names[0]!r} has no place here ({error})") from error
-    parameters = list(there.parameters())
-    around = (*parameters, *there.buffers(), *model.parameters(), *model.buffers())
-    dtypes = {parameter.dtype for parameter in parameters if parameter.is_floating_point()}
-    net.to(
-        device=next((tensor.device for tensor in around if not tensor.is_meta), None),
-        dtype=dtypes.pop() if len(dtypes) == 1 else None,
-    )
-    if parameters and not any(parameter.requires_grad for parameter in parameters):
-        net.requires_grad_(False)
-    net.train(there.training)
-    return steps
 
 
 def _take(steps: Sequence[Callable[[], None]]) -> None:
@@ -225,25 +240,27 @@ def _require_places(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
             )
 
 
-def _structure(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that gives every module of a model the attributes and the parts that it has at present."""
-    owned = [vars(m) for m in model.modules()] + [
-        part for m in model.modules() for part in (m._modules, m._parameters, m._buffers) if isinstance(part, dict)
-    ]
-    before = [dict(part) for part in owned]
-
-    def go_back() -> None:
-        for part, content in zip(owned, before, strict=True):
-            part.clear()
-            part.update(content)
-
-    return go_back
+def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter]) -> None:
+    """Makes losses and optimizers refuse that depend on Parameters which have left the model."""
+    present = {id(parameter) for parameter in model.parameters()}
+    leaving = {name: parameter for name, parameter in earlier.items() if id(parameter) not in present}
+    plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
+    refuse_earlier_losses([Exchange(parameter, name, ()) for name, parameter in plain.items()], "restore")
+    mark_replaced(leaving.values(), "restore")
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
-    """Raises CheckpointError when a layer or a Parameter of a net is in the model under a name of its own."""
+    """Raises CheckpointError when a layer or a Parameter of a net is in the model by itself, or in another net."""
     places = {name for names in nets.values() for name in names}
-    parts = {id(part): net for net in nets for part in (*net.modules(), *net.parameters())}
+    parts: dict[int, GrapNet] = {}
+    for net, names in nets.items():
+        for part in (*net.modules(), *net.parameters()):
+            other = parts.setdefault(id(part), net)
+            if other is not net:
+                raise CheckpointError(
+                    f"nets: the nets at {nets[other][0]!r} and {names[0]!r} share a {type(part).__name__}, and each "
+                    "would come back with its own. Use one net in both places, or give each its own"
+                )
     for name, module in model.named_modules(remove_duplicate=False):
         if name in places or _is_under(name, places):
             continue

@@ -16,6 +16,10 @@ def describe_net(net: GrapNet, tensors: dict[str, Tensor], *, undo: bool) -> dic
     """Puts a net's arrays into `tensors` and returns the rest of it as JSON; what undo needs only when asked for."""
     if net.version != (net.history[-1].version if net.history else 0):
         raise CheckpointError("graph.version: a trial is in effect, and no journal leads to it; save after its block")
+    names: dict[int, str] = {}
+    for name, parameter in net.named_parameters(remove_duplicate=False):
+        if names.setdefault(id(parameter), name) != name:
+            raise CheckpointError(f"graph: {name} is the same Parameter as {names[id(parameter)]}; give each its own")
     return {
         "graph": describe_graph(net, tensors),
         "journal": describe_journal(net.journal, tensors, undo=undo),

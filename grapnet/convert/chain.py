@@ -72,7 +72,10 @@ class Chain:
         optional = [part.activation_path for part in parts] + [step.dropout_path for step in steps]
         fits = (
             bool(parts)
+            and isinstance(data["emptied"], list | tuple)
             and all(type(path) is str for path in paths)
+            and len({part.path for part in parts}) == len(parts)
+            and len({chain.place, *chain.emptied}) == 1 + len(chain.emptied)
             and all(path is None or type(path) is str for path in optional)
             and all(type(flag) is bool for part in parts for flag in (part.transposed, part.drops_first))
             and all(is_activation(part.activation) for part in parts)

@@ -1,8 +1,9 @@
 """Origins: what a net stands in place of, kept without weights so that it can be put back."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from grapnet.core.errors import ConversionError
 from grapnet.network import GrapNet
 
+from .additions import describe_additions, describe_hooks
 from .chain import Chain
 from .fastpath import set_fast_paths
 
@@ -32,6 +34,8 @@ def describe_origin(net: GrapNet) -> dict[str, Any] | None:
 def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable[[], None]:
     """Prepares to put a net into a model, over whatever stands there; returns what does it.
 
+    The net takes over the device, the dtype, the mode and, Parameter by Parameter, the `requires_grad` of that.
+
     Args:
         model: a model like the one the net was found in.
         name: of the net in it.
@@ -39,18 +43,77 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         described: what `describe_origin` said of it; weights and shapes of what stands there are not needed.
 
     Raises:
-        ConversionError: the model has no such place, or other modules there.
+        ConversionError: the model has no such place, or other modules there, or a net with hooks or with something of
+            its own that this one would not have.
         ValueError: `described` says nothing that `describe_origin` could have said.
     """
     chain = None if described is None else Chain.from_data(described)
+    if chain is not None and len(chain.parts) != len(net.transitions):
+        raise ConversionError(
+            f"a net of {len(net.transitions)} transitions stands for no {len(chain.parts)} linear parts"
+        )
     anchor_name = name if chain is None else _anchor_name(name, chain.place)
-    present = find(model, name)
+    present, linears = find(model, name), []
+    if not isinstance(present, nn.Module):
+        raise ConversionError(f"{name!r} is a {type(present).__name__}, and a net goes in place of a module")
     if isinstance(present, GrapNet):
+        refusal = describe_additions(present, f"the net at {name!r}") or describe_hooks(present, f"the net at {name!r}")
+        if refusal:
+            raise ConversionError(refusal)
         origin = None if chain is None or present.origin is None else Origin(chain, present.origin.replaced)
-        return lambda: _install(model, name, net, origin)
-    if chain is None:
-        return lambda: _install(model, name, net, None)
-    return prepare_graft(model, anchor_name, chain, net)
+        if origin is not None:
+            _find_linears(origin.chain, origin.replaced, anchor_name)
+        install = partial(_install, model, name, net, origin)
+    elif chain is None:
+        install = partial(_install, model, name, net, None)
+    else:
+        anchor = find(model, anchor_name)
+        replaced = {path: find(anchor, path, anchor_name) for path in (chain.place, *chain.emptied)}
+        linears = _find_linears(chain, replaced, anchor_name)
+        install = prepare_graft(model, anchor_name, chain, net)
+    _resemble(net, present, model, linears)
+    return install
+
+
+def _find_linears(chain: Chain, replaced: dict[str, Any], name: str) -> list[nn.Module]:
+    """Returns the linear modules of a chain; raises ConversionError when something it names is not what it was."""
+    if replaced.keys() != {chain.place, *chain.emptied}:
+        raise ConversionError(
+            f"the net at {joined(name, chain.place)!r} stands for other modules: {', '.join(replaced)}"
+        )
+    linears = [part.path for part in chain.parts]
+    drops = [path for step in (chain, *chain.parts) for path in [step.dropout_path] if path is not None]
+    found = {}
+    for path in (*linears, *drops, *(part.activation_path for part in chain.parts if part.activation_path is not None)):
+        start = next((s for s in replaced if path == s or s == "" or path.startswith(f"{s}.")), None)
+        if start is None:
+            raise ConversionError(f"{joined(name, path)!r} is in none of the modules that the net stands for")
+        found[path] = find(replaced[start], path.removeprefix(start).removeprefix("."), joined(name, start))
+    for path in linears:
+        if not getattr(found[path], "_parameters", {}).keys() & {"weight", "weight_orig"}:
+            kind = type(found[path]).__name__
+            raise ConversionError(f"{joined(name, path)!r} is a {kind}, and the net stands for linear modules")
+    for path in drops:
+        if not isinstance(getattr(found[path], "p", None), float | int):
+            kind = type(found[path]).__name__
+            raise ConversionError(f"{joined(name, path)!r} is a {kind}, and the net stands for a Dropout there")
+    return [found[path] for path in linears]
+
+
+def _resemble(net: GrapNet, present: nn.Module, model: nn.Module, linears: Sequence[nn.Module]) -> None:
+    """Gives a net the device, the dtype, the mode and the `requires_grad` of what it replaces."""
+    parameters = dict(present.named_parameters())
+    around = (*parameters.values(), *present.buffers(), *model.parameters(), *model.buffers())
+    dtypes = {parameter.dtype for parameter in parameters.values() if parameter.is_floating_point()}
+    device = next((tensor.device for tensor in around if not tensor.is_meta), None)
+    net.to(device=device, dtype=dtypes.pop() if len(dtypes) == 1 else None).train(present.training)
+    trained = any(parameter.requires_grad for parameter in parameters.values()) or not parameters
+    for t, linear in enumerate(linears):
+        for kind, name in (("weight", f"transitions.{t}.weight"), ("bias", f"layers.{t + 1}.bias")):
+            parameter = linear._parameters.get(kind, linear._parameters.get(f"{kind}_orig"))
+            parameters |= {} if parameter is None else {name: parameter}
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(parameters[name].requires_grad if name in parameters else trained)
 
 
 def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Callable[[], None]:

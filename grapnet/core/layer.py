@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,6 +82,8 @@ class Layer(Coordinates, NodeSet):
 
     @dropout.setter
     def dropout(self, probability: float) -> None:
+        if not isinstance(probability, Real):
+            raise TypeError(f"dropout is a number between 0 and 1, got {probability!r}")
         if not 0 <= probability <= 1:
             raise ValueError(f"dropout is a probability between 0 and 1, got {probability!r}")
         self._dropout = float(probability)

@@ -35,12 +35,16 @@ def save_nets(module: nn.Module, checkpoint: dict[str, Any], rules: Mapping[str,
         rules: managers by the names of nets, whose state goes with them.
 
     Raises:
-        CheckpointError: a trial is in effect, or the state of a rule is not data; the checkpoint is as it was.
+        CheckpointError: a trial is in effect, a net has a forward, modules or buffers of its own, two nets share a
+            Parameter, or the state of a rule is not data; the checkpoint is as it was.
     """
     managers, parts = rules or {}, []
+    _require_apart(nets_in(module))
     for name, net in nets_in(module).items():
         extras = {"rules": managers[name]} if name in managers else {}
-        parts.append({"name": name, "origin": describe_origin(net), "rules": bool(extras), "file": _pack(net, extras)})
+        parts.append(
+            {"name": name, "origin": describe_origin(net), "rules": bool(extras), "file": _pack(name, net, extras)}
+        )
     checkpoint[KEY] = parts
 
 
@@ -52,7 +56,8 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
 
     Raises:
         CheckpointError: a net is damaged, or cannot be put where it stood; the module is as it was.
-        ConversionError: the module has other parts where a net stood; the module is as it was.
+        ConversionError: the module has other parts where a net stood, or a net with hooks or something of its own that
+            would be lost; the module is as it was.
     """
     found: dict[str, gn.GrapNet] = {}
     installs: list[Callable[[], None]] = []
@@ -62,7 +67,6 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
         with _unpacked(part["file"]) as path:
             found[name] = net = gn.load(path)
         installs.append(place(module, name, net, part["origin"]))
-        _resemble(net, module.get_submodule(name), module)
     for install in installs:
         install()
     return found
@@ -80,14 +84,13 @@ def load_rules(checkpoint: Mapping[str, Any], rules: Mapping[str, gn.RuleManager
                 gn.restore(path, rules=rules[part["name"]])
 
 
-def _resemble(net: gn.GrapNet, there: nn.Module, module: nn.Module) -> None:
-    """Gives a net that was loaded the device, the mode and the `requires_grad` of what it goes in place of."""
-    present = {name: parameter.requires_grad for name, parameter in there.named_parameters()}
-    trained = any(present.values()) or not present
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_(present.get(name, trained))
-    device = next((parameter.device for parameter in module.parameters()), None)
-    net.to(device).train(there.training)
+def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:
+    """Raises CheckpointError when two nets share a Parameter, of which each would come back with its own."""
+    owners: dict[int, str] = {}
+    for name, net in nets.items():
+        for parameter in net.parameters():
+            if owners.setdefault(id(parameter), name) != name:
+                raise gn.CheckpointError(f"the nets at {owners[id(parameter)]!r} and {name!r} share a Parameter")
 
 
 def _require_not_compiled(name: str) -> None:
@@ -98,11 +101,14 @@ def _require_not_compiled(name: str) -> None:
         )
 
 
-def _pack(net: gn.GrapNet, extras: dict[str, Any]) -> Tensor:
+def _pack(name: str, net: gn.GrapNet, extras: dict[str, Any]) -> Tensor:
     """Returns what `gn.save` writes, [bytes] uint8."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "net.safetensors")
-        gn.save(path, net, **extras)
+        try:
+            gn.save(path, net, **extras)
+        except gn.CheckpointError as error:
+            raise gn.CheckpointError(f"{name}: {error}") from error
         return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
 
 

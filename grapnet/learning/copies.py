@@ -38,7 +38,15 @@ class CopyFollower:
                 "follower failed at the end of a trial. Detach it: gn.detach(copy, net); and attach a new copy"
             )
         kind, change = _kind(graph, commit), self._change(copy, commit)
-        receipt = Commit(commit.version, commit.reason, change, commit.by, commit.operations, undoes=commit.undoes)
+        receipt = Commit(
+            commit.version,
+            commit.reason,
+            change,
+            commit.by,
+            commit.operations,
+            undoes=commit.undoes,
+            joint=commit.joint,
+        )
         done, swap = prepare_commit(copy, receipt)
         born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
 

@@ -166,7 +166,7 @@ MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception]
         gn.CheckpointError,
         r"scheduled: not in .*notes",
     ),
-    "wrong shapes": (lambda net: {"last": other_shape(net)}, gn.CheckpointError, r"extras\.last: .*shapes"),
+    "wrong shapes": (lambda net: {"last": other_shape(net)}, gn.CheckpointError, r"extras\.last: .* of shape "),
     "wrong class": (
         lambda net: {"last": torch.optim.SGD(net.parameters(), lr=0.1)},
         gn.CheckpointError,

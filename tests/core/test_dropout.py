@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,6 +51,16 @@ def test_gradients_are_those_of_nn_dropout():
         one(batch(5, 6)).square().sum().backward()
     assert torch.allclose(net.transitions[0].weight.grad.view(6, 8).t(), module[1].weight.grad)
     assert torch.allclose(net.layers[2].bias.grad, module[4].bias.grad)
+
+
+@pytest.mark.parametrize("wrong", ["a", "0.5", None, [0.1]], ids=repr)
+def test_what_is_no_number_is_refused(wrong):
+    layer = gn.GrapNet([2, 2]).layers[0]
+    layer.dropout = 0.25
+    with pytest.raises(TypeError, match="dropout is a number between 0 and 1, got"):
+        layer.dropout = wrong
+    layer.dropout = np.float32(layer.dropout)
+    assert layer.dropout == 0.25
 
 
 def test_nothing_is_dropped_at_zero_and_everything_at_one():

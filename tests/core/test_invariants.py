@@ -1,9 +1,12 @@
 """gn.check: a whole graph passes, and each broken invariant is found and named."""
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grapnet as gn
 
@@ -89,3 +92,53 @@ def test_a_gradient_of_another_shape_is_named(net: gn.GrapNet) -> None:
 def test_a_whole_graph_passes(sizes: list[int]) -> None:
     gn.check(gn.GrapNet(sizes))
     gn.check(gn.GrapNet(sizes, density=0.5))
+
+
+class Sorts(TorchDispatchMode):
+    """Counts how often something as long as `size` is sorted."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "sort" in str(func) and len(args[0]) == self.size
+        return func(*args, **(kwargs or {}))
+
+
+def shuffled() -> gn.GrapNet:
+    """Returns a net whose first node names its children from the last to the first."""
+    parents, children = torch.arange(40).repeat_interleave(30), torch.arange(30).repeat(40)
+    children[:30] = children[:30].flip(0)
+    return gn.GrapNet.from_relations([40, 30], [(parents, children)])
+
+
+@pytest.mark.parametrize(("make", "expected"), [(lambda: gn.GrapNet([40, 30]), 0), (shuffled, 1)], ids=["full", "odd"])
+def test_relations_are_sorted_only_where_they_are_out_of_order_and_once(
+    tmp_path: Path, make: Callable[[], gn.GrapNet], expected: int
+) -> None:
+    net = make()
+    gn.save(tmp_path / "net", net)
+    with Sorts(1200) as sorts:
+        gn.check(net)
+    assert sorts.count == expected
+    with Sorts(1200) as sorts:
+        gn.load(tmp_path / "net")
+    assert sorts.count == expected
+
+
+@pytest.mark.parametrize("rows", [(0, 1), (0, 29), (1170, 1199), (30, 59), (600, 601)], ids=str)
+@pytest.mark.parametrize("make", [lambda: gn.GrapNet([40, 30]), shuffled], ids=["full", "odd"])
+def test_a_child_twice_is_found_anywhere(make: Callable[[], gn.GrapNet], rows: tuple[int, int]) -> None:
+    net = make()
+    gn.check(net)
+    child = net.transitions[0].child
+    child[rows[1]] = child[rows[0]].clone()
+    with pytest.raises(gn.InvariantError, match="twice"):
+        gn.check(net)
+
+
+def test_neighbours_and_nodes_without_children_may_have_equal_children() -> None:
+    gn.check(gn.GrapNet.from_relations([5, 3], [([1, 1, 3, 3], [0, 2, 2, 1])]))
+    gn.check(gn.GrapNet.from_relations([5, 3], [([0, 1, 2], [2, 2, 2])]))
+    gn.check(gn.GrapNet.from_relations([5, 3], [([4], [2])]))
