@@ -3,6 +3,7 @@
 Run it with `make demo`; it takes a few seconds and writes runs/demo/.
 """
 
+import argparse
 import json
 import time
 from dataclasses import dataclass
@@ -148,4 +149,5 @@ def _accuracy(net: gn.GrapNet, data: tuple[Tensor, Tensor], classes: list[int] |
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     main()

@@ -43,8 +43,7 @@ def main(settings: Settings, path: Path) -> dict[str, object]:
 
     handles = graft_ffn(model, optimizer=optimizer)  # the optimizer goes on with its moments
     for handle in handles:
-        weakest = handle.hidden.outgoing().weights.detach().view(settings.hidden, -1).norm(dim=1).argsort()
-        handle.remove_hidden(weakest[: settings.units], reason="weakest units")
+        handle.remove_hidden(handle.importance().argsort()[: settings.units], reason="weakest units")
         with handle.net.edit(reason="prune by magnitude") as edit:
             for layer in handle.net.layers[:-1]:
                 edit.cut(layer.outgoing().smallest(fraction=settings.fraction))

@@ -3,6 +3,7 @@
 `python -m examples.lightning_trainer` trains half-way, resumes in objects made afresh, and tests the best model.
 """
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,4 +103,5 @@ def main(settings: Settings | None = None) -> dict[str, float]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     main()

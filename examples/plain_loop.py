@@ -3,6 +3,7 @@
 `python -m examples.plain_loop` trains on the digits of scikit-learn for a few seconds and writes runs/plain_loop/.
 """
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,4 +104,5 @@ def read(images: int) -> tuple[Split, Split]:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     main()

@@ -3,6 +3,7 @@
 `python -m examples.sklearn_estimator` takes a few seconds on the digits that come with scikit-learn.
 """
 
+import argparse
 from dataclasses import dataclass
 
 import torch
@@ -77,4 +78,5 @@ def pruning(sparsity: float, settings: Settings) -> list[tuple[PruneWeakest, Eve
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None).parse_args()
     main()

@@ -23,15 +23,15 @@ def snapshot(model: nn.Module, *, most_cells: int = MOST_CELLS) -> nn.Module:
 
     A net that amounts to one `nn.Linear` becomes that `nn.Linear`, so that a module around it which reads its `weight`
     (torch's transformer layers do in eval mode) finds it. The copy shares no memory with the model. A net by itself
-    gives its `net.snapshot()`.
+    gives its `net.snapshot()`, which leaves hooks out.
 
     Args:
         model: any module with nets among its submodules; one that stands in several places is copied once.
         most_cells: the largest matrix to make of a transition, as for `net.snapshot()`.
 
     Raises:
-        PlanError: a net runs with attention or has a forward of its own, or a matrix would be too large; the message
-            names the net.
+        PlanError: a net runs with attention, has a forward of its own or forward hooks (recorders only watch and are
+            fine), or a matrix would be too large; the message names the net.
         ValueError: there is no net inside.
 
     Examples:
@@ -72,13 +72,25 @@ def snapshot(model: nn.Module, *, most_cells: int = MOST_CELLS) -> nn.Module:
 
 def _stand_in(name: str, net: GrapNet, most_cells: int) -> nn.Module:
     """Returns the plain module for a net of the model, with its name in the error when there is none."""
-    if type(net).forward is not GrapNet.forward:
+    if type(net).forward is not GrapNet.forward or "forward" in vars(net):
         raise PlanError(
             f"{name}: {type(net).__name__} has a forward of its own, which plain modules would leave out; do that in a "
             "module that holds the net"
+        )
+    hooked = [part for part, module in net.named_modules(prefix=name) if _is_hooked(module)]
+    if hooked:
+        raise PlanError(
+            f"{hooked[0]}: there are forward hooks, which plain modules would leave out; remove them while the "
+            "snapshot is taken, or register them on a module that holds the net"
         )
     try:
         taken = net.snapshot(most_cells=most_cells)
     except GrapNetError as error:
         raise type(error)(f"{name}: {error}") from None
     return taken[0] if len(taken) == 1 else taken
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Says whether calling a module calls somebody else's hooks too; recorders only watch."""
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return any(not str(getattr(hook, "__module__", "")).startswith("grapnet.") for hook in hooks)

@@ -19,7 +19,10 @@ MAY_IMPORT = {
 }
 OUTSIDE = {"torch", "numpy"}
 ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}  # imported only where Triton is
-LAZY = {"grapnet.network": {"grapnet.integrations.networkx", "networkx"}}  # net.to_networkx(), when it is called
+LAZY = {  # imported when a function is called
+    "grapnet.network": {"grapnet.integrations.networkx", "networkx"},
+    "grapnet.learning.statistics": {"scipy"},
+}
 PUBLIC = ("grapnet.rules", "grapnet.convert", "grapnet.data")  # folders whose own names are public
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples")
 OPTIONAL = (

@@ -95,7 +95,7 @@ def fill_linears(net: GrapNet, linears: Sequence[nn.Module], chain: Chain, most_
         content = matrix.weight.detach().t().contiguous() if part.transposed else matrix.weight.detach()
         weight = nn.Parameter(content, requires_grad=transition.weight.requires_grad)
         bias = None
-        if not has_no_bias(layer) or linear.bias is not None:
+        if linear.bias is not None or (layer.size > 0 and not has_no_bias(layer)):
             bias = nn.Parameter(layer.values().detach().clone(), requires_grad=layer.parameter.requires_grad)
         linear.register_parameter("weight", weight)
         linear.register_parameter("bias", bias)

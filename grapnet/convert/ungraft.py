@@ -76,6 +76,11 @@ def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[st
         module = net.to_module(most_cells=most_cells)
         plain = module[0] if len(module) == 1 else module
         return replace(read_chain(plain), place=""), {"": plain}
+    for part, size in zip(origin.chain.parts, net.sizes, strict=False):
+        if part.transposed and size == 0:
+            raise ConversionError(
+                f"{name!r} has a layer without nodes, and {part.path!r} cannot run on that; add a node"
+            )
     replaced = copy.deepcopy(origin.replaced)
     for layer, part in zip(net.layers, [None, *origin.chain.parts], strict=True):
         _set_dropout(replaced, origin.chain, part, layer.dropout, name)

@@ -32,8 +32,11 @@ def exported_steps(plans: Plans) -> list[Step]:
     """Returns the steps of a forward pass that is being exported, whichever backends run the net.
 
     Raises:
-        PlanError: a transition runs with attention.
+        PlanError: a transition runs with attention, or the export is strict; torch then shows it inside an error of
+            its own.
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise PlanError("a net is not exported with strict=True; leave that out, or export a snapshot of it")
     for t, backend in enumerate(plans.chosen):
         if isinstance(backend, Attention):
             raise PlanError(

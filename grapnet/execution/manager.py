@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from grapnet.core.errors import PlanError, StaleTopologyError
 from grapnet.core.graph import Graph
@@ -159,6 +160,11 @@ class Execution:
         """Returns what a forward pass runs, one step a transition; plans made for other relations are never used."""
         if is_exporting():
             return self._exported_steps()
+        if is_tracing():
+            raise PlanError(
+                "torch.jit.trace, which torch.onnx.export(dynamo=False) uses too, does not see all that backends do. "
+                "Trace a snapshot instead: gn.snapshot(model) or net.snapshot(); or say dynamo=True"
+            )
         key = batch_class(batch), training
         for store, structure, child in self._made_for:
             if store.structure is not structure or store._buffers["child"] is not child:

@@ -12,12 +12,15 @@ from .lightning_nets import KEY, load_nets, load_rules, nets_in, save_nets
 
 if TYPE_CHECKING:
     import lightning.pytorch as L
-    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch import callbacks
     from lightning.pytorch.strategies import SingleDeviceStrategy
 else:
     L = require("lightning.pytorch", "lightning")
-    StochasticWeightAveraging = L.callbacks.StochasticWeightAveraging
+    callbacks = L.callbacks
     SingleDeviceStrategy = L.strategies.SingleDeviceStrategy
+
+_NAMES = ("StochasticWeightAveraging", "WeightAveraging")  # not every Lightning 2 has the second
+_AVERAGING = tuple(getattr(callbacks, name) for name in _NAMES if hasattr(callbacks, name))
 
 __all__ = ["RulesCallback", "load_nets", "nets_in", "save_nets"]
 
@@ -99,11 +102,12 @@ class RulesCallback(L.Callback):
                 "parameters that an edit changes. Say Trainer(devices=1, strategy='auto'), or train with "
                 "gn.Distributed in a loop of your own"
             )
-        callbacks: list[Any] = vars(trainer).get("callbacks", [])  # which Lightning sets from outside
-        if any(isinstance(callback, StochasticWeightAveraging) for callback in callbacks):
+        others: list[Any] = vars(trainer).get("callbacks", [])  # which Lightning sets from outside
+        averaging = [type(callback).__name__ for callback in others if isinstance(callback, _AVERAGING)]
+        if averaging:
             raise ValueError(
-                "StochasticWeightAveraging averages a copy that does not follow edits, relation by relation with "
-                "others than its own. Average in a hook of your own, with an AveragedModel and gn.attach(averaged, net)"
+                f"{averaging[0]} averages a copy that does not follow edits, relation by relation with others than its "
+                "own. Average in a hook of your own, with an AveragedModel and gn.attach(averaged, net)"
             )
         for hook in (on_save_checkpoint, on_load_checkpoint):
             setattr(pl_module, hook.__name__, MethodType(hook, pl_module))

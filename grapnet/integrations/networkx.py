@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import grapnet as gn
 
@@ -101,22 +101,28 @@ def from_networkx(
     return net
 
 
-def write_graphml(net: gn.GrapNet, path: str | os.PathLike[str]) -> None:
-    """Writes the net as GraphML, which Gephi, Cytoscape and yEd read; a name ending in .gz is compressed.
+def write_graphml(net: "gn.GrapNet | networkx.Graph[Any]", path: str | os.PathLike[str]) -> None:
+    """Writes a net as GraphML, which Gephi, Cytoscape and yEd read; a name ending in .gz is compressed.
 
     Beside what `to_networkx` gives, a node has a `label` and a place to stand (`x`, `y`: layers as columns), a relation
     its `strength`, the absolute weight. What is None is left out, as GraphML has no such value. The file is complete
     before it takes the place of an older one; `from_networkx(networkx.read_graphml(path))` reads it.
 
+    Args:
+        net: the net; or a graph, such as a part of what `to_networkx` gave. It stays as it is: labels, places and
+            strengths that it brings are written, and the others made where it has `layer` and `row`, or `weight`.
+        path: the file.
+
     Raises:
-        ValueError: an owner's or activation's name holds a character that XML cannot; nothing was written.
+        TypeError: it is neither, but a model around nets perhaps; nothing was written.
+        ValueError: a name or another text holds a character that XML cannot; nothing was written.
     """
     path = Path(os.path.realpath(path))
     if not path.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to write into; make it first")
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder; a graph is one file in it")
-    graph = _drawable(net)
+    graph = _drawable(_graph_of(net))
     partial = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"
     partial.mkdir()
     try:
@@ -129,22 +135,49 @@ def write_graphml(net: gn.GrapNet, path: str | os.PathLike[str]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _drawable(net: gn.GrapNet) -> "networkx.DiGraph[int]":
-    """Returns the net as a graph of text and numbers only, with labels and places."""
-    graph, height = to_networkx(net), max(1, *net.sizes)
-    for uid, data in graph.nodes.items():
-        for kind in ("owner", "activation"):
-            if _STRANGE.search(data[kind] or ""):
-                raise ValueError(f"node {uid} has the {kind} {data[kind]!r}, which no XML file can hold; rename it")
+def _graph_of(given: Any) -> "networkx.Graph[Any]":
+    """Returns a graph that is the caller's to change: of a net, or a copy of a graph."""
+    if isinstance(given, gn.GrapNet):
+        return to_networkx(given)
+    if isinstance(given, require("networkx", "networkx").Graph):
+        return given.copy()
+    if isinstance(given, nn.Module):
+        inside = [name for name, part in given.named_modules() if isinstance(part, gn.GrapNet)]
+        hint = f"; its nets are {', '.join(map(repr, inside))}: write model.get_submodule(name)" if inside else ""
+        raise TypeError(f"a file holds one net, or a networkx graph, and this {type(given).__name__} is a model{hint}")
+    raise TypeError(f"a GrapNet or a networkx graph is written as GraphML, got {type(given).__name__}")
+
+
+def _drawable(graph: "networkx.Graph[Any]") -> "networkx.Graph[Any]":
+    """Returns the graph with text and numbers only, and with labels and places where it knows layers and rows."""
+    for what, data in _described(graph):
+        for key, value in list(data.items()):
+            if value is None:
+                del data[key]
+            elif isinstance(value, str) and _STRANGE.search(value):
+                raise ValueError(f"{what} has the {key} {value!r}, which no XML file can hold; rename it")
+    placed = [d for d in graph.nodes.values() if all(isinstance(d.get(key), Integral) for key in ("layer", "row"))]
+    sizes: dict[int, int] = {}  # of the layers, as far as the graph shows them
+    for data in placed:
+        sizes[data["layer"]] = max(sizes.get(data["layer"], 1), data["row"] + 1)
+    height, last = max(sizes.values(), default=1), max([1, *sizes])
+    for data in placed:
         layer, row = data["layer"], data["row"]
-        x = layer * _SPACING * height * _SHARE / (len(net.layers) - 1)
-        y = ((net.sizes[layer] - 1) / 2 - row) * _SPACING * height / net.sizes[layer]  # row 0 on top
-        known = {key: value for key, value in data.items() if value is not None}
-        data.clear()
-        data.update(known, label=f"{layer}:{row}", x=x, y=y)
-    for data in graph.edges.values():
-        data["strength"] = abs(data["weight"])
+        x = layer * _SPACING * height * _SHARE / last
+        y = ((sizes[layer] - 1) / 2 - row) * _SPACING * height / sizes[layer]  # row 0 on top
+        for key, value in {"label": f"{layer}:{row}", "x": x, "y": y}.items():
+            data.setdefault(key, value)
+    for *_, data in graph.edges(data=True):
+        if "weight" in data:
+            data.setdefault("strength", abs(data["weight"]))
     return graph
+
+
+def _described(graph: "networkx.Graph[Any]") -> "Iterable[tuple[str, dict[str, Any]]]":
+    """Returns everything that has attributes in a graph, with what to call it."""
+    yield "the graph", graph.graph
+    yield from ((f"node {name}", data) for name, data in graph.nodes.items())
+    yield from ((f"the relation from {ends[0]} to {ends[1]}", data) for *ends, data in graph.edges(data=True))
 
 
 def _nodes(n: int, layer: Any) -> Iterable[tuple[int, dict[str, Any]]]:

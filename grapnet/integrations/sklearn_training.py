@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 import grapnet as gn
 from grapnet.rules import RuleManager
@@ -21,6 +23,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
+_ADVICE = (
+    "Lower learning_rate, or scale the features (and, for regression, the targets), for instance with StandardScaler"
+)
 ROWS_AT_ONCE = 8192  # of a prediction, so that its memory does not grow with the data
 
 
@@ -102,31 +107,37 @@ class Training:
         self._require_ends()
         batches = torch.randperm(len(samples), generator=self.generator).split(batch_size)
         total = torch.zeros((), device=self.net.device, dtype=torch.float64)
+        dropping = self._dropping()
         self.net.train()
         try:
-            with _dropping_from(self.generator, self.net):
-                for number, rows in enumerate(batches, start=1):
-                    total += len(rows) * self._step(samples, rows, loss)
+            for number, rows in enumerate(batches, start=1):
+                total += len(rows) * self._step(samples, rows, loss, dropping)
+                with dropping:  # rules may run the net
                     self.rules.apply(self.net, self.steps, task=task if number == len(batches) else None)
-                    self.steps += 1
+                self.steps += 1
         finally:
             self.net.eval()
         mean = float(total) / len(samples)
         if not np.isfinite(mean):
-            raise ValueError(
-                f"the loss is {mean} after {self.steps} steps. Lower learning_rate, or scale the features (and, for "
-                "regression, the targets), for instance with StandardScaler"
-            )
+            raise ValueError(f"the loss is {mean} after {self.steps} steps. {_ADVICE}")
+        self._require_finite(samples.batch(batches[-1])[0])
         return mean
 
-    def _step(self, samples: Samples, rows: Tensor, loss: Loss) -> Tensor:
+    def _step(self, samples: Samples, rows: Tensor, loss: Loss, dropping: AbstractContextManager[Any]) -> Tensor:
         x, targets, weights = samples.batch(rows)
         self.optimizer.zero_grad()
-        losses = loss(self.net(x), targets)
+        with dropping:
+            outputs = self.net(x)
+        losses = loss(outputs, targets)
         mean = (losses if weights is None else losses * weights).mean()
         mean.backward()
         self.optimizer.step()
         return mean.detach()
+
+    def _dropping(self) -> AbstractContextManager[Any]:
+        """Gives dropout, where there is some, its random numbers for one epoch."""
+        drops = any(layer.dropout for layer in self.net.layers)
+        return _DroppingFrom(self.generator, self.net.device) if drops else nullcontext()
 
     @torch.no_grad()
     def loss(self, samples: Samples, loss: Loss) -> float:
@@ -161,6 +172,14 @@ class Training:
                 yield net
         finally:
             net.train(training)
+
+    @torch.no_grad()
+    def _require_finite(self, x: Tensor) -> None:
+        """Raises ValueError when the last step, after which no loss was computed, went too far."""
+        with self._predicting() as net:
+            outputs = net(x)
+        if not all(bool(numbers.isfinite().all()) for numbers in (outputs, *self.net.parameters())):
+            raise ValueError(f"the net computes numbers that are not finite after {self.steps} steps. {_ADVICE}")
 
     def _require_ends(self) -> None:
         found = self.net.sizes[0], self.net.sizes[-1]
@@ -229,17 +248,23 @@ def run_with(net: gn.GrapNet, execution: str | Sequence[str], generator: torch.G
         net.execution.use(name, t, **({"generator": generator} if name == "attention" else {}))
 
 
-@contextmanager
-def _dropping_from(generator: torch.Generator, net: gn.GrapNet) -> Iterator[None]:
-    """Makes dropout, which knows only torch's global random state, draw from a generator, and puts that state back."""
-    if not any(layer.dropout for layer in net.layers):
-        yield
-        return
-    seed = int(torch.randint(2**62, (), generator=generator))
-    devices = [net.device] if net.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        torch.default_generator.manual_seed(seed)
-        for device in devices:
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(seed)
-        yield
+class _DroppingFrom(TorchFunctionMode):
+    """Makes dropout, which knows only torch's global random state, draw from a generator, in this thread alone.
+
+    Threads that train beside each other, or draw numbers of their own, then neither wait for one another nor change
+    what is dropped here.
+    """
+
+    def __init__(self, generator: torch.Generator, device: torch.device) -> None:
+        super().__init__()
+        seed = int(torch.randint(2**62, (), generator=generator))
+        self._generator = torch.Generator(device).manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._drop if func is dropout else func)(*args, **(kwargs or {}))
+
+    def _drop(self, h: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
+        if not training:
+            return h
+        kept = torch.empty_like(h).bernoulli_(1 - p, generator=self._generator)
+        return h * (kept if p == 1 else kept.div_(1 - p))

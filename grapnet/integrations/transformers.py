@@ -5,7 +5,9 @@ The library itself is needed for its models only: `pip install "grapnet[transfor
 
 import operator
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,7 +22,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 def graft_ffn(
     model: nn.Module,
-    layers: int | Iterable[int] | None = None,
+    layers: int | slice | Iterable[int] | None = None,
     optimizer: Optimizers = None,
     *,
     drop_zeros: bool = False,
@@ -30,19 +32,21 @@ def graft_ffn(
     A block becomes one net when that computes all of it, dropout included: GPT-2, BERT, ViT, CLIP, DistilBERT, T5,
     torch's own layers, an `nn.Sequential`. Otherwise each of its Linears becomes a net of its own, called by the
     forward that is there: gated blocks (Llama, Mistral, Qwen, Gemma, Phi-3), layers whose forward drops or computes
-    something between the Linears (OPT, Bart), and activations that nodes do not have. Outputs, gradients and the next
+    something between the Linears (OPT, Bart), and activations that nodes do not have. Refused are forwards that read
+    the weights of their Linears (the gated T5) or need a second argument (Bloom, MPT). Outputs, gradients and the next
     step of `optimizer` stay as they were, to rounding; `gn.ungraft(model)` is the way back.
 
     Args:
         model: any model. Blocks are found by what they are made of, and by running their forwards with stand-ins.
-        layers: which blocks, counted from 0 in the order of the model's modules, or from the end with negative numbers;
-            all that are not nets already when left out.
+        layers: which blocks, counted from 0 in the order of the model's modules, or from the end with negative numbers,
+            by number, by several, or by a slice; all that are not nets already when left out.
         optimizer: one, or several, that go on with the nets' Parameters, as for `gn.graft`.
         drop_zeros: leave weights that are zero out of the graphs.
 
     Raises:
         ConversionError: there is no such block, or one cannot become nets; the message names it. Nothing was changed.
         OptimizerError: as for `gn.graft`.
+        TypeError: `layers` are no whole numbers.
 
     Examples:
         >>> import torch
@@ -70,7 +74,7 @@ def ffn_handles(model: nn.Module) -> list[FeedForward]:
     return [FeedForward(b.name, tuple(_net(model, place) for place in b.places), b.packed) for b in grafted]
 
 
-def _chosen(model: nn.Module, blocks: Sequence[Block], layers: int | Iterable[int] | None) -> list[Block]:
+def _chosen(model: nn.Module, blocks: Sequence[Block], layers: int | slice | Iterable[int] | None) -> list[Block]:
     """Returns the blocks that `layers` says; raises ConversionError when there are none, or they are nets already."""
     if not blocks:
         raise gn.ConversionError(f"this {type(model).__name__} has no feed-forward block that is known: {LOOKED_FOR}")
@@ -79,16 +83,31 @@ def _chosen(model: nn.Module, blocks: Sequence[Block], layers: int | Iterable[in
         if not left:
             raise gn.ConversionError("all feed-forward blocks of this model are nets already: ffn_handles(model)")
         return left
-    numbers = [operator.index(number) for number in ([layers] if isinstance(layers, int) else layers)]
+    numbers = _numbers(layers, len(blocks))
     outside = [number for number in numbers if not -len(blocks) <= number < len(blocks)]
     if outside or not numbers:
         there = f"the {len(blocks)} blocks of this model, from {blocks[0].name!r} to {blocks[-1].name!r}"
-        raise gn.ConversionError(f"layers={numbers} does not choose among {there}")
+        told = layers if isinstance(layers, slice) else numbers
+        raise gn.ConversionError(f"layers={told} does not choose among {there}")
     chosen = [blocks[number] for number in sorted({number % len(blocks) for number in numbers})]
     for block in chosen:
         if block.chains is None and block.refusal is None:
             raise gn.ConversionError(f"{block.name!r} is nets already: ffn_handles(model)")
     return chosen
+
+
+def _numbers(layers: Any, count: int) -> list[int]:
+    """Returns block numbers as they were given, those of a slice from 0; raises TypeError for what are none."""
+    try:
+        if isinstance(layers, slice):
+            return list(range(count)[layers])
+        several = isinstance(layers, Iterable) and getattr(layers, "ndim", 1) > 0
+        given: list[Any] = list(layers) if several else [layers]
+        if any(isinstance(number, bool) or getattr(number, "dtype", None) is torch.bool for number in given):
+            raise TypeError("bools are no numbers of blocks")
+        return [operator.index(number) for number in given]
+    except TypeError as error:
+        raise TypeError(f"layers= is the number of a block, several, or a slice; got {layers!r} ({error})") from None
 
 
 def _net(model: nn.Module, name: str) -> gn.GrapNet:

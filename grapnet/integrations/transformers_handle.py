@@ -1,6 +1,7 @@
 """FeedForward: the nets of one feed-forward block, and the hidden units that they share."""
 
 import functools
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
+from grapnet.convert import Part
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +42,27 @@ class FeedForward:
         """The hidden units, as the live layer of nodes that the last net reads them from."""
         return self.nets[-1].layers[-2]
 
+    @torch.no_grad()
+    def importance(self) -> Tensor:
+        """Returns how much every hidden unit may matter: the product of the norms of its incoming and outgoing weights.
+
+        The weights are those of the relations that it has, its gate's as well, so a unit that lost all of one side
+        counts 0. Biases do not count, and neither does what comes in; gradients do not flow.
+
+        Returns:
+            One number a unit, [n_hidden], in the order of `handle.hidden`.
+        """
+        norms = []  # each [copies, n_hidden]
+        for net, (layer, copies) in zip(self.nets, self._layers(), strict=True):
+            shape = copies, len(self.hidden)
+            if layer.index > 0:
+                before = net.transitions[layer.index - 1]
+                norms.append(_norms(before.values(), before.child, shape))
+            if layer.index < len(net.transitions):
+                after = net.transitions[layer.index]
+                norms.append(_norms(after.values(), after.topology.parents(), shape))
+        return torch.cat(norms).prod(0)
+
     def remove_hidden(
         self, units: Any, *, reason: str = "remove hidden units", by: str | None = None
     ) -> tuple[gn.Commit, ...]:
@@ -55,9 +78,15 @@ class FeedForward:
             The receipt of every net; none when there was nothing to remove.
 
         Raises:
-            EditError: there are no such units, or the nets do not share theirs any more; nothing was changed.
+            EditError: there are no such units, they are all that a Conv1D has, which cannot run without any, or the
+                nets do not share theirs any more; nothing was changed.
         """
         rows, count = self._rows(units), len(self.hidden)
+        if 0 < len(rows) == count and any(part.transposed for net in self.nets for part in _parts(net)):
+            raise gn.EditError(
+                f"these are all hidden units of {self.name!r}, and the Conv1Ds that gn.ungraft puts back there cannot "
+                "run without any; leave one"
+            )
         with gn.edit_together(*self.nets, reason=reason, by=by) as edits:
             for edit, (layer, copies) in zip(edits, self._layers(), strict=True):
                 nodes = layer[torch.cat([rows + number * count for number in range(copies)])]
@@ -92,7 +121,7 @@ class FeedForward:
         with gn.edit_together(*self.nets, reason=reason, by=by) as edits:
             for edit, net, (layer, _) in zip(edits, self.nets, self._layers(), strict=True):
                 number = layer.index
-                bias = None if _has_no_bias(layer) else "linear"
+                bias = None if _has_no_bias(net, layer) else "linear"
                 units = edit.add_nodes(number, count, owner=owner, bias=bias)
                 if number > 0:
                     edit.connect(net.layers[number - 1], units, weights=incoming)
@@ -166,6 +195,24 @@ def _as_nodes(units: Any) -> gn.NodeSet | None:
     return None
 
 
-def _has_no_bias(layer: Any) -> bool:
-    """Says whether every bias is zero and frozen, as for a Linear without one."""
-    return not layer.is_sensory and len(layer.frozen_at) == len(layer) > 0 and not bool(layer.biases.any())
+def _norms(weights: Tensor, rows: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Returns the norm of the weights of each row, in single precision or better, in this shape."""
+    squares = weights.to(torch.promote_types(weights.dtype, torch.float32)).square()
+    return squares.new_zeros(math.prod(shape)).index_add(0, rows, squares).sqrt().view(shape)
+
+
+def _parts(net: gn.GrapNet) -> tuple[Part, ...]:
+    """Returns the linear modules that a net stands for, one a transition; none where it does not know."""
+    return () if net.origin is None else net.origin.chain.parts
+
+
+def _has_no_bias(net: gn.GrapNet, layer: Any) -> bool:
+    """Says whether a layer stands for a Linear without bias: every bias is zero and frozen, and there was none."""
+    if layer.is_sensory or len(layer.frozen_at) < len(layer) or bool(layer.biases.any()):
+        return False
+    for part in _parts(net)[layer.index - 1 : layer.index]:
+        for start, module in net.origin.replaced.items():
+            if start in ("", part.path) or part.path.startswith(f"{start}."):
+                linear = module.get_submodule(part.path.removeprefix(start).removeprefix("."))
+                return getattr(linear, "bias", None) is None
+    return len(layer) > 0

@@ -1,6 +1,7 @@
 """gn.ungraft: plain modules of the shapes that the nets have by then."""
 
 import copy
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from torch.optim import Adam, AdamW
 
 import grapnet as gn
+from grapnet.convert import Chain
 
 from .models import batch, difference, make, picture, train
 
@@ -290,3 +292,22 @@ def test_an_open_trial_is_refused():
         with pytest.raises(gn.EditError, match="trial"):
             gn.ungraft(model)
     assert isinstance(model.blocks[0].ffn, gn.GrapNet)
+
+
+def test_an_emptied_layer_without_bias_stays_without_and_one_of_transposed_weights_is_refused():
+    model = nn.Sequential(nn.Sequential(nn.Linear(3, 4, bias=False), nn.ReLU(), nn.Linear(4, 2)))
+    keys = list(model.state_dict())
+    net = gn.graft(model, "0")["0"]
+    with net.edit() as edit:
+        edit.remove_nodes(net.layers[1])
+    plain = copy.deepcopy(model)
+    gn.ungraft(plain)
+    x = torch.randn(4, 3)
+    assert list(plain.state_dict()) == keys
+    assert torch.equal(plain(x), model(x))
+    transposed = Chain(tuple(dataclasses.replace(part, transposed=True) for part in net.origin.chain.parts))
+    net.origin = dataclasses.replace(net.origin, chain=transposed)
+    with pytest.raises(
+        gn.ConversionError, match=r"'0' has a layer without nodes, and '2' cannot run on that; add a node"
+    ):
+        gn.ungraft(model)

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune as prune_module
 
 import grapnet as gn
+from grapnet.rules import ActivationRecorder
 
 from .exported import ACTIVATIONS, MODELS, SideBySide, convolutional, prune, random_net, tied, transformer
 
@@ -144,6 +146,25 @@ def test_a_live_net_that_attends_is_not_exported():
     torch.export.export(net, (torch.randn(2, 4),))
 
 
+@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
+@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.trace.*` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_what_cannot_see_a_live_net_is_refused_and_takes_its_snapshot(tmp_path):
+    model, x = nn.Sequential(nn.Linear(3, 4), gn.GrapNet([4, 5, 2], density=0.5)).eval(), torch.randn(2, 3)
+    plain, path = gn.snapshot(model), tmp_path / "old.onnx"
+    with pytest.raises(gn.PlanError, match=r"dynamo=False.*Trace a snapshot instead: gn\.snapshot\(model\)"):
+        torch.onnx.export(model, (x,), path, dynamo=False)
+    with pytest.raises(gn.PlanError, match="Trace a snapshot instead"):
+        torch.jit.trace(lambda h: model[1](h), torch.randn(2, 4))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"PlanError\('a net is not exported with strict=True"):
+        torch.export.export(model, (x,), strict=True)
+    torch.onnx.export(plain, (x,), path, dynamo=False)
+    assert_close(torch.jit.trace(plain, x)(x), model(x))
+    assert_close(torch.export.export(plain, (x,), strict=True).module()(x), model(x))
+    assert_close(torch.export.export(model, (x,)).module()(x), model(x))
+
+
 def test_what_is_shared_in_the_model_is_shared_in_the_snapshot():
     plain = gn.snapshot(tied()[0])
     assert plain.first is plain.again
@@ -239,10 +260,11 @@ def test_gradients_optimizers_and_hooks_stay_with_the_model():
     model(x).sum().backward()
     optimizer.step()
     calls = []
-    model[-1].register_forward_hook(lambda *_: calls.append(1))
+    model[0].register_forward_hook(lambda *_: calls.append("of the encoder"))
+    model[-1].register_full_backward_hook(lambda *_: calls.append("of the net"))
     plain = gn.snapshot(model)
     plain(x)
-    assert calls == []
+    assert calls == ["of the encoder"]
     assert all(parameter.grad is None for parameter in plain.parameters())
     prune(model[-1])
     model(x).sum().backward()
@@ -271,6 +293,22 @@ def test_a_model_that_cannot_be_taken_says_why_and_which_net():
         edit.cut(net.layers[0].outgoing())
         with pytest.raises(gn.EditError, match=r"1\.ffn: .*not taken effect yet"):
             gn.snapshot(model)
+
+
+@pytest.mark.parametrize("part", ["head", "head.layers.1", "head.transitions.0"])
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_that_a_plain_module_would_leave_out_are_refused_by_name(part, register):
+    model = nn.Sequential(OrderedDict(body=nn.Linear(3, 4), head=gn.GrapNet([4, 5, 2])))
+    recorder = ActivationRecorder(1)
+    recorder.arm(model.head)
+    x = torch.randn(2, 3)
+    assert_close(gn.snapshot(model)(x), model(x))  # recorders only watch
+    hook = getattr(model.get_submodule(part), register)(lambda *_: None)
+    with pytest.raises(gn.PlanError, match=f"^{re.escape(part)}: there are forward hooks"):
+        gn.snapshot(model)
+    hook.remove()
+    gn.snapshot(copy.deepcopy(model))
+    assert recorder.count == 2
 
 
 def test_the_guide_runs(tmp_path, monkeypatch, capsys):

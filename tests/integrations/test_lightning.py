@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -194,8 +194,11 @@ class Wrapping(DDPStrategy):
 
 
 def test_what_cannot_follow_edits_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"StochasticWeightAveraging.*gn\.attach\(averaged, net\)"):
-        trainer(RulesCallback(cutting()), StochasticWeightAveraging(0.01)).fit(Classifier(), data())
+    for averaging in (StochasticWeightAveraging(0.01), WeightAveraging(), EMAWeightAveraging()):
+        module, name = Classifier(), type(averaging).__name__
+        with pytest.raises(ValueError, match=rf"^{name} averages .*gn\.attach\(averaged, net\)"):
+            trainer(averaging, RulesCallback(cutting())).fit(module, data())
+        assert module.net.version == 0
     with pytest.raises(ValueError, match=r"one device, and this trainer uses Wrapping.*devices=1"):
         trainer(RulesCallback(cutting()), strategy=Wrapping(), devices=1).fit(Classifier(), data())
 

@@ -134,6 +134,62 @@ def test_a_graphml_file_places_layers_as_columns_and_rows_from_the_top(tmp_path)
     assert all(a["y"] > b["y"] for column in columns for a, b in pairwise(column))
 
 
+def test_a_part_of_the_graph_is_written_and_stays_as_it_is(tmp_path):
+    net, path = edited(dtype=torch.float64), tmp_path / "part.graphml"
+    graph = to_networkx(net)
+    owned = [uid for uid, data in graph.nodes.items() if data["layer"] == 0 or data["owner"] == "late"]
+    part = graph.subgraph(owned)
+    write_graphml(part, path)
+    read = networkx.read_graphml(path, node_type=int)
+    assert list(read.nodes) == owned
+    assert {ends: data["weight"] for ends, data in read.edges.items()} == dict(
+        networkx.get_edge_attributes(part, "weight")
+    )
+    assert all(data["strength"] == abs(data["weight"]) for data in read.edges.values())
+    assert "owner" not in read.nodes[0]
+    assert (read.nodes[owned[-1]]["owner"], read.nodes[owned[-1]]["label"]) == ("late", "1:5")
+    assert part.nodes[0]["owner"] is None
+    assert "label" not in part.nodes[0]
+    write_graphml(graph.edge_subgraph([(3, owned[-1])]), path)
+    assert networkx.read_graphml(path).number_of_nodes() == 2
+
+
+def test_a_whole_graph_is_written_like_its_net(tmp_path):
+    net = full()
+    write_graphml(net, tmp_path / "net.graphml")
+    write_graphml(to_networkx(net), tmp_path / "graph.graphml")
+    assert (tmp_path / "graph.graphml").read_bytes() == (tmp_path / "net.graphml").read_bytes()
+
+
+def test_a_graph_made_by_hand_keeps_what_it_says(tmp_path):
+    graph = networkx.MultiDiGraph([("a", "b"), ("a", "b")], name="by hand", author=None)
+    graph.add_node("a", layer="first", row=-1, label="input")
+    graph.add_node("b", layer=np.int64(1), row=-1, x=3.0)
+    write_graphml(graph, tmp_path / "hand.graphml")
+    read = networkx.read_graphml(tmp_path / "hand.graphml")
+    assert read.nodes["a"] == {"layer": "first", "row": -1, "label": "input"}
+    assert {key: read.nodes["b"][key] for key in ("label", "x")} == {"label": "1:-1", "x": 3.0}
+    assert read.number_of_edges() == 2
+    assert read.graph["name"] == "by hand"
+    write_graphml(networkx.Graph(), tmp_path / "hand.graphml")
+    assert len(networkx.read_graphml(tmp_path / "hand.graphml")) == 0
+
+
+def test_what_is_neither_net_nor_graph_is_refused(tmp_path):
+    model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 3), "head": full()})
+    with pytest.raises(TypeError, match=r"this ModuleDict is a model; its nets are 'head': write model\.get_submodule"):
+        write_graphml(model, tmp_path / "net.graphml")
+    with pytest.raises(TypeError, match=r"this Linear is a model$"):
+        write_graphml(model["body"], tmp_path / "net.graphml")
+    with pytest.raises(TypeError, match="a GrapNet or a networkx graph is written as GraphML, got dict"):
+        write_graphml({}, tmp_path / "net.graphml")
+    graph = to_networkx(full())
+    graph.edges[0, 3]["note"] = "bell \a"
+    with pytest.raises(ValueError, match=r"the relation from 0 to 3 has the note 'bell \\x07', which no XML file"):
+        write_graphml(graph, tmp_path / "net.graphml")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_graph_drawn_by_hand_becomes_a_net():
     graph = networkx.DiGraph([("a", "h"), ("b", "h"), ("h", "y")])
     networkx.set_node_attributes(graph, {"a": 0, "b": 0, "h": np.int64(1), "y": 2}, "layer")

@@ -3,7 +3,9 @@
 import importlib
 import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from unittest import SkipTest
 
 import numpy as np
@@ -13,6 +15,7 @@ from scipy.sparse import csr_array
 from sklearn.base import clone
 from sklearn.datasets import load_iris, make_regression
 from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.neural_network import MLPClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
@@ -93,6 +96,32 @@ def test_equal_seeds_make_equal_nets_and_torch_is_left_alone(iris, dropout):
     torch.set_rng_state(before)
     quick(dropout=dropout).fit(*iris).predict(iris[0])
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_threads_that_fit_step_by_step_beside_each_other_drop_the_same(iris):
+    together, before = Barrier(2, timeout=60), torch.get_rng_state()
+
+    def wait(net, edit, now):
+        together.wait()
+        torch.rand(3)  # from the global random state, as anybody may
+
+    alone = quick(dropout=0.3, batch_size=50).fit(*iris)
+    assert torch.equal(before, torch.get_rng_state())
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda _: quick(dropout=0.3, batch_size=50, rules=[wait]).fit(*iris), range(2)))
+    assert [equal(alone, model) for model in found] == [True, True]
+    torch.set_rng_state(before)
+
+
+def test_what_drops_everything_trains_the_last_biases_alone(iris):
+    one, thirty = quick(dropout=1.0, max_epochs=1).fit(*iris), quick(dropout=1.0).fit(*iris)
+    changed = [not torch.equal(a, b) for a, b in zip(one.net_.parameters(), thirty.net_.parameters(), strict=True)]
+    assert dict(zip(dict(one.net_.named_parameters()), changed, strict=True)) == {
+        "layers.1.bias": False,
+        "layers.2.bias": True,
+        "transitions.0.weight": False,
+        "transitions.1.weight": False,
+    }
 
 
 def test_dropout_is_for_training_only(iris):
@@ -236,6 +265,19 @@ def test_the_guide_runs(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, str(GUIDE), "exec"), names)
     assert len(blocks) > 3
+
+
+def test_the_guide_says_what_became_of_every_parameter_of_the_perceptron():
+    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", GUIDE.read_text(), flags=re.MULTILINE)
+    theirs, ours = MLPClassifier().get_params(), GrapNetClassifier().get_params()
+    told = {name: answer for names, answer in rows for name in re.findall(r"`(\w+)`", names)}
+    assert told.keys() - {"MLPClassifier"} == theirs.keys()
+    for name, answer in told.items():
+        if answer.startswith("the same"):
+            assert ours[name] == theirs[name]
+        elif answer.startswith("`"):
+            assert re.findall(r"^`(\w+)`", answer)[0] in ours
+    assert {"max_iter", "alpha", "solver", "warm_start"}.isdisjoint(ours)
 
 
 def test_the_example_searches_edits_and_trains_on():

@@ -299,3 +299,14 @@ def test_a_loss_that_is_not_finite_says_what_to_do():
     model = GrapNetRegressor((8,), optimizer="sgd", learning_rate=1e3, random_state=0)
     with pytest.raises(ValueError, match=r"the loss is (nan|inf) after \d+ steps. Lower learning_rate"):
         model.fit(X * 100, Y * 100)
+
+
+def test_a_last_step_that_goes_too_far_is_no_result():
+    wild = GrapNetRegressor((8,), learning_rate=1e200, max_epochs=1, batch_size=1000, random_state=0)
+    with pytest.raises(ValueError, match=r"numbers that are not finite after 1 steps. Lower learning_rate"):
+        wild.fit(X, Y)
+    assert not hasattr(wild, "net_")
+    model = wild.set_params(learning_rate=0.01).fit(X, Y)
+    model.optimizer_.param_groups[0]["lr"] = 1e200
+    with pytest.raises(ValueError, match=r"not finite after 2 steps"):
+        model.partial_fit(X, Y)

@@ -4,6 +4,7 @@ import copy
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -124,6 +125,23 @@ def test_one_block_by_its_number_and_the_rest_later(family: str) -> None:
         graft_ffn(run.model)
     with pytest.raises(gn.ConversionError, match=rf"layers=\[5\] does not .* 2 blocks .* from '{BLOCKS[family][0]}'"):
         graft_ffn(run.model, layers=[5])
+
+
+def test_blocks_are_chosen_by_number_by_several_or_by_slice() -> None:
+    both = BLOCKS["gpt2"]
+    ways = [(1, both[1:]), (np.int64(1), both[1:]), (torch.tensor(-1), both[1:]), (slice(None, 1), both[:1])]
+    ways += [(slice(0, 2), both), (range(2), both), (np.array([0]), both[:1]), (torch.tensor([1, 1]), both[1:])]
+    model = MAKE["gpt2"]()
+    for layers, names in ways:
+        assert [handle.name for handle in graft_ffn(model, layers)] == names
+        gn.ungraft(model)
+    for wrong in (True, [False, True], torch.tensor([True, False]), np.array([True]), 1.0, "0", ["0"], slice("a")):
+        with pytest.raises(TypeError, match="layers= is the number of a block, several, or a slice; got "):
+            graft_ffn(model, wrong)
+    for nothing in ([], slice(5, 9)):
+        with pytest.raises(gn.ConversionError, match=r"layers=.* does not choose among the 2 blocks"):
+            graft_ffn(model, nothing)
+    assert ffn_handles(model) == []
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import grapnet as gn
 from grapnet.integrations.transformers import ffn_handles, graft_ffn
-from tests.integrations.tiny_transformers import SIZES, TOKENS, gpt2
+from tests.integrations.tiny_transformers import SIZES, TOKENS, gpt2, phi3
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -40,10 +40,6 @@ def distilbert() -> nn.Module:
     return transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**shape))
 
 
-def phi3() -> nn.Module:
-    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**TEXT, num_key_value_heads=2))
-
-
 def falcon() -> nn.Module:
     shape = {**SIZES, "vocab_size": 40, "ffn_hidden_size": 32}
     return transformers.FalconForCausalLM(transformers.FalconConfig(**shape, **TOKENS))
@@ -55,6 +51,14 @@ def roberta() -> nn.Module:
 
 def gemma() -> nn.Module:
     return transformers.GemmaForCausalLM(transformers.GemmaConfig(**TEXT, num_key_value_heads=2, head_dim=8))
+
+
+def bloom() -> nn.Module:
+    return transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=40))
+
+
+def mpt() -> nn.Module:
+    return transformers.MptModel(transformers.MptConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=40))
 
 
 KINDS = {  # how many blocks, how many nets each is, and their activations
@@ -118,10 +122,15 @@ def test_units_of_a_packed_matrix_are_two_rows_each() -> None:
 def test_what_cannot_become_nets_is_named() -> None:
     model = t5(feed_forward_proj="gated-gelu")
     with pytest.raises(
-        gn.ConversionError, match=r"DenseReluDense' \(T5DenseGatedActDense\) cannot .* no attribute 'we"
+        gn.ConversionError, match=r"DenseReluDense' \(T5DenseGatedActDense\) cannot .*: its forward reads wo\.weight, w"
     ):
         graft_ffn(model)
     assert ffn_handles(model) == []
+    for other in (bloom(), mpt()):
+        with pytest.raises(
+            gn.ConversionError, match=r"MLP\) cannot become nets: its forward needs 'residual' beside its"
+        ):
+            graft_ffn(other)
     with pytest.raises(gn.ConversionError, match="this Linear has no feed-forward block that is known: two Linears"):
         graft_ffn(nn.Linear(3, 3))
 

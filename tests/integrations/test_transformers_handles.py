@@ -94,13 +94,13 @@ def test_units_are_named_by_row_by_bool_or_by_node(family: str) -> None:
         lambda handle: handle.nets[-1].select(layer=-2, where=lambda nodes: marks),
     ]
     found = []
+    run, handle = grafted(family, steps=0)
     for way in ways:
-        run, handle = grafted(family, steps=0)
         handle.remove_hidden(way(handle))
         found.append(run.logits())
         assert len(handle.hidden) == 28
+        handle.undo()
     assert all(torch.equal(each, found[0]) for each in found[1:])
-    run, handle = grafted(family, steps=0)
     assert handle.remove_hidden(handle.hidden[5])[0].reason == "remove hidden units"
     assert handle.remove_hidden([]) == handle.remove_hidden(torch.zeros(31, dtype=torch.bool)) == ()
     assert len(handle.hidden) == 31
@@ -194,13 +194,87 @@ def test_added_units_are_taken_back() -> None:
         assert torch.equal(run.step(number), expected.step(number))
 
 
-def test_all_units_can_go() -> None:
-    run, handle = grafted("llama")
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_all_units_can_go(family: str) -> None:
+    run, handle = grafted(family)
     handle.remove_hidden(torch.ones(32, dtype=torch.bool))
-    assert len(handle.hidden) == 0
+    assert len(handle.hidden) == len(handle.importance()) == 0
+    assert [len(each.hidden) for each in ffn_handles(run.model)] == [0, 32]
+    assert handle.remove_hidden([]) == ()
     assert bool(run.step(2).isfinite())
     handle.undo()
     assert len(handle.hidden) == 32
+
+
+def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
+    run, handle = grafted("gpt2")
+    with pytest.raises(gn.EditError, match=r"all hidden units of 'transformer\.h\.0\.mlp', .* Conv1Ds .*; leave one"):
+        handle.remove_hidden(range(32))
+    assert handle.net.version == 0
+    handle.remove_hidden(range(1, 32))
+    logits = run.logits()
+    gn.ungraft(run.model, optimizer=run.optimizer)
+    assert torch.allclose(run.logits(), logits, rtol=0, atol=1e-12)
+
+
+def test_units_of_an_emptied_block_have_the_biases_of_its_linears() -> None:
+    for family, bias, trained in (("llama", None, 0), ("bert", "there", 3)):
+        run, handle = grafted(family)
+        handle.remove_hidden(range(32))
+        handle.add_hidden(3, outgoing="linear")
+        makers = [net.layers[1] for net in (handle.nets[:-1] or handle.nets)]
+        assert [len(layer.bias) for layer in makers] == [trained] * len(makers)
+        run.step(2)
+        gn.ungraft(run.model, optimizer=run.optimizer)
+        for name in LINEARS[family][0]:
+            assert (run.model.get_submodule(name).bias is None) == (bias is None)
+
+
+def test_units_get_biases_where_those_there_are_frozen_at_zero() -> None:
+    run = training("gpt2", steps=0)  # whose biases are drawn as zeros
+    (handle, _) = graft_ffn(run.model, optimizer=run.optimizer)
+    with handle.net.edit() as edit:
+        edit.freeze(handle.hidden, incoming=False, outgoing=False)
+    handle.add_hidden(2)
+    assert len(handle.net.layers[1].bias) == 2
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "phi3"])
+def test_importance_is_what_loops_say_of_the_matrices_before_and_after_cuts(family: str) -> None:
+    run, handle = grafted(family)
+    assert torch.allclose(handle.importance(), importance_of_matrices(handle), rtol=1e-12, atol=0)
+    assert not handle.importance().requires_grad
+    handle.remove_hidden(GONE)
+    with gn.edit_together(*handle.nets) as edits:
+        for net, edit in zip(handle.nets, edits, strict=True):
+            for layer in net.layers[:-1]:
+                edit.cut(layer.outgoing().smallest(fraction=0.6))
+        edits[-1].cut(handle.hidden[5].as_set().outgoing())
+        edits[0].freeze(handle.nets[0].layers[0].outgoing().largest(count=7))
+    found = handle.importance()
+    assert found.shape == (28,)
+    assert found.dtype == torch.float64
+    assert torch.allclose(found, importance_of_matrices(handle), rtol=1e-12, atol=0)
+    assert found[5] == 0
+    assert int((found == 0).sum()) == 1
+    handle.remove_hidden(found < found.median())
+    assert len(handle.hidden) == 15
+    run.step(2)
+
+
+def importance_of_matrices(handle: Any) -> torch.Tensor:
+    """Returns the same from dense matrices, unit by unit."""
+    plain = [module for net in handle.nets for module in net.to_module() if isinstance(module, nn.Linear)]
+    *makers, reader = [module.weight.detach() for module in plain]
+    count = len(handle.hidden)
+    found = []
+    for unit in range(count):
+        number = reader[:, unit].norm()
+        for matrix in makers:
+            for row in range(unit, len(matrix), count):
+                number = number * matrix[row].norm()
+        found.append(number)
+    return torch.stack(found)
 
 
 def test_a_restored_model_is_cut_and_undone_like_the_one_it_was_saved_from(tmp_path: Any) -> None:

@@ -33,7 +33,13 @@ def llama(hidden: int = 32, **more: Any) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **shape, **TOKENS, **more))
 
 
+def phi3(hidden: int = 32, **more: Any) -> nn.Module:
+    shape = {"vocab_size": 40, "intermediate_size": hidden, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, **shape, **TOKENS, **more))
+
+
 MAKE: dict[str, Callable[..., nn.Module]] = {"gpt2": gpt2, "bert": bert, "vit": vit, "llama": llama}
+MORE = {"phi3": phi3}
 BLOCKS = {
     "gpt2": ["transformer.h.0.mlp", "transformer.h.1.mlp"],
     "bert": ["bert.encoder.layer.0", "bert.encoder.layer.1"],
@@ -78,7 +84,7 @@ class Training:
 def training(family: str, dtype: torch.dtype = torch.float64, steps: int = 2, **more: Any) -> Training:
     """Returns a model of a family after two steps of AdamW."""
     torch.manual_seed(3)
-    model = MAKE[family](**more).to(dtype).train()
+    model = {**MAKE, **MORE}[family](**more).to(dtype).train()
     for parameter in model.parameters():
         if parameter.dim() > 1:
             parameter.data.mul_(5)  # they are drawn so small that the blocks hardly matter
