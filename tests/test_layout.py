@@ -23,7 +23,7 @@ LAZY = {  # imported when a function is called
     "grapnet.network": {"grapnet.integrations.networkx", "networkx"},
     "grapnet.learning.statistics": {"scipy"},
 }
-PUBLIC = ("grapnet.rules", "grapnet.convert", "grapnet.data")  # folders whose own names are public
+PUBLIC = ("grapnet.rules", "grapnet.convert", "grapnet.data", "grapnet.learning")  # folders whose own names are public
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples")
 OPTIONAL = (
     "sklearn",

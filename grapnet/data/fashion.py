@@ -1,13 +1,16 @@
 """Fashion-MNIST from the four original idx files, wherever this machine keeps them."""
 
 import gzip
-import os
-import sys
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from .download import Report, Source, fetch, place, staging
+from .errors import DataError
+from .places import Place, default_root, missing, places, present, user_path
 
 FILES = {
     ("train", "images"): "train-images-idx3-ubyte",
@@ -15,50 +18,93 @@ FILES = {
     ("test", "images"): "t10k-images-idx3-ubyte",
     ("test", "labels"): "t10k-labels-idx1-ubyte",
 }
-_SHAPES = {"images": 3, "labels": 1}  # dimensions
+FASHION = Source(
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+    {
+        "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+        "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+        "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+        "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+    },
+)
+_DOWNLOADED = "FashionMNIST/raw"  # torchvision's layout
+_LAYOUTS = (_DOWNLOADED, "fashion-mnist")
+_SIZES = {"images": (28, 28), "labels": ()}  # of one
+_COMMANDS = (
+    "sudo apt install dataset-fashion-mnist",
+    "python -m grapnet.data fashion --download data",
+    "export GRAPNET_DATA=FOLDER  # the folder where you keep them",
+)
 
 
-def find_fashion() -> Path | None:
-    """Returns the folder with the files, or None: `GRAPNET_DATA`, then `share/datasets` of the system prefixes."""
-    given = os.environ.get("GRAPNET_DATA")
-    folders = [Path(given), Path(given) / "fashion-mnist"] if given else []
-    folders += [Path(prefix) / "share/datasets/fashion-mnist" for prefix in (sys.prefix, sys.base_prefix, "/usr")]
-    return next((folder for folder in folders if all(_file(folder, name) for name in FILES.values())), None)
+def find_fashion(folder: str | Path | None = None) -> Path | None:
+    """Returns the folder with the four files, or None.
+
+    Args:
+        folder: the only place to look; without it `GRAPNET_DATA`, then torchvision's layout below the usual folders,
+            then `share/datasets` of the system prefixes.
+    """
+    return next((candidate.folder for candidate in _places(folder) if not candidate.lacks), None)
 
 
-def load_fashion(part: str, folder: Path | None = None) -> tuple[Tensor, Tensor]:
+def load_fashion(
+    part: str, folder: str | Path | None = None, *, download: bool = False, source: Source = FASHION
+) -> tuple[Tensor, Tensor]:
     """Returns the images [n, 28, 28] uint8 and the labels [n] int64 of "train" or "test".
 
+    Args:
+        part: "train" or "test".
+        folder: where to look, see `find_fashion`.
+        download: fetches the files from `source` when they are not found, into `folder`, or else `GRAPNET_DATA`, or
+            else the user's cache.
+
     Raises:
-        FileNotFoundError: no folder has them; the message says how to get them.
-        ValueError: a file is damaged.
+        MissingDataError: no folder has them; the message lists the folders and says how to get them.
+        DataError: a file is damaged.
+        DownloadError: the download failed; nothing was left behind.
     """
     if part not in ("train", "test"):
         raise ValueError(f'part is "train" or "test", got {part!r}')
-    folder = folder or find_fashion()
-    if folder is None:
-        raise FileNotFoundError(
-            "Fashion-MNIST is not on this machine. Put its four idx files into a folder and name it in GRAPNET_DATA, "
-            "or install the Debian package dataset-fashion-mnist"
-        )
-    images, labels = (_read(folder, FILES[part, kind], _SHAPES[kind]) for kind in ("images", "labels"))
+    found = find_fashion(folder)
+    if found is None and download:
+        found = download_fashion(folder or default_root(), source=source)
+    if found is None:
+        raise missing("Fashion-MNIST", _places(folder), list(FILES.values()), _COMMANDS)
+    images, labels = (_read(found, FILES[part, kind], _SIZES[kind]) for kind in ("images", "labels"))
     if len(images) != len(labels):
-        raise ValueError(f"{folder} holds {len(images)} {part} images and {len(labels)} labels")
+        raise DataError(f"{found} holds {len(images)} {part} images and {len(labels)} labels")
+    if (labels > 9).any():
+        raise DataError(f"{found / FILES[part, 'labels']} names class {labels.max()}; the classes are 0 to 9")
     return images, labels.long()
 
 
-def _file(folder: Path, name: str) -> Path | None:
-    return next((path for path in (folder / name, folder / f"{name}.gz") if path.is_file()), None)
+def download_fashion(folder: str | Path, *, source: Source = FASHION, report: Report | None = None) -> Path:
+    """Downloads the four files into `folder`/FashionMNIST/raw, where torchvision finds them too, and returns it."""
+    target = user_path(folder) / _DOWNLOADED
+    with staging(target) as stage:
+        fetch(source, stage, report)
+        place(stage, source.md5, target)
+    return target
 
 
-def _read(folder: Path, name: str, dimensions: int) -> Tensor:
+def _places(folder: str | Path | None) -> list[Place]:
+    return places(folder, _LAYOUTS, list(FILES.values()), packed=True)
+
+
+def _read(folder: Path, name: str, one: tuple[int, ...]) -> Tensor:
     """Returns the array of an idx file: 0, 0, 8 for uint8, the number of dimensions, their sizes, the data."""
-    path = _file(folder, name)
+    path = present(folder, name, packed=True)
     if path is None:
-        raise FileNotFoundError(f"{folder} has no {name}")
-    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raise DataError(f"{folder} has no {name}: it went away while it was read")
+    try:
+        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be unpacked: {error}") from error
+    dimensions = 1 + len(one)
     head = 4 + 4 * dimensions
-    sizes = np.frombuffer(content, ">u4", dimensions, 4) if len(content) >= head else ()
+    sizes = np.frombuffer(content, ">u4", dimensions, 4).tolist() if len(content) >= head else []
     if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) != head + int(np.prod(sizes, dtype=np.int64)):
-        raise ValueError(f"{path.name} is not an idx file of {dimensions} dimensions")
+        raise DataError(f"{path} is not an idx file of {dimensions} dimensions, or was cut short")
+    if tuple(sizes[1:]) != one:
+        raise DataError(f"{path} holds images of {sizes[1]}×{sizes[2]} pixels; Fashion-MNIST's are 28×28")
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=head).reshape(sizes).copy())

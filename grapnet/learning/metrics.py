@@ -1,0 +1,165 @@
+"""What a continual learner is measured by: accuracies after every task, forgetting, and drift of old coordinates."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Evaluation(NamedTuple):
+    """Shares of right answers, from 0 to 1.
+
+    Attributes:
+        overall: over the images of all evaluated tasks, with an argmax over the seen classes: it knows no task.
+        seen: the same for the images of every task.
+        local: for the images of every task, with an argmax within its classes: it is told the task.
+    """
+
+    overall: float
+    seen: list[float]
+    local: list[float]
+
+
+def evaluate(
+    model: nn.Module | Callable[[Tensor], Tensor],
+    x: Tensor,
+    y: Tensor,
+    tasks: Sequence[Sequence[int]],
+    seen: Sequence[int] | None = None,
+    *,
+    batch: int = 4096,
+) -> Evaluation:
+    """Returns how often a model is right on the images of these tasks.
+
+    A module is put in `eval` mode for it and back into its own. Where several logits are largest, the first class
+    as listed wins.
+
+    Args:
+        model: maps inputs to logits [batch, n_classes].
+        x: inputs [n, ...]; those of other classes are left out.
+        y: class numbers [n].
+        tasks: the classes of every task.
+        seen: the classes among which it answers; those of all the tasks without.
+        batch: how many images go through the model at a time.
+
+    Raises:
+        ValueError: a task has no images, or a class that was not seen.
+    """
+    seen = [number for classes in tasks for number in classes] if seen is None else list(seen)
+    if not tasks or not {number for classes in tasks for number in classes} <= set(seen):
+        raise ValueError(f"tasks have classes among the seen ones, {seen}, got {[list(classes) for classes in tasks]}")
+    right, local = [], []
+    logits = _logits(model, x, batch)
+    for classes in tasks:
+        rows = torch.isin(y, torch.tensor(list(classes), device=y.device))
+        if not bool(rows.any()):
+            raise ValueError(f"there is no image of the classes {list(classes)}")
+        right.append((_answers(logits[rows], seen) == y[rows]).double())
+        local.append(float((_answers(logits[rows], classes) == y[rows]).double().mean()))
+    return Evaluation(float(torch.cat(right).mean()), [float(hits.mean()) for hits in right], local)
+
+
+@dataclass
+class AccuracyMatrix:
+    """Accuracies after every task: row = task just learnt, column = task evaluated.
+
+    Examples:
+        >>> matrix = AccuracyMatrix()
+        >>> matrix.add(Evaluation(0.9, [0.9], [0.9]))
+        >>> matrix.add(Evaluation(0.7, [0.6, 0.8], [0.8, 0.9]))
+        >>> matrix.forgetting, matrix.seen_class, matrix.task_local
+        (0.30000000000000004, 0.7, 0.8500000000000001)
+    """
+
+    rows: list[Evaluation] = field(default_factory=list)
+
+    def add(self, row: Evaluation) -> None:
+        """Appends what was measured after the next task, on the tasks up to it."""
+        if len(row.seen) != len(self.rows) + 1 or len(row.local) != len(row.seen):
+            raise ValueError(
+                f"after {len(self.rows) + 1} tasks as many are evaluated, got {len(row.seen)} and {len(row.local)}"
+            )
+        self.rows.append(row)
+
+    @property
+    def seen_class(self) -> float:
+        """The seen-class accuracy after the last task."""
+        return self._last.overall
+
+    @property
+    def task_local(self) -> float:
+        """The mean of the tasks' local accuracies after the last task."""
+        return fmean(self._last.local)
+
+    @property
+    def forgetting(self) -> float:
+        """The mean, over all tasks but the last, of its best earlier seen-class accuracy minus its final one."""
+        if len(self.rows) < 2:
+            return 0.0
+        final = self._last.seen
+        return fmean(max(row.seen[n] for row in self.rows[n:-1]) - final[n] for n in range(len(final) - 1))
+
+    def table(self, kind: Literal["seen", "local"] = "seen") -> Tensor:
+        """Returns the accuracies [tasks, tasks], float64; NaN for tasks that were still to come."""
+        table = torch.full((len(self.rows), len(self.rows)), float("nan"), dtype=torch.float64)
+        for n, row in enumerate(self.rows):
+            table[n, : n + 1] = torch.tensor(getattr(row, kind), dtype=torch.float64)
+        return table
+
+    @property
+    def _last(self) -> Evaluation:
+        if not self.rows:
+            raise ValueError("no task was evaluated yet; add the evaluation after each")
+        return self.rows[-1]
+
+
+class Drift(NamedTuple):
+    """How far coordinates moved: the largest and the mean absolute change, and how many they are."""
+
+    largest: float
+    mean: float
+    coordinates: int
+
+
+def structural_drift(before: Tensor | Iterable[Tensor], after: Tensor | Iterable[Tensor]) -> Drift:
+    """Returns how far the coordinates of old nodes moved since their task ended; exactly 0 for frozen ones.
+
+    Args:
+        before: copies of the coordinates, such as `[nodes.incoming().weights.detach().clone(), …]`.
+        after: the same coordinates in the same order.
+
+    Raises:
+        ValueError: there are none, or not as many of them.
+
+    Examples:
+        >>> structural_drift(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+        Drift(largest=0.5, mean=0.25, coordinates=2)
+    """
+    then, since = ([given] if isinstance(given, Tensor) else list(given) for given in (before, after))
+    shapes = [[list(part.shape) for part in parts] for parts in (then, since)]
+    if shapes[0] != shapes[1] or not sum(part.numel() for part in then):
+        raise ValueError(f"drift compares the same coordinates, got {shapes[0]} before and {shapes[1]} after")
+    pairs = zip(then, since, strict=True)
+    change = torch.cat([(b.detach().double() - a.detach().double()).abs().flatten().cpu() for a, b in pairs])
+    return Drift(float(change.max()), float(change.mean()), len(change))
+
+
+def _logits(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, batch: int) -> Tensor:
+    module = model if isinstance(model, nn.Module) else None
+    modes = [] if module is None else [(part, part.training) for part in module.modules()]
+    try:
+        if module is not None:
+            module.eval()
+        with torch.no_grad():
+            return torch.cat([model(part) for part in x.split(batch)])
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _answers(logits: Tensor, classes: Sequence[int]) -> Tensor:
+    columns = torch.tensor(list(classes), device=logits.device)
+    return columns[logits[:, columns].argmax(1)]
