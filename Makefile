@@ -6,10 +6,10 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint soak bench docs clean
+.PHONY: help setup demo test lint soak bench study-fast studies tables docs clean
 
 help: ## show this list
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: .venv/.test ## make .venv with the library and what its demo and tests need
 
@@ -35,6 +35,17 @@ bench: .venv/.test ## measure edits, execution, rules and grafts, checking their
 	$(BIN)/python -m benchmarks.run execution --check --json benchmarks/results/execution.json
 	$(BIN)/python -m benchmarks.run rules --check --json benchmarks/results/rules.json
 	$(BIN)/python -m benchmarks.run graft --check --json benchmarks/results/graft.json
+
+study-fast: export OMP_NUM_THREADS = 1
+study-fast: .venv/.test ## run the fast form of every study, in seconds; the tests do so as well
+	$(BIN)/python -m grapnet.studies.all --fast
+
+studies: .venv/.test ## run every study in full, for hours, resuming from build/studies, and write results/
+	$(BIN)/python -m grapnet.studies.all --results results --resume build/studies
+	$(BIN)/python -m grapnet.studies.tables --check
+
+tables: .venv/.test ## set the committed results beside the paper's figures and check every bar
+	$(BIN)/python -m grapnet.studies.tables --check --markdown build/tables.md --html build/tables.html
 
 docs: .venv/.docs ## build the documentation into site/
 	$(BIN)/mkdocs build --strict

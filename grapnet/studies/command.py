@@ -107,9 +107,14 @@ def _computed(study: Study, settings: Any, seeds: Sequence[int], processes: int)
         yield from ((seed, one(seed)) for seed in seeds)
         return
     with ProcessPoolExecutor(min(processes, len(seeds)), multiprocessing.get_context("spawn")) as pool:
-        running = {pool.submit(one, seed): seed for seed in seeds}
+        running, failed = {pool.submit(one, seed): seed for seed in seeds}, []
         for done in as_completed(running):
-            yield running[done], done.result()
+            if done.exception() is None:
+                yield running[done], done.result()
+            else:
+                failed.append(done)
+    for done in failed[:1]:  # once what the others found is kept
+        done.result()
 
 
 def _on_one_thread(one_seed: Callable[[Any, int], dict[str, Any]], settings: Any, seed: int) -> dict[str, Any]:

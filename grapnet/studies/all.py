@@ -1,0 +1,116 @@
+"""Every study of the package, and the command that runs them one after the other.
+
+`python -m grapnet.studies.all --fast` shows in seconds that all of them work; without --fast it makes the results.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import command, tiny_transformer
+
+NAMES = (  # in the order of the paper
+    "localization",
+    "split_fashion",
+    "closed_form",
+    "split_cifar",
+    "tabular",
+    "execution_audit",
+    "attention_audit",
+    "mlp_equivalence",
+    "one_vs_rest",
+    "sifter",
+    "tiny_transformer",
+)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """What a study offers to those who run or read all of them.
+
+    Attributes:
+        name: of its module and of its JSON.
+        settings: of a full run, as its JSON has them.
+        table: sets a result beside the paper's, as Markdown.
+        missed: returns one line for every bar that a result misses.
+        run: writes its JSON and prints its table; gets whether to be fast, the file, and what the command passes on.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    table: Callable[[dict[str, Any]], str]
+    missed: Callable[[dict[str, Any]], list[str]]
+    run: Callable[[bool, Path | None, Sequence[str]], int]
+
+
+def registered(name: str) -> Registered:
+    """Returns a study by name."""
+    if name not in NAMES:
+        raise ValueError(f"there is no study {name!r}; there are {', '.join(NAMES)}")
+    if name == "tiny_transformer":
+        return _TINY_TRANSFORMER
+    study: command.Study = importlib.import_module(f"grapnet.studies.{name}").STUDY
+
+    def run(fast: bool, path: Path | None, arguments: Sequence[str]) -> int:
+        written = [] if path is None else ["--json", str(path)]
+        return command.main(study, [*(["--fast"] if fast else []), *written, *arguments])
+
+    return Registered(name, _as_read(study.settings), study.table, study.missed, run)
+
+
+def _run_tiny_transformer(fast: bool, path: Path | None, arguments: Sequence[str]) -> int:
+    """Runs the one study that has no seeds, so that nothing can be resumed or spread over processes."""
+    settings = tiny_transformer.Settings(train=256, epochs=2) if fast else tiny_transformer.Settings()
+    result = tiny_transformer.run(settings)
+    print(tiny_transformer.table(result))
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+def _as_read(settings: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(asdict(settings)))
+
+
+_TINY_TRANSFORMER = Registered(
+    "tiny_transformer",
+    _as_read(tiny_transformer.Settings()),
+    tiny_transformer.table,
+    tiny_transformer.missed,
+    _run_tiny_transformer,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the studies one after the other and says how long each took; see --help."""
+    parser = argparse.ArgumentParser(prog="python -m grapnet.studies.all", description=__doc__)
+    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"all when none is named: {', '.join(NAMES)}")
+    parser.add_argument("--fast", action="store_true", help="show in seconds that they work, in this one process")
+    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write one JSON a study there")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time")
+    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep finished seeds there, and go on from them")
+    given = parser.parse_args(arguments)
+    if unknown := [name for name in given.studies if name not in NAMES]:
+        parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(NAMES)}")
+    passed_on = ["--processes", "1" if given.fast else str(given.processes)]
+    passed_on += [] if given.resume is None else ["--resume", str(given.resume)]
+    start = time.perf_counter()
+    for name in given.studies or NAMES:
+        begun = time.perf_counter()
+        print(f"\n## {name}\n", flush=True)
+        registered(name).run(given.fast, given.results and given.results / f"{name}.json", passed_on)
+        print(f"{name}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
+    print(f"all: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,67 @@
+"""Every study of the package is registered, has its figures, its table and its test, and runs fast."""
+
+import importlib
+import json
+import pkgutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import grapnet.studies
+from grapnet.studies import all as studies
+from grapnet.studies import command
+from grapnet.studies.published import ARTEFACTS
+
+HERE = Path(__file__).parent
+
+
+def modules() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(grapnet.studies.__path__)]
+
+
+def test_every_study_of_the_package_is_registered():
+    found = {name for name in modules() if hasattr(importlib.import_module(f"grapnet.studies.{name}"), "STUDY")}
+    assert found | {"tiny_transformer"} == set(studies.NAMES)
+    assert len(studies.NAMES) == len(set(studies.NAMES)) == 11
+    assert set(ARTEFACTS) == set(studies.NAMES)
+
+
+@pytest.mark.parametrize("name", studies.NAMES)
+def test_a_study_has_a_name_a_form_and_a_test_that_runs_its_fast_form(name):
+    text = (HERE / f"test_{name}.py").read_text()
+    assert "--fast" in text or "FAST" in text
+    one = studies.registered(name)
+    assert one.name == name
+    assert ARTEFACTS[name].figures
+    module = importlib.import_module(f"grapnet.studies.{name}")
+    assert (one.table, one.missed) == (module.table, module.missed)
+    if name != "tiny_transformer":
+        study: command.Study = module.STUDY
+        assert study.name == name  # of its JSON
+        assert one.settings == json.loads(json.dumps(asdict(study.settings)))
+        assert study.fast != study.settings
+        assert len(study.fast.seeds) <= 3
+
+
+def test_the_studies_run_one_after_the_other_and_write_their_json(tmp_path, capsys):
+    assert studies.main(["--fast", "--results", str(tmp_path), "mlp_equivalence", "tiny_transformer"]) == 0
+    captured = capsys.readouterr()
+    written = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    assert set(written) == {"mlp_equivalence", "tiny_transformer"}
+    for name, result in written.items():
+        assert result["study"] == name
+        assert f"## {name}\n\n{studies.registered(name).table(result)}" in captured.out
+    assert [line.split(":")[0] for line in captured.err.splitlines() if line.endswith(" s")] == [
+        "mlp_equivalence",
+        "tiny_transformer",
+        "all",
+    ]
+
+
+def test_an_unknown_study_is_named(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        studies.main(["--fast", "localisation"])
+    assert "there is no study 'localisation'; there are localization, " in capsys.readouterr().err
+    with pytest.raises(ValueError, match="there is no study 'localisation'"):
+        studies.registered("localisation")

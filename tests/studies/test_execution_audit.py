@@ -1,0 +1,107 @@
+"""The execution audit runs on made-up images, finds equal answers, and would name what it missed."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+from grapnet.studies import execution_audit, forward_times
+from grapnet.studies.command import main
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("study") / "result.json"
+    assert main(execution_audit.STUDY, ["--fast", "--check", "--json", str(path)]) == 1
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def reached(result) -> dict:
+    """A result with the times that a full run would have to reach."""
+    result = copy.deepcopy(result)
+    result["settings"]["fast"] = False
+    summary = result["summary"]
+    for name in ("ER", "DER++"):
+        summary["training"][name]["faster"]["family"] = 2.0
+    summary["training"]["ER"]["over dense"] = {"stream": 1.15, "tasks": [1.3] * 5, "without growth": 1.0}
+    summary["snapshot"]["walk"], summary["compiled"] = 38.1, {"walk": 2.68, "reference": 2.0, "difference": 0.0}
+    return result
+
+
+def test_family_is_the_reference_before_and_after_cuts(result):
+    assert not any(" the cuts in " in line for line in execution_audit.missed(result))
+    summary = result["summary"]
+    assert summary["relations"] == [13200, 13200 - 588 - 72]  # 5 % of 11,760 and of 1,440
+    assert summary["families"] == [1, 5]
+    exact = result["seeds"]["20"]["exact"]["float32"]
+    assert min(exact["before"]["largest output"], exact["after"]["largest gradient"]) > 0.01
+
+
+def test_what_runs_the_head_does_not_change_what_it_learns(result):
+    for found in result["seeds"]["20"]["training"].values():
+        scores = found["scores"]
+        assert scores["family"] == scores["auto"] == scores["reference"]
+        assert scores["reference"]["seen"] > 20  # twice what chance would get, so that something was learnt
+        assert scores["dense"] != scores["reference"]
+        assert all(seconds > 0 for seconds in found["seconds"].values())
+        assert len(found["over dense"]["tasks"]) == 5
+        assert 0 < found["over dense"]["without growth"] < found["over dense"]["stream"]
+
+
+def test_forward_passes_are_compared_with_what_they_replace(result):
+    summary = result["summary"]
+    assert summary["snapshot"]["families"] == 1
+    assert summary["snapshot"]["difference"] < 1e-5
+    assert summary["snapshot"]["walk"] > 1
+    assert "missing" in summary["compiled"] or summary["compiled"]["difference"] < 1e-5
+
+
+def test_a_slower_case_is_found_to_be_slower():
+    def longer(h: torch.Tensor) -> torch.Tensor:
+        for _ in range(200):
+            h = h + 1
+        return h
+
+    found = forward_times.times_faster(
+        {"once": lambda h: h + 1, "longer": longer, "again": lambda h: h + 1}, torch.zeros(8), 3
+    )
+    assert found.keys() == {"longer", "again"}
+    assert found["longer"] > 20
+    assert found["longer"] > 3 * found["again"]
+
+
+def test_the_table_says_where_compiled_relations_are_missing(reached):
+    assert "| compiled relations faster than walk, forward | 2.68 | 2.68 |" in execution_audit.table(reached)
+    reached["summary"]["compiled"] = {"missing": "the kernels are not installed"}
+    text = execution_audit.table(reached)
+    assert "| compiled relations | not measured: the kernels are not installed | 2.68 |" in text
+    assert "| GrapNet+ER | family |" in text
+    assert execution_audit.missed(reached) == []
+
+
+def test_a_result_that_reaches_every_bar_misses_none(reached):
+    assert execution_audit.missed(reached) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "named"),
+    [
+        (("exact", "float32", "before", "forward share"), 2e-6, "forward before the cuts in float32"),
+        (("exact", "float64", "after", "gradient share"), float("nan"), "gradient after the cuts in float64"),
+        (("training", "DER++", "largest gap"), 0.06, "DER++: accuracy or forgetting"),
+        (("training", "ER", "faster", "family"), 1.7, "ER: family is 1.70 times faster"),
+        (("training", "ER", "over dense", "stream"), 1.16, "training time over dense: 1.16 over the stream"),
+        (("training", "ER", "over dense", "tasks", 3), 1.31, "training time over dense: 1.31 at one task"),
+        (("snapshot", "walk"), 38.0, "snapshot"),
+        (("compiled", "walk"), 2.6, "compiled"),
+    ],
+)
+def test_each_missed_bar_is_named(reached, place, value, named):
+    inner = reached["summary"]
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    (line,) = execution_audit.missed(reached)
+    assert line.startswith(named)

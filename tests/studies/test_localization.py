@@ -1,0 +1,110 @@
+"""The localization study cuts exactly what a task owns, sees what leaks elsewhere, and would name what it missed."""
+
+import copy
+import json
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from grapnet.studies import localization
+from grapnet.studies.command import main
+from grapnet.studies.localization import FAST, PAPER, ROWS, STUDY, Settings, fashion_images, missed, summarise, table
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("study") / "result.json"
+    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+def as_full(result: dict) -> dict:
+    """Returns the result as if it came from a full run, so that only its figures can miss a bar."""
+    return {**copy.deepcopy(result), "settings": json.loads(json.dumps(asdict(Settings())))}
+
+
+def test_the_cut_takes_96_relations_from_storage_and_only_its_own_pair_falls_to_chance(result):
+    found = result["summary"]
+    assert found["relations"] == [[49 * 240 + 5 * 96, 49 * 240 + 1440]]
+    assert found["rows"]["owned"]["removed"] == [[96, 96, 96]]  # references, coordinates, weights of a snapshot
+    assert found["target_after"] == [50.0]
+    assert found["rows"]["owned"]["other_largest"] == 0
+    assert found["rows"]["owned"]["moved"] < 1e-5  # no logit of another pair either, but for rounding
+    assert found["rows"]["owned"]["base"][0] > 75  # there was something to lose
+
+
+def test_the_controls_cut_as_much_and_do_not_isolate(result):
+    rows = result["summary"]["rows"]
+    assert rows["random"]["removed"] == rows["grown_pair"]["removed"] == rows["grown_random"]["removed"] == [[96] * 3]
+    assert rows["grown_owned"]["removed"] == [[96 * n] * 3 for n in (1, 2, 3, 4, 5)]
+    assert rows["random"]["other_largest"] > 0  # so a change of another pair would be seen
+    assert rows["random"]["moved"] > 0.01
+    assert rows["random"]["margin"][0] < rows["owned"]["margin"][0]
+    leak = rows["grown_pair"]["after_by_task"]
+    assert leak[4] == 50  # only the last task's nodes speak for the last pair
+    assert max(leak[:4]) > 60
+    assert rows["grown_owned"]["other_largest"] > 0
+
+
+def test_undo_restores_every_head_and_a_seed_gives_the_same_numbers_again(result):
+    cuts = [cut for numbers in result["seeds"].values() for cut in numbers["cuts"].values()]
+    assert len(cuts) == 2 * len(ROWS)
+    assert all(cut["restored"] == [True] * 5 for cut in cuts)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        again = localization.one_seed(FAST, 21)
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads(json.dumps(again)) == result["seeds"]["21"]
+
+
+def test_the_table_sets_ours_beside_the_papers(result):
+    shown = table(result)
+    assert f"| {PAPER['base'][0]:.2f} ± {PAPER['base'][1]:.2f} |" in shown
+    assert "| the task's 96 relations (the paper's cut) | 96 | 50.00 ± 0.00 |" in shown
+    assert "| R1 head: all that the task owns | 96 to 480 |" in shown
+    assert all(name in shown for name in ROWS.values())
+
+
+def test_a_fast_run_reaches_no_bar_for_its_data_alone(result):
+    (line,) = missed(result)
+    assert line.startswith("data")
+    assert missed(as_full(result)) == []
+
+
+@pytest.mark.parametrize(
+    ("cut", "figure", "value", "named"),
+    [
+        ("owned", "removed", [95, 96, 96], "removed"),
+        ("owned", "removed", [96, 96, 0], "removed"),
+        ("random", "removed", [80, 80, 80], "control"),
+        ("owned", "restored", False, "undo"),
+        ("grown_pair", "restored", False, "undo"),
+        ("owned", "after", [50.05, 90.0, 90.0, 90.0, 90.0], "target"),
+    ],
+)
+def test_each_missed_bar_is_named(result, cut, figure, value, named):
+    worse = as_full(result)
+    worse["seeds"]["21"]["cuts"][cut][figure][0] = value
+    worse["summary"] = json.loads(json.dumps(summarise(FAST, worse["seeds"])))
+    (line,) = missed(worse)
+    assert line.startswith(named)
+
+
+def test_the_smallest_change_of_another_pair_is_a_miss(result):
+    worse = as_full(result)
+    worse["seeds"]["20"]["cuts"]["owned"]["other_largest"] = 1e-9
+    worse["summary"] = json.loads(json.dumps(summarise(FAST, worse["seeds"])))
+    (line,) = missed(worse)
+    assert line.startswith("other pairs")
+
+
+def test_made_up_images_look_like_fashion_mnist_and_unknown_data_are_refused():
+    for (images, y), each in zip(fashion_images("made-up"), (80, 40), strict=True):
+        assert images.shape == (10 * each, 28, 28)
+        assert images.dtype == torch.uint8
+        assert torch.bincount(y).tolist() == [each] * 10
+    with pytest.raises(ValueError, match='"fashion" or "made-up", got \'mnist\''):
+        fashion_images("mnist")

@@ -1,0 +1,74 @@
+"""The MLP equivalence audit runs, finds rounding and nothing else, and would name what it missed."""
+
+import copy
+import json
+
+import pytest
+import torch
+
+import grapnet as gn
+from grapnet.studies import mlp_equivalence
+from grapnet.studies.command import main
+
+FAST_LINE = "a fast run reaches no bar"
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("study") / "result.json"
+    assert main(mlp_equivalence.STUDY, ["--fast", "--check", "--processes", "1", "--json", str(path)]) == 1
+    return json.loads(path.read_text())
+
+
+def test_only_the_fast_run_itself_is_missed_and_every_path_is_there(result):
+    assert mlp_equivalence.missed(result) == [FAST_LINE]
+    for activations in result["summary"].values():
+        assert list(activations) == ["linear", "ReLU", "GELU"]
+        for paths in activations.values():
+            assert set(paths) == {"auto", "reference", "family", "walk", "snapshot", "MLP"}
+            assert paths["walk"].keys() == {"values", "weights", "biases", "inputs"}
+            assert paths["MLP"]["largest value"] > 0.1  # differences of nothing would be small, too
+
+
+def test_the_summary_is_the_largest_of_the_seeds(result):
+    per_seed = [seed["float32"]["GELU"]["reference"]["values"] for seed in result["seeds"].values()]
+    assert len(per_seed) == 2
+    assert result["summary"]["float32"]["GELU"]["reference"]["values"] == max(per_seed)
+
+
+def test_the_table_has_a_row_for_every_path_and_the_papers_number(result):
+    rows = mlp_equivalence.table(result).splitlines()
+    assert len(rows) == 2 + 3 * 5
+    assert all(row.endswith("| 1.2e-07 |") for row in rows[2:])
+
+
+def test_a_weight_that_was_copied_wrongly_would_be_seen(monkeypatch):
+    def careless(module: torch.nn.Module) -> gn.GrapNet:
+        net = copied(module)
+        relations = net.layers[0].outgoing()[:1]
+        relations.weights = relations.weights + 1e-3
+        return net
+
+    copied = gn.from_module
+    monkeypatch.setattr(gn, "from_module", careless)
+    found = mlp_equivalence.one_seed(mlp_equivalence.FAST, 0)
+    for activations in found.values():
+        for paths in activations.values():
+            assert min(paths[path]["values"] for path in mlp_equivalence.PATHS) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "path", "kind", "value"),
+    [
+        ("float32", "auto", "values", 1e-6),
+        ("float64", "walk", "weights", 1e-13),
+        ("float64", "family", "inputs", float("nan")),
+        ("float32", "snapshot", "values", 1.0),
+    ],
+)
+def test_each_missed_bar_is_named(result, dtype, path, kind, value):
+    worse = copy.deepcopy(result)
+    worse["settings"]["fast"] = False
+    worse["summary"][dtype]["ReLU"][path][kind] = value
+    (line,) = mlp_equivalence.missed(worse)
+    assert line.startswith(f"{kind} of ReLU MLPs run by {path} in {dtype}")

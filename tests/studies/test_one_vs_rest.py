@@ -1,0 +1,82 @@
+"""The one-vs-rest study forgets nothing where nodes are frozen, forgets elsewhere, and would name what it missed."""
+
+import copy
+import json
+from dataclasses import asdict
+
+import pytest
+
+from grapnet.studies.command import main
+from grapnet.studies.one_vs_rest import FAST, PAPER, ROWS, STUDY, Settings, missed, summarise, table
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("study") / "result.json"
+    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def good(result) -> dict:
+    """The result as if a full run had come out at the paper's accuracies."""
+    made = {**copy.deepcopy(result), "settings": json.loads(json.dumps(asdict(Settings())))}
+    for numbers in made["seeds"].values():
+        for key, paper in PAPER.items():
+            numbers[key]["accuracy"] = paper["accuracy"]
+    made["summary"] = summarise(FAST, made["seeds"])
+    return made
+
+
+def test_frozen_nodes_neither_forget_nor_move_and_shared_ones_do_both(result):
+    rows = result["summary"]["rows"]
+    assert (rows["frozen"]["largest_forgetting"], rows["frozen"]["largest_drift"]) == (0, 0)
+    assert rows["frozen"]["largest_change"] == 0
+    assert rows["sequential"]["largest_forgetting"] > 5
+    assert rows["momentum"]["largest_drift"] > 1e-3  # the measure sees coordinates that move
+    assert rows["momentum"]["largest_forgetting"] > 5
+
+
+def test_apart_without_freezing_is_as_good_as_frozen(result):
+    rows = result["summary"]["rows"]
+    assert (rows["unfrozen"]["largest_forgetting"], rows["unfrozen"]["largest_drift"]) == (0, 0)
+    assert rows["unfrozen"]["accuracy"] == rows["frozen"]["accuracy"]
+    assert rows["separate"]["largest_forgetting"] == 0
+
+
+def test_parameters_are_counted(result):
+    counts = {key: row["parameters"] for key, row in result["summary"]["rows"].items()}
+    grown, shared = 80 * (784 + 1 + 1) + 10, 784 * 64 + 64 + 64 * 10 + 10
+    assert counts == {key: [shared if key in ("sequential", "renewed") else grown] for key in ROWS}
+
+
+def test_every_method_has_its_row_and_a_fast_run_reaches_no_bar(result):
+    shown = table(result)
+    assert all(name in shown for name in ROWS.values())
+    assert "| 87.19 | 0.00 ± 0.00 | 0.00 | 0.0e+00 |" in shown
+    assert "| 26.18 | – |" in shown
+    assert missed(result)[0].startswith("data: made-up")
+
+
+@pytest.mark.parametrize(
+    ("key", "figure", "value", "named"),
+    [
+        ("frozen", "accuracy", 80.0, "frozen"),
+        ("frozen", "accuracy", 94.0, "frozen"),
+        ("sequential", "accuracy", 80.0, "sequential"),
+        ("frozen", "forgetting", 1e-9, "forgetting"),
+        ("frozen", "forgetting", -1e-9, "forgetting"),
+        ("frozen", "largest_change", 1e-9, "change"),
+        ("frozen", "drift", 1e-9, "drift"),
+    ],
+)
+def test_each_missed_bar_is_named(good, key, figure, value, named):
+    assert missed(good) == []
+    good["seeds"]["21"][key][figure] = value
+    good["summary"] = summarise(FAST, good["seeds"])
+    (line,) = missed(good)
+    assert line.startswith(named)
+
+
+def test_a_full_run_uses_the_images_and_ten_seeds():
+    assert (Settings().data, Settings().seeds) == ("fashion", tuple(range(20, 30)))

@@ -1,0 +1,105 @@
+"""The Split CIFAR-10 study runs without its features, has the paper's sizes, and names what it missed."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from grapnet.data import MissingDataError, save_features
+from grapnet.studies.command import main
+from grapnet.studies.split_cifar import FAST, NOTE, PAPER, STUDY, Settings, features
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("study") / "result.json"
+    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def reached(result) -> dict:
+    """A result that looks like a full run in which every bar is reached."""
+    found = copy.deepcopy(result)
+    found["settings"] |= {"features": "", "seeds": list(Settings().seeds)}
+    rows = found["summary"]["full"]
+    rows[FAST.heads[0].name]["seen_class"]["mean"] = 82.5
+    for row in rows.values():
+        if row["ahead"]:
+            row["ahead"] |= {"mean": 1.0, "p": 1e-4}
+    return found
+
+
+def test_the_heads_have_the_parameters_of_the_paper(result):
+    for stream in ("few", "full"):
+        rows = result["summary"][stream]
+        assert {name: rows[name]["parameters"] for name in PAPER} == {
+            "linear ER": 5_130,
+            "MLP-256 ER": 133_898,
+            "GrapNet frozen": 124_570,
+            "GrapNet plastic": 124_570,
+        }
+
+
+def test_a_fast_run_has_the_controls(result):
+    rows = result["summary"]["full"]
+    assert next(iter(rows)) == FAST.heads[0].name
+    for words in ("ridge regression on the inputs", "streaming LDA on the inputs", "nearest class mean on the inputs"):
+        assert rows[words]["images"] == 0
+    tuned = {name: row for name, row in rows.items() if "tuned" in name}
+    assert len(tuned) == 7
+    assert all(row["images"] > 0 and row["chosen"] for row in tuned.values())
+    (equal,) = (row for name, row in tuned.items() if "as many bytes" in name)
+    assert 0 <= rows[FAST.heads[0].name]["bytes"] - equal["bytes"] < 512 * 4 + 8
+
+
+def test_the_table_sets_the_paper_beside_ours_and_says_whose_features_they_are(result):
+    text = STUDY.table(result)
+    assert "| GrapNet plastic | 124,570 | seen_class | 70.88 ± 1.72 |" in text
+    assert "say nothing about CIFAR-10" in text
+    real = copy.deepcopy(result)
+    real["summary"]["note"] = NOTE
+    assert STUDY.table(real).count("features that are not torchvision's") == 3
+
+
+def test_features_come_from_the_environment_and_are_named(tmp_path, monkeypatch):
+    train, test, _ = features("made-up", 0)
+    path = tmp_path / "some.npz"
+    save_features(path, x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y, about="made here")
+    monkeypatch.setenv("GRAPNET_CIFAR_FEATURES", str(path))
+    found, _, about = features("", 0)
+    assert torch.allclose(found.x, train.x, atol=0.03)
+    assert about.startswith("made here; some.npz")
+    monkeypatch.setenv("GRAPNET_CIFAR_FEATURES", str(tmp_path / "none.npz"))
+    with pytest.raises(MissingDataError, match="Set GRAPNET_CIFAR_FEATURES"):
+        features("", 0)
+
+
+def test_made_up_features_are_none_a_model_of_the_seed_knows():
+    train, _, _ = features("made-up", 20)
+    torch.manual_seed(20)
+    model = nn.Linear(512, 10)
+    assert (model(train.x).argmax(1) == train.y).double().mean() < 0.3
+
+
+def test_a_fast_run_reaches_no_bar(result):
+    (line,) = STUDY.missed(result)
+    assert "fast run" in line
+
+
+@pytest.mark.parametrize(
+    ("row", "key", "value", "named"),
+    [
+        (FAST.heads[0].name, "seen_class", {"mean": 82.49}, "the bar is 82.50"),
+        ("GrapNet plastic", "ahead", {"mean": -1.0, "p": 1e-9}, "GrapNet plastic is -1.00 below"),
+        ("linear ER", "ahead", {"mean": 1.0, "p": 2e-3}, "p = 2.0e-03"),
+        ("GrapNet frozen", "parameters", 10, "GrapNet frozen has 10 parameters"),
+    ],
+)
+def test_each_missed_bar_is_named(reached, row, key, value, named):
+    assert STUDY.missed(reached) == []
+    reached["summary"]["full"][row][key] = value
+    (line,) = STUDY.missed(reached)
+    assert named in line

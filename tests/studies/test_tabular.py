@@ -1,0 +1,102 @@
+"""The tabular study: the paper's counts on real rows, the same ones for the random control, and misses are named."""
+
+import copy
+import json
+
+import pytest
+
+from grapnet.studies import tabular
+from grapnet.studies.command import main
+
+COUNTS = {"Breast Cancer": ([[1536, 1184]], [[96, 64]]), "Wine": ([[504, 342]], [[54, 36]])}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    path = tmp_path_factory.mktemp("study") / "result.json"
+    assert main(tabular.STUDY, ["--fast", "--json", str(path), "--processes", "1"]) == 0
+    return json.loads(path.read_text())
+
+
+@pytest.fixture
+def reached(result) -> dict:
+    """Returns the fast result with the settings and accuracies of the paper, so that only what is made worse shows."""
+    full = copy.deepcopy(result)
+    full["settings"].update(epochs=40, seeds=list(range(5)))
+    for name, one in full["summary"]["sets"].items():
+        for row in ("none", "covariance"):
+            one["rows"][row]["after"][0] = tabular.PAPER[name][row][0] - 0.99
+    assert tabular.missed(full) == []
+    return full
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_fast_run_removes_what_the_paper_removes(result, name):
+    rows = result["summary"]["sets"][name]["rows"]
+    assert list(rows) == list(tabular.ROWS)
+    for row in ("covariance", "random"):
+        assert (rows[row]["relations"], rows[row]["nodes"]) == COUNTS[name]
+    whole = COUNTS[name][0][0][0]
+    assert rows["none"]["relations"] == rows["renewed"]["relations"] == [[whole, whole]]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_every_row_is_the_same_run_up_to_the_edit(result, name):
+    for numbers in result["seeds"].values():
+        rows = [numbers[name][row] for row in tabular.ROWS]
+        assert len({row["before"] for row in rows}) == 1
+        assert rows[0]["edited"] == rows[0]["before"]
+    assert len({numbers[name][row]["edited"] for numbers in result["seeds"].values() for row in tabular.ROWS}) > 2
+
+
+def test_deviations_are_the_populations(result):
+    one, other = (numbers["Wine"]["none"]["before"] for numbers in result["seeds"].values())
+    mean, spread = result["summary"]["sets"]["Wine"]["rows"]["none"]["before"]
+    assert (mean, spread) == pytest.approx(((one + other) / 2, abs(one - other) / 2))
+    assert spread > 0
+
+
+def test_further_splits_enter_the_differences_alone(result):
+    numbers = copy.deepcopy(result["seeds"])
+    for seed in numbers.values():
+        for one in seed.values():
+            for row, figures in one["further"].items():
+                figures["after"], figures["edited"] = [90.0 + (row == "covariance")], [80.0]
+    settings = tabular.Settings(**{**result["settings"], "further": 1})
+    found = tabular.summarise(settings, {int(seed): one for seed, one in numbers.items()})
+    assert found["splits"] == 4
+    for name, one in found["sets"].items():
+        before = result["summary"]["sets"][name]
+        pair, was = (part["contrasts"]["covariance − no edit"] for part in (one, before))
+        assert pair["n"] == 4
+        assert pair["mean"] == pytest.approx((was["mean"] + 1) / 2)
+        assert one["rows"]["none"]["after"] == before["rows"]["none"]["after"]
+
+
+def test_the_table_has_every_row_and_the_papers_figures(result):
+    shown = tabular.table(result)
+    assert all(f"| {name} |" in shown for name in (*tabular.ROWS.values(), *tabular.CONTRASTS, *COUNTS))
+    assert all(figure in shown for figure in ("96.49 ± 1.52", "96.73 ± 1.20", "98.89 ± 0.91"))
+    assert "352 of 1,536 / 32 of 96" in shown
+    assert "162 of 504 / 18 of 54" in shown
+
+
+def test_a_fast_run_reaches_no_bar(result):
+    assert tabular.missed(result)[0].startswith("settings: 2 splits, 4 epochs")
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "what", "value", "named"),
+    [
+        ("Breast Cancer", "covariance", "relations", [[1536, 1183]], "Breast Cancer: covariance removed 353"),
+        ("Breast Cancer", "random", "nodes", [[96, 64], [96, 65]], "Breast Cancer: random removed 32 of 96, 31"),
+        ("Wine", "random", "relations", [[504, 504]], "Wine: random removed 0"),
+        ("Wine", "covariance", "after", [97.88, 1.0], "Wine: covariance edit reaches 97.88"),
+        ("Breast Cancer", "none", "after", [97.5, 1.0], "Breast Cancer: no edit reaches 97.50"),
+        ("Wine", "none", "after", [float("nan"), 1.0], "Wine: no edit reaches nan"),
+    ],
+)
+def test_each_missed_bar_is_named(reached, name, row, what, value, named):
+    reached["summary"]["sets"][name]["rows"][row][what] = value
+    (line,) = tabular.missed(reached)
+    assert line.startswith(named)
