@@ -10,6 +10,7 @@ import pytest
 from benchmarks import execution, graft, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
+from grapnet.studies import split_fashion
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -97,3 +98,15 @@ def test_the_performance_page_shows_the_committed_measurements_of_grafts(name):
     assert graft.table(result) in (ROOT / "docs/performance.md").read_text()
     assert max(max(row["output_error"], row["step_error"]) for row in result["rows"]) < graft.LARGEST_ERROR
     assert name != "graft" or graft.missed(result) == []
+
+
+def test_the_readme_shows_the_committed_controls_of_split_fashion():
+    result = json.loads((ROOT / "results/split_fashion.json").read_text())
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    table = split_fashion.STUDY.table(result)
+    for shown in ("48.0 ± 1.8", "67.1 ± 2.1", "55.0 ± 2.7", "63.8 ± 1.9"):
+        assert shown in readme
+    for measured in ("48.02 ± 1.77", "67.13 ± 2.12", "54.96 ± 2.71", "63.77 ± 1.86"):
+        assert measured in table  # what the README rounds
+    assert "become -3.4 [-4.7, -2.1]" in table
+    assert "become −3.4 [−4.7, −2.1]" in readme
