@@ -66,7 +66,7 @@ class _Kind:
         self.name = name.decode("latin1") if isinstance(name, bytes) else name
 
     def __setstate__(self, state: object) -> None:
-        pass  # byte order and alignment: one byte has neither
+        """Takes no notice of byte order and alignment: one byte has neither."""
 
 
 class _Array:

@@ -1,7 +1,6 @@
 """The attention audit runs, finds rounding and nothing else, deletes five relations, and would name what it missed."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -9,14 +8,6 @@ import torch
 import grapnet as gn
 from grapnet.execution import attention
 from grapnet.studies import attention_audit
-from grapnet.studies.command import main
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(attention_audit.STUDY, ["--fast", "--check", "--processes", "1", "--json", str(path)]) == 1
-    return json.loads(path.read_text())
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """The study of the solved head runs, counts what is stored, chooses on held-out images, and names a missed bar."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -9,15 +8,7 @@ from torch import nn
 
 from grapnet.learning import Batch, GramStatistics, TaskStream
 from grapnet.studies.closed_form import FAST, PAPER, STUDY, Settings, images
-from grapnet.studies.command import main
 from grapnet.studies.stream_heads import TASKS, Choice, dense, trained, tuned_replay
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
 
 
 @pytest.fixture

@@ -1,20 +1,11 @@
 """The execution audit runs on made-up images, finds equal answers, and would name what it missed."""
 
 import copy
-import json
 
 import pytest
 import torch
 
 from grapnet.studies import execution_audit, forward_times
-from grapnet.studies.command import main
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(execution_audit.STUDY, ["--fast", "--check", "--json", str(path)]) == 1
-    return json.loads(path.read_text())
 
 
 @pytest.fixture

@@ -8,15 +8,7 @@ import pytest
 import torch
 
 from grapnet.studies import localization
-from grapnet.studies.command import main
-from grapnet.studies.localization import FAST, PAPER, ROWS, STUDY, Settings, fashion_images, missed, summarise, table
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
+from grapnet.studies.localization import FAST, PAPER, ROWS, Settings, fashion_images, missed, summarise, table
 
 
 def as_full(result: dict) -> dict:

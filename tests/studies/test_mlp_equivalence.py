@@ -1,23 +1,14 @@
 """The MLP equivalence audit runs, finds rounding and nothing else, and would name what it missed."""
 
 import copy
-import json
 
 import pytest
 import torch
 
 import grapnet as gn
 from grapnet.studies import mlp_equivalence
-from grapnet.studies.command import main
 
 FAST_LINE = "a fast run reaches no bar"
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(mlp_equivalence.STUDY, ["--fast", "--check", "--processes", "1", "--json", str(path)]) == 1
-    return json.loads(path.read_text())
 
 
 def test_only_the_fast_run_itself_is_missed_and_every_path_is_there(result):

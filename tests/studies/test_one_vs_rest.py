@@ -6,15 +6,7 @@ from dataclasses import asdict
 
 import pytest
 
-from grapnet.studies.command import main
-from grapnet.studies.one_vs_rest import FAST, PAPER, ROWS, STUDY, Settings, missed, summarise, table
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
+from grapnet.studies.one_vs_rest import FAST, PAPER, ROWS, Settings, missed, summarise, table
 
 
 @pytest.fixture

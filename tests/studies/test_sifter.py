@@ -1,7 +1,6 @@
 """The sifter study: exactly 200 relations go and no node, the control differs in its scores alone, misses are named."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -9,14 +8,6 @@ import torch
 import grapnet as gn
 from grapnet.rules import Budget, CovarianceSifter
 from grapnet.studies import sifter
-from grapnet.studies.command import main
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(sifter.STUDY, ["--fast", "--json", str(path), "--processes", "1"]) == 0
-    return json.loads(path.read_text())
 
 
 @pytest.fixture

@@ -1,22 +1,13 @@
 """The Split CIFAR-10 study runs without its features, has the paper's sizes, and names what it missed."""
 
 import copy
-import json
 
 import pytest
 import torch
 from torch import nn
 
 from grapnet.data import MissingDataError, save_features
-from grapnet.studies.command import main
 from grapnet.studies.split_cifar import FAST, NOTE, PAPER, STUDY, Settings, features
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
 
 
 @pytest.fixture

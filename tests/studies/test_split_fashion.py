@@ -1,22 +1,13 @@
 """Table 2's study runs, counts exactly, trains its controls as their names say, and names each bar that it misses."""
 
 import copy
-import json
 
 import pytest
 import torch
 
 from grapnet.learning import TaskStream
 from grapnet.studies import split_fashion as study
-from grapnet.studies.command import main
 from grapnet.studies.split_fashion_heads import Head, Learner, Regime, images, learned
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(study.STUDY, ["--fast", "--processes", "1", "--json", str(path)]) == 0
-    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")

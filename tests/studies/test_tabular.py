@@ -1,21 +1,12 @@
 """The tabular study: the paper's counts on real rows, the same ones for the random control, and misses are named."""
 
 import copy
-import json
 
 import pytest
 
 from grapnet.studies import tabular
-from grapnet.studies.command import main
 
 COUNTS = {"Breast Cancer": ([[1536, 1184]], [[96, 64]]), "Wine": ([[504, 342]], [[54, 36]])}
-
-
-@pytest.fixture(scope="module")
-def result(tmp_path_factory) -> dict:
-    path = tmp_path_factory.mktemp("study") / "result.json"
-    assert main(tabular.STUDY, ["--fast", "--json", str(path), "--processes", "1"]) == 0
-    return json.loads(path.read_text())
 
 
 @pytest.fixture
