@@ -50,6 +50,8 @@ class Comparison:
 
     def adopt_newborn(self, after: State, draft: Draft) -> None:
         """Checks the newborn values against their bounds and gives them to the oracle."""
+        if not draft.bounds:
+            return
         found, coordinates = self.read().coordinates(), after.coordinates()
         for key, (least, most) in draft.bounds.items():
             value, slack = found[key].value, 1e-15 if least < most else 0
@@ -125,8 +127,8 @@ class Comparison:
         assert handle.parents.uids.tolist() == parents
         assert handle.W_alloc.tolist() == [[state.relations[pair].value for pair in owned]]
         assert handle.bias is None if node.bias is None else handle.bias.item() == node.bias.value
-        coordinates = state.coordinates()
-        belonging = [coordinates[key].frozen for key in Draft(state).belonging([node.uid], True, True, True)]
+        belonging = [relation.frozen for pair, relation in state.relations.items() if node.uid in pair]
+        belonging += [] if node.bias is None else [node.bias.frozen]
         assert handle.frozen == (bool(belonging) and all(belonging))
 
     def compare_past(self, first: gn.GrapNet) -> None:

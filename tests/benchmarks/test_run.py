@@ -6,6 +6,14 @@ import sys
 import pytest
 
 from benchmarks import costs, edits, execution, graft, rules, run
+from benchmarks.timing import threads
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch):
+    """Lets no benchmark use a second thread, which would wait and wait for a core that other tests keep busy."""
+    for benchmark in (execution, graft):
+        monkeypatch.setattr(benchmark, "threads", lambda count: threads(1))
 
 
 def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):

@@ -1,6 +1,6 @@
 """Kills a process at random moments of its saves and looks at what is left; reports as JSON.
 
-python -m tests.checkpoint.crash FOLDER KILLS gn|torch
+python -m tests.checkpoint.crash FOLDER KILLS_OF_GN KILLS_OF_TORCH
 """
 
 import json
@@ -23,10 +23,10 @@ NOTE = struct.Struct("<?q")  # finished?, number of the save
 
 
 class Library:
-    """Saves and loads with gn.save and gn.load; the content of a save is its number, half a million times."""
+    """Saves and loads with gn.save and gn.load; the content of a save is its number, 62,750 times."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.net = path, gn.GrapNet([700, 700])
+        self.path, self.net = path, gn.GrapNet([250, 250])
 
     def save(self, number: int) -> None:
         with torch.no_grad():
@@ -121,6 +121,9 @@ def main(folder: Path, kills: int, library: Library) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    place = Path(sys.argv[1])
-    kind = {"gn": Library, "torch": Control}[sys.argv[3]]
-    print(json.dumps(main(place, int(sys.argv[2]), kind(place / "net.ckpt"))))
+    report = {}
+    for name, kind, count in zip(("gn", "torch"), (Library, Control), sys.argv[2:], strict=True):
+        place = Path(sys.argv[1], name)
+        place.mkdir()
+        report[name] = main(place, int(count), kind(place / "net.ckpt"))
+    print(json.dumps(report))

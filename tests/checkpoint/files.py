@@ -97,27 +97,29 @@ def _tensor(data: bytes, described: dict[str, Any]) -> Tensor:
 
 def build(text: str, tensors: dict[str, Tensor]) -> bytes:
     """Returns a file with a right digest, whatever the document and the tensors say."""
-    header: dict[str, Any] = {"__metadata__": {"grapnet": text, "sha256": _digest(text, tensors)}}
-    body, codes = b"", {dtype: code for code, dtype in DTYPES.items()}
-    for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
-        start, body = len(body), body + _content(tensors[name])
-        offsets = [start, len(body)]
+    contents = {name: _content(tensor) for name, tensor in tensors.items()}
+    header: dict[str, Any] = {"__metadata__": {"grapnet": text, "sha256": _digest(text, tensors, contents)}}
+    codes, start = {dtype: code for code, dtype in DTYPES.items()}, 0
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
+        end = start + len(contents[name])
         header[name] = {
             "dtype": codes[tensors[name].dtype],
             "shape": list(tensors[name].shape),
-            "data_offsets": offsets,
+            "data_offsets": [start, end],
         }
+        start = end
     head = json.dumps(header).encode()
     head += b" " * (-len(head) % 8)
-    return struct.pack("<Q", len(head)) + head + body
+    return b"".join([struct.pack("<Q", len(head)), head, *(contents[name] for name in names)])
 
 
 def _content(tensor: Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 
-def _digest(text: str, tensors: dict[str, Tensor]) -> str:
+def _digest(text: str, tensors: dict[str, Tensor], contents: dict[str, bytes]) -> str:
     total = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
-        total.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode() + _content(tensor))
+        total.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode() + contents[name])
     return total.hexdigest()

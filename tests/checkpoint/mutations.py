@@ -37,11 +37,12 @@ def mutations(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
     """Yields `count` mutations of a file, every second one signed again."""
     rng = random.Random(seed)
     document, tensors = parse(data)
+    written = json.dumps(document)
     for n in range(count // 2):
         damage = DAMAGES[n % len(DAMAGES)]
         yield Mutation(f"{n}: {damage.__name__}", damage(rng, data), document, tensors)
         forge = FORGERIES[n % len(FORGERIES)]
-        new_document, new_tensors = copy.deepcopy(document), {name: t.clone() for name, t in tensors.items()}
+        new_document, new_tensors = json.loads(written), {name: t.clone() for name, t in tensors.items()}
         text = None
         while text is None:  # a draw may not apply, or change nothing
             detail, text = forge(rng, new_document, new_tensors)

@@ -53,6 +53,7 @@ class Referee:
         self.graph = graph_of(*parse(example.read_bytes()))
         self.net, objects = edited_net()
         self.states = {name: copy.deepcopy(objects[name].state_dict()) for name in ("optimizer", "scheduler")}
+        self.objects, self.before = self._objects()
         sys.addaudithook(self._audit)
 
     def judge(self, mutation: Mutation) -> None:
@@ -72,6 +73,7 @@ class Referee:
             self._restore(mutation)
         except Exception as error:
             self.faults.append(f"{mutation.label}: {type(error).__name__}: {error}"[:500])
+            self.objects, self.before = self._objects()  # so that the next mutation is judged by itself
 
     def watched(self, act: Callable[[], Any]) -> Any:
         """Returns what `act` returns, or None when it refused the file in the way it should."""
@@ -107,13 +109,15 @@ class Referee:
             cause = cause.__cause__
 
     def _restore(self, mutation: Mutation) -> None:
-        objects = self._objects()
-        before = contents(objects)
+        names = list(self.objects)
+        self.rng.shuffle(names)
+        objects = {name: self.objects[name] for name in names}
         data = self.watched(lambda: gn.restore(self.path, **objects))
         self.outcomes["refused to restore" if data is None else "restored"] += 1
         if data is None:
-            assert contents(objects) == before, "a refused restore changed an object"
+            assert contents(self.objects) == self.before, "a refused restore changed an object"
             return
+        self.objects, self.before = self._objects()
         assert mutation.document is not None
         extras = mutation.document["extras"]
         told = {name: plain(part["tree"], mutation.tensors) for name, part in extras.items()}
@@ -123,14 +127,12 @@ class Referee:
         kept = vars(objects["scheduler"])
         assert all(as_text(kept[key]) == as_text(value) for key, value in told["scheduler"].items())
 
-    def _objects(self) -> dict[str, Any]:
-        """Returns objects in the middle of a training, in some order."""
+    def _objects(self) -> tuple[dict[str, Any], str]:
+        """Returns objects in the middle of a training, and what they hold; refused restores leave them for the next."""
         objects = objects_for(self.net)
         for name, state in self.states.items():
             objects[name].load_state_dict(copy.deepcopy(state))
-        names = list(objects)
-        self.rng.shuffle(names)
-        return {name: objects[name] for name in names}
+        return objects, contents(objects)
 
     def _audit(self, event: str, arguments: tuple[Any, ...]) -> None:
         if self.watching and event.startswith(FORBIDDEN):

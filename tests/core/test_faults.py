@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import grapnet as gn
-from tests.fingerprint import fingerprint
+from tests.fingerprint import as_bytes, fingerprint
 
 # Whatever fails in these fails before there is an edit, or after the swap has begun.
 OUTSIDE = {"__enter__", "__exit__", "open_edit", "close_edit", "edit", "__init__", "take_back", "__del__"}
@@ -34,11 +34,13 @@ class Injection:
         self.swapping = False
 
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
-        name, caller = frame.f_code.co_name, frame.f_back
-        self.swapping |= event == "call" and name == SWAP
-        generates = frame.f_code.co_flags & CO_GENERATOR  # entered once more to be closed, where errors are lost
-        foreign = "/grapnet/" not in frame.f_code.co_filename
-        if event != "call" or self.swapping or generates or foreign or name in OUTSIDE or caller is None:
+        if event != "call" or self.swapping:
+            return
+        code, caller = frame.f_code, frame.f_back
+        name, self.swapping = code.co_name, code.co_name == SWAP
+        generates = code.co_flags & CO_GENERATOR  # entered once more to be closed, where errors are lost
+        foreign = "/grapnet/" not in code.co_filename
+        if foreign or self.swapping or generates or name in OUTSIDE or caller is None:
             return
         self.calls.append((name, caller.f_code.co_filename, caller.f_lineno))
         self.codes.add(frame.f_code)
@@ -121,7 +123,11 @@ def followed() -> tuple[gn.GrapNet, torch.optim.Optimizer, list[Statistics]]:
 
 def state(followed: Any) -> list[Any]:
     net, optimizer, followers = followed
-    return [fingerprint(net, optimizer), [(f.seen.tolist(), f.told) for f in followers], torch.get_rng_state().tolist()]
+    return [
+        fingerprint(net, optimizer),
+        [(f.seen.tolist(), f.told) for f in followers],
+        as_bytes(torch.get_rng_state()),
+    ]
 
 
 ACTIONS: dict[str, Callable[[gn.GrapNet], object]] = {"edit": everything, "undo": lambda net: net.undo()}

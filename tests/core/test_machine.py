@@ -8,11 +8,12 @@ from grapnet.core.remap import IndexMap
 from tests.machine import run_programs
 
 SHARDS, PROGRAMS = 10, 30  # 300 programs in all
+STEPS = 12  # of a program at most; `make soak` runs 10,000 programs of up to 20
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))
 def test_random_programs_agree_with_the_oracle(shard):
-    run_programs(shard, PROGRAMS)
+    run_programs(shard, PROGRAMS, stateful_step_count=STEPS)
 
 
 def shift_positions(index, old):
@@ -35,4 +36,4 @@ BROKEN = {"new_positions": shift_positions, "carry": shift_values}
 def test_the_machine_notices_an_off_by_one(name, monkeypatch):
     monkeypatch.setattr(IndexMap, name, BROKEN[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, gn.GrapNetError)):
-        run_programs(0, 100, phases=[Phase.generate])
+        run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)

@@ -67,11 +67,12 @@ def require_close(
         assert off <= limit, f"{name} is off by {off:.2e}, its largest value is {largest:.2e}"
 
 
-def require_reference(net: gn.GrapNet, x: Tensor) -> None:
+def require_reference(net: gn.GrapNet, *inputs: Tensor) -> None:
     """Asserts that a net computes what its reference computes, values and gradients, and that it is sound."""
     gn.check(net)
-    coordinates = max(_largest(parameter.detach()) for parameter in net.parameters())
-    require_close(results(net, x), results(reference_of(net), x.double()), x.dtype, summands=coordinates)
+    coordinates, reference = max(_largest(p.detach()) for p in net.parameters()), reference_of(net)
+    for x in inputs:
+        require_close(results(net, x), results(reference, x.double()), x.dtype, summands=coordinates)
 
 
 def grown_head_differences(backend: str, device: str = "cpu") -> dict[str, float]:
