@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .labels import Labels
+from .relations import Topology
 from .remap import IndexMap
 from .vector import VectorChange
 
@@ -19,7 +20,7 @@ class NodeRecord:
     activations: Labels
 
     def __len__(self) -> int:
-        return len(self.uids)
+        return self.uids.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +92,7 @@ class Pairs:
     children: Tensor  # [n] int32
 
     def __len__(self) -> int:
-        return len(self.parents)
+        return self.parents.shape[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,7 @@ class TransitionChange:
     born: Pairs
     gone: Pairs
     weights: VectorChange
+    wiring: Topology | None = None  # that it leads to, as far as known; the journal keeps none
 
     @property
     def is_empty(self) -> bool:
@@ -135,9 +137,13 @@ class Change:
 
     def to(self, device: torch.device) -> "Change":
         """Returns the change with its coordinates and relations on a device; rows are counted on the CPU."""
+        if all(vector.flips.device == device for vector in self._vectors()):
+            return self
         layers = {n: c.to(device) for n, c in self.layers.items()}
         weights = {t: c.weights.to(device) for t, c in self.transitions.items()}
-        wires = {t: replace(c, index=weights[t].index, weights=weights[t]) for t, c in self.transitions.items()}
+        wires = {
+            t: replace(c, index=weights[t].index, weights=weights[t], wiring=None) for t, c in self.transitions.items()
+        }
         return Change(layers, wires)
 
     def without_values(self) -> "Change":
@@ -149,8 +155,7 @@ class Change:
     @property
     def has_values(self) -> bool:
         """False once the journal has let go of the weights and biases that came and went."""
-        vectors = [c.biases for c in self.layers.values() if c.biases] + [c.weights for c in self.transitions.values()]
-        return all(v.gone_values is not None for v in vectors)
+        return all(vector.gone_values is not None for vector in self._vectors())
 
     @property
     def detail_bytes(self) -> int:
@@ -172,3 +177,6 @@ class Change:
             "relations_removed": sum(len(c.gone) for c in transitions),
             "coordinates_turned": sum(map(len, turned)),
         }
+
+    def _vectors(self) -> list[VectorChange]:
+        return [c.biases for c in self.layers.values() if c.biases] + [c.weights for c in self.transitions.values()]

@@ -1,15 +1,17 @@
 """Drafts: one layer or one transition while an edit is being resolved."""
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .change import LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
 from .errors import EditError
 from .labels import Labels
-from .relations import require_countable
-from .remap import IndexMap, contains, empty_positions, flatnonzero
+from .relations import Topology, require_countable
+from .remap import IndexMap, ascending, contains, empty_positions, flatnonzero
 from .requests import Connection, Requests, draw
 from .values import Coordinates
 from .vector import Shift, VectorChange
@@ -30,21 +32,35 @@ class LayerDraft:
         self.columns = graph.columns_of(number)
         self.newborns = requests.newborns.get(number, [])
         self.n_present = len(self.layer)
-        self.uids = torch.cat([self.layer.uid, *(n.uids for n in self.newborns)])
+        self.uids = joined(self.layer.uid, [n.uids for n in self.newborns])
         self.gone = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
+        self.any_gone = False
         for rows in requests.removals.get(number, ()):
-            self.gone[rows.long()] = True
+            self.lose(rows.long())
         asked = (requests.namings, requests.freeze_biases, requests.unfreeze_biases, requests.orphans)
         self._named = any(number in part for part in asked)
 
     @property
     def is_touched(self) -> bool:
-        return bool(self.newborns) or self._named or bool(self.gone.any()) or self.shift is not None
+        return bool(self.newborns) or self._named or self.any_gone or self.shift is not None
+
+    @cached_property
+    def short_uids(self) -> Tensor:
+        return self.uids.int()
+
+    @property
+    def new_size(self) -> int:
+        return len(self.uids) - int(self.gone.sum())
+
+    def lose(self, rows: Tensor) -> None:
+        """Marks rows, given as numbers or as one bool a row, as gone."""
+        self.gone[rows] = True
+        self.any_gone = bool(self.gone.any())
 
     def new_rows(self, rows: Tensor) -> Tensor:
         """Returns where surviving rows will be."""
-        if not bool(self.gone.any()):
+        if not self.any_gone:
             return rows
         return ((~self.gone).cumsum(0) - 1).int().to(rows.device)[rows.long()]
 
@@ -53,35 +69,48 @@ class LayerDraft:
 
     def present_values(self, column: Tensor, fill: float = 0) -> Tensor:
         """Returns a column of the present rows, extended by `fill` for the newborn and without the gone rows."""
-        extended = torch.cat([column, column.new_full((len(self.uids) - self.n_present,), fill)])
+        newborn = self.uids.shape[0] - self.n_present
+        extended = torch.cat([column, column.new_full((newborn,), fill)]) if newborn else column
+        if not self.any_gone:
+            return extended
         return extended[self.survivors().to(column.device).long()]
 
     def change(
         self, requests: Requests, incoming: "TransitionDraft | None", generator: torch.Generator | None
     ) -> LayerChange:
-        gone = flatnonzero(self.gone[: self.n_present])
-        born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
+        gone, born = empty_positions(), ascending(self.uids.shape[0], torch.device("cpu"))[self.n_present :]
+        if self.any_gone:
+            gone = flatnonzero(self.gone[: self.n_present])
+            born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
         inserted = self.new_rows(born)
         index = IndexMap(self.n_present, self.n_present - len(gone) + len(born), gone, inserted)
-        owners = Labels.join([self.layer.owner_names, *(Labels.uniform(n.owner, len(n.uids)) for n in self.newborns)])
-        kinds = Labels.join(
-            [self.layer.activation_names, *(Labels.uniform(n.activation, len(n.uids)) for n in self.newborns)]
-        )
-        renamed_owners, owners = self._renamed(owners, "owners", requests)
-        renamed_kinds, kinds = self._renamed(kinds, "activations", requests)
-        before = NodeRecord(
-            self.layer.uid[gone.long()], self.layer.owner_names.select(gone), self.layer.activation_names.select(gone)
-        )
+        owners = [Labels.uniform(n.owner, len(n.uids)) for n in self.newborns]
+        kinds = [Labels.uniform(n.activation, len(n.uids)) for n in self.newborns]
+        renamed_owners, owners = self._renamed(self.layer.owner_names, owners, "owners", requests)
+        renamed_kinds, kinds = self._renamed(self.layer.activation_names, kinds, "activations", requests)
+        before = self._record(self.layer.uid, self.layer.owner_names, self.layer.activation_names, gone)
         biases = None if self.layer.is_sensory else self._biases(requests, index, born, incoming, generator)
-        record = NodeRecord(self.uids[born.long()], owners.select(born), kinds.select(born))
+        comes = born - self.n_present
+        record = self._record(self.uids[self.n_present :], owners, kinds, comes)
         drawn = {name: column.draw(len(born), generator) for name, column in self.columns.items()}
         columns = {name: column.change(index, drawn[name]) for name, column in self.columns.items()}
         return LayerChange(index, record, before, biases, renamed_owners, renamed_kinds, columns)
 
-    def _renamed(self, labels: Labels, kind: str, requests: Requests) -> tuple[Relabel | None, Labels]:
-        """Returns the relabelling of the surviving present rows, and all rows' names after it."""
+    @staticmethod
+    def _record(uids: Tensor, owners: Labels, kinds: Labels, rows: Tensor) -> NodeRecord:
+        """Returns who the nodes at ascending rows are."""
+        if rows.shape[0] == uids.shape[0]:
+            return NodeRecord(uids, owners, kinds)
+        return NodeRecord(uids[rows.long()], owners.select(rows), kinds.select(rows))
+
+    def _renamed(
+        self, present: Labels, newborn: list[Labels], kind: str, requests: Requests
+    ) -> tuple[Relabel | None, Labels]:
+        """Returns the relabelling of the surviving present rows, and the names of the newborn ones after it."""
         asked = [n for n in requests.namings.get(self.number, ()) if n.kind == kind]
-        before = labels
+        if not asked:
+            return None, Labels.join(newborn)
+        before = labels = Labels.join([present, *newborn])
         set_here = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         for naming in asked:
             rows = naming.rows.unique()
@@ -96,9 +125,10 @@ class LayerDraft:
         set_here[self.n_present :] = False
         rows = flatnonzero(set_here & ~self.gone)
         rows = rows[before.differs(labels, rows)]
+        names = labels.select(ascending(len(self.uids), torch.device("cpu"))[self.n_present :])
         if len(rows) == 0:
-            return None, labels
-        return Relabel(self.new_rows(rows), before.select(rows).compact(), labels.select(rows).compact()), labels
+            return None, names
+        return Relabel(self.new_rows(rows), before.select(rows).compact(), labels.select(rows).compact()), names
 
     def _biases(
         self,
@@ -114,21 +144,29 @@ class LayerDraft:
             layer, index, requests.freeze_biases.get(self.number), requests.unfreeze_biases.get(self.number)
         )
         example = layer.parameter.detach()
-        drawn, held = [example.new_empty(0)], [torch.empty(0, dtype=torch.bool, device=device)]
+        drawn, held = [], []
         for newborns in self.newborns:
             linear = newborns.bias == "linear" if isinstance(newborns.bias, str) else False
-            rows = torch.searchsorted(self.uids, newborns.uids)
-            gains = incoming.fan_in(rows) if linear and incoming is not None else torch.zeros(len(rows), device=device)
+            if linear and incoming is not None:
+                gains = incoming.fan_in(torch.searchsorted(self.uids, newborns.uids))
+            else:
+                gains = torch.zeros(newborns.uids.shape[0], device=device)
             given = newborns.bias if isinstance(newborns.bias, Tensor) else "linear" if linear else "zero"
             drawn.append(draw(given, gains, example, generator))
-            held.append(torch.full((len(rows),), newborns.bias is None, device=device))
-        comes = (born - self.n_present).to(device).long()
+            held.append(torch.full_like(gains, newborns.bias is None, dtype=torch.bool))
+        values, frozen = (
+            joined(example.new_empty(0), drawn),
+            joined(torch.empty(0, dtype=torch.bool, device=device), held),
+        )
+        if self.any_gone:
+            comes = (born - self.n_present).to(device).long()
+            values, frozen = values[comes], frozen[comes]
         return VectorChange(
             index,
-            born_frozen=torch.cat(held)[comes],
+            born_frozen=frozen,
             gone_frozen=layer.frozen_bits(index.removed),
             flips=flips,
-            born_values=torch.cat(drawn)[comes],
+            born_values=values,
             shift=self._shifted(index, flips),
         )
 
@@ -156,12 +194,10 @@ class TransitionDraft:
         self.t = t
         device = self.topology.child.device
         leaving = list(requests.cuts.get(t, ()))
-        gone_parents = flatnonzero(upper.gone[: upper.n_present])
-        gone_children = flatnonzero(lower.gone[: lower.n_present])
-        if len(gone_parents):
-            leaving.append(self.topology.owned_by(gone_parents.to(device)))
-        if len(gone_children):
-            leaving.append(self.topology.leading_to(gone_children.to(device)))
+        if upper.any_gone:
+            leaving.append(self.topology.owned_by(flatnonzero(upper.gone[: upper.n_present]).to(device)))
+        if lower.any_gone:
+            leaving.append(self.topology.leading_to(flatnonzero(lower.gone[: lower.n_present]).to(device)))
         self.cuts = union(leaving, device)
         self.connections = requests.connections.get(t, [])
         asked = (requests.freeze_relations, requests.unfreeze_relations)
@@ -169,16 +205,15 @@ class TransitionDraft:
         self._lower_size = len(lower.uids)
         for connection in self.connections:
             self._check(connection, requests, upper, lower)
-        none = torch.empty(0, dtype=torch.int32, device="cpu")
-        self.parents = torch.cat([none, *(c.parents for c in self.connections)])
-        self.children = torch.cat([none, *(c.children for c in self.connections)])
+        self.parents = joined(empty_positions(), [c.parents for c in self.connections])
+        self.children = joined(empty_positions(), [c.children for c in self.connections])
         self._check_distinct(upper, lower)
-        self.kept = ~upper.gone[self.parents.long()]  # an orphan's newborn relations go with it
+        self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None  # None: all of them
         self._surviving_fan_in: Tensor | None = None
 
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many parents lower rows (newborn ones included) will have."""
-        counts = torch.bincount(self.children[self.kept], minlength=self._lower_size)[rows.long()]
+        counts = torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)[rows.long()]
         present = rows < self.topology.n_children
         if bool(present.any()):
             if self._surviving_fan_in is None:
@@ -191,30 +226,25 @@ class TransitionDraft:
         self, upper: LayerDraft, lower: LayerDraft, requests: Requests, generator: torch.Generator | None
     ) -> TransitionChange:
         topology, device = self.topology, self.topology.child.device
-        born = flatnonzero(self.kept)
-        rows = upper.new_rows(self.parents)
-        if bool((rows[1:] < rows[:-1]).any()):
-            born = born[rows.index_select(0, born).argsort(stable=True)]
-        elif len(born) == len(rows):
-            born = None  # all of them, in the order they were asked for
-        parents = _picked(rows, born).to(device)
-        gains = torch.bincount(parents, minlength=upper.n_present + len(upper.uids))  # relations each new row gains
-        surviving = topology.degrees_without(self.cuts)
-        degrees = upper.present_values(surviving)
-        gains = gains[: len(degrees)]
-        ends = (degrees + gains).cumsum(0)
-        first = gains.cumsum(0) - gains  # where each owner's newborns start among all newborns
-        rank = torch.arange(len(parents), device=device) - first[parents.long()]
-        inserted = ((ends - gains)[parents.long()] + rank).int()
-        size = topology.n_relations - len(self.cuts) + len(inserted)
+        born = self._in_order(upper)
+        parents = _picked(upper.new_rows(self.parents), born).numpy()
+        stays = topology.n_relations - self.cuts.shape[0]
+        ends = upper.present_values(
+            topology.ends_without(self.cuts).cpu(), fill=stays
+        ).numpy()  # of what each row keeps
+        gains = np.bincount(parents, minlength=len(ends))  # relations that it is given, behind what it keeps
+        inserted = torch.from_numpy(ends[parents] + np.arange(len(parents), dtype=np.int32)).to(device)
+        size = stays + len(parents)
         require_countable(size, f"transition {self.t}", EditError)
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
-        values = _picked(self._drawn(gains, upper, generator), born)
-        losses = topology.degrees.long() - surviving
-        gone = Pairs(
-            upper.layer.uid.int().repeat_interleave(losses.cpu()),
-            lower.layer.uid.int().index_select(0, topology.child.index_select(0, self.cuts).cpu()),
-        )
+        values = _picked(self._drawn(torch.from_numpy(gains).to(device), upper, generator), born)
+        gone = Pairs(empty_positions(), empty_positions())
+        if self.cuts.shape[0]:
+            losses = topology.degrees.long() - topology.degrees_without(self.cuts)
+            gone = Pairs(
+                upper.short_uids[: upper.n_present].repeat_interleave(losses.cpu()),
+                lower.short_uids.index_select(0, topology.child.index_select(0, self.cuts).cpu()),
+            )
         flips = flips_of(
             self.store, index, requests.freeze_relations.get(self.t), requests.unfreeze_relations.get(self.t)
         )
@@ -225,30 +255,46 @@ class TransitionDraft:
             flips=flips,
             born_values=values,
         )
+        children = _picked(self.children, born)
+        ptr = np.zeros(len(ends) + 1, dtype=np.int32)
+        ptr[1:] = ends + gains.cumsum()
+        child = index.carry(lower.new_rows(topology.child), lower.new_rows(children).to(device))
         return TransitionChange(
             index,
             born=Pairs(
-                upper.uids.int().index_select(0, _picked(self.parents, born)),
-                lower.uids.int().index_select(0, _picked(self.children, born)),
+                upper.short_uids.index_select(0, _picked(self.parents, born)),
+                lower.short_uids.index_select(0, children),
             ),
             gone=gone,
             weights=weights,
+            wiring=None if index.is_identity else Topology(torch.from_numpy(ptr).to(device), child, lower.new_size),
         )
+
+    def _in_order(self, upper: LayerDraft) -> Tensor | None:
+        """Returns which of the relations asked for come, by owner; None when all do and are in that order already."""
+        rows = self.parents.numpy()
+        if self.kept is None and not (rows[1:] < rows[:-1]).any():
+            return None
+        kept = flatnonzero(torch.ones(len(rows), dtype=torch.bool, device="cpu")) if self.kept is None else self.kept
+        return kept[_picked(self.parents, kept).argsort(stable=True)]
 
     def _drawn(self, gains: Tensor, upper: LayerDraft, generator: torch.Generator | None) -> Tensor:
         """Returns the newborn weights in the order they were asked for."""
         example, drawn = self.store.weight.detach(), []
         for connection in self.connections:
             if isinstance(connection.weights, str) and connection.weights == "alloc":
-                counts = torch.zeros(len(upper.uids), dtype=torch.int64, device=gains.device)
-                counts[upper.survivors().to(gains.device).long()] = gains
-                scale = counts[connection.parents.to(gains.device).long()]
+                counts = gains
+                if upper.any_gone:
+                    counts = torch.zeros(len(upper.uids), dtype=torch.int64, device=gains.device)
+                    counts[upper.survivors().to(gains.device).long()] = gains
+                drawn.append(draw("alloc", counts, example, generator, at=connection.parents.to(gains.device)))
+                continue
             elif isinstance(connection.weights, str) and connection.weights == "linear":
                 scale = self.fan_in(connection.children)
             else:
                 scale = torch.zeros(len(connection.parents), device=example.device)
             drawn.append(draw(connection.weights, scale, example, generator))
-        return torch.cat(drawn) if drawn else example.new_empty(0)
+        return joined(example.new_empty(0), drawn)
 
     def _check(self, connection: Connection, requests: Requests, upper: LayerDraft, lower: LayerDraft) -> None:
         for role, draft, rows in (("parent", upper, connection.parents), ("child", lower, connection.children)):
@@ -271,10 +317,10 @@ class TransitionDraft:
                 self._refuse(
                     upper, lower, int(twice[0]) // width, int(twice[0]) % width, "is asked for twice in this edit"
                 )
-        present = (self.parents < upper.n_present) & (self.children < lower.n_present)
-        if not bool(present.any()):
+        present = (self.parents.numpy() < upper.n_present) & (self.children.numpy() < lower.n_present)
+        if not present.any():
             return
-        parents, children = self.parents[present], self.children[present]
+        parents, children = (rows[torch.from_numpy(present)] for rows in (self.parents, self.children))
         device = self.topology.child.device
         clash = self._exist(parents.to(device), children.to(device))
         if bool(clash.any()):
@@ -306,6 +352,12 @@ def _picked(vector: Tensor, places: Tensor | None) -> Tensor:
     return vector if places is None else vector.index_select(0, places.to(vector.device))
 
 
+def joined(first: Tensor, others: list[Tensor]) -> Tensor:
+    """Returns vectors one behind the other; one that stands alone is returned itself."""
+    filled = [part for part in (first, *others) if part.shape[0]]
+    return filled[0] if len(filled) == 1 else torch.cat(filled) if filled else first
+
+
 def union(parts: list[Tensor], device: torch.device) -> Tensor:
     """Returns the sorted union of position tensors."""
     if not parts:
@@ -318,6 +370,8 @@ def union(parts: list[Tensor], device: torch.device) -> Tensor:
 def flips_of(store: Coordinates, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None) -> Tensor:
     """Returns the new positions whose frozen bit turns: cutting beats freezing, and freezing beats unfreezing."""
     device = store.frozen_at.device
+    if not freezes and not thaws:
+        return empty_positions(device)
     freeze, thaw = union(freezes or [], device), union(thaws or [], device)
     thaw = thaw[~contains(freeze, thaw)]
     turned = torch.cat([freeze[~store.frozen_bits(freeze)], thaw[store.frozen_bits(thaw)]]).sort().values

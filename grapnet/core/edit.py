@@ -149,11 +149,12 @@ class Edit:
             weights = as_tensor(weights)
         distinct = False
         if pairs == "all":
-            distinct = len(parent_rows.unique()) == len(parent_rows) and len(child_rows.unique()) == len(child_rows)
+            distinct = _all_differ(parent_rows) and _all_differ(child_rows)
             shape = (len(parent_rows), len(child_rows))
             if isinstance(weights, Tensor) and weights.dim() == 2 and tuple(weights.shape) != shape:
                 raise EditError(f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}")
-            parent_rows, child_rows = parent_rows.repeat_interleave(shape[1]), child_rows.repeat(shape[0])
+            parent_rows = torch.from_numpy(parent_rows.numpy().repeat(shape[1]))  # numpy: a tenth of torch's time
+            child_rows = child_rows.expand(shape).reshape(-1)
         initial = checked_initial(weights, len(parent_rows), "relations")
         given = weights if isinstance(weights, str) else "given"
         self._note("connect", transition=upper, relations=len(parent_rows), weights=given)
@@ -285,7 +286,7 @@ class Edit:
         graph, operations = self.graph, self._operations
         if change.is_empty:
             return operations.clear
-        tokens = graph.tokens()
+        tokens = graph.tokens() if self.trial else None
         receipt = Commit(graph.version + 1, self.reason, change, self.by, tuple(operations), joint=joint)
         receipt, swap = graph.prepare_change(receipt, next_uid=self._next_uid, trial=self.trial)
 
@@ -388,3 +389,8 @@ class Edit:
             raise EditError(
                 "this edit is not open: use it inside its own `with net.edit(...) as edit:` block, before commit()"
             )
+
+
+def _all_differ(rows: Tensor) -> bool:
+    numbers = rows.numpy()
+    return bool((numbers[1:] > numbers[:-1]).all()) or len(np.unique(numbers)) == len(numbers)

@@ -35,8 +35,10 @@ class Joint:
 
         A transaction over a single net is a commit like any other, which carries None.
         """
+        if parts <= 1:
+            return [None] * parts
         name = name or uuid4().hex  # from the system, so that no generator of torch moves
-        return [cls(name, part, parts) if parts > 1 else None for part in range(parts)]
+        return [cls(name, part, parts) for part in range(parts)]
 
 
 @dataclass(frozen=True, eq=False)

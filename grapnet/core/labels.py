@@ -29,7 +29,7 @@ class Labels:
         return cls(torch.cat(codes) if codes else torch.empty(0, dtype=torch.int32, device="cpu"), names)
 
     def __len__(self) -> int:
-        return len(self.codes)
+        return self.codes.shape[0]
 
     def __getitem__(self, row: int) -> str | None:
         return self.names[self.codes[row]]
@@ -70,7 +70,8 @@ class Labels:
 
     def compact(self) -> "Labels":
         """Returns the same column with unused names left out of its table."""
-        names = tuple(name for name, _ in self.kinds())
+        used = torch.bincount(self.codes, minlength=len(self.names)).tolist()
+        names = tuple(name for name, count in zip(self.names, used, strict=True) if count)
         return Labels(self._recoded(names), names)
 
     def _recoded(self, names: tuple[str | None, ...]) -> Tensor:

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from .errors import EditError
+from .layer import Layer
 from .relation_set import RelationSet
+from .remap import ascending
 from .requests import Requests
-from .selection import Nodes, as_uids
+from .selection import Nodes, NodeSet, as_uids
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -57,13 +59,22 @@ def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> di
 
 def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tensor]:
     """Returns rows by layer, the nodes that the requests add counted after the present ones."""
-    left = as_uids(graph, nodes)
+    if isinstance(nodes, Layer) and nodes.graph is graph:
+        return {nodes.index: ascending(len(nodes), torch.device("cpu"))} if len(nodes) else {}
     found: dict[int, Tensor] = {}
+    if isinstance(nodes, NodeSet) and nodes.graph is graph:
+        found = {n: requests.rows(graph.layers[n], n, uids) for n, uids in nodes.uids_by_layer.items()}
+        if not any((rows.numpy() < 0).any() for rows in found.values()):
+            return found
+    left, found = as_uids(graph, nodes), {}
     for number, layer in enumerate(graph.layers):
         rows = requests.rows(layer, number, left)
-        if bool((rows >= 0).any()):
-            found[number] = rows[rows >= 0]
-            left = left[rows < 0]
+        here = rows >= 0
+        if len(left) and bool(here.all()):
+            found[number] = rows
+            return found
+        if bool(here.any()):
+            found[number], left = rows[here], left[~here]
     if len(left):
         graph.locate(int(left[0]))
     return found

@@ -1,6 +1,7 @@
 """IndexMap: how the coordinates of one vector moved in one commit."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,10 +41,16 @@ class IndexMap:
     inserted: Tensor
     _scratch: dict[str, Any] = field(default_factory=dict, repr=False)
 
-    @property
+    @cached_property
     def is_identity(self) -> bool:
         """True when no coordinate left and none came."""
-        return len(self.removed) == 0 and len(self.inserted) == 0
+        return self.removed.shape[0] == 0 and self.inserted.shape[0] == 0
+
+    @cached_property
+    def appends(self) -> bool:
+        """True when nothing left and all that came stands behind the survivors."""
+        none_left = self.removed.shape[0] == 0
+        return none_left and (self.inserted.shape[0] == 0 or int(self.inserted[0]) == self.old_size)
 
     def to(self, device: torch.device) -> "IndexMap":
         """Returns the map with its positions on another device."""
@@ -53,7 +60,6 @@ class IndexMap:
         """Returns the map that leads back: what was removed comes, what was inserted leaves."""
         return IndexMap(self.new_size, self.old_size, self.inserted, self.removed)
 
-    @torch.no_grad()
     def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
         """Returns `old` moved to the new positions, with `born` at the inserted ones; no gradient flows through.
 
@@ -65,15 +71,20 @@ class IndexMap:
             >>> index.carry(torch.tensor([10.0, 11.0, 12.0]), born=-1.0)
             tensor([11., 12., -1.])
         """
-        if len(old) != self.old_size:
+        if old.shape[0] != self.old_size:
             raise ValueError(f"this IndexMap carries vectors of length {self.old_size}, got {len(old)}")
         old = old.detach()
         if self.is_identity:
             return old
-        newborn = old.new_empty((len(self.inserted), *old.shape[1:]))
-        newborn[:] = born
-        if len(self.removed) == self.old_size:
-            return newborn
+        shape = (self.inserted.shape[0], *old.shape[1:])
+        like_old = isinstance(born, Tensor) and (born.shape, born.dtype, born.device) == (shape, old.dtype, old.device)
+        newborn = as_tensor(born).detach() if like_old else old.new_empty(shape)
+        if not like_old:
+            newborn[:] = born.detach() if isinstance(born, Tensor) else born
+        if self.removed.shape[0] == self.old_size:
+            return newborn.clone()  # never the memory of what was given
+        if self.appends:
+            return torch.cat([old, newborn], out=room(old, self.new_size))
         runs = self._runs()
         if runs is not None:
             pieces = (*old.split(runs.old_lengths), *newborn.split(runs.born_lengths))
@@ -82,8 +93,8 @@ class IndexMap:
         single = old.numel() == self.old_size  # [n] or [n, 1]: a flat gather is four times faster
         flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)
         torch.index_select(flat, 0, self._source(old.device), out=target)
-        if len(newborn):
-            new[self.inserted.to(old.device).long()] = newborn
+        if shape[0]:
+            new.index_copy_(0, self._targets(old.device), newborn)
         return new
 
     def new_positions(self, old: Tensor) -> Tensor:
@@ -107,11 +118,11 @@ class IndexMap:
         return self._scratch["runs"]
 
     def _find_runs(self) -> "_Runs | None":
+        if _pieces(self.removed) + _pieces(self.inserted) > max(_FEW_RUNS, self.new_size // _SHORTEST_RUN):
+            return None
         removed_at = _counted_in_survivors(self.removed)
         inserted_at = _counted_in_survivors(self.inserted)
         gaps, holes = _distinct(removed_at), _distinct(inserted_at)
-        if len(gaps) + len(holes) > max(_FEW_RUNS, self.new_size // _SHORTEST_RUN):
-            return None
         starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
         kept = np.diff(starts, append=self.old_size - len(removed_at))
         dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)  # before each run
@@ -127,18 +138,27 @@ class IndexMap:
         """Returns, for every new position, the old position to read (0 where newborn)."""
         key = str(device)
         if key not in self._scratch:
-            keep = torch.ones(self.old_size, dtype=torch.bool, device=device)
-            keep[self.removed.to(device).long()] = False
-            source = flatnonzero(keep)
-            if len(self.inserted):
+            source = ascending(self.old_size, device)
+            if self.removed.shape[0]:
+                keep = torch.ones(self.old_size, dtype=torch.bool, device=device)
+                keep[self.removed.to(device).long()] = False
+                source = flatnonzero(keep)
+            if self.inserted.shape[0]:
                 old = torch.ones(self.new_size, dtype=torch.bool, device=device)
-                old[self.inserted.to(device).long()] = False
+                old[self._targets(device)] = False
                 survivors, source = source, torch.zeros(self.new_size, dtype=torch.int32, device=device)
                 if device.type == "cpu":
                     source.numpy()[old.numpy()] = survivors.numpy()
                 else:
                     source[old] = survivors
             self._scratch[key] = source
+        return self._scratch[key]
+
+    def _targets(self, device: torch.device) -> Tensor:
+        """Returns the inserted positions, int64."""
+        key = f"targets {device}"
+        if key not in self._scratch:
+            self._scratch[key] = self.inserted.to(device).long()
         return self._scratch[key]
 
 
@@ -204,6 +224,12 @@ def concatenate_ranges(starts: Tensor, stops: Tensor) -> Tensor:
 def empty_positions(device: torch.device | str = "cpu") -> Tensor:
     """Returns an int32 tensor of no positions."""
     return torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _pieces(positions: Tensor) -> int:
+    """Returns how many runs of neighbours the sorted positions are."""
+    numbers = positions.cpu().numpy()
+    return len(numbers) and 1 + int(np.count_nonzero(numbers[1:] - numbers[:-1] != 1))
 
 
 def _counted_in_survivors(positions: Tensor) -> np.ndarray:

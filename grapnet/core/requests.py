@@ -66,9 +66,9 @@ class Requests:
         rows, offset = layer.rows(uids), len(layer)
         for newborns in self.newborns.get(number, ()):
             if len(newborns.uids):
-                place = uids - newborns.uids[0]
+                place = uids.numpy() - newborns.uids.numpy()[0]
                 inside = (place >= 0) & (place < len(newborns.uids))
-                rows = torch.where(inside, (place + offset).int(), rows)
+                rows.numpy()[inside] = place[inside] + offset
             offset += len(newborns.uids)
         return rows
 
@@ -106,15 +106,21 @@ def checked_initial(initial: Initial, count: int, what: str) -> Initial:
     return values.reshape(-1).expand(count)
 
 
-def draw(initial: Initial, gains: Tensor, example: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns one value for each entry of `gains`, uniform in ±1/√gain (0 where the gain is 0), or the given values."""
+def draw(
+    initial: Initial, gains: Tensor, example: Tensor, generator: torch.Generator | None, at: Tensor | None = None
+) -> Tensor:
+    """Returns one value for each entry of `gains`, uniform in ±1/√gain (0 where the gain is 0), or the given values.
+
+    With `at` it is one for each of these places in `gains`.
+    """
     if isinstance(initial, Tensor):
         return initial.to(example)
     if initial == "zero" or len(gains) == 0:
         return example.new_zeros(len(gains))
-    bound = gains.to(example).clamp(min=1).rsqrt() * (gains > 0)
+    bound = gains.to(example).rsqrt_().nan_to_num_(posinf=0.0)
+    bound = bound if at is None else bound.index_select(0, at)
     device = example.device if generator is None else generator.device
-    numbers = torch.empty(len(gains), dtype=example.dtype, device=device).uniform_(-1, 1, generator=generator)
+    numbers = torch.empty(bound.shape[0], dtype=example.dtype, device=device).uniform_(-1, 1, generator=generator)
     return numbers.to(example.device) * bound
 
 

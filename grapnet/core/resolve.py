@@ -50,7 +50,7 @@ def _remove_orphans(
     """
     draft, topology = drafts[number], graph.transitions[number].topology
     orphans = (incoming.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu() == 0) & ~draft.gone
-    draft.gone |= orphans
+    draft.lose(orphans)
     rows = flatnonzero(orphans[: draft.n_present])
     if not requests.orphans[number] or len(rows) == 0:
         return None

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -93,7 +94,7 @@ class Tokens:
     @classmethod
     def fresh(cls, graph: "Graph") -> "Tokens":
         """Returns tokens that nobody has seen."""
-        return cls([Token() for _ in graph.transitions], {name: Token() for name, _ in graph.named_parameters()})
+        return cls([Token() for _ in graph.transitions], defaultdict(Token))
 
 
 def commit_all(edits: "Sequence[Edit]") -> None:
@@ -139,7 +140,7 @@ def prepare_commit(
     commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
         layers = {n: _prepare_layer(graph, n, c) for n, c in commit.change.layers.items()}
-        wirings = _prepare_wirings(graph, commit.change)
+        wirings = _prepare_wirings(graph, commit.change, {n: layer.uids for n, layer in layers.items()})
         weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
         commit = _completed(commit, layers, weights)
         installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
@@ -195,26 +196,29 @@ def _prepare_layer(graph: "Graph", number: int, change: LayerChange) -> _Prepare
         owners = owners.replaced(change.owners.rows, change.owners.after)
     if change.activations is not None:
         activations = activations.replaced(change.activations.rows, change.activations.after)
+    only_came = change.index.removed.shape[0] == 0 and change.owners is None and change.activations is None
     for name, column in graph.columns_of(number).items():
         if not change.index.is_identity:
             columns[name] = column.prepare(change.columns.get(name) or column.change(change.index))
     return _PreparedLayer(
         change.index.carry(layer.uid, change.born.uids),
-        activations.compact(),
-        owners.compact(),
+        activations if only_came else activations.compact(),
+        owners if only_came else owners.compact(),
         None if change.biases is None else layer.prepare(change.biases),
         columns,
     )
 
 
-def _prepare_wirings(graph: "Graph", change: Change) -> dict[int, Topology]:
+def _prepare_wirings(graph: "Graph", change: Change, uids: dict[int, Tensor]) -> dict[int, Topology]:
     """Returns the new wiring of every transition whose relations move or whose ends are renumbered."""
     wirings = {}
     for t, transition in enumerate(graph.transitions):
         upper, lower, wires = change.layers.get(t), change.layers.get(t + 1), change.transitions.get(t)
         moves = (c is not None and not c.index.is_identity for c in (upper, lower, wires))
-        if any(moves):
-            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
+        if wires is not None and wires.wiring is not None:
+            wirings[t] = wires.wiring
+        elif any(moves):
+            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires, uids)
     return wirings
 
 
@@ -225,6 +229,7 @@ def rewired(
     upper: LayerChange | None,
     lower: LayerChange | None,
     wires: TransitionChange | None,
+    uids: dict[int, Tensor] | None = None,
 ) -> Topology:
     """Returns the wiring of a transition after the changes of its two layers and of its relations."""
     child, degrees, device, n_children = (
@@ -241,19 +246,23 @@ def rewired(
         n_children = lower.index.new_size
     if wires is not None:
         degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(child, rows_after(graph, t + 1, lower, wires.born.children).to(device))
+        child = wires.index.carry(child, rows_after(graph, t + 1, lower, wires.born.children, uids).to(device))
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
-        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
+        parents = rows_after(graph, t, upper, wires.born.parents, uids).to(device)
         degrees = degrees + torch.bincount(parents, minlength=len(degrees))
     ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
     ptr[1:] = degrees.cumsum(0)
     return Topology(ptr, child, n_children)
 
 
-def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
-    """Returns the rows that nodes of a layer have after its change."""
+def rows_after(
+    graph: "Graph", number: int, change: LayerChange | None, uids: Tensor, known: dict[int, Tensor] | None = None
+) -> Tensor:
+    """Returns the rows that nodes of a layer have after its change; `known` holds uids of layers after theirs."""
+    if known and number in known:
+        return rows_among(known[number], uids)
     present = graph.layers[number].uid
     return rows_among(present if change is None else change.index.carry(present, change.born.uids), uids)
 
@@ -266,7 +275,7 @@ def _completed(commit: Commit, prepared: dict[int, _PreparedLayer], weights: dic
         layers[n] = replace(change.layers[n], biases=layer.biases and layer.biases.change, columns=columns)
         moved |= {} if layer.biases is None else {f"layers.{n}.bias": layer.biases.parameter_index}
         moved |= {f"columns.{name}.value": vector.parameter_index for name, vector in layer.columns.items()}
-    transitions = {t: replace(c, weights=weights[t].change) for t, c in change.transitions.items()}
+    transitions = {t: replace(c, weights=weights[t].change, wiring=None) for t, c in change.transitions.items()}
     moved |= {f"transitions.{t}.weight": p.parameter_index for t, p in weights.items()}
     return replace(commit, change=Change(layers, transitions), parameters=moved)
 
@@ -275,7 +284,7 @@ def require_editable(graph: "Graph") -> None:
     """Raises EditError where autograd cannot see an edit."""
     if torch.is_inference_mode_enabled():
         raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
-    if any(parameter.is_inference() for parameter in graph.parameters()):
+    if any(store.parameter.is_inference() for store in graph.stores()):
         raise EditError("this net was built under torch.inference_mode(), so it cannot be edited or trained")
 
 
@@ -286,6 +295,7 @@ def _leave_old_graphs(graph: "Graph", commit: Commit) -> None:
         f"this backward goes through a forward pass of version {graph.version}, and the graph was edited since "
         f"{told}. Run the forward pass again, or edit after optimizer.step()"
     )
-    for parameter in graph.parameters():
+    for name, parameter in graph.named_parameters():
         refuse_old_backward(parameter, message)
-        replace_content(parameter, parameter.data, parameter.grad)
+        if name not in commit.parameters:  # `swap` gives the others their content
+            replace_content(parameter, parameter.data, parameter.grad)

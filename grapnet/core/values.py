@@ -57,7 +57,8 @@ class Coordinates(nn.Module):
     @property
     def size(self) -> int:
         """How many coordinates there are, trainable and frozen."""
-        return 0 if self._parameters[self._vector_name] is None else len(self.parameter) + len(self.frozen_at)
+        parameter = self._parameters[self._vector_name]
+        return 0 if parameter is None else parameter.shape[0] + self.frozen_at.shape[0]
 
     def values(self, shape: tuple[int, ...] = (-1,)) -> Tensor:
         """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another shape."""
@@ -82,7 +83,7 @@ class Coordinates(nn.Module):
     def read(self, positions: Tensor) -> Tensor:
         """Returns the coordinates at `positions`, live and differentiable."""
         trainable, frozen = self.parameter.view(-1), self.frozen_values.view(-1)
-        if len(frozen) == 0:
+        if frozen.shape[0] == 0:
             return trainable.index_select(0, positions)
         rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
         held = frozen.index_select(0, rank.clamp(max=len(frozen) - 1))
@@ -135,7 +136,8 @@ class Coordinates(nn.Module):
         if not prepared.parameter_index.is_identity:
             self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
             Coordinates.layout_changes += 1
-        self.frozen_values, self.frozen_at, self._order = prepared.frozen_values, prepared.frozen_at, prepared.order
+        kept = {"frozen_values": prepared.frozen_values, "frozen_at": prepared.frozen_at, "_order": prepared.order}
+        self._buffers.update(kept)  # past nn.Module's slow assignment
         prepared.parameter_index.release()
 
     def hold(self, positions: Tensor) -> None:

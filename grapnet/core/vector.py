@@ -97,13 +97,11 @@ def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector
     trainable, frozen = store.parameter.detach(), store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
     born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
-    change = replace(
-        change,
-        born_values=born.view(-1),
-        gone_values=store.read(index.removed).detach(),
-        gone_gradients=store.gradients(index.removed),
-    )
-    if len(store.frozen_at) == 0 and len(change.flips) == 0 and not bool(change.born_frozen.any()):
+    gone_values, gone_gradients = trainable.view(-1)[:0], None if gradient is None else gradient.view(-1)[:0]
+    if index.removed.shape[0]:
+        gone_values, gone_gradients = store.read(index.removed).detach(), store.gradients(index.removed)
+    change = replace(change, born_values=born.view(-1), gone_values=gone_values, gone_gradients=gone_gradients)
+    if not (store.frozen_at.shape[0] or change.flips.shape[0] or bool(change.born_frozen.any())):
         parameter_index, frozen_at = index, store.frozen_at
         content = index.carry(trainable, born)
         gradient = None if gradient is None else index.carry(gradient, born_gradient)

@@ -4,8 +4,8 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
@@ -27,16 +27,20 @@ class Shape:
     cells: int  # parents × children
     n_relations: int
     full: bool
-    products: int  # cells inside families, where there are few sizes of family; 0 otherwise
+    topology: Topology = field(repr=False, compare=False)
 
     @classmethod
     def of(cls, topology: Topology) -> "Shape":
-        """Returns the shape of a topology; families are looked for only where the degrees allow a few large ones."""
-        cells, groups = topology.n_parents * topology.n_children, []
-        if topology.n_relations <= MOST_SHARE * cells and len(topology.degrees.unique()) <= MOST_DEGREES:
+        """Returns the shape of a topology."""
+        return cls(topology.n_parents * topology.n_children, topology.n_relations, topology.is_full, topology)
+
+    @cached_property
+    def products(self) -> int:
+        """Cells inside families, where there are few sizes of family, looked for only where degrees allow it; or 0."""
+        topology, groups = self.topology, []
+        if topology.n_relations <= MOST_SHARE * self.cells and len(topology.degrees.unique()) <= MOST_DEGREES:
             groups = group_members(topology)
-        blocks = [members.numel() * degree for members, degree in groups] if len(groups) <= MOST_BLOCKS else []
-        return cls(cells, topology.n_relations, topology.is_full, sum(blocks))
+        return sum(members.numel() * degree for members, degree in groups) if len(groups) <= MOST_BLOCKS else 0
 
     def share(self, backend: str) -> float:
         """Returns how much of the rectangle a backend computes; 0 when it is out of the question."""
@@ -51,8 +55,10 @@ def batch_class(batch: int) -> int:
     return BATCHES[-1]
 
 
-def fastest(shape: Shape, names: Sequence[str], *, device: str, batch: int, training: bool) -> tuple[str, str]:
-    """Returns the name of the backend to run, of those that can, and why."""
+def fastest(
+    shape: Shape, names: Sequence[str], *, device: str, batch: int, training: bool
+) -> tuple[str, str | dict[str, float]]:
+    """Returns the name of the backend to run, of those that can, and why: in words, or the times expected of others."""
     if shape.full:
         return "dense", "every relation exists"
     tables = _measurements().get(device, {}).get("training" if training else "forward", {})
@@ -61,37 +67,66 @@ def fastest(shape: Shape, names: Sequence[str], *, device: str, batch: int, trai
     ratios = {
         name: _between(tables[name], shape.cells, share, batch)
         for name in names
-        if name in tables and (share := shape.share(name)) > 0
+        if name in tables
+        and (name != "family" or _least(tables[name], shape.cells, batch) <= MARGIN[device])  # else not worth looking
+        and (share := shape.share(name)) > 0
     }
     best = min(ratios, key=lambda name: ratios[name], default="reference")
     if "dense" in names and ratios.get(best, 1.0) > MARGIN[device]:
         best = "dense"
-    said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(ratios.items(), key=lambda item: item[1]))
-    return best, f"times expected at batch {batch}, dense being 1: {said}" if said else "it has no relations"
+    return best, ratios
+
+
+def in_words(why: str | dict[str, float], batch: int) -> str:
+    """Returns as a sentence why `fastest` has chosen."""
+    if isinstance(why, str):
+        return why
+    said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(why.items(), key=lambda item: item[1]))
+    return f"times expected at batch {batch}, dense being 1: {said}" if said else "it has no relations"
 
 
 def _between(table: dict[str, Any], cells: float, share: float, batch: float) -> float:
     """Returns the ratio of two times between the measured ones, on logarithmic axes; outside, that at the border."""
-    ratios: Any = table["ratios"]  # [cells][share][batch]
+    ratios: Any = table["ratios"]  # logarithms, [cells][share][batch]
     weights = [_weights(table[axis], at) for axis, at in (("cells", cells), ("shares", share), ("batches", batch))]
     total = 0.0
     for i, a in weights[0]:
         for j, b in weights[1]:
             for k, c in weights[2]:
-                total += a * b * c * math.log(ratios[i][j][k])
+                total += a * b * c * ratios[i][j][k]
     return math.exp(total)
 
 
+def _least(table: dict[str, Any], cells: float, batch: float) -> float:
+    """Returns a ratio of two times that no share of the rectangle is expected to fall below."""
+    near = [[n for n, _ in _weights(table[axis], at)] for axis, at in (("cells", cells), ("batches", batch))]
+    return math.exp(min(row[k] for i in near[0] for row in table["ratios"][i] for k in near[1]))
+
+
 def _weights(axis: Sequence[float], at: float) -> list[tuple[int, float]]:
-    """Returns the two neighbours of a point on an axis and how much each counts."""
-    at = min(max(at, axis[0]), axis[-1])
-    upper = min(bisect_right(axis, at), len(axis) - 1)
-    low, high = math.log(axis[upper - 1]), math.log(axis[upper])
-    share = (math.log(at) - low) / (high - low)
-    return [(upper - 1, 1 - share), (upper, share)]
+    """Returns the two neighbours of a point on an axis of logarithms and how much each counts."""
+    place = min(max(math.log(max(at, 1e-9)), axis[0]), axis[-1])
+    upper = min(bisect_right(axis, place), len(axis) - 1)
+    share = (place - axis[upper - 1]) / (axis[upper] - axis[upper - 1])
+    return [(upper - 1, 1 - share), (upper, share)] if share else [(upper - 1, 1.0)]
 
 
 @cache
 def _measurements() -> dict[str, Any]:
-    """Returns the measured ratios by device, mode and backend; the file names the command that measures them again."""
-    return json.loads(files("grapnet.execution").joinpath("costs.json").read_text())["devices"]
+    """Returns logarithms of the measured ratios and of where they were measured, by device, mode and backend.
+
+    The file names the command that measures them again.
+    """
+    found = json.loads(files("grapnet.execution").joinpath("costs.json").read_text())["devices"]
+    return {
+        device: {mode: _logarithms(measured[mode]) for mode in ("forward", "training") if mode in measured}
+        for device, measured in found.items()
+    }
+
+
+def _logarithms(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _logarithms(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_logarithms(item) for item in tree]
+    return math.log(tree)

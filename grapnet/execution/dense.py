@@ -80,5 +80,5 @@ class RectanglePlan:
         """Returns where in the rectangle each relation stands, [n_relations] int32."""
         parents, children = self.topology.parents(), self.topology.child
         if self._narrow:
-            return children * self.topology.n_parents + parents
-        return parents * self.topology.n_children + children
+            return parents.add_(children, alpha=self.topology.n_parents)
+        return parents.mul_(self.topology.n_children).add_(children)

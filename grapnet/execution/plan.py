@@ -1,6 +1,6 @@
 """What a backend is: two functions."""
 
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -39,7 +39,6 @@ class Backend(Protocol):
         ...
 
 
-@runtime_checkable
 class MovablePlan(Plan, Protocol):
     """A plan that can follow a small edit for less than making it again costs."""
 
@@ -48,7 +47,6 @@ class MovablePlan(Plan, Protocol):
         ...
 
 
-@runtime_checkable
 class FeatureMajorPlan(Plan, Protocol):
     """A plan that takes activations feature by feature and can hand its result on like that.
 
@@ -58,6 +56,16 @@ class FeatureMajorPlan(Plan, Protocol):
     def row_major(self) -> Plan:
         """Returns the same plan with a contiguous result, for whoever does not read feature by feature."""
         ...
+
+
+def is_movable(plan: Plan) -> TypeGuard[MovablePlan]:
+    """Says whether a plan is a MovablePlan, in a fraction of the time that `isinstance` takes."""
+    return hasattr(plan, "moved")
+
+
+def is_feature_major(plan: Plan | None) -> TypeGuard[FeatureMajorPlan]:
+    """Says whether a plan is a FeatureMajorPlan."""
+    return hasattr(plan, "row_major")
 
 
 def in_transform() -> bool:

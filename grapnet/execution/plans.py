@@ -12,10 +12,10 @@ from grapnet.core.journal import Commit
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
 
-from .auto import Shape, fastest
+from .auto import Shape, fastest, in_words
 from .dense import Dense
 from .family import Family
-from .plan import Backend, FeatureMajorPlan, MovablePlan, Plan
+from .plan import Backend, Plan, is_feature_major, is_movable
 from .reference import Reference
 from .sparse import Sparse
 
@@ -80,13 +80,17 @@ class Plans:
 
     def backend(self, t: int, batch: int, training: bool) -> tuple[Backend, str]:
         """Returns the backend that runs a transition at a batch size, and why."""
-        chosen = self.chosen[t]
-        if chosen is not None:
+        backend, why = self._choice(t, batch, training)
+        return backend, in_words(why, batch)
+
+    def _choice(self, t: int, batch: int, training: bool) -> tuple[Backend, str | dict[str, float]]:
+        if (chosen := self.chosen[t]) is not None:
             return chosen, "chosen"
-        refused = self.refused(t)
+        shape = self.shape(t)
+        refused = {} if shape.full else self.refused(t)
         able = [name for name in BACKENDS if name not in refused]
         device = self.topologies[t].child.device.type
-        name, why = fastest(self.shape(t), able, device=device, batch=batch, training=training)
+        name, why = fastest(shape, able, device=device, batch=batch, training=training)
         return BACKENDS[name](), why
 
     def shape(self, t: int) -> Shape:
@@ -99,10 +103,10 @@ class Plans:
         """Makes what a forward pass runs; a result stays feature-major only where the next plan reads it so."""
         self.require()
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():  # as if called alone
-            plans = [self._plan(t, self.backend(t, batch, training)[0]) for t in range(len(self.topologies))]
+            plans = [self._plan(t, self._choice(t, batch, training)[0]) for t in range(len(self.topologies))]
         for t, plan in enumerate(plans):
             reader = plans[t + 1] if t + 1 < len(plans) else None
-            if isinstance(plan, FeatureMajorPlan) and not isinstance(reader, FeatureMajorPlan):
+            if is_feature_major(plan) and not is_feature_major(reader):
                 plans[t] = plan.row_major()
         ends = zip(self.modules, plans, strict=True)
         steps = [Step(*modules, plan, getattr(plan, "values_shape", (-1,))) for modules, plan in ends]
@@ -117,7 +121,7 @@ class Plans:
         for (t, backend), plan in self.made.items():
             if t not in commit.wirings:
                 coming.made[t, backend] = plan
-            elif isinstance(plan, MovablePlan) and _keeps_rows(commit, t):
+            elif is_movable(plan) and _keeps_rows(commit, t):
                 moved = plan.moved(topologies[t], commit.relations[t])
                 coming.made |= {} if moved is None else {(t, backend): moved}
         coming.shapes = {t: shape for t, shape in self.shapes.items() if t not in commit.wirings}

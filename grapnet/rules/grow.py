@@ -11,6 +11,7 @@ from torch import Tensor
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.requests import INITIALISATIONS
+from grapnet.core.selection import NodeSet
 from grapnet.network import GrapNet
 
 from .budget import Budget
@@ -85,7 +86,8 @@ class GrowForTask:
                 f"layer {number} does not lead to the output, so its nodes have no classes to relate to; "
                 f"grow layer {len(net.layers) - 2}"
             )
-        above, children = staying(net, edit, number - 1), net.layers[-1].uid[self._rows(now.task, net.sizes[-1])]
+        above, uids = staying(net, edit, number - 1), net.layers[-1].uid[self._rows(now.task, net.sizes[-1])]
+        children = NodeSet(net, {number + 1: uids})
         n_parents = len(above) if self.parents == "all" else round(float(self.parents) * len(above))
         count = affordable(self.nodes, n_parents + len(children), now.budget)
         edit.remark(

@@ -66,7 +66,8 @@ def leaving_relations(edit: Edit) -> RelationSet:
 
 def staying(net: GrapNet, edit: Edit, layer: int) -> NodeSet:
     """Returns the nodes of a layer without those that the edit removes."""
-    return net.select(layer=layer) - edit.removals
+    removals = edit.removals
+    return net.select(layer=layer) - removals if len(removals) else net.layers[layer]
 
 
 def refuse_attention(net: GrapNet, t: int, what: str, instead: str) -> None:
