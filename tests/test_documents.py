@@ -10,12 +10,13 @@ import pytest
 from benchmarks import execution, graft, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
-from grapnet.studies import split_fashion
+from grapnet.studies import all as studies
+from grapnet.studies import split_fashion, tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-NAMES = ("optimizers", "sparse-training", "checkpoints")  # the others are run by tests of their own
-GUIDES = [f"docs/guides/{name}.md" for name in NAMES]
+NAMES = ("optimizers", "sparse-training", "checkpoints", "continual-learning", "closed-form", "data")
+GUIDES = [f"docs/guides/{name}.md" for name in NAMES]  # the others are run by tests of their own
 DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md", *GUIDES]
 
 
@@ -110,3 +111,61 @@ def test_the_readme_shows_the_committed_controls_of_split_fashion():
         assert measured in table  # what the README rounds
     assert "become -3.4 [-4.7, -2.1]" in table
     assert "become −3.4 [−4.7, −2.1]" in readme
+
+
+def test_the_readme_shows_the_committed_rows_of_the_closed_form():
+    result = json.loads((ROOT / "results/closed_form.json").read_text())["summary"]
+    table = (ROOT / "README.md").read_text().split("seen-class |\n|---|---:|---:|\n")[1].split("\n\n")[0]
+    shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
+    few, full = result["few"], result["full"]
+    replay = "logit-adjusted ER, {} nodes, {}"
+    measured = [
+        few["closed form, 210 softplus nodes, float32 sums"],
+        few[replay.format(210, "500 images")],
+        full["closed form, 1000 silu nodes, float32 sums"],
+        full[replay.format(1000, "500 images")],
+        full[replay.format(1000, "as many bytes as the closed form")],
+        full["offline joint training, 1000 silu nodes"],
+    ]
+    for (_, stored, accuracy), row in zip(shown, measured, strict=True):
+        assert accuracy == f"{row['seen_class']['mean']:.1f}"
+        assert stored == "everything" or f"{row['bytes']:,} bytes" in stored
+
+
+def section_of(study: str) -> str:
+    """Returns the section of docs/studies.md that prints the command of a study."""
+    command = f"python -m grapnet.studies.{study} --json results/{study}.json"
+    found = [section for section in (ROOT / "docs/studies.md").read_text().split("\n## ") if command in section]
+    assert len(found) == 1, f"{len(found)} sections print {command}"
+    return found[0]
+
+
+def unsupported(section: str, tables_page: str, recorded: str) -> list[str]:
+    """Returns the rows of a section that the tables do not have, and the numbers of its prose that stand nowhere."""
+    section = re.sub(r"^```.*?^```", "", section, flags=re.MULTILINE | re.DOTALL)
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    prose = "\n".join(line for line in section.splitlines() if not line.startswith("|"))
+    shown = set(tables_page.splitlines())
+    return [row for row in rows if row not in shown] + sorted(numbers(prose) - numbers(tables_page + recorded))
+
+
+def numbers(text: str) -> set[str]:
+    """Returns the numbers of a text without their signs; those of one digit count things and are left out."""
+    return {found for found in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?", text) if len(found) > 1}
+
+
+@pytest.mark.parametrize("study", studies.NAMES)
+def test_the_page_of_studies_shows_the_committed_results(study):
+    result = json.loads((ROOT / f"results/{study}.json").read_text())
+    report, section = tables.report(study, ROOT / "results"), section_of(study)
+    page, recorded = tables.markdown([report]), f" {json.dumps(result['settings'])} {result.get('seconds')} "
+    assert unsupported(section, page, recorded) == []
+    listed = re.findall(r"^- (.*)$", section, flags=re.MULTILINE)
+    assert listed == report.missed  # every bar that was missed, and none that was reached
+
+
+def test_a_number_that_was_not_measured_is_noticed():
+    page = "| head | seen-class |\n|---|---:|\n| ours | 80.91 ± 0.25 |\n"
+    assert unsupported("We measured 80.91 in 13.5 seconds.\n" + page, page, " 13.5 ") == []
+    assert unsupported("We measured 80.92.", page, "") == ["80.92"]
+    assert unsupported(page.replace("0.25", "0.24"), page, "") == ["| ours | 80.91 ± 0.24 |"]

@@ -42,8 +42,9 @@ class ClosedFormReadout:
         standardize: apply it as if every node were divided by its standard deviation.
         per_class: keep classes apart, so that `forget` can let one go; see `GramStatistics`.
         late_nodes: what `solve` does with nodes that lack a past: "refuse" raises, "silent" counts them as having said
-            0 until they came, "leave out" gives their outgoing relations the weight 0.
-        dtype: what to keep the sums in; see `GramStatistics`.
+            0 until they came, "leave out" gives their outgoing relations the weight 0. Where classes come one after the
+            other, silence tells the early ones apart by when they came: leave such nodes out.
+        dtype: what to keep the sums in; see `GramStatistics`. A ridge below 6e-8 · samples · √nodes needs float64.
 
     Examples:
         >>> net = GrapNet([1, 8, 2], generator=torch.Generator().manual_seed(0))
@@ -111,7 +112,11 @@ class ClosedFormReadout:
         self.add(self.features(x), y)
 
     def downdate(self, x: Tensor, y: Tensor) -> None:
-        """Takes samples out that `update` took in."""
+        """Takes samples out that `update` took in.
+
+        What a float32 net says of a sample depends in its last digits on how samples are batched. Where that matters, keep
+        `features(x)` and use `remove`.
+        """
         self.remove(self.features(x), y)
 
     def add(self, h: Tensor, y: Tensor) -> None:

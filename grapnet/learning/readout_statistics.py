@@ -80,14 +80,14 @@ class GramStatistics:
         return self.cross()[-1].round().long()
 
     def gram(self) -> Tensor:
-        """Returns Σ [h, 1] [h, 1]ᵀ, [n_features + 1, n_features + 1]."""
+        """Returns `Σ [h, 1] [h, 1]ᵀ`, [n_features + 1, n_features + 1]."""
         total = SymmetricSum(self.n_features + 1, self.device)
         for label in sorted(self._sums):  # in this order, so that a class that was forgotten leaves no trace
             total.add_sum(self._sums[label])
         return total.square()
 
     def cross(self) -> Tensor:
-        """Returns Σ [h, 1] yᵀ, [n_features + 1, n_outputs]."""
+        """Returns `Σ [h, 1] yᵀ`, [n_features + 1, n_outputs]."""
         if self._cross is not None:
             return self._cross.to(torch.float64, copy=True)
         found = self._zeros(self.n_features + 1, self.n_outputs).double()

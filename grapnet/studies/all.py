@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from . import command, tiny_transformer
+from .drawing import Draw
 
 NAMES = (  # in the order of the paper
     "localization",
     "split_fashion",
     "closed_form",
+    "closed_form_further",
     "split_cifar",
     "tabular",
     "execution_audit",
@@ -40,6 +42,7 @@ class Registered:
         settings: of a full run, as its JSON has them.
         table: sets a result beside the paper's, as Markdown.
         missed: returns one line for every bar that a result misses.
+        draw: draws a result into axes of matplotlib.
         run: writes its JSON and prints its table; gets whether to be fast, the file, and what the command passes on.
     """
 
@@ -47,6 +50,7 @@ class Registered:
     settings: dict[str, Any]
     table: Callable[[dict[str, Any]], str]
     missed: Callable[[dict[str, Any]], list[str]]
+    draw: Draw
     run: Callable[[bool, Path | None, Sequence[str]], int]
 
 
@@ -62,18 +66,14 @@ def registered(name: str) -> Registered:
         written = [] if path is None else ["--json", str(path)]
         return command.main(study, [*(["--fast"] if fast else []), *written, *arguments])
 
-    return Registered(name, _as_read(study.settings), study.table, study.missed, run)
+    return Registered(name, _as_read(study.settings), study.table, study.missed, study.draw, run)
 
 
 def _run_tiny_transformer(fast: bool, path: Path | None, arguments: Sequence[str]) -> int:
     """Runs the one study that has no seeds, so that nothing can be resumed or spread over processes."""
-    settings = tiny_transformer.Settings(train=256, epochs=2) if fast else tiny_transformer.Settings()
-    result = tiny_transformer.run(settings)
-    print(tiny_transformer.table(result))
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-    return 0
+    written = [] if path is None else ["--json", str(path)]
+    drawn = arguments[arguments.index("--plot") :][:2] if "--plot" in arguments else []
+    return tiny_transformer.main([*(["--fast"] if fast else []), *written, *drawn])
 
 
 def _as_read(settings: Any) -> dict[str, Any]:
@@ -85,6 +85,7 @@ _TINY_TRANSFORMER = Registered(
     _as_read(tiny_transformer.Settings()),
     tiny_transformer.table,
     tiny_transformer.missed,
+    tiny_transformer.draw,
     _run_tiny_transformer,
 )
 
@@ -95,6 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"all when none is named: {', '.join(NAMES)}")
     parser.add_argument("--fast", action="store_true", help="show in seconds that they work, in this one process")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="write one JSON a study there")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw one SVG a study there")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep finished seeds there, and go on from them")
     given = parser.parse_args(arguments)
@@ -106,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in given.studies or NAMES:
         begun = time.perf_counter()
         print(f"\n## {name}\n", flush=True)
-        registered(name).run(given.fast, given.results and given.results / f"{name}.json", passed_on)
+        drawn = [] if given.plots is None else ["--plot", str(given.plots / f"{name}.svg")]
+        registered(name).run(given.fast, given.results and given.results / f"{name}.json", [*passed_on, *drawn])
         print(f"{name}: {time.perf_counter() - begun:.1f} s", file=sys.stderr, flush=True)
     print(f"all: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return 0

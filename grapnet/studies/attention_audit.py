@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 import grapnet as gn
 
 from .command import Study, main
+from .drawing import Group, Row, Value, dots
 
 PAPER = {"difference": 0.0, "cut": 5, "before": 34.38, "after": 92.19}  # per cent of 64 test rows
 BARS = {"float32": 1e-6, "float64": 1e-14, "before": 40.0, "after": 92.0}  # rounding, and the two accuracies
@@ -218,7 +219,29 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("attention_audit", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the students' accuracies before and after training, and says how far the policy is from its definition."""
+    summary, rows = result["summary"], []
+    for kind, name in (("attention", "attention"), ("sum", "control: the sum")):
+        found = {
+            key: Value(one["mean"], one["lowest"], one["highest"]) for key, one in summary["training"][kind].items()
+        }
+        values = {
+            "before training": found["before"],
+            f"after it, {result['settings']['more']:,} further rows": found["more"],
+            f"after it, {result['settings']['test']} test rows": found["after"],
+        }
+        rows.append(Row(name, values, [Value(PAPER["before"]), Value(PAPER["after"])] if kind == "attention" else []))
+    largest = [max(max(summary["audit"][dtype][w].values()) for w in ("before", "after")) for dtype in DTYPES]
+    before, after = (summary["training"]["attention"][when]["mean"] for when in ("before", "after"))
+    title = f"The student goes from {before:.1f} to {after:.1f} %; before and after cuts the policy differs from its "
+    title += f"definition by at most {largest[0]:.0e} in float32, {largest[1]:.0e} in float64"
+    lines = {"bar before": BARS["before"], "bar after": BARS["after"]}
+    label = "answers like the teacher's in per cent, lowest to highest seed"
+    dots(axes, [Group("student", rows, lines)], title=title, label=label, limits=(0, 101))
+
+
+STUDY = Study("attention_audit", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

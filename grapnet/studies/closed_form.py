@@ -20,6 +20,7 @@ from grapnet.data import downsample, load_fashion, normalise
 from grapnet.learning import Batch, TaskStream
 
 from .command import Study, main
+from .drawing import stream_bars
 from .stream_heads import (
     TASKS,
     Choice,
@@ -206,7 +207,21 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("closed_form", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the seen-class accuracy of every head on both streams, and what it stores."""
+    found = result["summary"]
+    lines = {words: {"bar": BARS[stream]} for stream, words in STREAMS.items()}
+    lines[STREAMS["few"]]["the paper's plastic head"] = PAPER["plastic, 500 a class"]
+    said = []
+    for stream, words in STREAMS.items():
+        ours, *others = ((name, row["seen_class"]["mean"], row["images"]) for name, row in found[stream].items())
+        best = max(mean for name, mean, images in others if images and not name.startswith("offline"))
+        said.append(f"{ours[1]:.1f} on {words} (best replay {best:.1f})")
+    title = f"A solved readout without a stored image: {', '.join(said)}"
+    stream_bars(axes, {words: found[stream] for stream, words in STREAMS.items()}, title=title, lines=lines)
+
+
+STUDY = Study("closed_form", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

@@ -20,6 +20,8 @@ import torch
 
 import grapnet as gn
 
+from .drawing import Draw, drawn, picture_path, save
+
 
 @dataclass(frozen=True)
 class Study:
@@ -33,6 +35,7 @@ class Study:
         summarise: computes what the table shows from the numbers by seed, as plain data.
         table: sets the result beside the paper's, as Markdown.
         missed: returns one line for every bar that a result misses.
+        draw: draws a result, as its JSON has it, into axes of matplotlib; see `drawing` for the usual forms.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Study:
     summarise: Callable[[Any, dict[int, dict[str, Any]]], dict[str, Any]]
     table: Callable[[dict[str, Any]], str]
     missed: Callable[[dict[str, Any]], list[str]]
+    draw: Draw
 
 
 def run(study: Study, settings: Any, *, processes: int = 1, folder: Path | None = None) -> dict[str, Any]:
@@ -82,22 +86,72 @@ def run(study: Study, settings: Any, *, processes: int = 1, folder: Path | None 
 
 def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """Runs a study from the command line; with --check the exit code says whether every bar was reached."""
-    parser = argparse.ArgumentParser(prog=f"python -m grapnet.studies.{study.name}", description=study.settings.__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--fast", action="store_true", help="show in seconds that it works; reaches no bar")
-    parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
+    parser = options(study.name, study.settings.__doc__)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep finished seeds there, and go on from them")
     given = parser.parse_args(arguments)
     settings = study.fast if given.fast else study.settings
-    result = run(study, settings, processes=given.processes, folder=given.resume)
-    print(study.table(result))
-    if given.json:
-        _write(given.json, result)
-    lines = study.missed(result) if given.check else []
+
+    def made() -> dict[str, Any]:
+        return run(study, settings, processes=given.processes, folder=given.resume)
+
+    return told(study.name, given, made, table=study.table, missed=study.missed, draw=study.draw)
+
+
+def options(name: str, about: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of what every study's command understands."""
+    parser = argparse.ArgumentParser(prog=f"python -m grapnet.studies.{name}", description=about)
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--fast", action="store_true", help="show in seconds that it works; reaches no bar")
+    source.add_argument("--from", dest="source", type=Path, metavar="FILE", help="run nothing, read that result")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
+    parser.add_argument("--plot", type=picture_path, metavar="FILE", help="draw it there, as .png or .svg")
+    parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
+    return parser
+
+
+def told(
+    name: str,
+    given: argparse.Namespace,
+    made: Callable[[], dict[str, Any]],
+    *,
+    table: Callable[[dict[str, Any]], str],
+    missed: Callable[[dict[str, Any]], list[str]],
+    draw: Draw,
+) -> int:
+    """Makes or reads a result, prints and writes what the options ask for, and returns the exit code.
+
+    It is 1 when --check found a missed bar, and 2 when --from names a file that is no result of this study.
+    """
+    if given.source is not None and given.json is not None:
+        print("--from runs nothing, so there is nothing for --json to write", file=sys.stderr)
+        return 2
+    try:
+        result = made() if given.source is None else _recalled(name, given.source)
+        if given.json:
+            _write(given.json, result)
+        text, lines = table(result), missed(result) if given.check else []
+        print(text)
+        figure = drawn(draw, result) if given.plot else None
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        if given.source is None:
+            raise
+        kind = "" if isinstance(error, OSError) or type(error) is ValueError else f"{type(error).__name__}: "
+        print(f"{given.source} is no result of {name} that can be read: {kind}{error}", file=sys.stderr)
+        return 2
+    if figure is not None:
+        save(figure, given.plot)
     for line in lines:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if lines else 0
+
+
+def _recalled(name: str, path: Path) -> dict[str, Any]:
+    result = json.loads(path.read_text())
+    study = result.get("study") if isinstance(result, dict) else None
+    if study != name:
+        raise ValueError(f"it is one of {study}" if isinstance(study, str) else "it does not say of which study it is")
+    return result
 
 
 def _computed(study: Study, settings: Any, seeds: Sequence[int], processes: int) -> Any:

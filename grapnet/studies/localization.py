@@ -26,6 +26,7 @@ from grapnet.learning import (
 from grapnet.rules import GrowForTask, Moment
 
 from .command import Study, main
+from .drawing import Group, Row, Value, dots, spread
 
 PAPER = {"base": (98.26, 0.25), "target": (48.26, 0.25), "other": (0.0, 0.0), "margin": (48.26, 0.25), "p": 6.8e-22}
 TASKS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
@@ -297,7 +298,29 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("localization", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws pair accuracies before and after every cut, those of the cut task apart from the others'."""
+    found, groups = result["summary"]["rows"], []
+    for title, head in (("nodes speak for their own pair (Table 1)", ""), ("grown R1 head (Table 2)", "grown_")):
+        rows = []
+        for key in (key for key in ROWS if key.startswith("grown_") == bool(head)):
+            row = found[key]
+            values = {
+                "all pairs before the cut": spread(row["base"]),
+                "the other pairs after it": spread((row["base"][0] - row["other"][0], row["other"][1])),
+                "the task's own pair after it": spread(row["after"]),
+            }
+            (base, std), (drop, _) = PAPER["base"], PAPER["target"]
+            paper = [spread((base, std)), Value(base - drop)] if key == "owned" else []
+            note = "undo: bit for bit" if row["restored"] else "undo: NOT RESTORED"
+            rows.append(Row(ROWS[key].removeprefix("R1 head: "), values, paper, note))
+        groups.append(Group(title, rows, {"chance": 50.0}))
+    owned, control = (found[key]["target"][0] for key in ("owned", "random"))
+    title = f"Cutting a task's own relations costs its pair {owned:.1f} points, a random cut of as many {control:.1f}"
+    dots(axes, groups, title=title, label="accuracy within a pair of classes, in per cent, ± standard deviation")
+
+
+STUDY = Study("localization", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

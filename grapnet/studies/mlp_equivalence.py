@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import grapnet as gn
 
 from .command import Study, main
+from .drawing import Group, Row, Value, differences, dots
 
 PAPER = {"values": 1.2e-7}  # "up to", across linear, ReLU and GELU MLPs; their sizes are not told
 BARS = {"float32": 4.8e-7, "float64": 1e-14}  # the largest differences that are rounding, for values and gradients
@@ -154,7 +155,28 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("mlp_equivalence", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the largest differences of values and gradients, whatever runs the net, beside the paper's."""
+    groups, largest = [], dict.fromkeys(DTYPES, 0.0)
+    for activation in ACTIVATIONS:
+        rows = []
+        for path in PATHS:
+            values = {}
+            for dtype in DTYPES:
+                found = result["summary"][dtype][activation][path]
+                values[f"values, {dtype}"] = Value(found["values"])
+                if gradients := [found[kind] for kind in GRADIENTS if kind in found]:
+                    values[f"gradients, {dtype}"] = Value(max(gradients))
+                largest[dtype] = max(largest[dtype], *found.values())
+            rows.append(Row(f"run by {path}", values, [Value(PAPER["values"])]))
+        groups.append(Group(f"{activation} MLP", rows, {f"bar of {dtype}": bar for dtype, bar in BARS.items()}))
+    found = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in largest.items())
+    title = f"MLPs copied into nets differ by {found} at most"
+    dots(axes, groups, title=title, label="largest difference from the MLP")
+    differences(axes)
+
+
+STUDY = Study("mlp_equivalence", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

@@ -18,6 +18,7 @@ from grapnet.learning import AccuracyMatrix, Evaluation, paired, structural_drif
 from grapnet.rules import FreezeOwner, GrowForTask, Moment
 
 from .command import Study, main
+from .drawing import Group, Row, Value, dots, spread
 from .localization import fashion_images
 
 PAPER = {"frozen": {"accuracy": 87.19, "forgetting": 0.0}, "sequential": {"accuracy": 66.69, "forgetting": 26.18}}
@@ -260,7 +261,27 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("one_vs_rest", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the accuracy of every method when a task was just learnt and after the tenth: the gap is forgetting."""
+    found, rows = result["summary"]["rows"], []
+    for key, name in ROWS.items():
+        row = found[key]
+        values = {
+            "each task just learnt": spread(row["learnt"]),
+            f"all tasks after the {TASKS}th": spread(row["accuracy"]),
+        }
+        paper = [Value(PAPER[key]["accuracy"])] if key in PAPER else []
+        rows.append(Row(name, values, paper, f"forgets {row['forgetting'][0] + 0.0:.2f}"))
+    frozen, sequential, separate = (
+        f"{found[key]['forgetting'][0] + 0.0:.2f}" for key in ("frozen", "sequential", "separate")
+    )
+    title = f"Points forgotten over ten tasks: {frozen} by frozen nodes, {sequential} by the sequential MLP, "
+    title += f"{separate} by ten separate nets"
+    label = "accuracy of one class against the rest in per cent, ± standard deviation"
+    dots(axes, [Group("", rows, {"chance": 50.0})], title=title, label=label)
+
+
+STUDY = Study("one_vs_rest", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

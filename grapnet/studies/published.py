@@ -184,6 +184,12 @@ ARTEFACTS = {
         "without a stored image? The paper's figure is of its best head, which is another.",
         (Figure("seen-class, 500 images a class, beside the paper's plastic head", 63.16, _first_head),),
     ),
+    "closed_form_further": Artefact(
+        "Further than plain random nodes",
+        "What else can a solved readout stand on: structured, learned, sifted or replaced nodes, with replay or not? "
+        "None of it is in the paper. What failed stands beside what helped.",
+        (),
+    ),
     "split_cifar": Artefact(
         "Split CIFAR-10 on frozen features (Table 3)",
         "Do the same heads order in the same way on the features of a frozen ResNet-18, and how far do closed forms "

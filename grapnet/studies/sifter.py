@@ -24,6 +24,7 @@ from grapnet.learning import paired, summary
 from grapnet.rules import Budget, CovarianceSifter, Moment, Rule, RuleManager
 
 from .command import Study, main
+from .drawing import Group, Row, Value, dots, spread
 from .localization import fashion_images
 
 PAPER = {"relations": (3950, 3750), "before": 77.78, "after": 78.17}
@@ -271,7 +272,25 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("sifter", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the accuracies around the edit of every row, and how many relations it has left."""
+    found, rows = result["summary"], []
+    for row, name in ROWS.items():
+        one = found["rows"][row]
+        values = {
+            "before the edit": spread(one["before"]),
+            "right after it": spread(one["edited"]),
+            "after training on": spread(one["after"]),
+        }
+        paper = [Value(PAPER["before"]), Value(PAPER["after"])] if row == "covariance" else []
+        rows.append(Row(name, values, paper, f"{_range([after for _, after in one['relations']])} relations left"))
+    change, control = (found["contrasts"][f"sifter − {other}, at the end"]["mean"] for other in ("no edit", "random"))
+    title = f"200 relations fewer: {change:+.2f} points against no edit, {control:+.2f} against a random cut"
+    label = "test accuracy in per cent, ± standard deviation (paper: before and after)"
+    dots(axes, [Group("", rows)], title=title, label=label)
+
+
+STUDY = Study("sifter", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

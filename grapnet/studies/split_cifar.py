@@ -27,6 +27,7 @@ from grapnet.learning import Batch, Task, TaskStream
 from grapnet.rules import FreezeOwner, GrowForTask, Moment
 
 from .command import Study, main
+from .drawing import stream_bars
 from .stream_heads import (
     Build,
     Choice,
@@ -272,7 +273,24 @@ def _tuned(settings: Settings, choices: dict[str, Choice], seed: int, stored: in
     return found
 
 
-STUDY = Study("split_cifar", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the seen-class accuracy of every head on both streams, what it stores, and the paper's where it has one."""
+    found = result["summary"]
+    printed = {name: row["seen_class"] for name, row in PAPER.items()}
+    name, ours = next(iter(found["full"].items()))
+    others = [row["seen_class"]["mean"] for row in found["full"].values() if row["images"]]
+    title = f"{name}: {ours['seen_class']['mean']:.1f} on all images, the best head with replay {max(others):.1f}"
+    title += " (features that are not torchvision's)" if found["note"] == NOTE else ""
+    stream_bars(
+        axes,
+        {words: found[stream] for stream, words in STREAMS.items()},
+        title=title,
+        lines={STREAMS["full"]: {"bar": BAR}},
+        papers={STREAMS["few"]: printed, STREAMS["full"]: printed},
+    )
+
+
+STUDY = Study("split_cifar", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from grapnet.learning import Paired, TaskStream, paired, summary
 
 from .command import Study, main
+from .drawing import Group, Row, dots, spread
 from .split_fashion_heads import Head, Regime, by_rate, images, in_turns, learned
 
 PAPER = {  # task-local, seen-class and forgetting in per cent, each with its standard deviation, and seconds
@@ -293,7 +294,24 @@ def _shown(pair: Sequence[float]) -> str:
     return f"{pair[0]:.2f} ± {pair[1]:.2f}"
 
 
-STUDY = Study("split_fashion", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws seen-class accuracies: the six rows over the paper's, then the controls."""
+    found, ours = result["summary"], "seen-class accuracy"
+    table2 = [Row(n, {ours: spread(r["seen_class"])}, [spread(PAPER[n][2:4])]) for n, r in found["rows"].items()]
+    groups = [Group("the paper's six rows", table2)]
+    for name, ways in found["controls"].items():
+        groups.append(Group(f"control: {name}", [Row(way, {ours: spread(ways[way])}) for way in WAYS]))
+    tuned = [Row(f"{n}, rate {r['rate']:g}", {ours: spread(r["seen_class"])}) for n, r in found["tuned"].items()]
+    groups.append(Group("control: learning rate chosen on images left out", tuned))
+    plain = [Row(n, {ours: spread(pair)}, [spread(PAPER[n][2:4])]) for n, pair in found["sgd"].items()]
+    groups.append(Group(f"plain SGD {result['settings']['sgd']:g}", plain))
+    gain, same = found["contrasts"]["seen-class, reservoir"]["mean"], found["parts"][SAME]["mean"]
+    title = f"GrapNet plastic − dense-256: {gain:+.1f} points in the paper's setting, "
+    title += f"{same:+.1f} once both begin and renew alike"
+    dots(axes, groups, title=title, label="seen-class accuracy in per cent, ± standard deviation")
+
+
+STUDY = Study("split_fashion", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

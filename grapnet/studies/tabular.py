@@ -16,6 +16,7 @@ from grapnet.learning import paired, summary
 from grapnet.rules import CovarianceSifter
 
 from .command import Study, main
+from .drawing import Group, Row, dots, spread
 from .sifter import Data, RandomSifter, family_pairs, full_pairs, keep, renew, sift, trained_around
 
 PAPER = {
@@ -210,7 +211,28 @@ def missed(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-STUDY = Study("tabular", Settings(), FAST, one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the accuracies around the edit, the final ones over the paper's."""
+    groups = []
+    for name, one in result["summary"]["sets"].items():
+        rows = []
+        for row, words in ROWS.items():
+            figures, published = one["rows"][row], PAPER[name].get(row)
+            values = {
+                "before the edit": spread(figures["before"]),
+                "right after it": spread(figures["edited"]),
+                "after training on": spread(figures["after"]),
+            }
+            note = f"{_removed(figures['relations'])} relations cut"
+            rows.append(Row(words, values, [] if published is None else [spread(published)], note))
+        groups.append(Group(name, rows))
+    changes = [one["contrasts"]["covariance − no edit"]["mean"] for one in result["summary"]["sets"].values()]
+    points = " and ".join(f"{change + 0.0:+.2f}" for change in changes)
+    title = f"Half of every family's children go; after training on: {points} points against no edit"
+    dots(axes, groups, title=title, label="test accuracy in per cent, ± standard deviation", limits=(None, 101))
+
+
+STUDY = Study("tabular", Settings(), FAST, one_seed, summarise, table, missed, draw)
 
 if __name__ == "__main__":
     raise SystemExit(main(STUDY))

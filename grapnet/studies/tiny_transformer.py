@@ -3,12 +3,9 @@
 `python -m grapnet.studies.tiny_transformer --json FILE` writes what it finds beside the paper's figures.
 """
 
-import argparse
 import copy
-import json
-import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import grapnet as gn
+
+from .command import options, told
+from .drawing import Group, Row, Value, differences, dots
 
 PAPER = {
     "ffn_forward": 1.2e-7,
@@ -199,21 +199,11 @@ def _largest(one: Tensor | None, other: Tensor | None) -> float:
     return float((one - other).detach().abs().max())
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the audit, prints it beside the paper's figures and writes it; see --help."""
-    parser = argparse.ArgumentParser(prog="python -m grapnet.studies.tiny_transformer", description=__doc__)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--fast", action="store_true", help="two epochs on a quarter of the data")
-    parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
-    arguments = parser.parse_args()
-    result = run(Settings(train=256, epochs=2) if arguments.fast else Settings())
-    print(table(result))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-    lines = missed(result) if arguments.check else []
-    for line in lines:
-        print(f"MISSED {line}", file=sys.stderr)
-    return 1 if lines else 0
+    given = options("tiny_transformer", __doc__).parse_args(arguments)
+    settings = Settings(train=256, epochs=2) if given.fast else Settings()
+    return told("tiny_transformer", given, lambda: run(settings), table=table, missed=missed, draw=draw)
 
 
 def missed(result: dict[str, Any]) -> list[str]:
@@ -247,6 +237,24 @@ def table(result: dict[str, Any]) -> str:
     found = " or ".join(sorted({str(count) for count in left.values()}))
     lines.append(f"| relations left of {result['cut']['before']} | | {found} | {PAPER['relations_left']} |")
     return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws the largest differences between the FFN and its net, and says what training and the cut gave."""
+    names = {"ffn_forward": "FFN forward", "logits": "logits", "ffn_gradients": "FFN gradients"}
+    rows = []
+    for key, name in {**names, "other_gradients": "other gradients"}.items():
+        values = {dtype: Value(result["exact"][dtype][key]) for dtype in ("float64", "float32")}
+        rows.append(Row(name, values, [Value(PAPER[key])] if key in PAPER else []))
+    cut, accuracy = result["cut"], result["training"]["accuracy"]
+    errors = [Row(f"run by {name}", {"float64": Value(error)}) for name, error in cut["backend_errors"].items()]
+    left = " or ".join(sorted({f"{count:,}" for count in cut["left"].values()}))
+    title = f"Test accuracy {accuracy['grafted']:.2%} with the FFN as a net, {accuracy['dense']:.2%} dense; after the "
+    title += f"cut {left} of {cut['before']:,} relations are left, wherever they are counted"
+    bars = {f"bar of {dtype}": bars["logits"] for dtype, bars in BARS.items()}
+    groups = [Group("net against dense FFN, untrained", rows, bars), Group("after the cut, against reference", errors)]
+    dots(axes, groups, title=title, label="largest difference")
+    differences(axes)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from grapnet.studies.command import Study
+from grapnet.studies.drawing import Group, Row, Value, dots
 
 
 @dataclass(frozen=True)
@@ -60,4 +61,10 @@ def missed(result: dict[str, Any]) -> list[str]:
     return [] if size >= 5 else [f"size: {size} numbers, the bar is 5"]
 
 
-STUDY = Study("made_up", Settings(), Settings(size=2, seeds=(7,)), one_seed, summarise, table, missed)
+def draw(result: dict[str, Any], axes: Any) -> None:
+    """Draws one dot a seed."""
+    rows = [Row(f"seed {seed}", {"sum": Value(row["sum"])}) for seed, row in result["seeds"].items()]
+    dots(axes, [Group("", rows)], title="Sums", label="sum")
+
+
+STUDY = Study("made_up", Settings(), Settings(size=2, seeds=(7,)), one_seed, summarise, table, missed, draw)

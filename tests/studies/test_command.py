@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -152,3 +153,90 @@ def test_a_seed_that_fails_beside_others_keeps_them_all(settings, tmp_path):
     cause.unlink()
     run(STUDY, settings, folder=tmp_path / "kept")
     assert ran(settings) == {7: 2, 1: 1, 4: 1}
+
+
+def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
+    assert command("--plot", tmp_path / "new" / "sums.svg") == 0
+    text = (tmp_path / "new" / "sums.svg").read_text()
+    assert all(f">seed {seed}</text>" in text for seed in (7, 1, 4))
+    assert command("--fast", "--plot", tmp_path / "sums.PNG") == 0
+    assert (tmp_path / "sums.PNG").read_bytes().startswith(b"\x89PNG")
+    assert sorted(os.listdir(tmp_path)) == ["new", "sums.PNG"]  # nothing partial is left
+
+
+@pytest.mark.parametrize(("name", "named"), [("sums.pdf", "must end in .png or .svg"), ("a.svg", "a.svg is a folder")])
+def test_a_plot_that_cannot_be_written_is_refused_before_any_seed_runs(settings, tmp_path, capsys, name, named):
+    (tmp_path / "a.svg").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        command("--plot", tmp_path / name, study=replace(STUDY, settings=settings))
+    assert named in capsys.readouterr().err.splitlines()[-1]
+    assert ran(settings) == {}
+
+
+def test_without_matplotlib_a_plot_is_refused_before_any_seed_runs(settings, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    study = replace(STUDY, settings=settings)
+    with pytest.raises(SystemExit, match="2"):
+        command("--plot", tmp_path / "sums.svg", study=study)
+    assert 'Run: pip install "grapnet[studies]"' in capsys.readouterr().err.splitlines()[-1]
+    assert ran(settings) == {}
+    assert command(study=study) == 0  # all else works without it
+
+
+def test_a_result_is_read_instead_of_made(settings, tmp_path, capsys):
+    study, path = replace(STUDY, settings=settings), tmp_path / "made_up.json"
+    assert command("--json", path, study=study) == 0
+    printed = capsys.readouterr().out
+    assert command("--from", path, "--check", "--plot", tmp_path / "sums.svg", study=study) == 0
+    assert capsys.readouterr().out == printed
+    assert ran(settings) == {7: 1, 1: 1, 4: 1}
+    assert (tmp_path / "sums.svg").stat().st_size > 1000
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"settings": {"size": 2}}))
+    assert command("--from", path, "--check") == 1
+    assert "MISSED size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "named"),
+    [
+        (None, "No such file"),
+        (b"", "JSONDecodeError"),
+        (b'{"study": "made_up", "seeds"', "JSONDecodeError"),
+        (b"\x89PNG\xff", "UnicodeDecodeError"),
+        (b"[1, 2]", "it does not say of which study it is"),
+        (b'{"study": "sifter"}', "it is one of sifter"),
+        (b'{"study": "made_up"}', "KeyError: 'seeds'"),
+        (b'{"study": "made_up", "seeds": {"7": 1}, "settings": {"size": 5}}', "TypeError"),
+    ],
+)
+def test_a_file_that_is_no_result_of_the_study_gives_one_line_and_exit_2(tmp_path, capsys, content, named):
+    path = tmp_path / "result.json"
+    if content is not None:
+        path.write_bytes(content)
+    assert command("--from", path, "--plot", tmp_path / "sums.svg") == 2
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith(f"{path} is no result of made_up that can be read: ")
+    assert named in line
+    assert captured.out == ""
+    assert set(os.listdir(tmp_path)) <= {"result.json"}
+
+
+def test_a_result_is_either_read_or_made(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command("--fast", "--from", tmp_path / "result.json")
+    assert "not allowed with argument" in capsys.readouterr().err
+    assert command("--from", tmp_path / "result.json", "--json", tmp_path / "copy.json") == 2
+    assert capsys.readouterr().err == "--from runs nothing, so there is nothing for --json to write\n"
+
+
+def test_a_result_outlives_a_plot_that_fails(tmp_path):
+    def broken(result: dict, axes: object) -> None:
+        raise ValueError("nothing to draw")
+
+    path = tmp_path / "made_up.json"
+    with pytest.raises(ValueError, match="nothing to draw"):
+        command("--json", path, "--plot", tmp_path / "sums.svg", study=replace(STUDY, draw=broken))
+    assert json.loads(path.read_text())["settings"]["seeds"] == [7, 1, 4]
+    assert os.listdir(tmp_path) == ["made_up.json"]
