@@ -114,8 +114,8 @@ class ClosedFormReadout:
     def downdate(self, x: Tensor, y: Tensor) -> None:
         """Takes samples out that `update` took in.
 
-        What a float32 net says of a sample depends in its last digits on how samples are batched. Where that matters, keep
-        `features(x)` and use `remove`.
+        What a float32 net says of a sample depends in its last digits on how samples are batched. Where that matters,
+        keep `features(x)` and use `remove`.
         """
         self.remove(self.features(x), y)
 
