@@ -14,7 +14,7 @@ help: ## show this list
 setup: .venv/.test ## make .venv with the library and what its demo and tests need
 
 demo: .venv/.setup ## run the demonstration
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m grapnet demo
 
 test: export OMP_NUM_THREADS = 1
 test: .venv/.test ## run the tests and the doctests

@@ -249,6 +249,11 @@ class GrapNet(Graph):
         sizes = "-".join(map(str, self.sizes))
         return f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} frozen, version {self.version})"
 
+    def _repr_html_(self) -> str:
+        from .show import page
+
+        return page(self)
+
 
 def _wrong_shape(shape: torch.Size, width: int) -> ValueError:
     hint = " Flatten it first: x.flatten(1)" if len(shape) > 2 and math.prod(shape[1:]) == width else ""

@@ -1,7 +1,9 @@
-"""The code that people copy from the README and the documentation runs."""
+"""The code that people copy from the README and the documentation runs, and what it names exists."""
 
+import importlib
 import json
 import re
+import shlex
 import statistics
 from pathlib import Path
 
@@ -10,29 +12,132 @@ import pytest
 from benchmarks import execution, graft, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
+from grapnet.cli.main import main
+from grapnet.execution.plans import BACKENDS
 from grapnet.studies import all as studies
 from grapnet.studies import split_fashion, tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-NAMES = ("optimizers", "sparse-training", "checkpoints", "continual-learning", "closed-form", "data")
-GUIDES = [f"docs/guides/{name}.md" for name in NAMES]  # the others are run by tests of their own
-DOCUMENTS = ["README.md", "docs/concepts.md", "docs/execution.md", *GUIDES]
+RUN_HERE = ("optimizers", "sparse-training", "checkpoints", "continual-learning", "closed-form", "data", "prune")
+RUN_HERE += ("write-a-rule", "write-a-backend", "save-resume-undo", "deploy", "pictures", "command-line")
+RUN_ELSEWHERE = ("rules", "convert", "compose", "transformers", "training-loops", "scikit-learn", "distributed")
+PAGES = ["docs/concepts.md", "docs/execution.md", "docs/migration.md", "docs/comparison.md"]
+DOCUMENTS = ["README.md", *PAGES, *(f"docs/guides/{name}.md" for name in RUN_HERE)]
+LISTED = ("grapnet", "grapnet.rules", "grapnet.learning", "grapnet.data", "grapnet.convert", "grapnet.plot")
+INTEGRATIONS = ("sklearn", "transformers", "lightning", "networkx")
+UNLISTED = {"rules", "cross_entropies", "squared_errors", "on_save_checkpoint", "on_load_checkpoint"}
 
 
 def python_blocks(text: str) -> list[str]:
     """Returns the Python code blocks of a Markdown text."""
-    return re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    return [block for language, block in blocks_of(text) if language == "python"]
 
 
+def blocks_of(text: str) -> list[tuple[str, str]]:
+    """Returns the blocks of a Markdown text that can be run, in order: Python, and commands of the shell."""
+    return re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def run_command(line: str) -> None:
+    """Runs a line such as `grapnet diff A B  # exit code 1`."""
+    command, _, comment = line.partition("#")
+    program, *arguments = shlex.split(command)
+    assert program == "grapnet"
+    assert main(arguments) == (int(comment.split()[-1]) if comment else 0), line
+
+
+@pytest.fixture
+def _own_backends():
+    """Forgets the backends that a page registers."""
+    known = dict(BACKENDS)
+    yield
+    BACKENDS.clear()
+    BACKENDS.update(known)
+
+
+@pytest.mark.usefixtures("_own_backends")
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_code_blocks_run_in_order(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = python_blocks((ROOT / document).read_text())
+    blocks = blocks_of((ROOT / document).read_text())
     assert blocks, f"{document} shows no code"
     names: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block, document, "exec"), names)
+    for language, block in blocks:
+        if language == "python":
+            exec(compile(block, document, "exec"), names)
+        else:
+            for line in block.splitlines():
+                run_command(line)
+
+
+def test_every_guide_is_run_by_some_test_and_reachable_from_the_site():
+    guides = {path.stem for path in (ROOT / "docs/guides").glob("*.md")}
+    assert guides == {*RUN_HERE, *RUN_ELSEWHERE}
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    assert [name for name in RUN_ELSEWHERE if f"docs/guides/{name}.md" not in tests] == []
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if f": {page}\n" not in navigation] == []
+
+
+def test_every_public_name_is_in_the_reference():
+    reference = (ROOT / "docs/api.md").read_text()
+    listed = {*re.findall(r"^        - (\w+)$", reference, flags=re.MULTILINE), *re.findall(r"`(\w+)`", reference)}
+    missing = [f"{place}.{name}" for place, name in public_names() if name not in listed | UNLISTED]
+    assert missing == []
+
+
+def public_names() -> list[tuple[str, str]]:
+    """Returns what packages re-export, and what the files of integrations define or name in `__all__`."""
+    found = []
+    for place in LISTED:
+        source = Path(str(importlib.import_module(place).__file__)).read_text()
+        names = re.findall(r"^from \.\S* import \w+ as ([A-Za-z]\w*)", source, flags=re.MULTILINE)
+        assert names, f"{place} re-exports nothing"
+        found += [(place, name) for name in names]
+    for name in INTEGRATIONS:
+        source = (ROOT / f"grapnet/integrations/{name}.py").read_text()
+        defined = re.findall(
+            r"^(?:class|def) ([A-Za-z]\w*)|^from \.\S* import (\w+) as \2$", source, flags=re.MULTILINE
+        )
+        promised = re.findall(r'"(\w+)"', "".join(re.findall(r"^__all__ = .*", source, flags=re.MULTILINE)))
+        found += [(f"grapnet.integrations.{name}", part) for parts in [*defined, promised] for part in parts if part]
+    return found
+
+
+def test_names_on_the_walk_through_the_code_are_where_it_says():
+    text = " ".join((ROOT / "docs/follow.md").read_text().split())
+    named = re.findall(r"`([A-Za-z_.]+)` \(`([a-z_/]+\.py)`\)", text)
+    assert len(named) > 50
+    assert [entry for entry in named if not defines(*entry)] == []
+    files = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text)
+    assert [path for path in files if not (ROOT / "grapnet" / path).is_file()] == []
+    assert not defines("Execution.line", "execution/manager.py")  # a name that is not there is noticed
+
+
+def defines(name: str, path: str) -> bool:
+    """Says whether a file of the package defines every part of a dotted name."""
+    source = (ROOT / "grapnet" / path).read_text()
+    return all(re.search(rf"^\s*(?:class|def) {part}\b", source, flags=re.MULTILINE) for part in name.split("."))
+
+
+def test_pictures_and_files_named_in_the_documentation_exist():
+    for page in (ROOT / "docs").rglob("*.md"):
+        text = page.read_text()
+        links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+        assert [link for link in links if not (page.parent / link).exists()] == [], page
+        named = re.findall(r"`((?:benchmarks/)?results/\w[\w-]*\.json|tests/[\w/]+\.py)`", text)
+        assert [path for path in named if not (ROOT / path).exists()] == [], page
+
+
+def test_every_section_of_the_performance_page_has_its_command_and_its_file():
+    text = (ROOT / "docs/performance.md").read_text()
+    opening = text.split("\n## ")[0]
+    for section in re.findall(r"^## (.*)$", text, flags=re.MULTILINE):
+        row = next(line for line in opening.splitlines() if line.startswith(f"| [{section}]"))
+        assert "command" in row or "`python -m " in row
+        assert ".json`" in row
 
 
 def test_quickstart_does_what_it_says(tmp_path, monkeypatch):
@@ -41,21 +146,23 @@ def test_quickstart_does_what_it_says(tmp_path, monkeypatch):
     exec(python_blocks((ROOT / "README.md").read_text())[0], names)
     net, gn = names["net"], names["gn"]
     assert [commit.reason for commit in net.history] == [
-        "prune the weakest tenth",
-        "grow for task 1",
-        "keep task 1 as it is",
-        "undo: keep task 1 as it is",
+        "prune, and grow for task 1",
+        "undo: prune, and grow for task 1",
     ]
-    first = 49 * 48 - round(49 * 48 / 10) + 49 * 16
-    assert net.count().relations == first + 48 * 10 + 16 * 2
-    assert net.count().frozen == 0
+    made = net.history[0].change.counts()
+    assert (made["relations_removed"], made["nodes_added"]) == (round(49 * 48 / 10), 16)
+    assert made["relations_added"] == 49 * 16 + 16 * 2
+    assert net.count().relations == 49 * 48 + 48 * 10  # all of it is back as it was
     saved = gn.load(tmp_path / "net.safetensors")
-    assert saved.version == net.version == 4
+    assert saved.version == net.version == 2
 
 
 def test_the_table_of_edits_is_the_committed_measurement():
     result = json.loads((ROOT / "benchmarks/results/edits.json").read_text())
-    assert markdown(result) in (ROOT / "README.md").read_text()
+    for page in ("README.md", "docs/performance.md"):
+        assert markdown(result) in (ROOT / page).read_text()
+    huge = f"{result['huge']['peak_gib']:.2f} GiB", f"{result['huge']['bytes_per_relation_at_rest']} bytes a relation"
+    assert all(part in " ".join((ROOT / "docs/performance.md").read_text().split()) for part in huge)
     assert missed(result) == []
 
 
@@ -111,6 +218,17 @@ def test_the_readme_shows_the_committed_controls_of_split_fashion():
         assert measured in table  # what the README rounds
     assert "become -3.4 [-4.7, -2.1]" in table
     assert "become −3.4 [−4.7, −2.1]" in readme
+
+
+def test_every_number_of_the_papers_claims_in_the_readme_was_measured_or_published():
+    claims = (ROOT / "README.md").read_text().split("`python -m grapnet.studies.` |\n")[1].split("\n\n")[0]
+    rows = [line for line in claims.splitlines() if not line.startswith("|---")]
+    assert len(rows) > 8
+    for row in rows:
+        study = row.strip("|").split("|")[-1].strip(" `")
+        result = json.loads((ROOT / f"results/{study}.json").read_text())
+        page = tables.markdown([tables.report(study, ROOT / "results")]) + json.dumps(result["settings"])
+        assert numbers(row.replace("MLP-256", "").replace("dense-256", "")) <= numbers(page), row
 
 
 def test_the_readme_shows_the_committed_rows_of_the_closed_form():

@@ -20,11 +20,11 @@ MAY_IMPORT = {
 OUTSIDE = {"torch", "numpy"}
 ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}  # imported only where Triton is
 LAZY = {  # imported when a function is called
-    "grapnet.network": {"grapnet.integrations.networkx", "networkx"},
+    "grapnet.network": {"grapnet.integrations.networkx", "networkx", "grapnet.show"},
     "grapnet.learning.statistics": {"scipy"},
 }
-PUBLIC = ("grapnet.rules", "grapnet.convert", "grapnet.data", "grapnet.learning")  # folders whose own names are public
-PROGRAMS = ("studies", "integrations", "benchmarks", "examples")
+PUBLIC = tuple(f"grapnet.{name}" for name in ("rules", "convert", "data", "learning", "plot", "progress"))
+PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")
 OPTIONAL = (
     "sklearn",
     "scipy",
@@ -38,6 +38,7 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "networkx",
+    "tensorboard",
 )
 
 

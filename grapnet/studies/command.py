@@ -1,17 +1,14 @@
 """The command that every study is: seeds over processes, resumed where they stopped, one JSON, a table and a check."""
 
 import argparse
-import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,12 @@ import numpy as np
 import torch
 
 import grapnet as gn
+from grapnet.progress import Progress
 
 from .drawing import Draw, drawn, picture_path, save
+from .workers import computed
+
+INTERRUPTED = 130  # the exit code of Ctrl-C
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,20 @@ class Study:
     draw: Draw
 
 
-def run(study: Study, settings: Any, *, processes: int = 1, folder: Path | None = None) -> dict[str, Any]:
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while seeds were running; it says what is kept and how to go on."""
+
+
+def run(
+    study: Study,
+    settings: Any,
+    *,
+    processes: int = 1,
+    folder: Path | None = None,
+    fresh: bool = False,
+    log: Path | None = None,
+    tensorboard: Path | None = None,
+) -> dict[str, Any]:
     """Returns the result of a study: settings, versions, seconds, the numbers of every seed, and their summary.
 
     Args:
@@ -56,6 +70,12 @@ def run(study: Study, settings: Any, *, processes: int = 1, folder: Path | None 
         settings: of this run.
         processes: how many seeds run at a time, each on one thread.
         folder: where finished seeds are kept; those of the same settings and versions are not run again.
+        fresh: whether those that are kept are removed first.
+        log: a file to which every finished seed appends a line of JSON.
+        tensorboard: a folder for TensorBoard, where every number of a seed is a curve over the finished seeds.
+
+    Raises:
+        Interrupted: on Ctrl-C, once the processes have ended.
     """
     versions = {
         "grapnet": gn.__version__,
@@ -64,14 +84,23 @@ def run(study: Study, settings: Any, *, processes: int = 1, folder: Path | None 
         "python": platform.python_version(),
     }
     kept = None if folder is None else folder / study.name / _fingerprint(asdict(settings), versions)
+    if kept is not None and fresh:
+        _remove(kept)
     found = {} if kept is None else {seed: _read(kept / f"{seed}.json") for seed in settings.seeds}
     found = {seed: numbers for seed, numbers in found.items() if numbers is not None}
     start, waiting = time.perf_counter(), [seed for seed in settings.seeds if seed not in found]
-    for seed, numbers in _computed(study, settings, waiting, processes):
-        found[seed] = numbers
-        if kept is not None:
-            _write(kept / f"{seed}.json", numbers)
-        print(f"{study.name}: seed {seed} done, {len(found)} of {len(settings.seeds)}", file=sys.stderr, flush=True)
+    several = min(processes, len(waiting))
+    try:
+        with Progress(len(settings.seeds), study.name, log=log, tensorboard=tensorboard, workers=several) as progress:
+            progress.skip(len(found), f"{len(found)} of them kept in {folder}")
+            for seed, numbers in computed(study.one_seed, settings, waiting, processes):
+                found[seed] = numbers
+                if kept is not None:
+                    write_json(kept / f"{seed}.json", numbers)
+                progress.advance(note=f"seed {seed} done", values={"seed": seed, **_numbers(numbers)})
+    except KeyboardInterrupt:
+        told = f"{study.name}: interrupted after {len(found)} of {len(settings.seeds)} seeds"
+        raise Interrupted(f"{told}, {_how_to_go_on(folder, fresh=fresh)}") from None
     ordered = {seed: found[seed] for seed in settings.seeds}
     result = {
         "study": study.name,
@@ -84,18 +113,60 @@ def run(study: Study, settings: Any, *, processes: int = 1, folder: Path | None 
     return json.loads(json.dumps(result))  # as a reader of the file has it
 
 
+def forget(result: dict[str, Any], folder: Path) -> None:
+    """Removes the finished seeds of a result, once it is written down; those of other settings stay."""
+    if "versions" in result:
+        _remove(folder / result["study"] / _fingerprint(result["settings"], result["versions"]))
+
+
+def with_seeds(settings: Any, count: int | None) -> Any:
+    """Returns the settings with the first `count` of their seeds, at least two, without which nothing has a spread."""
+    if count is None:
+        return settings
+    if count < 2:
+        raise ValueError(f"a study needs at least 2 seeds, without which nothing has a spread, got {count}")
+    return replace(settings, seeds=settings.seeds[:count])
+
+
+def seeds_missed(wanted: Sequence[int], result: dict[str, Any]) -> list[str]:
+    """Returns a line where a result has fewer seeds than a full run: whatever it shows, it reaches no bar.
+
+    Args:
+        wanted: the seeds of a full run.
+        result: as its JSON has it.
+    """
+    count = len(result["settings"].get("seeds", wanted))
+    return [] if count >= len(wanted) else [f"seeds: {count} of {len(wanted)}; the bars are for all of them"]
+
+
 def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """Runs a study from the command line; with --check the exit code says whether every bar was reached."""
     parser = options(study.name, study.settings.__doc__)
+    parser.add_argument("--seeds", type=_seed_count, metavar="N", help="only the first N seeds; reaches no bar")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time")
     parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep finished seeds there, and go on from them")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="append a line of JSON there for every seed")
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the numbers of the seeds there")
     given = parser.parse_args(arguments)
-    settings = study.fast if given.fast else study.settings
+    settings = with_seeds(study.fast if given.fast else study.settings, given.seeds)
 
     def made() -> dict[str, Any]:
-        return run(study, settings, processes=given.processes, folder=given.resume)
+        how = {"processes": given.processes, "folder": given.resume, "log": given.log}
+        return run(study, settings, tensorboard=given.tensorboard, **how)
 
-    return told(study.name, given, made, table=study.table, missed=study.missed, draw=study.draw)
+    wanted = study.settings.seeds
+
+    def table(result: dict[str, Any]) -> str:
+        return "\n\n".join([study.table(result), *(f"MISSED {line}." for line in seeds_missed(wanted, result))])
+
+    def missed(result: dict[str, Any]) -> list[str]:
+        return [*seeds_missed(wanted, result), *study.missed(result)]
+
+    try:
+        return told(study.name, given, made, table=table, missed=missed, draw=study.draw)
+    except KeyboardInterrupt as interrupted:
+        print(str(interrupted) or f"{study.name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def options(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -129,7 +200,7 @@ def told(
     try:
         result = made() if given.source is None else _recalled(name, given.source)
         if given.json:
-            _write(given.json, result)
+            write_json(given.json, result)
         text, lines = table(result), missed(result) if given.check else []
         print(text)
         figure = drawn(draw, result) if given.plot else None
@@ -154,44 +225,59 @@ def _recalled(name: str, path: Path) -> dict[str, Any]:
     return result
 
 
-def _computed(study: Study, settings: Any, seeds: Sequence[int], processes: int) -> Any:
-    """Yields (seed, numbers) as they are done."""
-    one = functools.partial(_on_one_thread, study.one_seed, settings)
-    if min(processes, len(seeds)) <= 1:
-        yield from ((seed, one(seed)) for seed in seeds)
-        return
-    with ProcessPoolExecutor(min(processes, len(seeds)), multiprocessing.get_context("spawn")) as pool:
-        running, failed = {pool.submit(one, seed): seed for seed in seeds}, []
-        for done in as_completed(running):
-            if done.exception() is None:
-                yield running[done], done.result()
-            else:
-                failed.append(done)
-    for done in failed[:1]:  # once what the others found is kept
-        done.result()
+def _seed_count(text: str) -> int:
+    count = int(text)
+    if count < 2:
+        raise argparse.ArgumentTypeError(f"at least 2, without which nothing has a spread, got {count}")
+    return count
 
 
-def _on_one_thread(one_seed: Callable[[Any, int], dict[str, Any]], settings: Any, seed: int) -> dict[str, Any]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return json.loads(json.dumps(one_seed(settings, seed)))
-    finally:
-        torch.set_num_threads(before)
+def _how_to_go_on(folder: Path | None, *, fresh: bool) -> str:
+    if folder is None:
+        return "and none is kept; --resume FOLDER keeps them"
+    return f"kept in {folder}; the same command{' without --fresh' if fresh else ''} goes on from them"
+
+
+def _numbers(found: Any, inside: str = "") -> dict[str, float]:
+    """Returns every single number of a seed by its path.
+
+    Examples:
+        >>> _numbers({"rows": {"dense": {"seen": 51.0, "name": "d"}}, "pair": [1, 2]})
+        {'rows/dense/seen': 51.0}
+    """
+    flat = {}
+    for key, value in found.items():
+        if isinstance(value, dict):
+            flat |= _numbers(value, f"{inside}{key}/")
+        elif isinstance(value, int | float):
+            flat[f"{inside}{key}"] = value
+    return flat
 
 
 def _fingerprint(settings: dict[str, Any], versions: dict[str, str]) -> str:
     return hashlib.sha256(json.dumps([settings, versions], sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> Any:
+def _remove(kept: Path) -> None:
+    """Removes the files of one run's seeds, and the folders that are empty then."""
+    for path in kept.glob("*.json"):
+        path.unlink()
+    for folder in (kept, *kept.parents[:2]):  # of the settings, of the study, of all studies
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    """Returns the numbers of a seed that is kept; None where there are none that can be read."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
         return None
+    return found if isinstance(found, dict) and found else None
 
 
-def _write(path: Path, content: Any) -> None:
+def write_json(path: Path, content: Any) -> None:
+    """Writes a file of JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=1) + "\n")

@@ -14,12 +14,14 @@ _PAGE = """<!DOCTYPE html>
 <style>
 :root {{ color-scheme: light dark; --line: #8886; --soft: #8881; }}
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
+p, li {{ overflow-wrap: break-word; }}
 h2 {{ margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; }}
 .wide {{ overflow-x: auto; margin: 1rem 0; }}
 table {{ border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; }}
 th {{ background: var(--soft); }}
-svg {{ max-width: 50rem; font-size: 13px; }}
+svg {{ display: block; width: 100%; min-width: 36rem; max-width: 50rem; height: auto; font-size: 13px; }}
+svg.plot {{ background: #fff; color: #000; border-radius: 4px; }}
 .right {{ text-align: right; white-space: nowrap; }}
 </style>
 </head>
@@ -55,7 +57,7 @@ def _block(kind: str, lines: Sequence[str]) -> str:
     if kind == "table":
         return _table([_cells(line) for line in lines])
     if kind == "svg":
-        return "\n".join(lines)
+        return "\n".join(f'<div class="wide">{line}</div>' for line in lines)
     if kind == "ul":
         return "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in lines) + "</ul>"
     if kind == "h":

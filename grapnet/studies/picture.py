@@ -1,8 +1,16 @@
 """The picture of a comparison: published intervals and ours, one line a figure, as SVG that stands in a page."""
 
 import html
+import re
+import tempfile
 from collections.abc import Sequence
-from typing import NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from .drawing import save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _ROW, _LEFT, _WIDTH = 24, 350, 360  # heights and widths in pixels: of a line, of its name, of its scale
 
@@ -31,6 +39,17 @@ def picture(bars: Sequence[Bar]) -> str:
     for number, bar in enumerate(bars):
         parts += _line(bar, _ROW * number + _ROW // 2 + 4)
     return "".join([*parts, "</svg>"])
+
+
+def inline(figure: "Figure") -> str:
+    """Returns a figure of matplotlib as one line of SVG that stands in a page, with its own white ground."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "figure.svg"
+        save(figure, path)
+        text = path.read_text()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
+    return re.sub(r"\s*\n\s*", " ", text).replace("<svg ", '<svg class="plot" ', 1).strip()
 
 
 def _line(bar: Bar, y: int) -> list[str]:

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from grapnet.learning import paired, summary
 
 from . import all as studies
+from .drawing import drawn
 from .figures import Artefact, Figure
 from .page import page
-from .picture import Bar, picture
+from .picture import Bar, inline, picture
 from .published import ARTEFACTS
 
 PLACES = ("features",)  # settings that say where a machine keeps its data, not what is done with it
@@ -53,6 +54,9 @@ class Report:
         table: the study's own, with its control rows; empty without a result.
         problems: why the result cannot stand: missing, made with other settings, without a figure.
         missed: one line for every bar that it misses.
+        path: the file; None where there is none.
+        result: what is in it, where it can be read.
+        passed_over: files of other folders that were left aside for it, each with the reason.
     """
 
     name: str
@@ -61,34 +65,59 @@ class Report:
     table: str
     problems: list[str]
     missed: list[str]
+    path: Path | None = None
+    result: dict[str, Any] | None = None
+    passed_over: tuple[str, ...] = ()
 
 
-def report(name: str, folder: Path) -> Report:
-    """Reads the result of a study and judges it; whatever is wrong with the file is in the report, not raised."""
-    artefact, path = ARTEFACTS[name], folder / f"{name}.json"
+def report(name: str, *folders: Path) -> Report:
+    """Reads the result of a study and judges it; whatever is wrong with the file is in the report, not raised.
+
+    Args:
+        name: of the study.
+        folders: where to look, the first one first: a result of other settings than a full run's, or one that cannot be
+            read, counts only where no folder has a better one.
+    """
+    paths = [path for folder in folders if (path := folder / f"{name}.json").exists()]
+    if not paths:
+        path = folders[0] / f"{name}.json"
+        problem = f"{path} is missing. Make it: python -m grapnet.studies.{name} --json {path}"
+        return Report(name, ARTEFACTS[name], [], "", [problem], [])
+    found = [_judged(name, path) for path in paths]
+    chosen = next((one for one in found if not one.problems), found[0])
+    reasons = (f"{one.path}: {one.problems[0]}" for one in found[: found.index(chosen)])
+    return replace(chosen, passed_over=tuple(reasons))
+
+
+def _judged(name: str, path: Path) -> Report:
+    artefact = ARTEFACTS[name]
     try:
         study, result = studies.registered(name), json.loads(path.read_text())
         other = differences(study.settings, result["settings"])
         problems = [f"made with other settings: {', '.join(other)}"] if other else []
-    except FileNotFoundError:
-        problem = f"{path} is missing. Make it: python -m grapnet.studies.{name} --json {path}"
-        return Report(name, artefact, [], "", [problem], [])
-    except (ImportError, ValueError, KeyError, TypeError) as error:
-        return Report(name, artefact, [], "", [f"{path} cannot be read: {_why(error)}"], [])
-    seeds = list(result["seeds"].values()) if "seeds" in result else [result]
+        seeds = list(result["seeds"].values()) if "seeds" in result else [result]
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Report(name, artefact, [], "", [f"{path} cannot be read: {_why(error)}"], [], path)
     rows = []
     for figure in artefact.figures:
         try:
             rows.append(_row(figure, seeds))
-        except (LookupError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
             problems.append(f"{figure.name}: not in the result ({_why(error)})")
     table, lost = _told(study.table, result, "", "table")
     missed, unjudged = _told(study.missed, result, [], "bars")
-    return Report(name, artefact, rows, table, problems + lost + unjudged, missed)
+    return Report(name, artefact, rows, table, problems + lost + unjudged, missed, path, result)
 
 
-def markdown(reports: Sequence[Report], *, pictures: bool = False) -> str:
-    """Returns everything as one Markdown document, with lines of SVG in it where pictures are wanted."""
+def markdown(reports: Sequence[Report], *, pictures: bool = False, plots: bool = False, sources: bool = False) -> str:
+    """Returns everything as one Markdown document.
+
+    Args:
+        reports: of the studies, in order.
+        pictures: whether lines of SVG show published intervals and ours.
+        plots: whether each study's own plot stands in it, as a line of SVG; needs matplotlib.
+        sources: whether it says which file each result was read from.
+    """
     parts = ["# The paper's figures beside ours", MEANING, _overview(reports)]
     for one in reports:
         parts += [f"## {one.artefact.title}", f"{one.artefact.words} {_answer(one)}"]
@@ -96,6 +125,8 @@ def markdown(reports: Sequence[Report], *, pictures: bool = False) -> str:
         bars = [bar for row in one.rows if (bar := _bar(row)) is not None]
         parts += [SEEN, picture(bars)] if bars and pictures else []
         parts += ["### With the controls", one.table] if one.table else []
+        parts += [plot] if plots and (plot := _plot(one)) else []
+        parts += [f"Result: {one.path}"] if one.path and sources else []
         lines = [*one.problems, *one.missed]
         parts += ["\n".join(f"- **MISSED** {_cell(line)}" for line in lines)] if lines else []
     return "\n\n".join(parts) + "\n"
@@ -121,6 +152,16 @@ def differences(wanted: dict[str, Any], found: dict[str, Any], *, inside: str = 
         elif one != other and (key not in PLACES or "made-up" in (one, other)):
             lines.append(f"{inside}{key} {other} instead of {one}")
     return lines
+
+
+def _plot(one: Report) -> str:
+    """Returns the plot of a result on one line; nothing where the result is not of the study's form."""
+    if one.result is None:
+        return ""
+    try:
+        return inline(drawn(studies.registered(one.name).draw, one.result))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -174,14 +215,15 @@ def _told(tell: Callable[[dict[str, Any]], Any], result: dict[str, Any], nothing
 def _overview(reports: Sequence[Report]) -> str:
     lines = ["| study | published intervals met | figures without one | bars |", "|---|---:|---:|---|"]
     for one in reports:
-        agree, of, without = _counts(one)
+        agree, of, without = counts(one)
         count = len(one.problems) + len(one.missed)
         bars = "all reached" if not count else "no result" if not one.table else f"{count} missed"
         lines.append(f"| {one.artefact.title} | {agree} of {of} | {without} | {bars} |")
     return "\n".join(lines)
 
 
-def _counts(one: Report) -> tuple[int, int, int]:
+def counts(one: Report) -> tuple[int, int, int]:
+    """Returns how many figures meet the published interval, how many have one, and how many have none."""
     judged = [row.agrees for row in one.rows if row.agrees is not None]
     return sum(judged), len(judged), len(one.rows) - len(judged)
 
@@ -190,7 +232,7 @@ def _answer(one: Report) -> str:
     """Says in plain words how the result stands."""
     if not one.table:
         return "There is no result."
-    agree, of, without = _counts(one)
+    agree, of, without = counts(one)
     missed = len(one.problems) + len(one.missed)
     told = f"Published intervals met: {agree} of {of}" + (f" ({without} more figures have none)" if without else "")
     return f"{told}. Bars missed: {missed or 'none'}."

@@ -4,14 +4,14 @@ import importlib
 import json
 import pkgutil
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import grapnet.studies
 from grapnet.studies import all as studies
-from grapnet.studies import command
+from grapnet.studies import command, mlp_equivalence
 from grapnet.studies.published import ARTEFACTS
 
 HERE = Path(__file__).parent
@@ -37,6 +37,7 @@ def test_a_study_has_a_name_a_form_and_a_test_that_runs_its_fast_form(name):
     assert bool(ARTEFACTS[name].figures) == (name != "closed_form_further")  # which asks what the paper does not
     module = importlib.import_module(f"grapnet.studies.{name}")
     assert (one.table, one.missed) == (module.table, module.missed)
+    assert re.fullmatch(r"[A-Z].{20,110}\.", one.about)
     if name != "tiny_transformer":
         study: command.Study = module.STUDY
         assert study.name == name  # of its JSON
@@ -58,6 +59,16 @@ def test_the_studies_run_one_after_the_other_and_write_their_json(tmp_path, caps
         "tiny_transformer",
         "all",
     ]
+
+
+def test_an_interrupted_study_is_the_last_one(tmp_path, capsys, monkeypatch):
+    def interrupted(settings: object, seed: int) -> dict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(mlp_equivalence, "STUDY", replace(mlp_equivalence.STUDY, one_seed=interrupted))
+    assert studies.main(["--fast", "--results", str(tmp_path), "mlp_equivalence", "tiny_transformer"]) == 130
+    assert "mlp_equivalence: interrupted after 0 of 2 seeds" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_study_is_named(capsys):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import grapnet as gn
-from grapnet.studies.command import main, run
+from grapnet.studies.command import forget, main, run, with_seeds
 
 from .made_up import STUDY, Settings
 
@@ -32,17 +32,21 @@ def command(*arguments: object, study=STUDY) -> int:
     return main(study, ["--processes", "1", *map(str, arguments)])
 
 
-def test_processes_give_what_one_process_gives(settings, capsys):
-    serial = run(STUDY, settings)
-    (Path(settings.trace) / "wait 7").write_text("4")  # the first seed waits for the last: only possible together
-    parallel = run(STUDY, settings, processes=2)
-    assert {**parallel, "seconds": 0} == {**serial, "seconds": 0}
-    assert parallel["summary"]["order"] == [7, 1, 4] == [int(seed) for seed in parallel["seeds"]]
-    assert {row["threads"] for row in parallel["seeds"].values()} == {1}
-    assert ran(settings) == {7: 2, 1: 2, 4: 2}
-    progress = capsys.readouterr().err.splitlines()
-    assert progress[:3] == [f"made_up: seed {seed} done, {i} of 3" for i, seed in enumerate((7, 1, 4), start=1)]
-    assert progress[3] == "made_up: seed 1 done, 1 of 3"  # though 7 began before it
+def test_processes_give_what_one_process_gives_and_a_seed_that_fails_keeps_the_others(settings, tmp_path, capsys):
+    """Seed 7 fails at once; 1 waits for 4, which is only possible when two run together."""
+    trace, kept = Path(settings.trace), tmp_path / "kept"
+    (trace / "fail 7").touch()
+    (trace / "wait 1").write_text("4")
+    with pytest.raises(RuntimeError, match="seed 7 was told to fail"):
+        run(STUDY, settings, processes=2, folder=kept)
+    assert ran(settings) == {7: 1, 1: 1, 4: 1}
+    assert "made_up: 1 of 3, " in capsys.readouterr().err
+    (trace / "fail 7").unlink()
+    whole = run(STUDY, settings, folder=kept)
+    assert ran(settings) == {7: 2, 1: 1, 4: 1}
+    assert {**whole, "seconds": 0} == {**run(STUDY, settings), "seconds": 0}  # as one process finds it
+    assert whole["summary"]["order"] == [7, 1, 4] == [int(seed) for seed in whole["seeds"]]
+    assert {row["threads"] for row in whole["seeds"].values()} == {1}
 
 
 def test_a_result_says_what_made_it(settings):
@@ -86,12 +90,91 @@ def test_a_failing_seed_keeps_those_before_it(settings, tmp_path):
     assert result["summary"] == run(STUDY, settings)["summary"]
 
 
-def test_a_seed_whose_file_is_torn_runs_again(settings, tmp_path):
+@pytest.mark.parametrize("damage", [b"", b'{"sum": 1.', b"null", b"[1]", b"3", b"{}", b"\xff\xfe"])
+def test_a_seed_whose_file_is_damaged_runs_again(settings, tmp_path, damage):
     whole = run(STUDY, settings, folder=tmp_path / "kept")
     (torn,) = (tmp_path / "kept").rglob("4.json")
-    torn.write_text(torn.read_text()[:20])
+    torn.write_bytes(damage)
     assert run(STUDY, settings, folder=tmp_path / "kept")["seeds"] == whole["seeds"]
     assert ran(settings) == {7: 1, 1: 1, 4: 2}
+
+
+def test_a_fresh_run_and_a_result_that_is_written_down_forget_their_seeds_only(settings, tmp_path):
+    kept, other = tmp_path / "kept", replace(settings, size=6)
+    run(STUDY, other, folder=kept)
+    result = run(STUDY, settings, folder=kept)
+    run(STUDY, settings, folder=kept, fresh=True)
+    assert ran(settings) == {7: 3, 1: 3, 4: 3}
+    forget(result, kept)
+    run(STUDY, settings, folder=kept)
+    assert ran(settings) == {7: 4, 1: 4, 4: 4}
+    run(STUDY, other, folder=kept)
+    assert ran(settings) == {7: 4, 1: 4, 4: 4}  # those of the other settings were never touched
+    for one in (result, run(STUDY, other, folder=kept)):
+        forget(one, kept)
+    assert not kept.exists()
+
+
+def test_fewer_seeds_are_the_first_ones_and_reach_no_bar(settings, tmp_path, capsys):
+    study, path = replace(STUDY, settings=settings), tmp_path / "made_up.json"
+    assert command("--seeds", 2, "--check", "--json", path, study=study) == 1
+    captured = capsys.readouterr()
+    line = "MISSED seeds: 2 of 3; the bars are for all of them"
+    assert captured.err.splitlines()[-1] == line
+    assert captured.out.splitlines()[-1] == f"{line}."
+    assert json.loads(path.read_text())["settings"]["seeds"] == [7, 1]
+    assert ran(settings) == {7: 1, 1: 1}
+    assert command("--from", path, "--check", study=study) == 1  # nor does it once it is a file
+    assert command("--seeds", 3, "--check", study=study) == 0
+    assert command("--seeds", 9, "--check", study=study) == 0
+
+
+def test_fewer_than_two_seeds_are_refused(settings, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        command("--seeds", 1, study=replace(STUDY, settings=settings))
+    assert "at least 2, without which nothing has a spread, got 1" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="at least 2 seeds"):
+        with_seeds(settings, 1)
+    assert ran(settings) == {}
+
+
+def test_a_log_and_tensorboard_get_the_numbers_of_every_seed(settings, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log, board = tmp_path / "log.jsonl", tmp_path / "board"
+    study = replace(STUDY, settings=settings)
+    assert command("--log", log, "--tensorboard", board, "--resume", tmp_path / "kept", study=study) == 0
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["event"], line["done"], line["total"]) for line in lines] == [
+        ("begin", 0, 3),
+        ("advance", 1, 3),
+        ("advance", 2, 3),
+        ("advance", 3, 3),
+        ("end", 3, 3),
+    ]
+    result = run(STUDY, settings)
+    sums = [line["values"]["sum"] for line in lines[1:4]]
+    assert sums == [row["sum"] for row in result["seeds"].values()]
+    assert [line["values"]["seed"] for line in lines[1:4]] == [7, 1, 4]
+    curve = EventAccumulator(str(board)).Reload().Scalars("made_up/sum")
+    assert [event.value for event in curve] == pytest.approx(sums)
+    assert command("--log", log, "--resume", tmp_path / "kept", study=study) == 0
+    again = [json.loads(line) for line in log.read_text().splitlines()][5:]
+    assert [(line["event"], line["done"]) for line in again] == [("begin", 0), ("skip", 3), ("end", 3)]
+
+
+def test_ctrl_c_without_a_folder_says_how_to_keep_seeds(settings, capsys):
+    def interrupted(settings: Settings, seed: int) -> dict:
+        if seed == 1:
+            raise KeyboardInterrupt
+        return STUDY.one_seed(settings, seed)
+
+    assert command(study=replace(STUDY, settings=settings, one_seed=interrupted)) == 130
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines()[-1] == (
+        "made_up: interrupted after 1 of 3 seeds, and none is kept; --resume FOLDER keeps them"
+    )
 
 
 def test_the_json_takes_the_place_of_the_old_one_whole(tmp_path, capsys):
@@ -119,8 +202,10 @@ def test_a_study_that_fails_leaves_the_old_json(settings, tmp_path):
 def test_check_names_the_missed_bars_and_exits_1(capsys):
     assert command("--fast", "--check") == 1
     captured = capsys.readouterr()
-    assert captured.err.splitlines() == ["made_up: seed 7 done, 1 of 1", "MISSED size: 2 numbers, the bar is 5"]
-    assert "MISSED" not in captured.out
+    progress, *lines = captured.err.splitlines()
+    assert progress.startswith("made_up: 1 of 1, ")
+    assert lines == ["MISSED seeds: 1 of 3; the bars are for all of them", "MISSED size: 2 numbers, the bar is 5"]
+    assert "MISSED size" not in captured.out
     assert command("--check") == 0
     assert "MISSED" not in capsys.readouterr().err
 
@@ -143,16 +228,6 @@ def test_help_says_what_the_study_is_for(capsys):
     with pytest.raises(SystemExit, match="0"):
         command("--help")
     assert "Sums of random numbers" in capsys.readouterr().out
-
-
-def test_a_seed_that_fails_beside_others_keeps_them_all(settings, tmp_path):
-    cause = Path(settings.trace) / "fail 7"
-    cause.touch()
-    with pytest.raises(RuntimeError, match="seed 7 was told to fail"):
-        run(STUDY, settings, processes=2, folder=tmp_path / "kept")
-    cause.unlink()
-    run(STUDY, settings, folder=tmp_path / "kept")
-    assert ran(settings) == {7: 2, 1: 1, 4: 1}
 
 
 def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):

@@ -172,6 +172,24 @@ def test_a_number_that_is_none_is_a_problem(folder, made):
     assert line.startswith("base pair accuracy: not in the result")
 
 
+def test_a_result_of_fewer_seeds_counts_only_where_there_is_no_full_one(folder, tmp_path):
+    whole = json.loads((COMMITTED / "mlp_equivalence.json").read_text())
+    short = tmp_path / "short"
+    short.mkdir()
+    seeds = dict(list(whole["seeds"].items())[:2])
+    settings = {**whole["settings"], "seeds": whole["settings"]["seeds"][:2]}
+    (short / "mlp_equivalence.json").write_text(json.dumps({**whole, "seeds": seeds, "settings": settings}))
+    alone = tables.report("mlp_equivalence", short)
+    assert alone.problems == ["made with other settings: seeds [0, 1] instead of [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]"]
+    assert (alone.path, alone.passed_over) == (short / "mlp_equivalence.json", ())
+    both = tables.report("mlp_equivalence", short, COMMITTED)
+    assert both.problems == []
+    assert both.path == COMMITTED / "mlp_equivalence.json"
+    assert both.passed_over == (f"{alone.path}: {alone.problems[0]}",)
+    first = tables.report("mlp_equivalence", COMMITTED, short)
+    assert (first.path, first.passed_over) == (both.path, ())
+
+
 def test_where_the_data_lay_does_not_matter_but_other_settings_do():
     wanted = {"features": "here", "seeds": [1, 2], "regime": {"lr": 0.1, "batch": 64}}
     same = {**wanted, "features": "elsewhere"}

@@ -1,0 +1,119 @@
+"""The files that a net is exported to; each writer returns what runs the file it wrote, or why that cannot be run."""
+
+import importlib.util
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+from grapnet.integrations.extra import require
+
+from .command import CommandError
+
+_LARGEST_ONNX = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GiB
+_MOST_READ_BACK = 200_000  # relations of a GraphML file that is read again to check it: some seconds
+
+Run = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Gives a place to write a file to, and puts it at `path` when the block ends well; otherwise it is gone."""
+    path = Path(os.path.realpath(path))
+    folder = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"
+    folder.mkdir()
+    try:
+        partial = folder / path.name
+        yield partial
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, path)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def write_onnx(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
+    """Writes a snapshot as ONNX with a free batch size."""
+    for module in ("onnx", "onnxscript"):
+        require(module, "export")
+    plain = _plain(net)
+    size = sum(p.numel() * p.element_size() for p in plain.parameters())
+    if size > _LARGEST_ONNX:
+        raise CommandError(f"the matrices hold {size:,} bytes, and an ONNX file {_LARGEST_ONNX:,}", "use --to torch")
+    with _exporting("ONNX"):
+        torch.onnx.export(
+            plain,
+            (example,),
+            path,
+            dynamo=True,
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            external_data=False,
+            verbose=False,
+        )
+    if importlib.util.find_spec("onnxruntime") is None:
+        return 'onnxruntime is not installed; pip install "grapnet[export]"'
+    if example.dtype not in (torch.float32, torch.float64):
+        return f"onnxruntime is not asked to compute in {example.dtype}"
+    session = require("onnxruntime", "export").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
+
+
+def write_program(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
+    """Writes a snapshot as a program of torch.export with a free batch size; loading it needs torch alone."""
+    with _exporting("torch.export"):
+        program = torch.export.export(_plain(net), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, path)
+        return torch.export.load(path).module()
+
+
+def write_graph(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
+    """Writes the graph as GraphML."""
+    from grapnet.integrations.networkx import from_networkx, write_graphml
+
+    write_graphml(net, path)
+    if net.count().relations > _MOST_READ_BACK:
+        return f"it has more than {_MOST_READ_BACK:,} relations, which takes long to read"
+    graph = require("networkx", "networkx").read_graphml(path)
+    return from_networkx(graph, dtype=example.dtype).eval()
+
+
+def write_matrices(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
+    """Writes the state dict of a snapshot, as of an `nn.Sequential`, to plain safetensors."""
+    from safetensors.torch import load_file, save_file
+
+    plain = _plain(net)
+    state = {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}
+    save_file(state, path, metadata={"format": "pt", "modules": repr(plain)})
+    plain.load_state_dict(load_file(path))
+    return plain
+
+
+def _plain(net: gn.GrapNet) -> nn.Sequential:
+    """Returns a snapshot as a plain nn.Sequential, whose class a file can name anywhere."""
+    return nn.Sequential(*gn.snapshot(net)).eval()
+
+
+@contextmanager
+def _exporting(what: str) -> Iterator[None]:
+    """Tells what torch could not do in one line; its warnings are about its own insides."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except (gn.GrapNetError, ImportError, OSError):
+        raise
+    except Exception as error:  # torch gives no common class to what its exporters trip over
+        told = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CommandError(f"{what} does not take this net: {told[:200]}") from error
+    finally:
+        logging.disable(level)

@@ -1,0 +1,165 @@
+"""`grapnet inspect`: what a checkpoint holds."""
+
+import argparse
+from typing import Any
+
+import grapnet as gn
+
+from .census import MOST_RELATIONS, UNOWNED, census, census_of_owner, owners_of
+from .columns import Cell, counted, in_bytes, pairs, table
+from .command import Command, CommandError, Outcome
+from .contents import Contents, read_contents, title
+from .files import add_file
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    parser.add_argument("--owner", metavar="NAME", help="tell only of the nodes of one owner")
+    parser.add_argument(
+        "--batch", type=int, default=256, metavar="N", help="samples at once, for the choice of backends (default: 256)"
+    )
+
+
+def _run(given: argparse.Namespace) -> Outcome:
+    if given.batch < 1:
+        raise CommandError(f"--batch is a whole number, at least 1, got {given.batch}", "leave it out for 256")
+    contents = read_contents(given.file, given.device)
+    lines, data = _file(contents)
+    data["nets"] = {}
+    for place, net in _owned(contents, given.owner).items():
+        if given.owner is None:
+            told = census(net, given.batch)
+            lines += ["", *_whole(contents, place, net, told, given.batch)]
+        else:
+            told = census_of_owner(net, given.owner)
+            lines += ["", *_narrowed(place, told)]
+        data["nets"][place] = told | {"also_at": contents.also_at[place]}
+    return Outcome("\n".join(lines), data)
+
+
+def _owned(contents: Contents, owner: str | None) -> dict[str, gn.GrapNet]:
+    """Returns the nets to tell of; raises CommandError when no net has that owner."""
+    if owner is None:
+        return contents.nets
+    found = {place: net for place, net in contents.nets.items() if owner in owners_of(net)}
+    if not found:
+        known = dict.fromkeys(name for net in contents.nets.values() for name in owners_of(net))
+        hint = f"owners in this file: {', '.join(known)}" if known else "no node of this file has an owner"
+        raise CommandError(f"{contents.path}: no node is owned by {owner!r}", hint)
+    return found
+
+
+def _file(contents: Contents) -> tuple[list[str], dict[str, Any]]:
+    kept = [*contents.extras, *([contents.beside] if contents.beside else [])]
+    what = f"a model with {counted(len(contents.nets), 'net')}" if contents.is_model else "one net"
+    lines = [str(contents.path), f"  {what}, {in_bytes(contents.bytes)}, format {contents.format}"]
+    if kept:
+        rows: list[list[Cell]] = [[one.name, one.bytes, one.made_by] for one in kept]
+        lines += ["", "Beside the nets" if contents.is_model else "Beside the net"]
+        lines += table(["name", "bytes", "saved from"], rows)
+    return lines, {
+        "file": str(contents.path),
+        "bytes": contents.bytes,
+        "format": contents.format,
+        "kind": "model" if contents.is_model else "net",
+        "extras": {one.name: {"saved_from": one.made_by, "bytes": one.bytes} for one in contents.extras},
+        "beside": contents.beside and {"holds": contents.beside.made_by, "bytes": contents.beside.bytes},
+    }
+
+
+def _whole(contents: Contents, place: str, net: gn.GrapNet, told: dict[str, Any], batch: int) -> list[str]:
+    also = f" (also at {', '.join(contents.also_at[place])})" if contents.also_at[place] else ""
+    way_back = f"{told['undoable']:,} can be undone, {told['redoable']:,} redone"
+    if told["commits"] and not told["undoable"] and not told["redoable"]:
+        way_back = "none can be undone: gn.save(..., undo=True) keeps what that needs"
+    memory = told["bytes"]
+    facts = {
+        "version": f"{told['version']:,}: {counted(told['commits'], 'commit')}, {way_back}" if told["commits"] else "0",
+        "parameters": f"{told['parameters']:,} trainable, {told['frozen']:,} frozen, {told['dtype']}",
+        "memory": f"{in_bytes(memory['coordinates'])} of coordinates and {in_bytes(memory['wiring'])} of wiring",
+        "one sample": f"{told['flops']:,} floating-point operations forward",
+    }
+    lines = [f"The {title(place)}: {'-'.join(map(str, told['sizes']))}{also}", *pairs(facts)]
+    lines += ["", "Layers", *_layers(told["layers"])]
+    lines += ["", "Relations", *_transitions(told["transitions"])]
+    if set(told["owners"]) - {UNOWNED}:
+        lines += ["", "Owners", *_owners(told["owners"])]
+    return [*lines, "", f"Backends at batch {batch:,} on {net.device}", *_backends(told["backends"])]
+
+
+def _layers(layers: list[dict[str, Any]]) -> list[str]:
+    rows: list[list[Cell]] = []
+    for layer in layers:
+        names = ", ".join(
+            f"{name} {count:,}" if len(layer["activations"]) > 1 else name
+            for name, count in layer["activations"].items()
+        )
+        share = layer["frozen_biases"] / layer["biases"] if layer["biases"] else None
+        rows.append([layer["layer"], layer["nodes"], layer["dropout"] or None, share, names])
+    return table(["layer", "nodes", "dropout", "biases frozen", "activation"], rows)
+
+
+def _transitions(transitions: list[dict[str, Any]]) -> list[str]:
+    rows: list[list[Cell]] = []
+    for one in transitions:
+        blocks = [
+            f"{f['families']:,} of {f['members']:,}×{f['children']:,}" for f in one["largest_families"] if f["families"]
+        ]
+        unasked = f"not looked for above {MOST_RELATIONS:,} relations"
+        families = (
+            unasked if one["families"] is None else f"{one['families']:,}: {', '.join(blocks)}" if blocks else "0"
+        )
+        share = one["frozen"] / one["relations"] if one["relations"] else None
+        place = f"{one['transition']} → {one['transition'] + 1}"
+        rows.append([place, one["relations"], one["density"], share, families])
+    return table(["layers", "relations", "density", "frozen", "families: largest, members×children"], rows)
+
+
+def _owners(owners: dict[str, dict[str, int]]) -> list[str]:
+    rows: list[list[Cell]] = []
+    for name, one in owners.items():
+        share = one["frozen"] / one["outgoing"] if one["outgoing"] else None
+        rows.append([name, one["nodes"], one["outgoing"], share, one["incoming"]])
+    return table(["owner", "nodes", "relations owned", "frozen of these", "received"], rows)
+
+
+def _backends(backends: list[dict[str, Any]]) -> list[str]:
+    rows: list[list[Cell]] = []
+    for one in backends:
+        place = f"{one['transition']} → {one['transition'] + 1}"
+        rows.append([place, one["chosen"], one["runs"], one["why"]])
+        for name, reasons in one["refused"].items():
+            rows.append(["", "", f"not {name}", "; ".join(reasons)])
+    return table(["layers", "chosen", "runs", "why"], rows)
+
+
+def _narrowed(place: str, told: dict[str, Any]) -> list[str]:
+    head = f"{told['owner']} in the {title(place)}: {counted(told['nodes'], 'node')}"
+    layers: list[list[Cell]] = [
+        [one["layer"], one["nodes"], one["of"], one["frozen_biases"], ", ".join(one["activations"])]
+        for one in told["layers"]
+    ]
+    wires: list[list[Cell]] = []
+    for one in told["transitions"]:
+        sides = [f"to {name} {count:,}" for name, count in one["to"].items()]
+        sides += [f"from {name} {count:,}" for name, count in one["from"].items()]
+        step = f"{one['transition']} → {one['transition'] + 1}"
+        wires.append([step, one["outgoing"], one["incoming"], one["frozen"], ", ".join(sides)])
+    lines = [head, *table(["layer", "nodes", "of", "biases frozen", "activation"], layers), "", "Relations"]
+    return lines + table(["layers", "owned", "received", "frozen", "with"], wires)
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "inspect",
+        "layers, relations, owners, memory and backends of a checkpoint",
+        "Look at a net",
+        _configure,
+        _run,
+        (
+            "inspect runs/demo/net.safetensors",
+            "inspect net.safetensors --owner task-3",
+            "inspect net.safetensors --json",
+        ),
+    ),
+)

@@ -1,0 +1,87 @@
+"""`grapnet plot`: draws the net of a checkpoint into a picture."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .command import Command, CommandError, Outcome
+from .files import add_file, add_output, load_net, require_free
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    import grapnet as gn
+
+KINDS = {
+    "graph": "its layers, owners, what is frozen",
+    "adjacency": "parents × children of one transition",
+    "timeline": "its edits against the number of relations",
+    "degrees": "how many nodes have how many children",
+    "weights": "how many relations have which weight",
+    "deletion": "what a cut removes, beside a masked dense row",
+}
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Adds what can be drawn, and where it goes."""
+    add_file(parser)
+    listed = "; ".join(f"{name}: {about}" for name, about in KINDS.items())
+    parser.add_argument("--kind", choices=KINDS, default="graph", help=f"what to draw (default: graph). {listed}")
+    parser.add_argument("--transition", type=int, default=0, metavar="N", help="of adjacency (default: 0)")
+    parser.add_argument("--since", type=int, metavar="VERSION", help="of graph: also what was cut since then")
+    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="ground (default: light)")
+    add_output(parser, "a .png, .svg or .pdf (default: FILE with the kind in its name and .png, beside it)")
+
+
+def run(given: argparse.Namespace) -> Outcome:
+    """Draws and writes one picture."""
+    from grapnet import plot
+
+    path: Path = given.output or given.file.with_name(f"{given.file.stem}-{given.kind}.png")
+    if path.suffix.lower() not in plot.PICTURES:
+        raise CommandError(
+            f"{path} is no picture that can be written", f"end its name in {', '.join(sorted(plot.PICTURES))}"
+        )
+    net = load_net(given.file, given.device)
+    require_free(path, force=given.force)
+    if not 0 <= given.transition < len(net.transitions):
+        last = len(net.transitions) - 1
+        raise CommandError(f"{given.file} has transitions 0 to {last}, got --transition {given.transition}")
+    try:
+        with plot.theme(given.theme):
+            plot.save(_drawings(net, given)[given.kind](), path)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
+    count = net.count()
+    data = {"path": str(path), "kind": given.kind, "nodes": count.nodes, "relations": count.relations}
+    return Outcome(f"wrote {path}", {**data, "version": net.version})
+
+
+def _drawings(net: "gn.GrapNet", given: argparse.Namespace) -> "Mapping[str, Callable[[], Axes]]":
+    from grapnet import plot
+
+    return {
+        "graph": lambda: plot.graph(net, cut_since=given.since),
+        "adjacency": lambda: plot.adjacency(net, given.transition),
+        "timeline": lambda: plot.timeline(net),
+        "degrees": lambda: plot.degrees(net),
+        "weights": lambda: plot.weights(net),
+        "deletion": lambda: plot.deletion(net),
+    }
+
+
+COMMANDS: tuple[Command, ...] = (
+    Command(
+        "plot",
+        "draw a net, its edits or its weights into a picture",
+        "Look at a net",
+        configure,
+        run,
+        examples=(
+            "plot net.safetensors",
+            "plot net.safetensors --kind adjacency --transition 1 -o wiring.svg",
+            "plot net.safetensors --kind timeline --theme dark -o edits.png",
+        ),
+    ),
+)

@@ -1,0 +1,132 @@
+"""The bands between the boxes of two neighbouring layers, and their numbers where there is room for them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .canvas import ground, ink
+from .colors import CUT, NOBODY, is_dark
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+THINNEST = 0.003
+PLACES = (0.5, 0.35, 0.65, 0.25, 0.75, 0.15, 0.85, 0.42, 0.58)  # along a band, tried in this order
+
+
+@dataclass(frozen=True)
+class Band:
+    """All relations between two groups; `marked` is None where nothing is to stand out."""
+
+    upper: int
+    lower: int
+    count: int
+    frozen: int
+    cut: int
+    marked: int | None
+
+    @property
+    def text(self) -> str:
+        """What stands on it."""
+        whole = f"{self.count:,}" if not self.marked else f"{self.marked:,} of {self.count:,}"
+        parts = [whole] * (self.count > 0) + [f"{self.cut:,} cut"] * (self.cut > 0)
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The side of a column of boxes that bands start or end at."""
+
+    x: float
+    boxes: Sequence[tuple[float, float]]
+    colors: Sequence[str]
+
+
+def draw_bands(ax: "Axes", bands: Sequence[Band], start: Ends, end: Ends) -> None:
+    """Draws every band, wide as its relations are many, and writes its number where that covers no other."""
+    if not bands:
+        return
+    scale = _scale(bands, start, end)
+    left = _stack(bands, scale, start, [band.upper for band in bands])
+    right = _stack(bands, scale, end, [band.lower for band in bands])
+    curves = []
+    for band, y, z in zip(bands, left, right, strict=True):
+        wide, color = max(band.count * scale, THINNEST), _color(band, start, end)
+        faded = 0.12 if band.marked == 0 else 0.65 if is_dark(ground(ax)) else 0.5
+        free = wide * (1 - band.frozen / max(band.count, 1))
+        if band.count:
+            gid = f"band {band.upper}-{band.lower}: {band.count}"
+            _fill(ax, (start.x, y, end.x, z), wide, gid=gid, facecolor=color, alpha=faded, linewidth=0, zorder=1)
+        if band.frozen:
+            lower = (start.x, y - free / 2, end.x, z - free / 2)
+            style = {"facecolor": "none", "edgecolor": ink(ax), "hatch": "/////", "linewidth": 0, "alpha": faded}
+            _fill(ax, lower, wide - free, gid=f"frozen {band.frozen}", zorder=1.5, **style)
+        if band.cut:
+            x, height = _curve(start.x, y, end.x, z)
+            ax.plot(x, height, color=CUT, linestyle=":", linewidth=1.1, zorder=2, gid=f"cut {band.cut}")
+        curves.append(_curve(start.x, y, end.x, z))
+    _write(ax, bands, curves)
+
+
+def _scale(bands: Sequence[Band], start: Ends, end: Ends) -> float:
+    """Returns the width of one relation, such that the bands of no box are wider than it."""
+    limits = []
+    for side, place in ((start, "upper"), (end, "lower")):
+        for n, (low, high) in enumerate(side.boxes):
+            total = sum(band.count for band in bands if getattr(band, place) == n)
+            limits += [(high - low) * 0.94 / total] if total else []
+    return min(limits, default=1.0)
+
+
+def _stack(bands: Sequence[Band], scale: float, side: Ends, boxes: Sequence[int]) -> list[float]:
+    """Returns the height of every band's middle where it meets its box; those of a box lie below each other."""
+    wide = [max(band.count * scale, THINNEST) for band in bands]
+    found = [0.0] * len(bands)
+    for n, (low, high) in enumerate(side.boxes):
+        mine = [k for k in range(len(bands)) if boxes[k] == n]
+        y = (low + high + sum(wide[k] for k in mine)) / 2
+        for k in mine:
+            found[k] = y - wide[k] / 2
+            y -= wide[k]
+    return found
+
+
+def _curve(x: float, y: float, end: float, z: float) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a line that leaves and arrives level."""
+    along = np.linspace(0, 1, 41)
+    return x + (end - x) * along, y + (z - y) * (3 * along**2 - 2 * along**3)
+
+
+def _fill(ax: "Axes", ends: tuple[float, float, float, float], wide: float, **style: Any) -> None:
+    x, middle = _curve(*ends)
+    drawn = ax.fill_between(x, middle - wide / 2, middle + wide / 2)
+    drawn.set(**style)
+
+
+def _color(band: Band, start: Ends, end: Ends) -> str:
+    first, last = start.colors[band.upper], end.colors[band.lower]
+    return last if first == NOBODY else first
+
+
+def _write(ax: "Axes", bands: Sequence[Band], curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+    """Writes the numbers, those of the most relations first, each where it covers none of those before."""
+    box = ax.get_position()
+    wide, high = ax.figure.get_size_inches()  # pyright: ignore[reportAttributeAccessIssue]
+    (x_low, x_high), (y_low, y_high) = ax.get_xlim(), ax.get_ylim()
+    letter, line = (x_high - x_low) * 0.062 / (wide * box.width), (y_high - y_low) * 0.14 / (high * box.height)
+    taken: list[tuple[float, float, float]] = []
+    paper = {"facecolor": ground(ax), "alpha": 0.75, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
+    for k in sorted(range(len(bands)), key=lambda k: -(bands[k].count + bands[k].cut)):
+        half = letter * len(bands[k].text) / 2
+        for share in PLACES:
+            n = round(share * (len(curves[k][0]) - 1))
+            x, y = float(curves[k][0][n]), float(curves[k][1][n])
+            inside = curves[k][0][0] + half < x < curves[k][0][-1] - half
+            if inside and all(abs(x - u) > half + w or abs(y - v) > line for u, v, w in taken):
+                taken.append((x, y, half))
+                color = CUT if not bands[k].count else ink(ax)
+                text = ax.text(x, y, bands[k].text, ha="center", va="center", fontsize=7, color=color, zorder=5)
+                text.set_bbox(paper)
+                break

@@ -1,0 +1,150 @@
+"""Where pictures are drawn: axes of a figure that belongs to nobody, in a light or a dark theme, and their files."""
+
+import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from grapnet.integrations.extra import require
+
+from .colors import is_dark
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+PICTURES = (".png", ".svg", ".pdf")
+THEMES = {"light": "#ffffff", "dark": "#14171c"}  # grounds; everything else is drawn to be read on its ground
+DARK_INK, LIGHT_INK = "#1f2328", "#e6e8eb"
+
+
+def theme(name: str) -> AbstractContextManager[Any]:
+    """Gives the figures that are made inside its block a "light" or a "dark" ground.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> from grapnet import plot
+        >>> with plot.theme("dark"):
+        ...     axes = plot.graph(gn.GrapNet([4, 3, 2]))
+    """
+    if name not in THEMES:
+        raise ValueError(f"a theme is {' or '.join(THEMES)}, got {name!r}")
+    ground = THEMES[name]
+    settings = {"figure.facecolor": ground, "axes.facecolor": ground, "savefig.facecolor": "auto"}
+    return require("matplotlib", "plot").rc_context(settings)
+
+
+def save(drawn: "Axes | Figure", path: Path | str, *, dpi: int = 150) -> Path:
+    """Writes a picture, whole or not at all, and returns where; texts of an SVG stay texts.
+
+    Args:
+        drawn: axes that a function of this module returned, or their figure.
+        path: a name that ends in .png, .svg or .pdf.
+        dpi: dots per inch of a PNG.
+
+    Raises:
+        ValueError: the name ends otherwise; nothing was written.
+    """
+    path = require_picture(path)
+    figure: Any = getattr(drawn, "figure", drawn)
+    partial = path.with_name(f".{path.name}.partial")
+    kind = path.suffix.lower().removeprefix(".")
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
+    with require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"}):
+        try:
+            figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    return path
+
+
+def require_picture(path: Path | str) -> Path:
+    """Returns the path of a picture; raises ValueError when its name ends in nothing that can be written."""
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{path} is no picture that can be written: its name must end in {', '.join(PICTURES)}")
+    return path
+
+
+def axes_for(ax: "Axes | None", width: float, height: float) -> "Axes":
+    """Returns `ax`, or the axes of a figure of its own, of so many inches."""
+    if ax is not None:
+        return ax
+    figure = require("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained")
+    return figure.subplots()
+
+
+def ground(ax: "Axes") -> str:
+    """Returns the colour behind what is drawn."""
+    to_hex = require("matplotlib.colors", "plot").to_hex
+    faces: list[Any] = [ax.get_facecolor(), ax.figure.get_facecolor()]
+    return next((to_hex(face) for face in faces if face[3] > 0), "#ffffff")
+
+
+def ink(ax: "Axes") -> str:
+    """Returns the colour of texts and lines that is read on the ground of these axes."""
+    return LIGHT_INK if is_dark(ground(ax)) else DARK_INK
+
+
+def dress(ax: "Axes", title: str = "", x: str = "", y: str = "") -> None:
+    """Titles and labels axes in a colour that is read on their ground."""
+    color = ink(ax)
+    ax.set_title(title, color=color, fontsize=10.5, loc="left")
+    ax.set_xlabel(x, color=color)
+    ax.set_ylabel(y, color=color)
+    ax.tick_params(which="both", colors=color)
+    for side, spine in ax.spines.items():
+        spine.set_color(color)
+        spine.set_visible(side in ("left", "bottom"))
+
+
+def whole_numbers(axis: "Axis", most: int = 9) -> None:
+    """Gives an axis at most so many ticks, at whole numbers."""
+    locator = require("matplotlib.ticker", "plot").MaxNLocator(nbins=most, integer=True)
+    axis.set_major_locator(locator)
+    axis.set_major_formatter(lambda value, _: f"{round(value):,}" if value == round(value) else "")
+
+
+def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = False, columns: int = 4) -> None:
+    """Puts a legend below the axes or between them and their title; of too many entries it says how many."""
+    entries = list(entries)
+    if not entries:
+        return
+    names, handles = [shortened(name, 26) for name, _ in entries], [handle for _, handle in entries]
+    wide = ax.get_window_extent().width / ax.figure.dpi / (0.068 * (max(map(len, names)) + 7))  # columns that fit
+    columns = min(columns, max(int(wide), 1), len(names))
+    most = max(4 * columns, 7)
+    if len(names) > most:
+        names[most - 1 :] = [f"… and {len(names) - most + 1} more"]
+        handles[most - 1 :] = [require("matplotlib.patches", "plot").Patch(alpha=0)]
+    ax.legend(
+        handles,
+        names,
+        loc="lower left" if above else "upper center",
+        bbox_to_anchor=(0.0, 1.0) if above else (0.5, 0.0),
+        borderaxespad=0.3,
+        ncols=columns,
+        fontsize=8,
+        labelcolor=ink(ax),
+        frameon=False,
+        handletextpad=0.5,
+        columnspacing=1.4,
+    )
+    if above:
+        lines = -(-len(names) // columns)
+        ax.set_title(ax.get_title("left"), loc="left", color=ink(ax), fontsize=10.5, pad=10.0 + 13.5 * lines)
+
+
+def shortened(name: str, most: int) -> str:
+    """Returns a name on one line of at most so many characters; a dollar sign starts no formula.
+
+    Examples:
+        >>> shortened("a rather long name", 10)
+        'a rather …'
+    """
+    name = " ".join(name.split())
+    name = name if len(name) <= most else f"{name[: most - 1]}…"
+    return name.replace("$", r"\$")

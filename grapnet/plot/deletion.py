@@ -1,0 +1,187 @@
+"""Child-owned deletion against masking, the paper's figure 1, drawn from a node of a real net."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet import GrapNet, GrapNode
+from grapnet.integrations.extra import require
+
+from .canvas import axes_for, dress, ground, ink
+from .colors import CUT, NEGATIVE, POSITIVE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SHOWN = 9  # cells of a row
+RIGHT = SHOWN + 4.2  # where the list starts, beside a row of the rectangle
+_OUTLINES = {"cut": {"edgecolor": CUT, "hatch": "////", "linewidth": 1.4}, "more": {"linestyle": ":"}}  # of boxes
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What one node owns: its children, and one weight for each."""
+
+    children: list[int]  # uids
+    weights: list[float]
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One stored number, or what stands for those that are left out."""
+
+    text: str
+    head: str = ""  # above it
+    kind: str = "kept"  # or "cut", "empty", "more"
+
+
+def deletion(
+    net: GrapNet, *, node: GrapNode | int | None = None, slots: Any = None, ax: "Axes | None" = None
+) -> "Axes":
+    """Draws what a cut does to a node's children and W_alloc, beside what masking does to its row of a dense matrix.
+
+    The cut is a real one, in a trial edit: the net is as before when the picture is drawn.
+
+    Args:
+        net: to cut in.
+        node: whose relations, as a node or its uid; without, one that has few enough children to show them all.
+        slots: which of its relations to cut; the smallest one without.
+        ax: to draw into; a figure of its own without.
+
+    Raises:
+        EditError: the node has no such slots.
+        ValueError: the node owns no relations.
+    """
+    node = _chosen(net, node)
+    before = _row(node)
+    cut = [int(np.abs(before.weights).argmin())] if slots is None else slots
+    with net.edit(reason="a picture of deletion", trial=True) as edit:
+        edit.cut(node, slots=cut)
+        edit.commit()
+        after = _row(node)
+    lower = net.layers[node.layer + 1]
+    ax = axes_for(ax, 9.6, 3.7)
+    ax.set_xlim(-0.1, RIGHT + SHOWN + 1.3)
+    ax.set_ylim(-0.4, 6.6)
+    gone, width = set(before.children) - set(after.children), len(lower)
+    dress(ax, f"{len(gone):,} of the {_counted(len(before.children), 'relation')} of node {node.uid} cut")
+    ax.set_axis_off()
+    bits = f"{_counted(width, 'weight')} and {_counted(width, 'mask bit')} stored"
+    _heading(ax, 0.0, "masked dense row", "the coordinate stays, with a 0")
+    _draw_dense(ax, 3.3, "before", _dense_cells(lower.uid, before, set()), f"{_counted(width, 'weight')} stored")
+    _draw_dense(ax, 0.4, "after", _dense_cells(lower.uid, before, gone), bits)
+    _heading(ax, RIGHT, "child-owned list", "the reference and its number are gone")
+    _draw_owned(ax, 3.3, "before", _owned_cells(before, gone), len(before.children))
+    _draw_owned(ax, 0.4, "after", _owned_cells(after, set()), len(after.children))
+    return ax
+
+
+def _chosen(net: GrapNet, node: GrapNode | int | None) -> GrapNode:
+    if node is not None:
+        node = net.node(node.uid if isinstance(node, GrapNode) else int(node))
+        if not node.degree:
+            raise ValueError(f"{node} owns no relations, so there is none to cut")
+        return node
+    best = None
+    for number, store in enumerate(net.transitions):
+        degrees = store.topology.degrees.cpu()
+        distance = torch.where(degrees > 0, (degrees - 6).abs(), 2**31 - 1)
+        if len(distance) and int(distance.min()) < 2**31 - 1 and (best is None or int(distance.min()) < best[0]):
+            row = int(distance.argmin())
+            best = int(distance[row]), int(net.layers[number].uid[row])
+    if best is None:
+        raise ValueError("the net has no relations, so there is none to cut")
+    return net.node(best[1])
+
+
+def _row(node: GrapNode) -> Row:
+    return Row(node.children.uids.tolist(), node.W_alloc.detach().reshape(-1).tolist())
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _written(weight: float) -> str:
+    """Returns a weight in at most six characters."""
+    size = abs(weight)
+    text = f"{size:.2f}" if 0.1 <= size < 100 else f"{size:.3f}"[1:] if 0.0005 <= size < 0.1 else f"{size:.0e}"
+    return f"−{text}" if weight < 0 else text
+
+
+def _dense_cells(uids: Tensor, row: Row, gone: set[int]) -> list[Cell]:
+    """Returns the row of a rectangle: a number for every node of the next layer, whether it is a child or not."""
+    owned = dict(zip(row.children, row.weights, strict=True))
+    shown = _shortened(uids.tolist() if len(uids) <= SHOWN else row.children, gone)
+    cells = []
+    for uid in shown:
+        kind = "cut" if uid in gone else "kept" if uid in owned else "empty"
+        cells.append(Cell(_written(owned[uid]) if kind == "kept" else "0", str(uid), kind))
+    return [*cells, Cell(f"+{len(uids) - len(shown):,}", "", "more")] if len(shown) < len(uids) else cells
+
+
+def _owned_cells(row: Row, gone: set[int]) -> list[Cell]:
+    owned = dict(zip(row.children, row.weights, strict=True))
+    shown = _shortened(row.children, gone)
+    cells = [Cell(_written(owned[uid]), str(uid), "cut" if uid in gone else "kept") for uid in shown]
+    return [*cells, Cell(f"+{len(owned) - len(shown):,}", "", "more")] if len(shown) < len(owned) else cells
+
+
+def _shortened(uids: list[int], gone: set[int]) -> list[int]:
+    """Returns as many as fit into a row, those that are cut among them, in their order."""
+    if len(uids) <= SHOWN:
+        return uids
+    first = [uid for uid in uids if uid in gone][: SHOWN - 1]
+    others = [uid for uid in uids if uid not in gone][: SHOWN - 1 - len(first)]
+    chosen = {*first, *others}
+    return [uid for uid in uids if uid in chosen]
+
+
+def _heading(ax: "Axes", x: float, title: str, text: str) -> None:
+    ax.text(x, 6.5, title, color=ink(ax), fontsize=9.5, weight="bold", va="top")
+    ax.text(x, 5.95, text, color=ink(ax), fontsize=8.5, va="top")
+
+
+def _draw_dense(ax: "Axes", y: float, title: str, cells: list[Cell], stored: str) -> None:
+    """Draws a row of the rectangle, with the uid that each column stands for above it."""
+    ax.text(0.0, y + 1.75, title, color=ink(ax), fontsize=8, style="italic", va="center")
+    _draw_cells(ax, 0.0, y, cells, f"dense {title}")
+    for n, cell in enumerate(cells):
+        ax.text(n + 0.5, y + 0.9, cell.head, ha="center", va="bottom", fontsize=6, color=ink(ax), alpha=0.7)
+    ax.text(0.0, y - 0.2, stored, color=ink(ax), fontsize=8.5, va="top")
+
+
+def _draw_owned(ax: "Axes", y: float, title: str, cells: list[Cell], count: int) -> None:
+    """Draws a list of children, and the weights that lie slot by slot below it."""
+    ax.text(RIGHT, y + 1.75, title, color=ink(ax), fontsize=8, style="italic", va="center")
+    heads = [replace(cell, text=cell.head or cell.text) for cell in cells]
+    for row, name in ((0.8, "children"), (0.0, r"$W_{alloc}$")):
+        ax.text(RIGHT - 0.15, y + row + 0.35, name, color=ink(ax), fontsize=8, ha="right", va="center")
+        _draw_cells(ax, RIGHT, y + row, heads if row else cells, f"{name} {title}", plain=row > 0)
+    stored = f"{_counted(count, 'weight')} and {_counted(count, 'reference')} stored"
+    ax.text(RIGHT, y - 0.2, stored, color=ink(ax), fontsize=8.5, va="top")
+
+
+def _draw_cells(ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *, plain: bool = False) -> None:
+    """Draws boxes side by side, with their texts; `plain` texts have no sign to show."""
+    color, box = ink(ax), require("matplotlib.patches", "plot").Rectangle
+    for n, cell in enumerate(cells):
+        wide = 1.3 if cell.kind == "more" else 1.0
+        style: dict[str, Any] = {
+            "facecolor": "none",
+            "edgecolor": color,
+            "linewidth": 0.8,
+            **_OUTLINES.get(cell.kind, {}),
+        }
+        ax.add_patch(box((x + n, y), wide, 0.7, gid=f"{name}: {cell.kind}", **style))
+        signed = cell.kind == "kept" and not plain
+        shade = (NEGATIVE if cell.text.startswith("−") else POSITIVE) if signed else color
+        place = x + n + wide / 2, y + 0.33
+        text = ax.text(*place, cell.text, ha="center", va="center", fontsize=6.5, color=shade)
+        if cell.kind == "cut":  # the number is read above the hatching
+            text.set_bbox({"facecolor": ground(ax), "edgecolor": "none", "pad": 1.6})
+        text.set_alpha(0.45 if cell.kind == "empty" else None)
+        text.set_fontweight("normal" if plain else "bold")

@@ -1,0 +1,67 @@
+"""The accuracy matrix of a stream of tasks."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from grapnet.integrations.extra import require
+from grapnet.learning import AccuracyMatrix
+
+from .canvas import axes_for, dress, ink, shortened
+from .colors import is_dark
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WRITTEN = 20  # tasks up to which every cell shows its number
+
+
+def accuracy_matrix(
+    matrix: AccuracyMatrix | Any,
+    *,
+    kind: Literal["seen", "local"] = "seen",
+    tasks: Sequence[str] | None = None,
+    ax: "Axes | None" = None,
+) -> "Axes":
+    """Draws how well every task was known after every task: a row is the task just learnt, a column one evaluated.
+
+    Args:
+        matrix: of a stream, or the accuracies themselves, [tasks, tasks] from 0 to 1, NaN where there is none.
+        kind: "seen" answers among all classes seen so far, "local" among those of the task.
+        tasks: their names; numbers without.
+        ax: to draw into; a figure of its own without.
+    """
+    if kind not in ("seen", "local"):
+        raise ValueError(f'kind is "seen" or "local", got {kind!r}')
+    table = np.asarray(matrix.table(kind) if isinstance(matrix, AccuracyMatrix) else matrix, dtype=float)
+    if table.ndim != 2 or table.shape[0] != table.shape[1] or not len(table):
+        raise ValueError(f"an accuracy matrix is square and not empty, got the shape {list(table.shape)}")
+    names = [str(n + 1) for n in range(len(table))] if tasks is None else [shortened(name, 18) for name in tasks]
+    if len(names) != len(table):
+        raise ValueError(f"the matrix has {len(table)} tasks, got {len(names)} names")
+    ax = axes_for(ax, min(10.0, 2.6 + 0.55 * len(table)), min(9.0, 1.8 + 0.45 * len(table)))
+    shades = require("matplotlib", "plot").colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0))
+    image = ax.imshow(np.ma.masked_invalid(table), cmap=shades, vmin=0, vmax=1, aspect="auto")
+    if len(table) <= WRITTEN:
+        _write(ax, table, shades)
+        every = 1
+    else:
+        bar = ax.figure.colorbar(image, ax=ax, format=lambda share, _: f"{100 * share:.0f} %")
+        bar.ax.tick_params(colors=ink(ax))
+        every = -(-len(table) // 10)
+    places = range(0, len(table), every)
+    turned = tasks is not None and max(map(len, names)) > 4
+    ax.set_xticks(places, names[::every], rotation=40 if turned else 0, ha="right" if turned else "center")
+    ax.set_yticks(places, names[::every])
+    dress(ax, "accuracy in per cent", "task evaluated", "after learning task")
+    return ax
+
+
+def _write(ax: "Axes", table: np.ndarray, shades: Any) -> None:
+    to_hex = require("matplotlib.colors", "plot").to_hex
+    for (row, column), share in np.ndenumerate(table):
+        if np.isfinite(share):
+            color = "white" if is_dark(to_hex(shades(share))) else "black"
+            size = 9 if len(table) <= 8 else 6.5
+            ax.text(column, row, f"{100 * share:.1f}", ha="center", va="center", fontsize=size, color=color)

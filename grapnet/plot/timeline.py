@@ -1,0 +1,131 @@
+"""The edits of a net in order, against accuracy or against the number of relations."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grapnet import Commit, GrapNet
+
+from .canvas import axes_for, dress, ink, legend, shortened, whole_numbers
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+KINDS: dict[str, tuple[str, str]] = {  # marker and colour of every kind of edit
+    "grow": ("^", "#009e73"),
+    "cut": ("v", "#d55e00"),
+    "rewire": ("D", "#cc79a7"),
+    "freeze": ("s", "#0072b2"),
+    "unfreeze": ("P", "#56b4e9"),
+    "undo": ("<", "#e69f00"),
+    "redo": (">", "#b8a800"),
+    "rename": ("o", "#8c8c8c"),
+}
+REASONS = 12  # edits up to which each shows its reason
+Scores = Mapping[int, float] | Iterable[tuple[int, float]]
+
+
+def timeline(history: GrapNet | Sequence[Commit], scores: Scores | None = None, *, ax: "Axes | None" = None) -> "Axes":
+    """Draws a mark for every edit, by kind, on the line of what was scored or of how many relations there were.
+
+    Args:
+        history: a net, or its commits. Commits alone say how the number of relations changed, not what it was.
+        scores: versions with their accuracy from 0 to 1, as a mapping or as pairs; a version may come again, for what
+            training does between two edits. The number of relations without.
+        ax: to draw into; a figure of its own without.
+    """
+    commits = list(history.history if isinstance(history, GrapNet) else history)
+    points = None if scores is None else _checked(scores)
+    ax = axes_for(ax, 8.0, 4.0)
+    if points is not None:
+        versions, values = points
+        label = "accuracy in per cent"
+    else:
+        versions, values = _relations(commits, history.count().relations if isinstance(history, GrapNet) else None)
+        label = "relations" if isinstance(history, GrapNet) else "relations more than at the start"
+    step = "default" if points is not None else "steps-post"
+    ax.plot(versions, values, color=ink(ax), linewidth=1.2, alpha=0.6, zorder=1, drawstyle=step, gid="line")
+    entries = _mark(ax, commits, versions, values)
+    names = ", ".join(f"{len(handle.get_offsets()):,} {kind}" for kind, handle in entries.items())
+    dress(
+        ax,
+        f"{len(commits):,} edit{'' if len(commits) == 1 else 's'}" + (f": {names}" if names else ""),
+        "version",
+        label,
+    )
+    _ticks(ax, commits)
+    ax.margins(x=0.04, y=0.1)
+    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:,.1f}")
+    ax.grid(axis="y", color=ink(ax), alpha=0.15, linewidth=0.7)
+    legend(ax, entries.items(), above=True, columns=8)
+    return ax
+
+
+def kind_of(commits: Sequence[Commit], place: int) -> str:
+    """Returns which kind of edit a commit is; what undo and redo take back must be among `commits`."""
+    commit = commits[place]
+    if commit.undoes is not None:
+        earlier = next((one for one in commits[:place] if one.version == commit.undoes), None)
+        return "redo" if earlier is not None and earlier.undoes is not None else "undo"
+    counts, asked = commit.change.counts(), {str(done.get("operation")) for done in commit.operations}
+    if commit.has_details:
+        came, went = (counts[f"nodes_{verb}"] + counts[f"relations_{verb}"] > 0 for verb in ("added", "removed"))
+        turned = counts["coordinates_turned"] > 0
+    else:
+        came, went = bool(asked & {"add_nodes", "connect"}), bool(asked & {"cut", "remove_nodes"})
+        turned = bool(asked & {"freeze", "unfreeze"})
+    if came or went:
+        return "rewire" if came and went else "grow" if came else "cut"
+    return "rename" if not turned else "unfreeze" if "freeze" not in asked and "unfreeze" in asked else "freeze"
+
+
+def _checked(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
+    pairs = sorted(scores.items() if isinstance(scores, Mapping) else scores, key=lambda pair: pair[0])
+    table = np.array(pairs, dtype=float).reshape(-1, 2)
+    if not len(table) or not np.isfinite(table).all():
+        raise ValueError("scores are versions with an accuracy each, at least one and all of them numbers")
+    return table[:, 0], 100 * table[:, 1]
+
+
+def _relations(commits: Sequence[Commit], last: int | None) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how many relations there were at every version that the journal still knows of."""
+    versions, totals = [], []
+    total = 0 if last is None else last
+    for commit in reversed(commits):
+        versions.append(commit.version)
+        totals.append(total)
+        if not commit.has_details:
+            break
+        counts = commit.change.counts()
+        total += counts["relations_removed"] - counts["relations_added"]
+    else:
+        versions.append(commits[0].version - 1 if commits else 0)
+        totals.append(total)
+    found = np.array(totals[::-1], dtype=float)
+    return np.array(versions[::-1], dtype=float), found if last is not None else found - found[0]
+
+
+def _mark(ax: "Axes", commits: Sequence[Commit], versions: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+    """Draws one mark a commit, on the line; where the line is unknown, at its nearest end."""
+    places: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    first = dict(zip(versions[::-1].tolist(), values[::-1].tolist(), strict=True))  # scored first: what the edit left
+    for n, commit in enumerate(commits):
+        height = first.get(commit.version, float(np.interp(commit.version, versions, values)))
+        places[kind_of(commits, n)].append((commit.version, height))
+    entries = {}
+    for kind, found in places.items():
+        if found:
+            marker, color = KINDS[kind]
+            x, y = zip(*found, strict=True)
+            entries[kind] = ax.scatter(x, y, marker=marker, color=color, s=42 if len(commits) <= 60 else 12, zorder=3)
+    return entries
+
+
+def _ticks(ax: "Axes", commits: Sequence[Commit]) -> None:
+    """Writes versions, of few edits with their reasons."""
+    if not 0 < len(commits) <= REASONS:
+        whole_numbers(ax.xaxis)
+        return
+    texts = [f"{commit.version} {shortened(commit.reason, 26)}".strip() for commit in commits]
+    ax.set_xticks([commit.version for commit in commits], texts, rotation=32, ha="right", fontsize=7.5)

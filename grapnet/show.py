@@ -1,0 +1,196 @@
+"""What a notebook shows of a net: a small page of HTML and SVG that needs nothing else, light or dark as it is read."""
+
+import html
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .plot.colors import NOBODY, owner_colors
+
+if TYPE_CHECKING:
+    from .core.journal import Commit
+    from .network import GrapNet
+
+MOST_LAYERS, MOST_OWNERS, LAST_COMMITS = 12, 12, 5  # of more, the page says how many it leaves out
+_HEIGHT, _STEP, _WIDE = 130, 96, 34  # of the picture in pixels: its bars, from one to the next, their width
+_STYLE = (
+    "<style>.grapnet{--ink:#1f2328;--line:#d0d7de;color:var(--ink);font:13px/1.45 system-ui,sans-serif}"
+    "@media(prefers-color-scheme:dark){.grapnet{--ink:#e6e8eb;--line:#444c56}}"
+    ".grapnet table{border-collapse:collapse;margin:6px 0}"
+    ".grapnet td,.grapnet th{padding:2px 10px 2px 0;text-align:left;border-bottom:1px solid var(--line);"
+    "color:var(--ink);background:none}.grapnet td.n,.grapnet th.n{text-align:right}"
+    ".grapnet i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px}"
+    ".grapnet svg{display:block;max-width:100%;height:auto}.grapnet svg text{fill:var(--ink);font-size:11px}</style>"
+)
+
+
+def page(net: "GrapNet") -> str:
+    """Returns sizes, owners, activations, what is frozen, and the last commits of a net as HTML.
+
+    It holds no scripts, stays below 20 kB for any net, and whatever users named is escaped.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> "<b>GrapNet(4-3-2" in gn.GrapNet([4, 3, 2])._repr_html_()
+        True
+    """
+    count = net.count()
+    share = count.frozen / max(count.relations + count.biases, 1)
+    numbers = _numbers(len(net.layers))
+    nodes, owned = _owners(net)
+    colors = owner_colors(owner for owner in nodes)
+    facts = (
+        f"{count.nodes:,} nodes, {count.trainable:,} trainable coordinates, {share:.1%} frozen, {_size(count.bytes)}"
+    )
+    parts = [
+        _STYLE,
+        f"<b>{html.escape(_short(repr(net), 200))}</b><br>{facts}",
+        _picture(net, numbers, colors),
+        _layers(net, numbers),
+        _owner_table(nodes, owned, colors),
+        _commits(net.history),
+    ]
+    return f'<div class="grapnet">{"".join(parts)}</div>'
+
+
+def _numbers(count: int) -> list[int | None]:
+    """Returns which layers to show; None stands for those in the middle that are left out."""
+    if count <= MOST_LAYERS:
+        return list(range(count))
+    half = MOST_LAYERS // 2
+    return [*range(half), None, *range(count - half, count)]
+
+
+def _owners(net: "GrapNet") -> "tuple[Counter[str | None], Counter[str | None]]":
+    """Returns how many nodes and how many relations every owner has, hidden layers first as in pictures."""
+    nodes: Counter[str | None] = Counter()
+    owned: Counter[str | None] = Counter()
+    last = len(net.layers) - 1
+    for number in (*range(1, last), 0, last):
+        labels = net.layers[number].owner_names
+        codes = labels.codes.numpy()
+        sizes = np.bincount(codes, minlength=len(labels.names))
+        _, first = np.unique(codes, return_index=True)
+        for code in codes[np.sort(first)].tolist():
+            nodes[labels.names[code]] += int(sizes[code])
+        if number < last:
+            degrees = net.transitions[number].topology.degrees.cpu().numpy()
+            for name, total in zip(labels.names, np.bincount(codes, degrees, len(labels.names)), strict=True):
+                owned[name] += int(total)
+    return nodes, owned
+
+
+def _picture(net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str | None, str]") -> str:
+    """Returns one bar a layer, divided by owner, with bands between them as strong as they are dense."""
+    largest = max(1, *net.sizes)
+    heights = {n: 12 + (_HEIGHT - 12) * (net.sizes[n] / largest) ** 0.5 for n in numbers if n is not None}
+    width, places = _STEP * (len(numbers) - 1) + _WIDE + 44, {n: 22 + _STEP * k for k, n in enumerate(numbers)}
+    drawn = [f'<svg viewBox="0 0 {width} {_HEIGHT + 22}" width="{width}" role="img" aria-label="the layers">']
+    for n in heights:
+        if n + 1 in heights:
+            x, end = places[n] + _WIDE, places[n + 1]
+            ends = [((_HEIGHT - heights[m]) / 2, (_HEIGHT + heights[m]) / 2) for m in (n, n + 1)]
+            pairs = net.sizes[n] * net.sizes[n + 1]
+            shade = 0.06 + 0.3 * (net.transitions[n].size / pairs) ** 0.5 if pairs and net.transitions[n].size else 0.0
+            path = f"M{x} {ends[0][0]:.0f}L{end} {ends[1][0]:.0f}V{ends[1][1]:.0f}L{x} {ends[0][1]:.0f}Z"
+            drawn.append(f'<path d="{path}" fill="{NOBODY}" opacity="{shade:.2f}"/>')
+    for n, x in places.items():
+        if n is None:
+            drawn.append(f'<text x="{x + _WIDE / 2}" y="{_HEIGHT / 2}" text-anchor="middle">…</text>')
+            continue
+        drawn += _bar(net, n, x, heights[n], colors)
+        middle = x + _WIDE / 2
+        drawn.append(f'<text x="{middle}" y="{_HEIGHT + 16}" text-anchor="middle">{net.sizes[n]:,}</text>')
+    return "".join([*drawn, "</svg>"])
+
+
+def _bar(net: "GrapNet", number: int, x: int, height: float, colors: "dict[str | None, str]") -> list[str]:
+    """Returns the bar of a layer: a piece for each of its first owners, and one for all others."""
+    labels = net.layers[number].owner_names
+    sizes = (
+        np.bincount(labels.codes.numpy(), minlength=len(labels.names)) if len(labels) else np.zeros(1, dtype=np.int64)
+    )
+    names = labels.names if len(labels) else (None,)
+    pieces: Counter[str] = Counter()
+    for name, size in zip(names, sizes.tolist(), strict=True):
+        color = colors.get(name, NOBODY)
+        pieces[color if len(pieces) < MOST_OWNERS or color in pieces else NOBODY] += size
+    y, found = (_HEIGHT - height) / 2, []
+    for color, size in pieces.items():
+        high = height * size / max(sum(pieces.values()), 1)
+        found.append(f'<rect x="{x}" y="{y:.1f}" width="{_WIDE}" height="{high:.1f}" fill="{color}"/>')
+        y += high
+    return found
+
+
+def _layers(net: "GrapNet", numbers: "Sequence[int | None]") -> str:
+    rows = []
+    for n in numbers:
+        if n is None:
+            rows.append(f'<tr><td colspan="6">… {len(net.layers) - MOST_LAYERS} layers more</td></tr>')
+            continue
+        layer, store = net.layers[n], None if n == len(net.transitions) else net.transitions[n]
+        kinds = [str(name) for name in layer.activation_names.compact().names] if len(layer) else []
+        kinds = ["sensory"] if layer.is_sensory else kinds or [layer.default_activation]
+        named = ", ".join(_short(kind, 20) for kind in kinds[:4]) + (" …" if len(kinds) > 4 else "")
+        relations = "" if store is None else f"{store.size:,}"
+        frozen = "" if store is None else f"{len(store.frozen_at) / max(store.size, 1):.0%}"
+        backend = "" if store is None else net.execution.choices()[n]
+        cells = [str(n), html.escape(named), f"{len(layer):,}", relations, frozen, html.escape(backend)]
+        rows.append(_row(cells))
+    return _table(["layer", "activation", "nodes", "relations owned", "frozen", "backend"], rows)
+
+
+def _owner_table(nodes: "Counter[str | None]", owned: "Counter[str | None]", colors: "dict[str | None, str]") -> str:
+    names = [name for name in nodes if name is not None]
+    if not names:
+        return ""
+    rows = []
+    for name in names[:MOST_OWNERS]:
+        mark = f'<i style="background:{colors[name]}"></i>{html.escape(_short(name, 40))}'
+        rows.append(_row([mark, "", f"{nodes[name]:,}", f"{owned[name]:,}"]))
+    if len(names) > MOST_OWNERS:
+        rows.append(f'<tr><td colspan="4">… {len(names) - MOST_OWNERS:,} owners more</td></tr>')
+    return _table(["owner", "", "nodes", "relations owned"], rows)
+
+
+def _commits(history: "Sequence[Commit]") -> str:
+    rows = []
+    for commit in history[: -LAST_COMMITS - 1 : -1]:
+        counts = commit.change.counts()
+        change = f"+{counts['relations_added']:,} −{counts['relations_removed']:,}" if commit.has_details else "?"
+        told = [html.escape(_short(text, 80)) for text in (commit.reason, commit.by or "")]
+        rows.append(
+            f'<tr><td>{commit.version}</td><td>{told[0]}</td><td>{told[1]}</td><td class="n">{change}</td></tr>'
+        )
+    if not rows:
+        return ""
+    more = f"<tr><td colspan='4'>… {len(history) - LAST_COMMITS:,} earlier</td></tr>"
+    head = '<tr><th>version</th><th>reason</th><th>by</th><th class="n">relations</th></tr>'
+    return f"<table>{head}{''.join(rows)}{more if len(history) > LAST_COMMITS else ''}</table>"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<td{_kind(n)}>{cell}</td>" for n, cell in enumerate(cells)) + "</tr>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[str]) -> str:
+    head = "".join(f"<th{_kind(n)}>{name}</th>" for n, name in enumerate(heads))
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+
+
+def _kind(column: int) -> str:
+    return ' class="n"' if 2 <= column <= 4 else ""
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _size(count: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

@@ -1,0 +1,463 @@
+"""Edits from the shell: they do what the same edit does in Python, to all that a file holds, or nothing at all."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+from grapnet.learning import ReservoirMemory
+
+from .conftest import model_of_nets
+
+
+class Lion(torch.optim.Adam):
+    """An optimizer that torch does not have."""
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def read_optimizer(path: Path) -> tuple[gn.GrapNet, dict]:
+    """Returns the net of a file and the state of its optimizer by the names of Parameters."""
+    net = gn.load(path)
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.restore(path, optimizer=optimizer)
+    return net, {name: optimizer.state[p] for name, p in net.named_parameters()}
+
+
+def assert_same_states(mine: dict, theirs: dict) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, state in mine.items():
+        assert state.keys() == theirs[name].keys()
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name][key])), (name, key)
+
+
+def trained(net: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(5, width)).square().sum().backward()
+        optimizer.step()
+
+
+def test_a_cut_does_what_python_does_and_the_optimizer_follows(checkpoint, tmp_path, run):
+    expected = gn.load(checkpoint)
+    optimizer = torch.optim.Adam(expected.parameters())
+    gn.restore(checkpoint, optimizer=optimizer)
+    gn.attach(optimizer, expected)
+    with expected.edit(reason="forget it") as edit:
+        edit.cut(expected.select(owner="task-1").outgoing())
+    done = run("cut", checkpoint, "--owner", "task-1", "--reason", "forget it", "-o", tmp_path / "cut.safetensors")
+    assert (done.code, done.err) == (0, "")
+    net, states = read_optimizer(tmp_path / "cut.safetensors")
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True))
+    assert_same_states(states, {name: optimizer.state[p] for name, p in expected.named_parameters()})
+    assert len(states["transitions.1.weight"]["exp_avg"]) == 9  # of 18, 3 are frozen and 6 are gone
+    assert (net.history[-1].reason, net.history[-1].by, net.version) == ("forget it", "grapnet cut", 8)
+    assert [commit.reason for commit in net.history[:-1]] == [c.reason for c in expected.history[:-1]]
+
+
+def test_everything_else_in_the_file_stays(checkpoint, tmp_path, run):
+    new = tmp_path / "new.safetensors"
+    assert run("cut", checkpoint, "--owner", "task-1", "-o", new).code == 0
+    found = []
+    for path in (checkpoint, new):
+        memory, random = ReservoirMemory(4, seed=9), torch.Generator()
+        data = gn.restore(path, memory=memory, rng=random)
+        found.append((memory.state_dict()["content"]["x"].tolist(), random.get_state().tolist(), data))
+    assert found[0] == found[1]
+    assert found[0][2] == {"note": {"step": 3}}
+
+
+def test_a_dry_run_writes_nothing_and_tells_the_numbers_of_the_real_one(checkpoint, tmp_path, run):
+    before = content(tmp_path)
+    asked = ["cut", checkpoint, "--owner", "task-1", "--both", "--json"]
+    told = json.loads(run(*asked, "--dry-run").out)
+    assert content(tmp_path) == before
+    real = json.loads(run(*asked, "-o", tmp_path / "new.safetensors").out)
+    assert told.pop("dry_run") is True
+    assert real.pop("dry_run") is False
+    assert (told.pop("written"), real.pop("written")) == (None, str(tmp_path / "new.safetensors"))
+    assert told == real
+    net, effect = gn.load(tmp_path / "new.safetensors"), real["effect"]
+    assert effect["removed"] == [6, 6]
+    assert effect["added"] == [0, 0]
+    assert effect["after"]["relations"] == [t.size for t in net.transitions] == [12, 12]
+    assert (effect["before"]["orphans"], effect["after"]["orphans"]) == (0, 3)
+    assert effect["after"]["bytes"] == net.count().bytes < effect["before"]["bytes"]
+    text = run("cut", checkpoint, "--owner", "task-1", "--dry-run").out
+    assert "dry run of cut" in text
+    assert "nothing was written" in text
+    assert "optimizer followed" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "removed"),
+    [
+        ("--owner task-1", [0, 6]),
+        ("--owner task-1 --incoming", [6, 0]),
+        ("--owner task-1 --both", [6, 6]),
+        ("--owner task-1 --owner task-2", [0, 9]),
+        ("--owner task-0 --owner task-1 --node 9", [0, 3]),
+        ("--layer 0", [18, 0]),
+        ("--layer 1 --owner task-1", [0, 6]),
+        ("--layer -1 --incoming", [0, 18]),
+        ("--transition 0", [18, 0]),
+        ("--transition 0 --transition 1", [18, 18]),
+        ("--owner task-1 --both --transition 0", [6, 0]),
+        ("--node 0", [3, 0]),
+        ("--relation 0:9 --relation 0:10", [2, 0]),
+        ("--node 0 --relation 0:9 --relation 1:9", [1, 0]),
+        ("--transition 1 --smallest 0.5", [0, 9]),
+        ("--owner task-2 --incoming --smallest 0.34", [2, 0]),
+        ("--all", [18, 18]),
+    ],
+)
+def test_options_of_one_kind_add_up_and_different_ones_narrow(bare_checkpoint, run, options, removed):
+    done = run("cut", bare_checkpoint, *options.split(), "--dry-run", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["effect"]["removed"] == removed
+
+
+def test_the_smallest_are_the_smallest_of_what_is_selected(checkpoint, tmp_path, run):
+    weakest = gn.load(checkpoint).select(owner="task-1").outgoing().smallest(count=2)
+    pairs = set(zip(weakest.parents.tolist(), weakest.children.tolist(), strict=True))
+    run("cut", checkpoint, "--owner", "task-1", "--smallest", "0.34", "-o", tmp_path / "new")
+    gone = gn.load(tmp_path / "new").diff(7, 8).relations_removed
+    assert {tuple(pair) for pair in gone.tolist()} == pairs
+
+
+def test_undo_and_redo_bring_weights_and_moments_back_bit_for_bit(checkpoint, tmp_path, run):
+    path = tmp_path / "new.safetensors"
+    assert run("cut", checkpoint, "--owner", "task-1", "--both", "--orphans", "-o", path).code == 0
+    cut = read_optimizer(path)
+    assert run("undo", path, "--in-place").code == 0
+    (net, states), (first, moments) = read_optimizer(path), read_optimizer(checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), first.parameters(), strict=True))
+    assert_same_states(states, moments)
+    assert states["transitions.0.weight"]["exp_avg"][6:12].abs().max() > 0  # of relations that were gone
+    assert run("redo", path, "--in-place").code == 0
+    net, states = read_optimizer(path)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), cut[0].parameters(), strict=True))
+    assert_same_states(states, cut[1])
+    assert (net.version, net.sizes) == (10, [6, 6, 3])
+    done = run("undo", path, "--steps", 3, "--json", "-o", tmp_path / "older")
+    # the cut; then the undo of "forget task 1" is a pair that has left the way back; then the growth of task 2
+    assert (done.code, gn.load(tmp_path / "older").version) == (0, 13)
+
+
+def test_undo_is_kept_as_in_the_file_or_as_asked(checkpoint, bare_checkpoint, tmp_path, run):
+    for path, options, kept in [
+        (checkpoint, [], True),
+        (checkpoint, ["--no-undo"], False),
+        (bare_checkpoint, [], False),
+        (bare_checkpoint, ["--undo"], True),
+    ]:
+        done = run("cut", path, "--owner", "task-1", "-o", tmp_path / "new", "--force", "--json", *options)
+        assert json.loads(done.out)["undo"] is kept
+        assert bool(gn.load(tmp_path / "new").journal.undoable) is kept
+        back = run("undo", tmp_path / "new", "--dry-run")
+        assert back.code == (0 if kept else 2)
+        assert kept or "there is nothing to undo" in back.err
+    run("cut", checkpoint, "--owner", "task-1", "--no-undo", "-o", tmp_path / "first")
+    again = run("cut", tmp_path / "first", "--owner", "task-2", "--dry-run", "--json")
+    assert json.loads(again.out)["undo"] is False
+
+
+def test_without_undo_the_file_holds_nothing_of_what_was_cut(checkpoint, tmp_path, run):
+    weights = gn.load(checkpoint).select(owner="task-1").outgoing().weights.detach()
+    moments = read_optimizer(checkpoint)[1]["transitions.1.weight"]["exp_avg"].flatten()
+    gone = [value.numpy().tobytes() for value in (*weights, *moments) if value != 0]
+    for option in ("--undo", "--no-undo"):
+        run("cut", checkpoint, "--transition", 1, option, "-o", tmp_path / option)
+    assert all(value in (tmp_path / "--undo").read_bytes() for value in gone)
+    assert not any(value in (tmp_path / "--no-undo").read_bytes() for value in gone)
+
+
+def test_freeze_and_unfreeze(checkpoint, tmp_path, run):
+    path = tmp_path / "new.safetensors"
+    done = run("freeze", checkpoint, "--owner", "task-1", "-o", path, "--json")
+    after = json.loads(done.out)["effect"]["after"]
+    assert (after["frozen_biases"], after["frozen_relations"]) == ([0, 3, 0], [6, 9])
+    net, states = read_optimizer(path)
+    assert net.select(owner="task-1").frozen.all()
+    assert len(states["transitions.0.weight"]["exp_avg"]) == 12
+    run("unfreeze", path, "--all", "--in-place")
+    assert gn.load(path).count().frozen == 0
+    run("freeze", path, "--owner", "task-1", "--incoming", "--in-place")
+    net = gn.load(path)
+    assert (net.count().frozen, net.select(owner="task-1").incoming().frozen.all().item()) == (6, True)
+    done = run("freeze", path, "--transition", "0", "--smallest", "0.5", "--dry-run", "--json")
+    assert json.loads(done.out)["effect"]["after"]["frozen_biases"] == [0, 0, 0]
+
+
+def test_remove_nodes_and_orphans(checkpoint, tmp_path, run):
+    path = tmp_path / "new.safetensors"
+    assert run("remove", checkpoint, "--owner", "task-1", "-o", path).code == 0
+    assert gn.load(path).sizes == [6, 6, 3]
+    assert run("cut", checkpoint, "--owner", "task-2", "--incoming", "-o", path, "--force").code == 0
+    assert gn.load(path).sizes == [6, 9, 3]
+    assert run("remove", path, "--orphans", "--in-place").code == 0
+    net = gn.load(path)
+    assert (net.sizes, len(net.select(owner="task-2"))) == ([6, 6, 3], 0)
+    assert run("remove", path, "--orphans", "--in-place").code == 1
+
+
+@pytest.mark.parametrize(("scope", "removed"), [("per-transition", [9, 9]), ("global", None)])
+def test_prune_cuts_the_weakest(checkpoint, tmp_path, run, scope, removed):
+    done = run("prune", checkpoint, "--fraction", 0.5, "--scope", scope, "-o", tmp_path / "new", "--json")
+    told = json.loads(done.out)["effect"]["removed"]
+    before, after = gn.load(checkpoint), gn.load(tmp_path / "new")
+    assert sum(told) == 18
+    assert removed is None or told == removed
+    assert after.count().frozen == before.count().frozen == 3
+    if scope == "global":
+        free = before.select().outgoing()
+        free = free[~free.frozen].weights.detach().abs().sort().values
+        kept = after.select().outgoing()
+        assert kept[~kept.frozen].weights.detach().abs().min() == free[18]
+    done = run("prune", checkpoint, "--fraction", 0.5, "--transition", 0, "--dry-run", "--json")
+    assert json.loads(done.out)["effect"]["removed"] == [9, 0]
+
+
+def test_set_owner(checkpoint, tmp_path, run):
+    path = tmp_path / "new.safetensors"
+    assert run("set-owner", checkpoint, "--owner", "task-1", "--node", 12, "--to", "mine", "-o", path).code == 0
+    assert gn.load(path).node(12).owner == "mine"
+    assert run("set-owner", path, "--node", 12, "--to", "mine", "--in-place").code == 1
+    assert run("set-owner", path, "--all", "--none", "--in-place").code == 0
+    assert set(gn.load(path).select().owners) == {None}
+
+
+def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, run):
+    before = content(tmp_path)
+    for asked in (
+        ["cut", checkpoint, "--layer", 2],
+        ["cut", checkpoint, "--owner", "task-1", "--layer", 0],
+        ["unfreeze", checkpoint, "--owner", "task-2"],
+        ["prune", checkpoint, "--fraction", 0],
+    ):
+        done = run(*asked, "-o", tmp_path / "new")
+        assert (done.code, done.out.count("\n"), done.err) == (1, 1, "")
+        assert "nothing matched" in done.out
+        assert json.loads(run(*asked, "--dry-run", "--json").out)["changed"] is False
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "hint"),
+    [
+        ("cut FILE --owner task-9 -o NEW", "no node has the owner 'task-9'", "task-0, task-1, task-2"),
+        ("cut FILE -o NEW", "nothing says what to edit", "--owner NAME"),
+        ("cut FILE --owner task-1", "nothing says where to write", "--dry-run"),
+        ("cut FILE --owner task-1 -o NEW --in-place", "two places", "leave one out"),
+        ("cut FILE --owner task-1 -o FILE", "exists already", "--force"),
+        ("cut FILE --owner task-1 -o FOLDER/none/new", "no such folder", "mkdir"),
+        ("cut FILE --layer 3 -o NEW", "no layer 3", "layers are 0 to 2"),
+        ("cut FILE --transition 2 -o NEW", "no transition 2", "transitions are 0 to 1"),
+        ("cut FILE --node 99 -o NEW", "no node 99", ""),
+        ("cut FILE --relation 0:17 -o NEW", "node 0 owns no relation to node 17", ""),
+        ("cut FILE --relation 0-17 -o NEW", "expected PARENT:CHILD", "3:61"),
+        ("cut FILE --all --smallest 1.5 -o NEW", "between 0 and 1", ""),
+        ("cut FILE --all --drop nothing -o NEW", "--drop nothing: not in", "optimizer, memory, rng, note"),
+        ("cut FILE --all --net head -o NEW", "one net and no model", "leave out --net"),
+        ("cut FILE --all --device tpu9 -o NEW", "--device tpu9 cannot be used", "doctor"),
+        ("cut MISSING --all -o NEW", "no such file", "gn.save"),
+        ("cut DAMAGED --all -o NEW", "damaged.safetensors: sha256", "an earlier one"),
+        ("cut FOLDER --all -o NEW", "is a folder", ""),
+        ("remove FILE --owner task-1 --layer 0 --node 0 --node 1 --all --layer 2 -o NEW", "", ""),
+        ("remove FILE --layer 2 -o NEW", "3 of these are output nodes", "--layer 1"),
+        ("remove FILE -o NEW", "nothing says which nodes", "--owner"),
+        ("prune FILE --fraction 1.5 -o NEW", "fraction lies between 0 and 1", ""),
+        ("undo FILE --steps 99 -o NEW", "there is nothing to undo", "history"),
+        ("undo FILE --steps 0 -o NEW", "at least 1", ""),
+        ("redo EARLIER -o NEW", "step 1 of 1: there is nothing to redo", "history"),
+    ],
+)
+def test_bad_input_is_one_line_and_changes_nothing(
+    checkpoint, earlier_checkpoint, damaged_checkpoint, tmp_path, run, asked, message, hint
+):
+    names = {
+        "FILE": checkpoint,
+        "DAMAGED": damaged_checkpoint,
+        "MISSING": tmp_path / "missing",
+        "NEW": tmp_path / "new",
+    }
+    names["EARLIER"] = earlier_checkpoint
+    before = content(tmp_path)
+    words = [names.get(word, word.replace("FOLDER", str(tmp_path))) for word in asked.split()]
+    done = run(*words)
+    if not message:
+        assert done.code == 1  # layers 0 and 2 hold none of that owner
+    else:
+        lines = done.err.splitlines()
+        assert (done.code, done.out) == (2, "")
+        assert lines[0].startswith("grapnet: ")
+        assert message in lines[0]
+        assert len(lines) == (2 if hint else len(lines)) <= 2
+        assert hint in lines[-1]
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("order", ["parameters", "groups", "named"])
+def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
+    torch.manual_seed(0)
+    net = gn.GrapNet([5, 4, 4, 4])
+    named = list(net.named_parameters())
+    groups = {
+        "parameters": lambda: net.parameters(),
+        "groups": lambda: [
+            {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.dim() == 1], "lr": 0.5},
+        ],
+        "named": lambda: [{"params": [pair]} for pair in reversed(named)],
+    }[order]
+    optimizer = torch.optim.AdamW(groups(), lr=0.01)
+    gn.attach(optimizer, net)
+    trained(net, optimizer, 5)
+    gn.save(tmp_path / "old", net, undo=undo, opt=optimizer)
+    done = run("cut", tmp_path / "old", "--all", "--smallest", "0.4", "-o", tmp_path / "new")
+    assert (done.code, done.err) == (0, "")
+    with net.edit() as edit:
+        edit.cut(net.select().outgoing().smallest(fraction=0.4))
+    loaded, expected = gn.load(tmp_path / "new"), {p: optimizer.state[p] for p in net.parameters()}
+    net = loaded
+    named = list(net.named_parameters())
+    again = torch.optim.AdamW(groups())
+    gn.restore(tmp_path / "new", opt=again)
+    states = {name: again.state[p] for name, p in named}
+    assert_same_states(states, dict(zip(states, expected.values(), strict=True)))
+    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    assert (undo_slots := bool(net.journal.undoable)) is undo, undo_slots
+
+
+def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
+    torch.manual_seed(0)
+    net = gn.GrapNet([5, 4, 4, 4])
+    layers = [[net.layers[n].parameter for n in (1, 2, 3)], [t.weight for t in net.transitions]]
+    unclear = torch.optim.Adam([{"params": [p]} for p in (*layers[1][::-1], *layers[0])])
+    lion, lbfgs = Lion(net.parameters()), torch.optim.LBFGS(net.parameters())
+    adam = torch.optim.Adam(net.parameters())
+    for optimizer in (unclear, lion, adam):
+        trained(net, optimizer, 5)
+    scores = {"scores": torch.zeros(20)}
+    for held, message in (
+        (lion, "its class is not one of torch.optim"),
+        (lbfgs, "LBFGS keeps one flat history"),
+        (unclear, "do not tell which"),
+        (scores, "holds an array of shape [20]"),
+    ):
+        gn.save(tmp_path / "old", net, adam=adam, opt=held)
+        before = content(tmp_path)
+        asked = ["cut", tmp_path / "old", "--transition", 0, "--smallest", "0.5", "-o", tmp_path / "new"]
+        for dry in ([], ["--dry-run"]):
+            done = run(*asked, *dry)
+            assert (done.code, done.out, done.err.count("\n")) == (2, "", 2)
+            assert done.err.startswith("grapnet: 'opt' (")
+            assert message in done.err
+            assert "--drop opt" in done.err.splitlines()[1]
+        assert content(tmp_path) == before
+        done = run(*asked, "--drop", "opt", "--json")
+        assert json.loads(done.out)["extras"] == {"adam": "followed", "opt": "dropped"}
+        with pytest.raises(gn.CheckpointError, match=r"extras\.opt: not in this checkpoint, which holds adam"):
+            gn.restore(tmp_path / "new", opt=lion)
+        gn.load(tmp_path / "new")  # which refuses tensors that nothing refers to
+        (tmp_path / "new").unlink()
+    kept = run(*asked, "--keep", "opt", "--json")
+    assert json.loads(kept.out)["extras"] == {"adam": "followed", "opt": "kept"}
+    assert torch.equal(gn.restore(tmp_path / "new")["opt"]["scores"], scores["scores"])
+    other = run("cut", tmp_path / "old", "--transition", 1, "--smallest", "0.5", "--dry-run", "--json")
+    assert json.loads(other.out)["extras"] == {"adam": "followed", "opt": "kept"}  # no vector of 20 has moved
+
+
+def test_an_averaged_copy_follows(tmp_path, run):
+    torch.manual_seed(0)
+    net = gn.GrapNet([5, 6, 2])
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    averaged.update_parameters(net)
+    trained(net, optimizer, 5)
+    averaged.update_parameters(net)
+    gn.save(tmp_path / "old", net, ema=averaged)
+    done = run("remove", tmp_path / "old", "--node", 5, "--node", 7, "-o", tmp_path / "new", "--json")
+    assert json.loads(done.out)["extras"] == {"ema": "followed"}
+    gn.attach(averaged, net)
+    with net.edit() as edit:
+        edit.remove_nodes([5, 7])
+    again = torch.optim.swa_utils.AveragedModel(gn.load(tmp_path / "new"))
+    gn.restore(tmp_path / "new", ema=again)
+    x = torch.randn(3, 5)
+    assert torch.equal(again(x), averaged(x))
+    assert not torch.equal(again(x), net(x))
+
+
+def test_a_net_of_a_model_is_edited_and_the_rest_stays(tmp_path, run):
+    model = model_of_nets()
+    optimizer = torch.optim.Adam(model.parameters())
+    gn.attach(optimizer, model)
+    trained(model, optimizer, 8)
+    gn.save(tmp_path / "old", model, optimizer=optimizer, epoch=3)
+    refused = run("prune", tmp_path / "old", "--fraction", 0.5, "-o", tmp_path / "new")
+    assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: say --net, one of: 0, 2")
+    refused = run("prune", tmp_path / "old", "--net", "1", "--fraction", 0.5, "-o", tmp_path / "new")
+    assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: nets stand at: 0, 2")
+    done = run("prune", tmp_path / "old", "--net", "0", "--fraction", 0.5, "-o", tmp_path / "new", "--json")
+    assert json.loads(done.out)["extras"] == {"optimizer": "followed", "epoch": "kept"}
+    net = model.get_submodule("0")
+    assert isinstance(net, gn.GrapNet)
+    with net.edit() as edit:
+        edit.cut(net.select().outgoing().smallest(fraction=0.5))
+    again = model_of_nets()
+    assert gn.restore(tmp_path / "new", into=again) == {"epoch": 3}
+    other = torch.optim.Adam(again.parameters())
+    gn.restore(tmp_path / "new", optimizer=other)
+    gn.attach(other, again)
+    assert net.count().relations == 24  # of 48
+    x = torch.randn(5, 8)
+    for each, its in ((model, optimizer), (again, other)):
+        its.zero_grad()
+        each(x).square().sum().backward()
+        its.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_a_part_of_a_joint_transaction_is_undone_only_alone(tmp_path, run):
+    nets = gn.GrapNet([4, 4]), gn.GrapNet([4, 2])
+    model = nn.Sequential(*nets)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler, rules = torch.optim.lr_scheduler.StepLR(optimizer, 3), gn.RuleManager()
+    with gn.edit_together(*nets, reason="both") as edits:
+        for net, edit in zip(nets, edits, strict=True):
+            edit.cut(net.layers[0].outgoing().smallest(count=3))
+    gn.save(tmp_path / "old", model, undo=True, optimizer=optimizer, scheduler=scheduler, rules=rules)
+    refused = run("undo", tmp_path / "old", "--net", "0", "-o", tmp_path / "new")
+    assert (refused.code, "part of a transaction over 2 nets" in refused.err, "--alone" in refused.err) == (
+        2,
+        True,
+        True,
+    )
+    done = run("undo", tmp_path / "old", "--net", "0", "--alone", "-o", tmp_path / "new", "--json")
+    assert json.loads(done.out)["extras"] == {"optimizer": "followed", "scheduler": "kept", "rules": "kept"}
+    again = nn.Sequential(nn.Identity(), nn.Identity())
+    gn.restore(tmp_path / "new", into=again, rules=rules)
+    assert [net.count().relations for net in again if isinstance(net, gn.GrapNet)] == [16, 5]
+
+
+def values(net: gn.GrapNet) -> list[Tensor]:
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def test_in_place_and_force_write_over_and_nothing_else_is_left(checkpoint, tmp_path, run):
+    first = values(gn.load(checkpoint))
+    assert run("cut", checkpoint, "--node", 0, "-o", tmp_path / "new").code == 0
+    assert run("cut", checkpoint, "--node", 1, "-o", tmp_path / "new", "--force").code == 0
+    assert all(torch.equal(a, b) for a, b in zip(values(gn.load(checkpoint)), first, strict=True))
+    assert gn.load(tmp_path / "new").node(0).degree == 3
+    assert run("cut", checkpoint, "--node", 0, "--in-place").code == 0
+    assert gn.load(checkpoint).node(0).degree == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"net.safetensors", "new"}

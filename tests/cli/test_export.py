@@ -1,0 +1,117 @@
+"""Exported nets compute what the net computes, are whole files, and nothing is written when something is wrong."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import networkx
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import grapnet as gn
+
+pytestmark = pytest.mark.xdist_group("export")  # one worker: the first ONNX export of a process takes seconds
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_onnx(checkpoint, tmp_path, run):
+    done = run("export", checkpoint, "--to", "onnx", "--json")
+    told = json.loads(done.out)
+    assert (done.code, done.err) == (0, "")
+    assert told["written"] == str(tmp_path / "net.onnx")
+    assert told["difference"] < 1e-6
+    assert told["bytes"] == (tmp_path / "net.onnx").stat().st_size
+    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    net, x = gn.load(checkpoint), torch.randn(1, 6)
+    (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), net(x).detach(), rtol=0, atol=1e-6)
+    assert {path.name for path in tmp_path.iterdir()} == {"net.safetensors", "net.onnx"}
+
+
+def test_a_torch_program_needs_torch_alone(checkpoint, tmp_path, run):
+    done = run("export", checkpoint, "--to", "torch", "-o", tmp_path / "net.pt2")
+    assert (done.code, done.err) == (0, "")
+    assert "largest difference on 7 random inputs: " in done.out
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    net = gn.load(checkpoint)
+    for batch in (1, 5):
+        x = torch.randn(batch, 6)
+        torch.testing.assert_close(program(x), net(x), rtol=0, atol=1e-6)
+    with zipfile.ZipFile(tmp_path / "net.pt2") as archive:
+        assert not any(b"grapnet" in archive.read(name) for name in archive.namelist())
+
+
+def test_graphml_and_matrices(checkpoint, tmp_path, run):
+    assert json.loads(run("export", checkpoint, "--to", "graphml", "--json").out)["difference"] == 0
+    graph = networkx.read_graphml(tmp_path / "net.graphml")
+    assert (graph.number_of_nodes(), graph.number_of_edges()) == (18, 36)
+    assert json.loads(run("export", checkpoint, "--to", "safetensors-dense", "--json").out)["difference"] < 1e-6
+    mlp, net, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), gn.load(checkpoint), torch.randn(4, 6)
+    mlp.load_state_dict(load_file(tmp_path / "net.dense.safetensors"))
+    torch.testing.assert_close(mlp(x), net(x), rtol=0, atol=1e-6)
+    done = run("convert", tmp_path / "net.dense.safetensors", "--drop-zeros", "-o", tmp_path / "back")
+    assert done.code == 0
+    assert gn.load(tmp_path / "back").count().relations == 36
+
+
+def test_a_net_of_a_model(model_checkpoint, tmp_path, run):
+    done = run("export", model_checkpoint, "--to", "graphml", "-o", tmp_path / "new")
+    assert (done.code, done.err.splitlines()[1]) == (2, "hint: say --net, one of: 0, 2")
+    done = run("export", model_checkpoint, "--to", "safetensors-dense", "--net", "0", "--json")
+    told = json.loads(done.out)
+    assert (done.code, told["sizes"]) == (0, [8, 6, 4])
+    assert "GELU" in done.out or told["difference"] < 1e-6
+
+
+def test_dropout_is_off_in_what_is_exported(tmp_path, run):
+    net = gn.GrapNet([4, 8, 2])
+    net.layers[1].dropout = 0.5
+    gn.save(tmp_path / "net.safetensors", net)
+    assert json.loads(run("export", tmp_path / "net.safetensors", "--to", "torch", "--json").out)["difference"] < 1e-6
+
+
+def test_the_check_would_find_a_difference(checkpoint, tmp_path, run, monkeypatch):
+    from grapnet.cli import export, formats
+
+    def write_others(net: gn.GrapNet, example: torch.Tensor, path: Path) -> formats.Run:
+        save_file({"weight": torch.zeros(1)}, path)
+        return lambda x: net(x) + 0.01
+
+    monkeypatch.setitem(export.FORMATS, "torch", export.Format(".pt2", write_others))
+    before = content(tmp_path)
+    done = run("export", checkpoint, "--to", "torch")
+    assert (done.code, done.out) == (2, "")
+    assert "differs from the net by 0.01" in done.err
+    assert "nothing was written" in done.err
+    assert content(tmp_path) == before
+
+
+def test_bad_input_is_one_line_and_changes_nothing(checkpoint, damaged_checkpoint, missing_checkpoint, tmp_path, run):
+    attending, net = tmp_path / "attending.safetensors", gn.GrapNet([4, 3, 2])
+    net.execution.use("attention", transition=1)
+    gn.save(attending, net)
+    (tmp_path / "taken").write_text("mine")
+    before = content(tmp_path)
+    for asked, message in (
+        ([missing_checkpoint], "no such file"),
+        ([damaged_checkpoint], "damaged.safetensors: sha256"),
+        ([tmp_path], "is a folder"),
+        ([checkpoint, "-o", tmp_path / "taken"], "exists already"),
+        ([checkpoint, "-o", tmp_path / "none" / "new"], "no such folder"),
+        ([checkpoint, "--net", "head"], "one net and no model"),
+        ([checkpoint, "--device", "tpu9"], "--device tpu9 cannot be used"),
+        ([attending], "attention"),
+    ):
+        done = run("export", *asked, "--to", "torch")
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith("grapnet: ")
+        assert done.err.count("\n") <= 2
+        assert message in done.err.splitlines()[0]
+    assert content(tmp_path) == before
+    assert run("export", checkpoint, "--to", "tflite").code == 2

@@ -1,0 +1,101 @@
+"""What a notebook shows: complete, escaped, small and quick."""
+
+import time
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import torch
+
+import grapnet as gn
+
+from .nets import grown
+
+
+class Balance(HTMLParser):
+    """Follows what is open, and keeps names of elements and their texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.texts: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+        if tag != "br":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: object) -> None:
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+def parsed(net: gn.GrapNet) -> Balance:
+    found = Balance()
+    found.feed(net._repr_html_())
+    assert found.open == []
+    return found
+
+
+def test_it_shows_sizes_owners_activations_and_the_last_commits():
+    net = grown()
+    found = parsed(net)
+    told = " ".join(found.texts)
+    assert repr(net) in found.texts
+    for part in ("task 1", "task 3", "relu", "identity", "cut the weakest", f"{net.count().relations}"):
+        assert part in told
+    frozen = net.count().frozen / (net.count().relations + net.count().biases)
+    assert f"{frozen:.1%} frozen" in told
+    assert "grow task 1" not in told  # only the last five of six
+    assert "1 earlier" in told
+    page = net._repr_html_()
+    assert "prefers-color-scheme:dark" in page
+    ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
+
+
+def test_numbers_of_owners_are_the_nets():
+    net = grown()
+    page = net._repr_html_()
+    for owner in ("task 1", "task 2", "task 3"):
+        nodes = net.select(owner=owner)
+        row = page[page.index(f"</i>{owner}") :]
+        cells = [cell.split("<")[0] for cell in row[: row.index("</tr>")].split('class="n">')[1:]]
+        assert cells == [str(len(nodes)), str(len(nodes.outgoing()))]
+
+
+def test_names_are_escaped_and_there_are_no_scripts():
+    net = gn.GrapNet([3, 4, 2])
+    with net.edit(reason="<script>alert(1)</script>", by="a & b") as edit:
+        edit.set_owner(net.layers[1], '<img src=x onerror="alert(1)">')
+    found = parsed(net)
+    assert "script" not in found.seen
+    assert "img" not in found.seen
+    assert "<script>alert(1)</script>" in " ".join(found.texts)
+
+
+def test_any_net_gives_a_small_page():
+    many = gn.GrapNet([5, 3000, 3])
+    with many.edit(reason="&" * 1000, by="<" * 1000) as edit:
+        for number in range(600):
+            edit.set_owner(many.layers[1][5 * number : 5 * number + 5], f"{number}" + "<" * 100)
+    for net in (many, gn.GrapNet([2] * 120), gn.GrapNet([0, 0]), gn.GrapNet([3, 0, 2])):
+        assert len(net._repr_html_().encode()) < 20_000
+        parsed(net)
+    assert "588 owners more" in " ".join(parsed(many).texts)
+
+
+def test_a_large_net_is_shown_quickly():
+    rows = torch.arange(500_000) * 19  # of 10^7
+    net = gn.GrapNet.from_relations([20_000, 500], [(rows // 500, rows % 500)])
+    net._repr_html_()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        net._repr_html_()
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05
