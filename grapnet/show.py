@@ -15,14 +15,13 @@ if TYPE_CHECKING:
 
 MOST_LAYERS, MOST_OWNERS, LAST_COMMITS = 12, 12, 5  # of more, the page says how many it leaves out
 _HEIGHT, _STEP, _WIDE = 130, 96, 34  # of the picture in pixels: its bars, from one to the next, their width
-_STYLE = (
-    "<style>.grapnet{--ink:#1f2328;--line:#d0d7de;color:var(--ink);font:13px/1.45 system-ui,sans-serif}"
-    "@media(prefers-color-scheme:dark){.grapnet{--ink:#e6e8eb;--line:#444c56}}"
+_STYLE = (  # in the colour of the page's own text: a notebook may be light where the system is dark
+    "<style>.grapnet{color:inherit;font:13px/1.45 system-ui,sans-serif}"
     ".grapnet table{border-collapse:collapse;margin:6px 0}"
-    ".grapnet td,.grapnet th{padding:2px 10px 2px 0;text-align:left;border-bottom:1px solid var(--line);"
-    "color:var(--ink);background:none}.grapnet td.n,.grapnet th.n{text-align:right}"
+    ".grapnet td,.grapnet th{padding:2px 10px 2px 0;text-align:left;border-bottom:1px solid #8886;"
+    "font-size:13px;color:inherit;background:none}.grapnet td.n,.grapnet th.n{text-align:right}"
     ".grapnet i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px}"
-    ".grapnet svg{display:block;max-width:100%;height:auto}.grapnet svg text{fill:var(--ink);font-size:11px}</style>"
+    ".grapnet svg{display:block;max-width:100%;height:auto}.grapnet svg text{fill:currentColor;font-size:11px}</style>"
 )
 
 

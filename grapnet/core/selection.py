@@ -143,7 +143,12 @@ class NodeSet:
         if not isinstance(which, slice):
             which = as_tensor(which)
             which = which.long() if which.numel() == 0 else which.cpu()
-        order = _first_of_each(torch.arange(len(self), device="cpu")[which])
+        order = torch.arange(len(self), device="cpu")[which]
+        if len(order.unique()) < len(order):
+            raise IndexError(
+                "these indices name a node twice, and a NodeSet holds each once; for pairs that share a node give "
+                "uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1, 1]], pairs=\"aligned\")"
+            )
         if len(self.uids_by_layer) <= 1:
             return NodeSet(self.graph, {layer: uids[order] for layer, uids in self.uids_by_layer.items()})
         marks[order] = True
@@ -196,12 +201,6 @@ class NodeSet:
             total += out.degrees
             free += out.degrees - torch.bincount(out.parents_at(held), minlength=len(layer))
         return ((free == 0) & (total > 0))[rows.long()]
-
-
-def _first_of_each(order: Tensor) -> Tensor:
-    """Returns the entries without repeats, in the order they first appear."""
-    distinct = order.unique()
-    return order if len(distinct) == len(order) else torch.tensor(list(dict.fromkeys(order.tolist())), device="cpu")
 
 
 def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:

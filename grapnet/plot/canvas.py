@@ -113,7 +113,7 @@ def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = Fals
     entries = list(entries)
     if not entries:
         return
-    names, handles = [shortened(name, 26) for name, _ in entries], [handle for _, handle in entries]
+    names, handles = [shortened(name, 30) for name, _ in entries], [handle for _, handle in entries]
     wide = ax.get_window_extent().width / ax.figure.dpi / (0.068 * (max(map(len, names)) + 7))  # columns that fit
     columns = min(columns, max(int(wide), 1), len(names))
     most = max(4 * columns, 7)

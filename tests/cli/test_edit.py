@@ -1,47 +1,14 @@
 """Edits from the shell: they do what the same edit does in Python, to all that a file holds, or nothing at all."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.learning import ReservoirMemory
 
-from .conftest import model_of_nets
-
-
-class Lion(torch.optim.Adam):
-    """An optimizer that torch does not have."""
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def read_optimizer(path: Path) -> tuple[gn.GrapNet, dict]:
-    """Returns the net of a file and the state of its optimizer by the names of Parameters."""
-    net = gn.load(path)
-    optimizer = torch.optim.Adam(net.parameters())
-    gn.restore(path, optimizer=optimizer)
-    return net, {name: optimizer.state[p] for name, p in net.named_parameters()}
-
-
-def assert_same_states(mine: dict, theirs: dict) -> None:
-    assert mine.keys() == theirs.keys()
-    for name, state in mine.items():
-        assert state.keys() == theirs[name].keys()
-        for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name][key])), (name, key)
-
-
-def trained(net: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
-    for _ in range(2):
-        optimizer.zero_grad()
-        net(torch.randn(5, width)).square().sum().backward()
-        optimizer.step()
+from .edited import assert_same_states, content, read_optimizer, values
 
 
 def test_a_cut_does_what_python_does_and_the_optimizer_follows(checkpoint, tmp_path, run):
@@ -301,155 +268,6 @@ def test_bad_input_is_one_line_and_changes_nothing(
         assert len(lines) == (2 if hint else len(lines)) <= 2
         assert hint in lines[-1]
     assert content(tmp_path) == before
-
-
-@pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("order", ["parameters", "groups", "named"])
-def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
-    torch.manual_seed(0)
-    net = gn.GrapNet([5, 4, 4, 4])
-    named = list(net.named_parameters())
-    groups = {
-        "parameters": lambda: net.parameters(),
-        "groups": lambda: [
-            {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1},
-            {"params": [p for _, p in named if p.dim() == 1], "lr": 0.5},
-        ],
-        "named": lambda: [{"params": [pair]} for pair in reversed(named)],
-    }[order]
-    optimizer = torch.optim.AdamW(groups(), lr=0.01)
-    gn.attach(optimizer, net)
-    trained(net, optimizer, 5)
-    gn.save(tmp_path / "old", net, undo=undo, opt=optimizer)
-    done = run("cut", tmp_path / "old", "--all", "--smallest", "0.4", "-o", tmp_path / "new")
-    assert (done.code, done.err) == (0, "")
-    with net.edit() as edit:
-        edit.cut(net.select().outgoing().smallest(fraction=0.4))
-    loaded, expected = gn.load(tmp_path / "new"), {p: optimizer.state[p] for p in net.parameters()}
-    net = loaded
-    named = list(net.named_parameters())
-    again = torch.optim.AdamW(groups())
-    gn.restore(tmp_path / "new", opt=again)
-    states = {name: again.state[p] for name, p in named}
-    assert_same_states(states, dict(zip(states, expected.values(), strict=True)))
-    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
-    assert (undo_slots := bool(net.journal.undoable)) is undo, undo_slots
-
-
-def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
-    torch.manual_seed(0)
-    net = gn.GrapNet([5, 4, 4, 4])
-    layers = [[net.layers[n].parameter for n in (1, 2, 3)], [t.weight for t in net.transitions]]
-    unclear = torch.optim.Adam([{"params": [p]} for p in (*layers[1][::-1], *layers[0])])
-    lion, lbfgs = Lion(net.parameters()), torch.optim.LBFGS(net.parameters())
-    adam = torch.optim.Adam(net.parameters())
-    for optimizer in (unclear, lion, adam):
-        trained(net, optimizer, 5)
-    scores = {"scores": torch.zeros(20)}
-    for held, message in (
-        (lion, "its class is not one of torch.optim"),
-        (lbfgs, "LBFGS keeps one flat history"),
-        (unclear, "do not tell which"),
-        (scores, "holds an array of shape [20]"),
-    ):
-        gn.save(tmp_path / "old", net, adam=adam, opt=held)
-        before = content(tmp_path)
-        asked = ["cut", tmp_path / "old", "--transition", 0, "--smallest", "0.5", "-o", tmp_path / "new"]
-        for dry in ([], ["--dry-run"]):
-            done = run(*asked, *dry)
-            assert (done.code, done.out, done.err.count("\n")) == (2, "", 2)
-            assert done.err.startswith("grapnet: 'opt' (")
-            assert message in done.err
-            assert "--drop opt" in done.err.splitlines()[1]
-        assert content(tmp_path) == before
-        done = run(*asked, "--drop", "opt", "--json")
-        assert json.loads(done.out)["extras"] == {"adam": "followed", "opt": "dropped"}
-        with pytest.raises(gn.CheckpointError, match=r"extras\.opt: not in this checkpoint, which holds adam"):
-            gn.restore(tmp_path / "new", opt=lion)
-        gn.load(tmp_path / "new")  # which refuses tensors that nothing refers to
-        (tmp_path / "new").unlink()
-    kept = run(*asked, "--keep", "opt", "--json")
-    assert json.loads(kept.out)["extras"] == {"adam": "followed", "opt": "kept"}
-    assert torch.equal(gn.restore(tmp_path / "new")["opt"]["scores"], scores["scores"])
-    other = run("cut", tmp_path / "old", "--transition", 1, "--smallest", "0.5", "--dry-run", "--json")
-    assert json.loads(other.out)["extras"] == {"adam": "followed", "opt": "kept"}  # no vector of 20 has moved
-
-
-def test_an_averaged_copy_follows(tmp_path, run):
-    torch.manual_seed(0)
-    net = gn.GrapNet([5, 6, 2])
-    averaged = torch.optim.swa_utils.AveragedModel(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    averaged.update_parameters(net)
-    trained(net, optimizer, 5)
-    averaged.update_parameters(net)
-    gn.save(tmp_path / "old", net, ema=averaged)
-    done = run("remove", tmp_path / "old", "--node", 5, "--node", 7, "-o", tmp_path / "new", "--json")
-    assert json.loads(done.out)["extras"] == {"ema": "followed"}
-    gn.attach(averaged, net)
-    with net.edit() as edit:
-        edit.remove_nodes([5, 7])
-    again = torch.optim.swa_utils.AveragedModel(gn.load(tmp_path / "new"))
-    gn.restore(tmp_path / "new", ema=again)
-    x = torch.randn(3, 5)
-    assert torch.equal(again(x), averaged(x))
-    assert not torch.equal(again(x), net(x))
-
-
-def test_a_net_of_a_model_is_edited_and_the_rest_stays(tmp_path, run):
-    model = model_of_nets()
-    optimizer = torch.optim.Adam(model.parameters())
-    gn.attach(optimizer, model)
-    trained(model, optimizer, 8)
-    gn.save(tmp_path / "old", model, optimizer=optimizer, epoch=3)
-    refused = run("prune", tmp_path / "old", "--fraction", 0.5, "-o", tmp_path / "new")
-    assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: say --net, one of: 0, 2")
-    refused = run("prune", tmp_path / "old", "--net", "1", "--fraction", 0.5, "-o", tmp_path / "new")
-    assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: nets stand at: 0, 2")
-    done = run("prune", tmp_path / "old", "--net", "0", "--fraction", 0.5, "-o", tmp_path / "new", "--json")
-    assert json.loads(done.out)["extras"] == {"optimizer": "followed", "epoch": "kept"}
-    net = model.get_submodule("0")
-    assert isinstance(net, gn.GrapNet)
-    with net.edit() as edit:
-        edit.cut(net.select().outgoing().smallest(fraction=0.5))
-    again = model_of_nets()
-    assert gn.restore(tmp_path / "new", into=again) == {"epoch": 3}
-    other = torch.optim.Adam(again.parameters())
-    gn.restore(tmp_path / "new", optimizer=other)
-    gn.attach(other, again)
-    assert net.count().relations == 24  # of 48
-    x = torch.randn(5, 8)
-    for each, its in ((model, optimizer), (again, other)):
-        its.zero_grad()
-        each(x).square().sum().backward()
-        its.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
-
-
-def test_a_part_of_a_joint_transaction_is_undone_only_alone(tmp_path, run):
-    nets = gn.GrapNet([4, 4]), gn.GrapNet([4, 2])
-    model = nn.Sequential(*nets)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler, rules = torch.optim.lr_scheduler.StepLR(optimizer, 3), gn.RuleManager()
-    with gn.edit_together(*nets, reason="both") as edits:
-        for net, edit in zip(nets, edits, strict=True):
-            edit.cut(net.layers[0].outgoing().smallest(count=3))
-    gn.save(tmp_path / "old", model, undo=True, optimizer=optimizer, scheduler=scheduler, rules=rules)
-    refused = run("undo", tmp_path / "old", "--net", "0", "-o", tmp_path / "new")
-    assert (refused.code, "part of a transaction over 2 nets" in refused.err, "--alone" in refused.err) == (
-        2,
-        True,
-        True,
-    )
-    done = run("undo", tmp_path / "old", "--net", "0", "--alone", "-o", tmp_path / "new", "--json")
-    assert json.loads(done.out)["extras"] == {"optimizer": "followed", "scheduler": "kept", "rules": "kept"}
-    again = nn.Sequential(nn.Identity(), nn.Identity())
-    gn.restore(tmp_path / "new", into=again, rules=rules)
-    assert [net.count().relations for net in again if isinstance(net, gn.GrapNet)] == [16, 5]
-
-
-def values(net: gn.GrapNet) -> list[Tensor]:
-    return [parameter.detach() for parameter in net.parameters()]
 
 
 def test_in_place_and_force_write_over_and_nothing_else_is_left(checkpoint, tmp_path, run):

@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +238,10 @@ def test_a_reader_who_left_is_no_error(checkpoint: Path, monkeypatch: pytest.Mon
     with open(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["inspect", str(checkpoint)]) == 130
+
+
+def test_the_installed_command_and_the_module_are_this_one():
+    (installed,) = entry_points(group="console_scripts", name="grapnet")
+    assert installed.load() is main
+    done = subprocess.run([sys.executable, "-m", "grapnet", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"grapnet {gn.__version__}\n")

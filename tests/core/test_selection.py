@@ -81,9 +81,10 @@ def test_incoming_and_outgoing_of_nodes_and_sets(net: gn.GrapNet) -> None:
         net.layers[0][2].outgoing(to=net.layers[1], slots=[0])
 
 
-def test_naming_a_node_twice_names_its_relations_once(net: gn.GrapNet) -> None:
-    assert len(net.layers[0][[1, 1]].outgoing()) == 3
-    assert len(net.layers[1][[1, 1]].incoming()) == 4
+def test_a_node_set_is_never_indexed_with_repeats(net: gn.GrapNet) -> None:
+    with pytest.raises(IndexError, match="name a node twice"):  # else pairs would be others than asked for
+        net.layers[0][[1, 1, 2]]
+    assert net.layers[0][[2, 1]].uids.tolist() == [2, 1]
 
 
 @pytest.mark.parametrize("slots", [[False, False, True], torch.tensor([False, False, True])], ids=["list", "tensor"])
