@@ -1,6 +1,7 @@
 """GrapNet: the graph as an nn.Module."""
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -270,7 +271,7 @@ def _autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _checked_sizes(sizes: Sequence[int]) -> list[int]:
-    sizes = [int(size) for size in sizes]
+    sizes = [operator.index(size) for size in sizes]  # refuses 2.5
     if len(sizes) < 2 or min(sizes) < 0:
         raise ValueError(f"sizes are at least two numbers of nodes, none negative, got {sizes}")
     return sizes

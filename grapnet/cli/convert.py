@@ -78,7 +78,8 @@ def _told(given: argparse.Namespace, chain: list[Part], net: gn.GrapNet, differe
             f"  {part.key}: {net.sizes[t]} -> {net.sizes[t + 1]}, {net.transitions[t].size:,} relations, {bias}"
         )
     lines += [f"{zeros:,} of {cells:,} weights are zero, {fate}"] if zeros else []
-    lines.append(f"hidden activation {given.activation}; largest difference on 7 random inputs: {difference:.3g}")
+    lines.append(f"hidden activation: {given.activation}, which the file does not say (--activation NAME for another)")
+    lines.append(f"largest difference from these matrices with it, on 7 random inputs: {difference:.3g}")
     data = {
         "file": str(given.file),
         "written": output,

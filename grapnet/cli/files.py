@@ -46,6 +46,8 @@ def reading(path: Path) -> Iterator[None]:
             hint = "grapnet inspect, history and diff read models; in Python, gn.restore(path, into=model)"
             raise CommandError(f"{path} holds a model with nets inside, not one net", hint) from None
         hint = "a file is read whole or not at all: use an earlier one"
+        if ("grapnet" in told and "was not written by" in told) or path.suffix in (".pt", ".pth"):
+            hint = "for the plain weights of an MLP: grapnet convert"
         raise CommandError(told if str(path) in told else f"{path}: {told}", hint) from None
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}", "see who may read it: ls -l") from None

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import io
 import json
 import os
 import sys
@@ -23,11 +24,15 @@ GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
     "The paper's studies": ("study", "report"),
 }
 FAILED, WRONG, INTERRUPTED = 1, 2, 130  # exit codes: of an answer that is no, of what cannot be done, of Ctrl-C
+TRACEBACK = "GRAPNET_TRACEBACK"  # in the environment: errors that nobody expects show where they come from
 EXPECTED = (gn.GrapNetError, MissingDataError, ImportError, OSError)  # told in one line; all else is a bug
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # so that no name of a node ends a command half-way
     known = commands()
     given = parser(known).parse_args(arguments)
     try:
@@ -44,6 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refuse(str(error), error.hint or _hint(error, given.command))
     except EXPECTED as error:
         return _refuse(_one_line(error), _hint(error, given.command))
+    except Exception as error:
+        if os.environ.get(TRACEBACK):
+            raise
+        told = f"{type(error).__name__}: {_one_line(error)}"
+        return _refuse(told, f"{TRACEBACK}=1 shows where; if what you gave it is sound, this is a bug")
     return outcome.code
 
 
@@ -122,15 +132,27 @@ def _prepare(given: argparse.Namespace) -> None:
 
 
 def _tell(outcome: Outcome, *, as_json: bool) -> None:
-    print(json.dumps(outcome.data, indent=1, allow_nan=False) if as_json else outcome.text)
-    sys.stdout.flush()  # so that a reader who has left is noticed here
+    if sys.stdout is None:  # closed by the shell: >&-
+        return
+    try:
+        print(json.dumps(outcome.data, indent=1, allow_nan=False) if as_json else outcome.text)
+        sys.stdout.flush()  # so that a reader who has left is noticed here
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandError(f"standard output cannot be written ({error.strerror}); the work itself was done") from None
 
 
 def _refuse(message: str, hint: str) -> int:
-    print(f"grapnet: {message}", file=sys.stderr)
-    if hint:
-        print(f"hint: {hint}", file=sys.stderr)
+    if sys.stderr is not None:
+        print(f"grapnet: {_printable(message)}", file=sys.stderr)
+        print(f"hint: {_printable(hint)}", file=sys.stderr)
     return WRONG
+
+
+def _printable(text: str) -> str:
+    """Returns a text whose control characters, but for the ends of lines of a list, are written out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _hint(error: BaseException, command: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command, CommandError, Outcome
+from .files import require_free
 from .study import OUT, studies_named
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write everything there as one page")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write everything there as Markdown")
+    parser.add_argument("--force", action="store_true", help="write over these files if they are there")
     parser.add_argument("--check", action="store_true", help="exit 1 if a bar was missed or a result is not there")
 
 
@@ -35,8 +37,10 @@ def _run(given: argparse.Namespace) -> Outcome:
 
     names = studies_named(given.studies or ["all"])
     for path in (given.html, given.markdown):
-        if path is not None and path.is_dir():
-            raise CommandError(f"{path} is a folder; name a file")
+        if path is not None:
+            require_free(path, force=given.force)
+    if given.html is not None and given.html == given.markdown:
+        raise CommandError(f"--html and --markdown are both {given.html}", "name two files")
     folders = tuple(given.results or FOLDERS)
     reports = [report(name, *folders) for name in names]
     if not any(one.path for one in reports):
@@ -45,10 +49,10 @@ def _run(given: argparse.Namespace) -> Outcome:
             f"there is no result in {' or '.join(map(str, folders))}",
             f"grapnet study {asked} makes one in {OUT}; --results FOLDER looks elsewhere",
         )
-    if given.markdown is not None:
-        _write(given.markdown, markdown(reports, sources=True))
-    if given.html is not None:
-        _write(given.html, _page(reports))
+    texts = {given.markdown: markdown(reports, sources=True), given.html: _page(reports) if given.html else ""}
+    for path, text in texts.items():
+        if path is not None:
+            _write(path, text)
     written = [str(path) for path in (given.markdown, given.html) if path is not None]
     missed = any(one.problems or one.missed for one in reports)
     data = {"studies": {one.name: _data(one) for one in reports}, "written": written}
@@ -100,7 +104,6 @@ def _text(reports: Sequence["Report"], written: Sequence[str]) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Writes a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grapnet.data import MissingDataError
+from grapnet.integrations.extra import require
 
 from .command import Command, CommandError, Outcome
 
@@ -88,6 +89,8 @@ def _require_possible(given: argparse.Namespace) -> None:
         raise CommandError(f"--processes is at least 1, got {given.processes}")
     if given.device.type != "cpu":
         raise CommandError(f"the studies run on the CPU, not on {given.device}", "leave --device out")
+    for module in ("scipy", "sklearn"):
+        require(module, "studies")
     if given.plot and not _can_plot():
         raise CommandError("--plot needs matplotlib, which is not installed", 'pip install "grapnet[studies]"')
     for folder in (given.out, given.resume, given.tensorboard):

@@ -1,7 +1,7 @@
 """State dicts of plain MLPs: which matrices they hold, and in which order these follow each other."""
 
-import pickle
 import re
+import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -38,11 +38,17 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise CommandError(f"{path}: no such file")
     if path.is_dir():
         raise CommandError(f"{path} is a folder, not a file of weights")
+    if not path.is_file():
+        raise CommandError(f"{path} is no file of weights", "name a .safetensors or .pt file")
     if path.suffix not in _TORCH_ENDINGS:
         return _read_safetensors(path)
     try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as archive:
+                if archive.testzip() is not None:  # torch.load compares no checksum
+                    raise ValueError("a checksum is wrong")
         found = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError):
+    except Exception:  # whatever damage makes of a pickle
         raise CommandError(
             f"{path}: is damaged, or holds more than tensors and plain data, which would be code to run",
             "save the state dict alone: torch.save(model.state_dict(), path)",

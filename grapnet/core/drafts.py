@@ -78,7 +78,8 @@ class LayerDraft:
     def change(
         self, requests: Requests, incoming: "TransitionDraft | None", generator: torch.Generator | None
     ) -> LayerChange:
-        gone, born = empty_positions(), ascending(self.uids.shape[0], torch.device("cpu"))[self.n_present :]
+        gone = empty_positions()
+        born = torch.arange(self.n_present, self.uids.shape[0], dtype=torch.int32, device="cpu")  # no slice: it is kept
         if self.any_gone:
             gone = flatnonzero(self.gone[: self.n_present])
             born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
@@ -91,7 +92,7 @@ class LayerDraft:
         before = self._record(self.layer.uid, self.layer.owner_names, self.layer.activation_names, gone)
         biases = None if self.layer.is_sensory else self._biases(requests, index, born, incoming, generator)
         comes = born - self.n_present
-        record = self._record(self.uids[self.n_present :], owners, kinds, comes)
+        record = self._record(self.uids[self.n_present :].clone(), owners, kinds, comes)
         drawn = {name: column.draw(len(born), generator) for name, column in self.columns.items()}
         columns = {name: column.change(index, drawn[name]) for name, column in self.columns.items()}
         return LayerChange(index, record, before, biases, renamed_owners, renamed_kinds, columns)
@@ -101,7 +102,7 @@ class LayerDraft:
         """Returns who the nodes at ascending rows are."""
         if rows.shape[0] == uids.shape[0]:
             return NodeRecord(uids, owners, kinds)
-        return NodeRecord(uids[rows.long()], owners.select(rows), kinds.select(rows))
+        return NodeRecord(uids[rows.long()], owners.select(rows).compact(), kinds.select(rows).compact())
 
     def _renamed(
         self, present: Labels, newborn: list[Labels], kind: str, requests: Requests

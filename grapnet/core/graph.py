@@ -303,10 +303,6 @@ class Graph(nn.Module):
 
         return commit, install
 
-    def stores(self) -> list[Coordinates]:
-        """Returns everything that owns coordinates."""
-        return [*self.transitions, *list(self.layers)[1:], *self.columns.values()]
-
     def tokens(self) -> Tokens:
         """Returns what says whether relations or coordinates have moved since."""
         layouts = {name: layout_of(parameter) for name, parameter in self.named_parameters()}

@@ -82,7 +82,7 @@ class IndexMap:
         if not like_old:
             newborn[:] = born.detach() if isinstance(born, Tensor) else born
         if self.removed.shape[0] == self.old_size:
-            return newborn.clone()  # never the memory of what was given
+            return newborn.clone(memory_format=torch.contiguous_format)  # never the memory of what was given
         if self.appends:
             return torch.cat([old, newborn], out=room(old, self.new_size))
         runs = self._runs()

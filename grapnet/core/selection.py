@@ -139,22 +139,22 @@ class NodeSet:
             if not -len(uids) <= which < len(uids):
                 raise IndexError(f"node {which} of {len(uids)} does not exist")
             return self.graph.node(int(uids[which]))
-        marks = torch.zeros(len(self), dtype=torch.bool, device="cpu")
         if not isinstance(which, slice):
             which = as_tensor(which)
             which = which.long() if which.numel() == 0 else which.cpu()
         order = torch.arange(len(self), device="cpu")[which]
+        if order.dim() != 1:
+            raise IndexError("nodes are indexed with a slice or a one-dimensional list, array or mask")
         if len(order.unique()) < len(order):
             raise IndexError(
                 "these indices name a node twice, and a NodeSet holds each once; for pairs that share a node give "
-                "uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1, 1]], pairs=\"aligned\")"
+                'uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1, 1]], pairs="aligned")'
             )
-        if len(self.uids_by_layer) <= 1:
-            return NodeSet(self.graph, {layer: uids[order] for layer, uids in self.uids_by_layer.items()})
-        marks[order] = True
-        parts = marks.split([len(uids) for uids in self.uids_by_layer.values()])
-        kept = zip(self.uids_by_layer.items(), parts, strict=True)
-        return NodeSet(self.graph, {layer: uids[part] for (layer, uids), part in kept})
+        found, start = {}, 0
+        for layer, uids in self.uids_by_layer.items():
+            found[layer] = uids[order[(order >= start) & (order < start + len(uids))] - start]
+            start += len(uids)
+        return NodeSet(self.graph, found)
 
     def __or__(self, other: "NodeSet") -> "NodeSet":
         return self._combined(other, lambda a, b: torch.cat([a, b]).unique())

@@ -284,7 +284,7 @@ def require_editable(graph: "Graph") -> None:
     """Raises EditError where autograd cannot see an edit."""
     if torch.is_inference_mode_enabled():
         raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
-    if any(store.parameter.is_inference() for store in graph.stores()):
+    if any(parameter.is_inference() for parameter in graph.parameters()):
         raise EditError("this net was built under torch.inference_mode(), so it cannot be edited or trained")
 
 

@@ -97,7 +97,8 @@ def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector
     trainable, frozen = store.parameter.detach(), store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
     born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
-    gone_values, gone_gradients = trainable.view(-1)[:0], None if gradient is None else gradient.view(-1)[:0]
+    gone_values = trainable.new_empty(0)  # not a slice: the journal would keep the whole old vector alive
+    gone_gradients = None if gradient is None else gradient.new_empty(0)
     if index.removed.shape[0]:
         gone_values, gone_gradients = store.read(index.removed).detach(), store.gradients(index.removed)
     change = replace(change, born_values=born.view(-1), gone_values=gone_values, gone_gradients=gone_gradients)

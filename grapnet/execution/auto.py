@@ -68,7 +68,7 @@ def fastest(
         name: _between(tables[name], shape.cells, share, batch)
         for name in names
         if name in tables
-        and (name != "family" or _least(tables[name], shape.cells, batch) <= MARGIN[device])  # else not worth looking
+        and (name != "family" or "dense" not in names or _least(tables[name], shape.cells, batch) <= MARGIN[device])
         and (share := shape.share(name)) > 0
     }
     best = min(ratios, key=lambda name: ratios[name], default="reference")

@@ -1,6 +1,6 @@
 """What a backend is: two functions."""
 
-from typing import ClassVar, Protocol, TypeGuard
+from typing import ClassVar, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class Backend(Protocol):
         ...
 
 
+@runtime_checkable
 class MovablePlan(Plan, Protocol):
     """A plan that can follow a small edit for less than making it again costs."""
 
@@ -47,6 +48,7 @@ class MovablePlan(Plan, Protocol):
         ...
 
 
+@runtime_checkable
 class FeatureMajorPlan(Plan, Protocol):
     """A plan that takes activations feature by feature and can hand its result on like that.
 

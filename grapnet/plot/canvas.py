@@ -145,6 +145,6 @@ def shortened(name: str, most: int) -> str:
         >>> shortened("a rather long name", 10)
         'a rather …'
     """
-    name = " ".join(name.split())
+    name = " ".join("".join(c if c.isprintable() else " " for c in name).split())
     name = name if len(name) <= most else f"{name[: most - 1]}…"
     return name.replace("$", r"\$")

@@ -87,7 +87,7 @@ def _draw_relations(
             kind["colors"] = np.where(part.weights[chosen] >= 0, POSITIVE, NEGATIVE).tolist()
             kind["alpha"] = np.where(part.marked[chosen], 0.85, FADED)
             if len(chosen):
-                widths = 0.25 + 2.2 * np.abs(part.weights[chosen]) / largest
+                widths = 0.25 + 2.2 * (np.abs(part.weights[chosen]) / largest)
                 _collection(ax, lines[chosen], linewidths=widths, **kind)
     entries: dict[str, Any] = {}
     if any((part.weights >= 0).any() for part in found):

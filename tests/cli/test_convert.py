@@ -174,3 +174,17 @@ def test_bad_input_is_one_line_and_changes_nothing(checkpoint, tmp_path, run):
     done = run("convert", good, "-o", numbers)
     assert (done.code, "exists already" in done.err) == (2, True)
     assert content(tmp_path) == before
+
+
+def test_a_torch_file_with_one_bit_turned_is_refused(tmp_path, run):
+    path = tmp_path / "mlp.pt"
+    torch.save(nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).state_dict(), path)
+    assert run("convert", path, "-o", tmp_path / "sound").code == 0
+    weights = torch.load(path)["0.weight"].numpy().tobytes()
+    content = bytearray(path.read_bytes())
+    content[content.index(weights) + 3] ^= 0x20
+    path.write_bytes(content)
+    code, _, err = run("convert", path, "-o", tmp_path / "damaged")
+    assert code == 2
+    assert "is damaged" in err
+    assert not (tmp_path / "damaged").exists()

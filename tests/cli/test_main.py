@@ -215,13 +215,24 @@ def test_expected_errors_are_one_line_and_a_hint(
     assert hint in advice
 
 
-def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_told_in_one_line_and_shown_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(given: argparse.Namespace) -> Outcome:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("by \x1b")
 
     answer(monkeypatch, fail)
+    code, out, err = run("inspect", "file")
+    assert (code, out) == (2, "")
+    assert err.startswith("grapnet: ZeroDivisionError: by \\x1b\nhint: GRAPNET_TRACEBACK=1 shows where")
+    monkeypatch.setenv("GRAPNET_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main(["inspect", "file"])
+
+
+def test_what_stdout_cannot_take_does_not_end_a_command_half_way(checkpoint: Path) -> None:
+    command = [sys.executable, "-m", "grapnet", "inspect", str(checkpoint)]
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, env=ascii_only)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

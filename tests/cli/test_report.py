@@ -123,6 +123,8 @@ def test_without_any_result_one_line_says_how_to_make_one(run, tmp_path, monkeyp
 
 def test_the_page_needs_nothing_else_and_shows_every_plot(run, here):
     names = ("localization", "tiny_transformer")
+    for folder in ("a", "b"):
+        (here / folder).mkdir()
     code, out, _ = run("report", *names, "--html", "a/page.html", "--markdown", "b/tables.md")
     assert code == 0
     assert out.splitlines()[-2:] == ["Written: b/tables.md", "Written: a/page.html"]
@@ -138,6 +140,9 @@ def test_the_page_needs_nothing_else_and_shows_every_plot(run, here):
     assert "target-pair drop" in page
     assert page.count("<table>") == page.count('<div class="wide"><table>')  # tables scroll instead of overflowing
     assert os.listdir(here / "a") == ["page.html"]
+    assert run("report", *names, "--html", "a/page.html").code == 2  # it is there
+    assert run("report", *names, "--html", "a/page.html", "--force").code == 0
+    assert run("report", *names, "--html", "c", "--markdown", "c").code == 2
 
 
 def test_without_matplotlib_the_page_has_no_plots(run, here, monkeypatch):
@@ -154,7 +159,7 @@ def test_what_cannot_be_written_or_found_is_refused(run, here):
     (here / "folder").mkdir()
     code, out, err = run("report", "--html", "folder")
     assert (code, out) == (2, "")
-    assert err.startswith("grapnet: folder is a folder; name a file\n")
+    assert err.startswith("grapnet: folder is a folder\n")
     code, out, err = run("report", "localisation")
     assert (code, out) == (2, "")
     assert err.startswith("grapnet: there is no study 'localisation'\nhint: these are there, or all:\n")

@@ -1,6 +1,8 @@
 """A long journal keeps the details of its latest commits, and says so where an older one is asked for."""
 
 import copy
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,41 @@ def test_a_checkpoint_holds_what_the_journal_holds(net: gn.GrapNet, tmp_path: Pa
     loaded.undo()
     net.undo()
     assert torch.equal(loaded(torch.ones(1, 20)), net(torch.ones(1, 20)))
+
+
+def tensors_in(part: object) -> Iterator[torch.Tensor]:
+    """Returns every tensor of a commit, however deep."""
+    if isinstance(part, torch.Tensor):
+        yield part
+    elif isinstance(part, dict):
+        yield from (tensor for item in part.values() for tensor in tensors_in(item))
+    elif is_dataclass(part):
+        yield from (tensor for f in fields(part) for tensor in tensors_in(getattr(part, f.name)))
+
+
+def test_a_commit_keeps_no_more_memory_than_it_tells_of() -> None:
+    net = gn.GrapNet([40, 300, 4])
+    net(torch.ones(2, 40)).sum().backward()
+    with net.edit(reason="grow") as edit:
+        nodes = edit.add_nodes(1, 1, owner="one")
+        edit.connect(net.layers[0][:3], nodes)
+        edit.connect(nodes, net.layers[2])
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.layers[0].outgoing().smallest(fraction=0.01))
+    with net.edit(reason="leave") as edit:
+        edit.remove_nodes(net.layers[1][:2])
+        edit.set_owner(net.layers[1][5:9], "some")
+    for commit in net.history:
+        found = list(tensors_in(commit.change))
+        assert len(found) > 10
+        for tensor in found:
+            assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 64)  # a slice would keep the whole alive
+
+
+def test_names_of_newborns_that_leave_at_once_leave_no_trace() -> None:
+    net = gn.GrapNet([4, 3, 2])
+    with net.edit(reason="come and go") as edit:
+        edit.add_nodes(1, 1)
+        edit.remove_nodes(edit.add_nodes(1, 1, owner="gone", activation="tanh"))
+    assert set(net.layers[1].owner_names.names) == {None}
+    assert set(net.layers[1].activation_names.names) == {"relu"}

@@ -259,3 +259,11 @@ def allocated(work: Callable[[], Tensor | gn.RelationSet]) -> int:
         tracemalloc.stop()
     del kept
     return peak + seen.total
+
+
+def test_indices_over_several_layers_keep_their_order_within_each(net: gn.GrapNet) -> None:
+    everybody = net.select()
+    assert everybody[[1, 0]].uids.tolist() == [1, 0]
+    assert everybody[[len(everybody) - 1, 2, 0]].uids.tolist() == [2, 0, int(everybody.uids[-1])]
+    with pytest.raises(IndexError, match="one-dimensional"):
+        net.layers[0][[[0, 1]]]
