@@ -124,7 +124,7 @@ def test_a_net_that_is_grafted_in_a_hook_has_its_rules_in_the_module() -> None:
     assert [commit.reason for commit in module.net.history] == ["PruneWeakest at step 2"]
 
 
-PROGRAMS = ("demo", "plain_loop", "lightning_trainer", "sklearn_estimator")
+PROGRAMS = ("plain_loop", "lightning_trainer", "sklearn_estimator")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
