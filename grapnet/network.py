@@ -278,6 +278,8 @@ def _checked_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _activation_names(activation: str | Sequence[str], count: int) -> list[str]:
+    if not isinstance(activation, str | Sequence):
+        raise TypeError(f"activations are given by name, as in activation='tanh', not as {type(activation).__name__}")
     names = [activation] * (count - 1) + ["identity"] if isinstance(activation, str) else list(activation)
     if len(names) != count:
         raise ValueError(f"{count} layers after the sensory one need {count} activations, got {len(names)}")

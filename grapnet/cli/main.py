@@ -34,7 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # so that no name of a node ends a command half-way
     known = commands()
-    given = parser(known).parse_args(arguments)
+    whole = parser(known)
+    if not (sys.argv[1:] if arguments is None else arguments):
+        whole.print_help()
+        return WRONG
+    given = whole.parse_args(arguments)
     try:
         _prepare(given)
         outcome = known[given.command].run(given)

@@ -92,11 +92,12 @@ def _text(reports: Sequence["Report"], written: Sequence[str]) -> str:
         bars = "no result" if one.path is None else f"{count} missed" if count else "all reached"
         met = "–" if one.path is None else f"{found['figures']['met']} of {found['figures']['published intervals']}"
         rows.append((one.name, met, bars, str(one.path or "–")))
-        absent = [f"no result: grapnet study {one.name} makes one"]
-        lines += [f"MISSED {one.name}: {line}" for line in (one.problems + one.missed if one.path else absent)]
+        lines += [f"MISSED {one.name}: {line}" for line in (one.problems + one.missed if one.path else ())]
         lines += [f"passed over {line}" for line in one.passed_over]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if absent := [one.name for one in reports if one.path is None]:
+        lines.append(f"MISSED no result: {', '.join(absent)}; grapnet study NAME makes one")
     reached = sum(one.path is not None and not one.problems and not one.missed for one in reports)
     table += ["", f"{reached} of {len(reports)} reach every bar."]
     return "\n".join([*table, *([""] if lines else []), *lines, *(f"Written: {path}" for path in written)])

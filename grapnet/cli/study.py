@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grapnet.studies.all import Registered
 
 OUT = Path("runs/studies")
+FAST_RUN = "a fast run, on little or made-up data, only shows that everything works: it reaches no bar"
 KEPT = "seeds"  # the folder below OUT that keeps finished seeds until their study is done
 
 
@@ -143,11 +144,12 @@ def _told(study: "Registered", result: dict[str, Any], given: argparse.Namespace
     plot = written.with_suffix(".svg") if _can_plot() else None
     if plot is not None:
         save(drawn(study.draw, result), plot)
-    short = ["a fast run reaches no bar"] if given.fast else seeds_missed(study.settings.get("seeds", ()), result)
+    short = [FAST_RUN] if given.fast else seeds_missed(study.settings.get("seeds", ()), result)
     missed = list(dict.fromkeys([*short, *study.missed(result)]))
     lines = missed if given.check else short
     parts = [f"## {study.name}", study.table(result)]
-    parts += ["\n".join(f"MISSED {line}" for line in lines)] if lines else []
+    said = "MISSED" if given.check else "Note:"
+    parts += ["\n".join(f"{said} {line}" for line in lines)] if lines else []
     return "\n\n".join([*parts, f"Written: {written}" + (f" and {plot}" if plot else "")]), {
         "file": str(written),
         "plot": plot and str(plot),

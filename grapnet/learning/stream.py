@@ -84,6 +84,8 @@ class TaskStream(Sequence[Task]):
         seed: int,
         per_class: int | None = None,
     ) -> None:
+        if not isinstance(x, Tensor) or not isinstance(y, Tensor) or y.is_floating_point():
+            raise TypeError("x is a tensor of inputs and y one of class numbers: torch.as_tensor(y).long()")
         if len(x) != len(y) or y.dim() != 1:
             raise ValueError(f"x and y have one row each an example, got {list(x.shape)} and {list(y.shape)}")
         if batch < 1 or (per_class is not None and per_class < 1):

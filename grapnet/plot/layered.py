@@ -53,7 +53,9 @@ def graph(
     else:
         draw_groups(net, ax, names, groups, marked, cuts)
     frozen = sum(len(store.frozen_at) for store in net.transitions)
-    dress(ax, f"{count.nodes:,} nodes, {count.relations:,} relations ({frozen:,} frozen), version {net.version}")
+    dress(
+        ax, f"{count.nodes:,} nodes, {count.relations:,} relations ({frozen:,} of them frozen), version {net.version}"
+    )
     ax.set_axis_off()
     _head(net, ax)
     return ax

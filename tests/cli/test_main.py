@@ -104,9 +104,11 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
     assert run("--version")[:2] == (0, f"grapnet {gn.__version__}\n")
 
 
-def test_an_unknown_command_or_none_is_refused(run: Run) -> None:
+def test_an_unknown_command_is_refused_and_none_shows_the_help(run: Run) -> None:
     require_refusal(run("inspct"), "'inspct'", "inspect")
-    require_refusal(run(), "COMMAND")
+    code, out, err = run()
+    assert (code, err) == (2, "")
+    assert out == run("--help").out
 
 
 BAD = ["--device=nowhere", "--device=meta", "--device=cuda:4096"]

@@ -82,7 +82,7 @@ def test_the_outcome_is_one_json_object(run, here, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--fast"], ["a fast run reaches no bar", "size: 2 numbers, the bar is 5"]),
+        (["--fast"], ["a fast run, on little or made-up data, only shows", "size: 2 numbers, the bar is 5"]),
         (["--seeds", 2], ["seeds: 2 of 3; "]),
     ],
 )

@@ -262,3 +262,10 @@ def test_a_loop_without_updates_is_refused(data, settings):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="at least 1"):
         train_on_stream(model, stream_of(data), ExperienceReplay(), None, optimizer, **settings)
+
+
+def test_labels_are_class_numbers_in_a_tensor(data):
+    x, y = data
+    for labels in (y.float(), y.numpy(), y.tolist()):
+        with pytest.raises(TypeError, match="y one of class numbers"):
+            TaskStream(x, labels, tasks=2, batch=4, seed=0)

@@ -62,7 +62,7 @@ def test_a_small_net_is_drawn_node_by_node_and_relation_by_relation():
     assert set(legend(ax)) == {"no owner", "task 1", "task 2", "task 3", "weight ≥ 0", "weight < 0", "frozen"}
     uids = {str(uid) for layer in net.layers for uid in layer.uids.tolist()}
     assert uids <= set(texts(ax))
-    assert f"({frozen} frozen)" in ax.get_title("left")
+    assert f"({frozen} of them frozen)" in ax.get_title("left")
     assert lines(ax, "cut") == 0
 
 
