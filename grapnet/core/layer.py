@@ -99,10 +99,8 @@ class Layer(Coordinates, NodeSet):
         device = torch.device("cpu") if self.is_sensory else self.frozen_at.device
         if len(self.activation_names) and len(self.activation_names.names) == 1:  # the rows matter only among several
             none = torch.empty(0, dtype=torch.int64, device=device)
-            self._kinds, self._kinds_order = (
-                [_Kind(activation_function(str(self.activation_names.names[0])), none)],
-                none,
-            )
+            function = activation_function(str(self.activation_names.names[0]))
+            self._kinds, self._kinds_order = [_Kind(function, none)], none
             return
         kinds = [(str(name), rows.long().to(device)) for name, rows in self.activation_names.kinds()]
         self._kinds = [_Kind(activation_function(name), rows) for name, rows in kinds]

@@ -140,7 +140,7 @@ def prepare_commit(
     commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
         layers = {n: _prepare_layer(graph, n, c) for n, c in commit.change.layers.items()}
-        wirings = _prepare_wirings(graph, commit.change, {n: layer.uids for n, layer in layers.items()})
+        wirings = _prepare_wirings(graph, commit.change)
         weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
         commit = _completed(commit, layers, weights)
         installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
@@ -209,7 +209,7 @@ def _prepare_layer(graph: "Graph", number: int, change: LayerChange) -> _Prepare
     )
 
 
-def _prepare_wirings(graph: "Graph", change: Change, uids: dict[int, Tensor]) -> dict[int, Topology]:
+def _prepare_wirings(graph: "Graph", change: Change) -> dict[int, Topology]:
     """Returns the new wiring of every transition whose relations move or whose ends are renumbered."""
     wirings = {}
     for t, transition in enumerate(graph.transitions):
@@ -218,7 +218,7 @@ def _prepare_wirings(graph: "Graph", change: Change, uids: dict[int, Tensor]) ->
         if wires is not None and wires.wiring is not None:
             wirings[t] = wires.wiring
         elif any(moves):
-            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires, uids)
+            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
     return wirings
 
 
@@ -229,7 +229,6 @@ def rewired(
     upper: LayerChange | None,
     lower: LayerChange | None,
     wires: TransitionChange | None,
-    uids: dict[int, Tensor] | None = None,
 ) -> Topology:
     """Returns the wiring of a transition after the changes of its two layers and of its relations."""
     child, degrees, device, n_children = (
@@ -246,23 +245,19 @@ def rewired(
         n_children = lower.index.new_size
     if wires is not None:
         degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(child, rows_after(graph, t + 1, lower, wires.born.children, uids).to(device))
+        child = wires.index.carry(child, rows_after(graph, t + 1, lower, wires.born.children).to(device))
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
-        parents = rows_after(graph, t, upper, wires.born.parents, uids).to(device)
+        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
         degrees = degrees + torch.bincount(parents, minlength=len(degrees))
     ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
     ptr[1:] = degrees.cumsum(0)
     return Topology(ptr, child, n_children)
 
 
-def rows_after(
-    graph: "Graph", number: int, change: LayerChange | None, uids: Tensor, known: dict[int, Tensor] | None = None
-) -> Tensor:
-    """Returns the rows that nodes of a layer have after its change; `known` holds uids of layers after theirs."""
-    if known and number in known:
-        return rows_among(known[number], uids)
+def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
+    """Returns the rows that nodes of a layer have after its change."""
     present = graph.layers[number].uid
     return rows_among(present if change is None else change.index.carry(present, change.born.uids), uids)
 
