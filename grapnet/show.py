@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from .network import GrapNet
 
 MOST_LAYERS, MOST_OWNERS, LAST_COMMITS = 12, 12, 5  # of more, the page says how many it leaves out
-_HEIGHT, _STEP, _WIDE = 130, 96, 34  # of the picture in pixels: its bars, from one to the next, their width
+_HEIGHT, _WIDE = 130, 34  # of the bars of the picture in pixels
 _STYLE = (  # in the colour of the page's own text: a notebook may be light where the system is dark
     "<style>.grapnet{color:inherit;font:13px/1.45 system-ui,sans-serif}"
     ".grapnet table{border-collapse:collapse;margin:6px 0}"
     ".grapnet td,.grapnet th{padding:2px 10px 2px 0;text-align:left;border-bottom:1px solid #8886;"
     "font-size:13px;color:inherit;background:none}.grapnet td.n,.grapnet th.n{text-align:right}"
     ".grapnet i{display:inline-block;width:11px;height:11px;border-radius:2px;margin-right:5px}"
-    ".grapnet svg{display:block;max-width:100%;height:auto}.grapnet svg text{fill:currentColor;font-size:11px}</style>"
+    ".grapnet div{overflow-x:auto}.grapnet svg{display:block}"
+    ".grapnet svg text{fill:currentColor;font-size:11px}</style>"
 )
 
 
@@ -85,8 +86,10 @@ def _picture(net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str 
     """Returns one bar a layer, divided by owner, with bands between them as strong as they are dense."""
     largest = max(1, *net.sizes)
     heights = {n: 12 + (_HEIGHT - 12) * (net.sizes[n] / largest) ** 0.5 for n in numbers if n is not None}
-    width, places = _STEP * (len(numbers) - 1) + _WIDE + 44, {n: 22 + _STEP * k for k, n in enumerate(numbers)}
-    drawn = [f'<svg viewBox="0 0 {width} {_HEIGHT + 22}" width="{width}" role="img" aria-label="the layers">']
+    step = 96 if len(numbers) <= 6 else 60  # from one bar to the next
+    width, places = step * (len(numbers) - 1) + _WIDE + 44, {n: 22 + step * k for k, n in enumerate(numbers)}
+    fits = f"width:100%;min-width:{round(0.7 * width)}px;max-width:{width}px"  # letters stay readable, and it scrolls
+    drawn = [f'<div><svg viewBox="0 0 {width} {_HEIGHT + 22}" style="{fits}" role="img" aria-label="the layers">']
     for n in heights:
         if n + 1 in heights:
             x, end = places[n] + _WIDE, places[n + 1]
@@ -102,7 +105,7 @@ def _picture(net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str 
         drawn += _bar(net, n, x, heights[n], colors)
         middle = x + _WIDE / 2
         drawn.append(f'<text x="{middle}" y="{_HEIGHT + 16}" text-anchor="middle">{net.sizes[n]:,}</text>')
-    return "".join([*drawn, "</svg>"])
+    return "".join([*drawn, "</svg></div>"])
 
 
 def _bar(net: "GrapNet", number: int, x: int, height: float, colors: "dict[str | None, str]") -> list[str]:

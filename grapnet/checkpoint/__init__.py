@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
+from grapnet.core.wording import with_article
 from grapnet.network import GrapNet
 
 from . import container
@@ -46,7 +47,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
             f"gn.save(path, model) saves a GrapNet or a model with nets inside; this {_kind(model)} has none"
         )
     tensors: dict[str, Tensor] = {}
-    kept = {places[0]: net for net, places in nets.items()} if undo else {}
+    places = {names[0]: net for net, names in nets.items()}
     is_net = isinstance(model, GrapNet)
     if is_net:
         refuse_additions(model, "this net")
@@ -54,7 +55,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
         document = {
             "format": container.FORMAT,
             **(describe_net(model, tensors, undo=undo) if is_net else describe_model(model, tensors, undo=undo)),
-            "extras": {name: describe_extra(name, extra, tensors, kept) for name, extra in extras.items()},
+            "extras": {name: describe_extra(name, e, tensors, places, undo=undo) for name, e in extras.items()},
         }
     container.write(path, document, tensors)
 
@@ -135,7 +136,7 @@ def restore(path: str | os.PathLike[str], /, *, into: nn.Module | None = None, *
 def _require_model(into: Any, document: dict[str, Any], objects: dict[str, Any]) -> None:
     """Raises when `into` cannot take what the file holds, or an object would be left with Parameters that are gone."""
     if not isinstance(into, nn.Module):
-        raise TypeError(f"into= takes the model to put nets into, not a {_kind(into)}")
+        raise TypeError(f"into= takes the model to put nets into, not {with_article(_kind(into))}")
     if "nets" not in document:
         raise CheckpointError("graph: this file holds one net, not a model; gn.load(path) returns it")
     if isinstance(into, GrapNet):

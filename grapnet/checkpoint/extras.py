@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
 from grapnet.core.graph import Graph
+from grapnet.core.wording import with_article
 from grapnet.learning.optim import Slots, refuse_stale_state, set_undo_slots, slot_owners, undo_slots
 
 from .fields import Fields, entry
@@ -28,21 +29,24 @@ def prefix_of(place: str) -> str:
     return f"{place}." if place else ""
 
 
-def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Mapping[str, Graph]) -> dict[str, Any]:
+def describe_extra(
+    name: str, value: Any, tensors: dict[str, Tensor], nets: Mapping[str, Graph], *, undo: bool
+) -> dict[str, Any]:
     """Puts the tensors of an extra into `tensors` and returns the rest as JSON.
 
     Args:
         name: of the extra.
         value: an object with `state_dict()`, a generator, or plain data.
         tensors: receives its tensors.
-        undo: the nets, by place, for which the optimizer state that undo gives back to their coordinates is kept.
+        nets: those of the file, by place; an optimizer is described with the places of their Parameters in it.
+        undo: whether to keep the optimizer state that undo gives back to their coordinates.
     """
     slots, owners = dict[int, Slots](), dict[str, int]()
     if isinstance(value, Optimizer):
         refuse_stale_state(value)
-        for prefix, net in ((prefix_of(place), net) for place, net in undo.items()):
+        for prefix, net in ((prefix_of(place), net) for place, net in nets.items()):
             owners |= {prefix + parameter: n for parameter, n in slot_owners(value, net).items()}
-            for version, kept in undo_slots(value, net).items():
+            for version, kept in undo_slots(value, net).items() if undo else ():
                 slots.setdefault(version, {}).update({prefix + parameter: s for parameter, s in kept.items()})
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
@@ -53,6 +57,7 @@ def describe_extra(name: str, value: Any, tensors: dict[str, Tensor], undo: Mapp
         "shapes": _shapes(value),
         "slots": encode(slots, f"{where(name)}.slots", tensors),
         "owners": owners,
+        "knows_owners": True,
         "tree": encode(value if kind == "data" else _state(value), where(name), tensors),
     }
 
@@ -65,6 +70,7 @@ class Extra(NamedTuple):
     shapes: list[list[int]] | None  # of an optimizer's parameters
     slots: dict[int, Slots]
     owners: dict[str, int]  # names in the net -> places among the optimizer's parameters
+    knows_owners: bool  # that these are all; files of before the field was written tell them with undo=True alone
     content: Any  # a state, or plain data
 
 
@@ -86,18 +92,22 @@ def read_extra(name: str, part: Any, fields: Fields) -> Extra:
     most = len(shapes or ())
     if not isinstance(owners, dict) or any(type(n) is not int or not 0 <= n < most for n in owners.values()):
         raise CheckpointError(f"{prefix}owners: expected places of parameters by name")
-    return Extra(kind, made_by, shapes, slots, owners, decode(part["tree"], where(name), fields))
+    knows_owners = entry(part, "knows_owners", bool, prefix) if "knows_owners" in part else False
+    return Extra(kind, made_by, shapes, slots, owners, knows_owners, decode(part["tree"], where(name), fields))
 
 
 def require_fit(name: str, target: Any, extra: Extra) -> None:
     """Raises when an object is not of the kind, the class or the shapes that were saved."""
     kind, given = _kind(target), type(target).__name__
     if kind == "state" and not hasattr(target, "load_state_dict"):
-        raise TypeError(f"{name}= takes an object with load_state_dict() or a torch.Generator, not a {given}")
+        raise TypeError(
+            f"{name}= takes an object with load_state_dict() or a torch.Generator, not {with_article(given)}"
+        )
     if extra.kind == "data":
         raise CheckpointError(f"{where(name)}: was saved as plain data, which gn.restore(path) returns")
     if (extra.kind, extra.made_by) != (kind, given):
-        raise CheckpointError(f"{where(name)}: was saved from a {extra.made_by[:60]}, not from a {given}")
+        saved, asked = with_article(extra.made_by[:60]), with_article(given)
+        raise CheckpointError(f"{where(name)}: was saved from {saved}, not from {asked}")
     saved, present = extra.shapes or [], _shapes(target) or []
     if saved != present:
         n = next(
@@ -142,7 +152,7 @@ def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> 
     nets = []
     for prefix in map(prefix_of, places):
         slots = {version: _within(prefix, kept) for version, kept in extra.slots.items()}
-        nets.append((slots, _within(prefix, extra.owners)))
+        nets += [(slots, _within(prefix, extra.owners))] if slots else []  # a file without leaves those of a session
     set_undo_slots(optimizer, nets)
 
 

@@ -42,12 +42,13 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
         )
     stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
     limits = {"undo_limit": journal.undo_limit, "detail_limit": journal.detail_limit}
-    return {**limits, "commits": commits, **stacks}
+    return {**limits, "undo": undo, "commits": commits, **stacks}
 
 
 def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
     """Returns the journal that leads to `net`; raises CheckpointError, naming the field, when it cannot be one."""
     where = "journal."
+    keeps_undo(document)
     parts = entry(document, "commits", list, where)
     commits = [_commit(part, f"{where}{n}.", fields, net) for n, part in enumerate(parts)]
     _check_chain(commits, net)
@@ -64,6 +65,11 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
     journal = Journal(number(document, "undo_limit", where), number(document, "detail_limit", where))
     journal.reinstate(commits, **stacks)
     return journal
+
+
+def keeps_undo(document: Any) -> bool | None:
+    """Says whether a journal was described with what undo needs; None for one of before the field was written."""
+    return entry(document, "undo", bool, "journal.") if "undo" in document else None
 
 
 def _can_go_back(commit: Commit) -> bool:

@@ -12,6 +12,7 @@ from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
 from grapnet.convert.exchange import Exchange, refuse_earlier_losses
 from grapnet.core.errors import CheckpointError
+from grapnet.core.wording import with_article
 from grapnet.learning.stale import mark_replaced
 from grapnet.network import GrapNet
 
@@ -64,7 +65,8 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
     versions = {name: part.get("version") for name, part in getattr(held, "_metadata", {}).items()}
     for name, version in versions.items():
         if type(version) not in _VERSIONS:
-            raise CheckpointError(f"state.versions: that of {name!r} is a {type(version).__name__}, no number or text")
+            kind = with_article(type(version).__name__)
+            raise CheckpointError(f"state.versions: that of {name!r} is {kind}, no number or text")
     versions = {name: version for name, version in versions.items() if version != 1}
     return {"nets": parts, "state": {"tree": encode(state, "state", tensors), "ties": ties, "versions": versions}}
 
@@ -191,7 +193,7 @@ def _require_shape(where: str, value: Tensor, told: Any) -> None:
     if value.layout != torch.strided:
         raise CheckpointError(f"{where}: is a {value.layout} tensor in the model, and files hold dense ones")
     if not isinstance(told, Tensor) or told.shape != value.shape:
-        found = f"shape {list(told.shape)}" if isinstance(told, Tensor) else f"a {type(told).__name__}"
+        found = f"shape {list(told.shape)}" if isinstance(told, Tensor) else with_article(type(told).__name__)
         raise CheckpointError(f"{where}: was saved as {found}, and the model has {list(value.shape)}")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from grapnet.core.errors import CheckpointError
+from grapnet.core.wording import with_article
 
 from .fields import Fields
 
@@ -32,14 +33,16 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
         kind, pairs = "counter" if isinstance(value, Counter) else "dict", []
         for key, item in ((_plain(key), item) for key, item in value.items()):
             if type(key) not in _PLAIN:
-                raise CheckpointError(f"{path}: a key is a {type(key).__name__}; keys are numbers, strings or None")
+                kind = with_article(type(key).__name__)
+                raise CheckpointError(f"{path}: a key is {kind}; keys are numbers, strings or None")
             pairs.append([key, encode(item, f"{path}[{key!r}]", tensors, depth + 1)])
         return {kind: pairs}
     if isinstance(value, list | tuple):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [encode(item, f"{path}[{n}]", tensors, depth + 1) for n, item in enumerate(value)]}
+    kind = with_article(type(value).__name__)
     raise CheckpointError(
-        f"{path}: a checkpoint holds numbers, strings, lists, dicts and tensors, not a {type(value).__name__}"
+        f"{path}: a checkpoint holds numbers, strings, lists, dicts and tensors, not {kind}"
         + ("; give it under a name of its own" if hasattr(value, "state_dict") else "")
     )
 
@@ -77,9 +80,8 @@ def _as_tensor(value: "Tensor | np.ndarray", path: str) -> tuple[str, Tensor]:
             return "complex", torch.view_as_real(value.detach().resolve_conj())
         return "tensor", value
     if type(value) is not np.ndarray or value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
-        raise CheckpointError(
-            f"{path}: a checkpoint holds plain arrays of numbers, not a {type(value).__name__} of {value.dtype}"
-        )
+        kind = with_article(type(value).__name__)
+        raise CheckpointError(f"{path}: a checkpoint holds plain arrays of numbers, not {kind} of {value.dtype}")
     native = value.dtype.newbyteorder("=")
     return "array", torch.from_numpy(np.array(value, dtype=native, order="C"))
 

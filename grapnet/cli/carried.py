@@ -1,7 +1,7 @@
 """What a file holds beside the net, on its way through an edit: it follows, stays as it is, or stops the edit."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,15 +25,22 @@ class Carried(Protocol):
 
     how: str  # for people: followed, or kept
 
-    def describe(self, part: dict[str, Any], sizes: set[int], *, undo: bool) -> "Described | None":
+    def describe(self, part: dict[str, Any], moved: "Moved", *, undo: bool) -> "Described | None":
         """Returns the extra after the edit, None when it is as before; raises CommandError when nobody can say.
 
         Args:
             part: how the file described it.
-            sizes: how many coordinates or nodes each vector had that the edit moved.
+            moved: what the edit moved.
             undo: whether the file keeps what undo needs.
         """
         ...
+
+
+class Moved(NamedTuple):
+    """What an edit moved."""
+
+    parameters: set[str]  # names of the net's Parameters whose coordinates are others, or elsewhere
+    sizes: set[int]  # how many coordinates or nodes each vector had that it moved
 
 
 Described = tuple[dict[str, Any], dict[str, Tensor]]  # JSON, and the tensors it names
@@ -48,15 +55,16 @@ def carry(name: str, extra: Extra, net: gn.GrapNet, place: str, *, keep: bool) -
         net: the net to be edited; what can follow it is attached.
         place: of the net in its model, "" when it is all of the file.
         keep: whether to leave the extra as it is, whatever it is about.
-
-    Raises:
-        CommandError: it is an optimizer of the net, and cannot follow.
     """
     if keep or extra.kind == "generator" or extra.made_by in _APART:
         return AsItIs(name, extra, trusted=True)
     if extra.shapes is not None:
-        found = places_of(name, extra, net, prefix_of(place))
-        return FollowingOptimizer(name, extra, net, place, found) if found else AsItIs(name, extra, trusted=True)
+        found = None
+        try:
+            found = places_of(name, extra, net, prefix_of(place))
+            return FollowingOptimizer(name, extra, net, place, found) if found else AsItIs(name, extra, trusted=True)
+        except CommandError as error:
+            return Staying(error, None if found is None else set(found))
     if extra.made_by == AveragedModel.__name__ and not place:
         averaged = AveragedModel(net)
         try:
@@ -76,15 +84,35 @@ class AsItIs:
     def __init__(self, name: str, extra: Extra, *, trusted: bool = False) -> None:
         self._name, self._extra, self._trusted = name, extra, trusted
 
-    def describe(self, part: dict[str, Any], sizes: set[int], *, undo: bool) -> Described | None:
+    def describe(self, part: dict[str, Any], moved: Moved, *, undo: bool) -> Described | None:
         """Returns None; raises CommandError when an array has a length that coordinates or nodes had."""
-        shapes = [] if self._trusted else [shape for shape in _shapes(self._extra.content) if sizes & set(shape)]
+        shapes = [] if self._trusted else [shape for shape in _shapes(self._extra.content) if moved.sizes & set(shape)]
         if shapes:
             raise CommandError(
                 f"{self._name!r} ({self._extra.made_by[:60]}) holds an array of shape {list(shapes[0])}, which may be "
                 "about what this edit moves, and it cannot follow",
                 f"--keep {self._name} leaves it as it is, --drop {self._name} leaves it out",
             )
+        return None
+
+
+class Staying:
+    """The state of an optimizer that cannot follow, which is as good as before where none of its Parameters moved.
+
+    Args:
+        error: why it cannot follow.
+        parameters: names of those of the net that it holds; None when nobody knows.
+    """
+
+    how = "kept"
+
+    def __init__(self, error: CommandError, parameters: set[str] | None) -> None:
+        self._error, self._parameters = error, parameters
+
+    def describe(self, part: dict[str, Any], moved: Moved, *, undo: bool) -> Described | None:
+        """Returns None; raises CommandError when a Parameter moved that the optimizer may hold."""
+        if moved.parameters if self._parameters is None else moved.parameters & self._parameters:
+            raise self._error
         return None
 
 
@@ -103,7 +131,7 @@ class FollowingOptimizer:
         except gn.OptimizerError as error:
             raise cannot_follow(name, extra, str(error)) from None
 
-    def describe(self, part: dict[str, Any], sizes: set[int], *, undo: bool) -> Described | None:
+    def describe(self, part: dict[str, Any], moved: Moved, *, undo: bool) -> Described | None:
         """Returns its state after the edit, with that of other Parameters as it was."""
         content, parameters = self._extra.content, dict(self._net.named_parameters())
         state, shapes = dict(content["state"]), list(part["shapes"])
@@ -115,13 +143,11 @@ class FollowingOptimizer:
         for version, kept in undo_slots(self._optimizer, self._net).items() if undo else ():
             slots.setdefault(version, {}).update({self._prefix + n: s for n, s in kept.items()})
         tensors: dict[str, Tensor] = {}
-        owners = {name: place for name, place in part["owners"].items() if not self._is_mine(name)}
-        owners |= {self._prefix + name: place for name, place in self._places.items()} if undo else {}
         described = {
             **part,
             "shapes": shapes,
             "slots": encode({v: kept for v, kept in slots.items() if kept}, f"{where(self._name)}.slots", tensors),
-            "owners": owners,
+            "owners": part["owners"] | {self._prefix + name: place for name, place in self._places.items()},
             "tree": encode({**content, "state": state}, where(self._name), tensors),
         }
         return described, tensors
@@ -165,7 +191,7 @@ class FollowingAverage:
     def __init__(self, name: str, averaged: AveragedModel) -> None:
         self._name, self._averaged = name, averaged
 
-    def describe(self, part: dict[str, Any], sizes: set[int], *, undo: bool) -> Described | None:
+    def describe(self, part: dict[str, Any], moved: Moved, *, undo: bool) -> Described | None:
         """Returns its state after the edit."""
         tensors: dict[str, Tensor] = {}
         return {**part, "tree": encode(self._averaged.state_dict(), where(self._name), tensors)}, tensors

@@ -11,7 +11,6 @@ from grapnet.core.relations import Transition
 from grapnet.execution.family import find_families
 
 from .columns import plain
-from .command import CommandError
 
 MOST_RELATIONS = 2_000_000  # of a transition in which families are looked for
 UNOWNED = "(none)"  # what nodes without owner are listed under
@@ -49,20 +48,15 @@ def census(net: gn.GrapNet, batch: int) -> dict[str, Any]:
 
 
 def census_of_owner(net: gn.GrapNet, owner: str) -> dict[str, Any]:
-    """Returns where the nodes of one owner are and whom they are related to.
-
-    Raises:
-        CommandError: nobody has that name.
-    """
+    """Returns where the nodes of one owner are and whom they are related to."""
     nodes = net.select(owner=owner)
-    if not len(nodes):
-        raise CommandError(f"no node is owned by {owner!r}", f"owners are: {', '.join(owners_of(net)) or 'none'}")
     layers, transitions = [], []
     for n, uids in nodes.uids_by_layer.items():
         mine = net.select(layer=n, owner=owner)
         biases = 0 if n == 0 else int(net.layers[n].frozen_bits(mine.rows_by_layer()[n].to(net.device)).sum())
         names = dict(Counter(mine.activations))
         layers.append({"layer": n, "nodes": len(uids), "of": len(net.layers[n]), "activations": names})
+        layers[-1]["uids"] = uids.tolist()
         layers[-1]["frozen_biases"] = biases
     coded = _owner_codes(net)
     for t, store in enumerate(net.transitions):
@@ -85,11 +79,6 @@ def census_of_owner(net: gn.GrapNet, owner: str) -> dict[str, Any]:
     return {"owner": owner, "nodes": len(nodes), "layers": layers, "transitions": transitions}
 
 
-def owners_of(net: gn.GrapNet) -> list[str]:
-    """Returns the owners of a net in order of appearance."""
-    return [name for name in _owners(net) if name != UNOWNED]
-
-
 def _layer(net: gn.GrapNet, n: int) -> dict[str, Any]:
     layer = net.layers[n]
     kinds = {str(name): len(rows) for name, rows in layer.activation_names.kinds()}
@@ -98,6 +87,7 @@ def _layer(net: gn.GrapNet, n: int) -> dict[str, Any]:
     return {
         "layer": n,
         "nodes": len(layer),
+        "first_and_last_uid": layer.uid[[0, -1]].tolist() if len(layer) else [],
         "activations": kinds or {layer.default_activation: 0},
         "dropout": layer.dropout,
         "biases": biases,
@@ -118,13 +108,19 @@ def _transition(store: Transition, t: int) -> dict[str, Any]:
         "largest_families": [],
     }
     if store.size <= MOST_RELATIONS:
-        shapes = sorted((group.shape for group in find_families(topology)), key=lambda shape: -shape[1] * shape[2])
+        shapes = sorted((group.shape for group in find_families(topology)), key=_rank)
         found["families"] = sum(families for families, _, _ in shapes)
         found["largest_families"] = [
             {"families": families, "members": members, "children": children}
             for families, members, children in shapes[:_BLOCKS]
         ]
     return found
+
+
+def _rank(shape: tuple[int, int, int]) -> tuple[bool, int]:
+    """Puts large families before small ones, and those of a single node last."""
+    _, members, children = shape
+    return members == 1, -members * children
 
 
 def _owners(net: gn.GrapNet) -> dict[str, dict[str, int]]:

@@ -1,6 +1,8 @@
 """convert: the weights of a plain MLP become a GrapNet checkpoint, checked against the plain computation."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +12,21 @@ import grapnet as gn
 from grapnet.core.activation import activation_function
 from grapnet.execution.modules import NamedActivation
 
-from .agreement import largest_difference, require_agreement
+from .agreement import largest_difference, require_agreement, told_of_overflow
 from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, require_free
-from .weights import Part, find_chain, read_weights
+from .files import add_file, add_output, require_free, whole
+from .layers import Part, find_chain
+from .weights import read_weights
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser, about="a state dict: .safetensors, or .pt/.pth, which is read without running code")
     add_output(parser, "where to write the checkpoint (default: FILE with .grapnet.safetensors)")
     parser.add_argument(
-        "--activation", default="relu", metavar="NAME", help="of the hidden layers; files do not tell (default: relu)"
+        "--activation",
+        default="relu",
+        metavar="A[,B,...]",
+        help="of all hidden layers, or one name for each: relu,tanh; files do not tell (default: relu)",
     )
     parser.add_argument("--drop-zeros", action="store_true", help="leave weights that are zero out of the graph")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="read only keys that begin so, such as head.")
@@ -30,69 +36,95 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
+    names = [name.strip() for name in given.activation.split(",")]
+    _require_known(names)
+    chain = find_chain(read_weights(given.file), given.prefix, None if given.keys is None else given.keys.split(","))
+    activations = _one_each(names, chain[:-1])
     output = given.output or given.file.with_name(f"{given.file.stem}.grapnet.safetensors")
-    try:
-        activation_function(given.activation)
-    except ValueError as error:
-        raise CommandError(f"--activation: {error}") from None
-    chain = find_chain(read_weights(given.file), given.prefix, given.keys.split(",") if given.keys else None)
     require_free(output, force=given.force)
-    net = gn.from_module(_module(chain, given.activation), drop_zeros=given.drop_zeros).eval()
+    net = gn.from_module(_module(chain, activations), drop_zeros=given.drop_zeros).eval()
     inputs = torch.randn(7, net.sizes[0], dtype=chain[0].weight.dtype)
     with torch.no_grad():
-        expected = _computed(chain, given.activation, inputs)
+        expected = _computed(chain, activations, inputs)
         difference = largest_difference(net(inputs), expected)
     require_agreement(difference, expected, "the plain computation", "nothing was written")
-    gn.save(output, net)
-    return _told(given, chain, net, difference, str(output))
+    with whole(output, force=given.force) as partial:
+        gn.save(partial, net)
+    lines, data = _told(chain, activations, net, drop_zeros=given.drop_zeros)
+    agreed = f"largest difference from these matrices, on 7 random inputs: {difference:.3g}{told_of_overflow(expected)}"
+    return Outcome(
+        "\n".join([f"wrote {output}: {net!r}", *lines, agreed]),
+        {"file": str(given.file), "written": str(output), **data, "difference": difference},
+    )
 
 
-def _module(chain: list[Part], activation: str) -> nn.Sequential:
+def _require_known(activations: Sequence[str]) -> None:
+    for name in activations:
+        try:
+            activation_function(name)
+        except ValueError as error:
+            wrong, _, known = str(error).rpartition("; ")
+            raise CommandError(f"--activation: {wrong}", known) from None
+
+
+def _one_each(names: list[str], hidden: Sequence[Part]) -> list[str]:
+    """Returns one activation a hidden layer."""
+    if len(names) == 1:
+        return names * len(hidden)
+    if len(names) != len(hidden):
+        behind = f", behind {', '.join(part.key for part in hidden)}" if hidden else ""
+        raise CommandError(
+            f"--activation names {len(names)} activations, and the number of hidden layers is {len(hidden)}{behind}",
+            "give one name for all of them, or one for each with commas between",
+        )
+    return names
+
+
+def _module(chain: Sequence[Part], activations: Sequence[str]) -> nn.Sequential:
     modules: list[nn.Module] = []
-    for part in chain:
-        linear = nn.Linear(*reversed(part.weight.shape), bias=part.bias is not None, dtype=part.weight.dtype)
-        with torch.no_grad():
-            linear.weight.copy_(part.weight)
-            if part.bias is not None:
-                linear.bias.copy_(part.bias)
+    for part, activation in zip(chain, [*activations, "identity"], strict=True):
+        linear = nn.Linear(1, 1, part.bias is not None, device="meta")  # draws nothing, and warns of no empty matrix
+        linear.in_features, linear.out_features = part.takes, part.gives
+        linear.weight = nn.Parameter(part.weight.detach())
+        if part.bias is not None:
+            linear.bias = nn.Parameter(part.bias.detach())
         modules += [linear, NamedActivation(activation)]
-    return nn.Sequential(*modules[:-1])
+    return nn.Sequential(*modules)
 
 
-def _computed(chain: list[Part], activation: str, x: Tensor) -> Tensor:
+def _computed(chain: Sequence[Part], activations: Sequence[str], x: Tensor) -> Tensor:
     """Returns what the weights compute as plain matrices."""
-    function = activation_function(activation)
-    for part in chain[:-1]:
-        x = function(functional.linear(x, part.weight, part.bias))
-    return functional.linear(x, chain[-1].weight, chain[-1].bias)
+    for part, activation in zip(chain, [*activations, "identity"], strict=True):
+        x = activation_function(activation)(functional.linear(x, part.weight, part.bias))
+    return x
 
 
-def _told(given: argparse.Namespace, chain: list[Part], net: gn.GrapNet, difference: float, output: str) -> Outcome:
+def _told(
+    chain: Sequence[Part], activations: Sequence[str], net: gn.GrapNet, *, drop_zeros: bool
+) -> tuple[list[str], dict[str, Any]]:
+    """Returns what was found in the file, for people and as data."""
     cells = sum(part.weight.numel() for part in chain)
     zeros = sum(int((part.weight == 0).sum()) for part in chain)
-    fate = "left out" if given.drop_zeros else "kept as relations; --drop-zeros leaves them out"
-    lines = [f"wrote {output}: {net!r}"]
-    for t, part in enumerate(chain):
+    fate = "left out" if drop_zeros else "kept as relations; --drop-zeros leaves them out"
+    lines = []
+    for part, transition, activation in zip(chain, net.transitions, [*activations, None], strict=True):
         bias = "bias" if part.bias is not None else "no bias"
-        lines.append(
-            f"  {part.key}: {net.sizes[t]} -> {net.sizes[t + 1]}, {net.transitions[t].size:,} relations, {bias}"
-        )
+        then = f", then {activation}" if activation else ""
+        lines.append(f"  {part.key}: {part.takes} -> {part.gives}, {transition.size:,} relations, {bias}{then}")
     lines += [f"{zeros:,} of {cells:,} weights are zero, {fate}"] if zeros else []
-    lines.append(f"hidden activation: {given.activation}, which the file does not say (--activation NAME for another)")
-    lines.append(f"largest difference from these matrices with it, on 7 random inputs: {difference:.3g}")
+    if activations:
+        named = ", ".join(dict.fromkeys(activations))
+        lines.append(f"hidden activation: {named}, which the file does not say (--activation A[,B,...] for another)")
     data = {
-        "file": str(given.file),
-        "written": output,
         "keys": [part.key for part in chain],
         "sizes": net.sizes,
-        "activation": given.activation,
+        "activations": list(activations),
         "relations": net.count().relations,
         "weights": cells,
         "zeros": zeros,
-        "zeros_dropped": given.drop_zeros,
-        "difference": difference,
+        "zeros_dropped": drop_zeros,
     }
-    return Outcome("\n".join(lines), data)
+    return lines, data
 
 
 COMMANDS: tuple[Command, ...] = (
@@ -105,6 +137,7 @@ COMMANDS: tuple[Command, ...] = (
         (
             "convert mlp.safetensors -o net.safetensors",
             "convert pruned.pt --activation gelu --drop-zeros -o net.safetensors",
+            "convert deep.pt --activation relu,tanh -o net.safetensors",
             "convert model.safetensors --prefix classifier. -o head.safetensors",
         ),
     ),

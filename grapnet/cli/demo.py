@@ -1,6 +1,9 @@
 """`grapnet demo`: see within a minute what an editable network is."""
 
 import argparse
+import os
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -21,6 +24,7 @@ def run(given: argparse.Namespace) -> Outcome:
     """Runs the demonstration; the code is 1 when something that it claims did not hold."""
     from grapnet.demo.display import Display
     from grapnet.demo.heads import FAST, Settings
+    from grapnet.demo.run import CHECKPOINT
     from grapnet.demo.run import run as run_demo
     from grapnet.demo.words import summary
 
@@ -36,7 +40,21 @@ def run(given: argparse.Namespace) -> Outcome:
             numbers = run_demo(settings, given.out, seed=given.seed, device=given.device, display=display)
     finally:
         torch.set_num_threads(threads)
-    return Outcome(summary(numbers), numbers, code=0 if all(numbers["checks"].values()) else 1)
+    text = f"{summary(numbers)}\nnext: {called()} inspect {shlex.quote(str(given.out / CHECKPOINT))}"
+    return Outcome(text, numbers, code=0 if all(numbers["checks"].values()) else 1)
+
+
+def called() -> str:
+    """Returns how the shell calls this command line from here: `grapnet`, or by its path where that is not found.
+
+    A virtual environment that is not activated has its `grapnet` beside the interpreter that runs.
+    """
+    beside, found = Path(sys.executable).with_name("grapnet"), shutil.which("grapnet")
+    if found and os.path.realpath(found) == os.path.realpath(beside):
+        return "grapnet"
+    called, module = (beside, "") if beside.exists() else (Path(sys.executable), " -m grapnet")
+    here = called.relative_to(Path.cwd()) if called.is_relative_to(Path.cwd()) else called
+    return f"{shlex.quote(str(here))}{module}"
 
 
 COMMANDS: tuple[Command, ...] = (

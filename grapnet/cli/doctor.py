@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import grapnet as gn
-from grapnet.data import find_cifar10, find_fashion, load_cifar10, load_fashion
+from grapnet.data import MissingDataError, find_cifar10, find_fashion, load_cifar10, load_fashion
 from grapnet.data.places import default_root
 from grapnet.execution import native
 
@@ -48,6 +48,10 @@ class Finding:
     details: tuple[str, ...] = ()
 
 
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verbose", action="store_true", help="list every folder that data sets were looked for in")
+
+
 def _run(given: argparse.Namespace) -> Outcome:
     found = [one for look in (_library, _machine, _gpu, _extras, _data) for one in look()]
     started = time.perf_counter()
@@ -57,12 +61,12 @@ def _run(given: argparse.Namespace) -> Outcome:
     absent = [one for one in found if one.state == "absent"]
     end = f"{len(failed)} of {len(found)} failed: {', '.join(one.name for one in failed)}" if failed else "healthy"
     optional = f"; optional and not there: {', '.join(one.name for one in absent)}" if absent else ""
-    lines = [*_lines(found), "", f"{end} (self-check: {seconds:.2f} s){optional}"]
+    lines = [*_lines(found, verbose=given.verbose), "", f"{end} (self-check: {seconds:.2f} s){optional}"]
     data: dict[str, Any] = {"healthy": not failed, "findings": [asdict(one) for one in found], "seconds": seconds}
     return Outcome("\n".join(lines), data, code=1 if failed else 0)
 
 
-def _lines(found: list[Finding]) -> list[str]:
+def _lines(found: list[Finding], *, verbose: bool) -> list[str]:
     lines = []
     for section in dict.fromkeys(one.section for one in found):
         lines += ["", section]
@@ -70,10 +74,9 @@ def _lines(found: list[Finding]) -> list[str]:
             sign = {"ok": "ok", "absent": "–", "failed": "FAILED"}[one.state]
             start = f"  {sign:<6}  {one.name:<17}  "
             rest = " " * len(start)
-            lines += textwrap.wrap(
-                one.told, WIDTH, initial_indent=start, subsequent_indent=rest, break_long_words=False
-            )
-            lines += [f"{'':<10}{line}" for line in one.details]
+            told = one.told if verbose or not one.details else f"{one.told}: grapnet doctor --verbose lists them"
+            lines += textwrap.wrap(told, WIDTH, initial_indent=start, subsequent_indent=rest, break_long_words=False)
+            lines += [f"{'':<10}{line}" for line in one.details] if verbose else []
     return lines[1:]
 
 
@@ -141,10 +144,11 @@ def _data() -> Iterator[Finding]:
         folder = find()
         try:
             images, _ = load("test", folder)
+        except MissingDataError as error:
+            told = f"not found; looked in {len(error.folders)} folders"
+            yield Finding("Data sets", name, "absent", told, tuple(map(str.strip, str(error).splitlines()[1:])))
         except (gn.GrapNetError, OSError) as error:
-            first, *others = str(error).splitlines()
-            state = "failed" if folder else "absent"
-            yield Finding("Data sets", name, state, first, tuple(line.strip() for line in others))
+            yield Finding("Data sets", name, "failed", (str(error).splitlines() or [type(error).__name__])[0])
         else:
             yield Finding("Data sets", name, "ok", f"{folder} ({len(images):,} test images read)")
 
@@ -197,8 +201,8 @@ COMMANDS: tuple[Command, ...] = (
         "doctor",
         "torch, CPU, GPU, kernels, extras and data sets of this machine, and a self-check",
         "See what it is",
-        lambda parser: None,
+        _configure,
         _run,
-        ("doctor", "doctor --device cuda"),
+        ("doctor", "doctor --verbose", "doctor --device cuda"),
     ),
 )

@@ -9,7 +9,7 @@ from grapnet.rules import Moment, PruneWeakest
 
 from .command import Command, CommandError
 from .editing import Act, add_shared, run_edit
-from .selection import Selection, add_node_options, add_relation_options
+from .selection import Selection, add_node_options, add_relation_options, require_rank
 
 _SCOPES = {"global": "global", "per-transition": "transition"}
 
@@ -90,6 +90,8 @@ def _prune(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
         if not -count <= t < count:
             raise CommandError(f"there is no transition {t}", f"transitions are 0 to {count - 1}")
     transitions = tuple(sorted({t % count for t in given.transition})) if given.transition else None
+    free = net.select(layer=transitions or range(count)).outgoing()
+    require_rank(free[~free.frozen])
     rule = PruneWeakest(fraction=given.fraction, transitions=transitions, scope=_SCOPES[given.scope])  # pyright: ignore[reportArgumentType]
     rule(net, edit, Moment())
     _remove_orphans(edit, given)
@@ -128,11 +130,10 @@ def _steps(net: gn.GrapNet, given: argparse.Namespace, *, verb: str) -> None:
         try:
             net.undo(alone=given.alone) if verb == "undo" else net.redo(alone=given.alone)
         except gn.HistoryError as error:
-            told = str(error).splitlines()[0]
-            raise CommandError(
-                f"step {done + 1} of {given.steps}: {told}",
-                "grapnet history FILE tells what was done; edits keep what undo needs with --undo; --alone parts nets",
-            ) from None
+            hint = "grapnet history FILE lists the commits; a file keeps what undo needs with gn.save(..., undo=True)"
+            if "transaction over" in str(error):
+                hint = "--alone takes it back in this net and leaves the other nets as they are"
+            raise CommandError(f"step {done + 1} of {given.steps}: {str(error).splitlines()[0]}", hint) from None
 
 
 def _add_orphans(parser: argparse.ArgumentParser) -> None:

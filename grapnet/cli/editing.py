@@ -7,9 +7,10 @@ from pathlib import Path
 import grapnet as gn
 from grapnet.checkpoint import container
 
+from .childless import Childless, hidden_nodes, left_childless, told_of
 from .command import CommandError, Outcome
 from .effect import Counted, Effect
-from .files import add_file, add_output, require_free
+from .files import add_file, add_output, require_free, whole
 from .opened import Opened, open_checkpoint
 
 Act = Callable[[gn.GrapNet, argparse.Namespace], None]  # edits a net, or leaves it alone where nothing is to be done
@@ -42,22 +43,24 @@ def run_edit(verb: str, act: Act, given: argparse.Namespace) -> Outcome:
     """
     output = _destination(given)
     opened = open_checkpoint(given.file, place=given.net, undo=given.undo, drop=given.drop, keep=given.keep)
-    before = Counted.of(opened.net)
+    before, parents = Counted.of(opened.net), hidden_nodes(opened.net, childless=False)
     try:
         act(opened.net, given)
     except gn.OptimizerError as error:
         raise CommandError(str(error).splitlines()[0], "--drop NAME leaves an optimizer's state out") from None
-    effect = Effect.since(before, opened.net)
+    effect = Effect.of(before, opened.net, opened.edits.commits)
     if effect.is_empty:
         told = (
             f"nothing matched, or all of it is so already: {verb} changes nothing in {given.file}; nothing was written"
         )
         return Outcome(told, {"command": verb, "changed": False, "written": None}, code=1)
     gn.check(opened.net)
-    document, tensors = opened.content(before.version)
+    document, tensors = opened.content()
     if output is not None:
-        container.write(output, document, tensors)
-    return _told(verb, given, opened, effect, output)
+        with whole(output, force=given.force or given.in_place) as partial:
+            container.write(partial, document, tensors)
+    childless = left_childless(opened.net, parents, opened.place)
+    return _told(verb, given, opened, effect, childless, output)
 
 
 def _destination(given: argparse.Namespace) -> Path | None:
@@ -71,15 +74,23 @@ def _destination(given: argparse.Namespace) -> Path | None:
     return None if given.dry_run else given.file if given.in_place else given.output
 
 
-def _told(verb: str, given: argparse.Namespace, opened: Opened, effect: Effect, output: Path | None) -> Outcome:
+def _told(
+    verb: str,
+    given: argparse.Namespace,
+    opened: Opened,
+    effect: Effect,
+    childless: list[Childless],
+    output: Path | None,
+) -> Outcome:
     commit = opened.net.history[-1]
     extras = {name: carried.how for name, carried in opened.carried.items()}
     extras |= dict.fromkeys(opened.dropped, "dropped")
     removed, added = sum(effect.removed), sum(effect.added)
     lines = [
         f"{'dry run of ' if output is None else ''}{verb}: {commit.reason!r}, "
-        f"version {effect.before.version} -> {effect.after.version}, relations cut {removed:,}, added {added:,}",
+        f"version {effect.before.version} → {effect.after.version}, relations cut {removed:,}, added {added:,}",
         *effect.lines(),
+        *told_of(childless),
     ]
     lines += [f"extras: {', '.join(f'{name} {how}' for name, how in extras.items())}"] if extras else []
     lines += [f"undo: {'kept' if opened.undo else 'not kept (--undo keeps it)'}"]
@@ -92,6 +103,7 @@ def _told(verb: str, given: argparse.Namespace, opened: Opened, effect: Effect, 
         "dry_run": output is None,
         "reason": commit.reason,
         "effect": effect.data(),
+        "childless": [one._asdict() for one in childless],
         "extras": extras,
         "undo": opened.undo,
         "written": None if output is None else str(output),

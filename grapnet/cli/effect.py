@@ -6,6 +6,9 @@ from typing import Any
 
 import grapnet as gn
 
+from .childless import hidden_nodes
+from .columns import Cell, table
+
 
 @dataclass(frozen=True)
 class Counted:
@@ -18,6 +21,7 @@ class Counted:
         relations: of every transition.
         frozen_relations: of every transition.
         orphans: hidden nodes without parents.
+        childless: hidden nodes without children.
         bytes: of coordinates and wiring.
     """
 
@@ -27,6 +31,7 @@ class Counted:
     relations: tuple[int, ...]
     frozen_relations: tuple[int, ...]
     orphans: int
+    childless: int
     bytes: int
 
     @classmethod
@@ -39,6 +44,7 @@ class Counted:
             relations=tuple(store.size for store in net.transitions),
             frozen_relations=tuple(len(store.frozen_at) for store in net.transitions),
             orphans=sum(int((store.topology.fan_in() == 0).sum()) for store in net.transitions[:-1]),
+            childless=len(hidden_nodes(net, childless=True)),
             bytes=net.count().bytes,
         )
 
@@ -60,9 +66,8 @@ class Effect:
     added: tuple[int, ...]
 
     @classmethod
-    def since(cls, before: Counted, net: gn.GrapNet) -> "Effect":
-        """Returns what has happened to a net since it was counted."""
-        commits = [commit for commit in net.history if commit.version > before.version]
+    def of(cls, before: Counted, net: gn.GrapNet, commits: Sequence[gn.Commit]) -> "Effect":
+        """Returns what commits have done to a net that was counted before them."""
         moved = [[c.relations[t] for c in commits if t in c.relations] for t in range(len(net.transitions))]
         return cls(
             before,
@@ -82,35 +87,23 @@ class Effect:
 
     def lines(self) -> list[str]:
         """Returns it for people, as lines."""
-        before, after = self.before, self.after
-        rows = [
-            (
-                f"nodes of layer {n}",
-                before.nodes[n],
-                after.nodes[n],
-                _frozen(before.frozen_biases, after.frozen_biases, n),
-            )
-            for n in range(len(after.nodes))
-        ]
-        rows += [
-            (
-                f"relations {t} to {t + 1}",
-                before.relations[t],
-                after.relations[t],
-                _frozen(before.frozen_relations, after.frozen_relations, t),
-            )
-            for t in range(len(after.relations))
-        ]
-        rows += [("orphans", before.orphans, after.orphans, ""), ("bytes of the net", before.bytes, after.bytes, "")]
-        lines = [f"{'':<20}{'before':>14}{'after':>14}{'change':>14}{'frozen':>20}"]
-        lines += [f"{what:<20}{a:>14,}{b:>14,}{_change(b - a):>14}{frozen:>20}" for what, a, b, frozen in rows]
-        return [line.rstrip() for line in lines]
+        a, b = self.before, self.after
+        biases = [_turned(*counts) for counts in zip(a.frozen_biases, b.frozen_biases, strict=True)]
+        weights = [_turned(*counts) for counts in zip(a.frozen_relations, b.frozen_relations, strict=True)]
+        rows = [(f"nodes of layer {n}", a.nodes[n], b.nodes[n], biases[n]) for n in range(len(b.nodes))]
+        rows += [(f"relations {t} → {t + 1}", x, b.relations[t], weights[t]) for t, x in enumerate(a.relations)]
+        rows += [("orphans (no parents)", a.orphans, b.orphans, "")]
+        rows += [("hidden, no children", a.childless, b.childless, ""), ("bytes of the net", a.bytes, b.bytes, "")]
+        shown: list[list[Cell]] = [[what, x, y, _change(y - x), frozen] for what, x, y, frozen in rows]
+        titles = ["", "before", "after", "change", "frozen"]
+        if not any(row[-1] for row in shown):
+            titles, shown = titles[:-1], [row[:-1] for row in shown]
+        return table(titles, shown)
 
 
 def _change(number: int) -> str:
     return f"{number:+,}" if number else "-"
 
 
-def _frozen(before: Sequence[int], after: Sequence[int], place: int) -> str:
-    a, b = before[place], after[place]
-    return f"{a:,} -> {b:,}" if a != b else f"{a:,}" if a else ""
+def _turned(before: int, after: int) -> str:
+    return f"{before:,} → {after:,}" if before != after else f"{before:,}" if after else ""

@@ -11,9 +11,9 @@ from torch import Tensor
 import grapnet as gn
 
 from . import formats
-from .agreement import largest_difference, require_agreement
+from .agreement import largest_difference, require_agreement, told_of_overflow
 from .command import Command, Outcome
-from .files import add_file, add_output, require_free
+from .files import add_file, add_output, require_free, whole
 from .opened import open_net
 
 Run = Callable[[Tensor], Tensor]
@@ -50,19 +50,22 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(given: argparse.Namespace) -> Outcome:
     kind = FORMATS[given.to]
-    output = given.output or given.file.with_name(f"{given.file.name.removesuffix('.safetensors')}{kind.ending}")
+    output = given.output or given.file.parent / f"{given.file.name.removesuffix('.safetensors')}{kind.ending}"
     net = open_net(given.file, given.net).eval()
     require_free(output, force=given.force)
     inputs = torch.randn(7, net.sizes[0], dtype=net.execution.dtype)
-    with formats.whole(output) as partial:
+    with whole(output, force=given.force) as partial:
         run = kind.write(net, inputs[:2], partial)
-        difference = None
+        difference, overflow = None, ""
         if not isinstance(run, str):
             with torch.no_grad():
                 expected = net(inputs)
                 difference = largest_difference(run(inputs), expected)
             require_agreement(difference, expected, f"what {given.to} computes", "nothing was written")
-    told = f"not checked: {run}" if isinstance(run, str) else f"largest difference on 7 random inputs: {difference:.3g}"
+            overflow = told_of_overflow(expected)
+    told = f"not checked: {run}"
+    if difference is not None:
+        told = f"largest difference on 7 random inputs: {difference:.3g}{overflow}"
     size = output.stat().st_size
     text = f"wrote {output} ({size:,} bytes) from {net!r}\n{told}"
     data = {

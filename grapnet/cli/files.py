@@ -1,6 +1,9 @@
-"""Checkpoint files named on the command line: read whole or refused, and never written over by chance."""
+"""Files named on the command line: read whole or refused, written whole or not at all, never over others by chance."""
 
 import argparse
+import os
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +61,58 @@ def require_free(path: Path, *, force: bool) -> None:
     if path.is_dir():
         raise CommandError(f"{path} is a folder", "name a file inside it")
     if path.exists() and not force:
-        raise CommandError(f"{path} exists already", "choose another name, or say --force to write over it")
+        raise _taken(path)
     if not path.parent.exists():
         raise CommandError(f"{path.parent}: no such folder", f"mkdir -p {path.parent}")
+    if os.path.islink(os.path.realpath(path)):
+        raise CommandError(f"{path} is a link that leads back to itself", "choose another name")
+
+
+@contextmanager
+def whole(path: Path, *, force: bool) -> Iterator[Path]:
+    """Gives a place to write a file to, and puts it at `path` when the block ends well; otherwise it is gone.
+
+    A link keeps pointing where it points; the file behind it is written.
+
+    Args:
+        path: where the file goes; see `require_free`, which says before the work what is wrong with it.
+        force: whether it may take the place of another.
+
+    Raises:
+        CommandError: somebody else has written `path` meanwhile, and may keep it.
+    """
+    place = Path(os.path.realpath(path))
+    folder = place.parent / f".grapnet.{os.urandom(8).hex()}.partial"  # the one thing that a killed process leaves
+    folder.mkdir()
+    try:
+        partial = folder / path.name
+        yield partial
+        _sync(partial)
+        if place.is_file():
+            partial.chmod(stat.S_IMODE(place.stat().st_mode) & 0o666)
+        if not force:
+            _claim(place, path)
+        os.replace(partial, place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    _sync(place.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _claim(place: Path, named: Path) -> None:
+    """Makes an empty file to be replaced, as only one of those who want the name can."""
+    try:
+        place.touch(exist_ok=False)
+    except FileExistsError:
+        raise _taken(named) from None
+
+
+def _taken(path: Path) -> CommandError:
+    return CommandError(f"{path} exists already", "choose another name, or say --force to write over it")

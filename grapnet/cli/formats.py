@@ -2,8 +2,6 @@
 
 import importlib.util
 import logging
-import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,22 +19,6 @@ _LARGEST_ONNX = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GiB
 _MOST_READ_BACK = 200_000  # relations of a GraphML file that is read again to check it: some seconds
 
 Run = Callable[[Tensor], Tensor]
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """Gives a place to write a file to, and puts it at `path` when the block ends well; otherwise it is gone."""
-    path = Path(os.path.realpath(path))
-    folder = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"
-    folder.mkdir()
-    try:
-        partial = folder / path.name
-        yield partial
-        with partial.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(partial, path)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_onnx(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
@@ -78,7 +60,10 @@ def write_graph(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
     """Writes the graph as GraphML."""
     from grapnet.integrations.networkx import from_networkx, write_graphml
 
-    write_graphml(net, path)
+    try:
+        write_graphml(net, path)
+    except ValueError as error:  # a name that XML cannot hold
+        raise CommandError(str(error), "grapnet set-owner gives nodes another owner") from None
     if net.count().relations > _MOST_READ_BACK:
         return f"it has more than {_MOST_READ_BACK:,} relations, which takes long to read"
     graph = require("networkx", "networkx").read_graphml(path)

@@ -2,11 +2,14 @@
 
 import argparse
 import importlib
-import io
 import json
 import os
+import signal
 import sys
-from collections.abc import Sequence
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
@@ -15,6 +18,8 @@ import grapnet as gn
 from grapnet.data import MissingDataError
 
 from .command import Command, CommandError, Outcome
+from .streams import abandon_stdout, open_streams, printable
+from .suggestion import closest
 
 GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
     "See what it is": ("demo", "doctor"),
@@ -23,41 +28,44 @@ GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
     "Bring a net elsewhere": ("export", "convert"),
     "The paper's studies": ("study", "report"),
 }
-FAILED, WRONG, INTERRUPTED = 1, 2, 130  # exit codes: of an answer that is no, of what cannot be done, of Ctrl-C
+WRONG, INTERRUPTED, TERMINATED = 2, 130, 143  # exit codes: of what cannot be done, of Ctrl-C, of SIGTERM
+MOST_THREADS = 1024
 TRACEBACK = "GRAPNET_TRACEBACK"  # in the environment: errors that nobody expects show where they come from
 EXPECTED = (gn.GrapNetError, MissingDataError, ImportError, OSError)  # told in one line; all else is a bug
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # so that no name of a node ends a command half-way
-    known = commands()
-    whole = parser(known)
-    if not (sys.argv[1:] if arguments is None else arguments):
-        whole.print_help()
-        return WRONG
-    given = whole.parse_args(arguments)
+    open_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in words
     try:
-        _prepare(given)
-        outcome = known[given.command].run(given)
-        _tell(outcome, as_json=given.json)
+        with _terminable():
+            known = commands()
+            if not words:
+                parser(known).print_help()
+                return WRONG
+            given = _parsed(known, words)
+            as_json = given.json
+            _prepare(given)
+            outcome = known[given.command].run(given)
+            _tell(outcome, as_json=as_json)
     except KeyboardInterrupt:
         print("grapnet: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the end of Python writes nowhere
+        abandon_stdout()
         return INTERRUPTED
     except CommandError as error:
-        return _refuse(str(error), error.hint or _hint(error, given.command))
+        return _refuse(str(error), error.hint or _hint(error, words[0]), as_json=as_json)
     except EXPECTED as error:
-        return _refuse(_one_line(error), _hint(error, given.command))
+        return _refuse(_one_line(error), _hint(error, words[0]), as_json=as_json)
     except Exception as error:
         if os.environ.get(TRACEBACK):
             raise
         told = f"{type(error).__name__}: {_one_line(error)}"
-        return _refuse(told, f"{TRACEBACK}=1 shows where; if what you gave it is sound, this is a bug")
+        hint = f"{TRACEBACK}=1 shows where; if what you gave it is sound, this is a bug"
+        return _refuse(told, hint, as_json=as_json)
     return outcome.code
 
 
@@ -101,7 +109,22 @@ class _Parser(argparse.ArgumentParser):
     """A parser that refuses in one line and a hint, like everything else here."""
 
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(_refuse(message, f"{self.prog} --help tells what it takes"))
+        raise CommandError(message, f"{self.prog} --help tells what it takes")
+
+
+def _parsed(known: dict[str, Command], words: Sequence[str]) -> argparse.Namespace:
+    """Returns what the words ask for; raises CommandError, with what may have been meant, for what is not there."""
+    if not words[0].startswith("-") and words[0] not in known:
+        meant = closest(words[0], known)
+        hint = f"did you mean grapnet {meant}? " if meant else ""
+        raise CommandError(f"there is no command {words[0]!r}", f"{hint}grapnet --help lists them")
+    given, others = parser(known).parse_known_args(words)
+    if others:
+        hint = f"grapnet {given.command} --help tells what it takes"
+        if not others[0].startswith("-"):
+            hint = f"several values are one word with commas, such as a,b; {hint}"
+        raise CommandError(f"grapnet {given.command} takes no {' '.join(others)}", hint)
+    return given
 
 
 def _add_shared(part: argparse.ArgumentParser) -> None:
@@ -116,17 +139,19 @@ def _add_shared(part: argparse.ArgumentParser) -> None:
 
 def _prepare(given: argparse.Namespace) -> None:
     """Checks and puts into effect what all commands share."""
-    if given.threads is not None and given.threads < 1:
+    if given.threads is not None and not 1 <= given.threads <= MOST_THREADS:
         raise CommandError(
-            f"--threads is a whole number, at least 1, got {given.threads}", "leave it out for what torch takes"
+            f"--threads lies between 1 and {MOST_THREADS}, got {given.threads}", "leave it out for what torch takes"
         )
     if not 0 <= given.seed < 2**63:
         raise CommandError(f"--seed lies between 0 and 2^63 - 1, got {given.seed}", "leave it out for 0")
     has = "grapnet doctor says what this machine has"
     try:
-        device = torch.empty(0, device=given.device).device
-    except (RuntimeError, AssertionError) as error:
-        raise CommandError(f"--device {given.device} cannot be used: {_one_line(error)}", has) from None
+        with warnings.catch_warnings(action="ignore"):  # about devices of old, which are refused all the same
+            device = torch.empty(0, device=given.device).device
+    except (RuntimeError, AssertionError, ImportError) as error:
+        why = _one_line(error).partition(". ")[0]  # torch goes on with all that it could have used
+        raise CommandError(f"--device {given.device} cannot be used: {why}", has) from None
     if device.type == "meta":
         raise CommandError("--device meta cannot be used: it holds no numbers", has)
     given.device = device
@@ -135,34 +160,56 @@ def _prepare(given: argparse.Namespace) -> None:
     torch.manual_seed(given.seed)
 
 
-def _tell(outcome: Outcome, *, as_json: bool) -> None:
-    if sys.stdout is None:  # closed by the shell: >&-
-        return
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Makes SIGTERM end what runs inside as an exception does, so that nothing half-written stays."""
+    asked = []
+
+    def end(number: int, frame: object) -> NoReturn:
+        asked.append(number)
+        raise SystemExit(TERMINATED)
+
+    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if ours:
+        signal.signal(signal.SIGTERM, end)
     try:
-        print(json.dumps(outcome.data, indent=1, allow_nan=False) if as_json else outcome.text)
+        yield
+    except Exception:
+        if asked:  # torch's exporters make another error of it
+            raise SystemExit(TERMINATED) from None
+        raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _tell(outcome: Outcome, *, as_json: bool) -> None:
+    try:
+        print(json.dumps(outcome.data, indent=1, allow_nan=False) if as_json else printable(outcome.text))
         sys.stdout.flush()  # so that a reader who has left is noticed here
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise CommandError(f"standard output cannot be written ({error.strerror}); the work itself was done") from None
+        abandon_stdout()
+        told = f"standard output cannot be written ({error.strerror}); the work itself was done"
+        raise CommandError(told, "send it elsewhere: > FILE") from None
 
 
-def _refuse(message: str, hint: str) -> int:
-    if sys.stderr is not None:
-        print(f"grapnet: {_printable(message)}", file=sys.stderr)
-        print(f"hint: {_printable(hint)}", file=sys.stderr)
+def _refuse(message: str, hint: str, *, as_json: bool) -> int:
+    print(f"grapnet: {printable(message)}", file=sys.stderr)
+    print(f"hint: {printable(hint)}", file=sys.stderr)
+    if as_json:
+        try:
+            print(json.dumps({"error": message, "hint": hint}, indent=1), flush=True)
+        except OSError:
+            abandon_stdout()
     return WRONG
-
-
-def _printable(text: str) -> str:
-    """Returns a text whose control characters, but for the ends of lines of a list, are written out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _hint(error: BaseException, command: str) -> str:
     """Returns what to do about an error that does not say so itself, or of which only the first line is told."""
-    if isinstance(error, MissingDataError):
-        return "grapnet doctor lists the folders that were looked at, and what provides the data"
+    if isinstance(error, MissingDataError) and error.folders:
+        return f"{', or: '.join(error.commands)}; grapnet doctor --verbose lists the folders that were looked at"
     if isinstance(error, ImportError):
         return "grapnet doctor lists what is installed and what is not"
     return f"grapnet {command} --help tells what it takes"

@@ -1,7 +1,8 @@
 """A checkpoint opened for an edit of one of its nets: all else in it is written again as it was, or follows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,26 @@ import grapnet as gn
 from grapnet.checkpoint import container
 from grapnet.checkpoint.extras import prefix_of, read_extra
 from grapnet.checkpoint.fields import Fields, entry
+from grapnet.checkpoint.history import keeps_undo
 from grapnet.checkpoint.model import read_places
 from grapnet.checkpoint.net import describe_net, rebuild_net
+from grapnet.core.graph import Graph
 
-from .carried import Carried, carry
+from .carried import Carried, Moved, carry
 from .command import CommandError
 from .files import reading
+
+
+class Edits:
+    """The commits of a net, whole; its journal may keep less of them."""
+
+    def __init__(self, net: gn.GrapNet) -> None:
+        self.commits: list[gn.Commit] = []
+        net.follow(self)
+
+    def prepare(self, graph: Graph, commit: gn.Commit) -> Callable[[], None]:
+        """Returns what notes a commit."""
+        return partial(self.commits.append, commit)
 
 
 @dataclass
@@ -30,6 +45,7 @@ class Opened:
         undo: whether the file keeps what undo needs.
         carried: the extras, by name.
         dropped: the extras that are left out.
+        edits: what has happened to the net since.
     """
 
     net: gn.GrapNet
@@ -37,26 +53,26 @@ class Opened:
     undo: bool
     carried: dict[str, Carried]
     dropped: tuple[str, ...]
+    edits: Edits
     _document: dict[str, Any]
     _tensors: dict[str, Tensor]
     _prefix: str  # of the net's tensors
     _owned: dict[str, set[str]]  # extra -> the names of its tensors
-    _lengths: dict[str, int]  # of the net's Parameters, before any edit
 
-    def content(self, since: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns the file after the edits that were made since a version.
+    def content(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns the file after the edits that were made.
 
         Raises:
             CommandError: an extra cannot follow them.
         """
-        sizes = _moved_sizes([commit for commit in self.net.history if commit.version > since]) | self._resized()
+        moved = _moved(self.edits.commits)
         parts = dict(self._document["extras"])
         tensors = {name: tensor for name, tensor in self._tensors.items() if not self._is_of_net(name)}
         for name in self.dropped:
             del parts[name]
             tensors = {key: tensor for key, tensor in tensors.items() if key not in self._owned[name]}
         for name, carried in self.carried.items():
-            described = carried.describe(parts[name], sizes, undo=self.undo)
+            described = carried.describe(parts[name], moved, undo=self.undo)
             if described is not None:
                 tensors = {key: tensor for key, tensor in tensors.items() if key not in self._owned[name]}
                 parts[name], added = described
@@ -66,10 +82,6 @@ class Opened:
             described = describe_net(self.net, own, undo=self.undo)
         tensors |= {self._prefix + name: tensor for name, tensor in own.items()}
         return self._with_net({**self._document, "extras": parts}, described), tensors
-
-    def _resized(self) -> set[int]:
-        """Returns the lengths that Parameters had and no longer have."""
-        return {self._lengths[name] for name, p in self.net.named_parameters() if len(p) != self._lengths[name]} - {0}
 
     def _with_net(self, document: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
         if not self.place:
@@ -96,11 +108,12 @@ def open_checkpoint(
         keep: names of extras to leave as they are.
 
     Raises:
-        CommandError: there is no such file, net or extra, the file is damaged, or an extra cannot follow edits.
+        CommandError: there is no such file, net or extra, or the file is damaged.
     """
     with reading(path):
         document, tensors = container.read(path)
-        net, place, prefix = _net_of(document, tensors, place)
+        net, place, prefix, part = _net_of(document, tensors, place)
+        has_undo = keeps_undo(part["journal"])
         extras, owned = {}, {}
         for name, part in entry(document, "extras", dict, "").items():
             own = Fields(tensors)
@@ -109,13 +122,14 @@ def open_checkpoint(
         for name in names:
             if name not in extras:
                 raise CommandError(f"--{option} {name}: not in {path}", f"it holds: {', '.join(extras) or 'no extras'}")
-    named = any(name.startswith(prefix_of(place)) for extra in extras.values() for name in extra.owners)
-    has_undo = bool(net.journal.undoable or net.journal.redoable or named)  # owners are saved for undo alone
+    if has_undo is None:  # an older file: it names owners where it keeps undo
+        named = any(name.startswith(prefix_of(place)) for extra in extras.values() for name in extra.owners)
+        has_undo = bool(net.journal.undoable or net.journal.redoable or named)
     stays = {name: extra for name, extra in extras.items() if name not in drop}
     carried = {name: carry(name, extra, net, place, keep=name in keep) for name, extra in stays.items()}
     wanted = has_undo if undo is None else undo
-    lengths = {name: len(parameter) for name, parameter in net.named_parameters()}
-    return Opened(net, place, wanted, carried, tuple(dict.fromkeys(drop)), document, tensors, prefix, owned, lengths)
+    dropped, edits = tuple(dict.fromkeys(drop)), Edits(net)
+    return Opened(net, place, wanted, carried, dropped, edits, document, tensors, prefix, owned)
 
 
 def open_net(path: Path, place: str | None) -> gn.GrapNet:
@@ -124,12 +138,21 @@ def open_net(path: Path, place: str | None) -> gn.GrapNet:
         return _net_of(*container.read(path), place)[0]
 
 
-def _net_of(document: dict[str, Any], tensors: dict[str, Tensor], wanted: str | None) -> tuple[gn.GrapNet, str, str]:
-    """Returns a net, its place and what the names of its tensors begin with."""
+def _net_of(
+    document: dict[str, Any], tensors: dict[str, Tensor], wanted: str | None
+) -> tuple[gn.GrapNet, str, str, dict[str, Any]]:
+    """Returns a net, its place, what the names of its tensors begin with, and how it was described."""
     place, number = _chosen(read_places(document), wanted, is_model="nets" in document)
     prefix = f"nets.{number}." if place else ""
     part = document["nets"][number] if place else document
-    return rebuild_net(part, Fields(tensors).under(prefix)), place, prefix
+    return rebuild_net(part, Fields(tensors).under(prefix)), place, prefix, part
+
+
+def _moved(commits: Sequence[gn.Commit]) -> Moved:
+    """Returns what commits have moved: rows of layers, relations, trainable coordinates."""
+    maps = [index for c in commits for part in (c.nodes, c.relations, c.parameters) for index in part.values()]
+    names = {name for c in commits for name, index in c.parameters.items() if not index.is_identity}
+    return Moved(names, {index.old_size for index in maps if not index.is_identity} - {0})
 
 
 def _chosen(places: list[list[str]], wanted: str | None, *, is_model: bool) -> tuple[str, int]:
@@ -147,9 +170,3 @@ def _chosen(places: list[list[str]], wanted: str | None, *, is_model: bool) -> t
         if wanted in names:
             return names[0], number
     raise CommandError(f"--net {wanted}: no net stands there", f"nets stand at: {listed}")
-
-
-def _moved_sizes(commits: Sequence[gn.Commit]) -> set[int]:
-    """Returns how long every vector was that commits have moved: rows of layers, relations, trainable coordinates."""
-    maps = [index for c in commits for part in (c.nodes, c.relations, c.parameters) for index in part.values()]
-    return {index.old_size for index in maps if not index.is_identity} - {0}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, load_net, require_free
+from .files import add_file, add_output, load_net, require_free, whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -38,7 +38,7 @@ def run(given: argparse.Namespace) -> Outcome:
     """Draws and writes one picture."""
     from grapnet import plot
 
-    path: Path = given.output or given.file.with_name(f"{given.file.stem}-{given.kind}.png")
+    path: Path = given.output or given.file.parent / f"{given.file.stem}-{given.kind}.png"
     if path.suffix.lower() not in plot.PICTURES:
         raise CommandError(
             f"{path} is no picture that can be written", f"end its name in {', '.join(sorted(plot.PICTURES))}"
@@ -49,8 +49,8 @@ def run(given: argparse.Namespace) -> Outcome:
         last = len(net.transitions) - 1
         raise CommandError(f"{given.file} has transitions 0 to {last}, got --transition {given.transition}")
     try:
-        with plot.theme(given.theme):
-            plot.save(_drawings(net, given)[given.kind](), path)
+        with plot.theme(given.theme), whole(path, force=given.force) as partial:
+            plot.save(_drawings(net, given)[given.kind](), partial)
     except ValueError as error:
         raise CommandError(str(error)) from None
     count = net.count()

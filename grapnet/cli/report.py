@@ -2,13 +2,12 @@
 
 import argparse
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command, CommandError, Outcome
-from .files import require_free
+from .files import require_free, whole
 from .study import OUT, studies_named
 
 if TYPE_CHECKING:
@@ -52,7 +51,8 @@ def _run(given: argparse.Namespace) -> Outcome:
     texts = {given.markdown: markdown(reports, sources=True), given.html: _page(reports) if given.html else ""}
     for path, text in texts.items():
         if path is not None:
-            _write(path, text)
+            with whole(path, force=given.force) as partial:
+                partial.write_text(text, encoding="utf-8")
     written = [str(path) for path in (given.markdown, given.html) if path is not None]
     missed = any(one.problems or one.missed for one in reports)
     data = {"studies": {one.name: _data(one) for one in reports}, "written": written}
@@ -101,13 +101,6 @@ def _text(reports: Sequence["Report"], written: Sequence[str]) -> str:
     reached = sum(one.path is not None and not one.problems and not one.missed for one in reports)
     table += ["", f"{reached} of {len(reports)} reach every bar."]
     return "\n".join([*table, *([""] if lines else []), *lines, *(f"Written: {path}" for path in written)])
-
-
-def _write(path: Path, text: str) -> None:
-    """Writes a file, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
 
 
 COMMANDS = (

@@ -1,6 +1,7 @@
 """Which nodes and relations an edit is about: one set of options for all commands that edit."""
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,7 +9,11 @@ import torch
 
 import grapnet as gn
 
+from .columns import counted
 from .command import CommandError
+from .suggestion import closest
+
+_DIGITS = 18  # of a uid, which is an int64
 
 Side = Literal["outgoing", "incoming", "both"]
 
@@ -20,7 +25,7 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--owner", action="append", metavar="NAME", help="those of an owner (repeatable)")
     group.add_argument("--layer", action="append", type=int, metavar="N", help="those of a layer, 0 is the sensory one")
-    group.add_argument("--node", action="append", type=int, metavar="UID", help="this one (repeatable)")
+    group.add_argument("--node", action="append", type=_uid, metavar="UID", help="this one (repeatable)")
     group.add_argument("--all", action="store_true", help="all there are")
 
 
@@ -102,14 +107,11 @@ class Selection:
 
     def chosen_nodes(self, net: gn.GrapNet) -> gn.NodeSet:
         """Returns the nodes; raises CommandError for a name that the net does not have."""
-        known = owners_of(net)
         for owner in self.owners:
-            if owner not in known:
-                raise CommandError(f"no node has the owner {owner!r}", f"owners are: {', '.join(known) or 'none'}")
+            require_owner(owner, owners_of(net))
         _require_numbers("layer", self.layers, len(net.layers))
         for uid in self.nodes:
-            if net.find(uid) is None:
-                raise CommandError(f"there is no node {uid}", "grapnet inspect FILE tells the layers and their uids")
+            _require_node(net, uid)
         nodes = net.select(layer=self.layers or None)
         if self.owners:
             tagged = net.select(owner=self.owners[0])
@@ -145,6 +147,7 @@ class Selection:
         if self.smallest is not None:
             if not 0 <= self.smallest <= 1:
                 raise CommandError(f"--smallest is a share between 0 and 1, got {self.smallest}")
+            require_rank(found)
             found = found.smallest(fraction=self.smallest)
         return found
 
@@ -166,16 +169,59 @@ def owners_of(net: gn.GrapNet) -> list[str]:
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
+def require_owner(owner: str, known: Iterable[str]) -> None:
+    """Raises CommandError, with the owner that may have been meant, when nobody has that name."""
+    names = list(known)
+    if owner not in names:
+        meant = closest(owner, names)
+        hint = f"did you mean {meant!r}? " if meant else ""
+        raise CommandError(f"no node has the owner {owner!r}", f"{hint}owners are: {', '.join(names) or 'none'}")
+
+
+def require_rank(relations: gn.RelationSet) -> None:
+    """Raises CommandError when the weight of a relation is not a number, so that nobody can say what is smallest."""
+    broken = relations[relations.weights.detach().isnan()]
+    if len(broken):
+        first = f"{int(broken.parents[0])}:{int(broken.children[0])}"
+        raise CommandError(
+            f"{counted(len(broken), 'weight')} of these relations cannot be ranked: NaN, at {first} first",
+            f"use a file of before the net broke, or cut by name: grapnet cut FILE --relation {first}",
+        )
+
+
+def _uid(text: str) -> int:
+    """Reads a uid on the command line."""
+    if not _is_uid(text):
+        raise argparse.ArgumentTypeError(f"{_short(text)!r} is no uid, a whole number that grapnet inspect tells")
+    return int(text)
+
+
+def _is_uid(text: str) -> bool:
+    return text.isdecimal() and len(text) <= _DIGITS
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 2 * _DIGITS else f"{text[: 2 * _DIGITS]}…"
+
+
+def _require_node(net: gn.GrapNet, uid: int) -> None:
+    if uid >= net.next_uid or net.find(uid) is None:
+        raise CommandError(f"there is no node {uid}", "grapnet inspect FILE tells the uids of every layer")
+
+
 def _pair(net: gn.GrapNet, text: str) -> gn.RelationSet:
     parent, _, child = text.partition(":")
-    if not (parent.isdecimal() and child.isdecimal()):
-        raise CommandError(f"--relation {text}: expected PARENT:CHILD, two uids", "for example --relation 3:61")
-    for uid in (int(parent), int(child)):
-        if net.find(uid) is None:
-            raise CommandError(f"--relation {text}: there is no node {uid}")
+    if not (_is_uid(parent) and _is_uid(child)):
+        hint = "for example --relation 3:61; grapnet inspect FILE tells the uids of every layer"
+        raise CommandError(f"--relation {_short(text)}: expected PARENT:CHILD, two uids", hint)
+    for uid in (parent, child):
+        _require_node(net, int(uid))
     found = net.node(int(parent)).outgoing(to=net.node(int(child)))
     if not len(found):
-        raise CommandError(f"--relation {text}: node {parent} owns no relation to node {child}")
+        raise CommandError(
+            f"--relation {text}: node {parent} owns no relation to node {child}",
+            "relations lead from one layer to the next: PARENT:CHILD",
+        )
     return found
 
 

@@ -13,6 +13,7 @@ from grapnet.data import MissingDataError
 from grapnet.integrations.extra import require
 
 from .command import Command, CommandError, Outcome
+from .suggestion import closest
 
 if TYPE_CHECKING:
     from grapnet.studies.all import Registered
@@ -23,12 +24,14 @@ KEPT = "seeds"  # the folder below OUT that keeps finished seeds until their stu
 
 
 def studies_named(names: Sequence[str]) -> list[str]:
-    """Returns the studies of that name, `all` standing for all; raises CommandError, listing them, for another."""
+    """Returns the studies of that name, `all` standing for all; raises CommandError for another."""
     from grapnet.studies import all as studies
 
     for name in names:
         if name != "all" and name not in studies.NAMES:
-            raise CommandError(f"there is no study {name!r}", f"these are there, or all:\n{_listed()}")
+            meant = closest(name, studies.NAMES)
+            hint = f"did you mean {meant}? " if meant else ""
+            raise CommandError(f"there is no study {name!r}", f"{hint}grapnet study lists them")
     return list(studies.NAMES) if "all" in names else list(dict.fromkeys(names))
 
 
@@ -70,9 +73,9 @@ def _run(given: argparse.Namespace) -> Outcome:
         try:
             result = _result(study, given)
         except MissingDataError as error:
-            first, _, rest = str(error).partition("\n")
             if len(found) == 1:
-                raise CommandError(first, rest) from None
+                raise
+            first = str(error).splitlines()[0]
             texts.append(f"## {study.name}\n\nIt was not run: {first}")
             data[study.name], code = {"error": first}, 1
             continue

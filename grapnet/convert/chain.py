@@ -8,20 +8,10 @@ from torch import nn
 
 from grapnet.core.activation import is_activation, setting_of
 from grapnet.core.errors import ConversionError
+from grapnet.core.wording import with_article
 from grapnet.execution.modules import activation_name
 
-_NORMS = (
-    nn.LayerNorm,
-    nn.RMSNorm,
-    nn.GroupNorm,
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
+from .advice import refusal, way_on
 
 
 @dataclass(frozen=True)
@@ -100,8 +90,8 @@ def read_chain(module: nn.Module, name: str = "") -> Chain:
         return Chain((Part(""),))
     if not _is_sequence(module):
         raise ConversionError(
-            f"{_called(name)} is a {type(module).__name__}; what becomes a net is an nn.Linear or an nn.Sequential of "
-            "Linear, activation, Dropout and Identity modules"
+            f"{_called(name)} is {with_article(type(module).__name__)}; what becomes a net is an nn.Linear or an "
+            f"nn.Sequential of Linear, activation, Dropout and Identity modules{way_on(module, name)}"
         )
     reading = _Reading(name)
     for path, step in _steps(module):
@@ -156,7 +146,7 @@ class _Reading:
     def _activate(self, path: str, module: nn.Module, where: str) -> None:
         activation = activation_name(module)
         if activation is None:
-            raise ConversionError(_refusal(module, where))
+            raise ConversionError(refusal(module, _called(where), len(self.parts)))
         if not self.parts:
             raise ConversionError(
                 f"{_called(where)} comes before the first nn.Linear, and sensory nodes pass their input on. Leave it "
@@ -177,23 +167,6 @@ def commutes(activation: str) -> bool:
     """Says whether an activation may be applied before or after a dropout, which scales by 0 or a positive number."""
     setting = setting_of(activation)
     return activation in ("relu", "leaky_relu") or (setting is not None and setting[0] == "leaky_relu")
-
-
-def _refusal(module: nn.Module, where: str) -> str:
-    kind = type(module).__name__
-    if isinstance(module, _NORMS):
-        return (
-            f"{_called(where)} is a {kind}, whose statistics and scales belong to single nodes and would have to "
-            "follow every commit; nets have none. Make nets of the Linears around it: gn.graft(model, nn.Linear)"
-        )
-    if isinstance(module, nn.Linear):
-        return f"{_called(where)} is a {kind}, no plain nn.Linear: its weight is computed or read in a way of its own"
-    if next(module.parameters(), None) is not None:
-        return f"{_called(where)} is a {kind}, neither an nn.Linear nor an activation; leave it outside of the net"
-    return (
-        f"{_called(where)} is a {kind}, which no activation of a node stands for. Known modules are activations of one "
-        "element; gn.register_activation adds another by name"
-    )
 
 
 def _called(name: str) -> str:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from grapnet.core.errors import OptimizerError
 from grapnet.core.values import refuse_old_backward, replace_content
+from grapnet.core.wording import with_article
 from grapnet.learning.optimizer_state import clean_value, is_average, per_coordinate, refuse_kind
 from grapnet.learning.stale import forget, mark_followed, parameters_of, refuse_stale_state
 
@@ -42,7 +43,9 @@ def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
     found = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for one in found:
         if not isinstance(one, Optimizer):
-            raise TypeError(f"optimizer= takes a torch.optim optimizer or several, not a {type(one).__name__}")
+            raise TypeError(
+                f"optimizer= takes a torch.optim optimizer or several, not {with_article(type(one).__name__)}"
+            )
     return found
 
 

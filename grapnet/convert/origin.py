@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from grapnet.core.errors import ConversionError
+from grapnet.core.wording import with_article
 from grapnet.network import GrapNet
 
 from .additions import describe_additions, describe_hooks
@@ -55,7 +56,9 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
     anchor_name = name if chain is None else _anchor_name(name, chain.place)
     present, linears = find(model, name), []
     if not isinstance(present, nn.Module):
-        raise ConversionError(f"{name!r} is a {type(present).__name__}, and a net goes in place of a module")
+        raise ConversionError(
+            f"{name!r} is {with_article(type(present).__name__)}, and a net goes in place of a module"
+        )
     if isinstance(present, GrapNet):
         refusal = describe_additions(present, f"the net at {name!r}") or describe_hooks(present, f"the net at {name!r}")
         if refusal:
@@ -91,12 +94,12 @@ def _find_linears(chain: Chain, replaced: dict[str, Any], name: str) -> list[nn.
         found[path] = find(replaced[start], path.removeprefix(start).removeprefix("."), joined(name, start))
     for path in linears:
         if not getattr(found[path], "_parameters", {}).keys() & {"weight", "weight_orig"}:
-            kind = type(found[path]).__name__
-            raise ConversionError(f"{joined(name, path)!r} is a {kind}, and the net stands for linear modules")
+            kind = with_article(type(found[path]).__name__)
+            raise ConversionError(f"{joined(name, path)!r} is {kind}, and the net stands for linear modules")
     for path in drops:
         if not isinstance(getattr(found[path], "p", None), float | int):
-            kind = type(found[path]).__name__
-            raise ConversionError(f"{joined(name, path)!r} is a {kind}, and the net stands for a Dropout there")
+            kind = with_article(type(found[path]).__name__)
+            raise ConversionError(f"{joined(name, path)!r} is {kind}, and the net stands for a Dropout there")
     return [found[path] for path in linears]
 
 
@@ -122,8 +125,8 @@ def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Ca
     linears = [find(anchor, part.path, name) for part in chain.parts]
     for part, linear in zip(chain.parts, linears, strict=True):
         if not _is_linear(linear):
-            kind = type(linear).__name__
-            raise ConversionError(f"{joined(name, part.path)!r} is a {kind}, and the net stands for linear modules")
+            kind = with_article(type(linear).__name__)
+            raise ConversionError(f"{joined(name, part.path)!r} is {kind}, and the net stands for linear modules")
     emptied = {id(linear): _without_weights(linear) for linear in linears}
     paths = [chain.place, *chain.emptied]
     replaced = {path: copy.deepcopy(find(anchor, path, name), dict(emptied)) for path in paths}

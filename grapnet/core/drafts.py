@@ -85,8 +85,9 @@ class LayerDraft:
             born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
         inserted = self.new_rows(born)
         index = IndexMap(self.n_present, self.n_present - len(gone) + len(born), gone, inserted)
-        owners = [Labels.uniform(n.owner, len(n.uids)) for n in self.newborns]
-        kinds = [Labels.uniform(n.activation, len(n.uids)) for n in self.newborns]
+        some = [n for n in self.newborns if len(n.uids)]  # no node bears the names of none
+        owners = [Labels.uniform(n.owner, len(n.uids)) for n in some]
+        kinds = [Labels.uniform(n.activation, len(n.uids)) for n in some]
         renamed_owners, owners = self._renamed(self.layer.owner_names, owners, "owners", requests)
         renamed_kinds, kinds = self._renamed(self.layer.activation_names, kinds, "activations", requests)
         before = self._record(self.layer.uid, self.layer.owner_names, self.layer.activation_names, gone)

@@ -14,7 +14,7 @@ from .column import Column, exchange_columns
 from .edit import Edit
 from .errors import EditError, HistoryError, StaleNodeError
 from .fit import require_fit
-from .journal import Commit, Diff, Journal
+from .journal import Commit, Diff, History, Journal
 from .layer import Layer
 from .node import GrapNode
 from .relations import Transition
@@ -74,6 +74,8 @@ class Graph(nn.Module):
 
     def find(self, uid: int) -> tuple[int, int] | None:
         """Returns (layer, row) of a node, or None when it is not in the graph."""
+        if not 0 <= uid < self.next_uid:  # also where torch has no number so large
+            return None
         wanted = torch.tensor([uid], device="cpu")
         for number, layer in enumerate(self.layers):
             row = int(layer.rows(wanted))
@@ -149,9 +151,9 @@ class Graph(nn.Module):
         return Edit(self, reason, by, trial, generator)
 
     @property
-    def history(self) -> tuple[Commit, ...]:
+    def history(self) -> History:
         """Every commit, the oldest first; trials leave none."""
-        return tuple(self.journal.commits)
+        return History(self.journal.commits)
 
     def undo(self, *, alone: bool = False) -> Commit:
         """Takes the last commit back, as a commit of its own.

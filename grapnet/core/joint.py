@@ -11,6 +11,7 @@ from .graph import Graph
 from .journal import Commit, Joint
 from .reversal import Verb, next_reversed, prepare_reversal
 from .transaction import commit_all
+from .wording import with_article
 
 
 @contextmanager
@@ -124,7 +125,9 @@ def _require_nets(nets: Sequence[Graph], verb: str) -> None:
         raise EditError(f"{verb} takes the nets one by one, got none: gn.{verb}(first, second)")
     for n, net in enumerate(nets):
         if not isinstance(net, Graph):
-            raise TypeError(f"{verb} takes the nets one by one, gn.{verb}(*nets), got a {type(net).__name__}")
+            raise TypeError(
+                f"{verb} takes the nets one by one, gn.{verb}(*nets), got {with_article(type(net).__name__)}"
+            )
         again = next(m for m, other in enumerate(nets) if other is net)
         if again < n:
             raise EditError(f"{verb} was given one net twice, as number {again + 1} and {n + 1}; name each net once")

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, SupportsIndex, overload
 from uuid import uuid4
 
 import torch
@@ -102,6 +102,23 @@ class Commit:
         by = f", by {self.by}" if self.by else ""
         joint = f", part {self.joint.part + 1} of {self.joint.parts}" if self.joint else ""
         return f"Commit(version={self.version}, {self.reason!r}{by}{joint}: {counts or 'names only'})"
+
+
+class History(tuple[Commit, ...]):
+    """Commits in order: a tuple that prints one of them a line."""
+
+    __slots__ = ()
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Commit: ...
+    @overload
+    def __getitem__(self, index: slice) -> "History": ...
+    def __getitem__(self, index: SupportsIndex | slice) -> "Commit | History":
+        found = super().__getitem__(index)
+        return History(found) if isinstance(found, tuple) else found
+
+    def __repr__(self) -> str:
+        return "\n".join(["History(", *(f"  {commit!r}" for commit in self), ")"]) if self else "History()"
 
 
 @dataclass(frozen=True, eq=False)

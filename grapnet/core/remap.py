@@ -71,8 +71,8 @@ class IndexMap:
             >>> index.carry(torch.tensor([10.0, 11.0, 12.0]), born=-1.0)
             tensor([11., 12., -1.])
         """
-        if old.shape[0] != self.old_size:
-            raise ValueError(f"this IndexMap carries vectors of length {self.old_size}, got {len(old)}")
+        if old.shape[:1] != (self.old_size,):  # a single number has no dimension 0
+            raise ValueError(f"this IndexMap carries vectors of length {self.old_size}, got shape {list(old.shape)}")
         old = old.detach()
         if self.is_identity:
             return old

@@ -63,12 +63,15 @@ def places(
 
 def missing(title: str, looked: Sequence[Place], files: Sequence[str], commands: Sequence[str]) -> MissingDataError:
     """Returns the error of a data set that is nowhere: where it was looked for and what would provide it."""
-    lines = [f"{title} was not found. Its files are {', '.join(files)}, and these folders do not have them all:"]
+    lines = [f"{title} was not found; looked in {len(looked)} folders"]
+    lines += [f"Its files are {', '.join(files)}, and these folders do not have them all:"]
     for place in looked:
         partly = f" lacks {', '.join(place.lacks)}" if place.has else ""
         lines.append(f"  {place.folder} ({place.reason}){partly}")
     lines += ["Any one of these provides them:", *(f"  {command}" for command in commands)]
-    return MissingDataError("\n".join(lines))
+    error = MissingDataError("\n".join(lines))
+    error.folders, error.commands = tuple(place.folder for place in looked), tuple(commands)
+    return error
 
 
 def _cache() -> Path:

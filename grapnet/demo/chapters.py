@@ -130,8 +130,8 @@ def sift(scene: Scene) -> dict[str, Any]:
     manager.inject(PruneWeakest(transitions=0, fraction=settings.sifted_relations))
     with manager.recording(net), torch.no_grad():
         net(scene.digits.x)
-    planned, state = manager.apply(net, 0, dry_run=True), _coordinates_of(scene)
-    commit = manager.apply(net, 0)
+    planned, state = manager.apply(net, dry_run=True), _coordinates_of(scene)
+    commit = manager.apply(net)
     sifted, carried = scene.score(), _coordinates_of(scene)
     for model, optimizer in ((net, scene.optimizer), (whole, whole_optimizer)):
         scene.train(model, optimizer, epochs=settings.epochs, seed=scene.seed + 1)

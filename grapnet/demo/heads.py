@@ -14,7 +14,6 @@ from grapnet.rules import GrowForTask, Moment
 
 TASKS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))  # digits, in the order in which they come
 PIXELS, CLASSES = 64, 10
-OWNER = "task {task}"  # tasks are counted from 1
 
 Kind = Literal["dense", "control", "own", "seen"]
 HEADS: dict[Kind, str] = {
@@ -95,7 +94,6 @@ class Learner:
                 classes="own" if kind == "own" else "seen",
                 classes_per_task=2,
                 first_task=1,
-                tag=OWNER,
             )
             self._before = self._make_room
         elif kind == "control":
@@ -132,7 +130,7 @@ class Learner:
 
 def owner_of(task: int) -> str:
     """Returns what the nodes of a task, counted from 1, are tagged with."""
-    return OWNER.replace("{task}", str(task))
+    return f"task-{task}"
 
 
 def _dense(settings: Settings, device: torch.device, *, scaled: bool) -> nn.Sequential:

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from grapnet.page import Picture, bar, checked, facts, figure, heading, page, paragraph, table
+
 from .heads import TASKS
-from .page import bar, checked, facts, figure, heading, page, paragraph, table
-from .pictures import Picture
 from .words import sentences
 
 
@@ -12,7 +12,7 @@ def report(numbers: dict[str, Any], pictures: dict[str, Picture]) -> str:
     """Returns `report.html`, made from the numbers of `demo.json`."""
     found = sentences(numbers)
     parts = [
-        "<h1>A network that is edited while it learns</h1>",
+        heading("A network that is edited while it learns", level=1),
         paragraph(
             "GrapNet on the 1,797 handwritten digits that ship with scikit-learn: five tasks of two digits each come "
             "one after the other, and are learnt with a small memory of earlier images. Then the net is cut, mended, "
@@ -138,9 +138,9 @@ def _record(numbers: dict[str, Any], pictures: dict[str, Picture]) -> list[str]:
         [
             str(commit["version"]),
             commit["reason"],
-            commit["by"] or "",
             f"+{commit['nodes_added']:,} −{commit['nodes_removed']:,}",
             f"+{commit['relations_added']:,} −{commit['relations_removed']:,}",
+            commit["by"] or "",
         ]
         for commit in numbers["history"]
     ]
@@ -152,7 +152,7 @@ def _record(numbers: dict[str, Any], pictures: dict[str, Picture]) -> list[str]:
     ]
     return [
         heading("The journal"),
-        table(["version", "reason", "by", "nodes", "relations"], rows, right=(0, 3, 4)),
+        table(["version", "reason", "nodes", "relations", "by"], rows, right=(0, 2, 3)),
         figure(
             pictures["timeline"],
             "Accuracy on all digits seen so far, by version. A mark is what the edit left, that of growth what its "

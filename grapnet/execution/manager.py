@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
@@ -23,6 +22,7 @@ from .exported import exported_steps, is_exporting
 from .family import find_families
 from .plan import Backend, Plan
 from .plans import AUTO, BACKENDS, Line, Plans, Step
+from .untraced import untraced
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +172,7 @@ class Execution:
                 break
         line = self._plans.lines.get(key)
         if line is None:
-            line = _make_line(self._plans, key)  # pyright: ignore[reportCallIssue]
+            line = _make_line(self._plans, key)
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
 
@@ -226,7 +226,7 @@ class Execution:
         return {"_chosen": list(self._chosen)}
 
 
-@torch.compiler.disable
+@untraced
 def _make_line(plans: Plans, key: tuple[int, bool]) -> Line:
     """Makes plans outside of any trace: torch.compile sees them as given."""
     return plans.line(*key)

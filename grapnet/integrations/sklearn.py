@@ -158,7 +158,7 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
             y: as for `fit`.
             classes: all classes there will be; needed in the first call.
             sample_weight: as for `fit`, beside the other samples of this call.
-            task: what ends with these samples, for rules with `TaskEnds`.
+            task: what ends with these samples, for rules with `EveryTask`.
         """
         first = not hasattr(self, "training_")
         with unchanged_on_error(self):
@@ -246,7 +246,7 @@ class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
             X: as for `fit`.
             y: as for `fit`.
             sample_weight: as for `fit`, beside the other samples of this call.
-            task: what ends with these samples, for rules with `TaskEnds`.
+            task: what ends with these samples, for rules with `EveryTask`.
         """
         first = not hasattr(self, "training_")
         with unchanged_on_error(self):

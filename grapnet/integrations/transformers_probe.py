@@ -123,7 +123,7 @@ def why_units_are_bound(module: nn.Module, into: Mapping[str, int], out: str, wi
     except Exception as error:  # whatever a foreign forward does
         return f"its forward does not run with nets in place of its Linears ({type(error).__name__}: {error})"
     if not isinstance(removed, Tensor) or not isinstance(unread, Tensor):
-        return f"its forward returns a {type(removed).__name__}"
+        return f"its forward returns {type(removed).__name__}, no tensor"
     if removed.shape != unread.shape or not torch.allclose(removed, unread, rtol=1e-9, atol=1e-9):
         return "its hidden units depend on each other between its Linears"
     return f"its output does not come from {out!r}" if torch.allclose(unread, unlike) else None

@@ -17,6 +17,7 @@ from grapnet.core.journal import Commit
 from grapnet.core.labels import Labels
 from grapnet.core.remap import IndexMap
 from grapnet.core.vector import Shift, VectorChange
+from grapnet.core.wording import with_article
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +155,7 @@ def _described(value: Any, tensors: _Found) -> Any:
         return {"dict": [[_described(key, tensors), _described(item, tensors)] for key, item in value.items()]}
     name = type(value).__name__
     if not is_dataclass(value) or _KINDS.get(name) is not type(value):
-        raise TypeError(f"commits hold plain data and tensors, not a {name}")
+        raise TypeError(f"commits hold plain data and tensors, not {with_article(name)}")
     held = {f.name: getattr(value, f.name) for f in fields(value) if not f.name.startswith("_")}
     return {name: {key: _described(item, tensors) for key, item in held.items()}}
 

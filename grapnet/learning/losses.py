@@ -226,5 +226,5 @@ def _require_settings(loss: str, tau: float, **weights: float) -> None:
     if loss not in ("seen", "adjusted"):
         raise ValueError(f'loss is "seen" or "adjusted", got {loss!r}')
     for name, weight in {"tau": tau, **weights}.items():
-        if not 0 <= weight < float("inf"):
+        if not (isinstance(weight, int | float) and 0 <= weight < float("inf")):
             raise ValueError(f"{name} is a finite number, at least 0, got {weight!r}")

@@ -8,6 +8,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .inputs import class_groups, require_examples, whole
+
+SHOWN = 5  # tasks at either end of the table that stands for a matrix, where it has more than twice as many
+
 
 class Evaluation(NamedTuple):
     """Shares of right answers, from 0 to 1.
@@ -46,17 +50,24 @@ def evaluate(
         batch: how many images go through the model at a time.
 
     Raises:
-        ValueError: a task has no images, or a class that was not seen.
+        TypeError: x or y is no tensor, y holds other than whole numbers, or tasks are not groups of them.
+        ValueError: a task has no images, or a class that was not seen or that the model has no logit for.
     """
-    seen = [number for classes in tasks for number in classes] if seen is None else list(seen)
-    if not tasks or not {number for classes in tasks for number in classes} <= set(seen):
-        raise ValueError(f"tasks have classes among the seen ones, {seen}, got {[list(classes) for classes in tasks]}")
-    right, local = [], []
-    logits = _logits(model, x, batch)
-    for classes in tasks:
-        rows = torch.isin(y, torch.tensor(list(classes), device=y.device))
+    require_examples(x, y)
+    groups = class_groups(tasks)
+    evaluated = [number for classes in groups for number in classes]
+    (seen,) = [evaluated] if seen is None else class_groups([seen])
+    if not set(evaluated) <= set(seen):
+        raise ValueError(f"tasks have classes among the seen ones, {list(seen)}, got {groups}")
+    places = [torch.isin(y, torch.tensor(classes, device=y.device)) for classes in groups]
+    for classes, rows in zip(groups, places, strict=True):
         if not bool(rows.any()):
             raise ValueError(f"there is no image of the classes {list(classes)}")
+    logits = _logits(model, x, whole(batch, "batch"))
+    if logits.dim() != 2 or logits.shape[1] <= max(seen):
+        raise ValueError(f"class {max(seen)} needs logits [n, {max(seen) + 1}] or more, got {list(logits.shape)}")
+    right, local = [], []
+    for classes, rows in zip(groups, places, strict=True):
         right.append((_answers(logits[rows], seen) == y[rows]).double())
         local.append(float((_answers(logits[rows], classes) == y[rows]).double().mean()))
     return Evaluation(float(torch.cat(right).mean()), [float(hits.mean()) for hits in right], local)
@@ -72,12 +83,20 @@ class AccuracyMatrix:
         >>> matrix.add(Evaluation(0.7, [0.6, 0.8], [0.8, 0.9]))
         >>> matrix.forgetting, matrix.seen_class, matrix.task_local
         (0.30000000000000004, 0.7, 0.8500000000000001)
+        >>> matrix
+        AccuracyMatrix(seen-class accuracy in per cent
+          task          0      1    all
+          after 0    90.0          90.0
+          after 1    60.0   80.0   70.0
+        )
     """
 
     rows: list[Evaluation] = field(default_factory=list)
 
     def add(self, row: Evaluation) -> None:
         """Appends what was measured after the next task, on the tasks up to it."""
+        if not isinstance(row, Evaluation):
+            raise TypeError(f"a row is what evaluate(…) returns after a task, got {row!r}")
         if len(row.seen) != len(self.rows) + 1 or len(row.local) != len(row.seen):
             raise ValueError(
                 f"after {len(self.rows) + 1} tasks as many are evaluated, got {len(row.seen)} and {len(row.local)}"
@@ -104,10 +123,26 @@ class AccuracyMatrix:
 
     def table(self, kind: Literal["seen", "local"] = "seen") -> Tensor:
         """Returns the accuracies [tasks, tasks], float64; NaN for tasks that were still to come."""
+        if kind not in ("seen", "local"):
+            raise ValueError(f'a table is of "seen" or "local" accuracies, got {kind!r}')
         table = torch.full((len(self.rows), len(self.rows)), float("nan"), dtype=torch.float64)
         for n, row in enumerate(self.rows):
             table[n, : n + 1] = torch.tensor(getattr(row, kind), dtype=torch.float64)
         return table
+
+    def __repr__(self) -> str:
+        numbers = list(range(len(self.rows)))
+        gap = len(numbers) > 2 * SHOWN
+        shown = [*numbers[:SHOWN], *numbers[-SHOWN:]] if gap else numbers
+        lines = [_line("task", [str(n) for n in shown], "all", gap)]
+        for place in shown:
+            row = self.rows[place]
+            cells = [f"{100 * row.seen[n]:.1f}" if n <= place else "" for n in shown]
+            lines.append(_line(f"after {place}", cells, f"{100 * row.overall:.1f}", gap))
+        lines[SHOWN + 1 : SHOWN + 1] = ["  …"] if gap else []
+        return (
+            "\n".join(["AccuracyMatrix(seen-class accuracy in per cent", *lines, ")"]) if shown else "AccuracyMatrix()"
+        )
 
     @property
     def _last(self) -> Evaluation:
@@ -139,6 +174,9 @@ def structural_drift(before: Tensor | Iterable[Tensor], after: Tensor | Iterable
         Drift(largest=0.5, mean=0.25, coordinates=2)
     """
     then, since = ([given] if isinstance(given, Tensor) else list(given) for given in (before, after))
+    for part in (*then, *since):
+        if not isinstance(part, Tensor):
+            raise TypeError(f"coordinates are a tensor, or several, got a {type(part).__name__}")
     shapes = [[list(part.shape) for part in parts] for parts in (then, since)]
     if shapes[0] != shapes[1] or not sum(part.numel() for part in then):
         raise ValueError(f"drift compares the same coordinates, got {shapes[0]} before and {shapes[1]} after")
@@ -158,6 +196,12 @@ def _logits(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, batch: int
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _line(title: str, cells: list[str], last: str, gap: bool) -> str:
+    """Returns a line of the table that stands for a matrix, with a gap in its middle where tasks are left out."""
+    middle = ["…" if cells[SHOWN] else ""] if gap else []
+    return f"  {title:<8}" + "".join(f"{cell:>7}" for cell in (*cells[:SHOWN], *middle, *cells[SHOWN:], last))
 
 
 def _answers(logits: Tensor, classes: Sequence[int]) -> Tensor:

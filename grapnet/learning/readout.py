@@ -131,6 +131,9 @@ class ClosedFormReadout:
         """Lets a class go as if it had never been seen; see `GramStatistics.forget`."""
         self._change(lambda statistics: statistics.forget(label))
 
+    def __repr__(self) -> str:
+        return f"ClosedFormReadout(layer {self.layer}, ridge={self.ridge:g}, {self.statistics})"
+
     @torch.no_grad()
     def solve(self) -> Solution:
         """Writes the weights of the layer's outgoing relations and the children's biases, and returns them dense.

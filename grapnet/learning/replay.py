@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .inputs import require_examples, whole
+
 
 class Batch(NamedTuple):
     """Inputs [batch, ...], class numbers [batch], and the logits that were stored with them, if any."""
@@ -50,9 +52,7 @@ class ReservoirMemory:
     _draws = 1  # of a row that is offered
 
     def __init__(self, capacity: int, *, seed: int) -> None:
-        if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 1:
-            raise ValueError(f"a memory keeps a whole number of rows, at least 1, got {capacity!r}")
-        self.capacity = capacity
+        self.capacity, seed = whole(capacity, "capacity"), whole(seed, "seed", least=0)
         self._stored: Batch | None = None  # [capacity, ...] each, of which the first len(self) rows count
         self._labels: list[int] = []  # of the stored rows
         self._counts: Counter[int] = Counter()  # of these labels
@@ -100,10 +100,15 @@ class ReservoirMemory:
             logits: [batch, n_classes], for DER; with every call or with none.
 
         Raises:
-            ValueError: the parts do not fit each other or what is stored; nothing was stored or drawn.
+            TypeError: a part is no tensor, or y holds other than whole numbers.
+            ValueError: the parts do not fit each other or what is stored.
+
+        After an error nothing was stored or drawn.
         """
+        require_examples(x, y, logits)
         rows = _each(Batch(x, y, logits), Tensor.detach)
-        self._require_fit(rows)
+        if self._stored is not None and _shapes(rows) != _shapes(self._stored):
+            raise ValueError(f"the memory keeps rows of {_shapes(self._stored)}, got {_shapes(rows)}")
         if self._stored is None:
             self._stored = _each(rows, lambda part: part.new_empty(self.capacity, *part.shape[1:]))
         chances = torch.rand(len(y), self._draws, dtype=torch.float64, generator=self._storing, device="cpu")
@@ -123,6 +128,7 @@ class ReservoirMemory:
 
     def sample(self, n: int) -> Batch | None:
         """Returns `n` different stored rows, or all of them where there are fewer; None while the memory is empty."""
+        n = whole(n, "n, the rows of a sample,", least=0)
         if not len(self) or self._stored is None:
             return None
         rows = torch.randperm(len(self), generator=self._sampling, device="cpu")[:n].to(self._stored.y.device)
@@ -166,13 +172,6 @@ class ReservoirMemory:
         """Returns which place of a full memory the row just offered takes, if any."""
         place = int(drawn[0] * self.offered)
         return place if place < self.capacity else None
-
-    def _require_fit(self, rows: Batch) -> None:
-        sizes = [len(part) for part in rows if part is not None]
-        if rows.y.dim() != 1 or rows.y.is_floating_point() or len(set(sizes)) > 1:
-            raise ValueError(f"x, y and logits have one row each a class number, got {_shapes(rows)}")
-        if self._stored is not None and _shapes(rows) != _shapes(self._stored):
-            raise ValueError(f"the memory keeps rows of {_shapes(self._stored)}, got {_shapes(rows)}")
 
 
 class BalancedMemory(ReservoirMemory):
@@ -219,5 +218,7 @@ def _with_room(part: Tensor, capacity: int) -> Tensor:
     return room
 
 
-def _shapes(batch: Batch) -> dict[str, list[int]]:
-    return {name: list(part.shape[1:]) for name, part in batch._asdict().items() if part is not None}
+def _shapes(batch: Batch) -> str:
+    """Returns the shapes of one row, as in "x [64], y []"."""
+    shapes = {name: list(part.shape[1:]) for name, part in batch._asdict().items() if part is not None}
+    return ", ".join(f"{name} {shape}" for name, shape in shapes.items())

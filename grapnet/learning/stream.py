@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, overload
+from numbers import Integral
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .inputs import class_groups, require_examples, whole
 from .losses import Objective
 from .replay import Batch, Memory
 
@@ -48,6 +50,10 @@ class Task:
         """Returns the number of batches."""
         return -(-len(self.rows) // self.batch)
 
+    def __repr__(self) -> str:
+        of = f"classes={self.classes}, seen={self.seen}, samples={len(self.rows)}, batch={self.batch}"
+        return f"Task(number={self.number}, {of})"
+
 
 class TaskStream(Sequence[Task]):
     """A class-incremental stream: task after task, each with classes of its own, shown once.
@@ -65,6 +71,7 @@ class TaskStream(Sequence[Task]):
         per_class: how many rows of every class are used; all of them without.
 
     Raises:
+        TypeError: x or y is no tensor, y holds other than whole numbers, or tasks are not groups of them.
         ValueError: a class comes twice, or has fewer rows than asked for.
 
     Examples:
@@ -72,6 +79,8 @@ class TaskStream(Sequence[Task]):
         >>> stream = TaskStream(x, y, tasks=[(0, 1), (3, 2)], batch=8, seed=0, per_class=6)
         >>> [(task.number, task.classes, task.seen, len(task)) for task in stream]
         [(0, (0, 1), (0, 1), 2), (1, (3, 2), (0, 1, 3, 2), 2)]
+        >>> stream
+        TaskStream(tasks=2, classes=4, samples=24, batch=8)
     """
 
     def __init__(
@@ -84,18 +93,15 @@ class TaskStream(Sequence[Task]):
         seed: int,
         per_class: int | None = None,
     ) -> None:
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor) or y.is_floating_point():
-            raise TypeError("x is a tensor of inputs and y one of class numbers: torch.as_tensor(y).long()")
-        if len(x) != len(y) or y.dim() != 1:
-            raise ValueError(f"x and y have one row each an example, got {list(x.shape)} and {list(y.shape)}")
-        if batch < 1 or (per_class is not None and per_class < 1):
-            raise ValueError(f"batch and per_class are at least 1, got {batch} and {per_class}")
+        require_examples(x, y)
+        batch, seed = whole(batch, "batch"), whole(seed, "seed", least=0)
+        per_class = None if per_class is None else whole(per_class, "per_class")
         self._x, self._y, labels = x, y, y.cpu().numpy()
-        groups = _divided(np.unique(labels).tolist(), tasks) if isinstance(tasks, int) else tasks
-        self.classes = [tuple(int(number) for number in group) for group in groups]
+        groups = _divided(np.unique(labels).tolist(), int(tasks)) if isinstance(tasks, Integral) else tasks
+        self.classes = class_groups(groups)
         seen = [number for group in self.classes for number in group]
-        if not all(self.classes) or len(set(seen)) < len(seen):
-            raise ValueError(f"every task has classes, and no class comes twice, got {self.classes}")
+        if len(set(seen)) < len(seen):
+            raise ValueError(f"no class comes twice in a stream, got {self.classes}")
         self._used = {number: _subset(labels, number, seed, per_class) for number in seen}
         self._tasks = []
         for number, classes in enumerate(self.classes):
@@ -107,6 +113,10 @@ class TaskStream(Sequence[Task]):
 
     def __len__(self) -> int:
         return len(self._tasks)
+
+    def __repr__(self) -> str:
+        samples = sum(map(len, self._used.values()))
+        return f"TaskStream(tasks={len(self)}, classes={len(self._used)}, samples={samples}, batch={self[0].batch})"
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -173,8 +183,8 @@ def train_on_stream(
         after_step: called after every update: the place for schedulers and rules.
         after_task: called after the last batch of a task: the place to freeze and to evaluate.
     """
-    if updates_per_batch < 1 or replay_batch < 1:
-        raise ValueError(f"updates_per_batch and replay_batch are at least 1: {updates_per_batch}, {replay_batch}")
+    _require_parts(stream, objective, memory)
+    replay_batch, updates_per_batch = whole(replay_batch, "replay_batch"), whole(updates_per_batch, "updates_per_batch")
     number, seconds = 0, []
     for task in stream:
         start = time.perf_counter()
@@ -202,8 +212,18 @@ def train_on_stream(
     return Run(number, seconds)
 
 
+def _require_parts(stream: Any, objective: Any, memory: Any) -> None:
+    """Raises TypeError for what is easily given in the place of something else."""
+    if isinstance(stream, Task):
+        raise TypeError("a run goes over a stream, or over a list of tasks: [task]; got a single task")
+    if isinstance(objective, type):
+        raise TypeError(f"an objective is an object, {objective.__name__}(…) with its settings, not the class")
+    if memory is not None and not (hasattr(memory, "sample") and hasattr(memory, "add")):
+        raise TypeError(f"a memory has add and sample, as ReservoirMemory(200, seed=0), or is None; got {memory!r}")
+
+
 def _divided(classes: list[int], tasks: int) -> list[list[int]]:
-    if tasks < 1 or len(classes) % tasks:
+    if tasks < 1 or not classes or len(classes) % tasks:
         raise ValueError(f"{len(classes)} classes do not make {tasks} tasks of the same size; name the classes of each")
     each = len(classes) // tasks
     return [classes[first : first + each] for first in range(0, len(classes), each)]

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .canvas import ground, ink
-from .colors import CUT, NOBODY, is_dark
+from .canvas import cut_color, ground, ink
+from .colors import NOBODY, is_dark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -64,8 +64,7 @@ def draw_bands(ax: "Axes", bands: Sequence[Band], start: Ends, end: Ends) -> Non
             style = {"facecolor": "none", "edgecolor": ink(ax), "hatch": "/////", "linewidth": 0, "alpha": faded}
             _fill(ax, lower, wide - free, gid=f"frozen {band.frozen}", zorder=1.5, **style)
         if band.cut:
-            x, height = _curve(start.x, y, end.x, z)
-            ax.plot(x, height, color=CUT, linestyle=":", linewidth=1.1, zorder=2, gid=f"cut {band.cut}")
+            _draw_cut(ax, band, _curve(start.x, y, end.x, z), wide)
         curves.append(_curve(start.x, y, end.x, z))
     _write(ax, bands, curves)
 
@@ -105,6 +104,23 @@ def _fill(ax: "Axes", ends: tuple[float, float, float, float], wide: float, **st
     drawn.set(**style)
 
 
+def _draw_cut(ax: "Axes", band: Band, curve: tuple[np.ndarray, np.ndarray], wide: float) -> None:
+    """Draws the dotted line of a cut where red is seen: in a lane of ground through a band, or below a thin one."""
+    point = _inches(ax)[1] / 72
+    if band.count and wide >= 9 * point:
+        ax.plot(*curve, color=ground(ax), linewidth=3.4, zorder=2)
+    elif band.count:
+        curve = curve[0], curve[1] - wide / 2 - 2 * point
+    ax.plot(*curve, color=cut_color(ax), linestyle=":", linewidth=1.5, zorder=2.1, gid=f"cut {band.cut}")
+
+
+def _inches(ax: "Axes") -> tuple[float, float]:
+    """Returns what an inch is in the units of either axis."""
+    room, dpi = ax.get_window_extent(), ax.figure.dpi
+    (x_low, x_high), (y_low, y_high) = ax.get_xlim(), ax.get_ylim()
+    return (x_high - x_low) * dpi / room.width, (y_high - y_low) * dpi / room.height
+
+
 def _color(band: Band, start: Ends, end: Ends) -> str:
     first, last = start.colors[band.upper], end.colors[band.lower]
     return last if first == NOBODY else first
@@ -112,10 +128,7 @@ def _color(band: Band, start: Ends, end: Ends) -> str:
 
 def _write(ax: "Axes", bands: Sequence[Band], curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     """Writes the numbers, those of the most relations first, each where it covers none of those before."""
-    box = ax.get_position()
-    wide, high = ax.figure.get_size_inches()  # pyright: ignore[reportAttributeAccessIssue]
-    (x_low, x_high), (y_low, y_high) = ax.get_xlim(), ax.get_ylim()
-    letter, line = (x_high - x_low) * 0.062 / (wide * box.width), (y_high - y_low) * 0.14 / (high * box.height)
+    letter, line = (inch * size for inch, size in zip(_inches(ax), (0.062, 0.14), strict=True))
     taken: list[tuple[float, float, float]] = []
     paper = {"facecolor": ground(ax), "alpha": 0.75, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
     for k in sorted(range(len(bands)), key=lambda k: -(bands[k].count + bands[k].cut)):
@@ -126,7 +139,7 @@ def _write(ax: "Axes", bands: Sequence[Band], curves: Sequence[tuple[np.ndarray,
             inside = curves[k][0][0] + half < x < curves[k][0][-1] - half
             if inside and all(abs(x - u) > half + w or abs(y - v) > line for u, v, w in taken):
                 taken.append((x, y, half))
-                color = CUT if not bands[k].count else ink(ax)
+                color = ink(ax) if bands[k].count else cut_color(ax)
                 text = ax.text(x, y, bands[k].text, ha="center", va="center", fontsize=7, color=color, zorder=5)
                 text.set_bbox(paper)
                 break

@@ -1,14 +1,16 @@
 """Where pictures are drawn: axes of a figure that belongs to nobody, in a light or a dark theme, and their files."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from grapnet.integrations.extra import require
 
-from .colors import is_dark
+from .colors import CUT, CUT_ON_DARK, is_dark
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,14 +50,15 @@ def save(drawn: "Axes | Figure", path: Path | str, *, dpi: int = 150) -> Path:
         ValueError: the name ends otherwise; nothing was written.
     """
     path = require_picture(path)
+    place = Path(os.path.realpath(path))  # a link keeps pointing where it points; the file behind it is replaced
     figure: Any = getattr(drawn, "figure", drawn)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = place.with_name(f".grapnet.{os.urandom(8).hex()}.partial")
     kind = path.suffix.lower().removeprefix(".")
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     with require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"}):
         try:
             figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
-            os.replace(partial, path)
+            os.replace(partial, place)
         finally:
             partial.unlink(missing_ok=True)
     return path
@@ -89,10 +92,15 @@ def ink(ax: "Axes") -> str:
     return LIGHT_INK if is_dark(ground(ax)) else DARK_INK
 
 
+def cut_color(ax: "Axes") -> str:
+    """Returns the red of what was cut that is seen on the ground of these axes."""
+    return CUT_ON_DARK if is_dark(ground(ax)) else CUT
+
+
 def dress(ax: "Axes", title: str = "", x: str = "", y: str = "") -> None:
     """Titles and labels axes in a colour that is read on their ground."""
     color = ink(ax)
-    ax.set_title(title, color=color, fontsize=10.5, loc="left")
+    _set_title(ax, title)
     ax.set_xlabel(x, color=color)
     ax.set_ylabel(y, color=color)
     ax.tick_params(which="both", colors=color)
@@ -103,7 +111,7 @@ def dress(ax: "Axes", title: str = "", x: str = "", y: str = "") -> None:
 
 def whole_numbers(axis: "Axis", most: int = 9) -> None:
     """Gives an axis at most so many ticks, at whole numbers."""
-    locator = require("matplotlib.ticker", "plot").MaxNLocator(nbins=most, integer=True)
+    locator = require("matplotlib.ticker", "plot").MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
     axis.set_major_locator(locator)
     axis.set_major_formatter(lambda value, _: f"{round(value):,}" if value == round(value) else "")
 
@@ -114,8 +122,7 @@ def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = Fals
     if not entries:
         return
     names, handles = [shortened(name, 30) for name, _ in entries], [handle for _, handle in entries]
-    wide = ax.get_window_extent().width / ax.figure.dpi / (0.068 * (max(map(len, names)) + 7))  # columns that fit
-    columns = min(columns, max(int(wide), 1), len(names))
+    columns = _fitting(names, min(columns, len(names)), ax.get_window_extent().width / ax.figure.dpi)
     most = max(4 * columns, 7)
     if len(names) > most:
         names[most - 1 :] = [f"… and {len(names) - most + 1} more"]
@@ -134,17 +141,33 @@ def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = Fals
         columnspacing=1.4,
     )
     if above:
-        lines = -(-len(names) // columns)
-        ax.set_title(ax.get_title("left"), loc="left", color=ink(ax), fontsize=10.5, pad=10.0 + 13.5 * lines)
+        _set_title(ax, ax.get_title("left"), pad=10.0 + 13.5 * -(-len(names) // columns))
+
+
+def _set_title(ax: "Axes", title: str, pad: float | None = None) -> None:
+    """Titles axes, in smaller letters where it would else be wider than they are."""
+    wide = 1.2 * ax.get_window_extent().width / ax.figure.dpi  # inches: layouts leave axes more than they begin with
+    fits = 72 * wide / (0.56 * max(len(title), 1))  # points
+    ax.set_title(title, loc="left", color=ink(ax), fontsize=min(10.5, max(fits, 6.5)), pad=pad)
+
+
+def _fitting(names: Sequence[str], most: int, wide: float) -> int:
+    """Returns into how many columns, filled one after the other, names fit that have so many inches."""
+    for columns in range(most, 1, -1):
+        longest = [max(map(len, part)) for part in np.array_split(names, columns)]
+        if 0.064 * sum(longest) + 0.43 * columns <= wide:
+            return columns
+    return 1
 
 
 def shortened(name: str, most: int) -> str:
-    """Returns a name on one line of at most so many characters; a dollar sign starts no formula.
+    """Returns a name on one line of at most so many characters, with its start and its end; `$` starts no formula.
 
     Examples:
-        >>> shortened("a rather long name", 10)
-        'a rather …'
+        >>> shortened("experiment of May, task 3", 16)
+        'experiment…ask 3'
     """
     name = " ".join("".join(c if c.isprintable() else " " for c in name).split())
-    name = name if len(name) <= most else f"{name[: most - 1]}…"
+    end = most // 3
+    name = name if len(name) <= most else f"{name[: most - 1 - end]}…{name[-end:]}"
     return name.replace("$", r"\$")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 NOBODY = "#8c8c8c"  # of nodes without an owner
 POSITIVE, NEGATIVE = "#7a68c0", "#c97a16"  # of weights
-CUT = "#e5383b"
+CUT, CUT_ON_DARK = "#e5383b", "#ff7a70"
 _HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")  # Okabe and Ito's, yellow darker
 _SHADES = (0.0, 0.4, -0.35, 0.65)  # towards white, or black where negative
 
@@ -15,8 +15,8 @@ def owner_colors(owners: Iterable[str | None]) -> dict[str | None, str]:
     Every colour is the same for the same owners in the same order. They repeat after 28.
 
     Examples:
-        >>> owner_colors(["task 1", None, "task 2", "task 1"])
-        {'task 1': '#0072b2', None: '#8c8c8c', 'task 2': '#e69f00'}
+        >>> owner_colors(["task-1", None, "task-2", "task-1"])
+        {'task-1': '#0072b2', None: '#8c8c8c', 'task-2': '#e69f00'}
     """
     found: dict[str | None, str] = {}
     number = 0

@@ -10,8 +10,8 @@ from grapnet import GrapNet, RelationSet
 from grapnet.integrations.extra import require
 
 from .bands import Band, Ends, draw_bands
-from .canvas import ground, ink, legend, shortened
-from .colors import CUT, NOBODY, is_dark, owner_colors
+from .canvas import cut_color, ground, ink, legend, shortened
+from .colors import NOBODY, is_dark, owner_colors
 from .wiring import Cuts, Names, Wires, all_names, wires
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def draw_groups(
         entries["frozen"] = _patch(ground(ax), hatch="/////", edgecolor=ink(ax))
     if len(cuts) or cuts.lost:
         gone = f", {cuts.lost:,} with a node" if cuts.lost else ""
-        line = require("matplotlib.lines", "plot").Line2D([], [], color=CUT, linestyle=":")
+        line = require("matplotlib.lines", "plot").Line2D([], [], color=cut_color(ax), linestyle=":")
         entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = line
     legend(ax, [*entries.items(), *owners.items()])
 

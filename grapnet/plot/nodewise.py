@@ -8,8 +8,8 @@ import numpy as np
 from grapnet import GrapNet, RelationSet
 from grapnet.integrations.extra import require
 
-from .canvas import ground, ink, legend
-from .colors import CUT, NEGATIVE, POSITIVE, is_dark, owner_colors
+from .canvas import cut_color, ground, ink, legend
+from .colors import NEGATIVE, POSITIVE, is_dark, owner_colors
 from .wiring import Cuts, Names, all_names, wires
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def draw_nodes(net: GrapNet, ax: "Axes", names: Sequence[Names], marked: Relatio
     ]
     if len(cuts) or cuts.lost:
         gone = f", {cuts.lost:,} with a node" if cuts.lost else ""
-        style = {"colors": CUT, "linewidths": 0.9, "linestyles": ":", "zorder": 2, "gid": "cut"}
+        style = {"colors": cut_color(ax), "linewidths": 1.1, "linestyles": ":", "zorder": 2, "gid": "cut"}
         entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = _collection(ax, np.concatenate(lines), **style)
     legend(ax, [*entries.items(), *_draw_nodes(net, ax, names, heights, marked).items()])
 

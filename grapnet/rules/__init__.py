@@ -21,7 +21,7 @@ from .rule import RecordingRule as RecordingRule
 from .rule import Rule as Rule
 from .schedule import At as At
 from .schedule import Every as Every
+from .schedule import EveryTask as EveryTask
 from .schedule import Schedule as Schedule
-from .schedule import TaskEnds as TaskEnds
 from .structure import SplitIntoFamilies as SplitIntoFamilies
 from .widen import GrowWidth as GrowWidth

@@ -28,7 +28,7 @@ class FreezeOwner:
         >>> import grapnet as gn
         >>> net = gn.GrapNet([4, 3, 2])
         >>> with net.edit() as edit:
-        ...     edit.set_owner(net.layers[1][:2], "task 0")
+        ...     edit.set_owner(net.layers[1][:2], "task-0")
         >>> with net.edit() as edit:
         ...     FreezeOwner()(net, edit, Moment(task=0))
         >>> net.count().frozen, net.layers[1].frozen.tolist()
@@ -39,7 +39,7 @@ class FreezeOwner:
     incoming: bool = True
     outgoing: bool = True
     bias: bool = True
-    tag: str = "task {task}"
+    tag: str = "task-{task}"
 
     def __post_init__(self) -> None:
         if self.owner is not None and not isinstance(self.owner, str):

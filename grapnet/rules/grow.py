@@ -46,7 +46,7 @@ class GrowForTask:
         ...         grow(net, edit, Moment(task=task))
         >>> net.sizes, len(net.layers[1].outgoing()), net.count().trainable
         ([49, 240, 10], 1440, 13450)
-        >>> len(net.select(owner="task 4"))
+        >>> len(net.select(owner="task-4"))
         48
     """
 
@@ -59,7 +59,7 @@ class GrowForTask:
     parents: Literal["all"] | float = "all"
     weights: str = "alloc"
     bias: str = "zero"
-    tag: str = "task {task}"
+    tag: str = "task-{task}"
 
     def __post_init__(self) -> None:
         require_count(self.nodes, "nodes that a task gets")
@@ -134,7 +134,7 @@ class GrowForTask:
 def owner_of(tag: str, task: Any) -> str:
     """Returns the owner that a task's nodes are tagged with; raises EditError when no task was told."""
     if not isinstance(tag, str) or "{task}" not in tag:
-        raise EditError(f'a tag holds the place of the task, as in "task {{task}}", got {tag!r}')
+        raise EditError(f'a tag holds the place of the task, as in "task-{{task}}", got {tag!r}')
     if task is None:
         raise EditError("this rule works for a task, and none was told; say which: manager.apply(net, step, task=…)")
     return tag.replace("{task}", str(task))

@@ -4,23 +4,24 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
 from grapnet.core.journal import Commit
 from grapnet.network import GrapNet
 
-from .budget import Budget, enforce
+from .budget import Budget
 from .preview import Preview, preview
 from .recorder_set import RecorderSet
 from .roster import Entry, Roster, require_budget, require_net, require_rule, require_same, require_schedule
 from .rule import Moment, Rule
 from .schedule import Every, Schedule
-from .settings import describe, title
+from .settings import describe, set_state, state_of, title
+from .turn import in_words, said_of, take_turn
 
 
 class RuleManager:
@@ -134,7 +135,7 @@ class RuleManager:
             step: of the next `apply`; the one after the last by default, 0 at first.
         """
         require_net(net)
-        step = (self._next_step or 0) if step is None else operator.index(step)
+        step = self._step(step)
         self._adopt(self._made(net))
         self._arm(step)
 
@@ -153,21 +154,34 @@ class RuleManager:
 
     @overload
     def apply(
-        self, net: GrapNet, step: int, *, task: Any = None, dry_run: Literal[False] = False, probe: None = None
+        self, net: GrapNet, step: int | None = ..., *, task: Any = ..., dry_run: Literal[False] = ..., probe: None = ...
     ) -> Commit | None: ...
     @overload
     def apply(
-        self, net: GrapNet, step: int, *, task: Any = None, dry_run: Literal[True], probe: Tensor | None = None
+        self,
+        net: GrapNet,
+        step: int | None = ...,
+        *,
+        task: Any = ...,
+        dry_run: Literal[True],
+        probe: Tensor | None = ...,
     ) -> Preview: ...
     def apply(
-        self, net: GrapNet, step: int, *, task: Any = None, dry_run: bool = False, probe: Tensor | None = None
+        self,
+        net: GrapNet,
+        step: int | None = None,
+        *,
+        task: Any = None,
+        dry_run: bool = False,
+        probe: Tensor | None = None,
     ) -> Commit | Preview | None:
         """Applies the enabled rules that are due, in order, as one commit; call it after `optimizer.step()`.
 
         Args:
             net: the net.
-            step: the number of the training step.
-            task: the task that ended with this step, for rules and schedules that go by tasks.
+            step: the number of the training step; the one after the last by default, 0 at first. The journal tells
+                only a step that was given.
+            task: the task that begins or has ended, for rules and schedules that go by tasks.
             dry_run: only say what would happen. Like every edit it belongs between two training steps: a backward
                 through a forward pass of before it raises.
             probe: inputs on which a dry run compares the output.
@@ -180,29 +194,30 @@ class RuleManager:
                 state of rules that have `state_dict` and `load_state_dict` are as before.
         """
         require_net(net)
-        step = operator.index(step)
+        now, said = Moment(self._step(step), task), said_of(step, task)
         if probe is not None and not dry_run:
             raise ValueError("probe= is for a dry run; say dry_run=True")
-        due = [entry for entry in self._roster.enabled if entry.schedule.is_due(step, task)]
+        due = [entry for entry in self._roster.enabled if entry.schedule.is_due(now.step, task)]
         recorders, names = self._made(net), tuple(entry.name for entry in due)
 
         def write(edit: Edit) -> None:
             for entry in due:
-                self._write(net, edit, entry, step, task, recorders)
+                evidence = recorders.seen(entry.name, entry.rule)
+                take_turn(net, edit, entry, self.budget, replace(now, evidence=evidence), said)
 
         if dry_run:
             with recorders.aside(), self._rewound(due, always=True):
                 return preview(net, names, write, generator=self._generator, probe=probe)
         commit = None
         if due:
-            reason = f"{', '.join(names)} at step {step}" + ("" if task is None else f", task {task}")
-            with self._rewound(due), net.edit(reason, by=", ".join(names), generator=self._generator) as edit:
+            by = ", ".join(names)
+            with self._rewound(due), net.edit(by + in_words(said), by=by, generator=self._generator) as edit:
                 write(edit)
                 commit = edit.commit()
         self._adopt(recorders)
         for name in names:
             recorders.clear(name)
-        self._arm(step + 1)
+        self._arm(now.step + 1)
         return commit
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,7 +235,7 @@ class RuleManager:
                     "name": entry.name,
                     "enabled": entry.enabled,
                     **entry.description(),
-                    "state": _state(entry.rule),
+                    "state": state_of(entry.rule),
                     "recorders": recorders.get(entry.name, {}),
                 }
                 for entry in self._roster
@@ -260,35 +275,15 @@ class RuleManager:
         rows = [f"  {e.name}: {e.rule!r}, {e.schedule!r}{'' if e.enabled else ', disabled'}" for e in self._roster]
         return "\n".join(["RuleManager(", *rows, ")"]) if rows else "RuleManager()"
 
-    def _write(self, net: GrapNet, edit: Edit, entry: Entry, step: int, task: Any, recorders: RecorderSet) -> None:
-        """Lets one rule write into the edit, and holds it to its budget and, with those before it, to the manager's."""
-        settled, connected = edit.cuts, edit.n_connections
-        within = self.budget.tightened(entry.budget)
-        shared, own = self.budget.edits, None if entry.budget is None else entry.budget.edits
-        cuts = _smaller(own, None if shared is None else shared - len(settled))
-        connections = _smaller(None if own is None else connected + own, shared)
-        left = _smaller(cuts, None if connections is None else connections - connected)
-        details = {} if task is None else {"task": task if isinstance(task, str | int | float) else str(task)}
-        edit.remark(entry.name, step=step, **details)
-        evidence = recorders.seen(entry.name, entry.rule)
-        try:
-            entry.rule(net, edit, Moment(step, task, Budget(left, within.parents, within.children), evidence))
-            if edit.receipt is not None:
-                raise EditError(
-                    "a rule writes into the edit and leaves it to the manager to commit it; this one has committed "
-                    f"version {net.version}, which net.undo() takes back"
-                )
-            rule = f"rule {entry.name!r}"
-            enforce(net, edit, within, rule=rule, settled=settled, cuts=cuts, connections=connections)
-        except Exception as error:
-            error.add_note(f"raised by rule {entry.name!r} at step {step}")
-            raise
+    def _step(self, step: int | None) -> int:
+        """Returns the number of a step, which is the one after the last where none is given."""
+        return (self._next_step or 0) if step is None else operator.index(step)
 
     @contextmanager
     def _rewound(self, due: list[Entry], *, always: bool = False) -> Iterator[None]:
         """Puts the generator and the states of rules back when the block raises, or always."""
         generator = self._generator.get_state()
-        states = [(entry.rule, copy.deepcopy(_state(entry.rule))) for entry in due]
+        states = [(entry.rule, copy.deepcopy(state_of(entry.rule))) for entry in due]
         done = False
         try:
             yield
@@ -297,7 +292,7 @@ class RuleManager:
             if always or not done:
                 self._generator.set_state(generator)
                 for rule, state in states:
-                    _set_state(rule, state)
+                    set_state(rule, state)
 
     def _made(self, net: GrapNet) -> RecorderSet:
         """Returns recorders on a net for all enabled rules, made before anything happens, since that may raise."""
@@ -338,23 +333,9 @@ class RuleManager:
         self._roster.reorder(part["name"] for part in state["rules"])
         for entry, part in zip(self._roster, state["rules"], strict=True):
             entry.enabled = bool(part["enabled"])
-            _set_state(entry.rule, part["state"])
+            set_state(entry.rule, part["state"])
             if not entry.enabled:
                 self._recorders.drop(entry.name)
         self._recorders.load_state_dict({part["name"]: part["recorders"] for part in state["rules"]})
         self._next_step = state["next_step"]
         self._arm_again()
-
-
-def _smaller(one: int | None, other: int | None) -> int | None:
-    """Returns the smaller of two limits, of which None is no limit."""
-    return min((limit for limit in (one, other) if limit is not None), default=None)
-
-
-def _state(rule: Any) -> Any:
-    return rule.state_dict() if hasattr(rule, "state_dict") and hasattr(rule, "load_state_dict") else None
-
-
-def _set_state(rule: Any, state: Any) -> None:
-    if state is not None:
-        rule.load_state_dict(state)

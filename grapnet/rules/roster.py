@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grapnet.core.errors import CheckpointError, GrapNetError
+from grapnet.core.wording import with_article
 from grapnet.network import GrapNet
 
 from .budget import Budget
@@ -119,8 +120,8 @@ def require_same(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]
 def require_net(net: Any) -> None:
     """Raises TypeError for what is not a net itself."""
     if not isinstance(net, GrapNet):
-        kind = type(net).__name__
-        raise TypeError(f"the net comes first: manager.apply(net, step); got a {kind}. Give the GrapNet, not a wrapper")
+        kind = with_article(type(net).__name__)
+        raise TypeError(f"the net comes first: manager.apply(net, step); got {kind}. Give the GrapNet, not a wrapper")
 
 
 def require_rule(rule: Any) -> None:

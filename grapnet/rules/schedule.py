@@ -78,10 +78,11 @@ class At:
 
 
 @dataclass(frozen=True)
-class TaskEnds:
+class EveryTask:
     """Whenever `RuleManager.apply` is told a task, at steps from `start` to `until`.
 
-    Recorders are armed all the time, since nobody knows when a task ends.
+    It is for rules that run before a task, as growth does, and for those that run after it, as freezing does: tell the
+    manager the task at that moment. Recorders are armed all the time, since nobody knows when that will be.
     """
 
     start: int = 0

@@ -1,4 +1,4 @@
-"""Settings of rules and schedules as plain data that a checkpoint holds and that can be compared."""
+"""Settings and states of rules and schedules as plain data that a checkpoint holds and that can be compared."""
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
@@ -38,6 +38,17 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
         for name in sorted(before.keys() | after.keys())
         if not same(before.get(name), after.get(name))
     ]
+
+
+def state_of(rule: Any) -> Any:
+    """Returns the state of a rule that keeps one and takes it back; None of any other."""
+    return rule.state_dict() if hasattr(rule, "state_dict") and hasattr(rule, "load_state_dict") else None
+
+
+def set_state(rule: Any, state: Any) -> None:
+    """Gives a rule back the state that it had, if it had one."""
+    if state is not None:
+        rule.load_state_dict(state)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ from grapnet.core.graph import Graph
 from grapnet.core.journal import Commit
 from grapnet.core.remap import IndexMap
 from grapnet.execution.plan import in_transform
+from grapnet.execution.untraced import untraced
 from grapnet.network import GrapNet
 
 
@@ -76,6 +77,11 @@ class Watcher(ABC, Generic[E]):
     def armed(self) -> bool:
         """True while it watches."""
         return self._release is not None and self._release.alive and self._net is not None and self._net() is not None
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How much was seen."""
 
     def arm(self, net: GrapNet) -> None:
         """Starts to watch; nothing happens when it watches already.
@@ -209,6 +215,10 @@ class Watcher(ABC, Generic[E]):
     def _uids_of(self, net: GrapNet) -> list[Tensor]:
         return [net.layers[n].uid for n in self._layers]
 
+    def __repr__(self) -> str:
+        layers = ", ".join(map(str, self._layers))
+        return f"{type(self).__name__}(layers {layers}, count={self.count}{', watching' if self.armed else ''})"
+
     def __getstate__(self) -> dict[str, Any]:
         """A copy keeps the settings and the evidence, and watches nothing."""
         hidden = ("_net", "_release", "_kept", "_trial", "_shared")
@@ -228,7 +238,7 @@ class _Ear:
     def __init__(self, recorder: Watcher[Any], place: int) -> None:
         self._recorder, self._place = weakref.ref(recorder), place
 
-    @torch.compiler.disable
+    @untraced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         recorder = self._recorder()
         if recorder is not None and recorder.armed and not in_transform():  # compiled code calls removed hooks too
@@ -242,7 +252,7 @@ def _left() -> Any:
     return _leave
 
 
-@torch.compiler.disable
+@untraced
 def _leave(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
     """Takes itself off the module that calls it."""
     for key in [key for key, hook in module._forward_hooks.items() if hook is _leave]:

@@ -86,7 +86,7 @@ def _run_tiny_transformer(fast: bool, path: Path | None, arguments: Sequence[str
 
 def _made_tiny_transformer(fast: bool, seeds: int | None = None, **how: Any) -> dict[str, Any]:
     """Makes the result of the one study that has no seeds; `how` finds nothing to spread, keep or follow."""
-    settings = tiny_transformer.Settings(train=256, epochs=2) if fast else tiny_transformer.Settings()
+    settings = tiny_transformer.FAST if fast else tiny_transformer.Settings()
     return json.loads(json.dumps(tiny_transformer.run(settings)))
 
 

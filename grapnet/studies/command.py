@@ -86,7 +86,7 @@ def run(
     kept = None if folder is None else folder / study.name / _fingerprint(asdict(settings), versions)
     if kept is not None and fresh:
         _remove(kept)
-    found = {} if kept is None else {seed: _read(kept / f"{seed}.json") for seed in settings.seeds}
+    found = {} if kept is None else {seed: _read(kept / f"{seed}.json", study.name, seed) for seed in settings.seeds}
     found = {seed: numbers for seed, numbers in found.items() if numbers is not None}
     start, waiting = time.perf_counter(), [seed for seed in settings.seeds if seed not in found]
     several = min(processes, len(waiting))
@@ -96,7 +96,7 @@ def run(
             for seed, numbers in computed(study.one_seed, settings, waiting, processes):
                 found[seed] = numbers
                 if kept is not None:
-                    write_json(kept / f"{seed}.json", numbers)
+                    write_json(kept / f"{seed}.json", {"study": study.name, "seed": seed, "numbers": numbers})
                 progress.advance(note=f"seed {seed} done", values={"seed": seed, **_numbers(numbers)})
     except KeyboardInterrupt:
         told = f"{study.name}: interrupted after {len(found)} of {len(settings.seeds)} seeds"
@@ -267,18 +267,24 @@ def _remove(kept: Path) -> None:
             folder.rmdir()
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Returns the numbers of a seed that is kept; None where there are none that can be read."""
+def _read(path: Path, study: str, seed: int) -> dict[str, Any] | None:
+    """Returns the numbers of a seed that is kept; None where there are none, or something else was written there."""
     try:
         found = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found else None
+    if not isinstance(found, dict) or (found.get("study"), found.get("seed")) != (study, seed):
+        return None
+    numbers = found.get("numbers")
+    return numbers if isinstance(numbers, dict) and numbers else None
 
 
 def write_json(path: Path, content: Any) -> None:
     """Writes a file of JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(partial, path)
+    partial = path.with_name(f".grapnet.{os.urandom(8).hex()}.partial")  # two runs may write the same file
+    try:
+        partial.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -147,7 +147,7 @@ def _grown(settings: Settings, train: Data, seed: int) -> gn.GrapNet:
 
 
 def _owned(net: gn.GrapNet, task: int) -> Any:
-    return net.select(layer=1, owner=f"task {task}").outgoing()
+    return net.select(layer=1, owner=f"task-{task}").outgoing()
 
 
 def _to_its_pair(net: gn.GrapNet, task: int) -> Any:

@@ -142,7 +142,7 @@ def _grown(
     net = gn.GrapNet([784, 0, TASKS])
     with net.edit(reason="an output a task") as edit:
         for number in range(TASKS):
-            edit.set_owner(net.layers[2][number : number + 1], f"task {number}")  # its bias freezes with the task
+            edit.set_owner(net.layers[2][number : number + 1], f"task-{number}")  # its bias freezes with the task
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     gn.attach(optimizer, net, survivors=survivors)
     grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=1)
@@ -164,7 +164,7 @@ def _grown(
 
 
 def _coordinates(net: gn.GrapNet, task: int) -> list[Tensor]:
-    nodes = net.select(layer=1, owner=f"task {task}")
+    nodes = net.select(layer=1, owner=f"task-{task}")
     biases = [nodes.biases, net.layers[2].biases[task : task + 1]]
     return [nodes.incoming().weights, nodes.outgoing().weights, *biases]
 

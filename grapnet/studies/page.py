@@ -5,31 +5,9 @@ import itertools
 import re
 from collections.abc import Sequence
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width">
-<title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --line: #8886; --soft: #8881; }}
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }}
-p, li {{ overflow-wrap: break-word; }}
-h2 {{ margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; }}
-.wide {{ overflow-x: auto; margin: 1rem 0; }}
-table {{ border-collapse: collapse; font-size: 0.9rem; font-variant-numeric: tabular-nums; }}
-th, td {{ padding: 0.3rem 0.7rem; border-bottom: 1px solid var(--line); text-align: left; }}
-th {{ background: var(--soft); }}
-svg {{ display: block; width: 100%; min-width: 36rem; max-width: 50rem; height: auto; font-size: 13px; }}
-svg.plot {{ background: #fff; color: #000; border-radius: 4px; }}
-.right {{ text-align: right; white-space: nowrap; }}
-</style>
-</head>
-<body>
-{body}
-</body>
-</html>
-"""
+from grapnet.page import Html, heading, paragraph, table, wide
+from grapnet.page import page as whole
+
 _STARTS = {"|": "table", "- ": "ul", "#": "h", "<svg": "svg"}
 
 
@@ -39,11 +17,11 @@ def page(markdown: str, title: str) -> str:
     Pictures are lines that begin with `<svg`, which stay as they are; everything else is escaped.
 
     Examples:
-        >>> "<td class=right>1 &lt; 2</td>" in page("| a | b |\\n|---|---:|\\n| **x** | 1 < 2 |", "t")
+        >>> "<td class=right>&lt;2</td>" in page("| a | b |\\n|---|---:|\\n| **x** | <2 |", "t")
         True
     """
     blocks = [_block(kind, list(lines)) for kind, lines in itertools.groupby(markdown.splitlines(), _kind) if kind]
-    return _PAGE.format(title=html.escape(title), body="\n".join(blocks))
+    return whole(title, blocks)
 
 
 def _kind(line: str) -> str:
@@ -55,25 +33,16 @@ def _kind(line: str) -> str:
 
 def _block(kind: str, lines: Sequence[str]) -> str:
     if kind == "table":
-        return _table([_cells(line) for line in lines])
+        titles, marks, *rows = ([_inline(cell) for cell in _cells(line)] for line in lines)
+        return table(titles, rows, right=[n for n, mark in enumerate(marks) if mark.endswith(":")])
     if kind == "svg":
-        return "\n".join(f'<div class="wide">{line}</div>' for line in lines)
+        return "\n".join(map(wide, lines))
     if kind == "ul":
         return "<ul>" + "".join(f"<li>{_inline(line[2:])}</li>" for line in lines) + "</ul>"
     if kind == "h":
         levels = [(len(line) - len(line.lstrip("#")), line.lstrip("# ")) for line in lines]
-        return "\n".join(f"<h{level}>{_inline(text)}</h{level}>" for level, text in levels)
-    return f"<p>{_inline(' '.join(lines))}</p>"
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table from its titles, the line that says which columns stand right, and its rows."""
-    right = [" class=right" if mark.endswith(":") else "" for mark in rows[1]]
-    made = []
-    for cells, tag in zip((rows[0], *rows[2:]), ("th", *("td" for _ in rows[2:])), strict=True):
-        inner = (f"<{tag}{kind}>{_inline(cell)}</{tag}>" for kind, cell in zip(right, cells, strict=True))
-        made.append(f"<tr>{''.join(inner)}</tr>")
-    return '<div class="wide"><table>\n' + "\n".join(made) + "\n</table></div>"
+        return "\n".join(heading(_inline(text), level) for level, text in levels)
+    return paragraph(_inline(" ".join(lines)))
 
 
 def _cells(line: str) -> list[str]:
@@ -81,6 +50,6 @@ def _cells(line: str) -> list[str]:
     return [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", inner)]
 
 
-def _inline(text: str) -> str:
+def _inline(text: str) -> Html:
     escaped = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
-    return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escaped)
+    return Html(re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", escaped))

@@ -117,7 +117,7 @@ def sift(rule: Rule, x: Tensor, *, seed: int, budget: Budget | None = None) -> C
         manager.inject(rule, budget=budget)
         with manager.recording(net), torch.no_grad():
             net(x)
-        manager.apply(net, 0)
+        manager.apply(net)
 
     return change
 

@@ -22,6 +22,7 @@ from .picture import Bar, inline, picture
 from .published import ARTEFACTS
 
 PLACES = ("features",)  # settings that say where a machine keeps its data, not what is done with it
+LARGEST = 1e100  # of what a result holds
 MEANING = (
     "Ours is mean ± standard deviation over the seeds, with the 95 % confidence interval of the mean (Student's t); of "
     "rounding errors it is the largest. The published interval is the paper's confidence interval where it prints one, "
@@ -92,11 +93,11 @@ def report(name: str, *folders: Path) -> Report:
 def _judged(name: str, path: Path) -> Report:
     artefact = ARTEFACTS[name]
     try:
-        study, result = studies.registered(name), json.loads(path.read_text())
+        study, result = studies.registered(name), json.loads(path.read_text(), parse_float=_sound, parse_int=_sound)
         other = differences(study.settings, result["settings"])
         problems = [f"made with other settings: {', '.join(other)}"] if other else []
         seeds = list(result["seeds"].values()) if "seeds" in result else [result]
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return Report(name, artefact, [], "", [f"{path} cannot be read: {_why(error)}"], [], path)
     rows = []
     for figure in artefact.figures:
@@ -186,6 +187,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in lines:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if lines else 0
+
+
+def _sound(text: str) -> float | int:
+    """Returns a number of a result; raises ValueError for one whose square nothing can compute with."""
+    number = float(text) if set(text) & set(".eE") else int(text)
+    if abs(number) > LARGEST:
+        raise ValueError(f"{text[:20]} is no number that a study measures")
+    return number
 
 
 def _row(figure: Figure, seeds: Sequence[dict[str, Any]]) -> Row:

@@ -5,7 +5,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,9 @@ class Settings:
     lr: float = 5e-3
     cut: int = 32
     seed: int = 0
+
+
+FAST = Settings(train=256, epochs=2)
 
 
 class TinyTransformer(nn.Module):
@@ -163,12 +166,12 @@ def _cut(settings: Settings, data: Data) -> dict[str, Any]:
     """Returns how many relations are left, wherever a relation can be counted, after the weakest were cut."""
     dense, _ = _models(settings, torch.float64)
     optimizer = torch.optim.Adam(dense.parameters(), lr=settings.lr)
-    _train(dense, Settings(**{**asdict(settings), "epochs": 1}), data, optimizer)
+    _train(dense, replace(settings, epochs=1), data, optimizer)
     net = gn.graft(dense, "ffn", optimizer=optimizer)["ffn"]
     before = net.count().relations
     with net.edit(reason="the weakest relations") as edit:
         edit.cut(net.select().outgoing().smallest(count=settings.cut))
-    _train(dense, Settings(**{**asdict(settings), "epochs": 1}), data, optimizer)  # and it goes on training
+    _train(dense, replace(settings, epochs=1), data, optimizer)  # and it goes on training
     weights = [transition.weight for transition in net.transitions]
     views = {"storage": sum(len(transition.child) for transition in net.transitions)}
     views["parameters"] = sum(weight.numel() for weight in weights)
@@ -202,7 +205,7 @@ def _largest(one: Tensor | None, other: Tensor | None) -> float:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the audit, prints it beside the paper's figures and writes it; see --help."""
     given = options("tiny_transformer", __doc__).parse_args(arguments)
-    settings = Settings(train=256, epochs=2) if given.fast else Settings()
+    settings = FAST if given.fast else Settings()
     return told("tiny_transformer", given, lambda: run(settings), table=table, missed=missed, draw=draw)
 
 

@@ -304,7 +304,7 @@ def test_a_model_that_cannot_be_saved_is_refused_by_name(tmp_path):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     model[0][4].get_extra_state = lambda: {"seen": object()}
-    with pytest.raises(gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: .* not a object"):
+    with pytest.raises(gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: .* not an object"):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     with model[1].edit(trial=True) as trial:

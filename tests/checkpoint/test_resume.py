@@ -170,15 +170,19 @@ MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception]
     "wrong class": (
         lambda net: {"last": torch.optim.SGD(net.parameters(), lr=0.1)},
         gn.CheckpointError,
-        r"extras\.last: was saved from a Adam, not from a SGD",
+        r"extras\.last: was saved from an Adam, not from an SGD",
     ),
-    "wrong kind": (lambda net: {"last": torch.Generator()}, gn.CheckpointError, r"extras\.last: was saved from a Adam"),
+    "wrong kind": (
+        lambda net: {"last": torch.Generator()},
+        gn.CheckpointError,
+        "was saved from an Adam, not from a Gen",
+    ),
     "plain data": (
         lambda net: {"notes": objects_for(net)["optimizer"]},
         gn.CheckpointError,
         r"extras\.notes: .*plain data",
     ),
-    "no object": (lambda net: {"last": 5}, TypeError, r"last= takes an object with load_state_dict\(\).* not a int"),
+    "no object": (lambda net: {"last": 5}, TypeError, r"last= takes an object with load_state_dict\(\).* not an int"),
     "refuses": (lambda net: {"memory": Reluctant(refuses=True)}, gn.CheckpointError, r"extras\.memory: .*not five"),
 }
 
@@ -231,3 +235,19 @@ def test_a_refused_restore_does_not_hide_that_an_optimizer_has_not_followed(tmp_
         gn.restore(tmp_path / "net", **objects, memory=Reluctant(refuses=True))
     with pytest.raises(gn.OptimizerError, match=r"gn\.attach"):
         train(net, objects, 1)
+
+
+def test_a_file_without_undo_leaves_what_the_session_keeps_for_it(tmp_path):
+    torch.manual_seed(0)
+    net = gn.GrapNet([4, 3, 2])
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.attach(optimizer, net)
+    net(torch.randn(5, 4)).square().sum().backward()
+    optimizer.step()
+    moments = {p: optimizer.state[p]["exp_avg"].clone() for p in net.parameters()}
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=5))
+    gn.save(tmp_path / "net", net, optimizer=optimizer)
+    gn.restore(tmp_path / "net", optimizer=optimizer)
+    net.undo()
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], moment) for p, moment in moments.items())

@@ -1,6 +1,8 @@
 """Weights of plain MLPs become nets that compute the same; what is no MLP is refused by key."""
 
 import json
+import os
+import warnings
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,44 @@ def test_another_activation_and_a_torch_file(tmp_path, run):
         assert_computes(tmp_path / "net", model)  # files do not tell the activation
 
 
+def test_every_hidden_layer_has_its_own_activation(tmp_path, run):
+    model = mlp(nn.Tanh)
+    model[1] = nn.LeakyReLU(0.2)
+    save_file(model.state_dict(), tmp_path / "mlp.safetensors")
+    asked = ["convert", tmp_path / "mlp.safetensors", "-o", tmp_path / "net", "--force"]
+    done = run(*asked, "--activation", "leaky_relu(0.2),tanh", "--json")
+    assert json.loads(done.out)["activations"] == ["leaky_relu(0.2)", "tanh"]
+    assert_computes(tmp_path / "net", model)
+    assert (
+        "  2: 8 -> 8, 64 relations, no bias, then leaky_relu(0.2)"
+        in run(*asked, "--activation", "tanh, leaky_relu(0.2)").out
+    )
+    with pytest.raises(AssertionError):
+        assert_computes(tmp_path / "net", model)
+    assert json.loads(run(*asked, "--json").out)["activations"] == ["relu", "relu"]
+
+
+@pytest.mark.parametrize(
+    ("named", "message", "hint"),
+    [
+        (
+            "relu,tanh,elu",
+            "--activation names 3 activations, and the number of hidden layers is 2, behind 0, 2",
+            "one for each",
+        ),
+        ("relu,bent", "no activation is called 'bent'", "known are elu, gelu"),
+        ("relu,", "no activation is called ''", "known are elu, gelu"),
+    ],
+)
+def test_activations_that_do_not_fit_are_refused(tmp_path, run, named, message, hint):
+    save_file(mlp().state_dict(), tmp_path / "mlp.safetensors")
+    code, out, err = run("convert", tmp_path / "mlp.safetensors", "--activation", named)
+    assert (code, out, os.listdir(tmp_path)) == (2, "", ["mlp.safetensors"])
+    first, second = err.splitlines()
+    assert message in first
+    assert hint in second
+
+
 def test_zeros_stay_or_are_dropped(tmp_path, run):
     model = mlp()
     prune.random_unstructured(model[0], "weight", amount=30)
@@ -106,24 +146,21 @@ def test_double_precision_stays(tmp_path, run):
     assert torch.equal(net.layers[1].biases, model.state_dict()["0.bias"])
 
 
-def test_an_unclear_order_is_asked_for(tmp_path, run):
-    weights = {name: torch.randn(4, 4) for name in ("a.weight", "b.weight")}
-    save_file(weights, tmp_path / "mlp.safetensors")
-    asked = ["convert", tmp_path / "mlp.safetensors", "-o", tmp_path / "net"]
-    refused = run(*asked)
-    assert refused.code == 2
-    assert "a, b fit in several orders" in refused.err
-    assert "--keys a,b" in refused.err
-    assert not (tmp_path / "net").exists()
-    assert run(*asked, "--keys", "b,a").code == 0
-    x = torch.randn(2, 4)
-    expected = (x @ weights["b.weight"].T).relu() @ weights["a.weight"].T
-    torch.testing.assert_close(gn.load(tmp_path / "net")(x), expected, rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
+        (
+            {"a.weight_orig": (3, 4), "a.weight_mask": (1, 4)},
+            "a.weight_mask has shape [1, 4], and a.weight_orig [3, 4]",
+        ),
+        (
+            {"a.weight_orig": (3, 4), "a.weight_mask": (4, 3)},
+            "a.weight_mask has shape [4, 3], and a.weight_orig [3, 4]",
+        ),
+        (
+            {"a.weight_orig": (3, 4), "a.weight_mask": (3, 4), "a.weight": (3, 4)},
+            "a.weight stands beside a.weight_orig",
+        ),
         ({"a.weight": (4, 5), "b.weight": (3, 7)}, "a gives 4 values and b takes 7"),
         ({"a.weight": (4, 5), "a.bias": (3,)}, "a.bias has shape [3], and a.weight [4, 5] needs [4]"),
         ({"a.weight": (4, 5), "norm.weight": (4,)}, "norm.weight of shape [4] is no weight or bias"),
@@ -165,6 +202,9 @@ def test_bad_input_is_one_line_and_changes_nothing(checkpoint, tmp_path, run):
         ([good, "--activation", "bent"], "no activation is called 'bent'"),
         ([good, "--prefix", "head."], "no key begins with 'head.'"),
         ([good, "--keys", "0,5"], "'5' is no layer"),
+        ([good, "--keys", ""], "'' is no layer"),
+        ([good, "--keys", "0,2,2"], "--keys names '2' twice"),
+        ([good, "--keys", "4,0"], "4 gives 3 values and 0 takes 5; --keys wants them in this order"),
         ([good, "--device", "tpu9"], "--device tpu9 cannot be used"),
     ):
         done = run("convert", *asked, "-o", tmp_path / "net")
@@ -188,3 +228,53 @@ def test_a_torch_file_with_one_bit_turned_is_refused(tmp_path, run):
     assert code == 2
     assert "is damaged" in err
     assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda weight: weight.to_sparse(), "a.weight is a sparse tensor"),
+        (lambda weight: weight.to_sparse_csr(), "a.weight is a sparse tensor"),
+        (lambda weight: torch.nested.nested_tensor([weight, weight[:1]]), "a.weight is a nested tensor"),
+        (lambda weight: weight.to("meta"), "a.weight is on the meta device and holds no numbers"),
+        (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "a.weight is quantized"),
+        (lambda weight: weight[:1, :1].expand(10**6, 10**6), "a.weight has shape [1000000, 1000000]"),
+        (lambda weight: weight.new_empty(0, 10**15), "a.weight has shape [0, 1000000000000000]"),
+    ],
+)
+def test_tensors_that_are_no_plain_arrays_are_refused(tmp_path, run, make, message):
+    path = tmp_path / "mlp.pt"
+    with warnings.catch_warnings(action="ignore"):  # torch's, of such kinds of tensors
+        torch.save({"a.weight": make(torch.randn(3, 4))}, path)
+    code, out, err = run("convert", path)
+    assert (code, out, os.listdir(tmp_path)) == (2, "", ["mlp.pt"])
+    first, hint = err.splitlines()
+    assert message in first
+    assert "TRACEBACK" not in hint
+
+
+@pytest.mark.parametrize("path", [".", "/", "", "..", "pipe.pt"])
+def test_what_is_no_file_is_refused(tmp_path, run, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe.pt")
+    code, out, err = run("convert", path)
+    assert (code, out, os.listdir()) == (2, "", ["pipe.pt"])
+    assert ("is no file of weights" if path == "pipe.pt" else "is a folder") in err.splitlines()[0]
+    assert "TRACEBACK" not in err
+
+
+def test_weights_whose_outputs_overflow_are_converted_and_told(tmp_path, run):
+    torch.manual_seed(0)
+    save_file(
+        {"0.weight": torch.full((4, 4), 1e30), "2.weight": torch.full((2, 4), 1e30)}, tmp_path / "mlp.safetensors"
+    )
+    done = run("convert", tmp_path / "mlp.safetensors", "--json")
+    assert (done.code, json.loads(done.out)["difference"]) == (0, 0.0)
+    text = run("convert", tmp_path / "mlp.safetensors", "--force").out
+    assert "outputs are NaN or infinite, here and there alike" in text
+
+
+def test_an_empty_layer_is_converted_without_a_warning(tmp_path, run):
+    save_file({"0.weight": torch.empty(0, 3), "2.weight": torch.empty(2, 0)}, tmp_path / "mlp.safetensors")
+    done = run("convert", tmp_path / "mlp.safetensors", "--json")
+    assert (done.code, done.err, json.loads(done.out)["sizes"]) == (0, "", [3, 0, 2])

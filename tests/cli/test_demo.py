@@ -114,6 +114,9 @@ def test_checkpoint_is_the_sifted_net_and_undo_in_a_copy_brings_the_relations_ba
     assert (net.version, net.count().relations) == (9, sift["relations"][1])
     assert [commit.reason for commit in net.history] == [commit["reason"] for commit in numbers["history"]]
     assert saved["bytes"] == (folder / "digits.safetensors").stat().st_size
+    assert [task["owner"] for task in numbers["growth"]["tasks"]] == [f"task-{n}" for n in range(1, 6)]  # as it prints
+    assert set(net.layers[1].owners) == {f"task-{n}" for n in range(1, 6)}
+    assert net.history[-1].reason == "CovarianceSifter, PruneWeakest"  # nobody told a step
 
 
 def test_every_claim_is_checked_and_would_be_found_wrong(numbers):
@@ -160,11 +163,13 @@ def test_report_is_one_page_that_needs_nothing_else(folder, numbers):
     assert not page.names & {"script", "link", "iframe", "object"}
     assert not re.search(r"https?://|url\(|@import", source)
     assert "prefers-color-scheme: dark" in source
-    assert len(page.addresses) == 6
+    assert len(page.addresses) == 12  # three pictures, light and dark, wide and narrow
     pictures = [base64.b64decode(address.removeprefix("data:image/png;base64,")) for address in page.addresses]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-    assert {(folder / name).read_bytes() for name in FILES if name.endswith("png")} == set(pictures[1::2])
-    assert len(set(pictures)) == 6
+    assert {(folder / name).read_bytes() for name in FILES if name.endswith("png")} == set(pictures[3::4])
+    assert len(set(pictures)) == 12
+    widths = [int.from_bytes(picture[16:20], "big") for picture in pictures]
+    assert all(widths[n] == widths[n + 1] < widths[n + 2] == widths[n + 3] for n in (0, 4, 8))
     assert source.count("<table>") == source.count('<div class="wide"><table>') == 5
     assert numbers["comparison"]["verdict"] in page.text
     assert f"{numbers['sift']['relations'][0]:,} → {numbers['sift']['relations'][1]:,}" in page.text

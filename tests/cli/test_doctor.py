@@ -1,6 +1,7 @@
 """`grapnet doctor`: what is there is told, what is missing and optional is no failure, what is broken is."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,16 @@ def test_every_folder_where_data_was_looked_for_is_listed(run: Run, tmp_path: Pa
             assert str(root / folder) in listed
         assert "--download data" in listed
         assert listed.count("\n") >= 10
+
+
+def test_a_missing_data_set_takes_one_line_unless_more_is_asked_for(run: Run, tmp_path: Path) -> None:
+    plain, verbose = run("doctor").out.splitlines(), run("doctor", "--verbose").out
+    for name in ("Fashion-MNIST", "CIFAR-10"):
+        (at,) = [n for n, line in enumerate(plain) if line.split()[:2] == ["–", name]]
+        assert re.search(r"not found; looked in \d\d folders: grapnet doctor --verbose lists them$", plain[at])
+        assert plain[at + 1].split()[:2] in ([], ["–", "CIFAR-10"])
+    assert f"{tmp_path / 'prefix/share/datasets/FashionMNIST/raw'} (a system package)" in verbose
+    assert "sudo apt install dataset-fashion-mnist" in verbose
 
 
 def test_a_damaged_data_set_is_a_failure(run: Run, tmp_path: Path) -> None:

@@ -218,7 +218,9 @@ def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, ru
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        ("cut FILE --owner task-9 -o NEW", "no node has the owner 'task-9'", "task-0, task-1, task-2"),
+        ("cut FILE --owner task-9 -o NEW", "no node has the owner 'task-9'", "owners are: task-0, task-1, task-2"),
+        ("cut FILE --owner tsk-1 -o NEW", "no node has the owner 'tsk-1'", "did you mean 'task-1'?"),
+        ("cut FILE --owner zzz -o NEW", "no node has the owner 'zzz'", "hint: owners are:"),
         ("cut FILE -o NEW", "nothing says what to edit", "--owner NAME"),
         ("cut FILE --owner task-1", "nothing says where to write", "--dry-run"),
         ("cut FILE --owner task-1 -o NEW --in-place", "two places", "leave one out"),
@@ -226,8 +228,16 @@ def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, ru
         ("cut FILE --owner task-1 -o FOLDER/none/new", "no such folder", "mkdir"),
         ("cut FILE --layer 3 -o NEW", "no layer 3", "layers are 0 to 2"),
         ("cut FILE --transition 2 -o NEW", "no transition 2", "transitions are 0 to 1"),
-        ("cut FILE --node 99 -o NEW", "no node 99", ""),
-        ("cut FILE --relation 0:17 -o NEW", "node 0 owns no relation to node 17", ""),
+        ("cut FILE --node 99 -o NEW", "no node 99", "grapnet inspect FILE tells the uids"),
+        (f"cut FILE --node {10**17} -o NEW", f"no node {10**17}", "grapnet inspect"),
+        (f"cut FILE --node {2**70} -o NEW", f"'{2**70}' is no uid", "cut --help"),
+        (f"cut FILE --node {'9' * 5000} -o NEW", f"'{'9' * 36}…' is no uid", "cut --help"),
+        ("cut FILE --node x -o NEW", "'x' is no uid", "cut --help"),
+        (f"cut FILE --relation {'9' * 5000}:9 -o NEW", f"--relation {'9' * 36}…: expected PARENT:CHILD", "3:61"),
+        (f"cut FILE --relation 0:{10**17} -o NEW", f"no node {10**17}", "grapnet inspect"),
+        ("cut BROKEN --all --smallest 0.5 -o NEW", "1 weight of these relations cannot be ranked: NaN, at 0:3", "0:3"),
+        ("prune BROKEN --fraction 0.5 -o NEW", "1 weight of these relations cannot be ranked: NaN, at 0:3", "0:3"),
+        ("cut FILE --relation 0:17 -o NEW", "node 0 owns no relation to node 17", "one layer to the next"),
         ("cut FILE --relation 0-17 -o NEW", "expected PARENT:CHILD", "3:61"),
         ("cut FILE --all --smallest 1.5 -o NEW", "between 0 and 1", ""),
         ("cut FILE --all --drop nothing -o NEW", "--drop nothing: not in", "optimizer, memory, rng, note"),
@@ -253,8 +263,13 @@ def test_bad_input_is_one_line_and_changes_nothing(
         "DAMAGED": damaged_checkpoint,
         "MISSING": tmp_path / "missing",
         "NEW": tmp_path / "new",
+        "EARLIER": earlier_checkpoint,
+        "BROKEN": tmp_path / "broken",
     }
-    names["EARLIER"] = earlier_checkpoint
+    broken = gn.GrapNet([3, 2])
+    with torch.no_grad():
+        broken.transitions[0].weight[0] = float("nan")
+    gn.save(names["BROKEN"], broken)
     before = content(tmp_path)
     words = [names.get(word, word.replace("FOLDER", str(tmp_path))) for word in asked.split()]
     done = run(*words)
@@ -268,6 +283,37 @@ def test_bad_input_is_one_line_and_changes_nothing(
         assert len(lines) == (2 if hint else len(lines)) <= 2
         assert hint in lines[-1]
     assert content(tmp_path) == before
+
+
+def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
+    net = gn.GrapNet([3, 2])
+    with torch.no_grad():
+        net.transitions[0].weight[0] = float("nan")
+    gn.save(tmp_path / "broken", net)
+    assert run("cut", tmp_path / "broken", "--relation", "0:3", "-o", tmp_path / "mended").code == 0
+    assert run("prune", tmp_path / "mended", "--fraction", 0.5, "--dry-run").code == 0
+    with net.edit() as edit:
+        edit.freeze(net.node(0).outgoing())
+    gn.save(tmp_path / "frozen", net)
+    assert run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0  # it ranks what it may cut
+
+
+def test_what_somebody_else_writes_meanwhile_stays(checkpoint, tmp_path, run, monkeypatch):
+    new, check = tmp_path / "new", gn.check
+
+    def check_slowly(net: gn.GrapNet) -> None:
+        check(net)
+        new.write_text("theirs")  # once -o has been found free
+
+    monkeypatch.setattr(gn, "check", check_slowly)
+    done = run("cut", checkpoint, "--owner", "task-1", "-o", new)
+    assert (done.code, new.read_text()) == (2, "theirs")
+    assert "exists already" in done.err
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    done = run("cut", checkpoint, "--owner", "task-1", "-o", loop)
+    assert (done.code, loop.is_symlink(), "leads back to itself" in done.err) == (2, True, True)
+    assert {path.name for path in tmp_path.iterdir()} == {"net.safetensors", "new", "loop"}
 
 
 def test_in_place_and_force_write_over_and_nothing_else_is_left(checkpoint, tmp_path, run):

@@ -1,12 +1,15 @@
 """What a file holds beside the net goes through an edit from the shell with it, or stops it."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import grapnet as gn
+from grapnet.checkpoint import container
+from tests.checkpoint.referee import as_text
 
 from .conftest import model_of_nets
 from .edited import assert_same_states, content, trained
@@ -16,8 +19,18 @@ class Lion(torch.optim.Adam):
     """An optimizer that torch does not have."""
 
 
+def as_older(path: Path) -> None:
+    """Takes from a file what files have not always said: which Parameter each state of an optimizer belongs to."""
+    document, tensors = container.read(path)
+    del document["journal"]["undo"]
+    for part in document["extras"].values():
+        del part["knows_owners"]
+        part["owners"] = {}
+    container.write(path, document, tensors)
+
+
 @pytest.mark.parametrize("undo", [False, True])
-@pytest.mark.parametrize("order", ["parameters", "groups", "named"])
+@pytest.mark.parametrize("order", ["parameters", "groups", "swapped", "named"])
 def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
     torch.manual_seed(0)
     net = gn.GrapNet([5, 4, 4, 4])
@@ -28,6 +41,7 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
             {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1},
             {"params": [p for _, p in named if p.dim() == 1], "lr": 0.5},
         ],
+        "swapped": lambda: [{"params": [p]} for _, p in reversed(named)],  # transitions 1 and 2 are of one shape
         "named": lambda: [{"params": [pair]} for pair in reversed(named)],
     }[order]
     optimizer = torch.optim.AdamW(groups(), lr=0.01)
@@ -52,17 +66,14 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
 def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     torch.manual_seed(0)
     net = gn.GrapNet([5, 4, 4, 4])
-    layers = [[net.layers[n].parameter for n in (1, 2, 3)], [t.weight for t in net.transitions]]
-    unclear = torch.optim.Adam([{"params": [p]} for p in (*layers[1][::-1], *layers[0])])
     lion, lbfgs = Lion(net.parameters()), torch.optim.LBFGS(net.parameters())
     adam = torch.optim.Adam(net.parameters())
-    for optimizer in (unclear, lion, adam):
+    for optimizer in (lion, adam):
         trained(net, optimizer, 5)
     scores = {"scores": torch.zeros(20)}
     for held, message in (
         (lion, "its class is not one of torch.optim"),
         (lbfgs, "LBFGS keeps one flat history"),
-        (unclear, "do not tell which"),
         (scores, "holds an array of shape [20]"),
     ):
         gn.save(tmp_path / "old", net, adam=adam, opt=held)
@@ -86,6 +97,99 @@ def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     assert torch.equal(gn.restore(tmp_path / "new")["opt"]["scores"], scores["scores"])
     other = run("cut", tmp_path / "old", "--transition", 1, "--smallest", "0.5", "--dry-run", "--json")
     assert json.loads(other.out)["extras"] == {"adam": "followed", "opt": "kept"}  # no vector of 20 has moved
+
+
+def test_older_files_are_matched_by_shapes_where_these_tell(tmp_path, run):
+    torch.manual_seed(0)
+    path, new = tmp_path / "old", tmp_path / "new"
+    asked = ["cut", path, "--all", "--smallest", 0.4, "-o", new]
+    for sizes, turned, told in (([5, 4, 4, 4], False, True), ([5, 4, 4, 4], True, False), ([5, 4, 3], True, True)):
+        net = gn.GrapNet(sizes)
+        parameters = list(net.parameters())[:: -1 if turned else 1]
+        optimizer = torch.optim.Adam([{"params": [p]} for p in parameters])
+        gn.attach(optimizer, net)
+        trained(net, optimizer, 5)
+        gn.save(path, net, opt=optimizer)
+        as_older(path)
+        done = run(*asked, "--force", "--json")
+        assert done.code == (0 if told else 2)
+        assert told or "do not tell which" in done.err
+        if told:
+            assert json.loads(done.out)["undo"] is False
+            with net.edit() as edit:
+                edit.cut(net.select().outgoing().smallest(fraction=0.4))
+            again = gn.load(new)
+            other = torch.optim.Adam([{"params": [p]} for p in list(again.parameters())[:: -1 if turned else 1]])
+            gn.restore(new, opt=other)
+            assert_same_states(
+                {name: other.state[p] for name, p in again.named_parameters()},
+                {name: optimizer.state[p] for name, p in net.named_parameters()},
+            )
+            assert run("cut", new, "--all", "--smallest", 0.4, "--dry-run").code == 0
+
+
+def test_an_optimizer_of_another_net_of_equal_shapes_stays(tmp_path, run):
+    torch.manual_seed(0)
+    net, teacher = gn.GrapNet([5, 4, 3]), gn.GrapNet([5, 4, 3])
+    mine, other = torch.optim.Adam(net.parameters()), torch.optim.Adam(teacher.parameters())
+    trained(net, mine, 5)
+    trained(teacher, other, 5)
+    gn.save(tmp_path / "old", net, mine=mine, other=other)
+    done = run("cut", tmp_path / "old", "--transition", 0, "--smallest", 0.5, "-o", tmp_path / "new", "--json")
+    assert json.loads(done.out)["extras"] == {"mine": "followed", "other": "kept"}
+    again = torch.optim.Adam(teacher.parameters())
+    gn.restore(tmp_path / "new", other=again)
+    assert_same_states(dict(enumerate(again.state.values())), dict(enumerate(other.state.values())))
+
+
+def test_state_that_was_kept_as_it_was_is_never_taken_for_present(tmp_path, run):
+    net = gn.GrapNet([5, 4, 3])
+    optimizer = torch.optim.Adam(net.parameters())
+    trained(net, optimizer, 5)
+    gn.save(tmp_path / "old", net, opt=optimizer)
+    half = ["--transition", 0, "--smallest", 0.5]
+    assert run("cut", tmp_path / "old", *half, "--keep", "opt", "-o", tmp_path / "new").code == 0
+    done = run("cut", tmp_path / "new", *half, "--dry-run")
+    assert (done.code, "as it was before another edit" in done.err) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "Lion"])
+def test_edits_that_move_nothing_of_an_optimizer_leave_its_state_alone(tmp_path, run, kind):
+    torch.manual_seed(0)
+    net = gn.GrapNet([5, 4, 3])
+    make = {"LBFGS": torch.optim.LBFGS, "Adafactor": torch.optim.Adafactor, "Lion": Lion}[kind]
+    optimizer = make([net.transitions[1].weight, net.layers[2].parameter])
+
+    def loss() -> Tensor:
+        optimizer.zero_grad()
+        total = net(torch.ones(2, 5)).square().sum()
+        total.backward()
+        return total
+
+    optimizer.step(loss)
+    gn.save(tmp_path / "old", net, opt=optimizer)
+    new, bits = tmp_path / "new", as_text(optimizer.state_dict()["state"])
+    for asked in (["set-owner", "--layer", 1, "--to", "me"], ["freeze", "--transition", 0], ["cut", "--transition", 0]):
+        done = run(asked[0], tmp_path / "old", *asked[1:], "-o", new, "--force", "--json")
+        assert json.loads(done.out)["extras"] == {"opt": "kept"}
+        again = gn.load(new)
+        other = make([again.transitions[1].weight, again.layers[2].parameter])
+        gn.restore(new, opt=other)
+        assert as_text(other.state_dict()["state"]) == bits
+    for asked in (["freeze", "--transition", 1], ["cut", "--layer", 1], ["freeze", "--layer", 2]):
+        done = run(asked[0], tmp_path / "old", *asked[1:], "--dry-run")
+        assert (done.code, "cannot follow" in done.err) == (2, True)
+
+
+def test_a_journal_that_keeps_no_details_hides_nothing_from_what_the_file_holds(tmp_path, run):
+    net = gn.GrapNet([5, 4, 3])
+    net.journal.undo_limit = net.journal.detail_limit = 0
+    gn.save(tmp_path / "old", net, scores=torch.zeros(20))
+    asked = ["cut", tmp_path / "old", "--transition", 0, "--smallest", 0.5]
+    refused = run(*asked, "--dry-run")
+    assert (refused.code, "holds an array of shape [20]" in refused.err) == (2, True)
+    done = run(*asked, "--keep", "scores", "--dry-run", "--json")
+    assert json.loads(done.out)["effect"]["removed"] == [10, 0]
 
 
 def test_an_averaged_copy_follows(tmp_path, run):
@@ -149,17 +253,11 @@ def test_a_part_of_a_joint_transaction_is_undone_only_alone(tmp_path, run):
             edit.cut(net.layers[0].outgoing().smallest(count=3))
     gn.save(tmp_path / "old", model, undo=True, optimizer=optimizer, scheduler=scheduler, rules=rules)
     refused = run("undo", tmp_path / "old", "--net", "0", "-o", tmp_path / "new")
-    assert (refused.code, "part of a transaction over 2 nets" in refused.err, "--alone" in refused.err) == (
-        2,
-        True,
-        True,
-    )
+    told, hint = refused.err.splitlines()
+    assert (refused.code, "part of a transaction over 2 nets" in told) == (2, True)
+    assert hint == "hint: --alone takes it back in this net and leaves the other nets as they are"
     done = run("undo", tmp_path / "old", "--net", "0", "--alone", "-o", tmp_path / "new", "--json")
     assert json.loads(done.out)["extras"] == {"optimizer": "followed", "scheduler": "kept", "rules": "kept"}
     again = nn.Sequential(nn.Identity(), nn.Identity())
     gn.restore(tmp_path / "new", into=again, rules=rules)
     assert [net.count().relations for net in again if isinstance(net, gn.GrapNet)] == [16, 5]
-
-
-def values(net: gn.GrapNet) -> list[Tensor]:
-    return [parameter.detach() for parameter in net.parameters()]

@@ -1,6 +1,7 @@
 """Exported nets compute what the net computes, are whole files, and nothing is written when something is wrong."""
 
 import json
+import re
 import zipfile
 from pathlib import Path
 
@@ -76,6 +77,18 @@ def test_dropout_is_off_in_what_is_exported(tmp_path, run):
     assert json.loads(run("export", tmp_path / "net.safetensors", "--to", "torch", "--json").out)["difference"] < 1e-6
 
 
+def test_outputs_that_overflow_are_counted(tmp_path, run):
+    net = gn.GrapNet([4, 2, 3])
+    with net.edit() as edit:
+        edit.cut(net.layers[1].outgoing())
+        edit.connect(net.layers[1], net.layers[2][:1], weights=3e38)
+    net.layers[1].bias.data.fill_(100.0)
+    gn.save(tmp_path / "net.safetensors", net)
+    done = run("export", tmp_path / "net.safetensors", "--to", "torch")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("but 7 of 21 outputs are NaN or infinite, here and there alike\n")
+
+
 def test_the_check_would_find_a_difference(checkpoint, tmp_path, run, monkeypatch):
     from grapnet.cli import export, formats
 
@@ -92,6 +105,47 @@ def test_the_check_would_find_a_difference(checkpoint, tmp_path, run, monkeypatc
     assert content(tmp_path) == before
 
 
+def test_what_came_into_being_meanwhile_is_not_written_over(checkpoint, tmp_path, run, monkeypatch):
+    from grapnet.cli import export, formats
+
+    def write_late(net: gn.GrapNet, example: torch.Tensor, path: Path) -> str:
+        (tmp_path / "new").write_text("of another")
+        return formats.write_matrices(net, example, path)
+
+    monkeypatch.setitem(export.FORMATS, "torch", export.Format(".pt2", write_late))
+    done = run("export", checkpoint, "--to", "torch", "-o", tmp_path / "new")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"grapnet: {tmp_path / 'new'} exists already\n")
+    assert content(tmp_path) == {"net.safetensors": checkpoint.read_bytes(), "new": b"of another"}
+    assert run("export", checkpoint, "--to", "torch", "-o", tmp_path / "new", "--force").code == 0
+    assert len(load_file(tmp_path / "new")) == 4
+
+
+def test_a_link_is_written_through_and_a_loop_of_links_refused(checkpoint, tmp_path, run):
+    for name, target in (("link", "behind"), ("one", "two"), ("two", "one")):
+        (tmp_path / name).symlink_to(target)
+    assert run("export", checkpoint, "--to", "safetensors-dense", "-o", tmp_path / "link").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert len(load_file(tmp_path / "behind")) == 4
+    done = run("export", checkpoint, "--to", "safetensors-dense", "-o", tmp_path / "one", "--force")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"grapnet: {tmp_path / 'one'} is a link that leads back to itself\n")
+
+
+@pytest.mark.parametrize("strange", ["\x1b", "\x00", "\ud800"])
+def test_an_owner_that_xml_cannot_hold_is_told(tmp_path, run, strange):
+    net = gn.GrapNet([3, 2])
+    with net.edit(reason="name") as edit:
+        edit.set_owner(net.layers[0], f"a{strange}b")
+    gn.save(tmp_path / "net.safetensors", net)
+    done = run("export", tmp_path / "net.safetensors", "--to", "graphml")
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(
+        r"grapnet: node \d+ has the owner 'a\\\w+b', which no XML file can hold; .*\nhint: .*\n", done.err
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+
+
 def test_bad_input_is_one_line_and_changes_nothing(checkpoint, damaged_checkpoint, missing_checkpoint, tmp_path, run):
     attending, net = tmp_path / "attending.safetensors", gn.GrapNet([4, 3, 2])
     net.execution.use("attention", transition=1)
@@ -102,6 +156,7 @@ def test_bad_input_is_one_line_and_changes_nothing(checkpoint, damaged_checkpoin
         ([missing_checkpoint], "no such file"),
         ([damaged_checkpoint], "damaged.safetensors: sha256"),
         ([tmp_path], "is a folder"),
+        ([""], "is a folder"),
         ([checkpoint, "-o", tmp_path / "taken"], "exists already"),
         ([checkpoint, "-o", tmp_path / "none" / "new"], "no such folder"),
         ([checkpoint, "--net", "head"], "one net and no model"),

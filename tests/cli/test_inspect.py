@@ -42,8 +42,18 @@ def test_density_frozen_share_and_families_of_every_transition(run: Run, checkpo
     assert (first["families"], first["largest_families"]) == (3, [{"families": 3, "members": 2, "children": 3}])
     assert (second["families"], len(second["largest_families"])) == (3, 3)
     out = run("inspect", checkpoint).out
-    assert "0 → 1          18   33.3 %   0.0 %  3: 3 of 2×3" in out
-    assert "1 → 2          18   66.7 %  16.7 %  3: 1 of 3×3, 1 of 3×2, 1 of 3×1" in out
+    assert "0 → 1          18   33.3 %   0.0 %  3 of 2 × 3\n" in out
+    assert "1 → 2          18   66.7 %  16.7 %  3 × 3, 3 × 2, 3 × 1\n" in out
+
+
+def test_families_are_nodes_with_the_same_children_and_single_nodes_are_none(run: Run, tmp_path: Path) -> None:
+    wired = {0: [0, 1, 2, 3], 1: [0], 2: [0], 3: [1]}  # of four parents, two have the same child
+    pairs = [(parent, child) for parent, children in wired.items() for child in children]
+    for name, kept, told in (("some", pairs, "2 × 1, 2 others"), ("no", [p for p in pairs if p[0] != 2], "none")):
+        parents, children = torch.tensor(kept).T
+        gn.save(tmp_path / name, gn.GrapNet.from_relations([4, 4], [(parents, children)]))
+        told_of = next(line for line in run("inspect", tmp_path / name).out.splitlines() if "0 → 1" in line)
+        assert told_of.endswith(f" {told}")
 
 
 def test_families_are_not_looked_for_among_very_many_relations(
@@ -68,7 +78,9 @@ def test_owners_sum_up_to_the_net(run: Run, checkpoint: Path) -> None:
 
 def test_one_owner_is_told_of_alone(run: Run, checkpoint: Path) -> None:
     told = inspected(run, checkpoint, "--owner", "task-0")["nets"][""]
-    assert told["layers"] == [{"layer": 1, "nodes": 3, "of": 9, "activations": {"relu": 3}, "frozen_biases": 0}]
+    assert told["layers"] == [
+        {"layer": 1, "nodes": 3, "of": 9, "activations": {"relu": 3}, "uids": [9, 10, 11], "frozen_biases": 0}
+    ]
     into, out_of = told["transitions"]
     assert (into["incoming"], into["outgoing"], into["from"], into["to"]) == (6, 0, {"(none)": 6}, {})
     assert (out_of["incoming"], out_of["outgoing"], out_of["frozen"], out_of["to"]) == (0, 9, 3, {"(none)": 9})
@@ -83,9 +95,24 @@ def test_an_unknown_owner_is_refused_with_those_that_are_there(run: Run, checkpo
     code, out, err = run("inspect", checkpoint, "--owner", "task-9")
     assert (code, out) == (2, "")
     assert err.splitlines() == [
-        f"grapnet: {checkpoint}: no node is owned by 'task-9'",
-        "hint: owners in this file: task-0, task-1, task-2",
+        "grapnet: no node has the owner 'task-9'",
+        "hint: did you mean 'task-2'? owners are: task-0, task-1, task-2",
     ]
+
+
+def test_uids_are_told_and_columns_without_content_are_not(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    layers = inspected(run, checkpoint)["nets"][""]["layers"]
+    assert [layer["first_and_last_uid"] for layer in layers] == [[0, 5], [9, 17], [6, 8]]
+    run("remove", checkpoint, "--node", 12, "-o", tmp_path / "gap")
+    out = run("inspect", tmp_path / "gap").out
+    assert "1      8  9 to 17, with gaps  relu" in out
+    assert "dropout" not in out
+    assert "biases frozen" not in out
+    assert "frozen of these" in out  # relations of task-0 are
+    gn.save(tmp_path / "free", gn.GrapNet([4, 1, 2]))
+    free = run("inspect", tmp_path / "free").out
+    assert "1      1  4       relu" in free
+    assert free.count("frozen") == 1  # that none is
 
 
 def test_what_else_the_file_holds(run: Run, checkpoint: Path, bare_checkpoint: Path) -> None:
@@ -140,7 +167,7 @@ def test_every_line_fits_a_screen_and_numbers_stand_to_the_right(run: Run, tmp_p
     gn.save(tmp_path / "wide", net, **extras)
     out = run("inspect", tmp_path / "wide").out
     assert max(len(line) for line in out.splitlines()[1:]) <= WIDTH
-    assert "      1     20   25.0 %         10.0 %  relu 18, tanh 2" in out
+    assert "      1     20  1500 to 1519   25.0 %         10.0 %  relu 18, tanh 2" in out
     assert " 1,500" in out
     lines = run("inspect", tmp_path / "wide", "--owner", net.layers[1][0].owner).out.splitlines()
     assert max(len(line) for line in lines[1:] if "in the net:" not in line) <= WIDTH  # the heading has the whole name

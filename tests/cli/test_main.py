@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,8 @@ import torch
 import grapnet as gn
 from grapnet.cli import inspect
 from grapnet.cli.command import Command, CommandError, Outcome
+from grapnet.cli.demo import called
+from grapnet.cli.files import whole
 from grapnet.cli.main import GROUPS, commands, main, parser
 from grapnet.data import MissingDataError
 
@@ -44,7 +47,7 @@ def files(command: Command) -> int:
     return sum(not action.option_strings and action.type is Path for action in actions(command))
 
 
-def whole(command: Command, path: Path) -> list[object]:
+def lacking_nothing(command: Command, path: Path) -> list[object]:
     """Returns arguments that lack nothing, with `path` as every file."""
     new = path.with_name(WRITTEN.get(command.name, "written"))
     output = ["-o", new] if any("--output" in action.option_strings for action in actions(command)) else []
@@ -105,21 +108,24 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
 
 
 def test_an_unknown_command_is_refused_and_none_shows_the_help(run: Run) -> None:
-    require_refusal(run("inspct"), "'inspct'", "inspect")
+    ran = run("inspct")
+    require_refusal(ran, "'inspct'")
+    assert ran.err.splitlines()[1] == "hint: did you mean grapnet inspect? grapnet --help lists them"
+    assert run("zzz").err.splitlines()[1] == "hint: grapnet --help lists them"
     code, out, err = run()
     assert (code, err) == (2, "")
     assert out == run("--help").out
 
 
 BAD = ["--device=nowhere", "--device=meta", "--device=cuda:4096"]
-BAD += ["--threads=0", "--threads=several", "--seed=-1", "--seed=1.5"]
+BAD += ["--threads=0", "--threads=2147483648", "--threads=several", "--seed=-1", "--seed=1.5"]
 
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_every_command_refuses_bad_shared_options(run: Run, checkpoint: Path, name: str) -> None:
     before = checkpoint.read_bytes(), sorted(checkpoint.parent.iterdir())
     for bad in BAD:
-        require_refusal(run(*whole(KNOWN[name], checkpoint), bad), *bad.split("="))
+        require_refusal(run(*lacking_nothing(KNOWN[name], checkpoint), bad), *bad.split("="))
     assert (checkpoint.read_bytes(), sorted(checkpoint.parent.iterdir())) == before
 
 
@@ -143,21 +149,21 @@ def test_the_commands_that_read_files_are_known() -> None:
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_missing_file_is_refused(run: Run, missing_checkpoint: Path, name: str) -> None:
-    require_refusal(run(*whole(KNOWN[name], missing_checkpoint)), missing_checkpoint)
+    require_refusal(run(*lacking_nothing(KNOWN[name], missing_checkpoint)), missing_checkpoint)
     assert list(missing_checkpoint.parent.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_folder_is_refused(run: Run, tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
-    require_refusal(run(*whole(KNOWN[name], tmp_path / "folder")), tmp_path / "folder")
+    require_refusal(run(*lacking_nothing(KNOWN[name], tmp_path / "folder")), tmp_path / "folder")
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
 
 
 @pytest.mark.parametrize("name", READERS)
 def test_a_damaged_checkpoint_is_refused_and_left_alone(run: Run, damaged_checkpoint: Path, name: str) -> None:
     before = damaged_checkpoint.read_bytes()
-    require_refusal(run(*whole(KNOWN[name], damaged_checkpoint)), damaged_checkpoint)
+    require_refusal(run(*lacking_nothing(KNOWN[name], damaged_checkpoint)), damaged_checkpoint)
     assert damaged_checkpoint.read_bytes() == before
     assert list(damaged_checkpoint.parent.iterdir()) == [damaged_checkpoint]
 
@@ -166,14 +172,14 @@ def test_a_damaged_checkpoint_is_refused_and_left_alone(run: Run, damaged_checkp
 def test_a_file_of_something_else_is_refused(run: Run, tmp_path: Path, name: str) -> None:
     for content in (b"", b"no safetensors at all", b"\xff" * 64):
         (tmp_path / "other").write_bytes(content)
-        require_refusal(run(*whole(KNOWN[name], tmp_path / "other")), tmp_path / "other")
+        require_refusal(run(*lacking_nothing(KNOWN[name], tmp_path / "other")), tmp_path / "other")
         assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("other", content)]
 
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "convert"])  # which reads plain weights
 def test_a_whole_checkpoint_is_not_refused_and_json_is_one_object(run: Run, checkpoint: Path, name: str) -> None:
     before = checkpoint.read_bytes()
-    code, out, _ = run(*whole(KNOWN[name], checkpoint), "--json")
+    code, out, _ = run(*lacking_nothing(KNOWN[name], checkpoint), "--json")
     assert code == 0
     assert isinstance(json.loads(out), dict)
     assert checkpoint.read_bytes() == before
@@ -198,7 +204,7 @@ def test_the_answer_no_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch)
         (CommandError("cannot", "do this"), "cannot", "do this"),
         (CommandError("cannot"), "cannot", "grapnet inspect --help"),
         (gn.EditError("wrong slots\nand more"), "wrong slots", "grapnet inspect --help"),
-        (MissingDataError("no images\n  here\n  there"), "no images", "grapnet doctor"),
+        (MissingDataError("no file of features"), "no file of features", "grapnet inspect --help"),
         (ImportError('Run: pip install "grapnet[plot]"'), 'Run: pip install "grapnet[plot]"', "grapnet doctor"),
         (PermissionError(13, "Permission denied", "/a/file"), "/a/file: Permission denied", "grapnet inspect --help"),
     ],
@@ -215,6 +221,42 @@ def test_expected_errors_are_one_line_and_a_hint(
     told, advice = ran.err.splitlines()
     assert told == f"grapnet: {first}"
     assert hint in advice
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("inspect", "nothing"), ("inspct",), ("inspect",), ("inspect", "nothing", "--seed", "x"), ("inspect", "a", "b")],
+)
+def test_with_json_a_refusal_is_one_object_too(run: Run, arguments: tuple[str, ...]) -> None:
+    plain = run(*arguments)
+    require_refusal(plain)
+    code, out, err = run(*arguments, "--json")
+    assert (code, err) == (2, plain.err)
+    told = json.loads(out)
+    assert [f"grapnet: {told['error']}", f"hint: {told['hint']}"] == err.splitlines()
+
+
+def test_what_a_command_does_not_take_is_refused_with_its_own_help(run: Run) -> None:
+    ran = run("inspect", "file", "more", "--most")
+    require_refusal(ran, "more --most")
+    assert ran.err.splitlines()[1].endswith("with commas, such as a,b; grapnet inspect --help tells what it takes")
+    ran = run("inspect", "file", "--most")
+    assert ran.err.splitlines()[1] == "hint: grapnet inspect --help tells what it takes"
+
+
+def test_control_characters_do_not_reach_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, lambda given: Outcome("an \x1b[31mowner\nand – more", {"owner": "\x1b"}))
+    assert run("inspect", "file").out == "an \\x1b[31mowner\nand – more\n"
+    assert json.loads(run("inspect", "file", "--json").out) == {"owner": "\x1b"}
+
+
+def test_without_standard_error_nothing_of_it_goes_to_standard_output(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)  # as Python has it after 2>&-
+    assert main(["inspct"]) == 2
+    sys.stderr.close()
+    assert capsys.readouterr().out == ""
 
 
 def test_a_bug_is_told_in_one_line_and_shown_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +277,7 @@ def test_what_stdout_cannot_take_does_not_end_a_command_half_way(checkpoint: Pat
     ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, capture_output=True, text=True, env=ascii_only)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "0 -> 1" in done.stdout
 
 
 def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,12 +288,53 @@ def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("inspect", "file") == (130, "", "grapnet: interrupted\n")
 
 
+def test_sigterm_is_143_and_leaves_nothing_half_written(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def written(given: argparse.Namespace) -> Outcome:
+        with whole(tmp_path / "new", force=False) as partial:
+            partial.write_text("half")
+            os.kill(os.getpid(), signal.SIGTERM)
+        return Outcome("done")
+
+    def caught(given: argparse.Namespace) -> Outcome:
+        try:
+            return written(given)
+        except BaseException as error:
+            raise RuntimeError("as torch's exporters do") from error
+
+    for run_command in (written, caught):
+        answer(monkeypatch, run_command)
+        assert run("inspect", "file") == (143, "", "")
+        assert list(tmp_path.iterdir()) == []
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_a_reader_who_left_is_no_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["inspect", str(checkpoint)]) == 130
+
+
+def test_the_command_is_told_by_its_path_where_the_shell_does_not_find_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "an env/bin"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert called() == "'an env/bin/python' -m grapnet"
+    for path in (folder / "grapnet", tmp_path / "grapnet"):
+        path.touch(0o755)
+    assert called() == "'an env/bin/grapnet'"  # the other one is another's
+    monkeypatch.setenv("PATH", str(folder))
+    assert called() == "grapnet"
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.chdir(folder.parent)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert called() == str(tmp_path / "grapnet")
 
 
 def test_the_installed_command_and_the_module_are_this_one():

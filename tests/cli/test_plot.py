@@ -1,6 +1,7 @@
 """`grapnet plot`: real files in, real pictures out, and every refusal in one line that changes nothing."""
 
 import json
+from xml.dom import minidom
 
 import pytest
 
@@ -53,10 +54,36 @@ def test_a_picture_is_not_written_over_without_force(file, capsys):
     assert path.read_bytes() != b"mine"
 
 
+def test_a_link_is_written_through_and_every_process_has_its_own_partial_file(file, capsys):
+    link, behind = file.with_name("link.png"), file.with_name("behind")
+    behind.write_bytes(b"mine")
+    link.symlink_to(behind)
+    file.with_name(".link.png.partial").mkdir()  # of another process
+    assert main(["plot", str(file), "-o", str(link), "--force"]) == 0
+    assert link.is_symlink()
+    assert behind.read_bytes().startswith(b"\x89PNG")
+    assert len(list(file.parent.iterdir())) == 4
+
+
+@pytest.mark.parametrize("strange", ["\x1b", "\x00", "\ud800", "<&"])
+def test_whatever_the_names_the_picture_is_well_formed(tmp_path, strange, capsys):
+    net = gn.GrapNet([3, 2])
+    with net.edit(reason=f"na{strange}me") as edit:
+        edit.set_owner(net.layers[0], f"a{strange}b")
+    gn.save(tmp_path / "net.safetensors", net)
+    for kind in ("graph", "timeline"):
+        path = tmp_path / f"{kind}.svg"
+        assert main(["plot", str(tmp_path / "net.safetensors"), "--kind", kind, "-o", str(path)]) == 0
+        minidom.parse(str(path))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         (["missing.safetensors"], "no such file"),
+        ([""], "is a folder"),
+        ([".", "--kind", "weights"], "is a folder"),
         (["{file}", "-o", "{folder}/net.bmp"], "is no picture that can be written"),
         (["{file}", "-o", "{folder}/none/net.png"], "no such folder"),
         (["{file}", "--kind", "adjacency", "--transition", "7"], "has transitions 0 to 1, got --transition 7"),

@@ -96,7 +96,10 @@ def test_given_folders_are_the_only_ones_and_the_first_comes_first(run, here):
     assert told["mlp_equivalence"]["file"] is None
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"settings": []}', '{"settings": {}, "seeds": [1]}'])
+@pytest.mark.parametrize(
+    "text",
+    ["{", "[]", '{"settings": []}', '{"settings": {}, "seeds": [1]}', "[" * 9999, '{"settings": {}, "a": -1e308}'],
+)
 def test_a_damaged_result_is_told_and_another_one_used(run, here, text):
     (here / "runs/studies").mkdir(parents=True)
     (here / "runs/studies/localization.json").write_text(text)
@@ -135,6 +138,8 @@ def test_the_page_needs_nothing_else_and_shows_every_plot(run, here):
     plots = re.findall(r'<div class="wide"><svg class="plot".*?</svg></div>', page)
     assert len(plots) == 2
     for plot in plots:
+        least, wide = (int(found) for found in re.search(r'style="min-width:(\d+)pt;max-width:(\d+)pt"', plot).groups())
+        assert 0.6 * wide < least < wide  # what is wider than the window scrolls and can still be read
         for used in re.findall(r'(?:url\(|href=")#([^)"]+)', plot):
             assert f'id="{used}"' in plot  # nothing is borrowed from another picture
     assert "target-pair drop" in page
@@ -160,6 +165,3 @@ def test_what_cannot_be_written_or_found_is_refused(run, here):
     code, out, err = run("report", "--html", "folder")
     assert (code, out) == (2, "")
     assert err.startswith("grapnet: folder is a folder\n")
-    code, out, err = run("report", "localisation")
-    assert (code, out) == (2, "")
-    assert err.startswith("grapnet: there is no study 'localisation'\nhint: these are there, or all:\n")

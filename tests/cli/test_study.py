@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -41,13 +42,15 @@ def test_without_a_name_the_studies_are_listed(run):
     assert all(told["studies"].values())
 
 
-def test_an_unknown_study_is_refused_with_the_list(run, here):
-    code, out, err = run("study", "tabular", "localisation")
-    assert (code, out) == (2, "")
-    first, second, *listed = err.splitlines()
-    assert first == "grapnet: there is no study 'localisation'"
-    assert second == "hint: these are there, or all:"
-    assert [line.split()[0] for line in listed] == list(studies.NAMES)
+@pytest.mark.parametrize("command", ["study", "report"])
+def test_an_unknown_study_is_refused_with_what_was_meant(run, here, command):
+    refused = run(command, "tabular", "localisation")
+    assert refused == (
+        2,
+        "",
+        "grapnet: there is no study 'localisation'\nhint: did you mean localization? grapnet study lists them\n",
+    )
+    assert run(command, "zzz").err == "grapnet: there is no study 'zzz'\nhint: grapnet study lists them\n"
     assert ran(here) == {}
 
 
@@ -170,14 +173,13 @@ def no_data(here, monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("no_data")
-def test_a_missing_data_set_is_told_with_where_it_was_looked_for(run, here):
+def test_a_missing_data_set_is_told_with_what_provides_it(run, here):
     code, out, err = run("study", "localization", "--processes", 1)
     assert (code, out) == (2, "")
-    first, second, *others = [line for line in err.splitlines() if not line.startswith("localization: ")]
-    assert first.startswith("grapnet: Fashion-MNIST was not found. ")
-    assert second.startswith("hint:   ")
-    assert str(here / "nothing") in second
-    assert any("python -m grapnet.data" in line for line in others)
+    first, second = [line for line in err.splitlines() if not line.startswith("localization: ")]
+    assert re.fullmatch(r"grapnet: Fashion-MNIST was not found; looked in \d+ folders", first)
+    assert second.startswith("hint: sudo apt install dataset-fashion-mnist, or: python -m grapnet.data fashion")
+    assert second.endswith("; grapnet doctor --verbose lists the folders that were looked at")
     assert not (here / "runs").exists()
 
 
@@ -186,7 +188,7 @@ def test_of_several_studies_one_without_data_is_left_out_and_told(run, here):
     code, out, _ = run("study", "localization", "tabular", "--processes", 1, "--json")
     told = json.loads(out)["studies"]
     assert code == 1
-    assert told["localization"]["error"].startswith("Fashion-MNIST was not found.")
+    assert told["localization"]["error"].startswith("Fashion-MNIST was not found;")
     assert told["tabular"]["seeds"] == [7, 1, 4]
 
 

@@ -1,5 +1,7 @@
 """gn.from_module and gn.graft: what is refused by name, with nothing changed."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -84,16 +86,16 @@ REFUSED = {
     "nested norm": (lambda: _row(nn.Sequential(nn.ReLU(), nn.GroupNorm(1, 3))), "'1.1' is a GroupNorm"),
     "conv": (lambda: _row(nn.Conv1d(1, 1, 1)), "'1' is a Conv1d"),
     "conv alone": (lambda: nn.Conv2d(1, 1, 1), "the module is a Conv2d"),
-    "softmax": (lambda: _row(nn.Softmax(-1)), "'1' is a Softmax, which no activation"),
+    "softmax": (lambda: _row(nn.Softmax(-1)), "'1' is a Softmax, neither"),
     "prelu": (lambda: _row(nn.PReLU()), "'1' is a PReLU"),
-    "rrelu": (lambda: _row(nn.RReLU()), "'1' is a RReLU"),
-    "infinite elu": (lambda: _row(nn.ELU(float("inf"))), "'1' is a ELU"),
+    "rrelu": (lambda: _row(nn.RReLU()), "'1' is an RReLU"),
+    "infinite elu": (lambda: _row(nn.ELU(float("inf"))), "'1' is an ELU"),
     "softplus with a threshold": (lambda: _row(nn.Softplus(threshold=3)), "'1' is a Softplus"),
-    "other dropout": (lambda: _row(nn.AlphaDropout(0.1)), "'1' is a AlphaDropout"),
+    "other dropout": (lambda: _row(nn.AlphaDropout(0.1)), "'1' is an AlphaDropout"),
     "bilinear": (lambda: nn.Bilinear(2, 2, 2), "the module is a Bilinear"),
     "out_proj": (lambda: _row(nn.MultiheadAttention(4, 2).out_proj), "'1' is a NonDynamicallyQuantizableLinear"),
     "out_proj alone": (lambda: nn.MultiheadAttention(4, 2).out_proj, "is a NonDynamicallyQuantizableLinear"),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)), "'0' is a Embedding"),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)), "'0' is an Embedding"),
     "a net inside": (lambda: nn.Sequential(gn.GrapNet([3, 3])), "'0' is a GrapNet"),
     "parametrized": (_parametrized, "'0' is a ParametrizedLinear"),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 3)), "ParametrizedLinear"),
@@ -141,3 +143,68 @@ def test_refused_by_name_with_nothing_changed(case):
     with pytest.raises(gn.ConversionError, match="inner"):
         gn.graft(nn.ModuleDict({"inner": module}), "inner", optimizer)
     assert picture(module, optimizer) == before
+
+
+class Own(nn.Module):
+    """An MLP whose forward nobody can read."""
+
+    def __init__(self, activation: nn.Module | None, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc_in, self.fc_out = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.act, self.inner = activation, inner
+
+    def forward(self, x):
+        return self.fc_out((self.act or nn.ReLU())(self.fc_in(x)))
+
+
+@pytest.mark.parametrize("activation", [None, nn.Tanh()])
+def test_an_own_class_is_told_how_to_become_a_net(activation):
+    model, x = Own(activation), torch.randn(6, 4)
+    with pytest.raises(gn.ConversionError, match="is an Own") as refused:
+        gn.from_module(model)
+    told = re.findall(r"gn\.\w+\(.*?\)(?=, or|$)", str(refused.value))
+    between = "nn.ReLU()" if activation is None else "model.act"
+    assert told == [
+        f"gn.from_module(nn.Sequential(model.fc_in, {between}, model.fc_out))",
+        "gn.graft(model, nn.Linear)",
+    ]
+    expected = model(x)
+    torch.testing.assert_close(eval(told[0])(x), expected)
+    assert list(eval(told[1])) == ["fc_in", "fc_out"]
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_an_own_class_that_holds_more_or_stands_in_a_model_is_grafted():
+    with pytest.raises(gn.ConversionError, match=r"Make nets of the Linears in it: gn\.graft\(model, nn\.Linear\)"):
+        gn.from_module(Own(None, nn.Conv1d(1, 1, 1)))
+    with pytest.raises(gn.ConversionError, match=r'gn\.graft\(model, \["a\.fc_in", "a\.fc_out"\]\)'):
+        gn.graft(nn.ModuleDict({"a": Own(None)}), "a")
+
+
+@pytest.mark.parametrize(
+    ("stack", "way"),
+    [
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), "nn.Sequential(flatten, gn.from_module(rest))"),
+        (lambda: _row(nn.LogSoftmax(-1)), "nn.Sequential(gn.from_module(rest), logsoftmax)"),
+        (lambda: _row(nn.Conv1d(1, 1, 1)), "nn.Sequential(gn.from_module(rest), conv1d)"),
+        (lambda: _row(nn.RReLU()), "nn.Sequential(gn.from_module(rest), rrelu)"),
+    ],
+)
+def test_what_is_no_activation_is_left_outside(stack, way):
+    with pytest.raises(gn.ConversionError) as refused:
+        gn.from_module(stack())
+    assert f"Leave it outside of the net: {way}, or gn.graft(model, nn.Linear)" in str(refused.value)
+    assert "register_activation" not in str(refused.value)
+
+
+def test_an_unknown_activation_is_told_how_to_become_one_of_nodes():
+    stack, x = nn.Sequential(nn.Linear(3, 4), nn.Softsign(), nn.Linear(4, 2)), torch.randn(5, 3)
+    with pytest.raises(gn.ConversionError) as refused:
+        gn.from_module(stack)
+    for way in ('gn.register_activation("softsign", function)', 'edit.set_activation(net.layers[1], "softsign")'):
+        assert way in str(refused.value)
+    gn.register_activation("softsign", nn.functional.softsign)
+    net = gn.from_module(nn.Sequential(stack[0], nn.Identity(), stack[2]))
+    with net.edit() as edit:
+        edit.set_activation(net.layers[1], "softsign")
+    torch.testing.assert_close(net(x), stack(x))

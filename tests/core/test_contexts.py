@@ -16,6 +16,11 @@ def under_inference_mode(net: gn.GrapNet, x: Tensor) -> Tensor:
         return net(x)
 
 
+def under_compile(net: gn.GrapNet, x: Tensor) -> Tensor:
+    torch._dynamo.reset()  # code compiled for the nets of other tests would be met again
+    return torch.compile(net, backend="eager")(x)
+
+
 def under_autocast(net: gn.GrapNet, x: Tensor) -> Tensor:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         return net(x)
@@ -25,7 +30,7 @@ FIRST: dict[str, Callable[[gn.GrapNet, Tensor], object]] = {
     "inference mode": under_inference_mode,
     "jacrev": lambda net, x: torch.func.jacrev(net)(x),
     "vmap": lambda net, x: torch.func.vmap(net)(x),
-    "compile": lambda net, x: torch.compile(net, backend="eager")(x),
+    "compile": under_compile,
     "autocast": lambda net, x: under_autocast(net, x.float()),
 }
 

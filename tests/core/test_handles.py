@@ -231,15 +231,20 @@ def test_labels_and_frozen_bits_of_nodes(net: gn.GrapNet) -> None:
     assert (node.activation, node.owner, node.frozen) == ("relu", None, False)
     assert (net.layers[0][0].activation, net.layers[2][0].activation) == ("identity", "identity")
     with net.edit() as edit:
-        edit.set_owner(node, "task 0")
+        edit.set_owner(node, "task-0")
         edit.set_activation(node, "tanh")
         edit.freeze(node)
-    assert (node.activation, node.owner, node.frozen) == ("tanh", "task 0", True)
+    assert (node.activation, node.owner, node.frozen) == ("tanh", "task-0", True)
     assert net.layers[1].frozen.tolist() == [False, True, False]
-    assert (net.layers[1].owners, net.layers[1].activations[1]) == ([None, "task 0", None], "tanh")
+    assert (net.layers[1].owners, net.layers[1].activations[1]) == ([None, "task-0", None], "tanh")
     with net.edit() as edit:
         edit.unfreeze(node, incoming=False, outgoing=False)
     assert not node.frozen
     assert node.incoming().frozen.all()
     assert node.outgoing().frozen.all()
     assert not net.layers[0][3].frozen  # it owns nothing that could be frozen
+
+
+def test_a_uid_that_nothing_has_is_not_found_however_large_it_is() -> None:
+    net = gn.GrapNet([2, 2])
+    assert [net.find(uid) for uid in (3, 4, -1, 2**70)] == [(1, 1), None, None, None]

@@ -114,5 +114,8 @@ def test_names_of_newborns_that_leave_at_once_leave_no_trace() -> None:
     with net.edit(reason="come and go") as edit:
         edit.add_nodes(1, 1)
         edit.remove_nodes(edit.add_nodes(1, 1, owner="gone", activation="tanh"))
+    with net.edit(reason="one comes, and none of another name") as edit:
+        edit.add_nodes(1, 1)
+        edit.add_nodes(1, 0, owner="nobody", activation="gelu")
     assert set(net.layers[1].owner_names.names) == {None}
     assert set(net.layers[1].activation_names.names) == {"relu"}

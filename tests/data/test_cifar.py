@@ -65,6 +65,10 @@ def test_without_the_batches_the_error_says_where_it_looked_and_how_to_get_them(
     assert "  data/cifar-10-batches-bin (torchvision's layout) lacks test_batch.bin\n" in text
     assert f"  {machine}/home/.cache/cifar-10-batches-py" in text
     assert "python -m grapnet.data cifar10 --download" in text
+    other = pickle.loads(pickle.dumps(caught.value))  # as it comes from another process
+    assert str(other) == text
+    assert text.startswith(f"CIFAR-10 was not found; looked in {len(other.folders)} folders\n")
+    assert all(f"\n  {line}" in text for line in (*other.folders, *other.commands))
 
 
 class Runs:

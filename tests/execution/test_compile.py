@@ -1,5 +1,7 @@
 """torch.compile: equal values and gradients, no recompilation while weights change, one after an edit."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -156,3 +158,12 @@ def test_a_choice_made_after_compiling_is_followed(backend: str) -> None:
     require_equal(compiled, net)
     net.execution.use("reference", 0)
     require_equal(compiled, net)
+
+
+def test_who_compiles_nothing_does_not_wait_for_the_compiler() -> None:
+    program = (
+        "import sys, torch, grapnet as gn; from grapnet.rules import ActivationRecorder\n"
+        "net = gn.GrapNet([4, 3, 2]); recorder = ActivationRecorder(1); recorder.bind(net)\n"
+        "net(torch.ones(2, 4)); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 0

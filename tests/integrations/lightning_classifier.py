@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import grapnet as gn
 from grapnet.integrations.lightning import RulesCallback
-from grapnet.rules import At, Every, FreezeOwner, GrowForTask, PruneWeakest, Rewire, TaskEnds
+from grapnet.rules import At, Every, EveryTask, FreezeOwner, GrowForTask, PruneWeakest, Rewire
 
 BATCHES = 6
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -67,8 +67,8 @@ def manager() -> gn.RuleManager:
     rules = gn.RuleManager(seed=3)
     rules.inject(PruneWeakest(0.2), schedule=At(1, 8))
     rules.inject(Rewire(fraction=0.3), schedule=Every(3, start=2))
-    rules.inject(GrowForTask(layer=1, nodes=2, classes_per_task=1), schedule=TaskEnds())
-    rules.inject(FreezeOwner("task 0"), schedule=At(7))
+    rules.inject(GrowForTask(layer=1, nodes=2, classes_per_task=1), schedule=EveryTask())
+    rules.inject(FreezeOwner("task-0"), schedule=At(7))
     return rules
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 import grapnet as gn
 from grapnet.integrations.lightning import RulesCallback
-from grapnet.rules import ActivationRecorder, Every, TaskEnds
+from grapnet.rules import ActivationRecorder, Every, EveryTask
 from tests.integrations.lightning_classifier import (
     BATCHES,
     WARNINGS,
@@ -116,7 +116,7 @@ def test_a_task_ends_also_where_no_optimizer_steps() -> None:
                 super().training_step(batch, batch_idx)
 
     module = Seldom()
-    fit(module, rules=cutting(schedule=TaskEnds()))  # steps after batches 1 and 5, of 6
+    fit(module, rules=cutting(schedule=EveryTask()))  # steps after batches 1 and 5, of 6
     assert [commit.reason for commit in module.net.history] == ["cut_one at step 2, task 0"]
 
 
@@ -135,7 +135,7 @@ class Witness:
 
 def test_recorders_see_training_batches_and_nothing_that_is_held_out(tmp_path: Path) -> None:
     witness, rules = Witness(), gn.RuleManager()
-    rules.inject(witness, schedule=TaskEnds())
+    rules.inject(witness, schedule=EveryTask())
     module, made = Classifier(), trainer(RulesCallback(rules, task=epoch_of), epochs=2, val_check_interval=2)
     made.fit(module, data(), data(2))
     assert witness.seen == [8 * BATCHES, 8 * BATCHES]

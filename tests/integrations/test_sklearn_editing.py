@@ -19,13 +19,13 @@ from grapnet.rules import (
     Budget,
     CovarianceSifter,
     Every,
+    EveryTask,
     GrowForTask,
     GrowWidth,
     PruneWeakest,
     Rewire,
     RuleManager,
     SplitIntoFamilies,
-    TaskEnds,
 )
 
 X, Y = load_digits(return_X_y=True)
@@ -191,12 +191,12 @@ def test_rules_can_be_injected_between_two_calls():
 
 
 def test_tasks_end_with_a_part_of_the_data():
-    model = quick(hidden_layer_sizes=(0,), rules=[(GrowForTask(1, 8, classes_per_task=2), TaskEnds())])
+    model = quick(hidden_layer_sizes=(0,), rules=[(GrowForTask(1, 8, classes_per_task=2), EveryTask())])
     for task in range(3):
         model.partial_fit(X, Y, classes=range(10), task=task)
         model.partial_fit(X, Y)
     assert model.net_.sizes == [64, 24, 10]
-    assert len(model.net_.select(owner="task 1")) == 8
+    assert len(model.net_.select(owner="task-1")) == 8
 
 
 @pytest.mark.parametrize("execution", ["auto", "reference", "dense", "family", ["sparse", "dense"]])

@@ -19,7 +19,7 @@ FREEZE: dict[str, Callable[[gn.GrapNet, gn.Edit], None]] = {
     "without incoming": lambda net, edit: edit.freeze(net.layers[1][:2], incoming=False),
     "without outgoing": lambda net, edit: edit.freeze(net.layers[1][:2], outgoing=False),
     "without bias": lambda net, edit: edit.freeze(net.layers[1][:2], bias=False),
-    "owner": lambda net, edit: edit.freeze(net.select(owner="task 1")),
+    "owner": lambda net, edit: edit.freeze(net.select(owner="task-1")),
     "a whole layer": lambda net, edit: edit.freeze(net.layers[2]),
 }
 
@@ -29,8 +29,8 @@ def owned_net() -> gn.GrapNet:
     net = make_net()
     with net.edit() as edit:
         edit.unfreeze(net.select())
-        edit.set_owner(net.layers[1][1:3], "task 1")
-        edit.set_owner(net.layers[2][2], "task 1")
+        edit.set_owner(net.layers[1][1:3], "task-1")
+        edit.set_owner(net.layers[2][2], "task-1")
     return net
 
 
@@ -99,7 +99,7 @@ def test_frozen_coordinates_stay_put_under_every_optimizer(kind: str) -> None:
     for seed in range(12):
         if seed == 3:  # with momentum in every slot
             with net.edit() as edit:
-                edit.freeze(net.select(owner="task 1"))
+                edit.freeze(net.select(owner="task-1"))
                 edit.freeze(net.layers[2].outgoing()[::3])
             values, held = coordinates(net)
         optimizer.zero_grad()
@@ -156,7 +156,7 @@ def test_a_thousand_steps_of_adamw() -> None:
     gn.attach(optimizer, net)
     train(net, optimizer, range(3))
     with net.edit() as edit:
-        edit.freeze(net.select(owner="task 1"))
+        edit.freeze(net.select(owner="task-1"))
     values, held = coordinates(net)
     clipped_steps(parameters, optimizer, lambda seed: net(batch(seed)).square().sum(), 1000, lambda: None)
     after, _ = coordinates(net)

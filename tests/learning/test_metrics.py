@@ -87,11 +87,17 @@ def test_evaluation_uses_eval_mode_and_leaves_every_mode_as_it_was(table):
 
 @pytest.mark.parametrize(
     ("tasks", "seen", "named"),
-    [([(0, 1)], [0, 2], "among the seen"), ([], None, "among the seen"), ([(7, 8)], None, r"no image .* \[7, 8\]")],
+    [
+        ([(0, 1)], [0, 2], "among the seen"),
+        ([], None, "every task has classes"),
+        ([(7, 8)], None, r"no image .* \[7, 8\]"),
+    ],
 )
 def test_tasks_that_cannot_be_evaluated_are_refused(table, tasks, seen, named):
     with pytest.raises(ValueError, match=named):
         evaluate(*table, tasks, seen)
+    with pytest.raises(ValueError, match=r"class 5 needs logits \[n, 6\] or more, got \[90, 4\]"):
+        evaluate(Table(table[0].logits[:, :4]), *table[1:], TASKS)
 
 
 def test_forgetting_is_best_earlier_minus_final_of_all_tasks_but_the_last():
@@ -128,6 +134,10 @@ def test_rows_come_in_order():
         _ = matrix.seen_class
     with pytest.raises(ValueError, match="after 1 tasks as many are evaluated, got 2"):
         matrix.add(Evaluation(0.5, [0.5, 0.5], [0.5, 0.5]))
+    wrong: Any = 0.5
+    with pytest.raises(TypeError, match=r"what evaluate.* returns after a task, got 0\.5"):
+        matrix.add(wrong)
+    assert repr(matrix) == "AccuracyMatrix()"
     assert matrix.rows == []
 
 
@@ -149,6 +159,19 @@ def test_drift_of_other_coordinates_is_refused(after):
         structural_drift([], [])
 
 
+@pytest.mark.parametrize("tasks", [3, 40])
+def test_a_matrix_prints_as_a_small_table_of_per_cent(tasks):
+    matrix = AccuracyMatrix()
+    for n in range(tasks):
+        matrix.add(Evaluation(0.25, [k / 100 for k in range(n + 1)], [1.0] * (n + 1)))
+    lines = repr(matrix).splitlines()
+    assert max(map(len, lines)) < 100
+    last = [k for k in range(tasks) if tasks == 3 or k < 5 or k >= 35]
+    assert lines[1].replace("…", "").split() == ["task", *map(str, last), "all"]
+    assert lines[-2].replace("…", "").split() == ["after", str(tasks - 1), *(f"{k:.1f}" for k in last), "25.0"]
+    assert len(lines) == 3 + (3 if tasks == 3 else 11)
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_old_nodes_drift_exactly_when_they_are_not_frozen(frozen):
     net = gn.GrapNet([4, 0, 4])
@@ -158,7 +181,7 @@ def test_old_nodes_drift_exactly_when_they_are_not_frozen(frozen):
     x, y = torch.randn(32, 4, generator=draw), torch.arange(32) % 4
 
     def coordinates() -> list[Tensor]:
-        old = net.select(owner="task 0")
+        old = net.select(owner="task-0")
         return [values.detach().clone() for values in (old.incoming().weights, old.outgoing().weights, old.biases)]
 
     for task in range(2):

@@ -231,18 +231,19 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: Any, n
 @pytest.mark.parametrize(
     ("x", "y", "logits", "named"),
     [
-        (torch.zeros(3, 1), torch.zeros(2).long(), None, "one row each"),
-        (torch.zeros(3, 1), torch.zeros(3), None, "one row each"),
-        (torch.zeros(3, 1), torch.zeros(3, 1).long(), None, "one row each"),
-        (torch.zeros(3, 2), torch.zeros(3).long(), None, r"keeps rows of .*'x': \[1\].*, got .*'x': \[2\]"),
-        (torch.zeros(3, 1), torch.zeros(3).long(), torch.zeros(3, 4), "got .*'logits'"),
+        (torch.zeros(3, 1), torch.zeros(2).long(), None, "one row of each"),
+        (torch.zeros(3, 1), torch.zeros(3), None, "which are whole"),
+        (torch.zeros(3, 1), torch.zeros(3, 1).long(), None, "one class number an example"),
+        (torch.zeros(3, 2), torch.zeros(3).long(), None, r"keeps rows of x \[1\].*, got x \[2\]"),
+        (torch.zeros(3, 1), torch.zeros(3).long(), torch.zeros(3, 4), r"got .*logits \[4\]"),
+        (torch.zeros(3, 1), torch.zeros(3).long(), torch.zeros(2, 4), r"got .*logits \[2, 4\]"),
     ],
 )
 def test_rows_that_do_not_fit_are_refused_and_nothing_is_drawn(x: Tensor, y: Tensor, logits: Any, named: str):
     memory, untouched = ReservoirMemory(5, seed=0), ReservoirMemory(5, seed=0)
     for m in (memory, untouched):
         m.add(*rows(9))
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((TypeError, ValueError), match=named):
         memory.add(x, y, logits)
     for m in (memory, untouched):
         m.add(*rows(30))

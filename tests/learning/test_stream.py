@@ -4,12 +4,14 @@ import copy
 from collections import Counter
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.learning.losses import DER, DERpp, ExperienceReplay
+from grapnet.learning.metrics import evaluate
 from grapnet.learning.replay import BalancedMemory, Batch, ReservoirMemory
 from grapnet.learning.stream import Step, Task, TaskStream, train_on_stream
 from grapnet.rules import FreezeOwner, GrowForTask, Moment
@@ -24,7 +26,7 @@ def data() -> tuple[Tensor, Tensor]:
     return torch.randn(300, 4, generator=draw) + y.unsqueeze(1), y
 
 
-def stream_of(data: tuple[Tensor, Tensor], seed: int = 0, **settings: Any) -> TaskStream:
+def stream_of(data: tuple[Tensor, Tensor], seed: Any = 0, **settings: Any) -> TaskStream:
     return TaskStream(*data, **{"tasks": TASKS, "batch": 16, "per_class": 20, **settings}, seed=seed)
 
 
@@ -100,10 +102,14 @@ def test_what_is_left_out_belongs_to_the_classes_and_was_not_shown(data):
     [
         ({"tasks": [(0, 1), (1, 2)]}, "no class comes twice"),
         ({"tasks": [(0, 1), ()]}, "every task has classes"),
+        ({"tasks": []}, "every task has classes"),
+        ({"tasks": [(0, -1)]}, "numbers from 0 on"),
         ({"per_class": 90}, "class 0 has .* fewer than the 90"),
         ({"tasks": [(0, 9)], "per_class": None}, "class 9 has 0 rows"),
-        ({"batch": 0}, "at least 1"),
-        ({"per_class": 0}, "at least 1"),
+        ({"batch": 0}, "batch is a whole number, at least 1"),
+        ({"batch": 2.5}, "batch is a whole number, at least 1, got 2.5"),
+        ({"per_class": 0}, "per_class is a whole number, at least 1"),
+        ({"seed": None}, "seed is a whole number, at least 0, got None"),
     ],
 )
 def test_a_stream_that_cannot_be_is_refused(data, settings, named):
@@ -264,8 +270,47 @@ def test_a_loop_without_updates_is_refused(data, settings):
         train_on_stream(model, stream_of(data), ExperienceReplay(), None, optimizer, **settings)
 
 
-def test_labels_are_class_numbers_in_a_tensor(data):
+@pytest.mark.parametrize(
+    ("labels", "error", "named"),
+    [
+        (lambda y: y.float(), TypeError, r"y holds class numbers, which are whole, got torch.float32; y.long\(\)"),
+        (lambda y: y.numpy(), TypeError, r"y is a tensor, got ndarray; torch.as_tensor\(y\)"),
+        (lambda y: y.tolist(), TypeError, "y is a tensor, got list"),
+        (lambda y: torch.nn.functional.one_hot(y), ValueError, r"one-hot rows take y.argmax\(1\)"),
+        (lambda y: y[:-1], ValueError, "an example is one row of each part, got x"),
+        (lambda y: y[0], ValueError, r"one class number an example, got \[\]"),
+    ],
+)
+def test_labels_are_class_numbers_in_a_tensor(data, labels, error, named):
     x, y = data
-    for labels in (y.float(), y.numpy(), y.tolist()):
-        with pytest.raises(TypeError, match="y one of class numbers"):
-            TaskStream(x, labels, tasks=2, batch=4, seed=0)
+    with pytest.raises(error, match=named):
+        TaskStream(x, labels(y), tasks=2, batch=4, seed=0)
+    with pytest.raises(error, match=named):
+        ReservoirMemory(5, seed=0).add(x, labels(y))
+    with pytest.raises(error, match=named):
+        evaluate(torch.nn.Linear(x.shape[1], 6), x, labels(y), [(0, 1)])
+
+
+@pytest.mark.parametrize("tasks", [2.0, [0, 1], "01", None, [(0.5, 1)]])
+def test_classes_come_in_groups(data, tasks):
+    with pytest.raises(TypeError, match=r"in groups, such as \[\(0, 1\), \(2, 3\)\] or stream.classes, got"):
+        stream_of(data, tasks=tasks)
+    assert len(stream_of(data, tasks=np.int64(2))) == len(stream_of(data, tasks=torch.tensor([[0, 1], [2, 3]]))) == 2
+
+
+def test_what_is_easily_mixed_up_is_refused(data):
+    model, stream = torch.nn.Linear(data[0].shape[1], 6), stream_of(data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for wrong, named in (
+        ((stream[0], ExperienceReplay(), None), r"a list of tasks: \[task\]"),
+        ((stream, ExperienceReplay, None), "an objective is an object"),
+        ((stream, ExperienceReplay(), 100), "a memory has add and sample, .* got 100"),
+    ):
+        with pytest.raises(TypeError, match=named):
+            train_on_stream(model, *wrong, optimizer)
+
+
+def test_streams_and_tasks_print_as_one_short_line(data):
+    stream = stream_of(data, tasks=[(0, 1), (2, 3)], per_class=5, batch=4)
+    assert repr(stream) == "TaskStream(tasks=2, classes=4, samples=20, batch=4)"
+    assert repr(stream[1]) == "Task(number=1, classes=(2, 3), seen=(0, 1, 2, 3), samples=10, batch=4)"

@@ -12,12 +12,12 @@ def grown(per_task: int = 3, tasks: int = 3, inputs: int = 6, outputs: int = 6) 
     each = outputs // tasks
     for task in range(tasks):
         with net.edit(reason=f"grow task {task + 1}", generator=generator) as edit:
-            nodes = edit.add_nodes(1, per_task, owner=f"task {task + 1}")
+            nodes = edit.add_nodes(1, per_task, owner=f"task-{task + 1}")
             edit.connect(net.layers[0], nodes)
             edit.connect(nodes, net.layers[2][task * each : (task + 1) * each])
         if task < tasks - 1:
             with net.edit(reason=f"freeze task {task + 1}") as edit:
-                edit.freeze(net.select(owner=f"task {task + 1}"))
+                edit.freeze(net.select(owner=f"task-{task + 1}"))
     with net.edit(reason="cut the weakest") as edit:
         edit.cut(net.layers[0].outgoing().smallest(fraction=0.2))
     return net

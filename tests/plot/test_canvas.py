@@ -1,11 +1,14 @@
 """Themes, colours and files."""
 
 import ast
+import importlib
+import pkgutil
 from pathlib import Path
 
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
 
 import grapnet as gn
 from grapnet import plot
@@ -24,7 +27,7 @@ def test_owners_have_fixed_colours_in_order_of_appearance():
 def test_an_owner_has_its_colour_in_every_picture():
     net = grown()
     graph, shares = plot.graph(net), plot.weights(net, by="owner")
-    colors = plot.owner_colors(["task 1", "task 2", "task 3"])
+    colors = plot.owner_colors(["task-1", "task-2", "task-3"])
     named = dict(
         zip((t.get_text() for t in graph.get_legend().get_texts()), graph.get_legend().legend_handles, strict=True)
     )
@@ -88,6 +91,26 @@ def test_names_of_users_are_no_formulas(tmp_path):
     plot.save(plot.graph(net), tmp_path / "graph.svg")
     plot.save(plot.timeline(net), tmp_path / "timeline.svg")
     assert "costs $5" in (tmp_path / "timeline.svg").read_text()
+
+
+def test_no_module_hides_a_function_of_its_name():
+    modules = {name for _, name, _ in pkgutil.iter_modules(plot.__path__)}
+    public = {name for name, value in vars(plot).items() if callable(value)}
+    assert {"deletion", "adjacency", "timeline", "graph"} <= public
+    assert modules & public == set()
+    for name in modules:
+        importlib.import_module(f"grapnet.plot.{name}")
+    assert all(callable(getattr(plot, name)) for name in public)
+
+
+def test_titles_and_legends_are_as_wide_as_their_axes():
+    net = grown(per_task=40, inputs=30)
+    for wide in (4.3, 9.0):
+        ax = plot.graph(net, cut_since=net.version - 1, ax=Figure((wide, 4.0), layout="constrained").subplots())
+        FigureCanvasAgg(ax.figure).draw()
+        for part in (ax._left_title, ax.get_legend()):
+            assert part.get_window_extent().width <= ax.figure.bbox.width
+    assert ax._left_title.get_fontsize() == 10.5  # there is room for it
 
 
 def eager(source: str) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection, PathCollection
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 import grapnet as gn
@@ -59,7 +60,7 @@ def test_a_small_net_is_drawn_node_by_node_and_relation_by_relation():
     frozen = sum(len(store.frozen_at) for store in net.transitions)
     assert 0 < frozen < net.count().relations
     assert (lines(ax, "frozen"), lines(ax, "free")) == (frozen, net.count().relations - frozen)
-    assert set(legend(ax)) == {"no owner", "task 1", "task 2", "task 3", "weight ≥ 0", "weight < 0", "frozen"}
+    assert set(legend(ax)) == {"no owner", "task-1", "task-2", "task-3", "weight ≥ 0", "weight < 0", "frozen"}
     uids = {str(uid) for layer in net.layers for uid in layer.uids.tolist()}
     assert uids <= set(texts(ax))
     assert f"({frozen} of them frozen)" in ax.get_title("left")
@@ -69,7 +70,7 @@ def test_a_small_net_is_drawn_node_by_node_and_relation_by_relation():
 def test_an_owner_may_be_called_like_a_mark():
     net = grown()
     with net.edit() as edit:
-        edit.set_owner(net.select(owner="task 1"), "frozen")
+        edit.set_owner(net.select(owner="task-1"), "frozen")
     assert legend(plot.graph(net)).count("frozen") == 2
 
 
@@ -115,7 +116,7 @@ def test_relations_that_left_with_their_node_are_counted():
 
 def test_what_is_highlighted_stands_out():
     net = grown()
-    chosen = net.select(owner="task 2")
+    chosen = net.select(owner="task-2")
     wanted = len(chosen.incoming() | chosen.outgoing())
     for highlight, expected in ((chosen, wanted), (chosen.outgoing(), len(chosen.outgoing())), (None, None)):
         ax = plot.graph(net, highlight=highlight)
@@ -127,7 +128,7 @@ def test_a_large_net_is_grouped_by_owner_and_its_bands_count_its_relations():
     net = grown(per_task=40, inputs=30)
     ax = plot.graph(net, cut_since=net.version - 1)
     shown = texts(ax)
-    assert {"task 1\n40", "task 2\n40", "task 3\n40", "all\n30", "all\n6"} <= set(shown)
+    assert {"task-1\n40", "task-2\n40", "task-3\n40", "all\n30", "all\n6"} <= set(shown)
     found = bands(ax)
     for t, store in enumerate(net.transitions):
         owners = net.layers[1].owners
@@ -157,7 +158,7 @@ def test_a_large_net_without_owners_is_grouped_by_family():
 
 def test_highlighting_in_a_large_net_counts_what_is_highlighted():
     net = grown(per_task=40, inputs=30)
-    chosen = net.select(owner="task 2").outgoing()
+    chosen = net.select(owner="task-2").outgoing()
     assert "80 of 80" in texts(plot.graph(net, highlight=chosen))
 
 
@@ -185,6 +186,24 @@ def test_color_by_activation_and_what_cannot_be_drawn():
         plot.graph(net, highlight=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(gn.HistoryError, match="there is no version 5"):
         plot.graph(net, cut_since=5)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("tasks", [3, 30])
+def test_what_was_cut_is_dotted_in_a_lane_through_a_band_or_below_a_thin_one(tasks, theme):
+    net = grown(40, tasks, 30, 2 * tasks)
+    with plot.theme(theme):
+        ax, whole = plot.graph(net, cut_since=net.version - 1), plot.graph(net)
+    dotted = [line for line in ax.lines if (line.get_gid() or "").startswith("cut")]
+    grounds = [line for line in ax.lines if to_hex(line.get_color()) == to_hex(ax.get_facecolor())]
+    lanes = {line.get_ydata().tobytes() for line in grounds}
+    assert all(line.get_zorder() < dotted[0].get_zorder() for line in grounds)
+    assert sum(line.get_ydata().tobytes() in lanes for line in dotted) == (3 if tasks == 3 else 1)  # 1: the 21 others
+    assert len(whole.lines) == 0
+    lows = [band.get_paths()[0].vertices[:, 1].min() for band in ax.collections if "band" in (band.get_gid() or "")]
+    thin = [line.get_ydata().min() for line in dotted if line.get_ydata().tobytes() not in lanes]
+    assert len(thin) == len(dotted) - len(grounds)
+    assert all(any(0 < low - y < 0.02 for low in lows) for y in thin)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -216,6 +235,13 @@ def test_a_very_large_net_is_drawn_quickly():
     ax.figure.draw_without_rendering()
     assert time.perf_counter() - start < 3
     assert sorted(count for part in bands(ax).values() for *_, count in part) == [250_000, 250_000]
+
+
+def test_a_part_of_a_figure_is_drawn_into():
+    upper, lower = Figure((7, 8)).subfigures(2)
+    for part, net in ((upper, grown()), (lower, grown(per_task=40, inputs=30))):
+        plot.graph(net, ax=part.subplots(), cut_since=net.version - 1)
+    upper.figure.draw_without_rendering()
 
 
 def test_axes_given_are_the_axes_returned_and_no_global_state_moves():

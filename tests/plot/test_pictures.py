@@ -106,7 +106,7 @@ def test_adjacency_puts_families_side_by_side_and_names_them():
     assert sorted(names) == ["family 1", "family 2"]
     rows = [tuple(row) for row in opaque]
     assert sum(a != b for a, b in pairwise(rows)) == 1  # one block, then the other
-    assert ticks(plot.adjacency(grown(), 1).yaxis) == ["task 1", "task 2", "task 3"]
+    assert ticks(plot.adjacency(grown(), 1).yaxis) == ["task-1", "task-2", "task-3"]
 
 
 def test_a_large_rectangle_is_binned_and_loses_no_relation():
@@ -198,7 +198,21 @@ def test_timeline_starts_where_the_journal_still_knows():
     (line,) = [line for line in ax.lines if line.get_gid() == "line"]
     assert line.get_xdata()[0] == known[0] - 1
     assert marks(ax)["grow"][0][0] == 1
-    plot.timeline(gn.GrapNet([2, 2])).figure.draw_without_rendering()
+
+
+def test_a_net_without_edits_is_one_point_on_its_timeline():
+    ax = plot.timeline(gn.GrapNet([2, 2]))
+    ax.figure.draw_without_rendering()
+    (line,) = ax.lines
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_marker()) == ([0], [4], "o")
+    low, high = ax.get_xlim()
+    assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [0]
+
+
+def test_reasons_stand_steeper_where_there_is_less_room():
+    net = edited()
+    turned = [plot.timeline(net, ax=ax).get_xticklabels()[0].get_rotation() for ax in (Figure((3, 3)).subplots(), None)]
+    assert turned == [60, 32]
 
 
 def test_accuracy_matrix_has_its_numbers_in_its_cells():
@@ -230,11 +244,11 @@ def test_distributions_count_every_node_and_every_relation():
     assert steps(plot.degrees(net)) == {"0 to 1": 6, "1 to 2": 9}
     assert steps(plot.degrees(net, of="parents")) == {"0 to 1": 9, "1 to 2": 6}
     owned = steps(plot.degrees(net, by="owner"))
-    assert owned == {"no owner": 6, "task 1": 3, "task 2": 3, "task 3": 3}
+    assert owned == {"no owner": 6, "task-1": 3, "task-2": 3, "task-3": 3}
     relations = [store.size for store in net.transitions]
     assert list(steps(plot.weights(net)).values()) == relations
     by_owner = steps(plot.weights(net, by="owner"))
-    expected = {f"task {n}": len(net.select(owner=f"task {n}").outgoing()) for n in (1, 2, 3)}
+    expected = {f"task-{n}": len(net.select(owner=f"task-{n}").outgoing()) for n in (1, 2, 3)}
     assert by_owner == {"no owner": relations[0], **expected}
     for draw in (plot.degrees, plot.weights):
         with pytest.raises(ValueError, match='by is "transition" or "owner", got \'layer\''):

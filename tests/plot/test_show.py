@@ -1,5 +1,6 @@
 """What a notebook shows: complete, escaped, small and quick."""
 
+import re
 import time
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -47,7 +48,7 @@ def test_it_shows_sizes_owners_activations_and_the_last_commits():
     found = parsed(net)
     told = " ".join(found.texts)
     assert repr(net) in found.texts
-    for part in ("task 1", "task 3", "relu", "identity", "cut the weakest", f"{net.count().relations}"):
+    for part in ("task-1", "task-3", "relu", "identity", "cut the weakest", f"{net.count().relations}"):
         assert part in told
     frozen = net.count().frozen / (net.count().relations + net.count().biases)
     assert f"{frozen:.1%} frozen" in told
@@ -59,10 +60,19 @@ def test_it_shows_sizes_owners_activations_and_the_last_commits():
     ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
 
 
+def test_the_picture_of_a_deep_net_scrolls_instead_of_becoming_too_small():
+    page = gn.GrapNet([3] * 12)._repr_html_()
+    least, most = (
+        int(found) for found in re.search(r"<div><svg [^>]*min-width:(\d+)px;max-width:(\d+)px", page).groups()
+    )
+    assert 0.65 * most < least < most < 800
+    assert ".grapnet div{overflow-x:auto}" in page
+
+
 def test_numbers_of_owners_are_the_nets():
     net = grown()
     page = net._repr_html_()
-    for owner in ("task 1", "task 2", "task 3"):
+    for owner in ("task-1", "task-2", "task-3"):
         nodes = net.select(owner=owner)
         row = page[page.index(f"</i>{owner}") :]
         cells = [cell.split("<")[0] for cell in row[: row.index("</tr>")].split('class="n">')[1:]]

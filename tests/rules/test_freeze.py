@@ -10,7 +10,7 @@ from grapnet.rules.freeze import FreezeOwner
 from grapnet.rules.grow import GrowForTask
 from grapnet.rules.manager import RuleManager
 from grapnet.rules.rule import Moment
-from grapnet.rules.schedule import TaskEnds
+from grapnet.rules.schedule import EveryTask
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def net() -> gn.GrapNet:
     torch.manual_seed(0)
     net = gn.GrapNet([4, 3, 2])
     with net.edit() as edit:
-        edit.set_owner(net.layers[1][:2], "task 7")
+        edit.set_owner(net.layers[1][:2], "task-7")
         edit.set_owner(net.layers[1][2], "old")
     return net
 
@@ -38,14 +38,14 @@ def test_it_freezes_what_belongs_to_an_owner(net: gn.GrapNet, settings: dict[str
     with net.edit() as edit:
         FreezeOwner(**settings)(net, edit, Moment(task=7))
     assert net.count().frozen == frozen
-    chosen = net.select(owner=settings.get("owner", "task 7"))
+    chosen = net.select(owner=settings.get("owner", "task-7"))
     for name, part in (("incoming", chosen.incoming()), ("outgoing", chosen.outgoing())):
         assert part.frozen.tolist() == [settings.get(name, True)] * len(part)
 
 
 def test_undo_gives_the_coordinates_back_and_freezing_twice_is_once(net: gn.GrapNet) -> None:
     manager = RuleManager()
-    manager.inject(FreezeOwner(), schedule=TaskEnds())
+    manager.inject(FreezeOwner(), schedule=EveryTask())
     assert manager.apply(net, 0) is None  # no task ended
     assert manager.apply(net, 1, task=7) is not None
     assert (net.count().frozen, net.layers[1].frozen.tolist()) == (14, [True, True, False])
@@ -64,7 +64,7 @@ def test_tasks_grown_trained_and_frozen_in_turn_stay_as_they_were() -> None:
     for task in range(3):
         growing.apply(net, task, task=task)
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-        new = net.select(owner=f"task {task}")
+        new = net.select(owner=f"task-{task}")
         before = new.incoming().weights.clone()
         for _ in range(5):
             optimizer.zero_grad()

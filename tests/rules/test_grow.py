@@ -30,7 +30,7 @@ def test_the_papers_growth_gives_the_papers_counts(inputs: int, parameters: int)
     net = gn.GrapNet([inputs, 0, 10])
     for task in range(5):
         new = grow(net, PAPER, task)
-        assert new.owners == [f"task {task}"] * 48
+        assert new.owners == [f"task-{task}"] * 48
         assert (len(new.incoming()), len(new.outgoing())) == (48 * inputs, 48 * 2 * (task + 1))
     count = net.count()
     assert net.sizes == [inputs, 240, 10]
@@ -56,7 +56,7 @@ def test_outputs_name_the_rows_of_tasks_in_their_order(classes: Any) -> None:
     net = gn.GrapNet([5, 0, 6])
     rule = GrowForTask(layer=-2, nodes=3, classes=classes, outputs={"shirts": [4, 1], "shoes": range(2, 4)})
     new = grow(net, rule, "shirts")
-    assert new.owners == ["task shirts"] * 3
+    assert new.owners == ["task-shirts"] * 3
     assert torch.equal(new.outgoing().children.view(3, -1), net.layers[2][[1, 4]].uids.expand(3, -1))
     rows = [1, 2, 3, 4] if classes == "seen" else [2, 3]
     assert torch.equal(grow(net, rule, "shoes")[0].outgoing().children, net.layers[2][rows].uids)
@@ -124,7 +124,7 @@ def test_the_manager_applies_it_and_undo_takes_it_back() -> None:
     commit = manager.apply(net, 0, task=1)
     assert commit is not None
     assert net.count().relations == before.relations + 5 * (7 + 4)
-    assert {"operation": "remark", "text": "grows 5 nodes for 'task 1'"}.items() <= commit.operations[1].items()
+    assert {"operation": "remark", "text": "grows 5 nodes for 'task-1'"}.items() <= commit.operations[1].items()
     net.undo()
     assert (net.count(), net.sizes) == (before, [7, 3, 4])
     assert torch.equal(net.layers[0].outgoing().weights, weights)

@@ -10,7 +10,7 @@ from grapnet.rules.budget import Budget
 from grapnet.rules.manager import RuleManager
 from grapnet.rules.roster import RuleError
 from grapnet.rules.rule import Moment
-from grapnet.rules.schedule import At, Every, TaskEnds
+from grapnet.rules.schedule import At, Every, EveryTask
 from tests.fingerprint import fingerprint
 
 from .own_rules import (
@@ -111,6 +111,25 @@ def test_one_apply_is_one_commit_that_says_who_did_what(net: gn.GrapNet, manager
     gn.check(net)
 
 
+def test_a_step_that_nobody_told_is_the_next_one_and_is_not_in_the_journal(manager: RuleManager) -> None:
+    net, steps = small_net(), []
+    manager.inject(CutWeakest(2))
+    manager.inject(lambda net, edit, now: steps.append(now.step), name="spy", schedule=At(0, 8))
+    planned = manager.apply(net, dry_run=True)
+    assert (planned.cut, steps) == (2, [0])
+    commit = manager.apply(net)
+    assert (commit.reason, commit.operations[0]) == ("CutWeakest, spy", {"operation": "remark", "text": "CutWeakest"})
+    assert (manager.apply(net, 7).reason, manager.apply(net, task="b").reason) == (
+        "CutWeakest at step 7",
+        "CutWeakest, spy at task b",
+    )
+    assert steps == [0, 0, 8]
+    manager.inject(Fail())
+    with pytest.raises(ZeroDivisionError) as caught:
+        manager.apply(net)
+    assert caught.value.__notes__ == ["raised by rule 'Fail'"]
+
+
 def test_rules_run_in_order_when_due_and_enabled(net: gn.GrapNet, manager: RuleManager) -> None:
     calls: list[Any] = []
 
@@ -119,7 +138,7 @@ def test_rules_run_in_order_when_due_and_enabled(net: gn.GrapNet, manager: RuleM
 
     manager.inject(spy("a"), name="a", schedule=Every(2))
     manager.inject(spy("b"), name="b", schedule=At(1, 2))
-    manager.inject(spy("c"), name="c", schedule=TaskEnds())
+    manager.inject(spy("c"), name="c", schedule=EveryTask())
     for step in range(3):
         assert manager.apply(net, step, task="t" if step == 2 else None) is None
     assert calls == [(0, None, "a"), (1, None, "b"), (2, "t", "a"), (2, "t", "b"), (2, "t", "c")]

@@ -16,7 +16,7 @@ from grapnet.rules.budget import Budget
 from grapnet.rules.covariance import CovarianceSifter
 from grapnet.rules.manager import RuleManager
 from grapnet.rules.rule import Moment
-from grapnet.rules.schedule import At, Every, Schedule, TaskEnds
+from grapnet.rules.schedule import At, Every, EveryTask, Schedule
 
 from .own_rules import CutMoreEachTime, CutQuietest, CutRandom, CutWeakest, Grow, X, journal, small_net, train
 
@@ -24,7 +24,7 @@ from .own_rules import CutMoreEachTime, CutQuietest, CutRandom, CutWeakest, Grow
 def managed(seed: int = 3) -> RuleManager:
     manager = RuleManager(seed=seed, budget=Budget(edits=12, parents=1))
     manager.inject(CutRandom(1), schedule=Every(2))
-    manager.inject(Grow(1), schedule=TaskEnds())
+    manager.inject(Grow(1), schedule=EveryTask())
     manager.inject(CutMoreEachTime(), schedule=At(2, 5, 9), budget=Budget(edits=2))
     manager.inject(CutQuietest(window=4), schedule=At(3, 8))
     return manager

@@ -205,3 +205,11 @@ def test_wrong_settings_are_named(net: gn.GrapNet) -> None:
     with pytest.raises(GrapNetError, match="most_cells"):
         CovarianceRecorder(0, most_cells=34).arm(net)
     CovarianceRecorder(0, most_cells=35).arm(net)
+
+
+def test_recorders_print_what_they_watch_and_how_much_they_saw(net: gn.GrapNet) -> None:
+    recorder = ActivationRecorder(1)
+    assert repr(recorder) == "ActivationRecorder(layers 1, count=0)"
+    recorder.arm(net)
+    net(torch.randn(5, len(net.layers[0]), dtype=next(net.parameters()).dtype))
+    assert repr(recorder) == "ActivationRecorder(layers 1, count=5, watching)"

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grapnet.rules.schedule import At, Every, Schedule, TaskEnds
+from grapnet.rules.schedule import At, Every, EveryTask, Schedule
 
 SCHEDULES = {
     "every step": (Every(1), list(range(40))),
@@ -37,8 +37,8 @@ def test_a_schedule_may_be_due_exactly_when_a_step_lies_between(name: str) -> No
             assert schedule.may_be_due(first, last) == any(first <= step <= last for step in steps), (first, last)
 
 
-def test_task_ends_is_due_when_a_task_is_told_between_start_and_until() -> None:
-    schedule = TaskEnds(start=3, until=6)
+def test_every_task_is_due_when_a_task_is_told_between_start_and_until() -> None:
+    schedule = EveryTask(start=3, until=6)
     assert [step for step in range(10) if schedule.is_due(step, "a")] == [3, 4, 5, 6]
     assert [step for step in range(10) if schedule.is_due(step, 0)] == [3, 4, 5, 6]  # task 0 is a task
     assert not any(schedule.is_due(step, None) for step in range(10))
@@ -49,10 +49,10 @@ def test_task_ends_is_due_when_a_task_is_told_between_start_and_until() -> None:
         True,
         False,
     ]
-    assert TaskEnds().may_be_due(10**6, 10**6)
+    assert EveryTask().may_be_due(10**6, 10**6)
 
 
-@pytest.mark.parametrize("schedule", [Every(3, until=9), At(1, 2), TaskEnds(2)])
+@pytest.mark.parametrize("schedule", [Every(3, until=9), At(1, 2), EveryTask(2)])
 def test_a_schedule_is_data(schedule: Any) -> None:
     assert dataclasses.is_dataclass(schedule)
     assert schedule == type(schedule)(*dataclasses.asdict(schedule).values())
@@ -69,7 +69,7 @@ def test_every_refuses_what_is_no_number_of_steps(steps: Any) -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"start": 0.5}, {"until": 1.5}, {"start": None}, {"until": False}])
-@pytest.mark.parametrize("kind", [lambda **given: Every(1, **given), TaskEnds])
+@pytest.mark.parametrize("kind", [lambda **given: Every(1, **given), EveryTask])
 def test_start_and_until_are_steps(kind: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="start and until"):
         kind(**wrong)

@@ -38,11 +38,12 @@ def test_a_study_has_a_name_a_form_and_a_test_that_runs_its_fast_form(name):
     module = importlib.import_module(f"grapnet.studies.{name}")
     assert (one.table, one.missed) == (module.table, module.missed)
     assert re.fullmatch(r"[A-Z].{20,110}\.", one.about)
+    assert (type(module.FAST), module.Settings() != module.FAST) == (module.Settings, True)
     if name != "tiny_transformer":
         study: command.Study = module.STUDY
+        assert study.fast is module.FAST
         assert study.name == name  # of its JSON
         assert one.settings == json.loads(json.dumps(asdict(study.settings)))
-        assert study.fast != study.settings
         assert len(study.fast.seeds) <= 3
 
 

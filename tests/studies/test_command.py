@@ -90,7 +90,10 @@ def test_a_failing_seed_keeps_those_before_it(settings, tmp_path):
     assert result["summary"] == run(STUDY, settings)["summary"]
 
 
-@pytest.mark.parametrize("damage", [b"", b'{"sum": 1.', b"null", b"[1]", b"3", b"{}", b"\xff\xfe"])
+OTHERS = [b"null", b"[1]", b"3", b"{}", b'{"a": 1}', b'{"study": "made_up", "seed": 4, "numbers": []}']
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"sum": 1.', b"\xff\xfe", b"[" * 9999, *OTHERS])
 def test_a_seed_whose_file_is_damaged_runs_again(settings, tmp_path, damage):
     whole = run(STUDY, settings, folder=tmp_path / "kept")
     (torn,) = (tmp_path / "kept").rglob("4.json")

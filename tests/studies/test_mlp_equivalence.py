@@ -18,7 +18,8 @@ def test_only_the_fast_run_itself_is_missed_and_every_path_is_there(result):
         for paths in activations.values():
             assert set(paths) == {"auto", "reference", "family", "walk", "snapshot", "MLP"}
             assert paths["walk"].keys() == {"values", "weights", "biases", "inputs"}
-            assert paths["MLP"]["largest value"] > 0.1  # differences of nothing would be small, too
+            assert paths["MLP"].keys() == paths["walk"].keys()
+            assert paths["MLP"]["values"] > 0.1  # differences of nothing would be small, too
 
 
 def test_the_summary_is_the_largest_of_the_seeds(result):
@@ -29,11 +30,12 @@ def test_the_summary_is_the_largest_of_the_seeds(result):
 
 def test_the_table_has_a_row_for_every_path_and_the_papers_number(result):
     rows = mlp_equivalence.table(result).splitlines()
-    assert len(rows) == 2 + 3 * 5
-    assert all(row.endswith("| 1.2e-07 |") for row in rows[2:])
+    assert len(rows) == 2 + 3 * 5 + 2
+    assert all(row.endswith("| 1.2e-07 |") for row in rows[2:-2])
+    assert "The paper's 1.2e-07 is no bar here" in rows[-1]
 
 
-def test_a_weight_that_was_copied_wrongly_would_be_seen(monkeypatch):
+def test_a_weight_that_was_copied_wrongly_would_be_seen(monkeypatch, result):
     def careless(module: torch.nn.Module) -> gn.GrapNet:
         net = copied(module)
         relations = net.layers[0].outgoing()[:1]
@@ -43,9 +45,10 @@ def test_a_weight_that_was_copied_wrongly_would_be_seen(monkeypatch):
     copied = gn.from_module
     monkeypatch.setattr(gn, "from_module", careless)
     found = mlp_equivalence.one_seed(mlp_equivalence.FAST, 0)
-    for activations in found.values():
-        for paths in activations.values():
-            assert min(paths[path]["values"] for path in mlp_equivalence.PATHS) > 1e-5
+    for dtype, activations in found.items():
+        for activation, paths in activations.items():
+            bar = mlp_equivalence.bar(result, dtype, activation, "values")
+            assert min(paths[path]["values"] for path in mlp_equivalence.PATHS) > 1e-5 > 10 * bar
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,14 @@ from torch import Tensor
 from grapnet import GrapNet, GrapNode
 from grapnet.integrations.extra import require
 
-from .canvas import axes_for, dress, ground, ink
-from .colors import CUT, NEGATIVE, POSITIVE
+from .canvas import axes_for, cut_color, dress, ground, ink
+from .colors import NEGATIVE, POSITIVE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHOWN = 9  # cells of a row
 RIGHT = SHOWN + 4.2  # where the list starts, beside a row of the rectangle
-_OUTLINES = {"cut": {"edgecolor": CUT, "hatch": "////", "linewidth": 1.4}, "more": {"linestyle": ":"}}  # of boxes
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,14 +167,11 @@ def _draw_owned(ax: "Axes", y: float, title: str, cells: list[Cell], count: int)
 def _draw_cells(ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *, plain: bool = False) -> None:
     """Draws boxes side by side, with their texts; `plain` texts have no sign to show."""
     color, box = ink(ax), require("matplotlib.patches", "plot").Rectangle
+    outlines = {"cut": {"edgecolor": cut_color(ax), "hatch": "////", "linewidth": 1.4}, "more": {"linestyle": ":"}}
     for n, cell in enumerate(cells):
         wide = 1.3 if cell.kind == "more" else 1.0
-        style: dict[str, Any] = {
-            "facecolor": "none",
-            "edgecolor": color,
-            "linewidth": 0.8,
-            **_OUTLINES.get(cell.kind, {}),
-        }
+        style: dict[str, Any] = {"facecolor": "none", "edgecolor": color, "linewidth": 0.8}
+        style |= outlines.get(cell.kind, {})
         ax.add_patch(box((x + n, y), wide, 0.7, gid=f"{name}: {cell.kind}", **style))
         signed = cell.kind == "kept" and not plain
         shade = (NEGATIVE if cell.text.startswith("−") else POSITIVE) if signed else color

@@ -45,7 +45,8 @@ def timeline(history: GrapNet | Sequence[Commit], scores: Scores | None = None, 
         versions, values = _relations(commits, history.count().relations if isinstance(history, GrapNet) else None)
         label = "relations" if isinstance(history, GrapNet) else "relations more than at the start"
     step = "default" if points is not None else "steps-post"
-    ax.plot(versions, values, color=ink(ax), linewidth=1.2, alpha=0.6, zorder=1, drawstyle=step, gid="line")
+    dot = "o" if len(versions) == 1 else ""  # a line of one point is not seen
+    ax.plot(versions, values, dot + "-", color=ink(ax), linewidth=1.2, alpha=0.6, drawstyle=step, gid="line", zorder=1)
     entries = _mark(ax, commits, versions, values)
     names = ", ".join(f"{len(handle.get_offsets()):,} {kind}" for kind, handle in entries.items())
     dress(
@@ -56,7 +57,8 @@ def timeline(history: GrapNet | Sequence[Commit], scores: Scores | None = None, 
     )
     _ticks(ax, commits)
     ax.margins(x=0.04, y=0.1)
-    ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value == round(value) else f"{value:,.1f}")
+    if points is None:
+        whole_numbers(ax.yaxis)
     ax.grid(axis="y", color=ink(ax), alpha=0.15, linewidth=0.7)
     legend(ax, entries.items(), above=True, columns=8)
     return ax
@@ -127,5 +129,7 @@ def _ticks(ax: "Axes", commits: Sequence[Commit]) -> None:
     if not 0 < len(commits) <= REASONS:
         whole_numbers(ax.xaxis)
         return
-    texts = [f"{commit.version} {shortened(commit.reason, 26)}".strip() for commit in commits]
-    ax.set_xticks([commit.version for commit in commits], texts, rotation=32, ha="right", fontsize=7.5)
+    close = ax.get_window_extent().width / ax.figure.dpi < 0.45 * len(commits)  # inches
+    texts = [f"{commit.version} {shortened(commit.reason, 20 if close else 26)}".strip() for commit in commits]
+    turned = {"rotation": 60 if close else 32, "ha": "right", "rotation_mode": "anchor"}
+    ax.set_xticks([commit.version for commit in commits], texts, fontsize=7.5, **turned)
