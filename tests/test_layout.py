@@ -23,7 +23,9 @@ LAZY = {  # imported when a function is called
     "grapnet.network": {"grapnet.integrations.networkx", "networkx", "grapnet.show"},
     "grapnet.learning.statistics": {"scipy"},
 }
-PUBLIC = tuple(f"grapnet.{name}" for name in ("rules", "convert", "data", "learning", "page", "plot", "progress"))
+PUBLIC = tuple(
+    f"grapnet.{name}" for name in ("rules", "convert", "data", "learning", "page", "plot", "progress", "whole")
+)
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")
 OPTIONAL = (
     "sklearn",

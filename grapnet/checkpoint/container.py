@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from grapnet.core.errors import CheckpointError
+from grapnet.whole import whole
 
 FORMAT = 1
 _LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads
@@ -23,15 +22,7 @@ _STORABLE = (*_FLOATS, *_SIGNED, torch.uint64, torch.uint32, torch.uint16, torch
 
 
 def write(path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes a checkpoint beside `path` and renames it into place once it is safely on disk.
-
-    Until the rename the previous file is untouched; after this returns the new one survives a crash or power cut.
-    """
-    path = Path(os.path.realpath(path))  # a link keeps pointing where it points; the file behind it is replaced
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to save into; make it first")
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder; a checkpoint is one file in it")
+    """Writes a checkpoint, whole or not at all."""
     try:
         text = json.dumps(document, separators=(",", ":"))
     except ValueError as error:  # a number of thousands of digits
@@ -42,20 +33,11 @@ def write(path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[
             f"metadata: {size:,} bytes of plain data, and a file holds {_LONGEST:,}; give long lists as tensors"
         )
     tensors = _separate({name: _storable(name, tensor) for name, tensor in tensors.items()})
-    partial = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"  # the one thing a killed save leaves behind
-    partial.mkdir()
     try:
-        file = partial / "checkpoint"
-        save_file(tensors, os.fspath(file), metadata={"grapnet": text, "sha256": digest(text, tensors)})
-        like = path if path.is_file() else partial  # the replaced file's permissions, or what the umask allows
-        file.chmod(stat.S_IMODE(like.stat().st_mode) & 0o666)
-        _sync(file)
-        os.replace(file, path)
+        with whole(path) as partial:
+            save_file(tensors, os.fspath(partial), metadata={"grapnet": text, "sha256": digest(text, tensors)})
     except SafetensorError as error:
-        raise OSError(f"{str(path)!r} could not be written ({_first_line(error)})") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    _sync(path.parent)
+        raise OSError(f"{os.fspath(path)!r} could not be written ({_first_line(error)})") from error
 
 
 def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -120,14 +102,6 @@ def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             tensors[name] = tensor.clone()
         seen.add(place)
     return tensors
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _first_line(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from grapnet.execution.modules import NamedActivation
 
 from .agreement import largest_difference, require_agreement, told_of_overflow
 from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, require_free, whole
+from .files import add_file, add_output, require_free, writing
 from .layers import Part, find_chain
 from .weights import read_weights
 
@@ -48,7 +48,7 @@ def _run(given: argparse.Namespace) -> Outcome:
         expected = _computed(chain, activations, inputs)
         difference = largest_difference(net(inputs), expected)
     require_agreement(difference, expected, "the plain computation", "nothing was written")
-    with whole(output, force=given.force) as partial:
+    with writing(output, force=given.force) as partial:
         gn.save(partial, net)
     lines, data = _told(chain, activations, net, drop_zeros=given.drop_zeros)
     agreed = f"largest difference from these matrices, on 7 random inputs: {difference:.3g}{told_of_overflow(expected)}"

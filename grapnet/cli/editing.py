@@ -10,7 +10,7 @@ from grapnet.checkpoint import container
 from .childless import Childless, hidden_nodes, left_childless, told_of
 from .command import CommandError, Outcome
 from .effect import Counted, Effect
-from .files import add_file, add_output, require_free, whole
+from .files import add_file, add_output, require_free, writing
 from .opened import Opened, open_checkpoint
 
 Act = Callable[[gn.GrapNet, argparse.Namespace], None]  # edits a net, or leaves it alone where nothing is to be done
@@ -57,7 +57,7 @@ def run_edit(verb: str, act: Act, given: argparse.Namespace) -> Outcome:
     gn.check(opened.net)
     document, tensors = opened.content()
     if output is not None:
-        with whole(output, force=given.force or given.in_place) as partial:
+        with writing(output, force=given.force or given.in_place) as partial:
             container.write(partial, document, tensors)
     childless = left_childless(opened.net, parents, opened.place)
     return _told(verb, given, opened, effect, childless, output)

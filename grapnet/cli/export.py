@@ -13,7 +13,7 @@ import grapnet as gn
 from . import formats
 from .agreement import largest_difference, require_agreement, told_of_overflow
 from .command import Command, Outcome
-from .files import add_file, add_output, require_free, whole
+from .files import add_file, add_output, require_free, writing
 from .opened import open_net
 
 Run = Callable[[Tensor], Tensor]
@@ -54,7 +54,7 @@ def _run(given: argparse.Namespace) -> Outcome:
     net = open_net(given.file, given.net).eval()
     require_free(output, force=given.force)
     inputs = torch.randn(7, net.sizes[0], dtype=net.execution.dtype)
-    with whole(output, force=given.force) as partial:
+    with writing(output, force=given.force) as partial:
         run = kind.write(net, inputs[:2], partial)
         difference, overflow = None, ""
         if not isinstance(run, str):

@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import torch
 
 import grapnet as gn
+from grapnet.whole import whole
 
 from .command import CommandError
 
@@ -69,10 +68,8 @@ def require_free(path: Path, *, force: bool) -> None:
 
 
 @contextmanager
-def whole(path: Path, *, force: bool) -> Iterator[Path]:
+def writing(path: Path, *, force: bool) -> Iterator[Path]:
     """Gives a place to write a file to, and puts it at `path` when the block ends well; otherwise it is gone.
-
-    A link keeps pointing where it points; the file behind it is written.
 
     Args:
         path: where the file goes; see `require_free`, which says before the work what is wrong with it.
@@ -81,37 +78,11 @@ def whole(path: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         CommandError: somebody else has written `path` meanwhile, and may keep it.
     """
-    place = Path(os.path.realpath(path))
-    folder = place.parent / f".grapnet.{os.urandom(8).hex()}.partial"  # the one thing that a killed process leaves
-    folder.mkdir()
     try:
-        partial = folder / path.name
-        yield partial
-        _sync(partial)
-        if place.is_file():
-            partial.chmod(stat.S_IMODE(place.stat().st_mode) & 0o666)
-        if not force:
-            _claim(place, path)
-        os.replace(partial, place)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    _sync(place.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _claim(place: Path, named: Path) -> None:
-    """Makes an empty file to be replaced, as only one of those who want the name can."""
-    try:
-        place.touch(exist_ok=False)
+        with whole(path, replace=force) as partial:
+            yield partial
     except FileExistsError:
-        raise _taken(named) from None
+        raise _taken(path) from None
 
 
 def _taken(path: Path) -> CommandError:

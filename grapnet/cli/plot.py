@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, load_net, require_free, whole
+from .files import add_file, add_output, load_net, require_free, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def run(given: argparse.Namespace) -> Outcome:
         last = len(net.transitions) - 1
         raise CommandError(f"{given.file} has transitions 0 to {last}, got --transition {given.transition}")
     try:
-        with plot.theme(given.theme), whole(path, force=given.force) as partial:
+        with plot.theme(given.theme), writing(path, force=given.force) as partial:
             plot.save(_drawings(net, given)[given.kind](), partial)
     except ValueError as error:
         raise CommandError(str(error)) from None

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .command import Command, CommandError, Outcome
-from .files import require_free, whole
+from .files import require_free, writing
 from .study import OUT, studies_named
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _run(given: argparse.Namespace) -> Outcome:
     texts = {given.markdown: markdown(reports, sources=True), given.html: _page(reports) if given.html else ""}
     for path, text in texts.items():
         if path is not None:
-            with whole(path, force=given.force) as partial:
+            with writing(path, force=given.force) as partial:
                 partial.write_text(text, encoding="utf-8")
     written = [str(path) for path in (given.markdown, given.html) if path is not None]
     missed = any(one.problems or one.missed for one in reports)

@@ -1,8 +1,6 @@
 """Precomputed features of images: a file of 8-bit values with a scale and a zero for every coordinate."""
 
 import hashlib
-import os
-import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -11,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+
+from grapnet.whole import whole
 
 from .errors import DataError, MissingDataError
 from .places import user_path
@@ -76,10 +76,8 @@ def save_features(
     labels = {"y_train": y_train.cpu().numpy(), "y_test": y_test.cpu().numpy()}
     arrays = {"q_train": q_train, "q_test": q_test, "scale": scale, "zero": zero, **labels}
     _check(path, arrays)
-    with tempfile.TemporaryDirectory(prefix=".grapnet-", dir=path.absolute().parent) as stage:
-        whole = Path(stage) / "features.npz"
-        np.savez_compressed(whole, **arrays, about=np.array(about))
-        os.replace(whole, path)
+    with whole(path) as partial, partial.open("wb") as file:  # numpy adds an ending to names without
+        np.savez_compressed(file, **arrays, about=np.array(about))
     return path
 
 

@@ -2,16 +2,15 @@
 
 import os
 import re
-import shutil
 from collections.abc import Hashable, Iterable
 from numbers import Integral
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import grapnet as gn
+from grapnet.whole import whole
 
 from .extra import require
 
@@ -117,22 +116,9 @@ def write_graphml(net: "gn.GrapNet | networkx.Graph[Any]", path: str | os.PathLi
         TypeError: it is neither, but a model around nets perhaps; nothing was written.
         ValueError: a name or another text holds a character that XML cannot; nothing was written.
     """
-    path = Path(os.path.realpath(path))
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(path.parent)!r} to write into; make it first")
-    if path.is_dir():
-        raise IsADirectoryError(f"{str(path)!r} is a folder; a graph is one file in it")
     graph = _drawable(_graph_of(net))
-    partial = path.parent / f".grapnet.{os.urandom(8).hex()}.partial"
-    partial.mkdir()
-    try:
-        file = partial / path.name
-        require("networkx", "networkx").write_graphml_xml(graph, os.fspath(file), prettyprint=False)
-        with file.open("rb") as written:
-            os.fsync(written.fileno())
-        os.replace(file, path)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with whole(path) as partial:
+        require("networkx", "networkx").write_graphml_xml(graph, os.fspath(partial), prettyprint=False)
 
 
 def _graph_of(given: Any) -> "networkx.Graph[Any]":

@@ -1,6 +1,5 @@
 """Where pictures are drawn: axes of a figure that belongs to nobody, in a light or a dark theme, and their files."""
 
-import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from grapnet.integrations.extra import require
+from grapnet.whole import whole
 
 from .colors import CUT, CUT_ON_DARK, is_dark
 
@@ -50,17 +50,12 @@ def save(drawn: "Axes | Figure", path: Path | str, *, dpi: int = 150) -> Path:
         ValueError: the name ends otherwise; nothing was written.
     """
     path = require_picture(path)
-    place = Path(os.path.realpath(path))  # a link keeps pointing where it points; the file behind it is replaced
     figure: Any = getattr(drawn, "figure", drawn)
-    partial = place.with_name(f".grapnet.{os.urandom(8).hex()}.partial")
     kind = path.suffix.lower().removeprefix(".")
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
-    with require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"}):
-        try:
-            figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
-            os.replace(partial, place)
-        finally:
-            partial.unlink(missing_ok=True)
+    texts = require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"})
+    with texts, whole(path) as partial:
+        figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
     return path
 
 

@@ -7,7 +7,6 @@ stopped. Then `GRAPNET_CIFAR_FEATURES=FILE.npz python -m grapnet.studies.split_c
 import argparse
 import hashlib
 import importlib
-import os
 import shutil
 import sys
 import time
@@ -23,6 +22,7 @@ from torch.nn.functional import interpolate
 
 import grapnet as gn
 from grapnet.data import load_cifar10, save_features
+from grapnet.whole import whole
 
 MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, by colour
 PART = 2000  # images that are kept together when the run is interrupted
@@ -108,10 +108,8 @@ def extract_in_parts(
         if rows is None:
             rows = extract(backbone, some, **asdict(how))
             folder.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(".partial")
-            with partial.open("wb") as file:
-                np.save(file, rows.numpy())
-            os.replace(partial, path)
+            with whole(path) as partial:
+                np.save(partial, rows.numpy())
             computed += len(some)
         found.append(rows)
         done += len(some)

@@ -17,6 +17,7 @@ import torch
 
 import grapnet as gn
 from grapnet.progress import Progress
+from grapnet.whole import whole
 
 from .drawing import Draw, drawn, picture_path, save
 from .workers import computed
@@ -282,9 +283,5 @@ def _read(path: Path, study: str, seed: int) -> dict[str, Any] | None:
 def write_json(path: Path, content: Any) -> None:
     """Writes a file of JSON, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".grapnet.{os.urandom(8).hex()}.partial")  # two runs may write the same file
-    try:
+    with whole(path) as partial:
         partial.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -4,7 +4,6 @@ matplotlib is imported only when something is drawn; figures belong to nobody's 
 """
 
 import argparse
-import os
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grapnet.integrations.extra import require
+from grapnet.whole import whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -218,11 +218,10 @@ def save(figure: "Figure", path: Path) -> None:
     """Writes a picture, whole or not at all; texts of an SVG stay texts."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = path.suffix.lower().removeprefix(".")
-    partial = path.with_name(f".{path.name}.partial")
     named = {"Date": None} if kind == "svg" else {}
-    with require("matplotlib", "studies").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"}):
+    texts = require("matplotlib", "studies").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"})
+    with texts, whole(path) as partial:
         figure.savefig(partial, format=kind, dpi=150, bbox_inches="tight", pad_inches=0.15, metadata=named)
-    os.replace(partial, path)
 
 
 def _lines(axes: "Axes", groups: Sequence[Group]) -> Iterator[tuple[int, Row]]:

@@ -18,7 +18,7 @@ import grapnet as gn
 from grapnet.cli import inspect
 from grapnet.cli.command import Command, CommandError, Outcome
 from grapnet.cli.demo import called
-from grapnet.cli.files import whole
+from grapnet.cli.files import writing
 from grapnet.cli.main import GROUPS, commands, main, parser
 from grapnet.data import MissingDataError
 
@@ -292,7 +292,7 @@ def test_sigterm_is_143_and_leaves_nothing_half_written(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def written(given: argparse.Namespace) -> Outcome:
-        with whole(tmp_path / "new", force=False) as partial:
+        with writing(tmp_path / "new", force=False) as partial:
             partial.write_text("half")
             os.kill(os.getpid(), signal.SIGTERM)
         return Outcome("done")
@@ -311,9 +311,9 @@ def test_sigterm_is_143_and_leaves_nothing_half_written(
 
 
 def test_a_reader_who_left_is_no_error(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as stream:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["inspect", str(checkpoint)]) == 130
 

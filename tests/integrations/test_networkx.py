@@ -249,7 +249,7 @@ def test_a_name_that_xml_cannot_hold_leaves_the_older_file(tmp_path):
 def test_a_place_that_is_no_file_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="make it first"):
         write_graphml(full(), tmp_path / "nowhere" / "net.graphml")
-    with pytest.raises(IsADirectoryError, match="one file in it"):
+    with pytest.raises(IsADirectoryError, match="name a file in it"):
         write_graphml(full(), tmp_path)
     assert list(tmp_path.iterdir()) == []
 

@@ -1,0 +1,54 @@
+"""Files that are written whole or not at all, whatever ends the process."""
+
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
+    """Gives a place to write a file to, and renames it to `path`, safely on disk, when the block ends well.
+
+    Until the rename the previous file is untouched; afterwards the other one survives a crash or power cut. A link
+    keeps pointing where it points: the file behind it is replaced, and its permissions stay. A process that is killed
+    leaves at most a folder `.grapnet.….partial` beside it.
+
+    Args:
+        path: where the file goes, in a folder that is there.
+        replace: whether it may take the place of another.
+
+    Raises:
+        FileNotFoundError: there is no such folder.
+        IsADirectoryError: `path` is a folder.
+        FileExistsError: there is such a file, perhaps since a moment ago, and `replace` is False.
+    """
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {str(place.parent)!r} to save into; make it first")
+    if place.is_dir():
+        raise IsADirectoryError(f"{str(place)!r} is a folder; name a file in it")
+    folder = place.parent / f".grapnet.{os.urandom(8).hex()}.partial"
+    folder.mkdir()
+    try:
+        partial = folder / Path(path).name  # with the ending that was asked for
+        yield partial
+        like = place if place.is_file() else folder  # the replaced file's permissions, or what the umask allows
+        partial.chmod(stat.S_IMODE(like.stat().st_mode) & 0o666)
+        _sync(partial)
+        if not replace:
+            place.touch(exist_ok=False)  # only one of those who want the name can
+        os.replace(partial, place)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    _sync(place.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
