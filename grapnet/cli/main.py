@@ -152,6 +152,8 @@ def _prepare(given: argparse.Namespace) -> None:
     except (RuntimeError, AssertionError, ImportError) as error:
         why = _one_line(error).partition(". ")[0]  # torch goes on with all that it could have used
         raise CommandError(f"--device {given.device} cannot be used: {why}", has) from None
+    if str(torch.device(given.device)) != given.device:  # torch counts devices in 8 bits, where 256 is 0
+        raise CommandError(f"--device {given.device} cannot be used: there is no such device", has)
     if device.type == "meta":
         raise CommandError("--device meta cannot be used: it holds no numbers", has)
     given.device = device

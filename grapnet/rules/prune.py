@@ -147,7 +147,7 @@ def weakest_of_each(keys: np.ndarray, owners: np.ndarray, quota: np.ndarray) -> 
     for level in np.unique(levels[quota > 0]):
         rows = np.flatnonzero((levels == level) & (quota > 0))
         width = degrees[rows].max()
-        if len(rows) * width == len(keys):
+        if len(rows) * width == len(keys) == degrees[rows].sum():  # all keys, and as many of each
             cells = np.sort(keys.reshape(len(rows), width), axis=1)
         else:
             slots = np.arange(width)

@@ -198,15 +198,17 @@ def test_a_transition_that_is_not_there_is_refused(net: gn.GrapNet) -> None:
     assert net.version == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_weakest_of_each_is_what_sorting_every_owner_gives(seed: int) -> None:
-    draw = np.random.default_rng(seed)
-    degrees = draw.integers(0, 40, size=17) * draw.integers(0, 2, size=17)
-    owners = np.repeat(np.arange(17), degrees)
-    keys = draw.integers(0, 9, size=len(owners)).astype(np.float32)  # many equals
-    quota = draw.integers(0, 45, size=17)
-    expected = np.zeros(len(owners), dtype=bool)
-    for owner in range(17):
-        at = np.flatnonzero(owners == owner)
-        expected[at[keys[at].argsort(kind="stable")[: quota[owner]]]] = True
-    assert np.array_equal(weakest_of_each(keys, owners, quota), expected)
+@pytest.mark.parametrize("most", [40, 5])
+def test_weakest_of_each_is_what_sorting_every_owner_gives(most: int) -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(1000):
+        owners = int(draw.integers(1, 6))
+        degrees = draw.integers(0, most, size=owners)
+        of = np.repeat(np.arange(owners), degrees)
+        keys = draw.integers(0, 9, size=len(of)).astype(np.float32)  # many equals
+        quota = draw.integers(0, most, size=owners) * draw.integers(0, 2, size=owners)
+        expected = np.zeros(len(of), dtype=bool)
+        for owner in range(owners):
+            at = np.flatnonzero(of == owner)
+            expected[at[keys[at].argsort(kind="stable")[: quota[owner]]]] = True
+        assert np.array_equal(weakest_of_each(keys, of, quota), expected)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import grapnet as gn
+from grapnet.execution import native
 from grapnet.rules.gradients import GradientRecorder
 from grapnet.rules.grow import GrowForTask
 from grapnet.rules.manager import RuleManager
@@ -75,9 +76,13 @@ def test_an_edit_shows_what_it_was_asked_to_connect_and_remove() -> None:
         _ = edit.removals
 
 
+@pytest.mark.parametrize("missing", ["", "the compiled kernels are not installed"])
 @pytest.mark.parametrize("second", REWIRES)
 @pytest.mark.parametrize("first", [REWIRES[0], REWIRES[3], SplitIntoFamilies(1, 2, fill=True), COPIES, remove_two])
-def test_rewire_leaves_alone_what_is_taken_and_grows_as_many_as_it_drops(first: Any, second: Rewire) -> None:
+def test_rewire_leaves_alone_what_is_taken_and_grows_as_many_as_it_drops(
+    first: Any, second: Rewire, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "missing", missing)
     for seed in range(2):
         net, alone = sparse_net(seed), sparse_net(seed)
         commit, before = together(net, first, second, seed=seed), together(alone, first, seed=seed)
