@@ -70,6 +70,8 @@ class GrapNet(Graph):
         if distribution not in ("uniform", "erk"):
             raise ValueError(f'distribution is "uniform" or "erk", got {distribution!r}')
         place = torch.empty(0, device=device).device
+        if place.type == "meta":
+            raise ValueError("a net cannot be made on the meta device: its relations have to be somewhere")
         shares = erk_densities(sizes, density) if distribution == "erk" else [density] * (len(sizes) - 1)
         topologies = [
             random_topology(a, b, share, place, generator)

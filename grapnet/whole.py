@@ -24,26 +24,45 @@ def whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Pat
         FileNotFoundError: there is no such folder.
         IsADirectoryError: `path` is a folder.
         FileExistsError: there is such a file, perhaps since a moment ago, and `replace` is False.
+        OSError: it is a device or a pipe, or the system says no.
     """
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {str(place.parent)!r} to save into; make it first")
     if place.is_dir():
         raise IsADirectoryError(f"{str(place)!r} is a folder; name a file in it")
+    if place.exists() and not place.is_file():
+        raise OSError(f"{str(place)!r} is a device, a pipe or a socket, and no file can take its place")
     folder = place.parent / f".grapnet.{os.urandom(8).hex()}.partial"
-    folder.mkdir()
     try:
+        folder.mkdir()
         partial = folder / Path(path).name  # with the ending that was asked for
         yield partial
         like = place if place.is_file() else folder  # the replaced file's permissions, or what the umask allows
         partial.chmod(stat.S_IMODE(like.stat().st_mode) & 0o666)
         _sync(partial)
-        if not replace:
-            place.touch(exist_ok=False)  # only one of those who want the name can
-        os.replace(partial, place)
+        (os.replace if replace else _give_name)(partial, place)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:  # a signal may have ended the first
+            shutil.rmtree(folder, ignore_errors=True)
     _sync(place.parent)
+
+
+def _give_name(partial: Path, place: Path) -> None:
+    """Renames a file to a name that only one of those who want it can have."""
+    try:
+        os.link(partial, place)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links: an empty file is the claim
+        place.touch(exist_ok=False)
+        try:
+            os.replace(partial, place)
+        finally:
+            if partial.exists():  # it did not come to it
+                place.unlink()
 
 
 def _sync(path: Path) -> None:

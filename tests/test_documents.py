@@ -285,6 +285,16 @@ def test_the_page_of_studies_shows_the_committed_results(study):
     assert listed == report.missed  # every bar that was missed, and none that was reached
 
 
+def test_the_page_and_the_readme_count_the_figures_that_came_out():
+    page = tables.markdown([tables.report(name, ROOT / "results") for name in studies.NAMES])
+    overview = page[page.index("| study | published intervals met") :].split("\n\n")[0]
+    assert overview in (ROOT / "docs/studies.md").read_text()
+    met = [tuple(map(int, found)) for found in re.findall(r"\| (\d+) of (\d+) \|", overview)]
+    met, of = (sum(counts) for counts in zip(*met, strict=True))
+    claims = " ".join((ROOT / "README.md").read_text().split())
+    assert f"Of the {of} figures that it prints with an interval, a deviation or as a count, {met} came out" in claims
+
+
 def test_a_number_that_was_not_measured_is_noticed():
     page = "| head | seen-class |\n|---|---:|\n| ours | 80.91 ± 0.25 |\n"
     assert unsupported("We measured 80.91 in 13.5 seconds.\n" + page, page, " 13.5 ") == []

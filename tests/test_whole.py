@@ -57,6 +57,22 @@ def test_only_the_first_of_two_may_take_a_free_name(tmp_path: Path) -> None:
     assert (path.read_text(), names(tmp_path)) == ("early", ["file"])
 
 
+def test_a_file_system_without_links_gives_the_name_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    test_only_the_first_of_two_may_take_a_free_name(tmp_path)
+
+
+def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="is a device, a pipe or a socket"), whole(pipe):
+        pytest.fail("the block ran")
+    assert pipe.is_fifo()
+
+
 def test_a_place_that_cannot_hold_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"there is no folder .*none"), whole(tmp_path / "none" / "file"):
         pytest.fail("the block ran")

@@ -15,7 +15,7 @@ from . import container
 from .extras import Target, describe_extra, read_extra, require_fit, restore_all, restore_slots, where
 from .fields import Fields, entry
 from .model import describe_model, find_nets, put_into, read_places, refuse_additions
-from .net import describe_net, rebuild_net
+from .net import describe_net, rebuild_net, warn_of_unmet_choices
 
 
 def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = False, **extras: Any) -> None:
@@ -64,6 +64,9 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
 def load(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> GrapNet:
     """Returns the net of a checkpoint, ready to train, run and edit.
 
+    It warns of a chosen backend that is not registered in this process: `auto` runs in its place, and the name stays
+    chosen, also in the next file.
+
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged or not a checkpoint, and the message names the field; or it holds a model.
@@ -79,6 +82,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
     for name, part in entry(document, "extras", dict, "").items():
         read_extra(name, part, fields)
     fields.require_all_read()
+    warn_of_unmet_choices(net)
     return net if device is None else net.to(device)
 
 

@@ -18,7 +18,7 @@ from grapnet.network import GrapNet
 
 from .extras import Target, restore_all
 from .fields import Fields, entry, named
-from .net import describe_net, rebuild_net
+from .net import describe_net, rebuild_net, warn_of_unmet_choices
 from .remember import remember_structure
 from .tree import decode, encode
 
@@ -118,6 +118,8 @@ def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets
         nets[net] = names
     state, ties = _read_state(entry(document, "state", dict, ""), model, fields)
     fields.require_all_read()
+    for net in nets:
+        warn_of_unmet_choices(net)
     go_back, leaving = remember_structure(model.modules()), dict(model.named_parameters())
     try:
         _take(steps)

@@ -1,5 +1,6 @@
 """One net in a file: its graph, its journal and the backends that run it."""
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -38,3 +39,13 @@ def rebuild_net(document: Any, fields: Fields) -> GrapNet:
     rebuild_columns(graph, fields, net, backends)
     net.execution.choose(backends)
     return net
+
+
+def warn_of_unmet_choices(net: GrapNet) -> None:
+    """Warns of every backend that a net's file asks for and that nobody registered in this process."""
+    for name in sorted(set(net.execution.unmet.values())):
+        warnings.warn(
+            f"this file asks for the backend {name!r}, which is not registered here, so auto runs in its place. Call "
+            f"gn.register_backend before loading; or call it now, and then net.execution.use({name!r})",
+            stacklevel=4,  # whoever called gn.load
+        )

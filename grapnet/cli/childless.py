@@ -1,7 +1,7 @@
-"""Hidden nodes that an edit leaves without children: they take part in nothing, and stay until they are removed."""
+"""Hidden nodes without children: nobody hears them, they stay until they are removed, and then nothing changes."""
 
 import shlex
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,21 +10,40 @@ import grapnet as gn
 
 from .columns import counted
 
-_MOST = 3  # owners that are told one by one
+_MOST = 6  # nodes that are told one by one
 
 
 class Childless(NamedTuple):
-    """Nodes of one owner that have lost their last child, and the command that takes away these and no others."""
+    """Nodes that have lost their last child, and the command that takes them away.
 
-    owner: str | None
-    nodes: int
-    remove: str | None
+    Attributes:
+        uids: of these nodes.
+        owners: how many of them each owner has; None stands for those without.
+        remove: the command.
+        others: how many nodes it takes away beside them.
+    """
 
-    def __str__(self) -> str:
-        whose = "without owner " if self.owner is None else f"of {self.owner!r} "
-        verb, them = ("has", "it") if self.nodes == 1 else ("have", "them")
-        told = f"{counted(self.nodes, 'node')} {whose}{verb} no children left"
-        return told if self.remove is None else f"{told}; {self.remove} takes {them} away"
+    uids: list[int]
+    owners: dict[str | None, int]
+    remove: str
+    others: int
+
+    def lines(self) -> list[str]:
+        """Returns it for people, as lines; none without such nodes."""
+        if not self.uids:
+            return []
+        one, few = len(self.uids) == 1, len(self.uids) <= _MOST
+        which = f" (uid{'' if one else 's'} {', '.join(map(str, self.uids))})" if few else ""
+        names = [repr(owner) for owner in self.owners if owner is not None]
+        whose = f" of {', '.join(names)}" if len(names) == len(self.owners) <= _MOST else ""
+        others = f", and {self.others:,} more that nobody hears" if self.others else ""
+        told = f"{counted(len(self.uids), 'node')}{whose} {'has' if one else 'have'} no children left{which}"
+        return [f"{told}; {self.remove} takes {'it' if one else 'them'} away{others}"]
+
+    def data(self) -> dict[str, Any] | None:
+        """Returns it as plain data; None without such nodes."""
+        owners = [{"owner": owner, "nodes": nodes} for owner, nodes in self.owners.items()]
+        return self._asdict() | {"owners": owners} if self.uids else None
 
 
 def hidden_nodes(net: gn.GrapNet, *, childless: bool) -> Tensor:
@@ -34,32 +53,29 @@ def hidden_nodes(net: gn.GrapNet, *, childless: bool) -> Tensor:
     return torch.cat([torch.empty(0, dtype=torch.int64), *found])
 
 
-def left_childless(net: gn.GrapNet, before: Tensor, place: str) -> list[Childless]:
-    """Returns, owner by owner, the nodes that have lost their last child.
+def unheard_nodes(net: gn.GrapNet) -> Tensor:
+    """Returns the uids of hidden nodes that have no children, or only such children."""
+    found, gone = [torch.empty(0, dtype=torch.int64)], torch.empty(0, dtype=torch.int64)  # rows of the layer behind
+    for layer, store in reversed(list(zip(net.layers[1:-1], net.transitions[1:], strict=True))):
+        lost = store.topology.leading_to(gone.to(store.child.device))
+        gone = (store.topology.degrees_without(lost) == 0).nonzero().flatten()
+        found.append(layer.uid[gone.cpu()])
+    return torch.cat(found)
+
+
+def left_childless(net: gn.GrapNet, before: Tensor, place: str) -> Childless:
+    """Returns the nodes that have lost their last child.
 
     Args:
         net: the net.
         before: uids of the hidden nodes that had children.
         place: of the net in its model, "" when it is all of the file.
     """
-    hidden, present = range(1, len(net.layers) - 1), hidden_nodes(net, childless=True)
+    present = hidden_nodes(net, childless=True)
     fresh = present[torch.isin(present, before)]
-    owners = dict.fromkeys(name for n in hidden for name in net.layers[n].owner_names.names) if len(fresh) else {}
-    found = []
-    for owner in owners:
-        nodes = net.select(layer=hidden, owner=owner)
-        count, remove = int(torch.isin(nodes.uids, fresh).sum()), None
-        if owner is not None and bool(torch.isin(nodes.uids, present).all()):  # the command removes all of them
-            words = ["grapnet", "remove", "FILE", *(["--net", place] if place else []), "--owner", owner]
-            if len(nodes) < len(net.select(owner=owner)):  # it refuses sensory and output nodes
-                words += [word for n, uids in nodes.uids_by_layer.items() if len(uids) for word in ("--layer", str(n))]
-            remove = shlex.join(words)
-        found += [Childless(owner, count, remove)] if count else []
-    return found
-
-
-def told_of(childless: list[Childless]) -> list[str]:
-    """Returns lines about them, one an owner where they are few."""
-    if len(childless) <= _MOST:
-        return [str(one) for one in childless]
-    return [f"{sum(one.nodes for one in childless):,} nodes of {len(childless):,} owners have no children left"]
+    nodes = net.select(layer=range(1, len(net.layers) - 1), where=lambda nodes: torch.isin(nodes.uids, fresh))
+    owners: dict[str | None, int] = {}
+    for owner in nodes.owners:
+        owners[owner] = owners.get(owner, 0) + 1
+    words = ["grapnet", "remove", "FILE", *(["--net", place] if place else []), "--childless"]
+    return Childless(fresh.tolist(), owners, shlex.join(words), len(unheard_nodes(net)) - len(fresh))

@@ -24,21 +24,24 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "where to write the checkpoint (default: FILE with .grapnet.safetensors)")
     parser.add_argument(
         "--activation",
-        default="relu",
         metavar="A[,B,...]",
         help="of all hidden layers, or one name for each: relu,tanh; files do not tell (default: relu)",
     )
     parser.add_argument("--drop-zeros", action="store_true", help="leave weights that are zero out of the graph")
     parser.add_argument("--prefix", default="", metavar="TEXT", help="read only keys that begin so, such as head.")
     parser.add_argument(
-        "--keys", metavar="A,B,...", help="the layers in order, where the file does not tell: fc_in,fc_out"
+        "--keys", metavar="A,B,...", help="the layers to take, in order: fc_in,fc_out (default: all, as they fit)"
     )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    names = [name.strip() for name in given.activation.split(",")]
+    names = [name.strip() for name in ("relu" if given.activation is None else given.activation).split(",")]
     _require_known(names)
-    chain = find_chain(read_weights(given.file), given.prefix, None if given.keys is None else given.keys.split(","))
+    tensors, under = read_weights(given.file)
+    prefix = given.prefix
+    if under and not any(key.startswith(prefix) for key in tensors):
+        prefix = prefix.removeprefix(f"{under}.")
+    chain = find_chain(tensors, prefix, None if given.keys is None else given.keys.split(","))
     activations = _one_each(names, chain[:-1])
     output = given.output or given.file.with_name(f"{given.file.stem}.grapnet.safetensors")
     require_free(output, force=given.force)
@@ -50,11 +53,12 @@ def _run(given: argparse.Namespace) -> Outcome:
     require_agreement(difference, expected, "the plain computation", "nothing was written")
     with writing(output, force=given.force) as partial:
         gn.save(partial, net)
-    lines, data = _told(chain, activations, net, drop_zeros=given.drop_zeros)
+    lines, data = _told(chain, activations, net, given)
+    lines = [f"read the state dict under {under!r}", *lines] if under else lines
     agreed = f"largest difference from these matrices, on 7 random inputs: {difference:.3g}{told_of_overflow(expected)}"
     return Outcome(
         "\n".join([f"wrote {output}: {net!r}", *lines, agreed]),
-        {"file": str(given.file), "written": str(output), **data, "difference": difference},
+        {"file": str(given.file), "written": str(output), "under": under or None, **data, "difference": difference},
     )
 
 
@@ -100,21 +104,20 @@ def _computed(chain: Sequence[Part], activations: Sequence[str], x: Tensor) -> T
 
 
 def _told(
-    chain: Sequence[Part], activations: Sequence[str], net: gn.GrapNet, *, drop_zeros: bool
+    chain: Sequence[Part], activations: Sequence[str], net: gn.GrapNet, given: argparse.Namespace
 ) -> tuple[list[str], dict[str, Any]]:
     """Returns what was found in the file, for people and as data."""
     cells = sum(part.weight.numel() for part in chain)
     zeros = sum(int((part.weight == 0).sum()) for part in chain)
-    fate = "left out" if drop_zeros else "kept as relations; --drop-zeros leaves them out"
+    fate = "left out" if given.drop_zeros else "kept as relations; --drop-zeros leaves them out"
     lines = []
     for part, transition, activation in zip(chain, net.transitions, [*activations, None], strict=True):
         bias = "bias" if part.bias is not None else "no bias"
         then = f", then {activation}" if activation else ""
         lines.append(f"  {part.key}: {part.takes} -> {part.gives}, {transition.size:,} relations, {bias}{then}")
     lines += [f"{zeros:,} of {cells:,} weights are zero, {fate}"] if zeros else []
-    if activations:
-        named = ", ".join(dict.fromkeys(activations))
-        lines.append(f"hidden activation: {named}, which the file does not say (--activation A[,B,...] for another)")
+    if activations and given.activation is None:
+        lines.append("hidden activation: relu, as the file does not say (--activation A[,B,...] for another)")
     data = {
         "keys": [part.key for part in chain],
         "sizes": net.sizes,
@@ -122,7 +125,7 @@ def _told(
         "relations": net.count().relations,
         "weights": cells,
         "zeros": zeros,
-        "zeros_dropped": drop_zeros,
+        "zeros_dropped": given.drop_zeros,
     }
     return lines, data
 
@@ -135,10 +138,11 @@ COMMANDS: tuple[Command, ...] = (
         _configure,
         _run,
         (
-            "convert mlp.safetensors -o net.safetensors",
-            "convert pruned.pt --activation gelu --drop-zeros -o net.safetensors",
-            "convert deep.pt --activation relu,tanh -o net.safetensors",
-            "convert model.safetensors --prefix classifier. -o head.safetensors",
+            "convert mlp.safetensors -o converted.safetensors",
+            "convert pruned.pt --activation gelu --drop-zeros -o sparse.safetensors",
+            "convert deep.pt --activation relu,tanh -o deep.safetensors",
+            "convert cnn.pt --prefix classifier. -o head.safetensors",
+            "convert cnn.pt --keys classifier.1,classifier.4 -o part.safetensors",
         ),
     ),
 )

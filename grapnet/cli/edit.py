@@ -9,7 +9,7 @@ from grapnet.rules import Moment, PruneWeakest
 
 from .command import Command, CommandError
 from .editing import Act, add_shared, run_edit
-from .selection import Selection, add_node_options, add_relation_options, require_rank
+from .selection import Selection, add_node_options, add_relation_options, require_rank, require_share
 
 _SCOPES = {"global": "global", "per-transition": "transition"}
 
@@ -49,7 +49,7 @@ def _turn(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace, *, freeze: 
 
 def _add_remove(parser: argparse.ArgumentParser) -> None:
     add_shared(parser)
-    add_node_options(parser)
+    add_node_options(parser, childless=True)
     _add_orphans(parser)
 
 
@@ -59,16 +59,29 @@ def _remove(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
         chosen.require_nodes()
     if chosen.names_nodes:
         nodes = chosen.chosen_nodes(net)
-        for number, kind in ((0, "sensory"), (len(net.layers) - 1, "output")):
-            count = len(nodes.uids_by_layer.get(number, ()))
-            if count:
-                raise CommandError(
-                    f"{count} of these are {kind} nodes, and without them the net takes or gives something else",
-                    "name a hidden layer besides: --layer 1",
-                )
+        _require_hidden(nodes, len(net.layers) - 1, chosen)
         if len(nodes):
             edit.remove_nodes(nodes)
     _remove_orphans(edit, given)
+
+
+def _require_hidden(nodes: gn.NodeSet, last: int, chosen: Selection) -> None:
+    """Raises CommandError for sensory and output nodes, with the way to the hidden ones among those chosen."""
+    uids = {number: found.tolist() for number, found in nodes.uids_by_layer.items() if len(found)}
+    for number, kind in ((0, "sensory"), (last, "output")):
+        if number not in uids:
+            continue
+        count, first = len(uids[number]), uids[number][0]
+        told = f"node {first} is one of the {kind} nodes" if count == 1 else f"{count:,} of these are {kind} nodes"
+        hidden = [f"--layer {n}" for n in uids if n not in (0, last)]
+        hint = "only hidden nodes are removed from the shell; in Python, edit.remove_nodes(nodes, interface=True)"
+        if hidden and not (chosen.layers or chosen.nodes):
+            hint = f"name a hidden layer besides: {' '.join(hidden)}"
+        raise CommandError(
+            f"{told}, of layer {number}, and without {'it' if count == 1 else 'them'} the net "
+            f"{'takes' if number == 0 else 'gives'} something else",
+            hint,
+        )
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
@@ -85,6 +98,7 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
 
 
 def _prune(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
+    require_share("fraction", given.fraction)
     count = len(net.transitions)
     for t in given.transition or ():
         if not -count <= t < count:
@@ -133,7 +147,11 @@ def _steps(net: gn.GrapNet, given: argparse.Namespace, *, verb: str) -> None:
             hint = "grapnet history FILE lists the commits; a file keeps what undo needs with gn.save(..., undo=True)"
             if "transaction over" in str(error):
                 hint = "--alone takes it back in this net and leaves the other nets as they are"
-            raise CommandError(f"step {done + 1} of {given.steps}: {str(error).splitlines()[0]}", hint) from None
+            elif done:
+                hint = f"--steps {done} goes as far as it can; grapnet history FILE lists the commits"
+            told, past = str(error).splitlines()[0], "undone" if verb == "undo" else "redone"
+            can = f"{done} of {given.steps} steps can be {past}; then: " if given.steps > 1 else ""
+            raise CommandError(f"{can}{told}", hint) from None
 
 
 def _add_orphans(parser: argparse.ArgumentParser) -> None:
@@ -176,8 +194,9 @@ COMMANDS: tuple[Command, ...] = (
         "cuts relations: of an owner, of nodes, the weakest, or one by one",
         _add_cut,
         _inside_edit("cut", _cut),
-        "cut net.safetensors --owner task-3 -o without-3.safetensors",
-        "cut net.safetensors --owner task-3 --both --dry-run",
+        "cut net.safetensors --owner task-1 --both --dry-run",
+        "cut net.safetensors --owner task-1 -o unheard.safetensors",
+        "cut net.safetensors --owner task-1 --incoming -o orphaned.safetensors",
         "cut net.safetensors --transition 0 --smallest 0.2 --orphans -o smaller.safetensors",
     ),
     _command(
@@ -185,22 +204,23 @@ COMMANDS: tuple[Command, ...] = (
         "freezes nodes with all that belongs to them, or relations",
         _add_freeze,
         _inside_edit("freeze", partial(_turn, freeze=True)),
-        "freeze net.safetensors --owner task-0 -o frozen.safetensors",
+        "freeze net.safetensors --owner task-1 -o frozen.safetensors",
     ),
     _command(
         "unfreeze",
         "makes nodes or relations trainable again",
         _add_freeze,
         _inside_edit("unfreeze", partial(_turn, freeze=False)),
-        "unfreeze net.safetensors --all --in-place",
+        "unfreeze frozen.safetensors --all --in-place",
     ),
     _command(
         "remove",
-        "removes hidden nodes with their relations, or orphans",
+        "removes hidden nodes with their relations: by name, orphans, or those without children",
         _add_remove,
         _inside_edit("remove", _remove),
-        "remove net.safetensors --owner task-3 --layer 1 -o without-3.safetensors",
-        "remove net.safetensors --orphans --in-place",
+        "remove net.safetensors --owner task-1 --layer 1 -o without-1.safetensors",
+        "remove unheard.safetensors --childless --in-place",
+        "remove orphaned.safetensors --orphans --in-place",
     ),
     _command(
         "prune",
@@ -221,7 +241,8 @@ COMMANDS: tuple[Command, ...] = (
         "takes the last commits back, as far as the file keeps what that needs",
         _add_steps,
         partial(_steps, verb="undo"),
-        "undo net.safetensors --steps 2 -o earlier.safetensors",
+        "undo net.safetensors -o earlier.safetensors",
+        "undo half.safetensors --steps 2 --dry-run",
     ),
     _command(
         "redo",

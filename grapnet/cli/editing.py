@@ -7,11 +7,12 @@ from pathlib import Path
 import grapnet as gn
 from grapnet.checkpoint import container
 
-from .childless import Childless, hidden_nodes, left_childless, told_of
+from .childless import Childless, hidden_nodes, left_childless
 from .command import CommandError, Outcome
 from .effect import Counted, Effect
 from .files import add_file, add_output, require_free, writing
 from .opened import Opened, open_checkpoint
+from .retagged import tags_of
 
 Act = Callable[[gn.GrapNet, argparse.Namespace], None]  # edits a net, or leaves it alone where nothing is to be done
 
@@ -43,12 +44,12 @@ def run_edit(verb: str, act: Act, given: argparse.Namespace) -> Outcome:
     """
     output = _destination(given)
     opened = open_checkpoint(given.file, place=given.net, undo=given.undo, drop=given.drop, keep=given.keep)
-    before, parents = Counted.of(opened.net), hidden_nodes(opened.net, childless=False)
+    before, tags, parents = Counted.of(opened.net), tags_of(opened.net), hidden_nodes(opened.net, childless=False)
     try:
         act(opened.net, given)
     except gn.OptimizerError as error:
         raise CommandError(str(error).splitlines()[0], "--drop NAME leaves an optimizer's state out") from None
-    effect = Effect.of(before, opened.net, opened.edits.commits)
+    effect = Effect.of(before, tags, opened.net, opened.edits.commits)
     if effect.is_empty:
         told = (
             f"nothing matched, or all of it is so already: {verb} changes nothing in {given.file}; nothing was written"
@@ -68,6 +69,8 @@ def _destination(given: argparse.Namespace) -> Path | None:
     if given.output is not None and given.in_place:
         raise CommandError("-o and --in-place say two places to write to", "leave one out")
     if given.output is not None:
+        if not given.force and given.output.exists() and given.file.exists() and given.output.samefile(given.file):
+            raise CommandError(f"{given.output} is the file to edit", "say --in-place to write over it")
         require_free(given.output, force=given.force)
     elif not (given.in_place or given.dry_run):
         raise CommandError("nothing says where to write", "say -o NEW, --in-place or --dry-run")
@@ -79,18 +82,16 @@ def _told(
     given: argparse.Namespace,
     opened: Opened,
     effect: Effect,
-    childless: list[Childless],
+    childless: Childless,
     output: Path | None,
 ) -> Outcome:
     commit = opened.net.history[-1]
     extras = {name: carried.how for name, carried in opened.carried.items()}
     extras |= dict.fromkeys(opened.dropped, "dropped")
-    removed, added = sum(effect.removed), sum(effect.added)
     lines = [
-        f"{'dry run of ' if output is None else ''}{verb}: {commit.reason!r}, "
-        f"version {effect.before.version} → {effect.after.version}, relations cut {removed:,}, added {added:,}",
+        f"{'dry run of ' if output is None else ''}{verb}: {commit.reason!r}, {effect}",
         *effect.lines(),
-        *told_of(childless),
+        *childless.lines(),
     ]
     lines += [f"extras: {', '.join(f'{name} {how}' for name, how in extras.items())}"] if extras else []
     lines += [f"undo: {'kept' if opened.undo else 'not kept (--undo keeps it)'}"]
@@ -103,7 +104,7 @@ def _told(
         "dry_run": output is None,
         "reason": commit.reason,
         "effect": effect.data(),
-        "childless": [one._asdict() for one in childless],
+        "childless": childless.data(),
         "extras": extras,
         "undo": opened.undo,
         "written": None if output is None else str(output),

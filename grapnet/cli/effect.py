@@ -1,13 +1,14 @@
 """What an edit did, or would do: a net counted before and after."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import grapnet as gn
 
 from .childless import hidden_nodes
 from .columns import Cell, table
+from .retagged import Retagged, Tags, retagged, told_of_owners
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,25 @@ class Effect:
         after: the net as it is.
         removed: relations that went, of every transition.
         added: relations that came, of every transition.
+        owners: nodes that have another owner.
     """
 
     before: Counted
     after: Counted
     removed: tuple[int, ...]
     added: tuple[int, ...]
+    owners: tuple[Retagged, ...]
 
     @classmethod
-    def of(cls, before: Counted, net: gn.GrapNet, commits: Sequence[gn.Commit]) -> "Effect":
-        """Returns what commits have done to a net that was counted before them."""
+    def of(cls, before: Counted, tags: Tags, net: gn.GrapNet, commits: Sequence[gn.Commit]) -> "Effect":
+        """Returns what commits have done to a net that was counted, and whose owners were noted, before them."""
         moved = [[c.relations[t] for c in commits if t in c.relations] for t in range(len(net.transitions))]
         return cls(
             before,
             Counted.of(net),
             removed=tuple(sum(len(index.removed) for index in maps) for maps in moved),
             added=tuple(sum(len(index.inserted) for index in maps) for maps in moved),
+            owners=tuple(retagged(tags, net)),
         )
 
     @property
@@ -83,10 +87,19 @@ class Effect:
 
     def data(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        return asdict(self)
+        return asdict(self) | {"owners": [change._asdict() for change in self.owners]}
+
+    def __str__(self) -> str:
+        versions = f"version {self.before.version} → {self.after.version}"
+        moved = any(self.removed) or any(self.added)
+        return versions + (f", relations cut {sum(self.removed):,}, added {sum(self.added):,}" if moved else "")
 
     def lines(self) -> list[str]:
-        """Returns it for people, as lines."""
+        """Returns it for people, as lines; counts only where one of them is another."""
+        told = told_of_owners(list(self.owners))
+        return told if replace(self.before, version=self.after.version) == self.after else [*self._counts(), *told]
+
+    def _counts(self) -> list[str]:
         a, b = self.before, self.after
         biases = [_turned(*counts) for counts in zip(a.frozen_biases, b.frozen_biases, strict=True)]
         weights = [_turned(*counts) for counts in zip(a.frozen_relations, b.frozen_relations, strict=True)]

@@ -91,7 +91,7 @@ COMMANDS: tuple[Command, ...] = (
         (
             "export net.safetensors --to onnx",
             "export net.safetensors --to torch -o net.pt2",
-            "export model.safetensors --net head --to graphml",
+            "export model.safetensors --net 2 --to graphml",
         ),
     ),
 )

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import shlex
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +14,8 @@ import grapnet as gn
 from grapnet.whole import whole
 
 from .command import CommandError
+
+TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")  # of the files that torch.save writes
 
 
 def add_file(
@@ -29,7 +33,7 @@ def add_output(parser: argparse.ArgumentParser, about: str) -> None:
 
 def load_net(path: Path, device: torch.device | str = "cpu") -> gn.GrapNet:
     """Returns the net of a checkpoint; raises CommandError, naming the file, when there is none that can be read."""
-    with reading(path):
+    with reading(path), warnings.catch_warnings(action="ignore"):  # inspect tells of backends that nobody registered
         return gn.load(path).to(device)
 
 
@@ -43,14 +47,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except gn.CheckpointError as error:
-        told = str(error).splitlines()[0]
-        if told.startswith("nets: this file holds a model"):
-            hint = "grapnet inspect, history and diff read models; in Python, gn.restore(path, into=model)"
-            raise CommandError(f"{path} holds a model with nets inside, not one net", hint) from None
-        hint = "a file is read whole or not at all: use an earlier one"
-        if ("grapnet" in told and "was not written by" in told) or path.suffix in (".pt", ".pth"):
-            hint = "for the plain weights of an MLP: grapnet convert"
-        raise CommandError(told if str(path) in told else f"{path}: {told}", hint) from None
+        raise _unreadable(path, str(error).splitlines()[0]) from None
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror or error}", "see who may read it: ls -l") from None
 
@@ -59,10 +56,14 @@ def require_free(path: Path, *, force: bool) -> None:
     """Raises CommandError when a file to write is there already, or its folder is not."""
     if path.is_dir():
         raise CommandError(f"{path} is a folder", "name a file inside it")
+    if path.exists() and not path.is_file():
+        raise CommandError(f"{path} is a device, a pipe or a socket, not a file", "choose another name")
     if path.exists() and not force:
         raise _taken(path)
     if not path.parent.exists():
         raise CommandError(f"{path.parent}: no such folder", f"mkdir -p {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise CommandError(f"{path.parent}: no file can be written into this folder", "choose another one: -o")
     if os.path.islink(os.path.realpath(path)):
         raise CommandError(f"{path} is a link that leads back to itself", "choose another name")
 
@@ -83,6 +84,21 @@ def writing(path: Path, *, force: bool) -> Iterator[Path]:
             yield partial
     except FileExistsError:
         raise _taken(path) from None
+
+
+def _unreadable(path: Path, told: str) -> CommandError:
+    """Returns the error of a file that is there and holds no net that can be read, of what CheckpointError told."""
+    convert = f"for the plain weights of an MLP: grapnet convert {shlex.quote(str(path))}"
+    if told.startswith("nets: this file holds a model"):
+        hint = "grapnet inspect, history and diff read models; in Python, gn.restore(path, into=model)"
+        return CommandError(f"{path} holds a model with nets inside, not one net", hint)
+    if told.endswith("was not written by gn.save"):
+        return CommandError(f"{path} holds tensors, but no net: gn.save did not write it", convert)
+    hint = "a file is read whole or not at all: use an earlier one"
+    if told.startswith("container:"):
+        hint = convert if path.suffix.lower() in TORCH_ENDINGS else hint
+        return CommandError(f"{path} is no whole checkpoint: gn.save did not write it, or it is damaged", hint)
+    return CommandError(f"{path}: {told}", hint)
 
 
 def _taken(path: Path) -> CommandError:

@@ -47,10 +47,10 @@ def _run_history(given: argparse.Namespace) -> Outcome:
 
 
 def _ways_back(net: gn.GrapNet) -> dict[int, str]:
-    """Returns, by version, how many undos or redos take a commit back."""
+    """Returns, by version, the command that takes a commit back, with those after it."""
     journal, found = net.journal, {}
     for verb, stack in (("undo", journal.undoable), ("redo", journal.redoable)):
-        found |= {journal.commits[place].version: f"{verb} {n}" for n, place in enumerate(reversed(stack), 1)}
+        found |= {journal.commits[place].version: f"{verb} --steps {n}" for n, place in enumerate(reversed(stack), 1)}
     return found
 
 
@@ -102,7 +102,7 @@ def _outlook(net: gn.GrapNet) -> list[str]:
     for verb, done, stack in (("undo", "undone", journal.undoable), ("redo", "redone", journal.redoable)):
         if stack:
             first = journal.commits[stack[-1]].version
-            told.append(f"  {counted(len(stack), 'commit')} can be {done}: {verb} 1 takes version {first:,} back")
+            told.append(f"  {counted(len(stack), 'commit')} can be {done}: grapnet {verb} takes version {first:,} back")
     return told
 
 
@@ -208,6 +208,6 @@ COMMANDS: tuple[Command, ...] = (
         "Look at a net",
         _configure_diff,
         _run_diff,
-        ("diff before.safetensors after.safetensors",),
+        ("diff net.safetensors half.safetensors",),
     ),
 )

@@ -191,8 +191,8 @@ COMMANDS: tuple[Command, ...] = (
         _configure,
         _run,
         (
-            "inspect runs/demo/net.safetensors",
-            "inspect net.safetensors --owner task-3",
+            "inspect runs/demo/digits.safetensors",
+            "inspect net.safetensors --owner task-1",
             "inspect net.safetensors --json",
         ),
     ),

@@ -54,7 +54,7 @@ def find_chain(tensors: dict[str, Tensor], prefix: str, keys: Sequence[str] | No
     Args:
         tensors: by key.
         prefix: what the keys to read begin with.
-        keys: the layers in order, without `.weight`, when the file does not tell.
+        keys: the layers to take, in order and without `.weight`; all of them in an order of their own without it.
 
     Raises:
         CommandError: a tensor is no part of such a chain, or shapes fit in no order or in several; it names the keys.
@@ -65,6 +65,9 @@ def find_chain(tensors: dict[str, Tensor], prefix: str, keys: Sequence[str] | No
             f"no key begins with {prefix!r}" if prefix else "the file holds no tensors",
             f"the keys are: {_few(tensors)}",
         )
+    if keys is not None:
+        _require_layers(keys, mine)
+        mine = {key: tensor for key, tensor in mine.items() if _layer_of(key) in keys}
     _require_arrays(mine)
     parts = _parts(_unpruned(mine))
     if keys is not None:
@@ -122,14 +125,25 @@ def _has_trail(width: int, parts: Sequence[Part]) -> bool:
     return after.keys() <= reached
 
 
-def _chosen(parts: dict[str, Part], keys: Sequence[str]) -> list[Part]:
-    """Returns the layers that `--keys` names."""
+def _require_layers(keys: Sequence[str], tensors: dict[str, Tensor]) -> None:
+    """Raises CommandError when `--keys` names a layer twice, or something that is no linear layer."""
+    layers = {_layer_of(key) for key, tensor in tensors.items() if _is_matrix(key.removesuffix("_orig"), tensor)}
     for n, key in enumerate(keys):
-        if key not in parts:
-            raise CommandError(f"--keys: {key!r} is no layer", f"the layers are: {_few(parts)}")
+        if key not in layers:
+            listed = [one for one in dict.fromkeys(map(_layer_of, tensors)) if one in layers]
+            raise CommandError(f"--keys: {key!r} is no linear layer", f"the layers are: {_few(listed) or 'none'}")
         if key in keys[:n]:
             once = ",".join(dict.fromkeys(keys))
             raise CommandError(f"--keys names {key!r} twice, and a layer runs once", f"leave one out: --keys {once}")
+
+
+def _layer_of(key: str) -> str:
+    """Returns the layer that a tensor belongs to, `weight` where it has no name of its own."""
+    return key.rpartition(".")[0] or "weight"
+
+
+def _chosen(parts: dict[str, Part], keys: Sequence[str]) -> list[Part]:
+    """Returns the layers that `--keys` names."""
     chain = [parts[key] for key in keys]
     if _first_misfit(chain) is not None:
         raise _misfit(chain, "--keys wants them in this order")
@@ -182,11 +196,13 @@ def _parts(tensors: dict[str, Tensor]) -> dict[str, Part]:
             )
         used.add(bias_key)
         parts[stem] = Part(stem, weight, bias)
+    some = ",".join([*list(parts)[:4], *["..."] * (len(parts) > 4)])
+    take = f"--keys {some} takes these layers alone, --prefix those that begin so; " if parts else ""
     for key, tensor in tensors.items():
         if key not in used:
             raise CommandError(
                 f"{key} of shape {list(tensor.shape)} is no weight or bias of a linear layer, so this is no plain MLP",
-                "--prefix reads a part of the file; gn.graft makes nets of the parts of any model",
+                f"{take}gn.graft makes nets of the parts of any model",
             )
     _require_numbers(tensors)
     return parts

@@ -168,6 +168,7 @@ def _terminable() -> Iterator[None]:
     asked = []
 
     def end(number: int, frame: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)  # once is enough: what is half-written is being taken away
         asked.append(number)
         raise SystemExit(TERMINATED)
 
@@ -210,8 +211,9 @@ def _refuse(message: str, hint: str, *, as_json: bool) -> int:
 
 def _hint(error: BaseException, command: str) -> str:
     """Returns what to do about an error that does not say so itself, or of which only the first line is told."""
-    if isinstance(error, MissingDataError) and error.folders:
-        return f"{', or: '.join(error.commands)}; grapnet doctor --verbose lists the folders that were looked at"
+    if isinstance(error, MissingDataError) and error.commands:
+        looked = "; grapnet doctor --verbose lists the folders that were looked at" if error.folders else ""
+        return f"{', or: '.join(error.commands)}{looked}"
     if isinstance(error, ImportError):
         return "grapnet doctor lists what is installed and what is not"
     return f"grapnet {command} --help tells what it takes"

@@ -9,6 +9,7 @@ import torch
 
 import grapnet as gn
 
+from .childless import unheard_nodes
 from .columns import counted
 from .command import CommandError
 from .suggestion import closest
@@ -18,8 +19,8 @@ _DIGITS = 18  # of a uid, which is an int64
 Side = Literal["outgoing", "incoming", "both"]
 
 
-def add_node_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what chooses nodes."""
+def add_node_options(parser: argparse.ArgumentParser, *, childless: bool = False) -> None:
+    """Adds what chooses nodes; `childless` adds what narrows them to hidden ones that nobody hears."""
     group = parser.add_argument_group(
         "which nodes", "several of one option add up; different options narrow each other"
     )
@@ -27,6 +28,9 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--layer", action="append", type=int, metavar="N", help="those of a layer, 0 is the sensory one")
     group.add_argument("--node", action="append", type=_uid, metavar="UID", help="this one (repeatable)")
     group.add_argument("--all", action="store_true", help="all there are")
+    if childless:
+        told = "hidden ones without children, or whose children all go too; they change no output"
+        group.add_argument("--childless", action="store_true", help=told)
 
 
 def add_relation_options(parser: argparse.ArgumentParser, about_side: str) -> None:
@@ -57,6 +61,7 @@ class Selection:
         layers: numbers.
         nodes: uids.
         everything: whether all nodes were asked for.
+        childless: whether only hidden nodes that nobody hears are meant.
         side: which relations of the nodes.
         transitions: numbers.
         relations: texts `PARENT:CHILD`.
@@ -67,6 +72,7 @@ class Selection:
     layers: tuple[int, ...] = ()
     nodes: tuple[int, ...] = ()
     everything: bool = False
+    childless: bool = False
     side: Side | None = None
     transitions: tuple[int, ...] = ()
     relations: tuple[str, ...] = ()
@@ -80,6 +86,7 @@ class Selection:
         return cls(
             **lists,
             everything=getattr(given, "all", False),
+            childless=getattr(given, "childless", False),
             side=getattr(given, "side", None),
             relations=tuple(getattr(given, "relation", None) or ()),
             smallest=getattr(given, "smallest", None),
@@ -88,7 +95,7 @@ class Selection:
     @property
     def names_nodes(self) -> bool:
         """True when nodes were chosen."""
-        return bool(self.owners or self.layers or self.nodes or self.everything)
+        return bool(self.owners or self.layers or self.nodes or self.everything or self.childless)
 
     @property
     def names_relations(self) -> bool:
@@ -121,7 +128,7 @@ class Selection:
         if self.nodes:
             wanted = torch.tensor(self.nodes, device="cpu")
             nodes = nodes[torch.isin(nodes.uids, wanted)]
-        return nodes
+        return nodes[torch.isin(nodes.uids, unheard_nodes(net))] if self.childless else nodes
 
     def chosen_relations(self, net: gn.GrapNet, default: Side) -> gn.RelationSet:
         """Returns the relations; raises CommandError for a name that the net does not have.
@@ -145,8 +152,7 @@ class Selection:
                 named |= _pair(net, text)
             found &= named
         if self.smallest is not None:
-            if not 0 <= self.smallest <= 1:
-                raise CommandError(f"--smallest is a share between 0 and 1, got {self.smallest}")
+            require_share("smallest", self.smallest)
             require_rank(found)
             found = found.smallest(fraction=self.smallest)
         return found
@@ -154,7 +160,8 @@ class Selection:
     def __str__(self) -> str:
         parts = [f"--owner {owner}" for owner in self.owners]
         parts += [f"--layer {n}" for n in self.layers] + [f"--node {uid}" for uid in self.nodes]
-        parts += ["--all"] * self.everything + ([f"--{self.side}"] if self.side else [])
+        parts += ["--all"] * self.everything + ["--childless"] * self.childless
+        parts += [f"--{self.side}"] if self.side else []
         parts += [f"--transition {t}" for t in self.transitions] + [f"--relation {pair}" for pair in self.relations]
         parts += [] if self.smallest is None else [f"--smallest {self.smallest:g}"]
         return " ".join(parts)
@@ -176,6 +183,13 @@ def require_owner(owner: str, known: Iterable[str]) -> None:
         meant = closest(owner, names)
         hint = f"did you mean {meant!r}? " if meant else ""
         raise CommandError(f"no node has the owner {owner!r}", f"{hint}owners are: {', '.join(names) or 'none'}")
+
+
+def require_share(option: str, share: float) -> None:
+    """Raises CommandError, with what may have been meant, for a number that is no share."""
+    if not 0 <= share <= 1:
+        hint = f"--{option} {share / 100:g} for {share:g} %" if 1 < share <= 100 else "for example 0.3 for 30 %"
+        raise CommandError(f"--{option} is a share between 0 and 1, got {share:g}", hint)
 
 
 def require_rank(relations: gn.RelationSet) -> None:

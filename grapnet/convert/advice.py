@@ -1,7 +1,11 @@
 """What to do with modules that cannot become nets: the second half of the errors that refuse them."""
 
+from itertools import pairwise
+from keyword import iskeyword
+
 from torch import nn
 
+from grapnet.core.activation import is_activation
 from grapnet.core.wording import with_article
 from grapnet.execution.modules import activation_name
 
@@ -31,6 +35,7 @@ def refusal(module: nn.Module, called: str, layer: int) -> str:
         layer: how many Linears stand before it.
     """
     kind, name = with_article(type(module).__name__), type(module).__name__.lower()
+    name = f"own_{name}" if is_activation(name) else name
     if isinstance(module, _NORMS):
         return (
             f"{called} is {kind}, whose statistics and scales belong to single nodes and would have to "
@@ -44,10 +49,10 @@ def refusal(module: nn.Module, called: str, layer: int) -> str:
             f'an nn.Identity in its place, gn.register_activation("{name}", function), and in an edit of the net '
             f'edit.set_activation(net.layers[{layer}], "{name}"); otherwise leave it outside of the net: {_GRAFT}'
         )
-    row = f"gn.from_module(rest), {name}" if layer else f"{name}, gn.from_module(rest)"
+    rows = "a net of the modules after it" if layer == 0 else "nets of the modules before it and after it"
     return (
-        f"{called} is {kind}, neither an nn.Linear nor an activation of nodes. Leave it outside of the net: "
-        f"nn.Sequential({row}), or {_GRAFT}"
+        f"{called} is {kind}, neither an nn.Linear nor an activation of nodes. Leave it outside: make {rows}, "
+        f"or of every Linear around it: {_GRAFT}"
     )
 
 
@@ -74,7 +79,10 @@ def _row(module: nn.Module) -> str:
     children = dict(module.named_children())
     linears = [name for name, child in children.items() if type(child) is nn.Linear]
     others = {name: child for name, child in children.items() if name not in linears}
-    if len(linears) < 2 or any(next(other.parameters(), None) is not None for other in others.values()):
+    chain = [module.get_submodule(name) for name in linears]
+    if len(linears) < 2 or any(a.out_features != b.in_features for a, b in pairwise(chain)):  # they run otherwise
+        return ""
+    if any(next(other.parameters(), None) is not None for other in others.values()):
         return ""
     activations = [name for name, child in others.items() if activation_name(child) not in (None, "identity")]
     row = [_spelled(linears[0])]
@@ -85,7 +93,7 @@ def _row(module: nn.Module) -> str:
 
 
 def _spelled(child: str) -> str:
-    return f"model.{child}" if child.isidentifier() else f"model[{child}]"
+    return f"model.{child}" if child.isidentifier() and not iskeyword(child) else f'model.get_submodule("{child}")'
 
 
 def _may_be_an_activation(module: nn.Module) -> bool:

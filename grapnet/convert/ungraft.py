@@ -1,11 +1,16 @@
 """gn.ungraft: nets become plain modules again, those that they were grafted onto where there were any."""
 
 import copy
+import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import replace
 
 from torch import nn
 
 from grapnet.core.errors import ConversionError, PlanError
+from grapnet.core.graph import Graph
+from grapnet.core.journal import Commit
 from grapnet.core.layer import Layer
 from grapnet.execution.modules import MOST_CELLS, activation_module
 from grapnet.learning.optim import detach
@@ -19,6 +24,8 @@ from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
 from .origin import Origin, find, put, put_everywhere
 
+_left: "weakref.WeakKeyDictionary[GrapNet, _Left]" = weakref.WeakKeyDictionary()  # a graph does not keep its followers
+
 
 def ungraft(
     model: nn.Module, where: Where | None = None, optimizer: Optimizers = None, *, most_cells: int = MOST_CELLS
@@ -26,7 +33,8 @@ def ungraft(
     """Puts plain modules back in place of nets, with the weights and shapes that the nets have by then.
 
     A net that `gn.graft` put there becomes the modules that it replaced, under their own state-dict keys; any other
-    becomes its `net.to_module()`. Where a relation is missing the matrix is zero, and trains again from there.
+    becomes its `net.to_module()`. Where a relation is missing the matrix is zero, and trains again from there. The
+    first edit of a net that was taken out warns that it does not reach the model.
 
     Args:
         model: the model; to keep it, give a deep copy.
@@ -62,11 +70,25 @@ def ungraft(
         install()
     refuse_earlier_losses(exchanges, "ungraft")
     mark_replaced((exchange.parameter for exchange in exchanges), "ungraft")
-    for one in optimizers:
-        for net in nets.values():
+    for net in nets.values():
+        for one in optimizers:
             detach(one, net)
+        net.follow(_left.setdefault(net, _Left()))
     set_fast_paths(model)
     return plain
+
+
+class _Left:
+    """Warns at the first commit of a net that has left its model."""
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Warns, before anything has changed."""
+        warnings.warn(
+            "gn.ungraft has taken this net out of its model, so edits of it do not change the model. Edit before "
+            "gn.ungraft, or gn.graft again and edit the net that it returns",
+            stacklevel=2,
+        )
+        return lambda: graph.unfollow(self)
 
 
 def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[str, nn.Module]]:

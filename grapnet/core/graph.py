@@ -117,7 +117,8 @@ class Graph(nn.Module):
 
         Args:
             layer: a number or several; all layers by default, negative numbers count from the output.
-            owner: a tag, or None for nodes without one; any owner by default.
+            owner: a tag, or None for nodes without one; any owner by default. A tag that no node has gives an empty
+                set, and an edit of that does nothing: `set(net.select().owners)` has those that exist.
             where: gets the NodeSet chosen so far and returns one bool a node.
         """
         count = len(self.layers)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from .errors import FrozenError, StaleTopologyError
+from .errors import FrozenError, InvariantError, StaleTopologyError
 from .remap import IndexMap, contains, empty_positions, flatnonzero
 from .vector import PreparedVector, VectorChange, prepare_vector
 
@@ -50,19 +50,28 @@ class Coordinates(nn.Module):
     @property
     def parameter(self) -> nn.Parameter:
         """The trainable coordinates."""
-        parameter = self._parameters[self._vector_name]
+        try:
+            parameter = self._parameters[self._vector_name]
+        except KeyError:
+            raise self._taken_away() from None
         assert parameter is not None
         return parameter
 
     @property
     def size(self) -> int:
         """How many coordinates there are, trainable and frozen."""
-        parameter = self._parameters[self._vector_name]
+        try:
+            parameter = self._parameters[self._vector_name]
+        except KeyError:
+            raise self._taken_away() from None
         return 0 if parameter is None else parameter.shape[0] + self.frozen_at.shape[0]
 
     def values(self, shape: tuple[int, ...] = (-1,)) -> Tensor:
         """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another shape."""
-        parameter, order = self._parameters[self._vector_name], self._buffers["_order"]  # past nn.Module's slow lookup
+        try:
+            parameter, order = self._parameters[self._vector_name], self._buffers["_order"]  # past nn.Module's lookup
+        except KeyError:
+            raise self._taken_away() from None
         assert parameter is not None
         if order is None:
             return parameter if parameter.dim() == len(shape) == 1 else parameter.view(shape)
@@ -191,6 +200,13 @@ class Coordinates(nn.Module):
                 free[self.frozen_at.long()] = False
                 self.parameter.copy_(values[free] if len(self.frozen_at) else values)
                 self.frozen_values.copy_(values[~free])
+
+    def _taken_away(self) -> InvariantError:
+        return InvariantError(
+            f"the Parameter {self._vector_name!r} was taken out of this {type(self).__name__}, as prune, weight_norm "
+            "and parametrize of torch.nn.utils do; a net holds its coordinates itself. Take that back (prune.remove, "
+            "remove_weight_norm, remove_parametrizations) and cut relations in an edit instead"
+        )
 
     def _place(self, positions: Tensor) -> Tensor:
         """Returns where positions stand in (trainable, frozen) laid end to end."""

@@ -1,4 +1,4 @@
-"""The story of the demonstration: grow, compare, cut, undo, freeze, sift, lower, save; and what holds at its end."""
+"""The story of the demonstration: grow, compare, cut, undo, freeze, sift, run, save; and what holds at its end."""
 
 import platform
 import time
@@ -119,7 +119,7 @@ def _grow(learner: Learner, digits: Digits, matrix: AccuracyMatrix, display: Dis
         )
         display.keep(line(task, steps, found.overall))
 
-    display.keep("Growing a head for five tasks of two digits each, one after the other, with replay")
+    display.keep("Growing a head for five tasks of two digits each, task-1 to task-5, one after the other, with replay")
     learner.learn(after_step, after_task)
     return {
         "tasks": tasks,

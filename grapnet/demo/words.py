@@ -22,8 +22,10 @@ def sentences(numbers: dict[str, Any]) -> dict[str, str]:
         f"{_share(cut['before'][task - 1])} to {_share(cut['after'][task - 1])}; "
         + (f"task {_and(others)} changed too." if others else "the other tasks stay exactly as they were."),
         "Undo": f"{_and(restored)} are back bit for bit" + (f"; {_and(lost)} are NOT." if lost else "."),
-        "Freeze": f"{freeze['coordinates']:,} coordinates of task {freeze['task']}. After training on they had moved "
-        f"by {_exact(freeze['drift'])}, those of task {freeze['other_task']} by up to {freeze['other_drift']:.3f}.",
+        "Freeze": f"{freeze['coordinates']:,} coordinates of task {freeze['task']}. From here on the net trains on all "
+        f"digits at once, no longer task by task: {_share(freeze['seen_class_before'])} before and "
+        f"{_share(freeze['seen_class'])} after one epoch of it. What is frozen moved by {_exact(freeze['drift'])}, "
+        f"what task {freeze['other_task']} owns by up to {freeze['other_drift']:.3f}.",
         "Sift": f"{_and(sift['rules'])} in one commit, with Adam attached: {_change(sift['relations'])} relations, "
         f"{_change(sift['nodes'])} hidden nodes. {_share(sift['seen_class_before'])} before, "
         f"{_share(sift['seen_class_sifted'])} right after, {_share(sift['seen_class'])} once trained on; a copy that "

@@ -69,6 +69,7 @@ class Execution:
 
     def __init__(self, graph: Graph) -> None:
         self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
+        self._unmet: dict[int, str] = {}  # by transition: the backend that was asked for and that nobody registered
         self.bind(graph)
 
     def bind(self, graph: Graph) -> None:
@@ -118,25 +119,38 @@ class Execution:
             for t in numbers:
                 chosen[t] = self._made(name, t, options)
             self._change(chosen)
+        self._unmet = {t: unmet for t, unmet in self._unmet.items() if t not in numbers}
 
     def choices(self) -> list[str]:
-        """Returns the name of the backend chosen for every transition."""
-        return [AUTO if backend is None else backend.name for backend in self._chosen]
+        """Returns the name of the backend chosen for every transition, registered or not; see `unmet`."""
+        return [self._unmet.get(t, AUTO if backend is None else backend.name) for t, backend in enumerate(self._chosen)]
+
+    @property
+    def unmet(self) -> dict[int, str]:
+        """Choices made elsewhere of backends that are not registered here, by transition; auto runs these."""
+        return dict(self._unmet)
 
     def choose(self, names: Sequence[str]) -> None:
-        """Takes over choices made elsewhere; what is unknown, refuses or lacks its columns here is left to auto."""
+        """Takes over choices made elsewhere; what refuses or lacks its columns here is left to auto.
+
+        A name that nobody registered stays the choice, is told by `unmet` and `describe`, and auto runs in its place.
+        """
         chosen, plans = list(self._chosen), self._present()
         for t, name in enumerate(names[: len(chosen)]):
             able = name in BACKENDS and name not in plans.refused(t)
             able |= name == Attention.name and all(column in self.graph.columns for column in Attention.names(t))
             chosen[t] = self._made(name if able else AUTO, t, {})
         self._change(chosen)
+        known = {AUTO, Attention.name, *BACKENDS}
+        self._unmet = {t: name for t, name in enumerate(names[: len(chosen)]) if name not in known}
 
     def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
         """Returns, for every transition, which backend runs it at a batch size, why, and which ones cannot."""
         plans, rows = self._present(), []
         for t, chosen in enumerate(self.choices()):
             backend, why = plans.backend(t, batch_class(batch), training)
+            if t in self._unmet:
+                why = f"asked for {chosen!r}, which is not registered here; auto instead: {why}"
             relations, refused = plans.topologies[t].n_relations, plans.refused(t)
             rows.append({"transition": t, "relations": relations, "chosen": chosen, "runs": backend.name, "why": why})
             rows[-1]["refused"] = refused
@@ -223,7 +237,7 @@ class Execution:
         return NodeSet(self.graph, {layer: self.graph.layers[layer].uid[rows.cpu()]})
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_chosen": list(self._chosen)}
+        return {"_chosen": list(self._chosen), "_unmet": dict(self._unmet)}
 
 
 @untraced

@@ -1,8 +1,8 @@
 """Plans: what runs one wiring of a graph, made when it is first needed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -12,6 +12,7 @@ from grapnet.core.journal import Commit
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
 
+from .attention import Attention
 from .auto import Shape, fastest, in_words
 from .dense import Dense
 from .family import Family
@@ -43,11 +44,20 @@ class Line:
 def register_backend(backend: type[Backend]) -> None:
     """Makes a backend known to `net.execution.use` under its `name`; `auto` does not pick it.
 
+    A class that was defined again, as by running a cell of a notebook twice, takes the place of the one before; nets
+    that have chosen that one keep it until they are told to `use` the name again.
+
+    Args:
+        backend: a frozen dataclass with a `name`, `refusals`, `prepare`, and a default for every field.
+
     Raises:
-        ValueError: when another backend has that name.
+        TypeError: it is no such class; nothing was registered.
+        ValueError: another backend has that name.
     """
-    if backend.name == AUTO or BACKENDS.get(backend.name, backend) is not backend:
-        raise ValueError(f"a backend called {backend.name!r} exists already")
+    _require_backend(backend)
+    present = BACKENDS.get(backend.name, backend)
+    if backend.name in (AUTO, Attention.name) or _origin(present) != _origin(backend):
+        raise ValueError(f"a backend called {backend.name!r} exists already; give this one another name")
     BACKENDS[backend.name] = backend
 
 
@@ -102,6 +112,11 @@ class Plans:
     def line(self, batch: int, training: bool) -> Line:
         """Makes what a forward pass runs; a result stays feature-major only where the next plan reads it so."""
         self.require()
+        if self.topologies[0].child.is_meta:
+            raise PlanError(
+                "this net is on the meta device, where nobody knows which relations it has, so it cannot run. Load it "
+                "from a checkpoint, gn.load(path), or make it on a device that holds numbers"
+            )
         with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():  # as if called alone
             plans = [self._plan(t, self._choice(t, batch, training)[0]) for t in range(len(self.topologies))]
         for t, plan in enumerate(plans):
@@ -138,3 +153,25 @@ class Plans:
 def _keeps_rows(commit: Commit, t: int) -> bool:
     """Says whether both layers of a transition keep all their rows."""
     return t in commit.relations and all(n not in commit.nodes or commit.nodes[n].is_identity for n in (t, t + 1))
+
+
+def _require_backend(backend: Any) -> None:
+    """Raises TypeError, naming what is missing, for anything but a class that the Backend protocol describes."""
+    if not isinstance(backend, type):
+        raise TypeError(f"a backend is registered as a class, got {backend!r}")
+    missing = [] if isinstance(getattr(backend, "name", None), str) else ['a string `name: ClassVar[str] = "…"`']
+    signatures = ("refusals(self, topology, dtype)", "prepare(self, topology)")
+    missing += [s for s in signatures if not callable(getattr(backend, s.partition("(")[0], None))]
+    if missing:
+        raise TypeError(f"the backend {backend.__name__} lacks {' and '.join(missing)}")
+    if not is_dataclass(backend) or not backend.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError(
+            f"the backend {backend.__name__} is no frozen dataclass; write @dataclass(frozen=True) above it"
+        )
+    bare = [f.name for f in fields(backend) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    if bare:
+        raise TypeError(f"options of a backend have defaults, and {backend.__name__} has none for {', '.join(bare)}")
+
+
+def _origin(backend: type) -> tuple[str, str]:
+    return backend.__module__, backend.__qualname__

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from grapnet.core.errors import PlanError
 from grapnet.core.graph import Graph
+from grapnet.core.wording import with_article
 
 from .modules import (
     MOST_CELLS,
@@ -133,7 +134,7 @@ class SnapshotController:
     gone a call raises PlanError, because nobody knows what happened after the last refresh; `snapshot` is still there.
 
     Args:
-        net: the net to run.
+        net: the net to run; of a model with nets inside, one of them.
         most_cells: as for `net.snapshot()`.
 
     Attributes:
@@ -152,6 +153,11 @@ class SnapshotController:
     """
 
     def __init__(self, net: Net, *, most_cells: int = MOST_CELLS) -> None:
+        if not isinstance(net, Graph):
+            raise TypeError(
+                f"a SnapshotController runs one net, got {with_article(type(net).__name__)}. Give it the net inside "
+                "and run the rest of the model around it; or take gn.snapshot(model) again when the model has changed"
+            )
         self._net, self._most_cells = weakref.ref(net), most_cells
         self.refreshes = self.rebuilds = 0
         self.snapshot = Snapshot.of(net, most_cells)

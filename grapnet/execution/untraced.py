@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Callable
 from functools import wraps
+from types import CodeType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,4 +36,13 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
 
     marked: Any = call
     marked._torchdynamo_disable = True  # a trace stops before `call`, as before anything that is disabled
+    _skip(marked.__code__)
     return call
+
+
+def _skip(code: CodeType) -> None:
+    """Keeps torch's compiler from compiling the frames of a code, where this torch can be told without loading it."""
+    frames: Any = eval_frame
+    if hasattr(frames, "set_code_exec_strategy"):  # otherwise they are compiled, which takes longer
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(code, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))

@@ -1,9 +1,9 @@
 """What a continual learner is measured by: accuracies after every task, forgetting, and drift of old coordinates."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +99,22 @@ class AccuracyMatrix:
             raise TypeError(f"a row is what evaluate(…) returns after a task, got {row!r}")
         if len(row.seen) != len(self.rows) + 1 or len(row.local) != len(row.seen):
             raise ValueError(
-                f"after {len(self.rows) + 1} tasks as many are evaluated, got {len(row.seen)} and {len(row.local)}"
+                f"this matrix has {len(self.rows)} rows, so the next is of {len(self.rows) + 1} tasks, got one of "
+                f"{len(row.seen)} (seen) and {len(row.local)} (local). Add a row after every task; a run that goes on "
+                "brings the earlier ones back first: gn.save(…, matrix=matrix), gn.restore(path, matrix=matrix)"
             )
         self.rows.append(row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the rows as plain data."""
+        return {"rows": [row._asdict() for row in self.rows]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes over the rows of `state_dict()`, in place of its own; what is no such state changes nothing."""
+        loaded = AccuracyMatrix()
+        for row in state["rows"]:
+            loaded.add(Evaluation(**row))
+        self.rows[:] = loaded.rows
 
     @property
     def seen_class(self) -> float:

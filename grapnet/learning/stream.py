@@ -182,6 +182,10 @@ def train_on_stream(
         before_task: called before the first batch of a task: the place to grow.
         after_step: called after every update: the place for schedulers and rules.
         after_task: called after the last batch of a task: the place to freeze and to evaluate.
+
+    Raises:
+        TypeError: a single task, the class of an objective, or something that is no memory was given.
+        ValueError: the objective compares with stored logits, and there is no memory; or a number is too small.
     """
     _require_parts(stream, objective, memory)
     replay_batch, updates_per_batch = whole(replay_batch, "replay_batch"), whole(updates_per_batch, "updates_per_batch")
@@ -213,13 +217,18 @@ def train_on_stream(
 
 
 def _require_parts(stream: Any, objective: Any, memory: Any) -> None:
-    """Raises TypeError for what is easily given in the place of something else."""
+    """Raises for what is easily given in the place of something else, and for an objective without its memory."""
     if isinstance(stream, Task):
         raise TypeError("a run goes over a stream, or over a list of tasks: [task]; got a single task")
     if isinstance(objective, type):
         raise TypeError(f"an objective is an object, {objective.__name__}(…) with its settings, not the class")
     if memory is not None and not (hasattr(memory, "sample") and hasattr(memory, "add")):
         raise TypeError(f"a memory has add and sample, as ReservoirMemory(200, seed=0), or is None; got {memory!r}")
+    if memory is None and getattr(objective, "keeps_logits", False):
+        raise ValueError(
+            f"{type(objective).__name__} compares with logits that a memory has stored, and without one it would train "
+            "without that term; give a memory, or train with ExperienceReplay()"
+        )
 
 
 def _divided(classes: list[int], tasks: int) -> list[list[int]]:

@@ -15,7 +15,7 @@ class FreezeOwner:
     """Freezes the nodes of an owner, or those of the task that just ended.
 
     It freezes the relations that are there; those that a frozen node gains later are trainable until it runs again. An
-    owner without nodes is left alone.
+    owner that no node has is refused: what a misspelt name leaves trainable would be noticed too late.
 
     Attributes:
         owner: the tag; None takes that of the task that `RuleManager.apply` is told.
@@ -52,6 +52,8 @@ class FreezeOwner:
         """Asks the edit to freeze them."""
         owner = owner_of(self.tag, now.task) if self.owner is None else self.owner
         nodes = net.select(owner=owner)
-        if len(nodes):
-            edit.freeze(nodes, incoming=self.incoming, outgoing=self.outgoing, bias=self.bias)
+        if not len(nodes):
+            known = {name: None for layer in net.layers for name in layer.owner_names.names if name is not None}
+            raise EditError(f"no node has the owner {owner!r}; owners are: {', '.join(map(repr, known)) or 'none'}")
+        edit.freeze(nodes, incoming=self.incoming, outgoing=self.outgoing, bias=self.bias)
         edit.remark(f"freezes the nodes of {owner!r}", owner=owner, nodes=len(nodes))

@@ -78,12 +78,7 @@ def run(
     Raises:
         Interrupted: on Ctrl-C, once the processes have ended.
     """
-    versions = {
-        "grapnet": gn.__version__,
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-    }
+    versions = present_versions()
     kept = None if folder is None else folder / study.name / _fingerprint(asdict(settings), versions)
     if kept is not None and fresh:
         _remove(kept)
@@ -114,10 +109,19 @@ def run(
     return json.loads(json.dumps(result))  # as a reader of the file has it
 
 
+def present_versions() -> dict[str, str]:
+    """Returns what a result was made with."""
+    return {
+        "grapnet": gn.__version__,
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+    }
+
+
 def forget(result: dict[str, Any], folder: Path) -> None:
     """Removes the finished seeds of a result, once it is written down; those of other settings stay."""
-    if "versions" in result:
-        _remove(folder / result["study"] / _fingerprint(result["settings"], result["versions"]))
+    _remove(folder / result["study"] / _fingerprint(result["settings"], result["versions"]))
 
 
 def with_seeds(settings: Any, count: int | None) -> Any:

@@ -1,8 +1,9 @@
 """Split CIFAR-10 on the features of a frozen ResNet-18 (Table 3), with the heads and controls that the paper lacks.
 
-`python -m grapnet.studies.split_cifar --json FILE` writes what it finds. The features are read from a file: the path in
-GRAPNET_CIFAR_FEATURES, else `../shared/data/cifar10_resnet18_224px_u8.npz`. Those are not torchvision's, on which the
-paper's numbers were measured, so ours stand beside the paper's and are not expected to equal them.
+`python -m grapnet.studies.split_cifar --json FILE` writes what it finds. The features are read from the file that
+GRAPNET_CIFAR_FEATURES names; `python -m grapnet.studies.cifar_features` makes such a file. Those that ours were
+measured on are not torchvision's, on which the paper's numbers were, so ours stand beside the paper's and are not
+expected to equal them.
 
 What was tried (seeds 0, 1 and 20, before the settings were fixed): the paper says neither how long its stream is nor
 how its features are scaled. With 500, 1,000 or 5,000 images a class, features as they are or standardised and Adam at
@@ -72,8 +73,8 @@ PAPER = {  # mean and standard deviation over five seeds, on torchvision's featu
 }
 BAR, LARGEST_P = 82.5, 1e-3  # of our closed form on the full stream, and of its lead over every head with replay
 STREAMS = {"few": "500 images a class", "full": "all 5,000 images a class"}
-FEATURES = "../shared/data/cifar10_resnet18_224px_u8.npz"
-SHA256 = "6cc6bee53f4e568c6476758bde7016461e39084909673019f866fb66e507fce6"  # of that file
+VARIABLE = "GRAPNET_CIFAR_FEATURES"  # of the environment: the path of the features
+SHA256 = "6cc6bee53f4e568c6476758bde7016461e39084909673019f866fb66e507fce6"  # of those that `NOTE` is about
 NOTE = (
     "Not torchvision's features: an ImageNet ResNet-18 whose batch-norm statistics come from a third party's "
     "fine-tuning, in 8 bits a value. The paper's numbers are from torchvision's."
@@ -85,7 +86,7 @@ class Settings:
     """Table 3 and stronger heads, on 500 images a class and on all of them."""
 
     seeds: tuple[int, ...] = tuple(range(20, 30))
-    features: str = ""  # path of their file; without it GRAPNET_CIFAR_FEATURES, else `FEATURES`; or "made-up"
+    features: str = ""  # path of their file; without it that of `VARIABLE`; or "made-up"
     few: int = 500  # images a class of the short stream
     trial: int = 2500  # images a class that choices for the full stream are trained on; the others judge them
     judged: int = 10_000  # about how many of these do
@@ -150,12 +151,12 @@ def features(path: str, seed: int) -> tuple[Batch, Batch, str]:
             y = torch.arange(10).repeat_interleave(count)
             parts.append(Batch((means[y] + torch.randn(len(y), 512, generator=generator)).relu(), y))
         return parts[0], parts[1], "made-up features"
-    path = path or os.environ.get("GRAPNET_CIFAR_FEATURES", "") or FEATURES
+    path = path or os.environ.get(VARIABLE, "")
     if not Path(path).is_file():
-        raise MissingDataError(
-            f"{path} is not a file. Set GRAPNET_CIFAR_FEATURES to the .npz file of CIFAR-10 features; "
-            "grapnet.data.save_features writes one"
-        )
+        wrong = f"{path} is no file of CIFAR-10 features" if path else f"{VARIABLE} is not set"
+        error = MissingDataError(f"{wrong}; python -m grapnet.studies.cifar_features makes such a file")
+        error.commands = ("python -m grapnet.studies.cifar_features --out features.npz", f"export {VARIABLE}=FILE.npz")
+        raise error
     found = load_features(path)
     return Batch(found.x_train, found.y_train), Batch(found.x_test, found.y_test), found.about
 

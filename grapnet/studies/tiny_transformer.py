@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 
-from .command import options, told
+from .command import options, present_versions, told
 from .drawing import Group, Row, Value, differences, dots
 
 PAPER = {
@@ -85,6 +85,7 @@ def run(settings: Settings) -> dict[str, Any]:
     return {
         "study": "tiny_transformer",
         "settings": asdict(settings),
+        "versions": present_versions(),
         "paper": PAPER,
         "exact": exact,
         "training": trained,

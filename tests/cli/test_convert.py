@@ -76,6 +76,42 @@ def test_another_activation_and_a_torch_file(tmp_path, run):
         assert_computes(tmp_path / "net", model)  # files do not tell the activation
 
 
+def test_a_state_dict_among_other_things_is_named_and_its_prefix_read_either_way(tmp_path, run):
+    model = nn.Sequential(nn.Flatten(), mlp())
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "mlp.pt")
+    asked = ["convert", tmp_path / "mlp.pt", "-o", tmp_path / "net", "--force"]
+    for prefix in ("", "model.", "1.", "model.1."):
+        done = run(*asked, "--prefix", prefix)
+        assert done.out.splitlines()[1] == "read the state dict under 'model'", prefix
+        assert_computes(tmp_path / "net", model)
+    assert json.loads(run(*asked, "--json").out)["under"] == "model"
+    assert run(*asked, "--prefix", "other.1.").code == 2
+    torch.save({"model": model.state_dict(), "ema": model.state_dict()}, tmp_path / "mlp.pt")
+    assert run(*asked).err.splitlines()[0].endswith("mlp.pt holds several state dicts: 'model', 'ema'")
+
+
+def test_layers_are_taken_out_of_a_larger_model(tmp_path, run):
+    model = mlp()
+    prune.random_unstructured(model[0], "weight", amount=3)
+    norm = nn.BatchNorm1d(5)
+    torch.save(nn.ModuleDict({"body": nn.Conv2d(3, 4, 3), "norm": norm, "fc": model}).state_dict(), tmp_path / "cnn.pt")
+    asked = ["convert", tmp_path / "cnn.pt", "-o", tmp_path / "net"]
+    refused = run(*asked)
+    assert "body.weight of shape [4, 3, 3, 3] is no weight or bias" in refused.err
+    assert "--keys fc.2,fc.4,fc.0 takes these layers alone" in refused.err
+    refused = run(*asked, "--keys", "fc.0,body").err.splitlines()
+    assert refused == ["grapnet: --keys: 'body' is no linear layer", "hint: the layers are: fc.0, fc.2, fc.4"]
+    assert run(*asked, "--keys", "fc.0,fc.2,fc.4").code == 0
+    assert_computes(tmp_path / "net", model)
+
+
+def test_only_an_activation_that_nobody_named_is_said_to_be_a_guess(tmp_path, run):
+    save_file(mlp().state_dict(), tmp_path / "mlp.safetensors")
+    asked, said = ["convert", tmp_path / "mlp.safetensors", "-o", tmp_path / "net", "--force"], "the file does not say"
+    assert said in run(*asked).out
+    assert said not in run(*asked, "--activation", "relu").out
+
+
 def test_every_hidden_layer_has_its_own_activation(tmp_path, run):
     model = mlp(nn.Tanh)
     model[1] = nn.LeakyReLU(0.2)
@@ -201,8 +237,8 @@ def test_bad_input_is_one_line_and_changes_nothing(checkpoint, tmp_path, run):
         ([tmp_path / "mixed.safetensors"], "a net has one type"),
         ([good, "--activation", "bent"], "no activation is called 'bent'"),
         ([good, "--prefix", "head."], "no key begins with 'head.'"),
-        ([good, "--keys", "0,5"], "'5' is no layer"),
-        ([good, "--keys", ""], "'' is no layer"),
+        ([good, "--keys", "0,5"], "'5' is no linear layer"),
+        ([good, "--keys", ""], "'' is no linear layer"),
         ([good, "--keys", "0,2,2"], "--keys names '2' twice"),
         ([good, "--keys", "4,0"], "4 gives 3 values and 0 takes 5; --keys wants them in this order"),
         ([good, "--device", "tpu9"], "--device tpu9 cannot be used"),

@@ -172,6 +172,7 @@ def test_report_is_one_page_that_needs_nothing_else(folder, numbers):
     assert all(widths[n] == widths[n + 1] < widths[n + 2] == widths[n + 3] for n in (0, 4, 8))
     assert source.count("<table>") == source.count('<div class="wide"><table>') == 5
     assert numbers["comparison"]["verdict"] in page.text
+    assert source.count("CovarianceSifter, PruneWeakest</td>") == 1  # in the journal; who did it is its reason
     assert f"{numbers['sift']['relations'][0]:,} → {numbers['sift']['relations'][1]:,}" in page.text
 
 
@@ -188,7 +189,11 @@ def test_equal_seeds_give_equal_numbers_and_an_earlier_run_is_replaced(folder, n
     assert {path.name for path in out.iterdir()} == {*FILES, "mine.txt"}
     assert {key for key in numbers if numbers[key] != again[key]} == {"folder", "seconds"}
     assert "8 of 8 checks held" in ran.out
-    assert again["comparison"]["verdict"] in " ".join(ran.out.split())
+    told, freeze, sift = " ".join(ran.out.split()), again["freeze"], again["sift"]
+    assert again["comparison"]["verdict"] in told
+    assert freeze["seen_class_before"] < freeze["seen_class"] == sift["seen_class_before"]
+    shares = f"{100 * freeze['seen_class_before']:.1f} % before and {100 * freeze['seen_class']:.1f} % after"
+    assert f"From here on the net trains on all digits at once, no longer task by task: {shares}" in told
     assert "\x1b" not in ran.err
     assert len(re.findall(r"task \d/5 .* accuracy .* relations .* version \d", ran.err)) == TASKS
 

@@ -2,37 +2,70 @@
 
 import json
 
+import torch
+
 import grapnet as gn
 
 
 def test_nodes_that_lose_their_last_child_are_told_with_the_command_that_removes_them(checkpoint, tmp_path, run):
     asked = ["cut", checkpoint, "--owner", "task-1"]
     told = run(*asked, "-o", tmp_path / "new").out.splitlines()
-    said = "3 nodes of 'task-1' have no children left; grapnet remove FILE --owner task-1 takes them away"
-    assert told.count(said) == 1
+    said = "3 nodes of 'task-1' have no children left (uids 12, 13, 14)"
+    assert told.count(f"{said}; grapnet remove FILE --childless takes them away") == 1
     data = json.loads(run(*asked, "--dry-run", "--json").out)
-    assert data["childless"] == [{"owner": "task-1", "nodes": 3, "remove": "grapnet remove FILE --owner task-1"}]
+    assert data["childless"] == {
+        "uids": [12, 13, 14],
+        "owners": [{"owner": "task-1", "nodes": 3}],
+        "remove": "grapnet remove FILE --childless",
+        "others": 0,
+    }
     assert (data["effect"]["before"]["childless"], data["effect"]["after"]["childless"]) == (0, 3)
-    words = data["childless"][0]["remove"].replace("FILE", str(tmp_path / "new")).split()[1:]
+    words = data["childless"]["remove"].replace("FILE", str(tmp_path / "new")).split()[1:]
     assert run(*words, "--in-place").code == 0
     assert gn.load(tmp_path / "new").sizes == [6, 6, 3]
-    # node 9 has one child, the nodes of task-1 two; the command would take away nodes that are heard
-    part = json.loads(run("cut", checkpoint, "--node", 9, "--node", 12, "--dry-run", "--json").out)
-    assert part["childless"] == [{"owner": n, "nodes": 1, "remove": None} for n in ("task-0", "task-1")]
     for others in (["cut", checkpoint, "--owner", "task-1", "--incoming"], ["remove", checkpoint, "--owner", "task-1"]):
         assert "children left" not in run(*others, "--dry-run").out
-        assert json.loads(run(*others, "--dry-run", "--json").out)["childless"] == []
+        assert json.loads(run(*others, "--dry-run", "--json").out)["childless"] is None
 
 
-def test_the_command_that_removes_spares_what_cannot_be_removed(tmp_path, run):
-    net = gn.GrapNet([2, 3, 2])
+def test_nodes_that_nobody_hears_are_removed_with_those_that_only_they_hear_and_no_output_changes(tmp_path, run):
+    torch.manual_seed(0)
+    net, x = gn.GrapNet([2, 3, 3, 2]), torch.randn(5, 2)
+    first, second = net.layers[1], net.layers[2]  # uids 2 to 4 and 5 to 7
     with net.edit() as edit:
-        edit.set_owner(net.select(), "all of it")
+        edit.cut(second[0].outgoing())
+        edit.cut(first[0].outgoing(to=second[1]) | first[0].outgoing(to=second[2]))  # its only child is unheard
     gn.save(tmp_path / "old", net)
-    done = run("cut", tmp_path / "old", "--transition", 1, "-o", tmp_path / "new")
-    assert "grapnet remove FILE --owner 'all of it' --layer 1 takes them away" in done.out
-    assert run("remove", tmp_path / "new", "--owner", "all of it", "--layer", 1, "--in-place").code == 0
-    assert gn.load(tmp_path / "new").sizes == [2, 0, 2]
+    done = run("cut", tmp_path / "old", "--node", 6, "-o", tmp_path / "new")
+    said = "1 node has no children left (uid 6); grapnet remove FILE --childless takes it away"
+    assert f"{said}, and 2 more that nobody hears" in done.out.splitlines()
+    heard = gn.load(tmp_path / "new")(x)
+    assert run("remove", tmp_path / "new", "--childless", "--layer", 2, "-o", tmp_path / "part").code == 0
+    assert gn.load(tmp_path / "part").sizes == [2, 3, 1, 2]
+    assert run("remove", tmp_path / "new", "--childless", "--in-place").code == 0
+    net = gn.load(tmp_path / "new")
+    assert net.sizes == [2, 2, 1, 2]
+    torch.testing.assert_close(net(x), heard)
+    ran = run("remove", tmp_path / "new", "--childless", "--dry-run")
+    assert (ran.code, ran.out.split(",")[0]) == (1, "nothing matched")
+
+
+def test_another_owner_is_told_and_counts_that_stay_are_not(checkpoint, tmp_path, run):
+    asked = ["set-owner", checkpoint, "--layer", 1, "--to", "task-0"]
+    owners = [f"owner of 3 nodes: 'task-{n}' → 'task-0'" for n in (1, 2)]
+    for more in (["--dry-run"], ["-o", tmp_path / "new"]):
+        head, *lines = run(*asked, *more).out.splitlines()
+        assert head.endswith("version 7 → 8")
+        assert lines[:2] == owners
+        assert lines[2].startswith("extras:")
+    changes = [{"before": f"task-{n}", "after": "task-0", "nodes": 3} for n in (1, 2)]
+    assert json.loads(run(*asked, "--dry-run", "--json").out)["effect"]["owners"] == changes
+    back = json.loads(run("undo", tmp_path / "new", "--dry-run", "--json").out)["effect"]["owners"]
+    assert back == [{"before": one["after"], "after": one["before"], "nodes": 3} for one in changes]
+    none = run("set-owner", checkpoint, "--owner", "task-1", "--none", "--dry-run").out
+    assert "owner of 3 nodes: 'task-1' → none" in none.splitlines()
+    removed = json.loads(run("remove", checkpoint, "--owner", "task-1", "--dry-run", "--json").out)
+    assert removed["effect"]["owners"] == []  # who is gone has no other owner
 
 
 def test_the_summary_shows_what_is_frozen_only_where_something_is(checkpoint, tmp_path, run):

@@ -1,6 +1,7 @@
 """Exported nets compute what the net computes, are whole files, and nothing is written when something is wrong."""
 
 import json
+import os
 import re
 import zipfile
 from pathlib import Path
@@ -130,6 +131,14 @@ def test_a_link_is_written_through_and_a_loop_of_links_refused(checkpoint, tmp_p
     done = run("export", checkpoint, "--to", "safetensors-dense", "-o", tmp_path / "one", "--force")
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"grapnet: {tmp_path / 'one'} is a link that leads back to itself\n")
+
+
+def test_a_pipe_is_not_replaced_by_a_file(checkpoint, tmp_path, run):
+    os.mkfifo(tmp_path / "pipe")
+    done = run("export", checkpoint, "--to", "safetensors-dense", "-o", tmp_path / "pipe", "--force")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith(f"grapnet: {tmp_path / 'pipe'} is a device, a pipe or a socket, not a file\n")
+    assert (tmp_path / "pipe").is_fifo()
 
 
 @pytest.mark.parametrize("strange", ["\x1b", "\x00", "\ud800"])

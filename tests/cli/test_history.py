@@ -28,7 +28,7 @@ def test_the_journal_is_told_in_order_with_what_can_be_undone(run: Run, checkpoi
     assert [c["counts"] for c in one["commits"]] == [commit.change.counts() for commit in net.history]
     assert (one["undoable"], one["redoable"]) == ([5, 4, 3, 2, 1], [7])
     ways = {c["version"]: c["way_back"] for c in one["commits"]}
-    assert ways == {1: "undo 5", 2: "undo 4", 3: "undo 3", 4: "undo 2", 5: "undo 1", 6: None, 7: "redo 1"}
+    assert ways == {n: f"undo --steps {6 - n}" for n in range(1, 6)} | {6: None, 7: "redo --steps 1"}
     assert one["commits"][-1]["undoes"] == 6
 
 
@@ -40,11 +40,11 @@ def test_what_is_said_to_be_undone_first_is(run: Run, checkpoint: Path) -> None:
 def test_the_text_has_a_line_a_commit_and_fits_a_screen(run: Run, checkpoint: Path) -> None:
     lines = run("history", checkpoint).out.splitlines()
     assert lines[0] == "The net at version 7, 7 commits"
-    assert lines[2].split() == ["1", "+3", "+9", "undo", "5", "GrowHeads", "grow", "task", "0"]
+    assert lines[2].split() == ["1", "+3", "+9", "undo", "--steps", "5", "GrowHeads", "grow", "task", "0"]
     assert lines[7].split() == ["6", "−6", "forget", "task", "1"]
     assert lines[-2:] == [
-        "  5 commits can be undone: undo 1 takes version 5 back",
-        "  1 commit can be redone: redo 1 takes version 7 back",
+        "  5 commits can be undone: grapnet undo takes version 5 back",
+        "  1 commit can be redone: grapnet redo takes version 7 back",
     ]
     detailed = run("history", checkpoint, "--details").out
     assert max(map(len, detailed.splitlines())) <= WIDTH

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import grapnet as gn
 from grapnet.cli import inspect
@@ -176,6 +177,21 @@ def test_a_file_of_something_else_is_refused(run: Run, tmp_path: Path, name: str
         assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("other", content)]
 
 
+@pytest.mark.parametrize("name", [name for name in READERS if name != "convert"])
+def test_plain_weights_are_refused_with_the_command_that_converts_them(run: Run, tmp_path: Path, name: str) -> None:
+    weights = {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}
+    save_file(weights, tmp_path / "mlp.safetensors")
+    torch.save(weights, tmp_path / "mlp.pt")
+    for path in sorted(tmp_path.iterdir()):
+        ran = run(*lacking_nothing(KNOWN[name], path))
+        require_refusal(ran)
+        assert ran.err.startswith(f"grapnet: {path} ")
+        assert "header" not in ran.err  # the parser's words
+        hint = ran.err.splitlines()[1]
+        assert hint == f"hint: for the plain weights of an MLP: grapnet convert {path}"
+        assert run(*hint.partition("grapnet ")[2].split(), "--force").code == 0
+
+
 @pytest.mark.parametrize("name", [name for name in READERS if name != "convert"])  # which reads plain weights
 def test_a_whole_checkpoint_is_not_refused_and_json_is_one_object(run: Run, checkpoint: Path, name: str) -> None:
     before = checkpoint.read_bytes()
@@ -198,6 +214,12 @@ def test_the_answer_no_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert run("inspect", "file", "--json") == (1, '{\n "answer": "no"\n}\n', "")
 
 
+def missing_features() -> MissingDataError:
+    error = MissingDataError("no variable is set")
+    error.commands = ("make features", "export VARIABLE=FILE")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "first", "hint"),
     [
@@ -205,6 +227,7 @@ def test_the_answer_no_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch)
         (CommandError("cannot"), "cannot", "grapnet inspect --help"),
         (gn.EditError("wrong slots\nand more"), "wrong slots", "grapnet inspect --help"),
         (MissingDataError("no file of features"), "no file of features", "grapnet inspect --help"),
+        (missing_features(), "no variable is set", "hint: make features, or: export VARIABLE=FILE"),
         (ImportError('Run: pip install "grapnet[plot]"'), 'Run: pip install "grapnet[plot]"', "grapnet doctor"),
         (PermissionError(13, "Permission denied", "/a/file"), "/a/file: Permission denied", "grapnet inspect --help"),
     ],

@@ -174,6 +174,34 @@ def test_an_own_class_is_told_how_to_become_a_net(activation):
     torch.testing.assert_close(model(x), expected)
 
 
+class Reordered(nn.Module):
+    """Its Linears do not run in the order in which they were made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.first = nn.Linear(5, 3), nn.Linear(4, 5)
+
+
+class OddlyNamed(nn.Module):
+    """Its children have names that Python does not take as attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, linear in {"class": nn.Linear(4, 5), "a-b": nn.Linear(5, 5), "0": nn.Linear(5, 3)}.items():
+            self.add_module(name, linear)
+
+
+def test_what_an_own_class_is_told_can_be_run():
+    with pytest.raises(gn.ConversionError, match="is a Reordered") as refused:
+        gn.from_module(Reordered())
+    assert "nn.Sequential(" not in str(refused.value).partition(". ")[2]
+    model = OddlyNamed()
+    with pytest.raises(gn.ConversionError, match="is an OddlyNamed") as refused:
+        gn.from_module(model)
+    told = re.findall(r"gn\.from_module\(.*\)(?=, or)", str(refused.value))
+    assert eval(told[0]).sizes == [4, 5, 5, 3]
+
+
 def test_an_own_class_that_holds_more_or_stands_in_a_model_is_grafted():
     with pytest.raises(gn.ConversionError, match=r"Make nets of the Linears in it: gn\.graft\(model, nn\.Linear\)"):
         gn.from_module(Own(None, nn.Conv1d(1, 1, 1)))
@@ -184,17 +212,25 @@ def test_an_own_class_that_holds_more_or_stands_in_a_model_is_grafted():
 @pytest.mark.parametrize(
     ("stack", "way"),
     [
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), "nn.Sequential(flatten, gn.from_module(rest))"),
-        (lambda: _row(nn.LogSoftmax(-1)), "nn.Sequential(gn.from_module(rest), logsoftmax)"),
-        (lambda: _row(nn.Conv1d(1, 1, 1)), "nn.Sequential(gn.from_module(rest), conv1d)"),
-        (lambda: _row(nn.RReLU()), "nn.Sequential(gn.from_module(rest), rrelu)"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), "a net of the modules after it"),
+        (lambda: _row(nn.LogSoftmax(-1)), "nets of the modules before it and after it"),
+        (lambda: _row(nn.Conv1d(1, 1, 1)), "nets of the modules before it and after it"),
+        (lambda: _row(nn.RReLU()), "nets of the modules before it and after it"),
     ],
 )
 def test_what_is_no_activation_is_left_outside(stack, way):
     with pytest.raises(gn.ConversionError) as refused:
         gn.from_module(stack())
-    assert f"Leave it outside of the net: {way}, or gn.graft(model, nn.Linear)" in str(refused.value)
+    assert f"Leave it outside: make {way}, or of every Linear around it: gn.graft(model, nn.Linear)" in str(
+        refused.value
+    )
     assert "register_activation" not in str(refused.value)
+
+
+def test_an_own_activation_with_a_name_that_is_taken_is_told_another():
+    stack = nn.Sequential(nn.Linear(3, 4), type("GELU", (Halved,), {})(), nn.Linear(4, 2))
+    with pytest.raises(gn.ConversionError, match=r'gn\.register_activation\("own_gelu", function\)'):
+        gn.from_module(stack)
 
 
 def test_an_unknown_activation_is_told_how_to_become_one_of_nodes():

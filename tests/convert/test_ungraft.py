@@ -255,10 +255,23 @@ def test_the_optimizer_lets_go_of_the_nets():
     model, optimizer, net = grafted()
     gn.ungraft(model, optimizer=optimizer)
     before = picture(model, optimizer)
-    with net.edit() as edit:  # which nobody uses any more
+    with pytest.warns(UserWarning, match="has taken this net out of its model"), net.edit() as edit:
         edit.cut(net.layers[0].outgoing())
+    with net.edit() as edit:  # it was said once
+        edit.cut(net.layers[1].outgoing())
+    assert net.version == 2
     assert picture(model, optimizer) == before
     train(model, optimizer, [2])
+
+
+def test_only_nets_that_were_taken_out_warn_of_edits():
+    model, _, net = grafted()
+    gn.ungraft(model, "blocks.1.ffn")
+    other, again = copy.deepcopy(net), gn.graft(model, "blocks.1.ffn")["blocks.1.ffn"]
+    for one in (net, other, again):
+        with one.edit() as edit:
+            edit.cut(one.layers[0].outgoing().smallest(count=1))
+        assert one.version == 1
 
 
 def test_there_and_back_many_times_is_bit_identical():

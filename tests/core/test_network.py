@@ -3,11 +3,15 @@
 import copy
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import remove_parametrizations
 
 import grapnet as gn
 from grapnet.execution import reference
@@ -103,6 +107,38 @@ def test_shapes_of_inputs_and_what_is_said_about_wrong_ones() -> None:
     for wrong in (torch.ones(2, 49, dtype=torch.long), torch.ones(2, 49, dtype=torch.float64)):
         with pytest.raises((ValueError, RuntimeError, TypeError), match="float32"):
             net(wrong)
+
+
+TAKEN: dict[str, tuple[Callable[[gn.GrapNet], Any], Callable[[gn.GrapNet], Any]]] = {
+    "prune": (
+        lambda net: prune.l1_unstructured(net.transitions[0], "weight", amount=0.5),
+        lambda net: prune.remove(net.transitions[0], "weight"),
+    ),
+    "prune a bias": (
+        lambda net: prune.l1_unstructured(net.layers[1], "bias", amount=0.5),
+        lambda net: prune.remove(net.layers[1], "bias"),
+    ),
+    "weight norm": (
+        lambda net: weight_norm(net.transitions[0]),
+        lambda net: remove_parametrizations(net.transitions[0], "weight"),
+    ),
+}
+
+
+@pytest.mark.parametrize("how", TAKEN)
+def test_a_parameter_that_torch_has_taken_away_is_named(how: str) -> None:
+    net, (take, give_back) = gn.GrapNet([4, 5, 3]), TAKEN[how]
+    x = torch.randn(2, 4)
+    net(x)
+    take(net)
+    with pytest.raises(
+        gn.InvariantError, match=r"Parameter '(weight|bias)' .*prune\.remove.* cut relations in an edit"
+    ):
+        net(x)
+    with pytest.raises(gn.GrapNetError, match=r"Parameter '(weight|bias)'"):
+        net.count()
+    give_back(net)
+    assert net(x).shape == (2, 3)
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 2], [0, 3, 2], [3, 2, 0], [0, 0]], ids=str)

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -306,6 +307,12 @@ def test_controller_does_not_keep_the_net_alive():
     with pytest.raises(gn.PlanError, match=r"is gone.*controller\.snapshot \(version 0\)"):
         serve(x)
     torch.testing.assert_close(serve.snapshot(x), expected)
+
+
+def test_controller_of_a_model_says_what_to_do():
+    model: Any = nn.Sequential(nn.Linear(4, 4), full())
+    with pytest.raises(TypeError, match=r"runs one net, got a Sequential\. Give it the net inside .* gn\.snapshot"):
+        gn.SnapshotController(model)
 
 
 def test_controller_cannot_be_copied():

@@ -132,13 +132,37 @@ def test_rows_come_in_order():
     matrix = AccuracyMatrix()
     with pytest.raises(ValueError, match="no task was evaluated"):
         _ = matrix.seen_class
-    with pytest.raises(ValueError, match="after 1 tasks as many are evaluated, got 2"):
+    with pytest.raises(ValueError, match=r"has 0 rows, so the next is of 1 tasks, got one of 2 .* matrix=matrix"):
         matrix.add(Evaluation(0.5, [0.5, 0.5], [0.5, 0.5]))
     wrong: Any = 0.5
     with pytest.raises(TypeError, match=r"what evaluate.* returns after a task, got 0\.5"):
         matrix.add(wrong)
     assert repr(matrix) == "AccuracyMatrix()"
     assert matrix.rows == []
+
+
+def test_a_matrix_goes_through_a_checkpoint(tmp_path):
+    rows = [
+        Evaluation(0.9, [0.9], [0.9]),
+        Evaluation(0.7, [0.6, 0.8], [0.8, 0.9]),
+        Evaluation(0.5, [0.4] * 3, [0.5] * 3),
+    ]
+    whole, first, resumed = AccuracyMatrix(), AccuracyMatrix(), AccuracyMatrix()
+    for row in rows:
+        whole.add(row)
+    for row in rows[:2]:
+        first.add(row)
+    gn.save(tmp_path / "file", gn.GrapNet([2, 2]), matrix=first)
+    gn.restore(tmp_path / "file", matrix=resumed)
+    resumed.add(rows[2])
+    assert resumed == whole
+    assert resumed.forgetting == whole.forgetting > 0
+
+    wrong = whole.state_dict()
+    wrong["rows"] = wrong["rows"][1:]
+    with pytest.raises(ValueError, match="has 0 rows"):
+        resumed.load_state_dict(wrong)
+    assert resumed == whole
 
 
 def test_drift_is_the_largest_and_the_mean_change():

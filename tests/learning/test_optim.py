@@ -196,8 +196,23 @@ def test_state_that_was_loaded_or_copied_is_known_to_be_old(net: gn.GrapNet) -> 
     swap_one(twin)
     for graph, optimizer in ((net, loaded), (twin, copied)):
         backward(graph)
-        with pytest.raises(gn.OptimizerError):
+        with pytest.raises(gn.OptimizerError, match="is a copy of one that was, or has loaded a state dict of before"):
             optimizer.step()
+
+
+def test_an_attached_optimizer_that_loads_a_state_of_before_an_edit_says_so(net: gn.GrapNet) -> None:
+    optimizer = attached(net, Adam)
+    train(net, optimizer)
+    earlier = copy.deepcopy(optimizer.state_dict())
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=2))
+    later = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(earlier)
+    backward(net)
+    with pytest.raises(gn.OptimizerError, match="loaded a state dict of before the edit"):
+        optimizer.step()
+    optimizer.load_state_dict(later)
+    train(net, optimizer)
 
 
 def test_detaching_and_attaching_late(net: gn.GrapNet) -> None:

@@ -103,7 +103,8 @@ def test_what_is_left_out_belongs_to_the_classes_and_was_not_shown(data):
         ({"tasks": [(0, 1), (1, 2)]}, "no class comes twice"),
         ({"tasks": [(0, 1), ()]}, "every task has classes"),
         ({"tasks": []}, "every task has classes"),
-        ({"tasks": [(0, -1)]}, "numbers from 0 on"),
+        ({"tasks": [(0, -1)]}, "numbers from 0 to"),
+        ({"tasks": [(0, 2**63)]}, "numbers from 0 to"),
         ({"per_class": 90}, "class 0 has .* fewer than the 90"),
         ({"tasks": [(0, 9)], "per_class": None}, "class 9 has 0 rows"),
         ({"batch": 0}, "batch is a whole number, at least 1"),
@@ -273,6 +274,8 @@ def test_a_loop_without_updates_is_refused(data, settings):
 @pytest.mark.parametrize(
     ("labels", "error", "named"),
     [
+        (lambda y: y.bool(), TypeError, r"y holds class numbers, which are whole, got torch.bool"),
+        (lambda y: y.to(torch.uint16), TypeError, r"y holds class numbers, which are whole, got torch.uint16"),
         (lambda y: y.float(), TypeError, r"y holds class numbers, which are whole, got torch.float32; y.long\(\)"),
         (lambda y: y.numpy(), TypeError, r"y is a tensor, got ndarray; torch.as_tensor\(y\)"),
         (lambda y: y.tolist(), TypeError, "y is a tensor, got list"),
@@ -308,6 +311,11 @@ def test_what_is_easily_mixed_up_is_refused(data):
     ):
         with pytest.raises(TypeError, match=named):
             train_on_stream(model, *wrong, optimizer)
+    before = weights(model)
+    for objective in (DER(0.5), DERpp(0.5, 1.0)):
+        with pytest.raises(ValueError, match=rf"{type(objective).__name__} compares with logits .* give a memory"):
+            train_on_stream(model, stream, objective, None, optimizer)
+    assert same(weights(model), before)
 
 
 def test_streams_and_tasks_print_as_one_short_line(data):

@@ -31,7 +31,6 @@ def net() -> gn.GrapNet:
         ({"outgoing": False}, 2 * (4 + 1)),
         ({"bias": False}, 2 * (4 + 2)),
         ({"owner": "old"}, 4 + 1 + 2),
-        ({"owner": "nobody"}, 0),
     ],
 )
 def test_it_freezes_what_belongs_to_an_owner(net: gn.GrapNet, settings: dict[str, Any], frozen: int) -> None:
@@ -41,6 +40,14 @@ def test_it_freezes_what_belongs_to_an_owner(net: gn.GrapNet, settings: dict[str
     chosen = net.select(owner=settings.get("owner", "task-7"))
     for name, part in (("incoming", chosen.incoming()), ("outgoing", chosen.outgoing())):
         assert part.frozen.tolist() == [settings.get(name, True)] * len(part)
+
+
+def test_an_owner_that_no_node_has_is_refused_with_those_there_are(net: gn.GrapNet) -> None:
+    manager = RuleManager()
+    manager.inject(FreezeOwner(), schedule=EveryTask())
+    with pytest.raises(gn.EditError, match="no node has the owner 'task-8'; owners are: 'task-7', 'old'"):
+        manager.apply(net, task=8)
+    assert (net.version, net.count().frozen) == (1, 0)
 
 
 def test_undo_gives_the_coordinates_back_and_freezing_twice_is_once(net: gn.GrapNet) -> None:

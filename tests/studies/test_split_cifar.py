@@ -64,8 +64,12 @@ def test_features_come_from_the_environment_and_are_named(tmp_path, monkeypatch)
     assert torch.allclose(found.x, train.x, atol=0.03)
     assert about.startswith("made here; some.npz")
     monkeypatch.setenv("GRAPNET_CIFAR_FEATURES", str(tmp_path / "none.npz"))
-    with pytest.raises(MissingDataError, match="Set GRAPNET_CIFAR_FEATURES"):
+    with pytest.raises(MissingDataError, match=r"none.npz is no file of CIFAR-10 features; python -m grapnet\.studies"):
         features("", 0)
+    monkeypatch.delenv("GRAPNET_CIFAR_FEATURES")
+    with pytest.raises(MissingDataError, match="GRAPNET_CIFAR_FEATURES is not set") as found:
+        features("", 0)
+    assert "/" not in str(found.value)  # no path that nobody gave
 
 
 def test_made_up_features_are_none_a_model_of_the_seed_knows():
