@@ -10,7 +10,10 @@ from grapnet.core.relations import Topology
 from .attention import Attention
 from .plans import Plans, Step
 
-is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch has it from 2.7 on
+
+def is_exporting() -> bool:
+    """Says whether torch.export is at work; `torch.compiler.is_exporting` says so of torch.compile too, up to 2.11."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)  # torch has it from 2.7 on
 
 
 class MatrixPlan:

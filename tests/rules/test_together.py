@@ -76,7 +76,7 @@ def test_an_edit_shows_what_it_was_asked_to_connect_and_remove() -> None:
         _ = edit.removals
 
 
-@pytest.mark.parametrize("missing", ["", "the compiled kernels are not installed"])
+@pytest.mark.parametrize("missing", [native.missing, "the compiled kernels are not installed"])
 @pytest.mark.parametrize("second", REWIRES)
 @pytest.mark.parametrize("first", [REWIRES[0], REWIRES[3], SplitIntoFamilies(1, 2, fill=True), COPIES, remove_two])
 def test_rewire_leaves_alone_what_is_taken_and_grows_as_many_as_it_drops(
