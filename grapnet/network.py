@@ -2,14 +2,14 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from .core.activation import activation_function
-from .core.errors import EditError, PlanError
+from .core.errors import EditError, PlanError, TopologyError
 from .core.graph import Graph
 from .core.layer import Layer
 from .core.relations import Topology, Transition
@@ -238,6 +238,19 @@ class GrapNet(Graph):
         self.execution.refresh()
         return self
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads values as `nn.Module` does; the state dict must be of a net that is wired alike.
+
+        Raises:
+            TopologyError: it is of another wiring, or of plain modules; nothing was loaded.
+        """
+        if strict and state_dict and not any("transitions." in name for name in state_dict):
+            raise TopologyError(
+                f"{next(iter(state_dict))!r} and the other keys are of plain modules, not of a net, and nothing was "
+                "loaded. Load them into the module they belong to, and make a net of that: gn.from_module(module)"
+            )
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         prepare_to_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
@@ -273,6 +286,8 @@ def _autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _checked_sizes(sizes: Sequence[int]) -> list[int]:
+    if not isinstance(sizes, Iterable):
+        raise TypeError(f"the sizes of all layers are one list, as in gn.GrapNet([4, 8, 2]); got {sizes!r}")
     sizes = [operator.index(size) for size in sizes]  # refuses 2.5
     if len(sizes) < 2 or min(sizes) < 0:
         raise ValueError(f"sizes are at least two numbers of nodes, none negative, got {sizes}")

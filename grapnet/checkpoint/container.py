@@ -16,6 +16,10 @@ from grapnet.whole import whole
 
 FORMAT = 1
 _LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads
+_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how files of torch.save begin, those of before torch 1.6 last
+_WAY_ON = (
+    "Plain weights become a net by gn.from_module(module) of the module they belong to, or by `grapnet convert FILE`"
+)
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 _STORABLE = (*_FLOATS, *_SIGNED, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool)
@@ -57,11 +61,16 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
                 # the container hands out views of the mapped file, which change with it; a copy is ours alone
                 tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
         except Exception as error:  # whatever the parser trips over
+            handle.seek(0)
+            if handle.read(4) in _PICKLES:
+                raise CheckpointError(
+                    f"container: {str(path)!r} is a pickle, as torch.save writes them, not of gn.save. {_WAY_ON}"
+                ) from None
             raise CheckpointError(
                 f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
             ) from error
     if "grapnet" not in metadata or "sha256" not in metadata:
-        raise CheckpointError("metadata: this safetensors file was not written by gn.save")
+        raise CheckpointError(f"metadata: this safetensors file was not written by gn.save. {_WAY_ON}")
     if digest(metadata["grapnet"], tensors) != metadata["sha256"]:
         raise CheckpointError("sha256: the content differs from what was saved; the file is damaged")
     try:

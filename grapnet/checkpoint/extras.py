@@ -144,6 +144,8 @@ def restore_all(targets: Sequence[Target]) -> None:
                 go_back()
         if target is None or not isinstance(error, Exception):
             raise
+        if isinstance(error, CheckpointError):  # a manager of rules says itself what does not fit
+            raise CheckpointError(f"{target.field}: {error}") from None
         raise CheckpointError(f"{target.field}: its state does not fit the object ({error!r})") from error
 
 

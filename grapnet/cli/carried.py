@@ -14,6 +14,7 @@ from grapnet.checkpoint.extras import Extra, prefix_of, where
 from grapnet.checkpoint.tree import encode
 from grapnet.learning.optim import set_undo_slots, undo_slots
 
+from .columns import counted
 from .command import CommandError
 from .places import places_of
 
@@ -41,6 +42,18 @@ class Moved(NamedTuple):
 
     parameters: set[str]  # names of the net's Parameters whose coordinates are others, or elsewhere
     sizes: set[int]  # how many coordinates or nodes each vector had that it moved
+
+
+class Cleared(NamedTuple):
+    """How many coordinates of a net an optimizer keeps no state for any more, and how many start with clean state."""
+
+    left_out: int
+    clean: int
+
+    def __str__(self) -> str:
+        parts = [f"the state of {counted(self.left_out, 'frozen coordinate')} is left out"] * bool(self.left_out)
+        parts += [f"state starts clean for {counted(self.clean, 'coordinate')}"] * bool(self.clean)
+        return ", ".join(parts)
 
 
 Described = tuple[dict[str, Any], dict[str, Tensor]]  # JSON, and the tensors it names
@@ -151,6 +164,17 @@ class FollowingOptimizer:
             "tree": encode({**content, "state": state}, where(self._name), tensors),
         }
         return described, tensors
+
+    def cleared(self, commits: Sequence[gn.Commit]) -> Cleared:
+        """Returns what freezing and unfreezing has done to its state; undo and redo bring theirs along."""
+        parameters, left_out, clean = dict(self._net.named_parameters()), 0, 0
+        for commit in commits:
+            turned = commit.change.counts()["coordinates_turned"] if commit.undoes is None else 0
+            for name, index in commit.parameters.items() if turned else ():
+                state = self._optimizer.state.get(parameters[name], {}) if name in self._places else {}
+                if any(isinstance(value, Tensor) and value.shape == parameters[name].shape for value in state.values()):
+                    left_out, clean = left_out + len(index.removed), clean + len(index.inserted)
+        return Cleared(left_out, clean)
 
     def _made(self) -> Optimizer:
         """Returns an optimizer of the saved class, over the net's Parameters alone, with their state."""

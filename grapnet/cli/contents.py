@@ -1,6 +1,6 @@
 """What a checkpoint holds, all of it: its nets by their place, and whatever was saved beside them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,12 @@ from .files import reading
 
 @dataclass(frozen=True)
 class Kept:
-    """Something that was saved beside the nets: its name, the class it was of, and the bytes of its tensors."""
+    """Something that was saved beside the nets: its name, the class it was of, the bytes of its tensors, and itself."""
 
     name: str
     made_by: str
     bytes: int
+    content: Any = field(repr=False, compare=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +83,13 @@ def _beside(part: dict[str, Any], fields: Fields) -> Kept:
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
     values = sum(tensor.numel() for tensor in tensors)
     told = f"{counted(values, 'value')} under {counted(len(state), 'name')}"
-    return Kept("rest of the model", told, _bytes(tensors))
+    return Kept("rest of the model", told, _bytes(tensors), state)
 
 
 def _kept(name: str, part: Any, fields: Fields) -> Kept:
     extra, prefix = read_extra(name, part, fields), where(name)
     mine = [t for key, t in fields.tensors.items() if key == prefix or key.startswith((f"{prefix}[", f"{prefix}."))]
-    return Kept(name, "plain data" if extra.kind == "data" else extra.made_by, _bytes(mine))
+    return Kept(name, "plain data" if extra.kind == "data" else extra.made_by, _bytes(mine), extra.content)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

@@ -15,7 +15,7 @@ from grapnet.execution.modules import NamedActivation
 from .agreement import largest_difference, require_agreement, told_of_overflow
 from .command import Command, CommandError, Outcome
 from .files import add_file, add_output, require_free, writing
-from .layers import Part, find_chain
+from .layers import Part, few, find_chain, left_out
 from .weights import read_weights
 
 
@@ -55,10 +55,17 @@ def _run(given: argparse.Namespace) -> Outcome:
         gn.save(partial, net)
     lines, data = _told(chain, activations, net, given)
     lines = [f"read the state dict under {under!r}", *lines] if under else lines
+    others = left_out(tensors, prefix, chain)
+    if others:
+        lines.append(
+            f"left out: {few(others)}; where these take part between the layers above, a norm say, "
+            "this net is not what the model computes"
+        )
     agreed = f"largest difference from these matrices, on 7 random inputs: {difference:.3g}{told_of_overflow(expected)}"
+    found = {"file": str(given.file), "written": str(output), "under": under or None, **data}
     return Outcome(
         "\n".join([f"wrote {output}: {net!r}", *lines, agreed]),
-        {"file": str(given.file), "written": str(output), "under": under or None, **data, "difference": difference},
+        {**found, "left_out": others, "difference": difference},
     )
 
 

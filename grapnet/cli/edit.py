@@ -7,6 +7,7 @@ from functools import partial
 import grapnet as gn
 from grapnet.rules import Moment, PruneWeakest
 
+from .columns import counted
 from .command import Command, CommandError
 from .editing import Act, add_shared, run_edit
 from .selection import Selection, add_node_options, add_relation_options, require_rank, require_share
@@ -93,7 +94,8 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
         default="global",
         help="rank all together, or each transition alone (default: global)",
     )
-    parser.add_argument("--transition", action="append", type=int, metavar="T", help="prune here only (repeatable)")
+    told = "prune here only (repeatable); of an owner or a layer: grapnet cut FILE --owner NAME --smallest F"
+    parser.add_argument("--transition", action="append", type=int, metavar="T", help=told)
     _add_orphans(parser)
 
 
@@ -140,6 +142,14 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 def _steps(net: gn.GrapNet, given: argparse.Namespace, *, verb: str) -> None:
     if given.steps < 1:
         raise CommandError(f"--steps is a whole number, at least 1, got {given.steps}")
+    journal = net.journal
+    if journal.commits and not journal.undoable and not journal.redoable:
+        listed = counted(len(journal.commits), "commit")
+        raise CommandError(
+            f"there is nothing to {verb}: {given.file} was saved without undo=True; it lists {listed} and keeps "
+            f"nothing that {verb} needs",
+            "save it with gn.save(..., undo=True); of an edit from the shell, --undo keeps it",
+        )
     for done in range(given.steps):
         try:
             net.undo(alone=given.alone) if verb == "undo" else net.redo(alone=given.alone)

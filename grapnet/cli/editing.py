@@ -7,6 +7,7 @@ from pathlib import Path
 import grapnet as gn
 from grapnet.checkpoint import container
 
+from .carried import FollowingOptimizer
 from .childless import Childless, hidden_nodes, left_childless
 from .command import CommandError, Outcome
 from .effect import Counted, Effect
@@ -94,6 +95,10 @@ def _told(
         *childless.lines(),
     ]
     lines += [f"extras: {', '.join(f'{name} {how}' for name, how in extras.items())}"] if extras else []
+    followed = {name: one for name, one in opened.carried.items() if isinstance(one, FollowingOptimizer)}
+    cleared = {name: one.cleared(opened.edits.commits) for name, one in followed.items()}
+    back = "; undo of this edit brings it back" if opened.undo else ""
+    lines += [f"  {name}: {one}{back if one.left_out else ''}" for name, one in cleared.items() if any(one)]
     lines += [f"undo: {'kept' if opened.undo else 'not kept (--undo keeps it)'}"]
     lines += ["nothing was written" if output is None else f"wrote {output}"]
     data = {
@@ -106,6 +111,7 @@ def _told(
         "effect": effect.data(),
         "childless": childless.data(),
         "extras": extras,
+        "optimizer_state": {name: one._asdict() for name, one in cleared.items()},
         "undo": opened.undo,
         "written": None if output is None else str(output),
     }

@@ -8,6 +8,7 @@ import numpy as np
 
 import grapnet as gn
 
+from .beside import compare_beside
 from .columns import Cell, counted, plain, table
 from .command import Command, CommandError, Outcome
 from .comparison import Comparison, compare
@@ -65,12 +66,14 @@ def _commits(commits: Sequence[gn.Commit], ways: dict[int, str], *, details: boo
             _signed(counts[f"{what}_added"], counts[f"{what}_removed"]) if kept else "?"
             for what in ("nodes", "relations")
         )
-        turned = f"{counts['coordinates_turned']:,}" if kept and counts["coordinates_turned"] else "" if kept else "?"
+        turned = "" if kept else "?"
+        if kept and counts["coordinates_turned"]:
+            turned = f"{counts['coordinates_turned']:,} {commit.turned or ''}".rstrip()
         way = ways.get(commit.version, "")
         rows.append([commit.version, nodes, relations, turned, way, commit.by or "", _reason(commit)])
         if details:
             rows += [_detail(operation) for operation in commit.operations]
-    titles = ["version", "nodes", "relations", "frozen/freed", "way back", "by", "reason"]
+    titles = ["version", "nodes", "relations", "(un)frozen", "way back", "by", "reason"]
     used = [n for n in range(len(titles)) if n in (0, 6) or any(row[n] for row in rows)]
     return table([titles[n] for n in used], [[row[n] for n in used] for row in rows])
 
@@ -115,6 +118,7 @@ def _as_data(commit: gn.Commit, way: str | None) -> dict[str, Any]:
         "undoes": commit.undoes,
         "joint": joint,
         "counts": commit.change.counts() if commit.has_details else None,
+        "turned": commit.turned,
         "operations": plain(commit.operations),
         "way_back": way,
     }
@@ -133,6 +137,10 @@ def _run_diff(given: argparse.Namespace) -> Outcome:
         told, found = _compared(a, b, place)
         lines += ["", *told]
         data["nets"][place] = found
+    beside = compare_beside(*([*one.extras, *([one.beside] if one.beside else [])] for one in (a, b)))
+    lines += ["", "Beside the nets, which does not count for the exit code"] if beside else []
+    lines += [f"  {name}: {one}" for name, one in beside.items()]
+    data["beside"] = {name: one._asdict() for name, one in beside.items()}
     equal = all(one["equal"] for one in data["nets"].values())
     return Outcome("\n".join(lines), {"equal": equal, **data}, code=0 if equal else 1)
 
@@ -204,7 +212,7 @@ COMMANDS: tuple[Command, ...] = (
     ),
     Command(
         "diff",
-        "what differs between the nets of two checkpoints: exit code 1 if anything, else 0",
+        "what differs between two checkpoints: exit code 1 if anything in their nets, else 0",
         "Look at a net",
         _configure_diff,
         _run_diff,

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -63,7 +63,7 @@ def find_chain(tensors: dict[str, Tensor], prefix: str, keys: Sequence[str] | No
     if not mine:
         raise CommandError(
             f"no key begins with {prefix!r}" if prefix else "the file holds no tensors",
-            f"the keys are: {_few(tensors)}",
+            f"the keys are: {few(tensors)}",
         )
     if keys is not None:
         _require_layers(keys, mine)
@@ -80,10 +80,16 @@ def find_chain(tensors: dict[str, Tensor], prefix: str, keys: Sequence[str] | No
         raise _misfit(chain, "the shapes fit in no order")
     if not is_only:
         raise CommandError(
-            f"{_few(parts)} fit in several orders, and their names do not tell which",
+            f"{few(parts)} fit in several orders, and their names do not tell which",
             f"say it: --keys {','.join(part.key for part in found)}",
         )
     return found
+
+
+def left_out(tensors: Iterable[str], prefix: str, chain: Sequence[Part]) -> list[str]:
+    """Returns the keys of a state dict that belong to none of the layers that were taken."""
+    taken = {part.key for part in chain}
+    return [key for key in tensors if not key.startswith(prefix) or _layer_of(key.removeprefix(prefix)) not in taken]
 
 
 def fitting_order(parts: Sequence[Part]) -> tuple[list[Part] | None, bool]:
@@ -131,7 +137,7 @@ def _require_layers(keys: Sequence[str], tensors: dict[str, Tensor]) -> None:
     for n, key in enumerate(keys):
         if key not in layers:
             listed = [one for one in dict.fromkeys(map(_layer_of, tensors)) if one in layers]
-            raise CommandError(f"--keys: {key!r} is no linear layer", f"the layers are: {_few(listed) or 'none'}")
+            raise CommandError(f"--keys: {key!r} is no linear layer", f"the layers are: {few(listed) or 'none'}")
         if key in keys[:n]:
             once = ",".join(dict.fromkeys(keys))
             raise CommandError(f"--keys names {key!r} twice, and a layer runs once", f"leave one out: --keys {once}")
@@ -197,12 +203,13 @@ def _parts(tensors: dict[str, Tensor]) -> dict[str, Part]:
         used.add(bias_key)
         parts[stem] = Part(stem, weight, bias)
     some = ",".join([*list(parts)[:4], *["..."] * (len(parts) > 4)])
-    take = f"--keys {some} takes these layers alone, --prefix those that begin so; " if parts else ""
+    alone = f"; --keys {some} takes these layers alone, without what runs between them, --prefix those that begin so"
     for key, tensor in tensors.items():
         if key not in used:
             raise CommandError(
                 f"{key} of shape {list(tensor.shape)} is no weight or bias of a linear layer, so this is no plain MLP",
-                f"{take}gn.graft makes nets of the parts of any model",
+                "gn.graft(model, nn.Linear) in Python makes nets of the linear layers and leaves the rest, norms say, "
+                f"in the model{alone if parts else ''}",
             )
     _require_numbers(tensors)
     return parts
@@ -258,5 +265,6 @@ def _are_numbered(keys: Collection[str]) -> bool:
     return is_one_name and len({tuple(_natural(key)) for key in keys}) == len(keys)
 
 
-def _few(names: Collection[str]) -> str:
+def few(names: Collection[str]) -> str:
+    """Returns the first names of many."""
     return ", ".join(list(names)[:12]) + (", ..." if len(names) > 12 else "")

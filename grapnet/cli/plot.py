@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, load_net, require_free, writing
+from .files import add_file, add_output, require_free, writing
+from .opened import open_net
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--transition", type=int, default=0, metavar="N", help="of adjacency (default: 0)")
     parser.add_argument("--since", type=int, metavar="VERSION", help="of graph: also what was cut since then")
     parser.add_argument("--theme", choices=("light", "dark"), default="light", help="ground (default: light)")
+    parser.add_argument("--net", metavar="PLACE", help="which net of a model that has several")
     add_output(parser, "a .png, .svg or .pdf (default: FILE with the kind in its name and .png, beside it)")
 
 
@@ -43,7 +45,7 @@ def run(given: argparse.Namespace) -> Outcome:
         raise CommandError(
             f"{path} is no picture that can be written", f"end its name in {', '.join(sorted(plot.PICTURES))}"
         )
-    net = load_net(given.file, given.device)
+    net = open_net(given.file, given.net).to(given.device)
     require_free(path, force=given.force)
     if not 0 <= given.transition < len(net.transitions):
         last = len(net.transitions) - 1
@@ -82,6 +84,7 @@ COMMANDS: tuple[Command, ...] = (
             "plot net.safetensors",
             "plot net.safetensors --kind adjacency --transition 1 -o wiring.svg",
             "plot net.safetensors --kind timeline --theme dark -o edits.png",
+            "plot model.safetensors --net 2 --kind weights -o weights.png",
         ),
     ),
 )

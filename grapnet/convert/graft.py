@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from grapnet.core.errors import ConversionError
+from grapnet.core.wording import with_article
 from grapnet.learning.optim import attach
 from grapnet.learning.stale import mark_replaced, parameters_of
 from grapnet.network import GrapNet
@@ -31,6 +32,7 @@ def from_module(module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: 
     Raises:
         ConversionError: a module inside is of another kind; the message names it.
         OptimizerError: an optimizer holds none of the parameters, or state that cannot be carried; nothing was changed.
+        TypeError: it is no module, such as a state dict, which does not say which activations there are.
 
     Examples:
         >>> import torch
@@ -47,6 +49,7 @@ def from_module(module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: 
           (3): Linear(in_features=16, out_features=4, bias=True)
         )
     """
+    _require_module(module)
     net, exchanges = build_net(module, read_chain(module), "", drop_zeros)
     optimizers = as_optimizers(optimizer)
     homes, order = [list(net.parameters())], list(module.parameters())
@@ -153,6 +156,17 @@ def _left(model: nn.Module, anchor: nn.Module, chain: Chain) -> list[nn.Module]:
                 found[id(child)] = child
                 waiting.append(child)
     return list(found.values())
+
+
+def _require_module(module: object) -> None:
+    """Raises TypeError for what is no module."""
+    if isinstance(module, Mapping):
+        raise TypeError(
+            "a state dict has weights and no activations. Build the module they belong to, load it, and give that: "
+            "gn.from_module(module); or tell the shell the activations: grapnet convert FILE --activation relu"
+        )
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"gn.from_module takes a module, not {with_article(type(module).__name__)}")
 
 
 def _attach(optimizers: Sequence[Optimizer], nets: Sequence[GrapNet]) -> None:

@@ -1,5 +1,6 @@
 """The activation functions that nodes name."""
 
+import difflib
 import functools
 import math
 import re
@@ -32,6 +33,7 @@ _ADJUSTABLE: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
     "elu": lambda alpha: functools.partial(functional.elu, alpha=alpha),
     "softplus": lambda beta: functools.partial(functional.softplus, beta=beta),
 }
+_ELSEWHERE = {"logistic": "sigmoid", "swish": "silu", "linear": "identity", "gelu_new": "gelu_tanh"}  # -> here
 
 
 def register_activation(name: str, function: Callable[[Tensor], Tensor]) -> None:
@@ -54,7 +56,9 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     if function is None:
         known = ", ".join(sorted(ACTIVATIONS))
         adjustable = ", ".join(f"{kind}(number)" for kind in sorted(_ADJUSTABLE))
-        raise ValueError(f"no activation is called {name!r}; known are {known}, {adjustable}")
+        near = _nearest(str(name))
+        hint = f", but {near!r} is" if near else ""
+        raise ValueError(f"no activation is called {name!r}{hint}; known are {known}, {adjustable}")
     return function
 
 
@@ -76,6 +80,12 @@ def setting_of(name: str) -> tuple[str, float] | None:
     except ValueError:
         return None
     return (found[1], number) if found and found[1] in _ADJUSTABLE and math.isfinite(number) else None
+
+
+def _nearest(name: str) -> str | None:
+    """Returns what other libraries' name of an activation, or one with a slip in it, is called here."""
+    plain = name.strip().lower()
+    return _ELSEWHERE.get(plain) or next(iter(difflib.get_close_matches(plain, ACTIVATIONS, n=1, cutoff=0.7)), None)
 
 
 @functools.lru_cache(maxsize=256)

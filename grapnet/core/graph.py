@@ -106,6 +106,12 @@ class Graph(nn.Module):
             raise StaleNodeError(f"node {int(missing[0])} is not in layer {number}")
         return rows
 
+    @property
+    def owners(self) -> list[str]:
+        """The tags that nodes have, in the order of the layers."""
+        named = (name for layer in self.layers for name in layer.owner_names.names)
+        return [name for name in dict.fromkeys(named) if name is not None]
+
     def select(
         self,
         *,
@@ -117,14 +123,19 @@ class Graph(nn.Module):
 
         Args:
             layer: a number or several; all layers by default, negative numbers count from the output.
-            owner: a tag, or None for nodes without one; any owner by default. A tag that no node has gives an empty
-                set, and an edit of that does nothing: `set(net.select().owners)` has those that exist.
+            owner: a tag, or None for nodes without one; any owner by default.
             where: gets the NodeSet chosen so far and returns one bool a node.
+
+        Raises:
+            ValueError: there is no such layer, or no node of the graph has the tag; `net.owners` has those there are.
         """
         count = len(self.layers)
         numbers = range(count) if layer is None else [layer] if isinstance(layer, int | np.integer) else list(layer)
         if any(not -count <= n < count for n in numbers):
             raise ValueError(f"the graph has layers 0 to {count - 1}, got layer={layer!r}")
+        if isinstance(owner, str) and owner not in self.owners:
+            told = ", ".join(map(repr, self.owners[:12])) + (", …" if len(self.owners) > 12 else "")
+            raise ValueError(f"no node has the owner {owner!r}; owners are: {told or 'none'}")
         found = {}
         for number in sorted({n % count for n in numbers}):
             chosen = self.layers[number]

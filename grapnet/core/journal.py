@@ -92,12 +92,21 @@ class Commit:
         """False once the journal no longer keeps which nodes and relations it was about."""
         return bool(self.change.layers or self.change.transitions)
 
+    @property
+    def turned(self) -> str | None:
+        """What became of the coordinates that it turned, frozen or unfrozen, where its operations tell; else None."""
+        asked = {operation.get("operation") for operation in self.operations}
+        ways = {"freeze": "frozen", "unfreeze": "unfrozen"}
+        told = [ways[operation] for operation in ways if operation in asked]
+        return told[0] if len(told) == 1 else None
+
     def outline(self) -> "Commit":
         """Returns the commit without the nodes and relations that it was about; `operations` still say how many."""
         return replace(self, change=Change({}, {}), parameters={})
 
     def __repr__(self) -> str:
-        counts = ", ".join(f"{name} {count}" for name, count in self.change.counts().items() if count)
+        way = {"coordinates_turned": f"coordinates_{self.turned or 'turned'}"}
+        counts = ", ".join(f"{way.get(name, name)} {count}" for name, count in self.change.counts().items() if count)
         counts = counts if self.has_details else "details no longer kept"
         by = f", by {self.by}" if self.by else ""
         joint = f", part {self.joint.part + 1} of {self.joint.parts}" if self.joint else ""

@@ -49,5 +49,6 @@ def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> Non
     if difference:
         raise TopologyError(
             f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded. Files of "
-            "gn.save bring the wiring along, for gn.load(path) or gn.restore(path, into=model)"
+            "gn.save bring the wiring along, for gn.load(path) or gn.restore(path, into=model); Lightning's do with "
+            "RulesCallback, or load_nets in on_load_checkpoint"
         )

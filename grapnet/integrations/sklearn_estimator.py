@@ -1,5 +1,6 @@
 """What the estimators share: parameters, one way to train for `fit` and `partial_fit`, and a net to edit in between."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Integral, Real
@@ -151,7 +152,18 @@ class GrapNetEstimator(BaseEstimator):
         return random
 
     def _fit(self, x: Any, targets: np.ndarray, weights: np.ndarray | None, n_outputs: int, loss: Loss) -> None:
-        """Trains a net of its own for `max_epochs`, or until the loss of held-out samples stops to fall."""
+        """Trains a net of its own, and warns of rules that were scheduled behind the last step."""
+        self._train(x, targets, weights, n_outputs, loss)
+        left = self.rules_.never_due(self.n_steps_)
+        if left:
+            warnings.warn(
+                f"rules were never due: {', '.join(left)}. The fit made {self.n_steps_} steps, numbered from 0, and "
+                "schedules count steps, not epochs",
+                stacklevel=3,
+            )
+
+    def _train(self, x: Any, targets: np.ndarray, weights: np.ndarray | None, n_outputs: int, loss: Loss) -> None:
+        """Trains for `max_epochs`, or until the loss of held-out samples stops to fall."""
         random = self._begin(x, n_outputs)
         if not self.early_stopping:
             samples = Samples(x, targets, weights, self.net_)

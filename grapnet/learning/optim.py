@@ -161,6 +161,11 @@ def _nets_to_follow(what: object, net: object, verb: str) -> list[Graph]:
     inside = [part for part in net.modules() if isinstance(part, Graph)] if isinstance(net, nn.Module) else []
     if isinstance(what, Optimizer) and inside:
         return inside
+    if isinstance(what, Optimizer) and isinstance(net, nn.Module):
+        raise TypeError(
+            f"this {type(net).__name__} has no nets inside whose edits could be followed; gn.graft(model, where, "
+            "optimizer=optimizer) puts nets into a model, and attaches the optimizer"
+        )
     kinds = f"{type(what).__name__}, {type(net).__name__}"
     hint = "; of a model, give the copy of each net with its net" if inside else ""
     raise TypeError(f"the net comes second: gn.{verb}(optimizer, net) or gn.{verb}(averaged, net), got ({kinds}){hint}")

@@ -63,8 +63,9 @@ def require_followed(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
         if _holds_stale_state(optimizer, parameter, layouts.get(id(parameter), layout) is not layout):
             raise OptimizerError(
                 "this optimizer holds state of relations or biases that an edit has moved since: it was not attached "
-                "then, is a copy of one that was, or has loaded a state dict of before the edit. Attach it before "
-                "editing, gn.attach(optimizer, net), and load what was saved after it; or make a new optimizer now"
+                "then, is a copy of one that was, or has loaded a state dict of before the edit. Go on with another "
+                "one, or with gn.restore(path, optimizer=optimizer) of a file saved after the edit; and attach it "
+                "before editing: gn.attach(optimizer, net)"
             )
 
 

@@ -68,8 +68,10 @@ def require_picture(path: Path | str) -> Path:
 
 
 def axes_for(ax: "Axes | None", width: float, height: float) -> "Axes":
-    """Returns `ax`, or the axes of a figure of its own, of so many inches."""
+    """Returns `ax`, or the axes of a figure of its own, of so many inches; raises TypeError for several."""
     if ax is not None:
+        if not isinstance(ax, require("matplotlib.axes", "plot").Axes):
+            raise TypeError(f"ax= is one Axes, such as axes[0, 0] of plt.subplots(2, 2), got {type(ax).__name__}")
         return ax
     figure = require("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained")
     return figure.subplots()

@@ -12,6 +12,7 @@ from grapnet.integrations.extra import require
 
 from .canvas import axes_for, cut_color, dress, ground, ink
 from .colors import NEGATIVE, POSITIVE
+from .wiring import require_net
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +55,7 @@ def deletion(
         EditError: the node has no such slots.
         ValueError: the node owns no relations.
     """
+    require_net(net)
     node = _chosen(net, node)
     before = _row(node)
     cut = [int(np.abs(before.weights).argmin())] if slots is None else slots

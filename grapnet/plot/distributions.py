@@ -9,7 +9,7 @@ from grapnet import GrapNet
 
 from .canvas import axes_for, dress, ink, legend, whole_numbers
 from .colors import owner_colors
-from .wiring import all_names, names_of
+from .wiring import all_names, names_of, require_net
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,6 +34,7 @@ def degrees(
         by: one line for each "transition" or for each "owner" of the nodes.
         ax: to draw into; a figure of its own without.
     """
+    require_net(net)
     if of not in ("children", "parents"):
         raise ValueError(f'of is "children" or "parents", got {of!r}')
     counts = []
@@ -59,6 +60,7 @@ def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) ->
         by: one line for each "transition" or for each "owner" of the parents.
         ax: to draw into; a figure of its own without.
     """
+    require_net(net)
     values = [store.values().detach().float().cpu().numpy() for store in net.transitions]
     repeats = [store.topology.degrees.cpu().numpy() for store in net.transitions]
     split, colors = _split(net, values, by, repeats=repeats)

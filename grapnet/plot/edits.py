@@ -83,7 +83,13 @@ def kind_of(commits: Sequence[Commit], place: int) -> str:
 
 
 def _checked(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
-    pairs = sorted(scores.items() if isinstance(scores, Mapping) else scores, key=lambda pair: pair[0])
+    given = list(scores.items() if isinstance(scores, Mapping) else scores)
+    odd = [pair for pair in given if np.shape(pair) != (2,)]
+    if odd:
+        raise TypeError(
+            f"scores are pairs (version, accuracy), or a mapping from one to the other; {odd[0]!r} is no pair"
+        )
+    pairs = sorted(given, key=lambda pair: pair[0])
     table = np.array(pairs, dtype=float).reshape(-1, 2)
     if not len(table) or not np.isfinite(table).all():
         raise ValueError("scores are versions with an accuracy each, at least one and all of them numbers")

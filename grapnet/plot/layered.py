@@ -7,7 +7,7 @@ from grapnet import Commit, GrapNet
 from .canvas import axes_for, dress, ink
 from .grouped import DEEP, draw_groups, make_groups
 from .nodewise import draw_nodes
-from .wiring import Marked, cuts_since, marked_relations, names_of
+from .wiring import Marked, cuts_since, marked_relations, names_of, require_net
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,6 +40,7 @@ def graph(
     Raises:
         HistoryError: there is no such version, or the journal no longer knows what was cut since then.
     """
+    require_net(net)
     names, marked, cuts = names_of(net, color_by), marked_relations(net, highlight), cuts_since(net, cut_since)
     count = net.count()
     few = count.nodes <= MOST_NODES and count.relations + len(cuts) <= MOST_RELATIONS

@@ -10,7 +10,7 @@ from grapnet.integrations.extra import require
 from .canvas import axes_for, dress, ink, legend, shortened, whole_numbers
 from .colors import NEGATIVE, POSITIVE
 from .grouped import Groups, make_groups
-from .wiring import names_of, wires
+from .wiring import names_of, require_net, wires
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +29,7 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
         transition: which of its transitions.
         ax: to draw into; a figure of its own without.
     """
+    require_net(net)
     if not 0 <= transition < len(net.transitions):
         raise ValueError(f"the net has transitions 0 to {len(net.transitions) - 1}, got {transition!r}")
     part, groups = wires(net, transition), make_groups(net, names_of(net, "owner"))[transition : transition + 2]

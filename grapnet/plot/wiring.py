@@ -48,6 +48,13 @@ class Names:
         return any(name is not None for name in self.names)
 
 
+def require_net(net: object) -> None:
+    """Raises TypeError for what is no net."""
+    if not isinstance(net, GrapNet):
+        way = "; gn.from_module(module) makes a net of a stack of Linears" if isinstance(net, torch.nn.Module) else ""
+        raise TypeError(f"what is drawn is a GrapNet, got {type(net).__name__}{way}")
+
+
 def wires(net: GrapNet, transition: int, marked: RelationSet | None = None) -> Wires:
     """Returns the relations of a transition; those in `marked` are marked, all of them without it."""
     store = net.transitions[transition]

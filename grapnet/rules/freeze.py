@@ -51,9 +51,9 @@ class FreezeOwner:
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Asks the edit to freeze them."""
         owner = owner_of(self.tag, now.task) if self.owner is None else self.owner
-        nodes = net.select(owner=owner)
-        if not len(nodes):
-            known = {name: None for layer in net.layers for name in layer.owner_names.names if name is not None}
-            raise EditError(f"no node has the owner {owner!r}; owners are: {', '.join(map(repr, known)) or 'none'}")
+        try:
+            nodes = net.select(owner=owner)
+        except ValueError as error:
+            raise EditError(str(error)) from None
         edit.freeze(nodes, incoming=self.incoming, outgoing=self.outgoing, bias=self.bias)
         edit.remark(f"freezes the nodes of {owner!r}", owner=owner, nodes=len(nodes))

@@ -127,6 +127,10 @@ class RuleManager:
         """Says whether a rule is switched on."""
         return self._roster[name].enabled
 
+    def never_due(self, steps: int) -> list[str]:
+        """Returns the names of enabled rules that cannot be due at any of the first `steps` steps."""
+        return [entry.name for entry in self._roster.enabled if not entry.schedule.may_be_due(0, steps - 1)]
+
     def start(self, net: GrapNet, step: int | None = None) -> None:
         """Lets the recorders watch that the next steps need; call it before training begins or goes on.
 
@@ -207,7 +211,8 @@ class RuleManager:
 
         if dry_run:
             with recorders.aside(), self._rewound(due, always=True):
-                return preview(net, names, write, generator=self._generator, probe=probe)
+                waiting = "" if due else self._roster.waiting(now.step)
+                return preview(net, names, write, generator=self._generator, probe=probe, waiting=waiting)
         commit = None
         if due:
             by = ", ".join(names)

@@ -26,6 +26,7 @@ class Preview:
         output_change: the largest |difference| of an output on the probe; None without a probe, without outputs, and
             when their number would change.
         operations: what was asked for, as it would stand in the journal.
+        waiting: when no rule was due, at which step that was and which one comes next; empty otherwise.
     """
 
     rules: tuple[str, ...]
@@ -36,6 +37,7 @@ class Preview:
     orphans: int
     output_change: float | None
     operations: tuple[dict[str, Any], ...]
+    waiting: str = ""
 
     @property
     def relations(self) -> int:
@@ -60,7 +62,7 @@ class Preview:
     def __str__(self) -> str:
         rows = [("nodes", "nodes"), ("relations", "relations"), ("parameters", "trainable"), ("flops", "flops")]
         lines = [
-            f"dry run of {', '.join(self.rules) or 'no rule'}",
+            f"dry run of {', '.join(self.rules)}" if self.rules else f"dry run: {self.waiting}",
             f"{'':<12}{'before':>14}{'after':>14}{'change':>14}",
         ]
         for label, name in rows:
@@ -80,6 +82,7 @@ def preview(
     *,
     generator: torch.Generator,
     probe: Tensor | None = None,
+    waiting: str = "",
 ) -> Preview:
     """Returns what an edit would do, from a trial that leaves no trace in the net.
 
@@ -89,6 +92,7 @@ def preview(
         write: lets them.
         generator: source of the random numbers for newborn weights.
         probe: inputs to compare the output on.
+        waiting: what to say when there are no rules.
     """
     before, output, next_uid = net.count(), _output(net, probe), net.next_uid
     try:
@@ -105,6 +109,7 @@ def preview(
                 orphans=sum(int((t.topology.fan_in() == 0).sum()) for t in net.transitions[:-1]),
                 output_change=_difference(output, _output(net, probe)),
                 operations=() if receipt is None else receipt.operations,
+                waiting=waiting,
             )
     finally:
         net.next_uid = next_uid  # the commit that follows gives newborn nodes the same uids as without a dry run

@@ -11,7 +11,7 @@ from grapnet.network import GrapNet
 
 from .budget import Budget
 from .rule import Rule
-from .schedule import Schedule
+from .schedule import Schedule, next_step
 from .settings import describe, differences
 
 
@@ -83,6 +83,16 @@ class Roster:
     def known(self) -> str:
         """Says in words which rules there are."""
         return f"the manager has {', '.join(self.names)}" if self._entries else "the manager has none"
+
+    def waiting(self, step: int) -> str:
+        """Says in words, for a step at which no rule is due, which one comes next, and when."""
+        found = [(next_step(entry.schedule, step + 1), entry) for entry in self.enabled]
+        coming = [(when, entry) for when, entry in found if when is not None]
+        if not coming:
+            return f"no rule is due at step {step} or later"
+        when, entry = min(coming, key=lambda pair: pair[0])
+        surely = "" if entry.schedule.is_due(when, None) else " at the earliest"
+        return f"no rule is due at step {step}; next comes {entry.name}, at step {when}{surely}"
 
     def require_fit(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Raises CheckpointError when saved entries, by name, are not like these."""

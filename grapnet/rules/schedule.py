@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, SupportsIndex
 
+_FARTHEST = 2**40  # steps
+
 
 class Schedule(Protocol):
     """When a rule is due; a frozen dataclass whose fields a checkpoint can hold."""
@@ -98,6 +100,21 @@ class EveryTask:
     def may_be_due(self, first: int, last: int) -> bool:
         """Says whether the steps overlap with those from start to until."""
         return last >= self.start and (self.until is None or first <= self.until)
+
+
+def next_step(schedule: Schedule, step: int) -> int | None:
+    """Returns the first step from `step` on at which a rule may be due, None when there is none that anyone reaches.
+
+    Examples:
+        >>> next_step(Every(100, start=50), 51), next_step(At(3), 4)
+        (150, None)
+    """
+    reach = 1
+    while not schedule.may_be_due(step, step + reach - 1):
+        reach *= 2
+        if reach > _FARTHEST:
+            return None
+    return bisect_left(range(step, step + reach), True, key=lambda last: schedule.may_be_due(step, last)) + step
 
 
 def _is_whole(number: Any) -> bool:

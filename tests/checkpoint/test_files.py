@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import grapnet as gn
 
@@ -51,11 +52,24 @@ def test_what_is_no_file_is_refused(tmp_path):
         gn.save(tmp_path, numbered(1))
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02}q\x00."])
+@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02}q\x00.", b"\x80\x02" + 6 * b"\0" + b"{"])
 def test_a_foreign_file_is_refused(tmp_path, content):
     (tmp_path / "net").write_bytes(content)
     with pytest.raises(gn.CheckpointError, match=r"container: .* is not a whole safetensors file"):
         gn.load(tmp_path / "net")
+
+
+@pytest.mark.parametrize("kind", ["zip", "pickle", "safetensors"])
+def test_plain_weights_are_told_how_to_become_a_net(tmp_path, kind):
+    state, path = torch.nn.Linear(3, 2).state_dict(), tmp_path / "plain"
+    if kind == "safetensors":
+        save_file(state, path)
+    else:
+        torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
+    for read in (gn.load, gn.restore):
+        with pytest.raises(gn.CheckpointError, match=r"gn\.from_module\(module\).*grapnet convert FILE") as refused:
+            read(path)
+        assert "header" not in str(refused.value)
 
 
 def test_arguments_in_the_order_of_torch_are_explained(tmp_path):

@@ -98,11 +98,21 @@ def test_layers_are_taken_out_of_a_larger_model(tmp_path, run):
     asked = ["convert", tmp_path / "cnn.pt", "-o", tmp_path / "net"]
     refused = run(*asked)
     assert "body.weight of shape [4, 3, 3, 3] is no weight or bias" in refused.err
-    assert "--keys fc.2,fc.4,fc.0 takes these layers alone" in refused.err
+    hint = refused.err.splitlines()[1]
+    assert hint.startswith("hint: gn.graft(model, nn.Linear) in Python")
+    assert "--keys fc.2,fc.4,fc.0 takes these layers alone, without what runs between them" in hint
     refused = run(*asked, "--keys", "fc.0,body").err.splitlines()
     assert refused == ["grapnet: --keys: 'body' is no linear layer", "hint: the layers are: fc.0, fc.2, fc.4"]
-    assert run(*asked, "--keys", "fc.0,fc.2,fc.4").code == 0
+    done = run(*asked, "--keys", "fc.0,fc.2,fc.4")
+    assert done.code == 0
     assert_computes(tmp_path / "net", model)
+    norms = [f"norm.{key}" for key in norm.state_dict()]
+    assert f"left out: body.weight, body.bias, {', '.join(norms)}; where these take part" in done.out
+    by_prefix = json.loads(run(*asked, "--prefix", "fc.", "--force", "--json").out)
+    assert by_prefix["left_out"] == ["body.weight", "body.bias", *norms]
+    torch.save(model.state_dict(), tmp_path / "cnn.pt")
+    whole = run(*asked, "--force")
+    assert (whole.code, "left out" in whole.out) == (0, False)
 
 
 def test_only_an_activation_that_nobody_named_is_said_to_be_a_guess(tmp_path, run):
@@ -137,8 +147,8 @@ def test_every_hidden_layer_has_its_own_activation(tmp_path, run):
             "--activation names 3 activations, and the number of hidden layers is 2, behind 0, 2",
             "one for each",
         ),
-        ("relu,bent", "no activation is called 'bent'", "known are elu, gelu"),
-        ("relu,", "no activation is called ''", "known are elu, gelu"),
+        ("relu,bent", "no activation is called 'bent'", "elu, gelu"),
+        ("relu,", "no activation is called ''", "elu, gelu"),
     ],
 )
 def test_activations_that_do_not_fit_are_refused(tmp_path, run, named, message, hint):

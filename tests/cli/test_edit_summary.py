@@ -77,3 +77,24 @@ def test_the_summary_shows_what_is_frozen_only_where_something_is(checkpoint, tm
     assert [line.split()[:4] for line in turned] == [["relations", "0", "→", "1"]]
     assert "relations 0 → 1" in free
     assert "version 0 → 1" in free
+
+
+def test_state_that_freezing_leaves_out_and_that_starts_clean_is_told_and_undo_brings_it_back(
+    checkpoint, bare_checkpoint, tmp_path, run
+):
+    frozen, freed, back = (tmp_path / name for name in ("frozen", "freed", "back"))
+    ran = run("freeze", checkpoint, "--owner", "task-1", "-o", frozen)
+    count = 3 + 6 + 6  # biases, relations of both sides
+    said = f"  optimizer: the state of {count} frozen coordinates is left out; undo of this edit brings it back"
+    assert said in ran.out.splitlines()
+    asked = ["unfreeze", frozen, "--owner", "task-1", "-o", freed]
+    assert json.loads(run(*asked, "--json").out)["optimizer_state"] == {"optimizer": {"left_out": 0, "clean": count}}
+    assert f"  optimizer: state starts clean for {count} coordinates" in run(*asked, "--force").out.splitlines()
+    assert "clean" not in run("undo", frozen, "-o", back).out
+    for other, state in ((freed, "differs"), (back, "equal")):
+        ran = run("diff", checkpoint, other, "--json")
+        assert (ran.code, json.loads(ran.out)["beside"]["optimizer"]["state"]) == (0, state)
+    cut = run("cut", checkpoint, "--owner", "task-1", "--dry-run").out
+    bare = run("freeze", bare_checkpoint, "--owner", "task-1", "--dry-run").out
+    assert "state of" not in cut
+    assert "state of" not in bare

@@ -105,7 +105,35 @@ def test_equal_nets_are_equal_whatever_else_the_files_hold(run: Run, checkpoint:
     code, out, _ = run("diff", checkpoint, bare_checkpoint)
     assert code == 0
     assert "equal, bit for bit" in out
+    assert "  optimizer: only in A" in out.splitlines()
     assert told(run, "diff", checkpoint, checkpoint)["equal"] is True
+
+
+def test_what_stands_beside_the_nets_is_compared_by_name(run: Run, tmp_path: Path) -> None:
+    net = gn.GrapNet([3, 2])
+    extras = {"step": {"n": 3, "loss": float("nan")}, "scales": torch.ones(2), "rng": torch.Generator()}
+    gn.save(tmp_path / "a", net, **extras)
+    gn.save(tmp_path / "b", net, **extras | {"step": {"n": 4, "loss": float("nan")}, "scales": torch.tensor([1.0, 2])})
+    gn.save(tmp_path / "c", net, step=extras["step"], scales=[1, 1], more=0)
+    states = {"step": ("differs", ["['n']"]), "scales": ("differs", [""]), "rng": ("equal", [])}
+    found = told(run, "diff", tmp_path / "a", tmp_path / "b")["beside"]
+    assert {name: (one["state"], one["values"]) for name, one in found.items()} == states
+    lines = run("diff", tmp_path / "a", tmp_path / "c").out.splitlines()
+    assert lines[-4:-2] == ["  step: equal", "  scales: differs ([0], [1])"]
+    assert lines[-2:] == ["  rng: only in A", "  more: only in B"]
+
+
+def test_the_history_says_which_way_coordinates_turned(run: Run, checkpoint: Path) -> None:
+    net = gn.load(checkpoint)
+    with net.edit(reason="let go") as edit:
+        edit.unfreeze(net.select(owner="task-0").outgoing())
+    gn.save(checkpoint, net)
+    lines = run("history", checkpoint).out.splitlines()
+    assert next(line for line in lines if "keep task 0" in line).split()[:3] == ["2", "3", "frozen"]
+    assert lines[-2].split()[:3] == ["8", "3", "unfrozen"]
+    commits = told(run, "history", checkpoint)["nets"][""]["commits"]
+    assert [(c["version"], c["turned"]) for c in commits if c["turned"]] == [(2, "frozen"), (8, "unfrozen")]
+    assert "coordinates_frozen 3" in repr(net.history[1])
 
 
 def test_a_cut_that_was_undone_leaves_an_equal_net(run: Run, checkpoint: Path, tmp_path: Path) -> None:

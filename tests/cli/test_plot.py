@@ -35,6 +35,16 @@ def test_json_says_what_was_written(file, capsys):
     assert "transition 1: 4 × 3" in path.read_text()
 
 
+def test_a_net_of_a_model_is_drawn_by_its_place(model_checkpoint, capsys):
+    path = model_checkpoint.with_name("wiring.svg")
+    arguments = ["plot", str(model_checkpoint), "--kind", "adjacency", "-o", str(path)]
+    assert main(arguments) == 2
+    assert "say --net, one of: 0, 2" in capsys.readouterr().err
+    assert not path.exists()
+    assert main([*arguments, "--net", "2"]) == 0
+    assert "transition 0: 4 × 2" in path.read_text()
+
+
 def test_theme_and_cut_relations(file, capsys):
     plain, dark = file.with_name("plain.svg"), file.with_name("dark.svg")
     assert main(["plot", str(file), "-o", str(plain)]) == 0

@@ -227,6 +227,13 @@ def test_what_is_no_activation_is_left_outside(stack, way):
     assert "register_activation" not in str(refused.value)
 
 
+def test_what_is_no_module_is_told_to_become_one():
+    with pytest.raises(TypeError, match=r"no activations\. Build the module .*grapnet convert FILE"):
+        gn.from_module(nn.Linear(3, 4).state_dict())  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="takes a module, not an int"):
+        gn.from_module(3)  # pyright: ignore[reportArgumentType]
+
+
 def test_an_own_activation_with_a_name_that_is_taken_is_told_another():
     stack = nn.Sequential(nn.Linear(3, 4), type("GELU", (Halved,), {})(), nn.Linear(4, 2))
     with pytest.raises(gn.ConversionError, match=r'gn\.register_activation\("own_gelu", function\)'):

@@ -115,3 +115,13 @@ def test_a_name_of_ones_own():
         gn.register_activation("wave", torch.cos)
     torch.testing.assert_close(net_with("wave")(Z.view(-1, 1)).view(-1), Z.sin())
     torch.testing.assert_close(net_with("wave").to_module()(Z.view(-1, 1)).view(-1), Z.sin())
+
+
+@pytest.mark.parametrize(
+    ("name", "here"), {"logistic": "sigmoid", "swish": "silu", "ReLU": "relu", "sigmod": "sigmoid"}.items()
+)
+def test_a_name_of_elsewhere_is_told_what_it_is_called_here(name, here):
+    with pytest.raises(ValueError, match=f"no activation is called '{name}', but '{here}' is; known are"):
+        gn.GrapNet([2, 2, 2], activation=name)
+    with pytest.raises(ValueError, match="no activation is called 'bent'; known are"):
+        gn.GrapNet([2, 2, 2], activation="bent")

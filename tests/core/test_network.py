@@ -258,6 +258,21 @@ def test_a_state_dict_of_another_wiring_is_refused_whole() -> None:
     assert net.version == 0
 
 
+def test_a_state_dict_of_plain_modules_is_told_how_to_become_a_net() -> None:
+    net, plain = gn.GrapNet([4, 3, 2]), nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).state_dict()
+    with pytest.raises(gn.TopologyError, match=r"'0\.weight' and the other keys .*gn\.from_module\(module\)"):
+        net.load_state_dict(plain)
+    assert net.load_state_dict(plain, strict=False).unexpected_keys == list(plain)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        net.load_state_dict({})
+
+
+def test_sizes_that_are_no_list_are_told_to_be_one() -> None:
+    make: Any = gn.GrapNet
+    with pytest.raises(TypeError, match=r"one list, as in gn\.GrapNet\(\[4, 8, 2\]\); got 4"):
+        make(4)
+
+
 def test_inside_other_modules_and_in_other_types() -> None:
     model = nn.Sequential(nn.Linear(6, 4), gn.GrapNet([4, 3, 2]), nn.Softmax(-1))
     fresh = nn.Sequential(nn.Linear(6, 4), gn.GrapNet([4, 3, 2]), nn.Softmax(-1))

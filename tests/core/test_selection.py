@@ -39,13 +39,17 @@ def test_select_by_layer_owner_and_condition(net: gn.GrapNet) -> None:
     assert net.select(owner="a").uids.tolist() == [1, 2, 4, 6]
     assert net.select(layer=range(1, 3), owner="a").uids.tolist() == [4, 6]
     assert net.select(owner=None).uids.tolist() == [0, 3, 5, 8]
-    assert len(net.select(owner="nobody")) == len(net.select(layer=[])) == 0
+    assert len(net.select(layer=[])) == len(net.select(layer=[], owner="a")) == 0
     net.layers[1].biases = torch.tensor([1.0, -1.0, 2.0])
     assert net.select(layer=1, where=lambda nodes: nodes.biases > 0).uids.tolist() == [4, 6]
     assert net.select(layer=1, owner="a", where=lambda nodes: nodes.biases > 1).uids.tolist() == [6]
     assert net.select(where=lambda nodes: nodes.uids % 4 == 0).uids.tolist() == [0, 4, 8]
     with pytest.raises(ValueError, match=r"layers 0 to 2.*3"):
         net.select(layer=3)
+    with pytest.raises(
+        ValueError, match=f"no node has the owner 'nobody'; owners are: {', '.join(map(repr, net.owners))}"
+    ):
+        net.select(owner="nobody")
     with pytest.raises(IndexError):
         net.select(layer=1, where=lambda nodes: torch.ones(2, dtype=torch.bool))
 

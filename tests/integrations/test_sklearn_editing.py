@@ -190,6 +190,14 @@ def test_rules_can_be_injected_between_two_calls():
     assert model.net_.count().relations == round(relations / 2)
 
 
+def test_a_rule_behind_the_last_step_is_told():
+    last = quick().fit(X, Y).n_steps_ - 1
+    assert len(quick(rules=[(PruneWeakest(0.5), At(last))]).fit(X, Y).net_.history) == 1  # without a warning
+    with pytest.warns(UserWarning, match=rf"never due: PruneWeakest\. The fit made {last + 1} steps") as told:
+        late = quick(rules=[(PruneWeakest(0.5), At(last + 1)), (PruneWeakest(0.5), At(last))]).fit(X, Y)
+    assert len(told) == len(late.net_.history) == 1
+
+
 def test_tasks_end_with_a_part_of_the_data():
     model = quick(hidden_layer_sizes=(0,), rules=[(GrowForTask(1, 8, classes_per_task=2), EveryTask())])
     for task in range(3):

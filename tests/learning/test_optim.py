@@ -4,6 +4,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -213,6 +214,20 @@ def test_an_attached_optimizer_that_loads_a_state_of_before_an_edit_says_so(net:
         optimizer.step()
     optimizer.load_state_dict(later)
     train(net, optimizer)
+
+
+def test_one_that_was_left_behind_goes_on_from_a_file_of_after_the_edit(net: gn.GrapNet, tmp_path: Path) -> None:
+    optimizer, late = attached(net, Adam), Adam(net.parameters())
+    train(net, optimizer)
+    train(net, late)
+    swap_one(net)
+    gn.save(tmp_path / "after", net, optimizer=optimizer)
+    backward(net)
+    with pytest.raises(gn.OptimizerError, match=r"gn\.restore\(path, optimizer=optimizer\) of a file saved after"):
+        late.step()
+    gn.restore(tmp_path / "after", optimizer=late)
+    gn.attach(late, net)
+    train(net, late)
 
 
 def test_detaching_and_attaching_late(net: gn.GrapNet) -> None:

@@ -183,6 +183,8 @@ def test_timeline_against_scores():
     assert marks(ax)["grow"] == [(1, 20.0)]
     (line,) = [line for line in ax.lines if line.get_gid() == "line"]
     assert line.get_ydata().tolist() == [20.0, 90.0, 80.0]
+    with pytest.raises(TypeError, match=r"pairs \(version, accuracy\).*0\.1 is no pair"):
+        plot.timeline(net, [0.1, 0.2])  # pyright: ignore[reportArgumentType]
     for wrong in ({}, {1: float("nan")}):
         with pytest.raises(ValueError, match="scores are versions with an accuracy each"):
             plot.timeline(net, wrong)
@@ -313,3 +315,11 @@ def test_every_function_draws_into_the_axes_it_is_given():
         own = draw(None)
         assert own.figure is not ax.figure
         assert own.figure.get_layout_engine() is not None
+
+
+@pytest.mark.parametrize("draw", [plot.graph, plot.adjacency, plot.degrees, plot.weights, plot.deletion])
+def test_what_cannot_be_drawn_or_drawn_into_is_named(draw):
+    with pytest.raises(TypeError, match=r"a GrapNet, got Linear; gn\.from_module\(module\)"):
+        draw(torch.nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"one Axes, such as axes\[0, 0\]"):
+        draw(grown(), ax=Figure().subplots(2, 2))

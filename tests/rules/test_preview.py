@@ -11,7 +11,7 @@ from grapnet.rules.budget import Budget
 from grapnet.rules.manager import RuleManager
 from grapnet.rules.preview import Preview
 from grapnet.rules.rule import Moment
-from grapnet.rules.schedule import At, Every
+from grapnet.rules.schedule import At, Every, EveryTask
 from tests.fingerprint import Same, fingerprint
 
 from .own_rules import CutMoreEachTime, CutQuietest, CutRandom, CutWeakest, Fail, Grow, X, journal, small_net, train
@@ -163,6 +163,24 @@ def test_only_what_is_due_is_previewed() -> None:
     assert [manager.apply(net, step, dry_run=True).rules for step in (0, 1)] == [("two",), ("CutWeakest", "two")]
     assert manager.apply(net, 0, dry_run=True).output_change is None
     assert manager.apply(net, 0, dry_run=True, probe=X[:0]).output_change is None
+
+
+def test_a_dry_run_of_nothing_says_what_comes_next() -> None:
+    net, manager = small_net(), RuleManager()
+    manager.inject(CutWeakest(1), name="late", schedule=Every(100, start=50, until=250))
+    manager.inject(CutWeakest(2), name="once", schedule=At(0, 70))
+    manager.inject(CutWeakest(3), name="off", enabled=False)
+    for step, said in {
+        1: "no rule is due at step 1; next comes late, at step 50",
+        51: "no rule is due at step 51; next comes once, at step 70",
+        251: "no rule is due at step 251 or later",
+    }.items():
+        found = manager.apply(net, step, dry_run=True)
+        assert found.waiting == said
+        assert str(found).splitlines()[0] == f"dry run: {said}"
+    assert manager.apply(net, 50, dry_run=True).waiting == ""
+    manager.inject(CutWeakest(4), name="task", schedule=EveryTask(start=400))
+    assert manager.apply(net, 251, dry_run=True).waiting.endswith("next comes task, at step 400 at the earliest")
 
 
 def test_budgets_hold_in_a_dry_run() -> None:
