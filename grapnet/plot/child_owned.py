@@ -108,8 +108,11 @@ def _counted(count: int, noun: str) -> str:
 
 def _written(weight: float) -> str:
     """Returns a weight in at most six characters."""
-    size = abs(weight)
-    text = f"{size:.2f}" if 0.1 <= size < 100 else f"{size:.3f}"[1:] if 0.0005 <= size < 0.1 else f"{size:.0e}"
+    size, text = abs(weight), f"{abs(weight):.0e}".replace("e-0", "e-").replace("e+0", "e")
+    if 0.1 <= size < 100:
+        text = f"{size:.2f}"
+    elif 0.0005 <= size < 0.1:
+        text = f"{size:.3f}"[1:]
     return f"−{text}" if weight < 0 else text
 
 
