@@ -10,7 +10,7 @@ from .columns import Cell, counted, in_bytes, pairs, table
 from .command import Command, CommandError, Outcome
 from .contents import Contents, read_contents, title
 from .files import add_file
-from .selection import owners_of, require_owner
+from .selection import require_owner
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def _owned(contents: Contents, owner: str | None) -> dict[str, gn.GrapNet]:
     """Returns the nets to tell of; raises CommandError when no net has that owner."""
     if owner is None:
         return contents.nets
-    require_owner(owner, dict.fromkeys(name for net in contents.nets.values() for name in owners_of(net)))
-    return {place: net for place, net in contents.nets.items() if owner in owners_of(net)}
+    require_owner(owner, dict.fromkeys(name for net in contents.nets.values() for name in net.owners))
+    return {place: net for place, net in contents.nets.items() if owner in net.owners}
 
 
 def _file(contents: Contents, *, with_extras: bool) -> tuple[list[str], dict[str, Any]]:

@@ -115,7 +115,7 @@ class Selection:
     def chosen_nodes(self, net: gn.GrapNet) -> gn.NodeSet:
         """Returns the nodes; raises CommandError for a name that the net does not have."""
         for owner in self.owners:
-            require_owner(owner, owners_of(net))
+            require_owner(owner, net.owners)
         _require_numbers("layer", self.layers, len(net.layers))
         for uid in self.nodes:
             _require_node(net, uid)
@@ -170,12 +170,6 @@ class Selection:
         return "--owner NAME, --layer N, --node UID or --all; --help lists what narrows them"
 
 
-def owners_of(net: gn.GrapNet) -> list[str]:
-    """Returns every owner that some node has, in the order of layers."""
-    names = [name for layer in net.layers for name in layer.owner_names.compact().names]
-    return list(dict.fromkeys(name for name in names if name is not None))
-
-
 def require_owner(owner: str, known: Iterable[str]) -> None:
     """Raises CommandError, with the owner that may have been meant, when nobody has that name."""
     names = list(known)
@@ -219,7 +213,7 @@ def _short(text: str) -> str:
 
 
 def _require_node(net: gn.GrapNet, uid: int) -> None:
-    if uid >= net.next_uid or net.find(uid) is None:
+    if net.find(uid) is None:
         raise CommandError(f"there is no node {uid}", "grapnet inspect FILE tells the uids of every layer")
 
 

@@ -109,7 +109,7 @@ class Graph(nn.Module):
     @property
     def owners(self) -> list[str]:
         """The tags that nodes have, in the order of the layers."""
-        named = (name for layer in self.layers for name in layer.owner_names.names)
+        named = (name for layer in self.layers for name in layer.owner_names.compact().names)
         return [name for name in dict.fromkeys(named) if name is not None]
 
     def select(

@@ -51,9 +51,9 @@ class FreezeOwner:
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Asks the edit to freeze them."""
         owner = owner_of(self.tag, now.task) if self.owner is None else self.owner
-        try:
-            nodes = net.select(owner=owner)
-        except ValueError as error:
-            raise EditError(str(error)) from None
+        if owner not in net.owners:
+            known = ", ".join(map(repr, net.owners)) or "none"
+            raise EditError(f"no node has the owner {owner!r}; owners are: {known}")
+        nodes = net.select(owner=owner)
         edit.freeze(nodes, incoming=self.incoming, outgoing=self.outgoing, bias=self.bias)
         edit.remark(f"freezes the nodes of {owner!r}", owner=owner, nodes=len(nodes))
