@@ -20,6 +20,7 @@ from grapnet.progress import Progress
 from grapnet.whole import whole
 
 from .drawing import Draw, drawn, picture_path, save
+from .interrupts import held_back
 from .workers import computed
 
 INTERRUPTED = 130  # the exit code of Ctrl-C
@@ -90,10 +91,11 @@ def run(
         with Progress(len(settings.seeds), study.name, log=log, tensorboard=tensorboard, workers=several) as progress:
             progress.skip(len(found), f"{len(found)} of them kept in {folder}")
             for seed, numbers in computed(study.one_seed, settings, waiting, processes):
-                found[seed] = numbers
-                if kept is not None:
-                    write_json(kept / f"{seed}.json", {"study": study.name, "seed": seed, "numbers": numbers})
-                progress.advance(note=f"seed {seed} done", values={"seed": seed, **_numbers(numbers)})
+                with held_back():
+                    if kept is not None:
+                        write_json(kept / f"{seed}.json", {"study": study.name, "seed": seed, "numbers": numbers})
+                    found[seed] = numbers
+                    progress.advance(note=f"seed {seed} done", values={"seed": seed, **_numbers(numbers)})
     except KeyboardInterrupt:
         told = f"{study.name}: interrupted after {len(found)} of {len(settings.seeds)} seeds"
         raise Interrupted(f"{told}, {_how_to_go_on(folder, fresh=fresh)}") from None

@@ -1,11 +1,9 @@
 """Seeds over processes, each on one thread, which end with the process that started them."""
 
-import contextlib
 import functools
 import json
 import multiprocessing
 import os
-import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -13,6 +11,8 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+
+from .interrupts import held_back, kept_from_processes
 
 OneSeed = Callable[[Any, int], dict[str, Any]]
 
@@ -39,7 +39,7 @@ def computed(
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(min(processes, len(seeds)), spawn, initializer=_end_with_parent) as pool:
         try:
-            with _without_interrupts():
+            with held_back(), kept_from_processes():
                 running, failed = {pool.submit(one, seed): seed for seed in seeds}, []
             for done in as_completed(running):
                 if done.exception() is None:
@@ -53,19 +53,6 @@ def computed(
             raise
     for done in failed[:1]:  # once what the others found is kept
         done.result()
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """Holds Ctrl-C back for as long as processes are started, which never see it: it is for this one to end them."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _end_with_parent() -> None:

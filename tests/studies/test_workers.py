@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from grapnet.studies.command import run
@@ -21,6 +22,13 @@ from grapnet.studies.command import main
 from tests.studies.made_up import STUDY, Settings
 study = replace(STUDY, settings=Settings(trace=sys.argv[1]))
 raise SystemExit(main(study, ["--processes", "2", "--resume", sys.argv[2], "--log", sys.argv[3]]))
+"""
+AS_A_SEED_IS_KEPT = """
+import os, signal, sys
+def interrupt(event, arguments):
+    if event == "os.rename" and str(arguments[1]).endswith("1.json"):
+        os.kill(os.getpid(), signal.SIGINT)
+sys.addaudithook(interrupt)
 """
 
 
@@ -77,3 +85,22 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on_from_its_seeds(tmp_p
     result = run(STUDY, settings, folder=kept)
     assert {path.name: path.read_text() for path in trace.iterdir()} == {"7": "ran\n", "1": "ran\n", "4": "ran\n" * 2}
     assert result["seeds"] == run(STUDY, settings)["seeds"]
+
+
+def test_ctrl_c_as_a_seed_is_kept_waits_until_it_is_counted(tmp_path):
+    trace, kept, log = tmp_path / "trace", tmp_path / "kept", tmp_path / "log.jsonl"
+    trace.mkdir()
+    program = AS_A_SEED_IS_KEPT + PROGRAM.replace('"--processes", "2"', '"--processes", "1"')
+    done = subprocess.run([sys.executable, "-c", program, trace, kept, log], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 130
+    assert done.stderr.splitlines()[-1].startswith(f"made_up: interrupted after 2 of 3 seeds, kept in {kept}")
+    assert sorted(path.name for path in kept.rglob("*.json")) == ["1.json", "7.json"]
+    events = [json.loads(line) for line in log.read_text().splitlines()]
+    assert (events[-1]["event"], events[-1]["done"]) == ("interrupted", 2)
+    assert sorted(path.name for path in trace.iterdir()) == ["1", "7"]
+
+
+def test_a_study_runs_in_a_thread_where_signals_cannot_be_held_back(tmp_path):
+    with ThreadPoolExecutor(1) as thread:
+        there = thread.submit(run, STUDY, Settings(), folder=tmp_path).result()
+    assert there["seeds"] == run(STUDY, Settings())["seeds"]
