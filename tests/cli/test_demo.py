@@ -20,6 +20,7 @@ from grapnet.demo.story import checks
 
 FILES = ["accuracy_matrix.png", "demo.json", "digits.safetensors", "graph.png", "report.html", "timeline.png"]
 TASKS = 5
+pytestmark = pytest.mark.xdist_group("demo")  # one worker, so that the demo runs once
 
 
 @pytest.fixture(scope="module")

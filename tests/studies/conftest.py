@@ -2,10 +2,19 @@
 
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 
 from grapnet.studies.command import main
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Gives the tests of a file here to one worker, so that a study runs once for all of them."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="module")
