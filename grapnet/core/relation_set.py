@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .errors import EditError, GrapNetError, StaleRelationsError
-from .remap import as_tensor, contains, flatnonzero, kth_smallest
+from .remap import as_tensor, contains, flatnonzero, kth_smallest, require_ranks
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -152,8 +152,7 @@ class RelationSet:
         key = self.weights.detach().abs() if key is None else key.detach().reshape(-1).to(self._graph.device)
         if len(key) != len(self):
             raise ValueError(f"key has {len(key)} entries for {len(self)} relations")
-        if bool(torch.isnan(key).any()):
-            raise ValueError("the key holds NaN, which has no rank")
+        require_ranks(key)
         key = key.byte() if key.dtype == torch.bool else key
         if count is not None and count < 0:
             raise ValueError(f"count must not be negative, got {count}")

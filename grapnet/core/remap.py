@@ -205,6 +205,12 @@ def positions_in(ascending: Tensor, keys: Tensor) -> Tensor:
     return torch.from_numpy(np.searchsorted(ascending.numpy(), keys.numpy()))
 
 
+def require_ranks(key: Tensor) -> None:
+    """Raises ValueError for a key by which relations cannot be put in order."""
+    if bool(torch.isnan(key).any()):
+        raise ValueError("the key holds NaN, which has no rank")
+
+
 def kth_smallest(values: Tensor, rank: int) -> Tensor:
     """Returns the value that has `rank` - 1 others before it in order; numpy finds it in a third of torch's time."""
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):

@@ -8,6 +8,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from grapnet.execution.evaluating import evaluating
+
 from .inputs import class_groups, require_examples, whole
 
 SHOWN = 5  # tasks at either end of the table that stands for a matrix, where it has more than twice as many
@@ -199,16 +201,8 @@ def structural_drift(before: Tensor | Iterable[Tensor], after: Tensor | Iterable
 
 
 def _logits(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, batch: int) -> Tensor:
-    module = model if isinstance(model, nn.Module) else None
-    modes = [] if module is None else [(part, part.training) for part in module.modules()]
-    try:
-        if module is not None:
-            module.eval()
-        with torch.no_grad():
-            return torch.cat([model(part) for part in x.split(batch)])
-    finally:
-        for part, training in modes:
-            part.training = training
+    with evaluating(model) if isinstance(model, nn.Module) else torch.no_grad():
+        return torch.cat([model(part) for part in x.split(batch)])
 
 
 def _line(title: str, cells: list[str], last: str, gap: bool) -> str:

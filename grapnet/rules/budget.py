@@ -8,7 +8,7 @@ from torch import Tensor
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.relation_set import RelationSet
-from grapnet.core.remap import kth_smallest
+from grapnet.core.remap import kth_smallest, require_ranks
 from grapnet.network import GrapNet
 
 _SINGLE_ROUNDS = 4  # rounds that look only at the nodes that would fall short, before all nodes are looked at
@@ -92,8 +92,7 @@ def weakest_within(
     count = min(count, len(relations) if budget.edits is None else budget.edits)
     if budget.parents == budget.children == 0 or count == 0 or len(relations) == 0:
         return relations.smallest(count=count, key=key)
-    if bool(torch.isnan(key).any()):
-        raise ValueError("the key holds NaN, which has no rank")
+    require_ranks(key)
     key = key.byte() if key.dtype == torch.bool else key
     return relations[_weakest_marks(key, count, _sides(net, relations, budget))]
 

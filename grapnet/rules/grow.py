@@ -33,7 +33,7 @@ class GrowForTask:
         classes_per_task: tasks are whole numbers and each brings this many outputs, in row order; or
         outputs: the output rows of every task, in the order in which the tasks come.
         first_task: the number of the first task, with `classes_per_task`.
-        parents: "all" nodes of the layer above, or the share of them, drawn for every new node.
+        parents: "all" nodes of the layer above, or the share of them, at least one, drawn for every new node.
         weights: initialisation of the relations, as in `edit.connect`.
         bias: initialisation of the biases, as in `edit.add_nodes`.
         tag: how a task becomes an owner.
@@ -88,7 +88,8 @@ class GrowForTask:
             )
         above, uids = staying(net, edit, number - 1), net.layers[-1].uid[self._rows(now.task, net.sizes[-1])]
         children = NodeSet(net, {number + 1: uids})
-        n_parents = len(above) if self.parents == "all" else round(float(self.parents) * len(above))
+        share = 1.0 if self.parents == "all" else float(self.parents)
+        n_parents = min(len(above), max(1, round(share * len(above))))
         count = affordable(self.nodes, n_parents + len(children), now.budget)
         edit.remark(
             f"grows {count} nodes for {owner!r}", owner=owner, nodes=count, parents=n_parents, children=len(children)

@@ -22,6 +22,9 @@ class OuterProducts:
     factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # h [batch, n_upper], dz [batch, n_lower]
     matrix: Tensor | None = None  # [n_upper, n_lower], of factors that are not kept
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "task": -1}  # another process numbers its passes anew
+
     def see(self, said: Tensor, received: Tensor, task: int) -> None:
         """Adds the two factors of a backward pass; several of the same pass count once."""
         self.factors.append((said, received))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from grapnet.core.edit import Edit
 from grapnet.core.graph import Count
+from grapnet.execution.evaluating import evaluating
 from grapnet.network import GrapNet
 
 
@@ -23,8 +24,8 @@ class Preview:
         cut: how many relations would go, those of removed nodes included.
         connected: how many would come.
         orphans: how many hidden nodes would have no parents.
-        output_change: the largest |difference| of an output on the probe; None without a probe, without outputs, and
-            when their number would change.
+        output_change: the largest |difference| of an output on the probe, without dropout; None without a probe, without
+            outputs, and when their number would change.
         operations: what was asked for, as it would stand in the journal.
         waiting: when no rule was due, at which step that was and which one comes next; empty otherwise.
     """
@@ -118,7 +119,7 @@ def preview(
 def _output(net: GrapNet, probe: Tensor | None) -> Tensor | None:
     if probe is None:
         return None
-    with torch.no_grad():
+    with evaluating(net):
         return net(probe)
 
 

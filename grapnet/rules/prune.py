@@ -9,6 +9,7 @@ import torch
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.relation_set import RelationSet
+from grapnet.core.remap import require_ranks
 from grapnet.network import GrapNet
 
 from .budget import weakest_within
@@ -128,7 +129,7 @@ class PruneWeakest:
         owners = topology.parents()
         if bool((frozen := relations.frozen).any()):
             relations, owners = relations[~frozen], owners[~frozen]
-        keys = relations.weights.detach().abs()
+        require_ranks(keys := relations.weights.detach().abs())
         keys = (keys if keys.dtype == torch.float64 else keys.float()).cpu().numpy()
         return relations[torch.from_numpy(weakest_of_each(keys, owners.cpu().numpy(), quota))]
 

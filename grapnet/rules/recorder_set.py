@@ -149,7 +149,7 @@ class RecorderSet:
         """Lets no recorder watch inside the block; afterwards those watch that did before."""
         before = set(self._watching)
         try:
-            for name, key in before:
+            for name, key in sorted(before):
                 self._recorders[name][key].disarm()
             self._watching.clear()
             yield
@@ -194,9 +194,10 @@ class RecorderSet:
 
     def _put_back(self, before: set[tuple[str, str]]) -> None:
         net = self.net
-        for name, key in self._watching - before:
+        before = {(name, key) for name, key in before if key in self._recorders.get(name, {})}  # others were let go of
+        for name, key in sorted(self._watching - before):
             self._recorders[name][key].disarm()
-        for name, key in before - self._watching:
+        for name, key in sorted(before - self._watching):
             if net is not None:
                 self._recorders[name][key].arm(net)
         self._watching = before

@@ -13,7 +13,7 @@ from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
 from grapnet.core.relation_set import RelationSet
 from grapnet.core.relations import Topology
-from grapnet.core.remap import contains
+from grapnet.core.remap import contains, require_ranks
 from grapnet.execution import native
 from grapnet.network import GrapNet
 
@@ -176,6 +176,7 @@ def _children(topology: Topology, relations: RelationSet, t: int) -> Tensor:
 def _weakest_of_each(relations: RelationSet, children: Tensor, quotas: Tensor) -> RelationSet:
     """Returns, for every child row, as many of its weakest relations as its quota says."""
     keys, child = relations.weights.detach().abs().cpu(), children.numpy()
+    require_ranks(keys)
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32)).numpy()
     small = np.uint16 if len(quotas) <= 2**16 else np.int32  # 16 bits are sorted by radix, many times faster
     order = np.argsort(child.astype(small), kind="stable")

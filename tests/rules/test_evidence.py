@@ -101,6 +101,20 @@ def test_pausing_hides_what_is_run_inside_the_block(net: gn.GrapNet, manager: Ru
 
 
 @pytest.mark.parametrize("verb", ["disable", "remove", "replace"])
+@pytest.mark.parametrize("block", ["pausing", "recording"])
+def test_a_rule_that_leaves_inside_of_a_block_takes_no_other_with_it(
+    net: gn.GrapNet, manager: RuleManager, block: str, verb: str
+) -> None:
+    for name in "abc":
+        manager.inject(CutQuietest(window=1), name=name, schedule=Every(1))
+    manager.start(net)
+    assert watches(manager, net) == 24
+    with manager.pausing() if block == "pausing" else manager.recording(net):
+        getattr(manager, verb)("b", *([Grow()] if verb == "replace" else []))
+    assert watches(manager, net) == 16
+
+
+@pytest.mark.parametrize("verb", ["disable", "remove", "replace"])
 def test_recorders_of_rules_that_leave_stop_to_watch(net: gn.GrapNet, manager: RuleManager, verb: str) -> None:
     made: list[Mean] = []
 

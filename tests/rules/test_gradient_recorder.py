@@ -1,6 +1,7 @@
 """GradientRecorder against the gradients of a net that has every relation, on every backend."""
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from grapnet.core.errors import GrapNetError, StaleNodeError, StaleTopologyError
 from grapnet.execution.plans import BACKENDS
 from grapnet.rules.gradients import GradientRecorder
 from grapnet.rules.manager import RuleManager
+from grapnet.rules.outer_products import OuterProducts
 from grapnet.rules.rewire import Rewire
 from grapnet.rules.schedule import At
 from grapnet.rules.widen import GrowWidth
@@ -145,6 +147,16 @@ def test_it_averages_over_backward_passes(net: gn.GrapNet, sizes: tuple[int, int
     loss.backward(retain_graph=True)
     loss.backward()
     assert recorder.count == 3
+
+
+def test_a_pickled_one_does_not_take_the_passes_of_another_process_for_its_own() -> None:
+    seen, ones = OuterProducts((2, 2)), torch.ones(1, 2)
+    seen.see(ones, ones, task=0)
+    seen.see(ones, ones, task=0)  # two factors of one pass
+    there = pickle.loads(pickle.dumps(seen))
+    there.see(ones, ones, task=0)  # the first pass there has the number that the last one here had
+    assert (seen.count, there.count) == (1, 2)
+    assert there.parents(slice(None)).tolist() == [[1.5, 1.5], [1.5, 1.5]]
 
 
 def test_many_passes_take_no_more_memory_than_two_matrices(net: gn.GrapNet) -> None:

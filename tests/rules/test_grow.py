@@ -95,6 +95,12 @@ def test_a_share_of_the_parents_is_drawn_for_every_node() -> None:
     gn.check(net)
 
 
+def test_the_smallest_share_is_one_parent() -> None:
+    net = gn.GrapNet([4, 0, 2])
+    new = grow(net, GrowForTask(layer=1, nodes=3, classes_per_task=1, parents=0.1), 0)
+    assert [len(node.parents) for node in new] == [1, 1, 1]
+
+
 @pytest.mark.parametrize("parents", ["all", 0.5])
 def test_it_is_deterministic_under_the_edits_generator(parents: Any) -> None:
     rule, state = replace(PAPER, parents=parents), torch.get_rng_state()

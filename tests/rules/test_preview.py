@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import grapnet as gn
 from grapnet.rules.budget import Budget
@@ -144,6 +145,18 @@ def test_a_recorder_does_not_see_the_probe() -> None:
     assert count() == 8
     net(X)
     assert count() == 16  # it goes on afterwards
+
+
+def test_a_probe_is_run_without_dropout_and_draws_nothing() -> None:
+    net = gn.from_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)))
+    manager, x = RuleManager(), torch.ones(5, 4)
+    manager.inject(lambda net, edit, now: None, name="nothing")
+    state = torch.get_rng_state()
+    assert not torch.equal(net(x), net(x))
+    torch.set_rng_state(state)
+    assert manager.apply(net, 0, dry_run=True, probe=x).output_change == 0
+    assert torch.equal(torch.get_rng_state(), state)
+    assert net.training
 
 
 def test_a_dry_run_that_raises_leaves_no_trace_either() -> None:

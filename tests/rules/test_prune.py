@@ -30,6 +30,15 @@ def relations(net: gn.GrapNet) -> list[int]:
     return [transition.size for transition in net.transitions]
 
 
+@pytest.mark.parametrize("scope", ["global", "transition", "node"])
+def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(net: gn.GrapNet, scope: Any) -> None:
+    with torch.no_grad():
+        net.transitions[1].weight[7] = float("nan")
+    with pytest.raises(ValueError, match="NaN, which has no rank"):
+        prune(net, PruneWeakest(fraction=0.5, scope=scope))
+    assert (relations(net), net.version) == ([240, 200, 40], 0)
+
+
 def test_a_fraction_of_the_present_relations_goes_at_every_call(net: gn.GrapNet) -> None:
     everything = net.select().outgoing()
     bound = everything.weights.abs().sort().values[119].item()

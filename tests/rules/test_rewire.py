@@ -21,6 +21,17 @@ RULES = {
 }
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(name: str) -> None:
+    net = sparse_net([8, 6, 4])
+    evidence = seen(net, RULES[name])
+    with torch.no_grad():
+        net.transitions[0].weight[3] = float("nan")
+    with pytest.raises(ValueError, match="NaN, which has no rank"), net.edit() as edit:
+        RULES[name](net, edit, Moment(evidence=evidence))
+    assert net.version == 0
+
+
 def sparse_net(sizes: list[int], density: float = 0.3, seed: int = 0) -> gn.GrapNet:
     return gn.GrapNet(sizes, density=density, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
