@@ -24,8 +24,8 @@ class Preview:
         cut: how many relations would go, those of removed nodes included.
         connected: how many would come.
         orphans: how many hidden nodes would have no parents.
-        output_change: the largest |difference| of an output on the probe, without dropout; None without a probe, without
-            outputs, and when their number would change.
+        output_change: the largest |difference| of an output on the probe, without dropout; None without a probe,
+            without outputs, and when their number would change.
         operations: what was asked for, as it would stand in the journal.
         waiting: when no rule was due, at which step that was and which one comes next; empty otherwise.
     """
