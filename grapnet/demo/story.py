@@ -88,11 +88,11 @@ def _grow(learner: Learner, digits: Digits, matrix: AccuracyMatrix, display: Dis
 
     def line(task: Task, step: int, accuracy: float) -> str:
         steps = len(task) * learner.settings.updates
-        at = f"{display.bar(step / steps)}  " if display.live and step < steps else ""
+        at = f"  {display.bar(step / steps)}" if display.live and step < steps else ""
         return (
-            f"  task {task.number + 1}/{len(TASKS)}  digits {', '.join(map(str, task.classes))}  {at}"
+            f"task {task.number + 1}/{len(TASKS)}: digits {', '.join(map(str, task.classes))}  "
             f"step {step:>3}/{steps}  accuracy {accuracy:6.1%}  relations {net.count().relations:>6,}  "
-            f"version {net.version}"
+            f"version {net.version}{at}"
         )
 
     def after_step(step: Step) -> None:
@@ -119,7 +119,7 @@ def _grow(learner: Learner, digits: Digits, matrix: AccuracyMatrix, display: Dis
         )
         display.keep(line(task, steps, found.overall))
 
-    display.keep("Growing a head for five tasks of two digits each, task-1 to task-5, one after the other, with replay")
+    display.keep("Growing a head for five tasks of two digits, one after the other, with replay")
     learner.learn(after_step, after_task)
     return {
         "tasks": tasks,

@@ -3,7 +3,7 @@
 import textwrap
 from typing import Any
 
-WIDTH = 100
+WIDTH = 79  # what every terminal shows in one row
 
 
 def sentences(numbers: dict[str, Any]) -> dict[str, str]:
@@ -50,7 +50,8 @@ def summary(numbers: dict[str, Any]) -> str:
     lines += ["", f"{len(numbers['checks']) - len(failed)} of {len(numbers['checks'])} checks held"]
     lines[-1] += f"; NOT: {_and(failed)}" if failed else ""
     files = ", ".join(name for name in numbers["files"] if name != "report.html")
-    lines += [f"{numbers['folder']}/report.html shows it all; beside it {files} ({numbers['seconds']:.0f} s)"]
+    shown = f"{numbers['folder']}/report.html shows it all; beside it {files} ({numbers['seconds']:.0f} s)"
+    lines += [textwrap.fill(shown, WIDTH, break_long_words=False, break_on_hyphens=False)]
     return "\n".join(lines)
 
 
