@@ -46,7 +46,7 @@ def page(net: "GrapNet") -> str:
     )
     parts = [
         _STYLE,
-        f"<b>{html.escape(_short(repr(net), 200))}</b><br>{facts}",
+        f"<b>{_told(repr(net), 200)}</b><br>{facts}",
         _picture(net, numbers, colors),
         _layers(net, numbers),
         _owner_table(nodes, owned, colors),
@@ -98,31 +98,31 @@ def _picture(net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str 
             shade = 0.06 + 0.3 * (net.transitions[n].size / pairs) ** 0.5 if pairs and net.transitions[n].size else 0.0
             path = f"M{x} {ends[0][0]:.0f}L{end} {ends[1][0]:.0f}V{ends[1][1]:.0f}L{x} {ends[0][1]:.0f}Z"
             drawn.append(f'<path d="{path}" fill="{NOBODY}" opacity="{shade:.2f}"/>')
+    drawn.append(f'<g stroke-width="{_WIDE}">')
+    for n in heights:
+        drawn += _bar(net, n, places[n] + _WIDE / 2, heights[n], colors)
+    drawn.append("</g>")
     for n, x in places.items():
         if n is None:
             drawn.append(f'<text x="{x + _WIDE / 2}" y="{_HEIGHT / 2}" text-anchor="middle">…</text>')
             continue
-        drawn += _bar(net, n, x, heights[n], colors)
         middle = x + _WIDE / 2
         drawn.append(f'<text x="{middle}" y="{_HEIGHT + 16}" text-anchor="middle">{net.sizes[n]:,}</text>')
     return "".join([*drawn, "</svg></div>"])
 
 
-def _bar(net: "GrapNet", number: int, x: int, height: float, colors: "dict[str | None, str]") -> list[str]:
-    """Returns the bar of a layer: a piece for each of its first owners, and one for all others."""
+def _bar(net: "GrapNet", number: int, x: float, height: float, colors: "dict[str | None, str]") -> list[str]:
+    """Returns the bar of a layer as strokes: one for each of its first owners, and one for all others."""
     labels = net.layers[number].owner_names
-    sizes = (
-        np.bincount(labels.codes.numpy(), minlength=len(labels.names)) if len(labels) else np.zeros(1, dtype=np.int64)
-    )
-    names = labels.names if len(labels) else (None,)
+    sizes = np.bincount(labels.codes.numpy(), minlength=len(labels.names))
     pieces: Counter[str] = Counter()
-    for name, size in zip(names, sizes.tolist(), strict=True):
-        color = colors.get(name, NOBODY)
-        pieces[color if len(pieces) < MOST_OWNERS or color in pieces else NOBODY] += size
+    for code in np.flatnonzero(sizes).tolist():  # names that no node has any more stay in the table
+        color = colors.get(labels.names[code], NOBODY)
+        pieces[color if len(pieces) < MOST_OWNERS or color in pieces else NOBODY] += int(sizes[code])
     y, found = (_HEIGHT - height) / 2, []
     for color, size in pieces.items():
-        high = height * size / max(sum(pieces.values()), 1)
-        found.append(f'<rect x="{x}" y="{y:.1f}" width="{_WIDE}" height="{high:.1f}" fill="{color}"/>')
+        high = height * size / len(labels)
+        found.append(f'<path d="M{x:.0f} {y:.1f}v{high:.1f}" stroke="{color}"/>')
         y += high
     return found
 
@@ -136,11 +136,11 @@ def _layers(net: "GrapNet", numbers: "Sequence[int | None]") -> str:
         layer, store = net.layers[n], None if n == len(net.transitions) else net.transitions[n]
         kinds = [str(name) for name in layer.activation_names.compact().names] if len(layer) else []
         kinds = ["sensory"] if layer.is_sensory else kinds or [layer.default_activation]
-        named = ", ".join(_short(kind, 20) for kind in kinds[:4]) + (" …" if len(kinds) > 4 else "")
+        named = ", ".join(_told(kind, 20) for kind in kinds[:4]) + (" …" if len(kinds) > 4 else "")
         relations = "" if store is None else f"{store.size:,}"
         frozen = "" if store is None else f"{len(store.frozen_at) / max(store.size, 1):.0%}"
-        backend = "" if store is None else net.execution.choices()[n]
-        cells = [str(n), html.escape(named), f"{len(layer):,}", relations, frozen, html.escape(backend)]
+        backend = "" if store is None else _told(net.execution.choices()[n], 20)
+        cells = [str(n), named, f"{len(layer):,}", relations, frozen, backend]
         rows.append(_row(cells))
     return _table(["layer", "activation", "nodes", "relations owned", "frozen", "backend"], rows)
 
@@ -151,7 +151,7 @@ def _owner_table(nodes: "Counter[str | None]", owned: "Counter[str | None]", col
         return ""
     rows = []
     for name in names[:MOST_OWNERS]:
-        mark = f'<i style="background:{colors[name]}"></i>{html.escape(_short(name, 40))}'
+        mark = f'<i style="background:{colors[name]}"></i>{_told(name, 40)}'
         rows.append(_row([mark, "", f"{nodes[name]:,}", f"{owned[name]:,}"]))
     if len(names) > MOST_OWNERS:
         rows.append(f'<tr><td colspan="4">… {len(names) - MOST_OWNERS:,} owners more</td></tr>')
@@ -163,7 +163,7 @@ def _commits(history: "Sequence[Commit]") -> str:
     for commit in history[: -LAST_COMMITS - 1 : -1]:
         counts = commit.change.counts()
         change = f"+{counts['relations_added']:,} −{counts['relations_removed']:,}" if commit.has_details else "?"
-        told = [html.escape(_short(text, 80)) for text in (commit.reason, commit.by or "")]
+        told = [_told(text, 80) for text in (commit.reason, commit.by or "")]
         rows.append(
             f'<tr><td>{commit.version}</td><td>{told[0]}</td><td>{told[1]}</td><td class="n">{change}</td></tr>'
         )
@@ -187,8 +187,14 @@ def _kind(column: int) -> str:
     return ' class="n"' if 2 <= column <= 4 else ""
 
 
-def _short(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+def _told(text: str, most: int) -> str:
+    """Returns a text escaped, its start and end where it is longer; less of it where letters take many bytes."""
+    for length in range(most, 2, -1):
+        end = length // 3
+        told = html.escape(text if len(text) <= length else f"{text[: length - 1 - end]}…{text[-end:]}")
+        if len(told.encode(errors="replace")) <= 2 * most:
+            return told
+    return "…"
 
 
 def _size(count: int) -> str:

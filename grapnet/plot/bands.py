@@ -2,18 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .canvas import cut_color, ground, ink
 from .colors import NOBODY, is_dark
+from .fitted import LETTER, LINE, inches, whenever_drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
 THINNEST = 0.003
 PLACES = (0.5, 0.35, 0.65, 0.25, 0.75, 0.15, 0.85, 0.42, 0.58)  # along a band, tried in this order
+NUMBER = 7.0  # points
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,10 @@ def draw_bands(ax: "Axes", bands: Sequence[Band], start: Ends, end: Ends) -> Non
         if band.cut:
             _draw_cut(ax, band, _curve(start.x, y, end.x, z), wide)
         curves.append(_curve(start.x, y, end.x, z))
-    _write(ax, bands, curves)
+    paper = {"facecolor": ground(ax), "alpha": 0.75, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
+    style = {"ha": "center", "va": "center", "fontsize": NUMBER, "zorder": 5, "bbox": paper}
+    texts = [ax.text(0, 0, "", color=ink(ax) if band.count else cut_color(ax), **style) for band in bands]
+    whenever_drawn(ax, partial(_write, ax, bands, curves, texts))
 
 
 def _scale(bands: Sequence[Band], start: Ends, end: Ends) -> float:
@@ -106,7 +113,7 @@ def _fill(ax: "Axes", ends: tuple[float, float, float, float], wide: float, **st
 
 def _draw_cut(ax: "Axes", band: Band, curve: tuple[np.ndarray, np.ndarray], wide: float) -> None:
     """Draws the dotted line of a cut where red is seen: in a lane of ground through a band, or below a thin one."""
-    point = _inches(ax)[1] / 72
+    point = inches(ax)[1] / 72
     if band.count and wide >= 9 * point:
         ax.plot(*curve, color=ground(ax), linewidth=3.4, zorder=2)
     elif band.count:
@@ -114,32 +121,29 @@ def _draw_cut(ax: "Axes", band: Band, curve: tuple[np.ndarray, np.ndarray], wide
     ax.plot(*curve, color=cut_color(ax), linestyle=":", linewidth=1.5, zorder=2.1, gid=f"cut {band.cut}")
 
 
-def _inches(ax: "Axes") -> tuple[float, float]:
-    """Returns what an inch is in the units of either axis."""
-    room, dpi = ax.get_window_extent(), ax.figure.dpi
-    (x_low, x_high), (y_low, y_high) = ax.get_xlim(), ax.get_ylim()
-    return (x_high - x_low) * dpi / room.width, (y_high - y_low) * dpi / room.height
-
-
 def _color(band: Band, start: Ends, end: Ends) -> str:
     first, last = start.colors[band.upper], end.colors[band.lower]
     return last if first == NOBODY else first
 
 
-def _write(ax: "Axes", bands: Sequence[Band], curves: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _write(
+    ax: "Axes",
+    bands: Sequence[Band],
+    curves: Sequence[tuple[np.ndarray, np.ndarray]],
+    texts: Sequence["Text"],
+    _: Any,
+) -> None:
     """Writes the numbers, those of the most relations first, each where it covers none of those before."""
-    letter, line = (inch * size for inch, size in zip(_inches(ax), (0.062, 0.14), strict=True))
+    letter, line = (inch * NUMBER * size for inch, size in zip(inches(ax), (LETTER, LINE), strict=True))
     taken: list[tuple[float, float, float]] = []
-    paper = {"facecolor": ground(ax), "alpha": 0.75, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
     for k in sorted(range(len(bands)), key=lambda k: -(bands[k].count + bands[k].cut)):
         half = letter * len(bands[k].text) / 2
+        texts[k].set_text("")
         for share in PLACES:
             n = round(share * (len(curves[k][0]) - 1))
             x, y = float(curves[k][0][n]), float(curves[k][1][n])
             inside = curves[k][0][0] + half < x < curves[k][0][-1] - half
             if inside and all(abs(x - u) > half + w or abs(y - v) > line for u, v, w in taken):
                 taken.append((x, y, half))
-                color = ink(ax) if bands[k].count else cut_color(ax)
-                text = ax.text(x, y, bands[k].text, ha="center", va="center", fontsize=7, color=color, zorder=5)
-                text.set_bbox(paper)
+                texts[k].set(text=bands[k].text, position=(x, y))
                 break

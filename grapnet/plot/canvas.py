@@ -15,7 +15,7 @@ from .colors import CUT, CUT_ON_DARK, is_dark
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure, FigureBase
 
 PICTURES = (".png", ".svg", ".pdf")
 THEMES = {"light": "#ffffff", "dark": "#14171c"}  # grounds; everything else is drawn to be read on its ground
@@ -38,32 +38,26 @@ def theme(name: str) -> AbstractContextManager[Any]:
     return require("matplotlib", "plot").rc_context(settings)
 
 
-def save(drawn: "Axes | Figure", path: Path | str, *, dpi: int = 150) -> Path:
+def save(drawn: "Axes | FigureBase", path: Path | str, *, dpi: int = 150) -> Path:
     """Writes a picture, whole or not at all, and returns where; texts of an SVG stay texts.
 
     Args:
-        drawn: axes that a function of this module returned, or their figure.
+        drawn: axes that a function of this module returned, or their figure; of a subfigure, all of its figure is
+            written.
         path: a name that ends in .png, .svg or .pdf.
         dpi: dots per inch of a PNG.
 
     Raises:
         ValueError: the name ends otherwise; nothing was written.
     """
-    path = require_picture(path)
-    figure: Any = getattr(drawn, "figure", drawn)
+    path = Path(path)
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{path} is no picture that can be written: its name must end in {', '.join(PICTURES)}")
     kind = path.suffix.lower().removeprefix(".")
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     texts = require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"})
     with texts, whole(path) as partial:
-        figure.savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
-    return path
-
-
-def require_picture(path: Path | str) -> Path:
-    """Returns the path of a picture; raises ValueError when its name ends in nothing that can be written."""
-    path = Path(path)
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{path} is no picture that can be written: its name must end in {', '.join(PICTURES)}")
+        _root(drawn).savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
     return path
 
 
@@ -78,10 +72,26 @@ def axes_for(ax: "Axes | None", width: float, height: float) -> "Axes":
 
 
 def ground(ax: "Axes") -> str:
-    """Returns the colour behind what is drawn."""
+    """Returns the colour behind what is drawn: of the axes, and where they let it through of what they lie in."""
     to_hex = require("matplotlib.colors", "plot").to_hex
-    faces: list[Any] = [ax.get_facecolor(), ax.figure.get_facecolor()]
-    return next((to_hex(face) for face in faces if face[3] > 0), "#ffffff")
+    color = np.ones(3)
+    for part in (*_down_to(ax.figure, _root(ax)), ax):
+        *face, opacity = np.array(part.get_facecolor(), float)
+        color = opacity * np.array(face) + (1 - opacity) * color
+    return to_hex(color)
+
+
+def _root(drawn: "Axes | FigureBase") -> "Figure":
+    """Returns the figure in which axes, or a figure of a figure, lie in the end."""
+    return drawn.figure.figure  # of axes first what they lie in; that of a figure is itself
+
+
+def _down_to(part: "FigureBase", figure: "FigureBase") -> "list[FigureBase]":
+    """Returns the figures from one to a part of it, each inside of the one before it; none where it is no part."""
+    if part is figure:
+        return [figure]
+    inside = next((found for one in figure.subfigs if (found := _down_to(part, one))), [])
+    return [figure, *inside] if inside else []
 
 
 def ink(ax: "Axes") -> str:
@@ -94,10 +104,10 @@ def cut_color(ax: "Axes") -> str:
     return CUT_ON_DARK if is_dark(ground(ax)) else CUT
 
 
-def dress(ax: "Axes", title: str = "", x: str = "", y: str = "") -> None:
-    """Titles and labels axes in a colour that is read on their ground."""
+def dress(ax: "Axes", title: str = "", x: str = "", y: str = "", *, pad: float | None = None) -> None:
+    """Titles and labels axes in a colour that is read on their ground; `pad` points lie below the title."""
     color = ink(ax)
-    _set_title(ax, title)
+    _set_title(ax, title, pad)
     ax.set_xlabel(x, color=color)
     ax.set_ylabel(y, color=color)
     ax.tick_params(which="both", colors=color)
@@ -119,8 +129,10 @@ def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = Fals
     if not entries:
         return
     names, handles = [shortened(name, 30) for name, _ in entries], [handle for _, handle in entries]
-    columns = _fitting(names, min(columns, len(names)), ax.get_window_extent().width / ax.figure.dpi)
-    most = max(4 * columns, 7)
+    room = ax.get_window_extent()
+    columns = _fitting(names, min(columns, len(names)), room.width / ax.figure.dpi)
+    lines = max(2, int(0.4 * room.height / ax.figure.dpi / 0.19))  # of a low picture no more than is left of it
+    most = columns * min(lines, 4 if columns > 1 else 7)
     if len(names) > most:
         names[most - 1 :] = [f"… and {len(names) - most + 1} more"]
         handles[most - 1 :] = [require("matplotlib.patches", "plot").Patch(alpha=0)]

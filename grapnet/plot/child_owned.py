@@ -12,13 +12,26 @@ from grapnet.integrations.extra import require
 
 from .canvas import axes_for, cut_color, dress, ground, ink
 from .colors import NEGATIVE, POSITIVE
+from .fitted import fit
 from .wiring import require_net
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.text import Text
 
-SHOWN = 9  # cells of a row
-RIGHT = SHOWN + 4.2  # where the list starts, beside a row of the rectangle
+FEWEST, MOST = 3, 9  # cells of a row
+NARROWEST = 0.24  # inches that a cell should have at least
+BESIDE = 4.2  # cells between a row of the rectangle and the list
+ROLES = {  # of texts: points at most, and the room of each in cells, 0 for half of the picture; a role has one size
+    "heading": (9.5, 0.0, 0.55),
+    "caption": (8.5, 0.0, 0.55),
+    "moment": (8.0, 0.0, 0.5),
+    "row": (8.0, 3.6, 0.7),
+    "column": (6.0, 0.9, 0.5),
+    "child": (6.5, 0.84, 0.6),
+    "weight": (6.5, 0.84, 0.6),
+    "more": (6.5, 1.2, 0.6),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,19 +78,31 @@ def deletion(
         after = _row(node)
     lower = net.layers[node.layer + 1]
     ax = axes_for(ax, 9.6, 3.7)
-    ax.set_xlim(-0.1, RIGHT + SHOWN + 1.3)
+    shown = _cells_of(ax)
+    right = shown + BESIDE  # where the list starts
+    ax.set_xlim(-0.1, right + shown + 1.3)
     ax.set_ylim(-0.4, 6.6)
     gone, width = set(before.children) - set(after.children), len(lower)
     dress(ax, f"{len(gone):,} of the {_counted(len(before.children), 'relation')} of node {node.uid} cut")
     ax.set_axis_off()
     bits = f"{_counted(width, 'weight')} and {_counted(width, 'mask bit')} stored"
+    dense = _dense_cells(lower.uid, before, gone, shown)
+    masked = [replace(cell, text="0", kind="cut") if cell.head in map(str, gone) else cell for cell in dense]
     _heading(ax, 0.0, "masked dense row", "the coordinate stays, with a 0")
-    _draw_dense(ax, 3.3, "before", _dense_cells(lower.uid, before, set()), f"{_counted(width, 'weight')} stored")
-    _draw_dense(ax, 0.4, "after", _dense_cells(lower.uid, before, gone), bits)
-    _heading(ax, RIGHT, "child-owned list", "the reference and its number are gone")
-    _draw_owned(ax, 3.3, "before", _owned_cells(before, gone), len(before.children))
-    _draw_owned(ax, 0.4, "after", _owned_cells(after, set()), len(after.children))
+    _draw_dense(ax, 3.3, "before", dense, f"{_counted(width, 'weight')} stored")
+    _draw_dense(ax, 0.4, "after", masked, bits)
+    _heading(ax, right, "child-owned list", "the reference and its number are gone")
+    _draw_owned(ax, right, 3.3, "before", _owned_cells(before, gone, shown), len(before.children))
+    _draw_owned(ax, right, 0.4, "after", _owned_cells(after, set(), shown), len(after.children))
+    for role, (_, wide, high) in ROLES.items():
+        fit(ax, [text for text in ax.texts if text.get_gid() == role], wide or shown + 1.3, high, least=3.5)
     return ax
+
+
+def _cells_of(ax: "Axes") -> int:
+    """Returns how many cells a row has, such that a weight can be read in each."""
+    cells = ax.get_window_extent().width / ax.figure.dpi / NARROWEST
+    return min(max(int((cells - BESIDE - 1.4) / 2), FEWEST), MOST)
 
 
 def _chosen(net: GrapNet, node: GrapNode | int | None) -> GrapNode:
@@ -108,7 +133,7 @@ def _counted(count: int, noun: str) -> str:
 
 def _written(weight: float) -> str:
     """Returns a weight in at most six characters."""
-    size, text = abs(weight), f"{abs(weight):.0e}".replace("e-0", "e-").replace("e+0", "e")
+    size, text = abs(weight), f"{abs(weight):.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
     if 0.1 <= size < 100:
         text = f"{size:.2f}"
     elif 0.0005 <= size < 0.1:
@@ -116,57 +141,58 @@ def _written(weight: float) -> str:
     return f"−{text}" if weight < 0 else text
 
 
-def _dense_cells(uids: Tensor, row: Row, gone: set[int]) -> list[Cell]:
+def _dense_cells(uids: Tensor, row: Row, gone: set[int], most: int) -> list[Cell]:
     """Returns the row of a rectangle: a number for every node of the next layer, whether it is a child or not."""
     owned = dict(zip(row.children, row.weights, strict=True))
-    shown = _shortened(uids.tolist() if len(uids) <= SHOWN else row.children, gone)
-    cells = []
-    for uid in shown:
-        kind = "cut" if uid in gone else "kept" if uid in owned else "empty"
-        cells.append(Cell(_written(owned[uid]) if kind == "kept" else "0", str(uid), kind))
+    shown = _shortened(uids.tolist() if len(uids) <= most else row.children, gone, most)
+    cells = [Cell(_written(owned[uid]), str(uid)) if uid in owned else Cell("0", str(uid), "empty") for uid in shown]
     return [*cells, Cell(f"+{len(uids) - len(shown):,}", "", "more")] if len(shown) < len(uids) else cells
 
 
-def _owned_cells(row: Row, gone: set[int]) -> list[Cell]:
+def _owned_cells(row: Row, gone: set[int], most: int) -> list[Cell]:
     owned = dict(zip(row.children, row.weights, strict=True))
-    shown = _shortened(row.children, gone)
+    shown = _shortened(row.children, gone, most)
     cells = [Cell(_written(owned[uid]), str(uid), "cut" if uid in gone else "kept") for uid in shown]
     return [*cells, Cell(f"+{len(owned) - len(shown):,}", "", "more")] if len(shown) < len(owned) else cells
 
 
-def _shortened(uids: list[int], gone: set[int]) -> list[int]:
+def _shortened(uids: list[int], gone: set[int], most: int) -> list[int]:
     """Returns as many as fit into a row, those that are cut among them, in their order."""
-    if len(uids) <= SHOWN:
+    if len(uids) <= most:
         return uids
-    first = [uid for uid in uids if uid in gone][: SHOWN - 1]
-    others = [uid for uid in uids if uid not in gone][: SHOWN - 1 - len(first)]
+    first = [uid for uid in uids if uid in gone][: most - 1]
+    others = [uid for uid in uids if uid not in gone][: most - 1 - len(first)]
     chosen = {*first, *others}
     return [uid for uid in uids if uid in chosen]
 
 
+def _write(ax: "Axes", role: str, x: float, y: float, words: str, **style: Any) -> "Text":
+    return ax.text(x, y, words, gid=role, fontsize=ROLES[role][0], **{"color": ink(ax), "va": "top", **style})
+
+
 def _heading(ax: "Axes", x: float, title: str, text: str) -> None:
-    ax.text(x, 6.5, title, color=ink(ax), fontsize=9.5, weight="bold", va="top")
-    ax.text(x, 5.95, text, color=ink(ax), fontsize=8.5, va="top")
+    _write(ax, "heading", x, 6.5, title, weight="bold")
+    _write(ax, "caption", x, 5.95, text)
 
 
 def _draw_dense(ax: "Axes", y: float, title: str, cells: list[Cell], stored: str) -> None:
     """Draws a row of the rectangle, with the uid that each column stands for above it."""
-    ax.text(0.0, y + 1.75, title, color=ink(ax), fontsize=8, style="italic", va="center")
+    _write(ax, "moment", 0.0, y + 1.75, title, style="italic", va="center")
     _draw_cells(ax, 0.0, y, cells, f"dense {title}")
     for n, cell in enumerate(cells):
-        ax.text(n + 0.5, y + 0.9, cell.head, ha="center", va="bottom", fontsize=6, color=ink(ax), alpha=0.7)
-    ax.text(0.0, y - 0.2, stored, color=ink(ax), fontsize=8.5, va="top")
+        _write(ax, "column", n + 0.5, y + 0.9, cell.head, ha="center", va="bottom", alpha=0.7)
+    _write(ax, "caption", 0.0, y - 0.2, stored)
 
 
-def _draw_owned(ax: "Axes", y: float, title: str, cells: list[Cell], count: int) -> None:
+def _draw_owned(ax: "Axes", x: float, y: float, title: str, cells: list[Cell], count: int) -> None:
     """Draws a list of children, and the weights that lie slot by slot below it."""
-    ax.text(RIGHT, y + 1.75, title, color=ink(ax), fontsize=8, style="italic", va="center")
+    _write(ax, "moment", x, y + 1.75, title, style="italic", va="center")
     heads = [replace(cell, text=cell.head or cell.text) for cell in cells]
     for row, name in ((0.8, "children"), (0.0, r"$W_{alloc}$")):
-        ax.text(RIGHT - 0.15, y + row + 0.35, name, color=ink(ax), fontsize=8, ha="right", va="center")
-        _draw_cells(ax, RIGHT, y + row, heads if row else cells, f"{name} {title}", plain=row > 0)
+        _write(ax, "row", x - 0.15, y + row + 0.35, name, ha="right", va="center")
+        _draw_cells(ax, x, y + row, heads if row else cells, f"{name} {title}", plain=row > 0)
     stored = f"{_counted(count, 'weight')} and {_counted(count, 'reference')} stored"
-    ax.text(RIGHT, y - 0.2, stored, color=ink(ax), fontsize=8.5, va="top")
+    _write(ax, "caption", x, y - 0.2, stored)
 
 
 def _draw_cells(ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *, plain: bool = False) -> None:
@@ -180,9 +206,9 @@ def _draw_cells(ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *,
         ax.add_patch(box((x + n, y), wide, 0.7, gid=f"{name}: {cell.kind}", **style))
         signed = cell.kind == "kept" and not plain
         shade = (NEGATIVE if cell.text.startswith("−") else POSITIVE) if signed else color
-        place = x + n + wide / 2, y + 0.33
-        text = ax.text(*place, cell.text, ha="center", va="center", fontsize=6.5, color=shade)
+        role = "more" if cell.kind == "more" else "child" if plain else "weight"
+        text = _write(ax, role, x + n + wide / 2, y + 0.33, cell.text, ha="center", va="center", color=shade)
         if cell.kind == "cut":  # the number is read above the hatching
-            text.set_bbox({"facecolor": ground(ax), "edgecolor": "none", "pad": 1.6})
+            text.set_bbox({"facecolor": ground(ax), "edgecolor": "none", "pad": 1.0})
         text.set_alpha(0.45 if cell.kind == "empty" else None)
         text.set_fontweight("normal" if plain else "bold")

@@ -1,12 +1,20 @@
 """Colours that people with any colour vision tell apart, on a light and on a dark ground."""
 
 from collections.abc import Iterable
+from itertools import count
 
+LineStyle = str | tuple[float, tuple[float, ...]]  # as matplotlib has it
 NOBODY = "#8c8c8c"  # of nodes without an owner
 POSITIVE, NEGATIVE = "#7a68c0", "#c97a16"  # of weights
 CUT, CUT_ON_DARK = "#e5383b", "#ff7a70"
-_HUES = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a800")  # Okabe and Ito's, yellow darker
-_SHADES = (0.0, 0.4, -0.35, 0.65)  # towards white, or black where negative
+_COLORS = (  # in the order in which as few as there are differ most; tests measure it for every kind of colour vision
+    *("#0072b2", "#e69f00", "#44bbbb", "#884466", "#446600", "#9999ff", "#ee3355"),
+    *("#3300ee", "#9966ff", "#ccbbee", "#cc00aa", "#99ccbb", "#005533", "#aa0044"),
+    *("#bb7700", "#aacc66", "#bb9977", "#554477", "#777744", "#8833ff", "#7700aa"),
+    *("#ee5588", "#558866", "#3399cc", "#cc0011", "#00dd99", "#aa77aa", "#666688"),
+)
+_CLEAR = 7  # of them are clearly apart; lines of more differ in their style too
+_STYLES: tuple[LineStyle, ...] = ("-", "--", ":", "-.", (0, (6, 1.5, 1, 1.5, 1, 1.5)))
 
 
 def owner_colors(owners: Iterable[str | None]) -> dict[str | None, str]:
@@ -18,12 +26,19 @@ def owner_colors(owners: Iterable[str | None]) -> dict[str | None, str]:
         >>> owner_colors(["task-1", None, "task-2", "task-1"])
         {'task-1': '#0072b2', None: '#8c8c8c', 'task-2': '#e69f00'}
     """
-    found: dict[str | None, str] = {}
-    number = 0
-    for owner in dict.fromkeys(owners):
-        found[owner] = NOBODY if owner is None else _color(number)
-        number += owner is not None
-    return found
+    numbers = _numbers(owners).items()
+    return {owner: NOBODY if number is None else _COLORS[number % len(_COLORS)] for owner, number in numbers}
+
+
+def owner_styles(owners: Iterable[str | None]) -> dict[str | None, LineStyle]:
+    """Returns the style of an owner's line, in order of appearance: the first seven are solid, the next dashed, …
+
+    Examples:
+        >>> styles = owner_styles([None, *"abcdefgh"])
+        >>> styles[None], styles["a"], styles["g"], styles["h"]
+        ('-', '-', '-', '--')
+    """
+    return {owner: _STYLES[(number or 0) // _CLEAR % len(_STYLES)] for owner, number in _numbers(owners).items()}
 
 
 def is_dark(color: str) -> bool:
@@ -37,8 +52,7 @@ def is_dark(color: str) -> bool:
     return 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
 
 
-def _color(number: int) -> str:
-    hue, shade = _HUES[number % len(_HUES)], _SHADES[number // len(_HUES) % len(_SHADES)]
-    parts = [int(hue[n : n + 2], 16) for n in (1, 3, 5)]
-    goal = 255 if shade > 0 else 0
-    return "#" + "".join(f"{round(part + (goal - part) * abs(shade)):02x}" for part in parts)
+def _numbers(owners: Iterable[str | None]) -> dict[str | None, int | None]:
+    """Returns which owner each is, in order of appearance; None is nobody."""
+    numbers = count()
+    return {owner: None if owner is None else next(numbers) for owner in dict.fromkeys(owners)}

@@ -64,12 +64,10 @@ def timeline(history: GrapNet | Sequence[Commit], scores: Scores | None = None, 
     return ax
 
 
-def kind_of(commits: Sequence[Commit], place: int) -> str:
-    """Returns which kind of edit a commit is; what undo and redo take back must be among `commits`."""
-    commit = commits[place]
-    if commit.undoes is not None:
-        earlier = next((one for one in commits[:place] if one.version == commit.undoes), None)
-        return "redo" if earlier is not None and earlier.undoes is not None else "undo"
+def kind_of(commit: Commit) -> str:
+    """Returns which kind of edit a commit is."""
+    if commit.undoes is not None:  # the graph itself gave the reason, and begins it with its verb
+        return "redo" if commit.reason.startswith("redo: ") else "undo"
     counts, asked = commit.change.counts(), {str(done.get("operation")) for done in commit.operations}
     if commit.has_details:
         came, went = (counts[f"nodes_{verb}"] + counts[f"relations_{verb}"] > 0 for verb in ("added", "removed"))
@@ -118,9 +116,9 @@ def _mark(ax: "Axes", commits: Sequence[Commit], versions: np.ndarray, values: n
     """Draws one mark a commit, on the line; where the line is unknown, at its nearest end."""
     places: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     first = dict(zip(versions[::-1].tolist(), values[::-1].tolist(), strict=True))  # scored first: what the edit left
-    for n, commit in enumerate(commits):
+    for commit in commits:
         height = first.get(commit.version, float(np.interp(commit.version, versions, values)))
-        places[kind_of(commits, n)].append((commit.version, height))
+        places[kind_of(commit)].append((commit.version, height))
     entries = {}
     for kind, found in places.items():
         if found:

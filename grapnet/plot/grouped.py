@@ -12,7 +12,8 @@ from grapnet.integrations.extra import require
 from .bands import Band, Ends, draw_bands
 from .canvas import cut_color, ground, ink, legend, shortened
 from .colors import NOBODY, is_dark, owner_colors
-from .wiring import Cuts, Names, Wires, all_names, wires
+from .fitted import fit
+from .wiring import Cuts, Names, Wires, all_names, title_of, wires
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 MOST_GROUPS = 10  # boxes of one layer
 FEW_FAMILIES = 8  # up to which families are told apart in a layer without owners
 HALF = 0.17  # of a box's width
-DEEP = 12  # layers up to which boxes have room for their names
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,13 +62,12 @@ def draw_groups(
     colors = owner_colors(all_names(names))
     boxes = [_boxes(part) for part in groups]
     entries: dict[str, Any] = {}
-    owners: dict[str, Any] = {}
+    owners: dict[str, tuple[str, Any]] = {}
     for number, (part, places) in enumerate(zip(groups, boxes, strict=True)):
         for title, name, size, (low, high) in zip(part.titles, part.names, part.sizes, places, strict=True):
-            text = f"{shortened(title, 12)}\n{size:,}" if len(groups) <= DEEP else ""
-            _draw_box(ax, number, low, high, text, colors.get(name, NOBODY))
+            _draw_box(ax, (number, low, high), shortened(title, 12), size, colors.get(name, NOBODY))
             if name is not None:
-                owners.setdefault(name, _patch(colors[name]))
+                owners.setdefault(name, (title_of(name), _patch(colors[name])))
     frozen = False
     for t, (parents, children) in enumerate(cuts.rows):
         bands = _bands(groups[t], groups[t + 1], wires(net, t, marked), parents, children, marked is not None)
@@ -81,13 +80,13 @@ def draw_groups(
         gone = f", {cuts.lost:,} with a node" if cuts.lost else ""
         line = require("matplotlib.lines", "plot").Line2D([], [], color=cut_color(ax), linestyle=":")
         entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = line
-    legend(ax, [*entries.items(), *owners.items()])
+    legend(ax, [*entries.items(), *owners.values()])
 
 
 def _by_name(part: Names) -> Groups:
     """Returns one box a name; of too many, the largest and one for all others."""
     sizes, codes = np.bincount(part.codes, minlength=len(part.names)), part.codes
-    titles = ["no owner" if name is None else name for name in part.names]
+    titles = [title_of(name) for name in part.names]
     if len(titles) <= MOST_GROUPS:
         return Groups(titles, part.names, sizes, codes)
     kept = np.sort(np.argsort(-sizes, kind="stable")[: MOST_GROUPS - 1])
@@ -152,14 +151,17 @@ def _bands(
     ]
 
 
-def _draw_box(ax: "Axes", number: int, low: float, high: float, text: str, color: str) -> None:
+def _draw_box(ax: "Axes", place: tuple[int, float, float], title: str, size: int, color: str) -> None:
+    """Draws a box, with its name and its size where there is room for them."""
+    number, low, high = place
     box = require("matplotlib.patches", "plot").FancyBboxPatch(
         (number - HALF, low), 2 * HALF, high - low, boxstyle="round,pad=0,rounding_size=0.02", zorder=3
     )
     box.set(facecolor=color, edgecolor=ground(ax), gid="group")
     ax.add_patch(box)
-    shade, size = "white" if is_dark(color) else "black", 7.5 if len(text) < 16 else 6.5
-    ax.text(number, (low + high) / 2, text, ha="center", va="center", fontsize=size, color=shade, zorder=4)
+    style = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "white" if is_dark(color) else "black"}
+    text = ax.text(number, (low + high) / 2, f"{title}\n{size:,}", zorder=4, **style)
+    fit(ax, [text], 1.9 * HALF, high - low, shorter=title)
 
 
 def _patch(color: str, **style: Any) -> Any:

@@ -10,12 +10,13 @@ from grapnet.integrations.extra import require
 
 from .canvas import cut_color, ground, ink, legend
 from .colors import NEGATIVE, POSITIVE, is_dark, owner_colors
-from .wiring import Cuts, Names, all_names, wires
+from .wiring import Cuts, Names, all_names, title_of, wires
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FADED = 0.1
+BROKEN = 1.01  # how large a weight that is not finite is drawn; the largest finite one is 1
 WRITTEN = 16  # nodes of a layer up to which each shows its uid
 
 
@@ -30,7 +31,7 @@ def draw_nodes(net: GrapNet, ax: "Axes", names: Sequence[Names], marked: Relatio
         gone = f", {cuts.lost:,} with a node" if cuts.lost else ""
         style = {"colors": cut_color(ax), "linewidths": 1.1, "linestyles": ":", "zorder": 2, "gid": "cut"}
         entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = _collection(ax, np.concatenate(lines), **style)
-    legend(ax, [*entries.items(), *_draw_nodes(net, ax, names, heights, marked).items()])
+    legend(ax, [*entries.items(), *_draw_nodes(net, ax, names, heights, marked)])
 
 
 def segments(transition: int, start: np.ndarray, end: np.ndarray) -> np.ndarray:
@@ -49,8 +50,9 @@ def _heights(codes: np.ndarray) -> np.ndarray:
 
 def _draw_nodes(
     net: GrapNet, ax: "Axes", names: Sequence[Names], heights: Sequence[np.ndarray], marked: RelationSet | None
-) -> dict[str, Any]:
-    colors, entries = owner_colors(all_names(names)), {}
+) -> list[tuple[str, Any]]:
+    """Draws the dots and returns the entries of their names in the legend; none where no node has a name."""
+    colors = owner_colors(all_names(names))
     widest = max(net.sizes)
     size = 190.0 if widest <= WRITTEN else max(18.0, 190.0 * WRITTEN / widest / 1.6)
     touched = None if marked is None else set(marked.parents.tolist()) | set(marked.children.tolist())
@@ -63,13 +65,12 @@ def _draw_nodes(
             dots = ax.scatter(np.full(len(rows), number), heights[number][rows], s=size, c=colors[name], zorder=3)
             dots.set_alpha(bright[rows].tolist())
             dots.set_edgecolor(ground(ax))
-            entries.setdefault("no owner" if name is None else name, _dot(colors[name]))
             text = "white" if is_dark(colors[name]) else "black"
             for row in rows if widest <= WRITTEN else ():
                 place = (number, heights[number][row])
                 ax.annotate(str(uids[row]), place, ha="center", va="center", fontsize=6, color=text, zorder=4)
-    named = {name: dots for name, dots in entries.items() if name != "no owner"}
-    return entries if named else {}
+    present = dict.fromkeys(name for part in names for name in part.names)
+    return [(title_of(name), _dot(colors[name])) for name in present] if any(part.has_any for part in names) else []
 
 
 def _draw_relations(
@@ -80,20 +81,23 @@ def _draw_relations(
     dashes = (0, (3, 1.6))
     for t, part in enumerate(found):
         lines = segments(t, heights[t][part.parents], heights[t + 1][part.children])
+        sizes = np.where(part.finite, np.abs(part.weights) / largest, BROKEN)
+        colors = np.where(part.finite, np.where(part.weights >= 0, POSITIVE, NEGATIVE), ink(ax))
         for frozen, style in ((False, "-"), (True, dashes)):
             chosen = np.flatnonzero(part.frozen == frozen)
-            chosen = chosen[np.abs(part.weights[chosen]).argsort(kind="stable")]  # the strongest lie above the others
+            chosen = chosen[sizes[chosen].argsort(kind="stable")]  # the strongest lie above the others
             kind = {"linestyles": [style], "zorder": 1, "gid": "frozen" if frozen else "free"}
-            kind["colors"] = np.where(part.weights[chosen] >= 0, POSITIVE, NEGATIVE).tolist()
+            kind["colors"] = colors[chosen].tolist()
             kind["alpha"] = np.where(part.marked[chosen], 0.85, FADED)
             if len(chosen):
-                widths = 0.25 + 2.2 * (np.abs(part.weights[chosen]) / largest)
-                _collection(ax, lines[chosen], linewidths=widths, **kind)
+                _collection(ax, lines[chosen], linewidths=0.25 + 2.2 * sizes[chosen], **kind)
     entries: dict[str, Any] = {}
-    if any((part.weights >= 0).any() for part in found):
+    if any((part.finite & (part.weights >= 0)).any() for part in found):
         entries["weight ≥ 0"] = _stroke(POSITIVE, "-")
     if any((part.weights < 0).any() for part in found):
         entries["weight < 0"] = _stroke(NEGATIVE, "-")
+    if not all(part.finite.all() for part in found):
+        entries["not finite"] = _stroke(ink(ax), "-")
     if any(part.frozen.any() for part in found):
         entries["frozen"] = _stroke(ink(ax), dashes)
     return entries

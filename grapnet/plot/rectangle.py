@@ -10,7 +10,7 @@ from grapnet.integrations.extra import require
 from .canvas import axes_for, dress, ink, legend, shortened, whole_numbers
 from .colors import NEGATIVE, POSITIVE
 from .grouped import Groups, make_groups
-from .wiring import names_of, require_net, wires
+from .wiring import Wires, names_of, require_net, wires
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +22,8 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     """Draws which parent has which child: rows grouped by owner, else by family, and the sign of weights as colour.
 
     A cell is the more opaque the larger the weight. Of a layer with more than 600 nodes a cell stands for several: it
-    is the more opaque the more of its relations there are, and has the colour of the larger sum.
+    is the more opaque the more of its pairs are related, and has the colour of the sign of their sum. A cell with a
+    weight that is not finite has a colour of its own.
 
     Args:
         net: to draw.
@@ -36,13 +37,15 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     rows, columns = (_places(group) for group in groups)
     ax = axes_for(ax, 6.4, 5.2)
     if len(rows) and len(columns):
-        image = _image(rows[part.parents], columns[part.children], part.weights, len(rows), len(columns))
+        image = _image(part, rows, columns, ink(ax))
         ax.imshow(image, aspect="auto", interpolation="nearest", extent=(0.0, len(columns), float(len(rows)), 0.0))
     size = f"{len(rows):,} × {len(columns):,}"
     share = f"{100 * len(part.weights) / max(len(rows) * len(columns), 1):.3g} %"
+    broken = int((~part.finite).sum())
+    kinds = f"{share} of all pairs" + (f", {broken:,} not finite" if broken else "")
     dress(
         ax,
-        f"transition {transition}: {size}, {len(part.weights):,} relations ({share} of all pairs)",
+        f"transition {transition}: {size}, {len(part.weights):,} relations ({kinds})",
         f"children: nodes of layer {transition + 1}",
         f"parents: nodes of layer {transition}",
     )
@@ -51,7 +54,11 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     _separate(ax, groups[0], upright=False)
     _separate(ax, groups[1], upright=True)
     patch = require("matplotlib.patches", "plot").Patch
-    legend(ax, [("weight ≥ 0", patch(color=POSITIVE)), ("weight < 0", patch(color=NEGATIVE))], above=True)
+    binned = max(len(rows), len(columns)) > MOST_CELLS
+    what, strength = ("sum of weights", "share of pairs") if binned else ("weight", "|weight|")
+    entries = [(f"{what} ≥ 0", patch(color=POSITIVE)), (f"{what} < 0", patch(color=NEGATIVE))]
+    entries += [("not finite", patch(color=ink(ax)))] if broken else []
+    legend(ax, [*entries, (f"opacity: {strength}", patch(alpha=0))], above=True)
     return ax
 
 
@@ -62,19 +69,29 @@ def _places(group: Groups) -> np.ndarray:
     return places
 
 
-def _image(rows: np.ndarray, columns: np.ndarray, weights: np.ndarray, high: int, wide: int) -> np.ndarray:
+def _image(part: Wires, rows: np.ndarray, columns: np.ndarray, broken_color: str) -> np.ndarray:
     """Returns colours with opacities, [rows, columns, 4], of at most 600 by 600 cells."""
-    shape = min(high, MOST_CELLS), min(wide, MOST_CELLS)
-    cells = (rows * shape[0] // high) * shape[1] + columns * shape[1] // wide
-    counts, sums = (np.bincount(cells, of, shape[0] * shape[1]) for of in (None, weights))
-    image = np.zeros((len(counts), 4))
+    sides = [_cells(places) for places in (rows, columns)]
+    (row_cells, high), (column_cells, wide) = ((cells, int(cells.max()) + 1) for cells in sides)
+    at = row_cells[part.parents] * wide + column_cells[part.children]
+    pairs = np.outer(np.bincount(row_cells), np.bincount(column_cells)).ravel()  # that every cell stands for
+    counts, sums = (np.bincount(at, of, high * wide) for of in (None, part.weights))
+    broken = np.bincount(at[~part.finite], minlength=high * wide) > 0
     to_rgb = require("matplotlib.colors", "plot").to_rgb
+    image = np.zeros((high * wide, 4))
     image[:, :3] = np.where((sums >= 0)[:, None], to_rgb(POSITIVE), to_rgb(NEGATIVE))
-    strength = np.abs(sums) if shape == (high, wide) else counts
-    present = counts > 0
-    if present.any():
-        image[present, 3] = 0.25 + 0.75 * np.minimum(strength[present] / (np.quantile(strength[present], 0.98) or 1), 1)
-    return image.reshape(*shape, 4)
+    image[broken] = *to_rgb(broken_color), 1.0
+    known = (counts > 0) & ~broken
+    if known.any():
+        strength = (np.abs(sums) if pairs.max() == 1 else counts / pairs)[known]
+        full = np.quantile(strength, 0.98) or 1
+        image[known, 3] = 0.25 + 0.75 * (np.minimum(strength, full) / full)
+    return image.reshape(high, wide, 4)
+
+
+def _cells(places: np.ndarray) -> np.ndarray:
+    """Returns in which cell of its side each node is; one cell a node while there are enough."""
+    return places * min(len(places), MOST_CELLS) // len(places)
 
 
 def _separate(ax: "Axes", group: Groups, *, upright: bool) -> None:

@@ -1,6 +1,7 @@
 """The accuracy matrix of a stream of tasks."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -10,11 +11,13 @@ from grapnet.learning import AccuracyMatrix
 
 from .canvas import axes_for, dress, ink, shortened
 from .colors import is_dark
+from .fitted import LETTER, LINE, fit, inches, whenever_drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-WRITTEN = 20  # tasks up to which every cell shows its number
+LEAST_WIDE, LEAST_HIGH = 0.3, 0.13  # inches of a cell that shows its number
+NUMBER = 9.0  # points of it, at most
 
 
 def accuracy_matrix(
@@ -43,25 +46,33 @@ def accuracy_matrix(
     ax = axes_for(ax, min(10.0, 2.6 + 0.55 * len(table)), min(9.0, 1.8 + 0.45 * len(table)))
     shades = require("matplotlib", "plot").colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0))
     image = ax.imshow(np.ma.masked_invalid(table), cmap=shades, vmin=0, vmax=1, aspect="auto")
-    if len(table) <= WRITTEN:
+    wide, high = (1 / inch for inch in inches(ax))
+    if wide >= LEAST_WIDE and high >= LEAST_HIGH:
         _write(ax, table, shades)
-        every = 1
     else:
         bar = ax.figure.colorbar(image, ax=ax, format=lambda share, _: f"{100 * share:.0f} %")
         bar.ax.tick_params(colors=ink(ax))
-        every = -(-len(table) // 10)
-    places = range(0, len(table), every)
     turned = tasks is not None and max(map(len, names)) > 4
-    ax.set_xticks(places, names[::every], rotation=40 if turned else 0, ha="right" if turned else "center")
-    ax.set_yticks(places, names[::every])
+    ax.set_xticks(range(len(names)), names, rotation=40 if turned else 0, ha="right" if turned else "center")
+    ax.set_yticks(range(len(names)), names)
     dress(ax, "accuracy in per cent", "task evaluated", "after learning task")
+    letters = 2.5 if turned else max(map(len, names)) + 1  # turned ones need the width of little more than a line
+    whenever_drawn(ax, partial(_thin_out, ax, ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator(), letters))
     return ax
 
 
+def _thin_out(ax: "Axes", across: Any, down: Any, letters: float, _: Any) -> None:
+    """Leaves as many ticks as have room for their names, every n-th; `across` and `down` say where they are."""
+    size, room = require("matplotlib", "plot").rcParams["font.size"], ax.get_window_extent()
+    for locator, length, needed in ((across, room.width, letters * LETTER), (down, room.height, LINE)):
+        locator.set_params(nbins=max(1, int(length / ax.figure.dpi / (size * needed))))
+
+
 def _write(ax: "Axes", table: np.ndarray, shades: Any) -> None:
-    to_hex = require("matplotlib.colors", "plot").to_hex
+    to_hex, texts = require("matplotlib.colors", "plot").to_hex, []
     for (row, column), share in np.ndenumerate(table):
         if np.isfinite(share):
+            style = {"ha": "center", "va": "center", "fontsize": NUMBER}
             color = "white" if is_dark(to_hex(shades(share))) else "black"
-            size = 9 if len(table) <= 8 else 6.5
-            ax.text(column, row, f"{100 * share:.1f}", ha="center", va="center", fontsize=size, color=color)
+            texts.append(ax.text(column, row, f"{100 * share:.1f}", color=color, **style))
+    fit(ax, texts, 0.84, 0.95, least=4.0)

@@ -10,6 +10,7 @@ import torch
 from grapnet import Commit, GrapNet, GrapNode, NodeSet, RelationSet
 
 COLUMNS = {"owner": "owner_names", "activation": "activation_names"}  # what nodes can be coloured by
+UNOWNED = "no owner"  # what nodes without a name are called
 Marked = NodeSet | RelationSet | GrapNode
 
 
@@ -19,7 +20,8 @@ class Wires:
 
     parents: np.ndarray  # [n] rows of the upper layer
     children: np.ndarray  # [n] rows of the lower layer
-    weights: np.ndarray  # [n], 0 where it is no finite number
+    weights: np.ndarray  # [n] float64, 0 where it is no finite number
+    finite: np.ndarray  # [n] bool
     frozen: np.ndarray  # [n] bool
     marked: np.ndarray  # [n] bool: is to stand out
 
@@ -66,9 +68,9 @@ def wires(net: GrapNet, transition: int, marked: RelationSet | None = None) -> W
         bits[:] = False
         bits[at.cpu().numpy() if isinstance(at, torch.Tensor) else slice(at.start, at.stop)] = True
     parents = store.topology.parents().cpu().numpy()
-    weights = store.values().detach().float().cpu().numpy()
-    weights = np.where(np.isfinite(weights), weights, 0)
-    return Wires(parents, store.child.cpu().numpy(), weights, frozen, bits)
+    weights = store.values().detach().double().cpu().numpy()
+    finite = np.isfinite(weights)
+    return Wires(parents, store.child.cpu().numpy(), np.where(finite, weights, 0), finite, frozen, bits)
 
 
 def names_of(net: GrapNet, color_by: str) -> list[Names]:
@@ -88,6 +90,18 @@ def all_names(names: Sequence[Names]) -> Iterator[str | None]:
     """Yields every name in use, hidden layers first, so that what they own has the first colours."""
     for part in (*names[1:-1], names[0], names[-1]):
         yield from part.names
+
+
+def title_of(name: str | None) -> str:
+    """Returns what a picture calls the nodes of one name; a name that says nothing by itself stands in quotes.
+
+    Examples:
+        >>> title_of("task-1"), title_of(None), title_of("no owner"), title_of("")
+        ('task-1', 'no owner', "'no owner'", "''")
+    """
+    if name is None:
+        return UNOWNED
+    return repr(name) if name.strip() in ("", UNOWNED) else name
 
 
 def marked_relations(net: GrapNet, highlight: Marked | None) -> RelationSet | None:

@@ -50,6 +50,25 @@ def test_texts_are_read_on_the_ground_of_their_theme(name):
         assert shades == {name == "light"}
 
 
+@pytest.mark.parametrize("face", ["none", (1.0, 1.0, 1.0, 0.1)])
+def test_what_is_behind_axes_that_let_it_through_decides_over_the_ink(face):
+    inner = Figure(facecolor="black").subfigures(1, 2)[1].subfigures(2, 1)[0]
+    ax = plot.degrees(grown(), ax=inner.subplots(subplot_kw={"facecolor": face}))
+    assert sum(to_rgb(ax.xaxis.label.get_color())) > 1.5
+    inner.set_facecolor("white")
+    assert sum(to_rgb(plot.degrees(grown(), ax=ax).xaxis.label.get_color())) < 1.5
+
+
+def test_axes_of_a_subfigure_are_written_with_their_whole_figure(tmp_path):
+    figure = Figure()
+    left, right = figure.subfigures(1, 2)
+    ax = plot.degrees(grown(), ax=left.subplots())
+    plot.timeline(grown(), ax=right.subfigures(1, 1).subplots())
+    plot.save(figure, tmp_path / "whole.svg")
+    for part in (ax, left, right.subfigs[0]):
+        assert plot.save(part, tmp_path / "part.svg").read_bytes() == (tmp_path / "whole.svg").read_bytes()
+
+
 def test_an_unknown_theme_is_refused():
     with pytest.raises(ValueError, match="a theme is light or dark, got 'blue'"):
         plot.theme("blue")

@@ -1,4 +1,4 @@
-"""Deletion, adjacency, timeline, accuracy matrix, distributions: what they show is what the net has."""
+"""Adjacency, timeline, accuracy matrix, distributions: what they show is what the net has."""
 
 from itertools import pairwise
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import grapnet as gn
@@ -14,72 +13,11 @@ from grapnet import plot
 from grapnet.learning import AccuracyMatrix, Evaluation
 
 from .nets import families, grown
-
-
-def texts(ax: Any) -> list[str]:
-    return [text.get_text() for text in ax.texts]
-
-
-def patches(ax: Any, gid: str) -> int:
-    return sum(patch.get_gid() == gid for patch in ax.patches)
+from .reading import overlaps, texts
 
 
 def ticks(axis: Any) -> list[str]:
     return [text.get_text() for text in axis.get_ticklabels()]
-
-
-def test_deletion_shows_a_real_cut_and_leaves_the_net_as_it_was():
-    net = gn.GrapNet([3, 5, 2], density=0.8, generator=torch.Generator().manual_seed(0))
-    node = net.layers[0][0]
-    before = (node.children.uids.tolist(), node.W_alloc.detach().clone(), net.version, len(net.history))
-    degree = node.degree
-    ax = plot.deletion(net, node=node, slots=[1])
-    assert (node.children.uids.tolist(), net.version, len(net.history)) == (before[0], before[2], before[3])
-    assert torch.equal(node.W_alloc, before[1])
-    found = texts(ax)
-    assert f"1 of the {degree} relations of node {node.uid} cut" == ax.get_title("left")
-    for line in (
-        "5 weights stored",
-        "5 weights and 5 mask bits stored",
-        f"{degree} weights and {degree} references stored",
-        f"{degree - 1} weights and {degree - 1} references stored",
-    ):
-        assert found.count(line) == 1
-    assert patches(ax, "children before: cut") == patches(ax, "dense after: cut") == 1
-    assert patches(ax, "children after: kept") == degree - 1
-    assert patches(ax, "children after: cut") == 0
-    assert sum(patches(ax, f"dense after: {kind}") for kind in ("kept", "cut", "empty")) == 5  # the coordinate stays
-
-
-def test_deletion_picks_a_node_and_its_smallest_relation():
-    net = gn.GrapNet.from_relations([2, 3], [([0, 1, 1, 1], [0, 0, 1, 2], [1.0, 0.5, 0.125, -2.0])])
-    ax = plot.deletion(net)
-    assert ax.get_title("left") == "1 of the 3 relations of node 1 cut"
-    assert "2 weights and 2 references stored" in texts(ax)
-    assert texts(ax).count(".125") == 0
-    assert texts(ax).count("0.12") == 2  # before, in both; after, in none
-
-
-def test_deletion_of_a_node_with_many_children_shows_some_and_counts_all():
-    net = gn.GrapNet([2, 300, 2])
-    ax = plot.deletion(net, node=0, slots=[7, 250])
-    found = texts(ax)
-    assert "298 weights and 298 references stored" in found
-    assert patches(ax, "children before: cut") == 2
-    assert "+292" in found
-
-
-def test_deletion_refuses_what_cannot_be_cut():
-    net = gn.GrapNet([2, 3])
-    with pytest.raises(ValueError, match=r"GrapNode\(layer=1, uid=2\) owns no relations"):
-        plot.deletion(net, node=2)
-    with pytest.raises(gn.EditError, match=r"owns 3 relations, so slots \[9\] do not exist"):
-        plot.deletion(net, node=0, slots=[9])
-    with pytest.raises(gn.StaleNodeError, match="no node of this graph has uid 77"):
-        plot.deletion(net, node=77)
-    with pytest.raises(ValueError, match="the net has no relations"):
-        plot.deletion(gn.GrapNet([2, 0]))
-    assert net.version == 0
 
 
 def test_adjacency_has_a_cell_for_every_pair_and_colours_those_that_are_related():
@@ -166,6 +104,21 @@ def test_timeline_marks_every_kind_of_edit_on_the_number_of_relations():
     assert ticks(ax.xaxis)[:2] == ["1 grow", "2 cut two"]
 
 
+def test_timeline_tells_an_undo_from_a_redo_however_often_they_follow_each_other():
+    net = gn.GrapNet([4, 3, 2])
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=2))
+    for back in (net.undo, net.redo, net.undo, net.redo, net.undo):
+        back()
+    expected = {"cut": [1], "undo": [2, 4, 6], "redo": [3, 5]}
+    assert {kind: [version for version, _ in points] for kind, points in marks(plot.timeline(net)).items()} == expected
+    assert plot.timeline(net).get_title("left") == "6 edits: 1 cut, 3 undo, 2 redo"
+    assert {kind: len(points) for kind, points in marks(plot.timeline(net.history[-2:])).items()} == {
+        "undo": 1,
+        "redo": 1,
+    }
+
+
 def test_timeline_of_commits_alone_shows_changes():
     ax = plot.timeline(edited().history)
     assert marks(ax)["grow"] == [(1, 8)]
@@ -237,6 +190,25 @@ def test_accuracy_matrix_has_its_numbers_in_its_cells():
         plot.accuracy_matrix(AccuracyMatrix())
 
 
+@pytest.mark.parametrize(("tasks", "name"), [(5, "{}"), (10, "no {}"), (20, "{}"), (30, "a task called {}")])
+def test_an_accuracy_matrix_writes_what_there_is_room_for(tasks, name):
+    called = [name.format(n) for n in range(tasks)]
+    figure = Figure((11, 6), layout="constrained")
+    ax = plot.accuracy_matrix(torch.ones(tasks, tasks), tasks=called, ax=figure.subplots(2, 2)[0, 0])
+    assert overlaps(ax) == []
+    assert len(ax.texts) == (tasks**2 if tasks <= 10 else 0)
+    assert all(text.get_text() == "100.0" for text in ax.texts)
+    assert len(figure.axes) == (4 if tasks <= 10 else 5)  # with a colour bar where no numbers are
+    for axis in (ax.xaxis, ax.yaxis):
+        every = called.index(ticks(axis)[1])
+        assert ticks(axis) == called[::every]
+        assert tasks < 20 or every > 1
+    own = plot.accuracy_matrix(torch.ones(tasks, tasks), tasks=called)
+    own.figure.draw_without_rendering()
+    assert len(own.texts) == (tasks**2 if tasks <= 20 else 0)
+    assert ticks(own.yaxis) == called
+
+
 def steps(ax: Any) -> dict[str, int]:
     return {patch.get_label(): int(patch.get_data().values.sum()) for patch in ax.patches}
 
@@ -275,17 +247,6 @@ def test_a_degree_stands_where_it_belongs():
     counts, ends = patch.get_data().values, patch.get_data().edges
     middles = (ends[1:] + ends[:-1]) / 2
     assert {round(m): int(c) for m, c in zip(middles, counts, strict=True) if c} == {0: 1, 1: 1, 3: 1}
-
-
-def overlaps(ax: Any) -> list[tuple[str, str]]:
-    """Returns the pairs of level texts that lie on each other, once the figure is drawn."""
-    renderer = FigureCanvasAgg(ax.figure).get_renderer()
-    ax.figure.draw(renderer)
-    shown = [*ax.texts, ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
-    shown += [ax._left_title, *(ax.get_legend().get_texts() if ax.get_legend() else [])]
-    level = [text for text in shown if text.get_text() and text.get_rotation() in (0, 90)]
-    rooms = [(text.get_text(), text.get_window_extent(renderer)) for text in level]
-    return [(a, b) for n, (a, room) in enumerate(rooms) for b, other in rooms[:n] if room.overlaps(other)]
 
 
 @pytest.mark.parametrize(("per_task", "tasks"), [(3, 3), (40, 9)])

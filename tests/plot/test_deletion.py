@@ -1,0 +1,113 @@
+"""Child-owned deletion beside masking: a real cut, drawn such that it can be read."""
+
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+import grapnet as gn
+from grapnet import plot
+
+from .reading import overlaps, texts
+
+
+def patches(ax: Any, gid: str) -> int:
+    return sum(patch.get_gid() == gid for patch in ax.patches)
+
+
+def test_deletion_shows_a_real_cut_and_leaves_the_net_as_it_was():
+    net = gn.GrapNet([3, 5, 2], density=0.8, generator=torch.Generator().manual_seed(0))
+    node = net.layers[0][0]
+    before = (node.children.uids.tolist(), node.W_alloc.detach().clone(), net.version, len(net.history))
+    degree = node.degree
+    ax = plot.deletion(net, node=node, slots=[1])
+    assert (node.children.uids.tolist(), net.version, len(net.history)) == (before[0], before[2], before[3])
+    assert torch.equal(node.W_alloc, before[1])
+    found = texts(ax)
+    assert f"1 of the {degree} relations of node {node.uid} cut" == ax.get_title("left")
+    for line in (
+        "5 weights stored",
+        "5 weights and 5 mask bits stored",
+        f"{degree} weights and {degree} references stored",
+        f"{degree - 1} weights and {degree - 1} references stored",
+    ):
+        assert found.count(line) == 1
+    assert patches(ax, "children before: cut") == patches(ax, "dense after: cut") == 1
+    assert patches(ax, "children after: kept") == degree - 1
+    assert patches(ax, "children after: cut") == 0
+    assert sum(patches(ax, f"dense after: {kind}") for kind in ("kept", "cut", "empty")) == 5  # the coordinate stays
+
+
+def test_deletion_picks_a_node_and_its_smallest_relation():
+    net = gn.GrapNet.from_relations([2, 3], [([0, 1, 1, 1], [0, 0, 1, 2], [1.0, 0.5, 0.125, -2.0])])
+    ax = plot.deletion(net)
+    assert ax.get_title("left") == "1 of the 3 relations of node 1 cut"
+    assert "2 weights and 2 references stored" in texts(ax)
+    assert texts(ax).count(".125") == 0
+    assert texts(ax).count("0.12") == 2  # before, in both; after, in none
+
+
+def test_deletion_of_a_node_with_many_children_shows_some_and_counts_all():
+    net = gn.GrapNet([2, 300, 2])
+    ax = plot.deletion(net, node=0, slots=[7, 250])
+    found = texts(ax)
+    assert "298 weights and 298 references stored" in found
+    assert patches(ax, "children before: cut") == 2
+    assert "+292" in found
+
+
+def columns(ax: Any, y: float) -> dict[float, str]:
+    """Returns the uids above the columns of the dense row that stands at this height, by their places."""
+    found = [
+        text for text in ax.texts if text.get_gid() == "column" and text.get_position()[1] == y and text.get_text()
+    ]
+    return {text.get_position()[0]: text.get_text() for text in found}
+
+
+@pytest.mark.parametrize("slots", [[10], [3, 11], list(range(12))])
+def test_deletion_shows_the_same_columns_before_and_after(slots):
+    net = gn.GrapNet([4, 12, 3])
+    ax = plot.deletion(net, node=0, slots=slots)
+    heights = sorted({text.get_position()[1] for text in ax.texts if text.get_gid() == "column"})
+    after, before = (columns(ax, y) for y in heights)
+    assert before == after
+    assert set(map(str, net.node(0).children.uids[torch.tensor(slots)][:8].tolist())) <= set(before.values())
+    assert patches(ax, "dense before: cut") == 0
+    assert patches(ax, "dense after: cut") == min(len(slots), 8)
+
+
+def extremes() -> gn.GrapNet:
+    """Returns a net whose weights are long to write."""
+    weights = [-1.23e38, 4.5e-38, -0.25, -0.012, 12.5, -99.99, -1e-10, 0.0, -7.0]
+    return gn.GrapNet.from_relations([1, 9], [([0] * 9, list(range(9)), weights)])
+
+
+@pytest.mark.parametrize("wide", [3.2, 4.0, 9.6])
+@pytest.mark.parametrize("net", [extremes(), gn.GrapNet([2, 300])], ids=["extreme", "many"])
+def test_weights_stay_inside_of_their_cells(net, wide):
+    ax = plot.deletion(net, node=0, slots=[1], ax=Figure((wide, 2.6), layout="constrained").subplots())
+    assert overlaps(ax) == []
+    cells = [patch.get_window_extent() for patch in ax.patches]
+    inside = [text for text in ax.texts if text.get_gid() in ("child", "weight", "more")]
+    assert len(inside) == len(cells)
+    for text, cell in zip(inside, cells, strict=True):
+        paper = text.get_bbox_patch()
+        room = (paper or text).get_window_extent()
+        assert text.get_text()
+        assert cell.x0 <= room.x0
+        assert room.x1 <= cell.x1
+    assert overlaps(plot.deletion(net, node=0)) == []
+
+
+def test_deletion_refuses_what_cannot_be_cut():
+    net = gn.GrapNet([2, 3])
+    with pytest.raises(ValueError, match=r"GrapNode\(layer=1, uid=2\) owns no relations"):
+        plot.deletion(net, node=2)
+    with pytest.raises(gn.EditError, match=r"owns 3 relations, so slots \[9\] do not exist"):
+        plot.deletion(net, node=0, slots=[9])
+    with pytest.raises(gn.StaleNodeError, match="no node of this graph has uid 77"):
+        plot.deletion(net, node=77)
+    with pytest.raises(ValueError, match="the net has no relations"):
+        plot.deletion(gn.GrapNet([2, 0]))
+    assert net.version == 0
