@@ -1,12 +1,14 @@
 """Checkpoints: one file that holds graphs, their journals and whatever trains them, and no code."""
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from grapnet.convert.origin import COMPILED
 from grapnet.core.errors import CheckpointError
 from grapnet.core.wording import with_article
 from grapnet.network import GrapNet
@@ -21,13 +23,14 @@ from .net import describe_net, rebuild_net, warn_of_unmet_choices
 def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = False, **extras: Any) -> None:
     """Writes a net, or a model with nets inside, and any extras to one file, which replaces an earlier one once whole.
 
-    Of every net the file holds the graph, the journal and the chosen backends; of a model also where its nets stand,
-    what `gn.ungraft` needs, and the state dict of everything beside them. A save that is killed leaves the earlier file
-    as it was, and a folder `.grapnet.….partial` that can be deleted.
+    Of every net the file holds the graph, the journal, the chosen backends and which Parameters do not train; of a
+    model also where its nets stand, what `gn.ungraft` needs, and the state dict of everything beside them. A save that
+    is killed leaves the earlier file as it was, and a folder `.grapnet.….partial` that can be deleted.
 
     Args:
         path: the file; its folder must exist. A link is followed.
-        model: a GrapNet, which `gn.load` returns; or any module with nets inside, for `gn.restore(path, into=model)`.
+        model: a GrapNet, compiled or not, which `gn.load` returns; or any module with nets inside, for
+            `gn.restore(path, into=model)`.
         undo: also keep the cut weights that undo and redo need, and the state that attached optimizers had for them. By
             default the file holds nothing of a coordinate that was cut.
         extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules, memories),
@@ -41,6 +44,13 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
     """
     if isinstance(path, nn.Module):
         raise TypeError("the path comes first: gn.save(path, net)")
+    container.write(path, *content(model, extras, undo=undo))
+
+
+def content(model: nn.Module, extras: Mapping[str, Any], *, undo: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the document and the tensors of the file that `save` writes; raises as it does."""
+    held = getattr(model, COMPILED, None)
+    model = held if isinstance(held, GrapNet) else model  # torch.compile(net) is saved as the net
     nets = find_nets(model) if isinstance(model, nn.Module) else {}
     if not nets:
         raise TypeError(
@@ -57,7 +67,7 @@ def save(path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = Fals
             **(describe_net(model, tensors, undo=undo) if is_net else describe_model(model, tensors, undo=undo)),
             "extras": {name: describe_extra(name, e, tensors, places, undo=undo) for name, e in extras.items()},
         }
-    container.write(path, document, tensors)
+    return document, tensors
 
 
 @torch.inference_mode(False)  # what is made here is to be trained, whoever calls
@@ -92,9 +102,9 @@ def restore(path: str | os.PathLike[str], /, *, into: nn.Module | None = None, *
 
     A model given as `into` gets nets in the places where the saved one had them, whatever stands there: the dense
     modules of a fresh model, of any shape and even on the meta device, or nets of any version. A net goes to the device
-    and the dtype of what it replaces, and is trained like it. Everything else is loaded by name and shape. Parameters
-    beside the nets stay the same objects, those of the nets are others, so make the optimizer afterwards; one that
-    holds those of before raises OptimizerError at its next step:
+    and the dtype of what it replaces, and trains what that trains. Everything else is loaded by name and shape.
+    Parameters beside the nets stay the same objects, those of the nets are others, so make the optimizer afterwards;
+    one that holds those of before raises OptimizerError at its next step:
 
         gn.restore(path, into=model)
         optimizer = torch.optim.Adam(model.parameters())
@@ -112,7 +122,7 @@ def restore(path: str | os.PathLike[str], /, *, into: nn.Module | None = None, *
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: a name was not saved, a state does not fit its object, or a net to be replaced has hooks or
-            something of its own; nothing was changed.
+            something of its own, or is held by `torch.compile(net)`; nothing was changed.
     """
     document, tensors = container.read(path)
     extras, fields = entry(document, "extras", dict, ""), Fields(tensors)

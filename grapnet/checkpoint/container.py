@@ -25,8 +25,10 @@ _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 _STORABLE = (*_FLOATS, *_SIGNED, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool)
 
 
-def write(path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Writes a checkpoint, whole or not at all."""
+def write(
+    path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[str, Tensor], *, replace: bool = True
+) -> None:
+    """Writes a checkpoint, whole or not at all; raises FileExistsError where it may not replace a file."""
     try:
         text = json.dumps(document, separators=(",", ":"))
     except ValueError as error:  # a number of thousands of digits
@@ -38,7 +40,7 @@ def write(path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[
         )
     tensors = _separate({name: _storable(name, tensor) for name, tensor in tensors.items()})
     try:
-        with whole(path) as partial:
+        with whole(path, replace=replace) as partial:
             save_file(tensors, os.fspath(partial), metadata={"grapnet": text, "sha256": digest(text, tensors)})
     except SafetensorError as error:
         raise OSError(f"{os.fspath(path)!r} could not be written ({_first_line(error)})") from error

@@ -49,6 +49,7 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for name, column in net.columns.items():
         tensors[f"columns.{name}"] = column.values()
         columns.append({"name": name, "bound": column.bound, "finite": _is_finite(column)})
+    untrained = [name for name, parameter in net.named_parameters() if not parameter.requires_grad]
     return {
         "version": net.version,
         "next_uid": net.next_uid,
@@ -56,6 +57,7 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "layers": layers,
         "transitions": transitions,
         **({"columns": columns} if columns else {}),
+        **({"untrained": untrained} if untrained else {}),
     }
 
 
@@ -100,6 +102,17 @@ def rebuild_columns(document: Any, fields: Fields, net: GrapNet, choices: Sequen
         values = _values(fields, f"columns.{name}", net.transitions[t].weight.dtype, len(net.layers[layer]), finite)
         columns.append(Column(name, layer, values, beside=f"transitions.{t}.weight", bound=bound))
     net.set_columns(columns)
+
+
+def switch_off(document: Any, net: GrapNet) -> None:
+    """Takes `requires_grad` from the Parameters that did not train; raises CheckpointError when the net has no such."""
+    parameters = dict(net.named_parameters())
+    untrained = entry(document, "untrained", list, "graph.") if "untrained" in document else []
+    unknown = any(type(name) is not str or name not in parameters for name in untrained)
+    if unknown or len(set(untrained)) < len(untrained):
+        raise CheckpointError("graph.untrained: expected names of Parameters, each once")
+    for name in untrained:
+        parameters[name].requires_grad_(False)
 
 
 def _transition(t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents: int, n_children: int) -> Transition:

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
 from grapnet.convert.exchange import Exchange, refuse_earlier_losses
+from grapnet.convert.origin import COMPILED
 from grapnet.core.errors import CheckpointError
 from grapnet.core.wording import with_article
 from grapnet.learning.stale import mark_replaced
@@ -106,7 +107,7 @@ def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets
     Raises:
         CheckpointError: the file holds no such model, or something does not fit; nothing was changed.
     """
-    places = read_places(document)
+    places = [_places_in(model, names) for names in read_places(document)]
     nets: dict[GrapNet, list[str]] = {}
     steps: list[Callable[[], None]] = []
     for n, (part, names) in enumerate(zip(document["nets"], places, strict=True)):
@@ -215,6 +216,17 @@ def _read_state(part: dict[str, Any], model: nn.Module, fields: Fields) -> tuple
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     whole._metadata = {name: {"version": versions.get(name, 1)} for name in names}  # pyright: ignore[reportAttributeAccessIssue]
     return whole, ties
+
+
+def _places_in(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns what a model calls places: without the steps into `torch.compile(part)` that only the saved one had."""
+    there, found = {name for name, _ in model.named_modules(remove_duplicate=False)}, []
+    for name in names:
+        kept: list[str] = []
+        for step in name.split("."):
+            kept += [step] if step != COMPILED or ".".join([*kept, step]) in there else []
+        found.append(".".join(kept))
+    return found
 
 
 def _placements(model: nn.Module, names: list[str], net: GrapNet, origin: Any) -> list[Callable[[], None]]:

@@ -9,7 +9,7 @@ from grapnet.core.errors import CheckpointError
 from grapnet.network import GrapNet
 
 from .fields import Fields, entry
-from .graph import describe_graph, rebuild_columns, rebuild_graph
+from .graph import describe_graph, rebuild_columns, rebuild_graph, switch_off
 from .history import describe_journal, rebuild_journal
 
 
@@ -37,6 +37,7 @@ def rebuild_net(document: Any, fields: Fields) -> GrapNet:
     if len(backends) != len(net.transitions) or any(type(name) is not str for name in backends):
         raise CheckpointError("execution: expected the name of a backend for every transition")
     rebuild_columns(graph, fields, net, backends)
+    switch_off(graph, net)
     net.execution.choose(backends)
     return net
 

@@ -15,7 +15,7 @@ from .build import build_net
 from .chain import Chain, read_chain
 from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
 from .matching import Where, matches
-from .origin import find, joined, owners_of, prepare_graft
+from .origin import find, joined, owners_of, prepare_graft, require_not_compiled
 
 
 def from_module(module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: bool = False) -> GrapNet:
@@ -122,6 +122,7 @@ def graft_chains(
 
 def _require_alone(model: nn.Module, anchor: nn.Module, name: str, chain: Chain) -> None:
     """Raises ConversionError when something else uses what the net would take over."""
+    require_not_compiled(model, find(anchor, chain.place, name), joined(name, chain.place))
     linears = [find(anchor, part.path, name) for part in chain.parts]
     mine = [parameter for linear in linears for parameter in linear.parameters(recurse=False)]
     for other_name, module in model.named_modules():

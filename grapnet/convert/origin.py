@@ -18,6 +18,8 @@ from .additions import describe_additions, describe_hooks
 from .chain import Chain
 from .fastpath import set_fast_paths
 
+COMPILED = "_orig_mod"  # the name under which torch.compile(part) holds the part
+
 
 @dataclass(frozen=True, eq=False)
 class Origin:
@@ -35,7 +37,8 @@ def describe_origin(net: GrapNet) -> dict[str, Any] | None:
 def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable[[], None]:
     """Prepares to put a net into a model, over whatever stands there; returns what does it.
 
-    The net takes over the device, the dtype, the mode and, Parameter by Parameter, the `requires_grad` of that.
+    The net takes over the device, the dtype, the mode and, Parameter by Parameter, the `requires_grad` of that; where
+    no Parameters stand it keeps its own.
 
     Args:
         model: a model like the one the net was found in.
@@ -45,7 +48,7 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
 
     Raises:
         ConversionError: the model has no such place, or other modules there, or a net with hooks or with something of
-            its own that this one would not have.
+            its own that this one would not have, or `torch.compile` holds what stands there.
         ValueError: `described` says nothing that `describe_origin` could have said.
     """
     chain = None if described is None else Chain.from_data(described)
@@ -59,6 +62,7 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         raise ConversionError(
             f"{name!r} is {with_article(type(present).__name__)}, and a net goes in place of a module"
         )
+    require_not_compiled(model, present, name)
     if isinstance(present, GrapNet):
         refusal = describe_additions(present, f"the net at {name!r}") or describe_hooks(present, f"the net at {name!r}")
         if refusal:
@@ -115,7 +119,7 @@ def _resemble(net: GrapNet, present: nn.Module, model: nn.Module, linears: Seque
         for kind, name in (("weight", f"transitions.{t}.weight"), ("bias", f"layers.{t + 1}.bias")):
             parameter = linear._parameters.get(kind, linear._parameters.get(f"{kind}_orig"))
             parameters |= {} if parameter is None else {name: parameter}
-    for name, parameter in net.named_parameters():
+    for name, parameter in net.named_parameters() if parameters else ():
         parameter.requires_grad_(parameters[name].requires_grad if name in parameters else trained)
 
 
@@ -185,6 +189,15 @@ def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> None:
 def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns every module that has this one, and under which name."""
     return [(owner, step) for owner in model.modules() for step, child in owner._modules.items() if child is module]
+
+
+def require_not_compiled(model: nn.Module, module: nn.Module, name: str) -> None:
+    """Raises ConversionError when `torch.compile` holds a module: it would go on with that, whatever replaces it."""
+    if any(step == COMPILED for _, step in owners_of(model, module)):
+        raise ConversionError(
+            f"{name!r} was compiled by torch.compile(part), which would go on with the module that it was given; put "
+            "the part itself where its compiled wrapper stands, and compile it afterwards, or in place: part.compile()"
+        )
 
 
 def joined(*names: str) -> str:

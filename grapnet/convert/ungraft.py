@@ -22,7 +22,7 @@ from .chain import Chain, Part, commutes, read_chain
 from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
 from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
-from .origin import Origin, find, put, put_everywhere
+from .origin import Origin, find, put, put_everywhere, require_not_compiled
 
 _left: "weakref.WeakKeyDictionary[GrapNet, _Left]" = weakref.WeakKeyDictionary()  # a graph does not keep its followers
 
@@ -54,6 +54,7 @@ def ungraft(
         raise ConversionError("the model is a net itself and cannot be replaced in place; take net.to_module()")
     exchanges, homes, installs, plain = [], [], [], {}
     for name, net in nets.items():
+        require_not_compiled(model, net, name)
         try:
             chain, replaced = _skeletons(net, name, most_cells)
             linears = [_find(replaced, part.path) for part in chain.parts]

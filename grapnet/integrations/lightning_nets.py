@@ -56,14 +56,13 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
 
     Raises:
         CheckpointError: a net is damaged, or cannot be put where it stood; the module is as it was.
-        ConversionError: the module has other parts where a net stood, or a net with hooks or something of its own that
-            would be lost; the module is as it was.
+        ConversionError: the module has other parts where a net stood, a net with hooks or something of its own that
+            would be lost, or a part compiled by `torch.compile(part)`; the module is as it was.
     """
     found: dict[str, gn.GrapNet] = {}
     installs: list[Callable[[], None]] = []
     for part in checkpoint.get(KEY, []):
         name = part["name"]
-        _require_not_compiled(name)
         with _unpacked(part["file"]) as path:
             found[name] = net = gn.load(path)
         installs.append(place(module, name, net, part["origin"]))
@@ -91,14 +90,6 @@ def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:
         for parameter in net.parameters():
             if owners.setdefault(id(parameter), name) != name:
                 raise gn.CheckpointError(f"the nets at {owners[id(parameter)]!r} and {name!r} share a Parameter")
-
-
-def _require_not_compiled(name: str) -> None:
-    if "_orig_mod" in name.split("."):
-        raise gn.CheckpointError(
-            f"what stands around {name!r} was compiled and would go on with the net that it was compiled for; "
-            "compile it after the checkpoint was loaded, or in place: net.compile()"
-        )
 
 
 def _pack(name: str, net: gn.GrapNet, extras: dict[str, Any]) -> Tensor:

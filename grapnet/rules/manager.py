@@ -91,9 +91,10 @@ class RuleManager:
         """Puts another rule in the place of one, with its schedule and budget, and returns the old one."""
         require_rule(rule)
         entry = self._roster[name]
-        old, entry.rule = entry.rule, rule
-        self._arm_new(name, lambda: setattr(entry, "rule", old))
-        return old
+        other = replace(entry, rule=rule)
+        self._roster.exchange(entry, other)
+        self._arm_new(name, lambda: self._roster.exchange(other, entry))
+        return entry.rule
 
     def enable(self, name: str) -> None:
         """Switches a rule on."""
@@ -240,6 +241,7 @@ class RuleManager:
                     "name": entry.name,
                     "enabled": entry.enabled,
                     **entry.description(),
+                    "attributes": entry.unchanged(),
                     "state": state_of(entry.rule),
                     "recorders": recorders.get(entry.name, {}),
                 }

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from grapnet.core.errors import CheckpointError, GrapNetError
@@ -12,7 +12,7 @@ from grapnet.network import GrapNet
 from .budget import Budget
 from .rule import Rule
 from .schedule import Schedule, next_step
-from .settings import describe, differences
+from .settings import attributes, describe, differences, differing, same, state_of
 
 
 class RuleError(GrapNetError, LookupError):
@@ -28,10 +28,21 @@ class Entry:
     schedule: Schedule
     budget: Budget | None
     enabled: bool
+    injected: dict[str, Any] = field(init=False)  # the attributes that the rule had then
+
+    def __post_init__(self) -> None:
+        self.injected = attributes(self.rule)
 
     def description(self) -> dict[str, Any]:
         """Returns what must be equal for a saved state to fit, as plain data."""
         return {"rule": describe(self.rule), "schedule": describe(self.schedule), "budget": describe(self.budget)}
+
+    def unchanged(self) -> dict[str, Any]:
+        """Returns the attributes of the rule that are as they were when it was injected, so none that it counts in."""
+        present, state = attributes(self.rule), state_of(self.rule)
+        for name in state if isinstance(state, Mapping) else ():  # it comes back with the state
+            present.pop(name, None)
+        return {name: value for name, value in self.injected.items() if name in present and same(value, present[name])}
 
 
 class Roster:
@@ -60,6 +71,10 @@ class Roster:
             )
         place = len(self) if after is None else self._place(after) + 1
         self._entries.insert(place if before is None else self._place(before), entry)
+
+    def exchange(self, entry: Entry, other: Entry) -> None:
+        """Puts an entry in the place of another."""
+        self._entries[self._entries.index(entry)] = other
 
     def remove(self, name: str) -> None:
         """Takes an entry out."""
@@ -104,6 +119,9 @@ class Roster:
         for entry in self:
             for what, present in entry.description().items():
                 require_same(f"the {what} of {entry.name!r}", saved[entry.name][what], present)
+            held = saved[entry.name].get("attributes", {})
+            injected = {name: entry.injected.get(name) for name in held}  # one that was not saved had changed
+            _refuse(f"the rule of {entry.name!r}", differing(held, injected))
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -122,7 +140,11 @@ class Roster:
 
 def require_same(what: str, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
     """Raises CheckpointError, saying how two descriptions differ."""
-    found = differences(saved, present)
+    _refuse(what, differences(saved, present))
+
+
+def _refuse(what: str, found: list[str]) -> None:
+    """Raises CheckpointError when differences were found."""
     if found:
         raise CheckpointError(f"{what} is not the one that was saved: {'; '.join(found)}")
 

@@ -79,6 +79,7 @@ def edited_net(dtype: torch.dtype = torch.float32) -> tuple[gn.GrapNet, Objects]
 def write_example(path: Path) -> None:
     """Writes the checkpoint that is mutated."""
     net, objects = edited_net()
+    net.layers[3].bias.requires_grad_(False)
     gn.save(path, net, undo=True, notes=copy.deepcopy(NOTES), **objects)
 
 

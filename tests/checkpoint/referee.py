@@ -161,6 +161,8 @@ def require_agreement(net: gn.GrapNet, document: Document, tensors: Tensors) -> 
     for t in range(len(net.transitions)):
         for key in ("ptr", "child", "weight", "frozen"):
             same(state[f"transitions.{t}.{key}"].reshape(-1), tensors[f"transitions.{t}.{key}"])
+    told = document["graph"].get("untrained", [])
+    assert sorted(told) == sorted(name for name, parameter in net.named_parameters() if not parameter.requires_grad)
     commits = document["journal"]["commits"]
     assert len(net.history) == len(commits)
     for n, (commit, part) in enumerate(zip(net.history, commits, strict=True)):

@@ -52,6 +52,28 @@ def test_resumed_training_is_bit_identical(tmp_path):
     assert ends[0] == ends[1]
 
 
+@pytest.mark.parametrize("attention", [False, True])
+def test_what_is_not_trained_stays_untrained(tmp_path, attention):
+    ends = []
+    for interrupted in (False, True):
+        torch.manual_seed(0)
+        net, objects = edited_net()
+        if attention:
+            net.execution.use("attention", transition=1)
+            objects = objects_for(net)
+        net.requires_grad_(False)
+        net.transitions[0].weight.requires_grad_(True)
+        net.layers[2].bias.requires_grad_(True)
+        train(net, objects, 1)
+        if interrupted:
+            net, objects = resumed(tmp_path / "run", net, objects)
+        train(net, objects, 2)
+        flags = {name: parameter.requires_grad for name, parameter in net.named_parameters()}
+        ends.append((flags, as_text(dict(net.state_dict())), contents(objects)))
+    assert ends[0] == ends[1]
+    assert sum(ends[1][0].values()) == 2
+
+
 def test_undo_after_resuming_brings_the_optimizer_state_back(tmp_path):
     ends = []
     for interrupted in (False, True):

@@ -90,6 +90,26 @@ def test_the_next_edit_goes_the_same_way(tmp_path, name):
     assert content(loaded) == content(net)
 
 
+UNTRAINED = {
+    "no list": "layers.1.bias",
+    "no name": ["layers.1.bias", 1],
+    "a list inside": [["layers.1.bias"]],
+    "nobody's": ["layers.0.bias"],
+    "twice": ["layers.1.bias", "layers.1.bias"],
+}
+
+
+@pytest.mark.parametrize("wrong", UNTRAINED)
+def test_what_is_not_trained_is_no_parameter(tmp_path, wrong):
+    gn.save(tmp_path / "net", fresh())
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    assert "untrained" not in document["graph"]  # files of before read as if all of it trained
+    document["graph"]["untrained"] = UNTRAINED[wrong]
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    with pytest.raises(gn.CheckpointError, match=r"^graph\.untrained: expected"):
+        gn.load(tmp_path / "net")
+
+
 def test_blame_returns(tmp_path):
     net, _ = edited_net()
     loaded = reloaded(tmp_path / "net", net)
