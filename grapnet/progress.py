@@ -21,7 +21,8 @@ _BAR = 20  # cells of the bar on a terminal
 class Progress:
     """Tells how many units of long work are done and how long the rest will take.
 
-    On a terminal that is one line, which is written over and never wraps; elsewhere it is a plain line now and then.
+    On a terminal that is one line, which is written over and never wraps; elsewhere, and where TERM is "dumb", it is a
+    plain line now and then.
     A stream that cannot be written to any more, such as a closed pipe, ends the display and not the work.
 
     Args:
@@ -38,7 +39,7 @@ class Progress:
 
     Raises:
         ImportError: if TensorBoard is asked for and not installed.
-        OSError: if the log cannot be written to.
+        OSError: if the log or TensorBoard's folder cannot be written to; neither is open then.
 
     Examples:
         >>> with Progress(3, "epochs", stream=sys.stdout, clock=lambda: 0.0) as progress:
@@ -62,14 +63,13 @@ class Progress:
         self.total, self.title, self.done = total, title, 0
         self._workers, self._every, self._clock, self._note = max(1, workers), every, clock, ""
         self._stream: TextIO | None = sys.stderr if stream is None else stream
-        self._terminal = self._stream is not None and self._stream.isatty()
+        self._terminal = can_write_over(self._stream)
         self._start = self._last = clock()
         self._computed, self._spent = 0, 0.0  # units that took their time, unlike those that were skipped, and how much
         self._begun = deque([self._start] * self._workers)  # when the units that are worked on began, the oldest first
         self._told: float | None = None  # when the last plain line was written
         self._lock, self._ended = threading.RLock(), threading.Event()
-        self._curves = None if tensorboard is None else _summary_writer(tensorboard)
-        self._log = None if log is None else _appending(log)
+        self._log, self._curves = _opened(log, tensorboard)
         self._record("begin", "", {})
         if self._terminal:
             self._draw()
@@ -82,7 +82,7 @@ class Progress:
             self._move(count, "skip", note, {})
 
     def advance(self, count: int = 1, *, note: str = "", values: Mapping[str, Any] | None = None) -> None:
-        """Counts units as done.
+        """Counts units as done; once it is closed, it only counts them.
 
         Args:
             count: how many.
@@ -126,6 +126,8 @@ class Progress:
     def close(self, event: str = "end") -> None:
         """Ends the display with a whole line and closes the files; more calls do nothing.
 
+        Units that are counted later are told nobody: the log ends here.
+
         Args:
             event: how it ended, for the log.
         """
@@ -168,6 +170,8 @@ class Progress:
         with self._lock:
             self.done += count
             self._note = note
+            if self._ended.is_set():
+                return
             self._record(event, note, values)
             clock = self._clock()
             if self._terminal:
@@ -222,6 +226,23 @@ class Progress:
             self._stream = None
 
 
+def can_write_over(stream: TextIO | None) -> bool:
+    """Says whether a line of a stream can be written over: on a terminal that has more than plain lines."""
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
+def _opened(log: Path | None, tensorboard: Path | None) -> tuple[IO[bytes] | None, Any]:
+    """Opens the log and what writes for TensorBoard; neither is open when it raises."""
+    make_writer = None if tensorboard is None else _summary_writer()
+    file = None if log is None else _appending(log)  # first: the other starts a thread
+    try:
+        return file, None if make_writer is None else make_writer(str(tensorboard))
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+
+
 def _appending(path: Path) -> IO[bytes]:
     """Opens a log for whole lines: half a line, of a machine that lost power, is ended first."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -234,7 +255,7 @@ def _appending(path: Path) -> IO[bytes]:
     return file
 
 
-def _summary_writer(folder: Path) -> Any:
+def _summary_writer() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
@@ -244,7 +265,7 @@ def _summary_writer(folder: Path) -> Any:
             'this needs tensorboard, which is not installed. Run: pip install "grapnet[tensorboard]"',
             name="tensorboard",
         ) from None
-    return SummaryWriter(str(folder))
+    return SummaryWriter
 
 
 def _columns(stream: TextIO | None) -> int:
@@ -256,14 +277,18 @@ def _columns(stream: TextIO | None) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it; what is no finite number is none."""
+    """Returns a value as JSON has it; what is no finite number, or larger than a float can be, is none."""
     if isinstance(value, bool | str) or value is None:
         return value
     try:
-        number = value if isinstance(value, int) else float(value)
+        number = float(value)
+    except OverflowError:
+        return None
     except (TypeError, ValueError):
         return str(value)
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return value if isinstance(value, int) else number
 
 
 def _span(seconds: float) -> str:

@@ -292,7 +292,8 @@ def test_the_page_and_the_readme_count_the_figures_that_came_out():
     met = [tuple(map(int, found)) for found in re.findall(r"\| (\d+) of (\d+) \|", overview)]
     met, of = (sum(counts) for counts in zip(*met, strict=True))
     claims = " ".join((ROOT / "README.md").read_text().split())
-    assert f"Of the {of} figures that it prints with an interval, a deviation or as a count, {met} came out" in claims
+    kinds = "with an interval, a deviation, as a count or as a rounding error"
+    assert f"Of the {of} figures that it prints {kinds}, {met} came out" in claims
 
 
 def test_a_number_that_was_not_measured_is_noticed():

@@ -24,7 +24,8 @@ LAZY = {  # imported when a function is called
     "grapnet.learning.statistics": {"scipy"},
 }
 PUBLIC = tuple(
-    f"grapnet.{name}" for name in ("rules", "convert", "data", "learning", "page", "plot", "progress", "whole")
+    f"grapnet.{name}"
+    for name in ("rules", "convert", "data", "learning", "page", "plot", "progress", "streams", "whole")
 )
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")
 OPTIONAL = (

@@ -1,17 +1,21 @@
 """Long work tells how far it is: on a terminal, in plain lines, in a log that outlives the process, to TensorBoard."""
 
 import errno
+import gc
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 
+from grapnet.demo.display import Display
 from grapnet.progress import Progress
 
 
@@ -45,6 +49,12 @@ class Closed(io.StringIO):
 
     def write(self, text: str) -> int:
         raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.fixture(autouse=True)
+def _terminal_that_can(monkeypatch) -> None:
+    """What a stream that says it is a terminal can do is the same wherever the tests run."""
+    monkeypatch.setenv("TERM", "xterm")
 
 
 @pytest.fixture
@@ -134,6 +144,17 @@ def test_elsewhere_than_on_a_terminal_plain_lines_come_now_and_then(clock):
     assert len(told) == 11
     assert "\r" not in stream.getvalue()
     assert "\x1b" not in stream.getvalue()
+
+
+def test_a_terminal_on_which_nothing_can_be_written_over_gets_plain_lines(clock, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    with Progress(2, "sweep", stream=terminal, clock=clock) as progress:
+        progress.advance(2)
+    assert terminal.getvalue() == "sweep: 2 of 2, 0:00 so far\n"
+    assert not Display(terminal).live  # one test for both
+    monkeypatch.setenv("TERM", "xterm")
+    assert Display(terminal).live
 
 
 def test_long_times_and_slow_units_are_told_in_hours(clock):
@@ -229,9 +250,42 @@ def test_a_log_is_appended_to_and_half_a_line_is_ended_first(clock, tmp_path):
     assert [json.loads(line)["event"] for line in others] == ["begin", "end"]
 
 
-def test_a_log_that_cannot_be_written_is_refused_before_the_work(clock, tmp_path):
+def test_a_log_that_cannot_be_written_is_refused_before_the_work_and_nothing_is_begun(clock, tmp_path):
+    running = threading.active_count()
     with pytest.raises(IsADirectoryError):
-        silent(1, clock, log=tmp_path)
+        silent(1, clock, log=tmp_path, tensorboard=tmp_path / "board")
+    assert threading.active_count() == running
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_tensorboard_cannot_use_leaves_no_log_open(clock, tmp_path):
+    (tmp_path / "board").write_text("taken")
+    with warnings.catch_warnings(record=True, action="always") as told:
+        with pytest.raises(OSError, match="board"):
+            silent(1, clock, log=tmp_path / "log.jsonl", tensorboard=tmp_path / "board")
+        gc.collect()  # which tells of files that nobody has closed
+    assert told == []
+
+
+def test_a_number_that_no_float_holds_is_none(clock, tmp_path):
+    with silent(1, clock, log=tmp_path / "log.jsonl", tensorboard=tmp_path / "board") as progress:
+        progress.advance(values={"large": 10**400, "larger": -(10**5000), "whole": 10**30})
+    assert lines(tmp_path / "log.jsonl")[1]["values"] == {"large": None, "larger": None, "whole": 10**30}
+
+
+@pytest.mark.parametrize("log", ["log.jsonl", None])
+def test_units_that_end_after_it_was_closed_are_only_counted(clock, tmp_path, log):
+    stream = io.StringIO()
+    progress = Progress(3, "work", stream=stream, clock=clock, log=log and tmp_path / log)
+    progress.advance()
+    progress.close()
+    told = stream.getvalue()
+    progress.advance(values={"loss": 0.5})
+    progress.skip(1)
+    assert (progress.done, progress.left) == (3, 0)
+    assert stream.getvalue() == told
+    if log:
+        assert [line["event"] for line in lines(tmp_path / log)] == ["begin", "advance", "end"]
 
 
 PROGRAM = """

@@ -1,6 +1,8 @@
 """Files written whole: what a failure, a link, a permission and another writer do to them."""
 
+import errno
 import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -32,15 +34,56 @@ def test_an_error_inside_leaves_what_was_there_and_nothing_else(tmp_path: Path) 
     assert (path.read_text(), names(tmp_path)) == ("after", ["file"])
 
 
-def test_links_and_permissions_stay(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o640, 0o755])
+def test_links_and_permissions_stay(tmp_path: Path, mode: int) -> None:
     path, link = tmp_path / "file", tmp_path / "link"
     path.write_text("before")
-    path.chmod(0o640)
+    path.chmod(mode)
     link.symlink_to("file")
     with whole(link) as partial:
         partial.write_text("after")
     assert link.is_symlink()
-    assert (path.read_text(), path.stat().st_mode & 0o777) == ("after", 0o640)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == ("after", mode)
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EIO])
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_folder_that_cannot_be_synced_takes_files_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, replace: bool
+) -> None:
+    fsync, refused = os.fsync, []
+
+    def sync_files_only(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            refused.append(handle)
+            raise OSError(number, os.strerror(number))
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync_files_only)
+    path = tmp_path / "file"
+    with whole(path, replace=replace) as partial:
+        partial.write_text("after")
+    assert (path.read_text(), names(tmp_path), len(refused)) == ("after", ["file"], 1)
+
+
+def test_a_folder_that_may_be_written_but_not_read_takes_files(tmp_path: Path) -> None:
+    box = tmp_path / "box"
+    box.mkdir()
+    box.chmod(0o300)  # who is root may read it nevertheless
+    with whole(box / "file") as partial:
+        partial.write_text("after")
+    box.chmod(0o700)
+    assert ((box / "file").read_text(), names(box)) == ("after", ["file"])
+
+
+def test_an_error_of_the_system_names_the_path_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as told, whole("file"):
+        pass  # nothing was written
+    assert (told.value.filename, names(tmp_path)) == ("file", [])
+    with pytest.raises(FileNotFoundError) as told, whole("file"):
+        Path("other").read_text()
+    assert told.value.filename == "other"
 
 
 def test_only_the_first_of_two_may_take_a_free_name(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
 """The live display: one line that is written over on a terminal, and one plain line a result anywhere else."""
 
-import os
 import shutil
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
+
+from grapnet.progress import can_write_over
 
 _CLEAR = "\r\x1b[2K"  # to the beginning of the line, and empty it
 _BAR = 20  # characters
@@ -29,7 +30,7 @@ class Display:
 
     def __init__(self, stream: TextIO, *, live: bool | None = None, pause: float = 0.1) -> None:
         self._stream, self._pause, self._shown_at = stream, pause, float("-inf")
-        self.live = stream.isatty() and os.environ.get("TERM") != "dumb" if live is None else live
+        self.live = can_write_over(stream) if live is None else live
         self._on_screen = False
 
     def show(self, line: Callable[[], str]) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from grapnet.integrations.extra import require
+from grapnet.whole import partial_folder
 
 from .display import Display
 from .heads import Settings
@@ -32,7 +32,8 @@ def run(settings: Settings, out: Path, *, seed: int, device: torch.device, displ
 
     Raises:
         ImportError: scikit-learn or matplotlib is not installed; nothing was run.
-        OSError: the folder cannot be written into; nothing was run.
+        OSError: the folder cannot be written into, and nothing was run; or it holds a folder that has the name of one
+            of the files, and none was replaced.
     """
     for module in ("sklearn", "matplotlib"):
         require(module, "demo")
@@ -54,16 +55,23 @@ def run(settings: Settings, out: Path, *, seed: int, device: torch.device, displ
 
 @contextmanager
 def written_at_once(out: Path) -> Iterator[Path]:
-    """Gives a folder to write into, whose files go to `out` when the block ends well, and go away when it does not."""
+    """Gives a folder to write into, whose files go to `out` when the block ends well, and go away when it does not.
+
+    Raises:
+        IsADirectoryError: a folder in `out` has the name of one of the files; none was replaced.
+    """
     made = [folder for folder in (out, *out.parents) if not folder.exists()]  # the innermost first
-    partial = out / f".partial-{os.getpid()}"
     try:
-        partial.mkdir(parents=True)
-        yield partial
-        for path in sorted(partial.iterdir()):
-            os.replace(path, out / path.name)
+        out.mkdir(parents=True, exist_ok=True)
+        with partial_folder(out, told=out) as partial:
+            yield partial
+            places = {path: out / path.name for path in sorted(partial.iterdir())}
+            for place in places.values():
+                if place.is_dir():
+                    raise IsADirectoryError(f"{str(place)!r} is a folder; a file of this name is to be written there")
+            for path, place in places.items():
+                os.replace(path, place)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
         for folder in made:  # those that hold nothing: it did not end well
             with suppress(OSError):
                 folder.rmdir()

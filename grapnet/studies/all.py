@@ -112,6 +112,10 @@ _TINY_TRANSFORMER = Registered(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the studies one after the other and says how long each took; see --help."""
+    return command.as_command("all", lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grapnet.studies.all", description=__doc__)
     parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"all when none is named: {', '.join(NAMES)}")
     parser.add_argument("--fast", action="store_true", help="show in seconds that they work, in this one process")

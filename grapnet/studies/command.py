@@ -7,7 +7,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ import numpy as np
 import torch
 
 import grapnet as gn
+from grapnet.plot import save
 from grapnet.progress import Progress
+from grapnet.streams import open_streams
 from grapnet.whole import whole
 
-from .drawing import Draw, drawn, picture_path, save
+from .drawing import Draw, drawn, picture_path
 from .interrupts import held_back
 from .workers import computed
 
@@ -146,8 +149,25 @@ def seeds_missed(wanted: Sequence[int], result: dict[str, Any]) -> list[str]:
     return [] if count >= len(wanted) else [f"seeds: {count} of {len(wanted)}; the bars are for all of them"]
 
 
+def as_command(name: str, work: Callable[[], int]) -> int:
+    """Does the work of a command and returns its exit code; on Ctrl-C it says so in one line and returns `INTERRUPTED`.
+
+    Standard output and error take whatever the work writes to them, in any encoding.
+    """
+    open_streams()
+    try:
+        return work()
+    except KeyboardInterrupt as interrupted:
+        print(str(interrupted) or f"{name}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
 def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     """Runs a study from the command line; with --check the exit code says whether every bar was reached."""
+    return as_command(study.name, lambda: _main(study, arguments))
+
+
+def _main(study: Study, arguments: Sequence[str] | None) -> int:
     parser = options(study.name, study.settings.__doc__)
     parser.add_argument("--seeds", type=_seed_count, metavar="N", help="only the first N seeds; reaches no bar")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time")
@@ -169,11 +189,7 @@ def main(study: Study, arguments: Sequence[str] | None = None) -> int:
     def missed(result: dict[str, Any]) -> list[str]:
         return [*seeds_missed(wanted, result), *study.missed(result)]
 
-    try:
-        return told(study.name, given, made, table=table, missed=missed, draw=study.draw)
-    except KeyboardInterrupt as interrupted:
-        print(str(interrupted) or f"{study.name}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    return told(study.name, given, made, table=table, missed=missed, draw=study.draw)
 
 
 def options(name: str, about: str | None) -> argparse.ArgumentParser:
@@ -183,7 +199,7 @@ def options(name: str, about: str | None) -> argparse.ArgumentParser:
     source.add_argument("--fast", action="store_true", help="show in seconds that it works; reaches no bar")
     source.add_argument("--from", dest="source", type=Path, metavar="FILE", help="run nothing, read that result")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--plot", type=picture_path, metavar="FILE", help="draw it there, as .png or .svg")
+    parser.add_argument("--plot", type=picture_path, metavar="FILE", help="draw it there, as .png, .svg or .pdf")
     parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
     return parser
 
@@ -205,27 +221,43 @@ def told(
         print("--from runs nothing, so there is nothing for --json to write", file=sys.stderr)
         return 2
     try:
-        result = made() if given.source is None else _recalled(name, given.source)
-        if given.json:
-            write_json(given.json, result)
-        text, lines = table(result), missed(result) if given.check else []
+        with _judging(name, given.source):
+            result = made() if given.source is None else _recalled(name, given.source)
+            if given.json:
+                write_json(given.json, result)
+            text, lines = table(result), missed(result) if given.check else []
         print(text)
-        figure = drawn(draw, result) if given.plot else None
-    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        if given.source is None:
-            raise
-        kind = "" if isinstance(error, OSError) or type(error) is ValueError else f"{type(error).__name__}: "
-        print(f"{given.source} is no result of {name} that can be read: {kind}{error}", file=sys.stderr)
+        with _judging(name, given.source):
+            figure = drawn(draw, result) if given.plot else None
+    except _NoResultError as error:
+        print(error, file=sys.stderr)
         return 2
     if figure is not None:
+        given.plot.parent.mkdir(parents=True, exist_ok=True)
         save(figure, given.plot)
     for line in lines:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if lines else 0
 
 
+class _NoResultError(Exception):
+    """A file is no result of a study that can be read."""
+
+
+@contextmanager
+def _judging(name: str, source: Path | None) -> Iterator[None]:
+    """Makes _NoResultError of what goes wrong inside, where a file is read; what is made here fails as it does."""
+    try:
+        yield
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        if source is None:
+            raise
+        kind = "" if isinstance(error, OSError) or type(error) is ValueError else f"{type(error).__name__}: "
+        raise _NoResultError(f"{source} is no result of {name} that can be read: {kind}{error}") from None
+
+
 def _recalled(name: str, path: Path) -> dict[str, Any]:
-    result = json.loads(path.read_text())
+    result = json.loads(path.read_text(encoding="utf-8"))
     study = result.get("study") if isinstance(result, dict) else None
     if study != name:
         raise ValueError(f"it is one of {study}" if isinstance(study, str) else "it does not say of which study it is")
@@ -277,7 +309,7 @@ def _remove(kept: Path) -> None:
 def _read(path: Path, study: str, seed: int) -> dict[str, Any] | None:
     """Returns the numbers of a seed that is kept; None where there are none, or something else was written there."""
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or (found.get("study"), found.get("seed")) != (study, seed):
@@ -288,6 +320,11 @@ def _read(path: Path, study: str, seed: int) -> dict[str, Any] | None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes a file of JSON, whole or not at all."""
+    write_text(path, json.dumps(content, indent=1) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file of text, whole or not at all, in UTF-8 whatever the machine prefers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole(path) as partial:
-        partial.write_text(json.dumps(content, indent=1) + "\n")
+        partial.write_text(text, encoding="utf-8")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from grapnet.integrations.extra import require
-from grapnet.whole import whole
+from grapnet.plot import PICTURES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 Draw = Callable[[dict[str, Any], "Axes"], object]  # draws the result of a study, as its JSON has it
 Limits = tuple[float | None, float | None]  # None: where the values end
 
-KINDS = (".png", ".svg")
 _INCHES = (5.5, 0.28)  # of the axes, whatever their labels need: width, and height of a line
 _BLUE, _SKY, _ORANGE, _GREY = "#0072B2", "#56B4E9", "#D55E00", "#999999"  # Okabe and Ito's
 _MARKS: tuple[dict[str, Any], ...] = (  # of different shapes and fills, for those who see no colours
@@ -188,8 +187,8 @@ def differences(axes: "Axes") -> None:
 def picture_path(text: str) -> Path:
     """Returns the path of a picture, as a type of argparse: it says at once what would fail when all seeds are done."""
     path = Path(text)
-    if path.suffix.lower() not in KINDS:
-        raise argparse.ArgumentTypeError(f"{text} is no picture that can be written: its name must end in .png or .svg")
+    if path.suffix.lower() not in PICTURES:
+        raise argparse.ArgumentTypeError(f"{text} is no picture that can be written: end it in {', '.join(PICTURES)}")
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     try:
@@ -202,7 +201,7 @@ def picture_path(text: str) -> Path:
 def drawn(draw: Draw, result: dict[str, Any]) -> "Figure":
     """Returns the picture of a result, as high as its lines need; that of a fast run says that it is one."""
     figure: Figure = require("matplotlib.figure", "studies").Figure()
-    axes = figure.add_axes((0, 0, 1, 1))  # labels lie outside: `save` makes room for them
+    axes = figure.add_axes((0, 0, 1, 1))  # labels lie outside: `plot.save` makes room for them
     draw(result, axes)
     settings = result["settings"]
     if settings.get("fast") or "made-up" in settings.values():
@@ -212,16 +211,6 @@ def drawn(draw: Draw, result: dict[str, Any]) -> "Figure":
     low, high = axes.get_ylim()
     figure.set_size_inches(_INCHES[0], max(1.0, _INCHES[1] * abs(high - low)))
     return figure
-
-
-def save(figure: "Figure", path: Path) -> None:
-    """Writes a picture, whole or not at all; texts of an SVG stay texts."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    kind = path.suffix.lower().removeprefix(".")
-    named = {"Date": None} if kind == "svg" else {}
-    texts = require("matplotlib", "studies").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"})
-    with texts, whole(path) as partial:
-        figure.savefig(partial, format=kind, dpi=150, bbox_inches="tight", pad_inches=0.15, metadata=named)
 
 
 def _lines(axes: "Axes", groups: Sequence[Group]) -> Iterator[tuple[int, Row]]:

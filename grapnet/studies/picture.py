@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .drawing import save
+from grapnet.plot import save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def inline(figure: "Figure") -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "figure.svg"
         save(figure, path)
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
     text = re.sub(r' xmlns(:xlink)?="[^"]*"', "", text).replace("xlink:href", "href")
     wide = float(text.partition(' width="')[2].partition("pt")[0])

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from grapnet.learning import paired, summary
 
 from . import all as studies
+from .command import as_command, write_text
 from .drawing import drawn
 from .figures import Artefact, Figure
 from .page import page
@@ -93,7 +94,7 @@ def report(name: str, *folders: Path) -> Report:
 def _judged(name: str, path: Path) -> Report:
     artefact = ARTEFACTS[name]
     try:
-        study, result = studies.registered(name), json.loads(path.read_text(), parse_float=_sound, parse_int=_sound)
+        study, result = studies.registered(name), _read(path)
         other = differences(study.settings, result["settings"])
         problems = [f"made with other settings: {', '.join(other)}"] if other else []
         seeds = list(result["seeds"].values()) if "seeds" in result else [result]
@@ -167,6 +168,10 @@ def _plot(one: Report) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the tables of all studies; with --check the exit code says whether every bar was reached."""
+    return as_command("tables", lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grapnet.studies.tables", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results"), metavar="FOLDER", help="where the JSON lie")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
@@ -181,12 +186,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_page = page(markdown(reports, pictures=True), "GrapNet: the paper's figures beside ours")
     for path, content in ((given.markdown, text), (given.html, as_page)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+            write_text(path, content)
     lines = [f"{one.name}: {line}" for one in reports for line in [*one.problems, *one.missed]] if given.check else []
     for line in lines:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if lines else 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"), parse_float=_sound, parse_int=_sound)
 
 
 def _sound(text: str) -> float | int:

@@ -1,4 +1,4 @@
-"""Tabular covariance editing (the paper's Table 4): half of every family's children go, and the accuracy stays.
+"""Tabular covariance editing (the paper's Table 4): the weakest children go, and the accuracy stays.
 
 `python -m grapnet.studies.tabular --json FILE` writes what it finds beside the paper's figures.
 """

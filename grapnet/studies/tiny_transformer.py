@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 
-from .command import options, present_versions, told
+from .command import as_command, options, present_versions, told
 from .drawing import Group, Row, Value, differences, dots
 
 PAPER = {
@@ -205,6 +205,10 @@ def _largest(one: Tensor | None, other: Tensor | None) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the audit, prints it beside the paper's figures and writes it; see --help."""
+    return as_command("tiny_transformer", lambda: _main(arguments))
+
+
+def _main(arguments: Sequence[str] | None) -> int:
     given = options("tiny_transformer", __doc__).parse_args(arguments)
     settings = FAST if given.fast else Settings()
     return told("tiny_transformer", given, lambda: run(settings), table=table, missed=missed, draw=draw)

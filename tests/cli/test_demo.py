@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
@@ -17,6 +18,7 @@ from grapnet.demo.display import Display
 from grapnet.demo.heads import FAST, Settings
 from grapnet.demo.run import written_at_once
 from grapnet.demo.story import checks
+from grapnet.demo.words import summary
 
 FILES = ["accuracy_matrix.png", "demo.json", "digits.safetensors", "graph.png", "report.html", "timeline.png"]
 TASKS = 5
@@ -196,7 +198,7 @@ def test_equal_seeds_give_equal_numbers_and_an_earlier_run_is_replaced(folder, n
     shares = f"{100 * freeze['seen_class_before']:.1f} % before and {100 * freeze['seen_class']:.1f} % after"
     assert f"From here on the net trains on all digits at once, no longer task by task: {shares}" in told
     assert "\x1b" not in ran.err
-    assert len(re.findall(r"task \d/5 .* accuracy .* relations .* version \d", ran.err)) == TASKS
+    assert len(re.findall(r"task \d/5: .* accuracy .* relations .* version \d", ran.err)) == TASKS
 
 
 @pytest.mark.parametrize("below", ["", "deeper/still"])
@@ -232,6 +234,38 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path):
             interrupted(out)
     assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["kept", "kept/demo.json"]
     assert (kept / "demo.json").read_text() == "old"
+
+
+def test_what_is_printed_fits_a_terminal_of_eighty_columns(numbers):
+    lines = summary({**numbers, "folder": "runs/demo"}).splitlines()
+    assert max(map(len, lines)) < 80
+    assert lines[-2].startswith("runs/demo/report.html shows it all; beside it accuracy_matrix.png, demo.json")
+
+
+def test_a_folder_in_the_place_of_a_file_is_refused_before_any_is_replaced(tmp_path):
+    (tmp_path / "demo.json").write_text("old")
+    (tmp_path / "report.html").mkdir()
+
+    def write() -> None:
+        with written_at_once(tmp_path) as partial:
+            for name in ("demo.json", "report.html"):
+                (partial / name).write_text("new")
+
+    with pytest.raises(IsADirectoryError, match=r"report.html' is a folder"):
+        write()
+    assert (tmp_path / "demo.json").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.json", "report.html"]
+
+
+def test_what_another_run_has_not_finished_stays(tmp_path):
+    others = tmp_path / f".partial-{os.getpid()}"  # processes of two machines may have one number
+    others.mkdir()
+    (others / "demo.json").write_text("theirs")
+    with written_at_once(tmp_path) as first, written_at_once(tmp_path) as second:
+        (first / "demo.json").write_text("first")
+        (second / "demo.json").write_text("second")
+    assert (tmp_path / "demo.json").read_text() == "first"  # which came last
+    assert (others / "demo.json").read_text() == "theirs"
 
 
 def test_a_terminal_gets_one_line_that_is_written_over(monkeypatch):

@@ -72,6 +72,15 @@ def test_an_interrupted_study_is_the_last_one(tmp_path, capsys, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_ctrl_c_between_two_studies_gives_one_line_too(capsys, monkeypatch):
+    def interrupted(name: str) -> studies.Registered:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(studies, "registered", interrupted)
+    assert studies.main(["--fast", "tiny_transformer"]) == 130
+    assert capsys.readouterr().err == "all: interrupted\n"
+
+
 def test_an_unknown_study_is_named(capsys):
     with pytest.raises(SystemExit, match="2"):
         studies.main(["--fast", "localisation"])

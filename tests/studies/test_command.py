@@ -1,5 +1,7 @@
 """The command of the studies: processes change nothing, finished seeds stay, files are whole, a missed bar shows."""
 
+import errno
+import io
 import json
 import os
 import sys
@@ -237,12 +239,15 @@ def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
     assert command("--plot", tmp_path / "new" / "sums.svg") == 0
     text = (tmp_path / "new" / "sums.svg").read_text()
     assert all(f">seed {seed}</text>" in text for seed in (7, 1, 4))
-    assert command("--fast", "--plot", tmp_path / "sums.PNG") == 0
-    assert (tmp_path / "sums.PNG").read_bytes().startswith(b"\x89PNG")
-    assert sorted(os.listdir(tmp_path)) == ["new", "sums.PNG"]  # nothing partial is left
+    for name, start in (("sums.PNG", b"\x89PNG"), ("sums.pdf", b"%PDF")):
+        assert command("--fast", "--plot", tmp_path / name) == 0
+        assert (tmp_path / name).read_bytes().startswith(start)
+    assert sorted(os.listdir(tmp_path)) == ["new", "sums.PNG", "sums.pdf"]  # nothing partial is left
 
 
-@pytest.mark.parametrize(("name", "named"), [("sums.pdf", "must end in .png or .svg"), ("a.svg", "a.svg is a folder")])
+@pytest.mark.parametrize(
+    ("name", "named"), [("sums.bmp", "end it in .png, .svg, .pdf"), ("a.svg", "a.svg is a folder")]
+)
 def test_a_plot_that_cannot_be_written_is_refused_before_any_seed_runs(settings, tmp_path, capsys, name, named):
     (tmp_path / "a.svg").mkdir()
     with pytest.raises(SystemExit, match="2"):
@@ -299,6 +304,31 @@ def test_a_file_that_is_no_result_of_the_study_gives_one_line_and_exit_2(tmp_pat
     assert named in line
     assert captured.out == ""
     assert set(os.listdir(tmp_path)) <= {"result.json"}
+
+
+class Full(io.StringIO):
+    """A stream that nothing more can be written to."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_what_cannot_be_printed_is_not_laid_on_the_file_that_was_read(tmp_path, monkeypatch):
+    path = tmp_path / "made_up.json"
+    assert command("--json", path) == 0
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(OSError, match="No space left"):
+        command("--from", path)
+
+
+def test_signs_that_a_stream_does_not_have_are_spelled(tmp_path, monkeypatch):
+    path = tmp_path / "made_up.json"
+    assert command("--json", path) == 0
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", newline="\n")
+    monkeypatch.setattr(sys, "stdout", stream)
+    assert command("--from", path, study=replace(STUDY, table=lambda result: "7×7 → 49 ± 1")) == 0
+    stream.flush()
+    assert stream.buffer.getvalue() == b"7x7 -> 49 \\xb1 1\n"  # as the command `grapnet` does
 
 
 def test_a_result_is_either_read_or_made(tmp_path, capsys):

@@ -14,9 +14,10 @@ from matplotlib import rcParams
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from grapnet.plot import save
 from grapnet.studies import all as studies
 from grapnet.studies import drawing
-from grapnet.studies.drawing import Group, Row, Value, bars, differences, dots, drawn, save, shares, spread
+from grapnet.studies.drawing import Group, Row, Value, bars, differences, dots, drawn, shares, spread
 
 COMMITTED = Path(__file__).parent.parent.parent / "results"
 NAMED = {  # where a study has the names of its rows; those about streams have them in their results

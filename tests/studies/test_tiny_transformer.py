@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from grapnet.studies import all as studies
 from grapnet.studies import tiny_transformer
 
 COMMITTED = Path(__file__).parent.parent.parent / "results/tiny_transformer.json"
@@ -35,6 +36,18 @@ def test_the_committed_run_reaches_every_bar_and_did_not_learn_everything():
     assert committed["settings"] == tiny_transformer.asdict(tiny_transformer.Settings())
     assert tiny_transformer.missed(committed) == []
     assert 0.7 < committed["training"]["accuracy"]["dense"] < 1  # equal accuracies say little where all are right
+
+
+def test_ctrl_c_gives_one_line_and_exit_130_alone_and_among_others(tmp_path, capsys, monkeypatch):
+    def interrupted(settings: object) -> dict:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tiny_transformer, "run", interrupted)
+    assert tiny_transformer.main(["--fast", "--json", str(tmp_path / "tiny.json")]) == 130
+    assert capsys.readouterr() == ("", "tiny_transformer: interrupted\n")
+    assert studies.main(["--fast", "--results", str(tmp_path), "tiny_transformer", "mlp_equivalence"]) == 130
+    assert capsys.readouterr() == ("\n## tiny_transformer\n\n", "tiny_transformer: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
