@@ -1,7 +1,7 @@
 """One net in numbers: layers, relations, families, owners, memory and backends, as plain data."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,10 @@ from grapnet.execution.family import find_families
 from .columns import plain
 
 MOST_RELATIONS = 2_000_000  # of a transition in which families are looked for
-UNOWNED = "(none)"  # what nodes without owner are listed under
 _BLOCKS = 3  # sizes of families that are told
+
+Owners = tuple[str | None, ...]  # None is nobody
+Count = TypeVar("Count")
 
 
 def census(net: gn.GrapNet, batch: int) -> dict[str, Any]:
@@ -58,7 +60,7 @@ def census_of_owner(net: gn.GrapNet, owner: str) -> dict[str, Any]:
         layers.append({"layer": n, "nodes": len(uids), "of": len(net.layers[n]), "activations": names})
         layers[-1]["uids"] = uids.tolist()
         layers[-1]["frozen_biases"] = biases
-    coded = _owner_codes(net)
+    coded, nobody = _owner_codes(net), _nobody(net)
     for t, store in enumerate(net.transitions):
         (upper, names), (lower, others) = coded[t], coded[t + 1]
         parents, children = upper[store.topology.parents().long().cpu()], lower[store.child.long().cpu()]
@@ -72,8 +74,8 @@ def census_of_owner(net: gn.GrapNet, owner: str) -> dict[str, Any]:
                     "outgoing": int(leaving.sum()),
                     "incoming": int(coming.sum()),
                     "frozen": int((frozen & (leaving | coming)).sum()),
-                    "to": _by_name(children[leaving], others),
-                    "from": _by_name(parents[coming], names),
+                    "to": _named(_by_owner(children[leaving], others), nobody),
+                    "from": _named(_by_owner(parents[coming], names), nobody),
                 }
             )
     return {"owner": owner, "nodes": len(nodes), "layers": layers, "transitions": transitions}
@@ -125,11 +127,11 @@ def _rank(shape: tuple[int, int, int]) -> tuple[bool, int]:
 
 def _owners(net: gn.GrapNet) -> dict[str, dict[str, int]]:
     """Returns, by owner, how many nodes there are, and how many relations these own and receive."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str | None, dict[str, int]] = {}
     coded = _owner_codes(net)
     for codes, names in coded:
-        for name, count in _by_name(codes, names).items():
-            entry = found.setdefault(name, {"nodes": 0, "outgoing": 0, "incoming": 0, "frozen": 0})
+        for owner, count in _by_owner(codes, names).items():
+            entry = found.setdefault(owner, {"nodes": 0, "outgoing": 0, "incoming": 0, "frozen": 0})
             entry["nodes"] += count
     for t, store in enumerate(net.transitions):
         (upper, names), (lower, others) = coded[t], coded[t + 1]
@@ -137,26 +139,38 @@ def _owners(net: gn.GrapNet) -> dict[str, dict[str, int]]:
         counts = {
             "outgoing": _weighed(upper, names, store.topology.degrees.cpu()),
             "incoming": _weighed(lower, others, store.topology.fan_in().cpu()),
-            "frozen": _by_name(frozen, names),
+            "frozen": _by_owner(frozen, names),
         }
-        for key, by_name in counts.items():
-            for name, count in by_name.items():
-                found[name][key] += count
-    return found
+        for key, by_owner in counts.items():
+            for owner, count in by_owner.items():
+                found[owner][key] += count
+    return _named(found, _nobody(net))
 
 
-def _owner_codes(net: gn.GrapNet) -> list[tuple[Tensor, list[str]]]:
-    """Returns for every layer the code of each node's owner, [n] int64, and the name that each code stands for."""
-    names = [[name or UNOWNED for name in layer.owner_names.names] for layer in net.layers]
-    return [(layer.owner_names.codes.long(), table) for layer, table in zip(net.layers, names, strict=True)]
+def _owner_codes(net: gn.GrapNet) -> list[tuple[Tensor, Owners]]:
+    """Returns for every layer the code of each node's owner, [n] int64, and the owner that each code stands for."""
+    return [(layer.owner_names.codes.long(), layer.owner_names.names) for layer in net.layers]
 
 
-def _by_name(codes: Tensor, names: list[str]) -> dict[str, int]:
+def _nobody(net: gn.GrapNet) -> str:
+    """Returns what nodes without owner are listed under: "(none)", in more brackets where an owner is called that."""
+    word, owners = "(none)", set(net.owners)
+    while word in owners:
+        word = f"({word})"
+    return word
+
+
+def _named(by_owner: dict[str | None, Count], nobody: str) -> dict[str, Count]:
+    """Returns the same by name, as JSON can hold it."""
+    return {nobody if owner is None else owner: count for owner, count in by_owner.items()}
+
+
+def _by_owner(codes: Tensor, names: Owners) -> dict[str | None, int]:
     counts = torch.bincount(codes, minlength=len(names)).tolist()
     return {name: count for name, count in zip(names, counts, strict=True) if count}
 
 
-def _weighed(codes: Tensor, names: list[str], weights: Tensor) -> dict[str, int]:
+def _weighed(codes: Tensor, names: Owners, weights: Tensor) -> dict[str | None, int]:
     """Returns the sum of whole numbers, one a node, by owner."""
     sums = torch.zeros(len(names), dtype=torch.int64).index_add_(0, codes, weights.long()).tolist()
     return {name: total for name, total in zip(names, sums, strict=True) if total}

@@ -77,7 +77,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns data as JSON can hold it: tensors and arrays as lists, and a number that is not finite as text."""
+    """Returns data as JSON can hold it: tensors and arrays as lists, and None for a number that is not finite."""
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, Mapping):
@@ -85,7 +85,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
+        return None
     return value if isinstance(value, int | float | str | None) else str(value)
 
 

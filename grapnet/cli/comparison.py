@@ -1,6 +1,6 @@
 """Two nets side by side: nodes by uid, relations by the uids of their ends, and whether one continues the other."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 import grapnet as gn
+from grapnet.core.column import Column
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Transition
 
@@ -53,6 +54,7 @@ def compare(a: gn.GrapNet, b: gn.GrapNet) -> Comparison:
     _, slot, other_slot = np.intersect1d(pairs, other_pairs, assume_unique=True, return_indices=True)
     came, went = _others(other_pairs, other_slot), _others(pairs, slot)
     differences = {
+        "layers": _counts(len(a.layers), len(b.layers)),
         "nodes": Difference(len(others) - len(kept), len(mine) - len(kept)),
         "relations": Difference(len(came), len(went)),
         "weights": _values(_weights(a)[slot], _weights(b)[other_slot]),
@@ -63,9 +65,11 @@ def compare(a: gn.GrapNet, b: gn.GrapNet) -> Comparison:
         "activations": Difference(
             changed=_renamed(_names(a, "activation_names")[at], _names(b, "activation_names")[other_at])
         ),
-        "dropout of layers": Difference(changed=_unequal([x.dropout for x in a.layers], [x.dropout for x in b.layers])),
+        "activation of layers": _unequal(*([x.default_activation for x in net.layers] for net in (a, b))),
+        "dropout of layers": _unequal(*([x.dropout for x in net.layers] for net in (a, b))),
         "order of children": Difference(changed=_reordered(pairs[np.sort(slot)], other_pairs[np.sort(other_slot)])),
         "attention's columns": _columns(a, b),
+        "backends": _unequal(a.execution.choices(), b.execution.choices()),
         "data type": Difference(changed=int(a.execution.dtype != b.execution.dtype)),
     }
     lineage, commits = _lineage(a, b, came, went)
@@ -178,8 +182,12 @@ def _renamed(first: np.ndarray, second: np.ndarray) -> int:
     return int((first != second).sum())
 
 
-def _unequal(first: list[float], second: list[float]) -> int:
-    return sum(x != y for x, y in zip(first, second, strict=False))
+def _unequal(first: Sequence[float | str], second: Sequence[float | str]) -> Difference:
+    return Difference(changed=sum(x != y for x, y in zip(first, second, strict=False)))
+
+
+def _counts(first: int, second: int) -> Difference:
+    return Difference(max(second - first, 0), max(first - second, 0))
 
 
 def _reordered(first: np.ndarray, second: np.ndarray) -> int:
@@ -190,5 +198,11 @@ def _reordered(first: np.ndarray, second: np.ndarray) -> int:
 def _columns(a: gn.GrapNet, b: gn.GrapNet) -> Difference:
     mine, others = dict(a.columns.items()), dict(b.columns.items())
     both = mine.keys() & others.keys()
-    changed = sum(not torch.equal(mine[name].values(), others[name].values()) for name in both)
+    changed = sum(not _is_like(mine[name], others[name]) for name in both)
     return Difference(len(others.keys() - both), len(mine.keys() - both), changed)
+
+
+def _is_like(one: Column, other: Column) -> bool:
+    """Says whether two columns hold the same numbers, bit for bit, and draw newborn nodes' from the same range."""
+    first, second = (column.values().detach().double().numpy().view(np.int64) for column in (one, other))
+    return one.bound == other.bound and np.array_equal(first, second)

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import grapnet as gn
+from grapnet.checkpoint import content
 from grapnet.core.activation import activation_function
 from grapnet.execution.modules import NamedActivation
 
 from .agreement import largest_difference, require_agreement, told_of_overflow
 from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, require_free, writing
+from .files import add_file, add_output, require_free, write_checkpoint
 from .layers import Part, few, find_chain, left_out
-from .weights import read_weights
+from .weights import Weights, read_weights
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -37,11 +38,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> Outcome:
     names = [name.strip() for name in ("relu" if given.activation is None else given.activation).split(",")]
     _require_known(names)
-    tensors, under = read_weights(given.file)
-    prefix = given.prefix
-    if under and not any(key.startswith(prefix) for key in tensors):
-        prefix = prefix.removeprefix(f"{under}.")
-    chain = find_chain(tensors, prefix, None if given.keys is None else given.keys.split(","))
+    weights = read_weights(given.file, given.prefix)
+    prefix = _prefix_inside(weights, given.prefix)
+    chain = find_chain(weights.tensors, prefix, None if given.keys is None else given.keys.split(","))
     activations = _one_each(names, chain[:-1])
     output = given.output or given.file.with_name(f"{given.file.stem}.grapnet.safetensors")
     require_free(output, force=given.force)
@@ -51,22 +50,34 @@ def _run(given: argparse.Namespace) -> Outcome:
         expected = _computed(chain, activations, inputs)
         difference = largest_difference(net(inputs), expected)
     require_agreement(difference, expected, "the plain computation", "nothing was written")
-    with writing(output, force=given.force) as partial:
-        gn.save(partial, net)
+    write_checkpoint(output, *content(net, {}, undo=False), force=given.force)
     lines, data = _told(chain, activations, net, given)
-    lines = [f"read the state dict under {under!r}", *lines] if under else lines
-    others = left_out(tensors, prefix, chain)
+    lines = [*_read(weights), *lines]
+    others = left_out(weights.tensors, prefix, chain)
     if others:
         lines.append(
             f"left out: {few(others)}; where these take part between the layers above, a norm say, "
             "this net is not what the model computes"
         )
     agreed = f"largest difference from these matrices, on 7 random inputs: {difference:.3g}{told_of_overflow(expected)}"
-    found = {"file": str(given.file), "written": str(output), "under": under or None, **data}
+    found = {"file": str(given.file), "written": str(output), "under": weights.under or None, **data}
     return Outcome(
         "\n".join([f"wrote {output}: {net!r}", *lines, agreed]),
-        {**found, "left_out": others, "difference": difference},
+        {
+            **found,
+            "left_out": others,
+            "no_tensors": weights.no_tensors,
+            "beside": weights.beside,
+            "difference": difference,
+        },
     )
+
+
+def _prefix_inside(weights: Weights, prefix: str) -> str:
+    """Returns what keys of a state dict begin with, of what they begin with there or in the whole file."""
+    if any(key.startswith(prefix) for key in weights.tensors):
+        return prefix
+    return "" if weights.before.startswith(prefix) else prefix.removeprefix(weights.before)
 
 
 def _require_known(activations: Sequence[str]) -> None:
@@ -108,6 +119,14 @@ def _computed(chain: Sequence[Part], activations: Sequence[str], x: Tensor) -> T
     for part, activation in zip(chain, [*activations, "identity"], strict=True):
         x = activation_function(activation)(functional.linear(x, part.weight, part.bias))
     return x
+
+
+def _read(weights: Weights) -> list[str]:
+    """Returns what of a file was read, for people."""
+    lines = [f"read the state dict under {weights.under!r}"] if weights.under else []
+    if weights.beside:
+        lines[0] += f", and nothing under {few(list(map(repr, weights.beside)))}, where there is no linear layer"
+    return lines + ([f"left out, as these are no tensors: {few(weights.no_tensors)}"] if weights.no_tensors else [])
 
 
 def _told(

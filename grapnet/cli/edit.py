@@ -122,6 +122,8 @@ def _add_set_owner(parser: argparse.ArgumentParser) -> None:
 
 
 def _set_owner(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
+    if given.to == "":
+        raise CommandError("--to names no owner", "--none takes the owner away")
     chosen = Selection.of(given)
     chosen.require_nodes()
     nodes = chosen.chosen_nodes(net)
@@ -189,7 +191,8 @@ def _inside_edit(verb: str, write: Callable[[gn.GrapNet, gn.Edit, argparse.Names
 def _told(given: argparse.Namespace) -> str:
     """Returns the options that say what to do, for the journal."""
     parts = [str(Selection.of(given))]
-    parts += [f"--{name} {getattr(given, name)}" for name in ("fraction", "scope", "to") if getattr(given, name, None)]
+    values = {name: getattr(given, name, None) for name in ("fraction", "scope", "to")}
+    parts += [f"--{name} {value}" for name, value in values.items() if value is not None]
     parts += [f"--{name}" for name in ("none", "orphans") if getattr(given, name, False)]
     return " ".join(part for part in parts if part)
 

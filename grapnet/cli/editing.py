@@ -5,13 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import grapnet as gn
-from grapnet.checkpoint import container
 
 from .carried import FollowingOptimizer
 from .childless import Childless, hidden_nodes, left_childless
 from .command import CommandError, Outcome
 from .effect import Counted, Effect
-from .files import add_file, add_output, require_free, writing
+from .files import add_file, add_output, require_free, write_checkpoint
 from .opened import Opened, open_checkpoint
 from .retagged import tags_of
 
@@ -59,8 +58,7 @@ def run_edit(verb: str, act: Act, given: argparse.Namespace) -> Outcome:
     gn.check(opened.net)
     document, tensors = opened.content()
     if output is not None:
-        with writing(output, force=given.force or given.in_place) as partial:
-            container.write(partial, document, tensors)
+        write_checkpoint(output, document, tensors, force=given.force or given.in_place)
     childless = left_childless(opened.net, parents, opened.place)
     return _told(verb, given, opened, effect, childless, output)
 
@@ -73,6 +71,8 @@ def _destination(given: argparse.Namespace) -> Path | None:
         if not given.force and given.output.exists() and given.file.exists() and given.output.samefile(given.file):
             raise CommandError(f"{given.output} is the file to edit", "say --in-place to write over it")
         require_free(given.output, force=given.force)
+    elif given.in_place and given.file.is_file():  # all else cannot be read either
+        require_free(given.file, force=True)
     elif not (given.in_place or given.dry_run):
         raise CommandError("nothing says where to write", "say -o NEW, --in-place or --dry-run")
     return None if given.dry_run else given.file if given.in_place else given.output

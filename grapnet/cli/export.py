@@ -1,7 +1,8 @@
 """export: a net as ONNX, as a torch program, as GraphML or as plain matrices, checked against the net."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import grapnet as gn
 
 from . import formats
 from .agreement import largest_difference, require_agreement, told_of_overflow
-from .command import Command, Outcome
+from .command import Command, CommandError, Outcome
 from .files import add_file, add_output, require_free, writing
 from .opened import open_net
 
@@ -55,7 +56,8 @@ def _run(given: argparse.Namespace) -> Outcome:
     require_free(output, force=given.force)
     inputs = torch.randn(7, net.sizes[0], dtype=net.execution.dtype)
     with writing(output, force=given.force) as partial:
-        run = kind.write(net, inputs[:2], partial)
+        with _named(output):
+            run = kind.write(net, inputs[:2], partial)
         difference, overflow = None, ""
         if not isinstance(run, str):
             with torch.no_grad():
@@ -79,6 +81,18 @@ def _run(given: argparse.Namespace) -> Outcome:
         "unchecked": run if isinstance(run, str) else None,
     }
     return Outcome(text, data)
+
+
+@contextmanager
+def _named(output: Path) -> Iterator[None]:
+    """Names the file that was asked for where the system names none, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        told = f"{output} could not be written ({error.strerror or error})"
+        raise CommandError(told, "make room, or choose another folder: -o") from error
 
 
 COMMANDS: tuple[Command, ...] = (

@@ -6,8 +6,12 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 import grapnet as gn
+from grapnet.checkpoint import container
 from grapnet.whole import whole
 
 from .command import CommandError
@@ -24,39 +28,51 @@ def add_file(
 
 def add_output(parser: argparse.ArgumentParser, about: str) -> None:
     """Adds where to write to the options."""
-    parser.add_argument("-o", "--output", type=Path, metavar="NEW", help=about)
+    parser.add_argument("-o", "--output", type=_place, metavar="NEW", help=about)
     parser.add_argument("--force", action="store_true", help="write over NEW if it is there")
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Reads a checkpoint inside its block; CommandError names the file and says why it cannot be read."""
+    """Reads a checkpoint inside its block; CommandError names the file and says why it holds none that can be read."""
     if not path.exists():
         raise CommandError(f"{path}: no such file", "gn.save(path, net) writes one; grapnet demo writes runs/demo/")
     if path.is_dir():
         raise CommandError(f"{path} is a folder, not a checkpoint", "name the file inside it")
+    if not path.is_file():
+        raise CommandError(
+            f"{path} is no file, and a checkpoint is read from a file, not from a pipe",
+            "write it to a file, and name that",
+        )
     try:
         yield
     except gn.CheckpointError as error:
         raise _unreadable(path, str(error).splitlines()[0]) from None
-    except OSError as error:
-        raise CommandError(f"{path}: {error.strerror or error}", "see who may read it: ls -l") from None
 
 
 def require_free(path: Path, *, force: bool) -> None:
-    """Raises CommandError when a file to write is there already, or its folder is not."""
+    """Raises CommandError when a file to write is there already or write-protected, or its folder is no place for it.
+
+    A file that nobody may write to is protected from root too, whom the system lets write to it.
+    """
     if path.is_dir():
         raise CommandError(f"{path} is a folder", "name a file inside it")
     if path.exists() and not path.is_file():
         raise CommandError(f"{path} is a device, a pipe or a socket, not a file", "choose another name")
     if path.exists() and not force:
         raise _taken(path)
-    if not path.parent.exists():
-        raise CommandError(f"{path.parent}: no such folder", f"mkdir -p {path.parent}")
-    if not os.access(path.parent, os.W_OK):
-        raise CommandError(f"{path.parent}: no file can be written into this folder", "choose another one: -o")
-    if os.path.islink(os.path.realpath(path)):
+    place = Path(os.path.realpath(path))
+    if place.is_symlink():
         raise CommandError(f"{path} is a link that leads back to itself", "choose another name")
+    folder = place.parent if path.is_symlink() else path.parent  # a link is written through
+    if not folder.exists():
+        raise CommandError(f"{folder}: no such folder", f"mkdir -p {folder}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise CommandError(f"{folder}: no file can be written into this folder", "choose another one: -o")
+    if path.exists() and not (os.access(path, os.W_OK) and path.stat().st_mode & 0o222):
+        raise CommandError(
+            f"{path} is write-protected", f"chmod u+w {shlex.quote(str(path))}, or choose another name: -o"
+        )
 
 
 @contextmanager
@@ -70,9 +86,27 @@ def writing(path: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         CommandError: somebody else has written `path` meanwhile, and may keep it.
     """
+    with _told_if_taken(path), whole(path, replace=force) as partial:
+        yield partial
+
+
+def write_checkpoint(path: Path, document: dict[str, Any], tensors: dict[str, Tensor], *, force: bool) -> None:
+    """Writes a checkpoint to a path that the command line names; see `writing`."""
+    with _told_if_taken(path):
+        container.write(path, document, tensors, replace=force)
+
+
+def _place(word: str) -> Path:
+    """Returns where to write; `-` is refused as a word, as its path is that of a file called so."""
+    if word == "-":
+        raise CommandError("-o - names no file, and nothing is written to standard output", "name a file; ./- is one")
+    return Path(word)
+
+
+@contextmanager
+def _told_if_taken(path: Path) -> Iterator[None]:
     try:
-        with whole(path, replace=force) as partial:
-            yield partial
+        yield
     except FileExistsError:
         raise _taken(path) from None
 

@@ -1,6 +1,7 @@
 """The files that a net is exported to; each writer returns what runs the file it wrote, or why that cannot be run."""
 
 import importlib.util
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from .command import CommandError
 
 _LARGEST_ONNX = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GiB
 _MOST_READ_BACK = 200_000  # relations of a GraphML file that is read again to check it: some seconds
+_IN_FLOAT32 = "save it in float32 first: gn.save(new, gn.load(file).float())"
+_CPU = "CPUExecutionProvider"
 
 Run = Callable[[Tensor], Tensor]
 
@@ -41,9 +44,15 @@ def write_onnx(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
         )
     if importlib.util.find_spec("onnxruntime") is None:
         return 'onnxruntime is not installed; pip install "grapnet[export]"'
-    if example.dtype not in (torch.float32, torch.float64):
-        return f"onnxruntime is not asked to compute in {example.dtype}"
-    session = require("onnxruntime", "export").InferenceSession(path.read_bytes(), providers=["CPUExecutionProvider"])
+    missing = require("onnxruntime.capi.onnxruntime_pybind11_state", "export").NotImplemented
+    with _exporting("onnxruntime", hint=_IN_FLOAT32 if example.dtype.itemsize < 4 else ""):
+        try:
+            session = require("onnxruntime", "export").InferenceSession(path.read_bytes(), providers=[_CPU])
+        except missing:
+            kind = str(example.dtype).removeprefix("torch.")
+            return f"onnxruntime does not run {kind} on a CPU; use the file on another device, or {_IN_FLOAT32}"
+    if example.dtype == torch.bfloat16:
+        return "numpy has no bfloat16 to run it with"
     name = session.get_inputs()[0].name
     return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
 
@@ -52,7 +61,9 @@ def write_program(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
     """Writes a snapshot as a program of torch.export with a free batch size; loading it needs torch alone."""
     with _exporting("torch.export"):
         program = torch.export.export(_plain(net), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        torch.export.save(program, path)
+        written = io.BytesIO()  # torch ends the process when a disk is full
+        torch.export.save(program, written)
+        path.write_bytes(written.getbuffer())
         return torch.export.load(path).module()
 
 
@@ -65,18 +76,22 @@ def write_graph(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
     except ValueError as error:  # a name that XML cannot hold
         raise CommandError(str(error), "grapnet set-owner gives nodes another owner") from None
     if net.count().relations > _MOST_READ_BACK:
-        return f"it has more than {_MOST_READ_BACK:,} relations, which takes long to read"
+        return f"it has more than {_MOST_READ_BACK:,} relations, which take long to read"
     graph = require("networkx", "networkx").read_graphml(path)
     return from_networkx(graph, dtype=example.dtype).eval()
 
 
 def write_matrices(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
     """Writes the state dict of a snapshot, as of an `nn.Sequential`, to plain safetensors."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     plain = _plain(net)
     state = {name: tensor.contiguous() for name, tensor in plain.state_dict().items()}
-    save_file(state, path, metadata={"format": "pt", "modules": repr(plain)})
+    try:
+        save_file(state, path, metadata={"format": "pt", "modules": repr(plain)})
+    except SafetensorError as error:  # a full disk is one
+        raise OSError(str(error)) from error
     plain.load_state_dict(load_file(path))
     return plain
 
@@ -87,7 +102,7 @@ def _plain(net: gn.GrapNet) -> nn.Sequential:
 
 
 @contextmanager
-def _exporting(what: str) -> Iterator[None]:
+def _exporting(what: str, *, hint: str = "") -> Iterator[None]:
     """Tells what torch could not do in one line; its warnings are about its own insides."""
     level = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -99,6 +114,6 @@ def _exporting(what: str) -> Iterator[None]:
         raise
     except Exception as error:  # torch gives no common class to what its exporters trip over
         told = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CommandError(f"{what} does not take this net: {told[:200]}") from error
+        raise CommandError(f"{what} does not take this net: {told[:200]}", hint) from error
     finally:
         logging.disable(level)

@@ -32,14 +32,14 @@ def _run_history(given: argparse.Namespace) -> Outcome:
     lines, data = [], {}
     for place, net in contents.nets.items():
         commits = net.history[-given.last :] if given.last else net.history
-        ways = _ways_back(net)
+        ways, turned = _ways_back(net), _turned(net.history)
         lines += [f"The {title(place)} at version {net.version:,}, {counted(len(net.history), 'commit')}"]
         if len(commits) < len(net.history):
             lines[-1] += f", the last {len(commits):,}"
-        lines += [*_commits(commits, ways, details=given.details), *_outlook(net), ""]
+        lines += [*_commits(commits, ways, turned, details=given.details), *_outlook(net), ""]
         data[place] = {
             "version": net.version,
-            "commits": [_as_data(commit, ways.get(commit.version)) for commit in commits],
+            "commits": [_as_data(commit, ways.get(commit.version), turned[commit.version]) for commit in commits],
             "of": len(net.history),
             "undoable": [net.history[n].version for n in reversed(net.journal.undoable)],
             "redoable": [net.history[n].version for n in reversed(net.journal.redoable)],
@@ -55,7 +55,18 @@ def _ways_back(net: gn.GrapNet) -> dict[int, str]:
     return found
 
 
-def _commits(commits: Sequence[gn.Commit], ways: dict[int, str], *, details: bool) -> list[str]:
+def _turned(history: Sequence[gn.Commit]) -> dict[int, str | None]:
+    """Returns, by version, whether coordinates were frozen or unfrozen; an undo turns them the other way."""
+    found: dict[int, str | None] = {}
+    other = {"frozen": "unfrozen", "unfrozen": "frozen", None: None}
+    for commit in history:
+        found[commit.version] = commit.turned if commit.undoes is None else other[found.get(commit.undoes)]
+    return found
+
+
+def _commits(
+    commits: Sequence[gn.Commit], ways: dict[int, str], turned: dict[int, str | None], *, details: bool
+) -> list[str]:
     if not commits:
         return []
     rows: list[list[Cell]] = []
@@ -66,11 +77,11 @@ def _commits(commits: Sequence[gn.Commit], ways: dict[int, str], *, details: boo
             _signed(counts[f"{what}_added"], counts[f"{what}_removed"]) if kept else "?"
             for what in ("nodes", "relations")
         )
-        turned = "" if kept else "?"
+        coordinates = "" if kept else "?"
         if kept and counts["coordinates_turned"]:
-            turned = f"{counts['coordinates_turned']:,} {commit.turned or ''}".rstrip()
+            coordinates = f"{counts['coordinates_turned']:,} {turned[commit.version] or ''}".rstrip()
         way = ways.get(commit.version, "")
-        rows.append([commit.version, nodes, relations, turned, way, commit.by or "", _reason(commit)])
+        rows.append([commit.version, nodes, relations, coordinates, way, commit.by or "", _reason(commit)])
         if details:
             rows += [_detail(operation) for operation in commit.operations]
     titles = ["version", "nodes", "relations", "(un)frozen", "way back", "by", "reason"]
@@ -109,7 +120,7 @@ def _outlook(net: gn.GrapNet) -> list[str]:
     return told
 
 
-def _as_data(commit: gn.Commit, way: str | None) -> dict[str, Any]:
+def _as_data(commit: gn.Commit, way: str | None, turned: str | None) -> dict[str, Any]:
     joint = commit.joint and {"name": commit.joint.name, "part": commit.joint.part, "parts": commit.joint.parts}
     return {
         "version": commit.version,
@@ -118,7 +129,7 @@ def _as_data(commit: gn.Commit, way: str | None) -> dict[str, Any]:
         "undoes": commit.undoes,
         "joint": joint,
         "counts": commit.change.counts() if commit.has_details else None,
-        "turned": commit.turned,
+        "turned": turned,
         "operations": plain(commit.operations),
         "way_back": way,
     }
@@ -153,13 +164,14 @@ def _compared(a: Contents, b: Contents, place: str) -> tuple[list[str], dict[str
     first, second = a.nets[place], b.nets[place]
     found = compare(first, second)
     lines = [f"The {title(place)}", f"  A  {first!r}", f"  B  {second!r}", f"  {found.lineage}"]
-    lines += _commits(found.commits, {}, details=False)
+    turned = _turned(max(first.history, second.history, key=len))
+    lines += _commits(found.commits, {}, turned, details=False)
     if found.is_equal:
-        lines += ["  nodes, relations, names and values are equal, bit for bit"]
+        lines += ["  nodes, relations, names, settings and values are equal, bit for bit"]
     else:
         lines += ["", *_differences(found)]
         lines += _examples(found)
-    return lines, _comparison_data(found)
+    return lines, _comparison_data(found, turned)
 
 
 def _differences(found: Comparison) -> list[str]:
@@ -191,11 +203,11 @@ def _listed(found: Comparison) -> dict[str, np.ndarray]:
     }
 
 
-def _comparison_data(found: Comparison) -> dict[str, Any]:
+def _comparison_data(found: Comparison, turned: dict[int, str | None]) -> dict[str, Any]:
     return {
         "equal": found.is_equal,
         "lineage": found.lineage,
-        "commits": [_as_data(commit, None) for commit in found.commits],
+        "commits": [_as_data(commit, None, turned[commit.version]) for commit in found.commits],
         "differences": plain({what: one._asdict() for what, one in found.differences.items()}),
         "first": {name: uids[:_LISTED].tolist() for name, uids in _listed(found).items()},
     }

@@ -5,7 +5,7 @@ from typing import Any
 
 import grapnet as gn
 
-from .census import MOST_RELATIONS, UNOWNED, census, census_of_owner
+from .census import MOST_RELATIONS, census, census_of_owner
 from .columns import Cell, counted, in_bytes, pairs, table
 from .command import Command, CommandError, Outcome
 from .contents import Contents, read_contents, title
@@ -81,7 +81,7 @@ def _whole(contents: Contents, place: str, net: gn.GrapNet, told: dict[str, Any]
     lines = [f"The {title(place)}: {'-'.join(map(str, told['sizes']))}{also}", *pairs(facts)]
     lines += ["", "Layers", *_table_of_layers(told["layers"])]
     lines += ["", "Relations", *_table_of_relations(told["transitions"])]
-    if set(told["owners"]) - {UNOWNED}:
+    if net.owners:
         lines += ["", "Owners", *_table_of_owners(told["owners"])]
     return [*lines, "", f"Backends at batch {batch:,} on {net.device}", *_backends(told["backends"])]
 
@@ -119,7 +119,7 @@ def _table_of_owners(owners: dict[str, dict[str, int]]) -> list[str]:
     rows: list[list[Cell]] = []
     for name, one in owners.items():
         share = one["frozen"] / one["outgoing"] if one["outgoing"] else None
-        rows.append([name, one["nodes"], one["outgoing"], share, one["incoming"]])
+        rows.append([_shown(name), one["nodes"], one["outgoing"], share, one["incoming"]])
     return _sparing(["owner", "nodes", "relations owned", "frozen of these", "received"], rows, 3)
 
 
@@ -163,7 +163,7 @@ def _backends(backends: list[dict[str, Any]]) -> list[str]:
 
 
 def _narrowed(place: str, told: dict[str, Any]) -> list[str]:
-    head = f"{told['owner']} in the {title(place)}: {counted(told['nodes'], 'node')}"
+    head = f"{_shown(told['owner'])} in the {title(place)}: {counted(told['nodes'], 'node')}"
     layers: list[list[Cell]] = [
         [
             one["layer"],
@@ -176,11 +176,16 @@ def _narrowed(place: str, told: dict[str, Any]) -> list[str]:
     ]
     wires: list[list[Cell]] = []
     for one in told["transitions"]:
-        sides = [f"to {name} {count:,}" for name, count in one["to"].items()]
-        sides += [f"from {name} {count:,}" for name, count in one["from"].items()]
+        sides = [f"to {_shown(name)} {count:,}" for name, count in one["to"].items()]
+        sides += [f"from {_shown(name)} {count:,}" for name, count in one["from"].items()]
         wires.append([_place(one), one["outgoing"], one["incoming"], one["frozen"], ", ".join(sides)])
     lines = [head, *_sparing(["layer", "nodes", "uids", "biases frozen", "activation"], layers, 3), "", "Relations"]
     return lines + _sparing(["layers", "owned", "received", "frozen", "with"], wires, 3)
+
+
+def _shown(owner: str) -> str:
+    """Returns the name of an owner, in quotes where nothing of it would be seen."""
+    return owner if owner.strip() else repr(owner)
 
 
 COMMANDS: tuple[Command, ...] = (

@@ -25,6 +25,11 @@ _ODD: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (  # a tensor that
         "save tensor.to_dense() in its place; --drop-zeros then leaves the zeros out",
     ),
 )
+_SPLIT = (  # how the key of a part of a weight looks that is computed from several, and what makes it one again
+    (r"(^|\.)parametrizations\.", "torch.nn.utils.parametrize.remove_parametrizations(module, name)"),
+    (r"(^|\.)(weight|bias)_g$", "torch.nn.utils.remove_weight_norm(module)"),
+    (r"(^|\.)(weight|bias)_u$", "torch.nn.utils.remove_spectral_norm(module)"),
+)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,11 @@ def find_chain(tensors: dict[str, Tensor], prefix: str, keys: Sequence[str] | No
     return found
 
 
+def has_layers(tensors: dict[str, Tensor]) -> bool:
+    """Says whether there is a linear layer among tensors, which need not all belong to one."""
+    return bool(_layers(tensors))
+
+
 def left_out(tensors: Iterable[str], prefix: str, chain: Sequence[Part]) -> list[str]:
     """Returns the keys of a state dict that belong to none of the layers that were taken."""
     taken = {part.key for part in chain}
@@ -133,14 +143,20 @@ def _has_trail(width: int, parts: Sequence[Part]) -> bool:
 
 def _require_layers(keys: Sequence[str], tensors: dict[str, Tensor]) -> None:
     """Raises CommandError when `--keys` names a layer twice, or something that is no linear layer."""
-    layers = {_layer_of(key) for key, tensor in tensors.items() if _is_matrix(key.removesuffix("_orig"), tensor)}
+    layers = _layers(tensors)
+    if not layers:
+        raise _foreign(tensors, ())
     for n, key in enumerate(keys):
         if key not in layers:
             listed = [one for one in dict.fromkeys(map(_layer_of, tensors)) if one in layers]
-            raise CommandError(f"--keys: {key!r} is no linear layer", f"the layers are: {few(listed) or 'none'}")
+            raise CommandError(f"--keys: {key!r} is no linear layer", f"the layers are: {few(listed)}")
         if key in keys[:n]:
             once = ",".join(dict.fromkeys(keys))
             raise CommandError(f"--keys names {key!r} twice, and a layer runs once", f"leave one out: --keys {once}")
+
+
+def _layers(tensors: dict[str, Tensor]) -> set[str]:
+    return {_layer_of(key) for key, tensor in tensors.items() if _is_matrix(key.removesuffix("_orig"), tensor)}
 
 
 def _layer_of(key: str) -> str:
@@ -202,17 +218,37 @@ def _parts(tensors: dict[str, Tensor]) -> dict[str, Part]:
             )
         used.add(bias_key)
         parts[stem] = Part(stem, weight, bias)
-    some = ",".join([*list(parts)[:4], *["..."] * (len(parts) > 4)])
-    alone = f"; --keys {some} takes these layers alone, without what runs between them, --prefix those that begin so"
-    for key, tensor in tensors.items():
-        if key not in used:
-            raise CommandError(
-                f"{key} of shape {list(tensor.shape)} is no weight or bias of a linear layer, so this is no plain MLP",
-                "gn.graft(model, nn.Linear) in Python makes nets of the linear layers and leaves the rest, norms say, "
-                f"in the model{alone if parts else ''}",
-            )
+    others = {key: tensor for key, tensor in tensors.items() if key not in used}
+    if others:
+        raise _foreign(others, list(parts))
     _require_numbers(tensors)
     return parts
+
+
+def _foreign(tensors: dict[str, Tensor], layers: Sequence[str]) -> CommandError:
+    """Returns the error of tensors that belong to no linear layer, beside those that do."""
+    for pattern, remedy in _SPLIT:
+        for key in tensors:
+            if re.search(pattern, key):
+                return CommandError(
+                    f"{key} is one part of a parametrized weight, and a plain MLP holds the weight itself",
+                    f"{remedy} of every such layer before saving leaves the weight",
+                )
+    matrix = next((key for key, tensor in tensors.items() if tensor.dim() == 2), None)
+    if matrix is not None and not layers:
+        return CommandError(
+            f"{matrix} of shape {list(tensors[matrix].shape)} is not known for a linear layer's: keys have to end in "
+            ".weight and .bias",
+            "if it is one, rename the keys before saving: fc1.weight for a matrix [out, in], fc1.bias for its bias",
+        )
+    key, tensor = next(iter(tensors.items()))
+    some = ",".join([*layers[:4], *["..."] * (len(layers) > 4)])
+    alone = f"; --keys {some} takes these layers alone, without what runs between them, --prefix those that begin so"
+    return CommandError(
+        f"{key} of shape {list(tensor.shape)} is no weight or bias of a linear layer, so this is no plain MLP",
+        "gn.graft(model, nn.Linear) in Python makes nets of the linear layers and leaves the rest, norms say, "
+        f"in the model{alone if layers else ''}",
+    )
 
 
 def _is_matrix(key: str, tensor: Tensor) -> bool:

@@ -1,9 +1,11 @@
 """`grapnet`: finds the command, gives it what all commands share, and prints its outcome or one clear error."""
 
 import argparse
+import errno
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -16,9 +18,9 @@ import torch
 
 import grapnet as gn
 from grapnet.data import MissingDataError
+from grapnet.streams import abandon_stdout, open_streams, printable
 
 from .command import Command, CommandError, Outcome
-from .streams import abandon_stdout, open_streams, printable
 from .suggestion import closest
 
 GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
@@ -32,6 +34,17 @@ WRONG, INTERRUPTED, TERMINATED = 2, 130, 143  # exit codes: of what cannot be do
 MOST_THREADS = 1024
 TRACEBACK = "GRAPNET_TRACEBACK"  # in the environment: errors that nobody expects show where they come from
 EXPECTED = (gn.GrapNetError, MissingDataError, ImportError, OSError)  # told in one line; all else is a bug
+_ACCESS = "see who may read and write it and its folder: ls -ld"
+_ROOM = "make room, or choose another place; df -h tells what is left there, ulimit -f how large a file may be"
+SYSTEM_HINTS = {  # by what the system says about a file
+    errno.EACCES: _ACCESS,
+    errno.EPERM: _ACCESS,
+    errno.EROFS: "that place can only be read; choose another one",
+    errno.ENOSPC: _ROOM,
+    errno.EFBIG: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.ENAMETOOLONG: "choose a shorter name",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -216,7 +229,15 @@ def _hint(error: BaseException, command: str) -> str:
         return f"{', or: '.join(error.commands)}{looked}"
     if isinstance(error, ImportError):
         return "grapnet doctor lists what is installed and what is not"
+    if isinstance(error, OSError) and _number(error) in SYSTEM_HINTS:
+        return SYSTEM_HINTS[_number(error)]
     return f"grapnet {command} --help tells what it takes"
+
+
+def _number(error: OSError) -> int:
+    """Returns the number of the system's error, which safetensors tells in words alone; 0 where there is none."""
+    told = re.search(r"\(os error (\d+)\)", str(error))
+    return error.errno or (int(told[1]) if told else 0)
 
 
 def _one_line(error: BaseException) -> str:

@@ -108,8 +108,11 @@ def open_checkpoint(
         keep: names of extras to leave as they are.
 
     Raises:
-        CommandError: there is no such file, net or extra, or the file is damaged.
+        CommandError: there is no such file, net or extra, one is to be left out and kept, or the file is damaged.
     """
+    for name in drop:
+        if name in keep:
+            raise CommandError(f"--drop {name} and --keep {name} contradict each other", "leave one out")
     with reading(path):
         document, tensors = container.read(path)
         net, place, prefix, part = _net_of(document, tensors, place)

@@ -1,9 +1,15 @@
 """`grapnet plot`: draws the net of a checkpoint into a picture."""
 
 import argparse
-from collections.abc import Callable, Mapping
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from grapnet.streams import printable
 
 from .command import Command, CommandError, Outcome
 from .files import add_file, add_output, require_free, writing
@@ -22,6 +28,8 @@ KINDS = {
     "weights": "how many relations have which weight",
     "deletion": "what a cut removes, beside a masked dense row",
 }
+
+_MISSING = re.compile(r"Glyph (\d+) .*missing from")  # what matplotlib warns of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -51,13 +59,30 @@ def run(given: argparse.Namespace) -> Outcome:
         last = len(net.transitions) - 1
         raise CommandError(f"{given.file} has transitions 0 to {last}, got --transition {given.transition}")
     try:
-        with plot.theme(given.theme), writing(path, force=given.force) as partial:
+        with plot.theme(given.theme), _told_of_signs(), writing(path, force=given.force) as partial:
             plot.save(_drawings(net, given)[given.kind](), partial)
     except ValueError as error:
         raise CommandError(str(error)) from None
     count = net.count()
     data = {"path": str(path), "kind": given.kind, "nodes": count.nodes, "relations": count.relations}
     return Outcome(f"wrote {path}", {**data, "version": net.version})
+
+
+@contextmanager
+def _told_of_signs() -> Iterator[None]:
+    """Tells in one line which signs of names the font does not have, in place of matplotlib's warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    missing: dict[str, None] = {}
+    for each in caught:
+        if found := _MISSING.match(str(each.message)):
+            missing[chr(int(found[1]))] = None
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+    if missing:
+        told = f"the font of the picture has no {''.join(missing)}; boxes stand for what it lacks"
+        print(f"grapnet: {printable(told)}", file=sys.stderr)
 
 
 def _drawings(net: "gn.GrapNet", given: argparse.Namespace) -> "Mapping[str, Callable[[], Axes]]":

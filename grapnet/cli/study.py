@@ -2,16 +2,18 @@
 
 import argparse
 import importlib.util
-import math
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grapnet.data import MissingDataError
 from grapnet.integrations.extra import require
 
+from .columns import plain
 from .command import Command, CommandError, Outcome
 from .suggestion import closest
 
@@ -98,8 +100,27 @@ def _require_possible(given: argparse.Namespace) -> None:
     if given.plot and not _can_plot():
         raise CommandError("--plot needs matplotlib, which is not installed", 'pip install "grapnet[studies]"')
     for folder in (given.out, given.resume, given.tensorboard):
-        if folder is not None and folder.exists() and not folder.is_dir():
-            raise CommandError(f"{folder} is a file; name a folder")
+        if folder is not None:
+            _require_writable(folder)
+
+
+def _require_writable(folder: Path) -> None:
+    """Raises CommandError when no file can be written into a folder; those that it makes to see it are gone again."""
+    around = (folder, *folder.parents)
+    for one in around:
+        if one.exists() and not one.is_dir():
+            raise CommandError(f"{one} is a file; name a folder")
+    made = [one for one in around if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise CommandError(f"{folder}: no file can be written there: {error.strerror}", "name another folder") from None
+    finally:
+        for one in made:
+            with suppress(OSError):  # it was not made, or another has written into it
+                one.rmdir()
 
 
 def _require_no_loss(study: "Registered", given: argparse.Namespace) -> None:
@@ -140,8 +161,9 @@ def _result(study: "Registered", given: argparse.Namespace) -> dict[str, Any]:
 
 def _told(study: "Registered", result: dict[str, Any], given: argparse.Namespace) -> tuple[str, dict[str, Any]]:
     """Returns the table of a result with what it misses, and the same as plain data; draws it where it can."""
+    from grapnet.plot import save
     from grapnet.studies.command import seeds_missed
-    from grapnet.studies.drawing import drawn, save
+    from grapnet.studies.drawing import drawn
 
     written = given.out / f"{study.name}.json"
     plot = written.with_suffix(".svg") if _can_plot() else None
@@ -159,17 +181,8 @@ def _told(study: "Registered", result: dict[str, Any], given: argparse.Namespace
         "seconds": result.get("seconds"),
         "seeds": result["settings"].get("seeds"),
         "missed": missed,
-        "summary": _finite(result.get("summary", result)),
+        "summary": plain(result.get("summary", result)),
     }
-
-
-def _finite(value: Any) -> Any:
-    """Returns plain data with None for every number that JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _can_plot() -> bool:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 def layer_number(graph: "Graph", layer: Any) -> int:
     """Returns the number of a layer, counted from the sensory one; raises EditError when there is none."""
     count = len(graph.layers)
+    if isinstance(layer, Layer):
+        place = next((f"; this one has number {n}" for n, own in enumerate(graph.layers) if own is layer), "")
+        raise EditError(f"a layer is named by its number, 0 to {count - 1}{place}, got {layer!r}")
     if not isinstance(layer, int | np.integer) or not -count <= layer < count:
         raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
     return int(layer) % count

@@ -13,6 +13,7 @@ import grapnet as gn
 from grapnet.whole import whole
 
 from .extra import require
+from .networkx_graphml import write_net
 
 if TYPE_CHECKING:
     import networkx
@@ -38,10 +39,7 @@ def to_networkx(net: gn.GrapNet) -> "networkx.DiGraph[int]":
         >>> graph.nodes[2]["layer"], graph.nodes[2]["bias"], graph.in_degree(2)
         (1, 0.25, 2)
     """
-    graph = require("networkx", "networkx").DiGraph(version=net.version, layers=len(net.layers))
-    for n, layer in enumerate(net.layers):
-        graph.graph |= {f"activation_{n}": layer.default_activation, f"dropout_{n}": layer.dropout}
-        graph.add_nodes_from(_nodes(n, layer))
+    graph = _without_relations(net)
     for t, layer in enumerate(net.layers[:-1]):
         relations = layer.outgoing()
         ends = relations.parents.tolist(), relations.children.tolist()
@@ -105,7 +103,8 @@ def write_graphml(net: "gn.GrapNet | networkx.Graph[Any]", path: str | os.PathLi
 
     Beside what `to_networkx` gives, a node has a `label` and a place to stand (`x`, `y`: layers as columns), a relation
     its `strength`, the absolute weight. What is None is left out, as GraphML has no such value. The file is complete
-    before it takes the place of an older one; `from_networkx(networkx.read_graphml(path))` reads it.
+    before it takes the place of an older one; `from_networkx(networkx.read_graphml(path))` reads it. The relations of a
+    net are written one by one, and take no memory; a graph takes as much as networkx's own writer needs.
 
     Args:
         net: the net; or a graph, such as a part of what `to_networkx` gave. It stays as it is: labels, places and
@@ -116,15 +115,27 @@ def write_graphml(net: "gn.GrapNet | networkx.Graph[Any]", path: str | os.PathLi
         TypeError: it is neither, but a model around nets perhaps; nothing was written.
         ValueError: a name or another text holds a character that XML cannot; nothing was written.
     """
-    graph = _drawable(_graph_of(net))
+    if isinstance(net, gn.GrapNet):
+        nodes = _drawable(_without_relations(net))
+        with whole(path) as partial:
+            write_net(partial, net, nodes)
+        return
+    graph = _drawable(_copy_of(net))
     with whole(path) as partial:
         require("networkx", "networkx").write_graphml_xml(graph, os.fspath(partial), prettyprint=False)
 
 
-def _graph_of(given: Any) -> "networkx.Graph[Any]":
-    """Returns a graph that is the caller's to change: of a net, or a copy of a graph."""
-    if isinstance(given, gn.GrapNet):
-        return to_networkx(given)
+def _without_relations(net: gn.GrapNet) -> "networkx.DiGraph[int]":
+    """Returns the graph of a net's nodes, which knows all that `to_networkx` tells but the relations."""
+    graph = require("networkx", "networkx").DiGraph(version=net.version, layers=len(net.layers))
+    for n, layer in enumerate(net.layers):
+        graph.graph |= {f"activation_{n}": layer.default_activation, f"dropout_{n}": layer.dropout}
+        graph.add_nodes_from(_nodes(n, layer))
+    return graph
+
+
+def _copy_of(given: Any) -> "networkx.Graph[Any]":
+    """Returns a copy of a graph, which is the caller's to change; raises TypeError for anything else."""
     if isinstance(given, require("networkx", "networkx").Graph):
         return given.copy()
     if isinstance(given, nn.Module):

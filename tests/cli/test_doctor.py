@@ -14,6 +14,7 @@ import grapnet as gn
 from grapnet.cli import checkup
 from grapnet.execution import native
 from grapnet.execution.reference import Reference, ReferencePlan
+from tests.plot.effort import lines_run
 
 Run = Callable[..., Any]  # the fixture `run`: (code, out, err)
 
@@ -118,8 +119,8 @@ def test_the_self_check_is_short_and_finds_a_backend_that_computes_wrongly(
 ) -> None:
     assert list(checkup.STEPS) == ["edit and undo", "backends agree", "optimizer follows", "save and load"]
     assert set(checkup.check_up(torch.device("cpu")).values()) == {""}
-    told = json.loads(run("doctor", "--json").out)
-    assert 0 < told["seconds"] < 1
+    assert lines_run(lambda: checkup.check_up(torch.device("cpu"))) < 1_000_000
+    assert json.loads(run("doctor", "--json").out)["seconds"] > 0
 
     class Off(ReferencePlan):
         """Adds a hair to every value."""

@@ -200,6 +200,13 @@ def test_set_owner(checkpoint, tmp_path, run):
     assert set(gn.load(path).select().owners) == {None}
 
 
+def test_a_reason_of_its_own_names_every_value_that_was_given(checkpoint, tmp_path, run):
+    path = tmp_path / "new.safetensors"
+    assert run("cut", checkpoint, "--owner", "task-2", "--incoming", "-o", path).code == 0
+    assert run("prune", path, "--fraction", 0, "--orphans", "--in-place").code == 0
+    assert gn.load(path).history[-1].reason == "prune --fraction 0.0 --scope global --orphans"
+
+
 def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, run):
     before = content(tmp_path)
     for asked in (
@@ -242,6 +249,8 @@ def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, ru
         ("cut FILE --relation 0-17 -o NEW", "expected PARENT:CHILD", "3:61"),
         ("cut FILE --all --smallest -1 -o NEW", "--smallest is a share between 0 and 1, got -1", "0.3 for 30 %"),
         ("cut FILE --all --drop nothing -o NEW", "--drop nothing: not in", "optimizer, memory, rng, note"),
+        ("cut FILE --all --drop note --keep note -o NEW", "--drop note and --keep note contradict", "leave one out"),
+        ("set-owner FILE --all --to= -o NEW", "--to names no owner", "--none"),
         ("cut FILE --all --net head -o NEW", "one net and no model", "leave out --net"),
         ("cut FILE --all --device tpu9 -o NEW", "--device tpu9 cannot be used", "doctor"),
         ("cut MISSING --all -o NEW", "no such file", "gn.save"),

@@ -15,11 +15,10 @@ from torch import nn
 
 import grapnet as gn
 
+from .edited import content
+from .full_disk import no_file_beyond
+
 pytestmark = pytest.mark.xdist_group("export")  # one worker: the first ONNX export of a process takes seconds
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_onnx(checkpoint, tmp_path, run):
@@ -47,6 +46,46 @@ def test_a_torch_program_needs_torch_alone(checkpoint, tmp_path, run):
         torch.testing.assert_close(program(x), net(x), rtol=0, atol=1e-6)
     with zipfile.ZipFile(tmp_path / "net.pt2") as archive:
         assert not any(b"grapnet" in archive.read(name) for name in archive.namelist())
+
+
+def test_onnx_in_half_precision_is_checked(tmp_path, run):
+    gn.save(tmp_path / "net.safetensors", gn.GrapNet([6, 9, 3], dtype=torch.float16))
+    told = json.loads(run("export", tmp_path / "net.safetensors", "--to", "onnx", "--json").out)
+    assert told["unchecked"] is None
+    assert told["difference"] < 1e-2
+
+
+def test_onnx_that_no_cpu_runs_is_written_and_the_way_round_told(tmp_path, run):
+    gn.save(tmp_path / "net.safetensors", gn.GrapNet([6, 9, 3], dtype=torch.bfloat16))
+    done = run("export", tmp_path / "net.safetensors", "--to", "onnx")
+    assert (done.code, done.err) == (0, "")
+    assert "not checked: onnxruntime does not run bfloat16 on a CPU; use the file on another device, or " in done.out
+    assert done.out.endswith("save it in float32 first: gn.save(new, gn.load(file).float())\n")
+    gn.save(tmp_path / "new", gn.load(tmp_path / "net.safetensors").float())
+    done = run("export", tmp_path / "new", "--to", "onnx")
+    assert "largest difference on 7 random inputs: " in done.out
+
+
+def test_onnx_that_is_no_valid_file_is_not_written(tmp_path, run):
+    gn.save(tmp_path / "net.safetensors", gn.GrapNet([4, 3, 2], activation="elu", dtype=torch.bfloat16))
+    done = run("export", tmp_path / "net.safetensors", "--to", "onnx")
+    assert (done.code, done.out) == (2, "")
+    first, hint = done.err.splitlines()
+    assert first.startswith("grapnet: onnxruntime does not take this net: ")
+    assert hint.startswith("hint: save it in float32 first")
+    assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
+
+
+@pytest.mark.parametrize("kind", ["onnx", "torch", "graphml", "safetensors-dense"])
+def test_a_full_disk_is_told_of_the_path_that_was_given(kind, tmp_path, run, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gn.save("net.safetensors", gn.GrapNet([30, 40]))
+    before = content(tmp_path)
+    with no_file_beyond(1000):
+        done = run("export", "net.safetensors", "--to", kind, "-o", "new")
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(r"grapnet: new could not be written \(.*File too large.*\)\nhint: make room, .*\n", done.err)
+    assert content(tmp_path) == before
 
 
 def test_graphml_and_matrices(checkpoint, tmp_path, run):

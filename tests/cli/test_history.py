@@ -76,7 +76,7 @@ def test_a_commit_whose_details_are_gone_and_numbers_that_are_not_finite(run: Ru
     gn.save(tmp_path / "old", net)
     one = told(run, "history", tmp_path / "old")["nets"][""]
     assert [c["counts"] for c in one["commits"]] == [None, None]
-    assert one["commits"][0]["operations"][-1]["mean"] == "nan"
+    assert one["commits"][0]["operations"][-1]["mean"] is None  # as in every other command: JSON has no NaN
     assert "(no reason given)" in run("history", tmp_path / "old").out
 
 
@@ -136,6 +136,22 @@ def test_the_history_says_which_way_coordinates_turned(run: Run, checkpoint: Pat
     assert "coordinates_frozen 3" in repr(net.history[1])
 
 
+def test_an_undo_turns_coordinates_the_other_way(run: Run, tmp_path: Path) -> None:
+    net = gn.GrapNet([3, 2])
+    gn.save(tmp_path / "before", net)
+    with net.edit(reason="keep") as edit:
+        edit.freeze(net.layers[0].outgoing())
+    gn.save(tmp_path / "frozen", net, undo=True)
+    for _ in range(2):
+        net.undo()
+        net.redo()
+    gn.save(tmp_path / "net", net)
+    ways = ["frozen", "unfrozen", "frozen", "unfrozen", "frozen"]
+    assert [c["turned"] for c in told(run, "history", tmp_path / "net")["nets"][""]["commits"]] == ways
+    lines = run("diff", tmp_path / "frozen", tmp_path / "net").out.splitlines()
+    assert [line.split()[2] for line in lines if line.split()[1:2] == ["6"]] == ways[1:]
+
+
 def test_a_cut_that_was_undone_leaves_an_equal_net(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     net = gn.load(checkpoint)
     with net.edit() as edit:
@@ -182,6 +198,10 @@ def attend(net: gn.GrapNet) -> None:
     net.execution.use("attention", transition=0)
 
 
+def choose(net: gn.GrapNet) -> None:
+    net.execution.use("dense")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
@@ -191,7 +211,8 @@ def attend(net: gn.GrapNet) -> None:
         (train, {"weights": {"changed": 2, "largest": 2.0}}),
         (shift, {"biases": {"changed": 1, "largest": 1.5}}),
         (drop, {"dropout of layers": {"changed": 1}}),
-        (attend, {"attention's columns": {"added": 2, "removed": 0, "changed": 0}}),
+        (attend, {"attention's columns": {"added": 2, "removed": 0, "changed": 0}, "backends": {"changed": 1}}),
+        (choose, {"backends": {"changed": 2}}),
         (torch.nn.Module.double, {"data type": {"changed": 1}}),
     ],
 )
@@ -207,6 +228,47 @@ def test_every_kind_of_change_is_found_and_no_other(
     assert differing == {what: pytest.approx(one, abs=1e-6) for what, one in expected.items()}
     out = run("diff", checkpoint, tmp_path / "changed").out
     assert all(what in out for what in expected)
+
+
+def differing(run: Run, folder: Path, a: gn.GrapNet, b: gn.GrapNet) -> dict[str, dict]:
+    """Returns what `diff` says of two nets, only where they differ."""
+    gn.save(folder / "a", a)
+    gn.save(folder / "b", b)
+    alike = run("diff", folder / "a", folder / "b").code == 0
+    differences = told(run, "diff", folder / "a", folder / "b", code=0 if alike else 1)["nets"][""]["differences"]
+    return {what: {key: n for key, n in one.items() if n} for what, one in differences.items() if any(one.values())}
+
+
+def test_layers_without_nodes_are_compared_too(run: Run, tmp_path: Path) -> None:
+    def made(*sizes: int, activation: list[str]) -> gn.GrapNet:
+        wires = [([0, 1], [0, 0], [1.0, 2.0])] if sizes[1] else [([], [], [])]
+        biases = [[0.0] * size for size in sizes[1:]]
+        return gn.GrapNet.from_relations(
+            sizes, [*wires, *([([], [], [])] * (len(sizes) - 2))], biases=biases, activation=activation
+        )
+
+    relu, tanh = (made(4, 0, 2, activation=[name, "identity"]) for name in ("relu", "tanh"))
+    assert differing(run, tmp_path, relu, tanh) == {"activation of layers": {"changed": 1}}
+    short, long = made(2, 1, activation=["identity"]), made(2, 1, 0, activation=["identity", "identity"])
+    assert differing(run, tmp_path, short, long) == {"layers": {"added": 1}}
+    assert differing(run, tmp_path, long, short) == {"layers": {"removed": 1}}
+
+
+def test_attention_is_compared_bit_for_bit_and_with_what_newborn_nodes_draw(run: Run, tmp_path: Path) -> None:
+    def attending(key: float, bound: float = 1.0) -> gn.GrapNet:
+        net = gn.GrapNet.from_relations([2, 1], [([0, 1], [0, 0], [1.0, 2.0])], biases=[[0.0]])
+        net.execution.use("attention", keys=[1.0, key], queries=[1.0], bound=bound)
+        return net
+
+    broken = attending(0.0)
+    with torch.no_grad():
+        broken.columns["key_0"].value.fill_(float("nan"))
+    assert differing(run, tmp_path, broken, broken) == {}
+    assert differing(run, tmp_path, attending(0.0), attending(-0.0)) == {"attention's columns": {"changed": 1}}
+    assert differing(run, tmp_path, attending(0.5), attending(0.5, bound=2.0)) == {
+        "attention's columns": {"changed": 2}
+    }
+    assert differing(run, tmp_path, attending(0.5), attending(0.5).double()) == {"data type": {"changed": 1}}
 
 
 def test_separate_nets_are_compared_by_uids_alone(run: Run, tmp_path: Path) -> None:

@@ -91,6 +91,27 @@ def test_one_owner_is_told_of_alone(run: Run, checkpoint: Path) -> None:
     assert "task-1" not in out
 
 
+def test_an_owner_may_be_called_like_nobody_or_like_nothing(run: Run, tmp_path: Path) -> None:
+    net = gn.GrapNet([3, 6, 2])
+    with net.edit() as edit:
+        edit.set_owner(net.layers[1][:1], "(none)")
+        edit.set_owner(net.layers[1][1:3], "")
+        edit.freeze(net.layers[1][1:3].outgoing())
+    gn.save(tmp_path / "net", net)
+    owners = inspected(run, tmp_path / "net")["nets"][""]["owners"]
+    assert {name: list(one.values()) for name, one in owners.items()} == {
+        "((none))": [8, 18 + 6, 9 + 12, 0],
+        "(none)": [1, 2, 3, 0],
+        "": [2, 4, 6, 4],
+    }
+    for owner, nodes in (("(none)", 1), ("", 2)):
+        into, out_of = inspected(run, tmp_path / "net", "--owner", owner)["nets"][""]["transitions"]
+        assert (into["incoming"], into["from"]) == (3 * nodes, {"((none))": 3 * nodes})
+        assert (out_of["outgoing"], out_of["to"]) == (2 * nodes, {"((none))": 2 * nodes})
+    assert "\n  ''            2" in run("inspect", tmp_path / "net").out
+    assert "'' in the net: 2 nodes" in run("inspect", tmp_path / "net", "--owner", "").out
+
+
 def test_an_unknown_owner_is_refused_with_those_that_are_there(run: Run, checkpoint: Path) -> None:
     code, out, err = run("inspect", checkpoint, "--owner", "task-9")
     assert (code, out) == (2, "")

@@ -1,6 +1,7 @@
 """What all commands share: the table of contents, --json, refusals of one line and a hint, and exit codes."""
 
 import argparse
+import errno
 import json
 import os
 import signal
@@ -162,6 +163,20 @@ def test_a_folder_is_refused(run: Run, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
+def test_a_pipe_is_refused_as_no_file(run: Run, tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    require_refusal(run(*lacking_nothing(KNOWN[name], tmp_path / "pipe")), f"{tmp_path / 'pipe'} is no file")
+
+
+def test_a_name_that_is_too_long_is_refused_as_such(run: Run, checkpoint: Path) -> None:
+    long = checkpoint.with_name("a" * 300)
+    for words in (["inspect", long], ["cut", long, "--all", "--in-place"], ["cut", checkpoint, "--all", "-o", long]):
+        ran = run(*words)
+        require_refusal(ran, long)
+        assert ran.err.splitlines()[1] == "hint: choose a shorter name"
+
+
+@pytest.mark.parametrize("name", READERS)
 def test_a_damaged_checkpoint_is_refused_and_left_alone(run: Run, damaged_checkpoint: Path, name: str) -> None:
     before = damaged_checkpoint.read_bytes()
     require_refusal(run(*lacking_nothing(KNOWN[name], damaged_checkpoint)), damaged_checkpoint)
@@ -229,7 +244,17 @@ def missing_features() -> MissingDataError:
         (MissingDataError("no file of features"), "no file of features", "grapnet inspect --help"),
         (missing_features(), "no variable is set", "hint: make features, or: export VARIABLE=FILE"),
         (ImportError('Run: pip install "grapnet[plot]"'), 'Run: pip install "grapnet[plot]"', "grapnet doctor"),
-        (PermissionError(13, "Permission denied", "/a/file"), "/a/file: Permission denied", "grapnet inspect --help"),
+        (OSError(errno.EACCES, "Denied", "/a/file"), "/a/file: Denied", "hint: see who may read and write it"),
+        (OSError(errno.EPERM, "Denied", "/a/file"), "/a/file: Denied", "hint: see who may read and write it"),
+        (OSError(errno.EROFS, "Read-only", "/a/file"), "/a/file: Read-only", "hint: that place can only be read"),
+        (OSError(errno.ENOSPC, "Full", "/a/file"), "/a/file: Full", "hint: make room"),
+        (OSError(errno.EDQUOT, "Full", "/a/file"), "/a/file: Full", "hint: make room"),
+        (
+            OSError("'a' could not be written (Full (os error 28))"),
+            "'a' could not be written (Full (os error 28))",
+            "room",
+        ),
+        (OSError(errno.EIO, "Broken", "/a/file"), "/a/file: Broken", "grapnet inspect --help"),
     ],
 )
 def test_expected_errors_are_one_line_and_a_hint(

@@ -88,6 +88,17 @@ def test_whatever_the_names_the_picture_is_well_formed(tmp_path, strange, capsys
     assert capsys.readouterr().err == ""
 
 
+def test_signs_that_the_font_lacks_are_told_in_one_line(tmp_path, capsys):
+    net = gn.GrapNet([3, 2])
+    with net.edit(reason="name") as edit:
+        edit.set_owner(net.layers[0], "𒀀ab𒀁")  # matplotlib's own font has no cuneiform
+    gn.save(tmp_path / "net.safetensors", net)
+    assert main(["plot", str(tmp_path / "net.safetensors")]) == 0
+    out, error = capsys.readouterr()
+    assert out == f"wrote {tmp_path / 'net-graph.png'}\n"
+    assert error == "grapnet: the font of the picture has no 𒀀𒀁; boxes stand for what it lacks\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
