@@ -241,11 +241,11 @@ class RuleManager:
                     "name": entry.name,
                     "enabled": entry.enabled,
                     **entry.description(),
-                    "attributes": entry.unchanged(),
-                    "state": state_of(entry.rule),
+                    "arguments": entry.unchanged(state),
+                    "state": state,
                     "recorders": recorders.get(entry.name, {}),
                 }
-                for entry in self._roster
+                for entry, state in ((entry, state_of(entry.rule)) for entry in self._roster)
             ],
         }
 

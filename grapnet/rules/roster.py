@@ -12,7 +12,7 @@ from grapnet.network import GrapNet
 from .budget import Budget
 from .rule import Rule
 from .schedule import Schedule, next_step
-from .settings import attributes, describe, differences, differing, same, state_of
+from .settings import arguments, describe, differences, differing, same
 
 
 class RuleError(GrapNetError, LookupError):
@@ -28,21 +28,30 @@ class Entry:
     schedule: Schedule
     budget: Budget | None
     enabled: bool
-    injected: dict[str, Any] = field(init=False)  # the attributes that the rule had then
+    injected: dict[str, Any] = field(init=False)  # the arguments of the rule, as they were then
 
     def __post_init__(self) -> None:
-        self.injected = attributes(self.rule)
+        self.injected = arguments(self.rule)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update({"injected": {}, **state})  # an entry that was pickled before they were kept has none
 
     def description(self) -> dict[str, Any]:
         """Returns what must be equal for a saved state to fit, as plain data."""
         return {"rule": describe(self.rule), "schedule": describe(self.schedule), "budget": describe(self.budget)}
 
-    def unchanged(self) -> dict[str, Any]:
-        """Returns the attributes of the rule that are as they were when it was injected, so none that it counts in."""
-        present, state = attributes(self.rule), state_of(self.rule)
-        for name in state if isinstance(state, Mapping) else ():  # it comes back with the state
-            present.pop(name, None)
-        return {name: value for name, value in self.injected.items() if name in present and same(value, present[name])}
+    def unchanged(self, state: Any) -> dict[str, Any]:
+        """Returns the arguments of the rule that are as they were when it was injected, so none that it counts in.
+
+        Args:
+            state: of the rule; what comes back with it is left out as well.
+        """
+        present, kept = arguments(self.rule), state if isinstance(state, Mapping) else {}
+        return {
+            name: value
+            for name, value in self.injected.items()
+            if name in present and name not in kept and same(value, present[name])
+        }
 
 
 class Roster:
@@ -119,9 +128,12 @@ class Roster:
         for entry in self:
             for what, present in entry.description().items():
                 require_same(f"the {what} of {entry.name!r}", saved[entry.name][what], present)
-            held = saved[entry.name].get("attributes", {})
-            injected = {name: entry.injected.get(name) for name in held}  # one that was not saved had changed
-            _refuse(f"the rule of {entry.name!r}", differing(held, injected))
+            held = saved[entry.name].get("arguments", {})
+            both = held.keys() & entry.injected.keys()  # one that is missing has changed since, or another name
+            _refuse(
+                f"the rule of {entry.name!r}",
+                differing({name: held[name] for name in both}, {name: entry.injected[name] for name in both}),
+            )
 
     def __len__(self) -> int:
         return len(self._entries)

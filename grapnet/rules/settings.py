@@ -1,5 +1,6 @@
 """Settings and states of rules and schedules as plain data that a checkpoint holds and that can be compared."""
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -12,7 +13,7 @@ from torch import Tensor
 
 _PLAIN = (type(None), bool, int, float, str, np.generic)
 _EXACT: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
-_PARTIAL = ("func", "args", "keywords")
+MOST = 64  # entries of a list that is compared; a quarter of it in one that stands inside of another
 
 
 def title(thing: Any) -> str:
@@ -31,20 +32,24 @@ def describe(thing: Any) -> dict[str, Any]:
     return {"class": title(thing), "settings": {name: _plain(getattr(thing, name)) for name in _field_names(thing)}}
 
 
-def attributes(thing: Any) -> dict[str, Any]:
-    """Returns what an object holds beside the fields of a dataclass, as far as it is plain data without tensors.
+def arguments(thing: Any) -> dict[str, Any]:
+    """Returns the arguments that an object was made with, as far as it keeps them under their names, few and plain.
 
-    A `functools.partial` holds its function and its arguments.
+    Those of a dataclass are its fields, which `describe` tells. A `functools.partial` keeps its function and arguments.
 
     Examples:
         >>> def halve(net, edit, now, layer=0): ...
-        >>> attributes(partial(halve, layer=1))
-        {'func': {'class': 'halve', 'settings': {}}, 'args': [], 'keywords': {'layer': 1}}
+        >>> arguments(partial(halve, layer=1))
+        {'func': 'halve', 'args': [], 'keywords': {'layer': 1}}
     """
-    held = {name: getattr(thing, name) for name in _PARTIAL} if isinstance(thing, partial) else {}
-    held |= getattr(thing, "__dict__", {})
-    beside = held.keys() - _field_names(thing)
-    return {name: _plain(value) for name, value in held.items() if name in beside and _is_plain(value)}
+    if isinstance(thing, partial):
+        held = {"func": title(thing.func), "args": thing.args, "keywords": thing.keywords}
+    elif is_dataclass(thing):
+        held = {}
+    else:
+        present = getattr(thing, "__dict__", {})
+        held = {name: present[name] for name in _argument_names(type(thing)) if name in present}
+    return {name: _plain(value) for name, value in held.items() if _is_small(value)}
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
@@ -104,17 +109,24 @@ def _key(key: Any) -> Any:
     return _exact(key) if isinstance(key, _PLAIN) else re.sub(r" at 0x[0-9a-f]+", "", repr(key))
 
 
-def _is_plain(value: Any, levels: int = 16) -> bool:
-    """Says whether a value holds no tensors or arrays, and is nested no deeper than a few levels."""
-    if isinstance(value, Tensor | np.ndarray) or levels == 0:
-        return False
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = value
-    else:
-        items = [getattr(value, name) for name in _field_names(value)]
-    return all(_is_plain(item, levels - 1) for item in items)
+def _is_small(value: Any, most: int = MOST) -> bool:
+    """Says whether a value is a number, a text or nothing, or a short list, dict or dataclass of such."""
+    if type(value) in (list, tuple, dict):
+        if len(value) > most or (type(value) is dict and not all(type(key) is str for key in value)):
+            return False
+        return all(_is_small(item, most // 4) for item in (value.values() if type(value) is dict else value))
+    if names := _field_names(value):
+        return most > 0 and all(_is_small(getattr(value, name), most // 4) for name in names)
+    if isinstance(value, int):
+        return abs(value) < 2**63
+    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= 1000)
+
+
+def _argument_names(kind: type) -> list[str]:
+    try:
+        return [*inspect.signature(kind).parameters]
+    except (TypeError, ValueError):  # a class written in C
+        return []
 
 
 def _field_names(thing: Any) -> list[str]:

@@ -4,8 +4,6 @@ import copy
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import IntEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -184,92 +182,6 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path
     assert "CheckpointError" not in str(refused.value)
     assert text(manager.state_dict()) == before
     saved.load_state_dict(one(CutWeakest(2)).state_dict())  # control: one that fits
-
-
-class Level(IntEnum):
-    LOW, HIGH = 1, 2
-
-
-class Plain:
-    """A rule of a plain class, which counts its calls and has a memory of its own."""
-
-    def __init__(self, count: int, **more: Any) -> None:
-        self.count, self.calls, self.seen = count, 0, torch.zeros(2)
-        self.limits, self.key, self.kind = {"low": [Level.LOW]}, {object(): 1}, CutWeakest
-        vars(self).update(more)
-
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
-        self.calls += 1
-        edit.cut(net.layers[0].outgoing().smallest(count=self.count))
-
-
-class PlainWithState(Plain):
-    """One that brings its calls back."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.calls = state["calls"]
-
-
-def cut(net: gn.GrapNet, edit: gn.Edit, now: Moment, count: int = 1) -> None:
-    edit.cut(net.layers[0].outgoing().smallest(count=count))
-
-
-PLAIN = {
-    "attribute": (lambda: Plain(2), lambda: Plain(3), "count was 2 and is 3"),
-    "private attribute": (lambda: Plain(2, _k=1), lambda: Plain(2, _k=2), "_k was 1 and is 2"),
-    "nested": (lambda: Plain(2, inner=CutWeakest(2)), lambda: Plain(2, inner=CutWeakest(3)), "inner was .* and is"),
-    "missing": (lambda: Plain(2, more="a"), lambda: Plain(2), "more was 'a' and is None"),
-    "beside a state": (lambda: PlainWithState(2), lambda: PlainWithState(3), "count was 2 and is 3"),
-    "keyword of a partial": (lambda: partial(cut, count=2), lambda: partial(cut, count=3), "keywords was .*2.* and is"),
-    "function of a partial": (lambda: partial(cut), lambda: partial(swap), "func was .*cut.* and is .*swap"),
-}
-
-
-@pytest.mark.parametrize("name", PLAIN)
-@pytest.mark.parametrize("ran", [False, True])
-def test_settings_of_any_kind_of_rule_are_compared(tmp_path: Path, name: str, ran: bool) -> None:
-    make, other, message = PLAIN[name]
-    net, saved = small_net(), one(make())
-    if ran:
-        saved.apply(net, 0)
-    gn.save(tmp_path / "run", net, rules=saved)
-    with pytest.raises(gn.CheckpointError, match=rf"^extras\.rules: the rule of 'rule' is not .*{message}"):
-        gn.restore(tmp_path / "run", rules=one(other()))
-    gn.restore(tmp_path / "run", rules=one(make()))  # control: one that fits
-
-
-@pytest.mark.parametrize("kind", [Plain, PlainWithState])
-def test_what_a_rule_counts_is_no_setting(tmp_path: Path, kind: type[Plain]) -> None:
-    rule, net = kind(1), small_net()
-    saved = one(rule)
-    gn.save(tmp_path / "first", net, rules=saved)
-    saved.apply(net, 0)
-    gn.save(tmp_path / "second", net, rules=saved)
-    assert rule.calls == 1
-    for file in ("first", "second"):
-        gn.restore(tmp_path / file, rules=saved)
-        gn.restore(tmp_path / file, rules=one(kind(1)))
-    gn.restore(tmp_path / "second", rules=one(rule))  # injected anew after it has counted
-    if kind is PlainWithState:
-        gn.restore(tmp_path / "first", rules=one(rule))
-        assert rule.calls == 0
-
-
-def test_a_rule_that_was_replaced_is_compared_as_it_was_injected() -> None:
-    saved = one(Plain(2))
-    saved.replace("rule", Plain(3))
-    with pytest.raises(gn.CheckpointError, match="count was 3 and is 2"):
-        one(Plain(2)).load_state_dict(saved.state_dict())
-    one(Plain(3)).load_state_dict(saved.state_dict())
-
-
-def test_a_state_of_before_attributes_were_compared_fits() -> None:
-    state = one(Plain(2)).state_dict()
-    del state["rules"][0]["attributes"]
-    one(Plain(2)).load_state_dict(state)
 
 
 def test_a_budget_of_one_rule_is_compared_too() -> None:
