@@ -188,11 +188,15 @@ def _kind(column: int) -> str:
 
 
 def _told(text: str, most: int) -> str:
-    """Returns a text escaped, its start and end where it is longer; less of it where letters take many bytes."""
+    """Returns a text escaped, its start and end where it is longer; less of it where letters take many bytes.
+
+    Half a pair of surrogates, which no page can hold, is told by its code.
+    """
+    text = text.encode(errors="backslashreplace").decode()
     for length in range(most, 2, -1):
         end = length // 3
         told = html.escape(text if len(text) <= length else f"{text[: length - 1 - end]}…{text[-end:]}")
-        if len(told.encode(errors="replace")) <= 2 * most:
+        if len(told.encode()) <= 2 * most:
             return told
     return "…"
 

@@ -16,7 +16,15 @@ from grapnet.network import GrapNet
 from . import container
 from .extras import Target, describe_extra, read_extra, require_fit, restore_all, restore_slots, where
 from .fields import Fields, entry
-from .model import describe_model, find_nets, put_into, read_places, refuse_additions
+from .model import (
+    describe_model,
+    find_nets,
+    is_compiled_net,
+    put_into,
+    read_places,
+    rebuild_part,
+    refuse_additions,
+)
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
 
 
@@ -83,12 +91,13 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
     """
     document, tensors = container.read(path)
     fields = Fields(tensors)
-    if "nets" in document:
+    is_model = "nets" in document
+    if is_model and not is_compiled_net(document):
         raise CheckpointError(
             "nets: this file holds a model with nets inside, not one net. Make a model like it, then "
             "gn.restore(path, into=model)"
         )
-    net = rebuild_net(document, fields)
+    net = rebuild_part(document, 0, fields) if is_model else rebuild_net(document, fields)
     for name, part in entry(document, "extras", dict, "").items():
         read_extra(name, part, fields)
     fields.require_all_read()
@@ -151,7 +160,7 @@ def _require_model(into: Any, document: dict[str, Any], objects: dict[str, Any])
     """Raises when `into` cannot take what the file holds, or an object would be left with Parameters that are gone."""
     if not isinstance(into, nn.Module):
         raise TypeError(f"into= takes the model to put nets into, not {with_article(_kind(into))}")
-    if "nets" not in document:
+    if "nets" not in document or is_compiled_net(document):
         raise CheckpointError("graph: this file holds one net, not a model; gn.load(path) returns it")
     if isinstance(into, GrapNet):
         raise CheckpointError(

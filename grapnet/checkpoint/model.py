@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
 from grapnet.convert.exchange import Exchange, refuse_earlier_losses
-from grapnet.convert.origin import COMPILED
+from grapnet.convert.origin import COMPILED, match_names, match_places, module_names
 from grapnet.core.errors import CheckpointError
 from grapnet.core.wording import with_article
 from grapnet.learning.stale import mark_replaced
@@ -95,6 +95,21 @@ def read_places(document: dict[str, Any]) -> list[list[str]]:
     return places
 
 
+def is_compiled_net(document: dict[str, Any]) -> bool:
+    """Says whether a file holds `torch.compile(net)` as a model with nothing beside the net, as they once did."""
+    nothing = {"tree": encode({}, "state", {}), "ties": {}, "versions": {}}
+    return read_places(document) == [[COMPILED]] and entry(document, "state", dict, "") == nothing
+
+
+def rebuild_part(document: dict[str, Any], n: int, fields: Fields) -> GrapNet:
+    """Returns one of the nets of a file that holds a model."""
+    own = fields.under(f"nets.{n}.")
+    with named(f"nets.{n}."):
+        net = rebuild_net(document["nets"][n], own)
+        own.require_all_read()
+    return net
+
+
 def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets: Sequence[Target]) -> None:
     """Gives a model the nets and the state of a file, and other objects theirs, all of it or nothing.
 
@@ -107,14 +122,14 @@ def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets
     Raises:
         CheckpointError: the file holds no such model, or something does not fit; nothing was changed.
     """
-    places = [_places_in(model, names) for names in read_places(document)]
+    saved = read_places(document)
+    here = match_places([name for names in saved for name in names], model)
+    places = [[here[name] for name in names] for names in saved]
     nets: dict[GrapNet, list[str]] = {}
     steps: list[Callable[[], None]] = []
     for n, (part, names) in enumerate(zip(document["nets"], places, strict=True)):
-        own = fields.under(f"nets.{n}.")
+        net = rebuild_part(document, n, fields)
         with named(f"nets.{n}."):
-            net = rebuild_net(part, own)
-            own.require_all_read()
             steps += _placements(model, names, net, part.get("origin"))
         nets[net] = names
     state, ties = _read_state(entry(document, "state", dict, ""), model, fields)
@@ -126,6 +141,7 @@ def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets
         _take(steps)
         _require_places(model, nets)
         rest = Rest(model, [name for names in places for name in names])
+        ties = rest.rename(state, ties)
         rest.require_fit(state, ties)
         restore_all([Target("state", rest, state, rest.modules()), *targets])
     except BaseException:
@@ -155,6 +171,13 @@ class Rest:
     def load_state_dict(self, state: Any) -> None:
         """Loads a state that `require_fit` has seen."""
         self._model.load_state_dict(state, strict=False)  # the nets are not in it
+
+    def rename(self, state: dict[str, Any], ties: dict[str, str]) -> dict[str, str]:
+        """Gives the values of a state the names that they have in the model, and returns the ties by these."""
+        here = match_names(state, self.state_dict())
+        for name, own in here.items():
+            state[own] = state.pop(name)
+        return {here[name]: here[same] for name, same in ties.items()}
 
     def require_fit(self, state: dict[str, Any], ties: dict[str, str]) -> None:
         """Raises CheckpointError, naming it, for what differs in name, shape or ties from the model."""
@@ -214,19 +237,10 @@ def _read_state(part: dict[str, Any], model: nn.Module, fields: Fields) -> tuple
         raise CheckpointError("state.versions: expected numbers or texts by name")
     whole = OrderedDict({**state, **{name: state[same] for name, same in ties.items()}})
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    whole._metadata = {name: {"version": versions.get(name, 1)} for name in names}  # pyright: ignore[reportAttributeAccessIssue]
+    here = match_names(versions, module_names(model))
+    told = {here[name]: version for name, version in versions.items()}
+    whole._metadata = {name: {"version": told.get(name, 1)} for name in names}  # pyright: ignore[reportAttributeAccessIssue]
     return whole, ties
-
-
-def _places_in(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Returns what a model calls places: without the steps into `torch.compile(part)` that only the saved one had."""
-    there, found = {name for name, _ in model.named_modules(remove_duplicate=False)}, []
-    for name in names:
-        kept: list[str] = []
-        for step in name.split("."):
-            kept += [step] if step != COMPILED or ".".join([*kept, step]) in there else []
-        found.append(".".join(kept))
-    return found
 
 
 def _placements(model: nn.Module, names: list[str], net: GrapNet, origin: Any) -> list[Callable[[], None]]:

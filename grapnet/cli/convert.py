@@ -38,9 +38,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> Outcome:
     names = [name.strip() for name in ("relu" if given.activation is None else given.activation).split(",")]
     _require_known(names)
-    weights = read_weights(given.file, given.prefix)
-    prefix = _prefix_inside(weights, given.prefix)
-    chain = find_chain(weights.tensors, prefix, None if given.keys is None else given.keys.split(","))
+    keys = None if given.keys is None else given.keys.split(",")
+    weights = read_weights(given.file, given.prefix, keys)
+    prefix = weights.prefix_inside(given.prefix)
+    chain = find_chain(weights.tensors, prefix, None if keys is None else weights.keys_inside(keys, given.prefix))
     activations = _one_each(names, chain[:-1])
     output = given.output or given.file.with_name(f"{given.file.stem}.grapnet.safetensors")
     require_free(output, force=given.force)
@@ -71,13 +72,6 @@ def _run(given: argparse.Namespace) -> Outcome:
             "difference": difference,
         },
     )
-
-
-def _prefix_inside(weights: Weights, prefix: str) -> str:
-    """Returns what keys of a state dict begin with, of what they begin with there or in the whole file."""
-    if any(key.startswith(prefix) for key in weights.tensors):
-        return prefix
-    return "" if weights.before.startswith(prefix) else prefix.removeprefix(weights.before)
 
 
 def _require_known(activations: Sequence[str]) -> None:
@@ -126,7 +120,9 @@ def _read(weights: Weights) -> list[str]:
     lines = [f"read the state dict under {weights.under!r}"] if weights.under else []
     if weights.beside:
         lines[0] += f", and nothing under {few(list(map(repr, weights.beside)))}, where there is no linear layer"
-    return lines + ([f"left out, as these are no tensors: {few(weights.no_tensors)}"] if weights.no_tensors else [])
+    return lines + (
+        [f"left out, as these are no tensors of a state dict: {few(weights.no_tensors)}"] if weights.no_tensors else []
+    )
 
 
 def _told(

@@ -1,7 +1,7 @@
 """Origins: what a net stands in place of, kept without weights so that it can be put back."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,13 +56,13 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         raise ConversionError(
             f"a net of {len(net.transitions)} transitions stands for no {len(chain.parts)} linear parts"
         )
-    anchor_name = name if chain is None else _anchor_name(name, chain.place)
     present, linears = find(model, name), []
     if not isinstance(present, nn.Module):
         raise ConversionError(
             f"{name!r} is {with_article(type(present).__name__)}, and a net goes in place of a module"
         )
     require_not_compiled(model, present, name)
+    anchor_name = name if chain is None else _anchor_name(name, chain.place)
     if isinstance(present, GrapNet):
         refusal = describe_additions(present, f"the net at {name!r}") or describe_hooks(present, f"the net at {name!r}")
         if refusal:
@@ -194,10 +194,41 @@ def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]
 def require_not_compiled(model: nn.Module, module: nn.Module, name: str) -> None:
     """Raises ConversionError when `torch.compile` holds a module: it would go on with that, whatever replaces it."""
     if any(step == COMPILED for _, step in owners_of(model, module)):
+        if name == COMPILED:
+            raise ConversionError(
+                f"{name!r} is all that torch.compile(model) was given, and it would go on with that; do this to the "
+                "model before torch.compile. gn.from_module(model) makes one net of all of it"
+            )
         raise ConversionError(
             f"{name!r} was compiled by torch.compile(part), which would go on with the module that it was given; put "
             "the part itself where its compiled wrapper stands, and compile it afterwards, or in place: part.compile()"
         )
+
+
+def match_names(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
+    """Returns which present name means the same as each of `names`: steps into `torch.compile(part)` do not count.
+
+    A name that no present one matches stands for itself, and all of them do when two would match the same one.
+    """
+    own, plain = set(present), {_without_compiled(name): name for name in present}
+    found = {name: name if name in own else plain.get(_without_compiled(name), name) for name in names}
+    return found if len(set(found.values())) == len(found) else {name: name for name in found}
+
+
+def match_places(names: Iterable[str], model: nn.Module) -> dict[str, str]:
+    """Returns what a model calls the places of nets; nothing but a module inside it is a place."""
+    return match_names(names, [name for name in module_names(model) if name])
+
+
+def module_names(model: nn.Module) -> list[str]:
+    """Returns every name of every module in a model, without those of the wrappers that `torch.compile` makes."""
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    wrappers = {before for before, _, step in (name.rpartition(".") for name in names) if step == COMPILED}
+    return [name for name in names if name not in wrappers]
+
+
+def _without_compiled(name: str) -> str:
+    return ".".join(step for step in name.split(".") if step != COMPILED)
 
 
 def joined(*names: str) -> str:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.convert import describe_origin, place
+from grapnet.convert.origin import match_names, match_places
 
 KEY = "grapnet"  # under which a checkpoint holds the nets
 
@@ -53,6 +54,8 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
 
     They are other objects than those that stood there, with other Parameters, and take over device, mode and
     `requires_grad`. A net that was grafted goes over the dense modules too. A checkpoint without nets changes nothing.
+    Where the saved module had compiled parts and this one has not, or the other way round, the names in the
+    checkpoint's own `state_dict` become those of this module.
 
     Raises:
         CheckpointError: a net is damaged, or cannot be put where it stood; the module is as it was.
@@ -61,13 +64,18 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
     """
     found: dict[str, gn.GrapNet] = {}
     installs: list[Callable[[], None]] = []
-    for part in checkpoint.get(KEY, []):
-        name = part["name"]
+    parts = checkpoint.get(KEY, [])
+    here = match_places([part["name"] for part in parts], module)
+    for part in parts:
+        name = here[part["name"]]
         with _unpacked(part["file"]) as path:
             found[name] = net = gn.load(path)
         installs.append(place(module, name, net, part["origin"]))
     for install in installs:
         install()
+    state = checkpoint.get("state_dict", {})
+    for name, own in match_names(state, module.state_dict()).items() if parts else ():
+        state[own] = state.pop(name)
     return found
 
 
@@ -77,10 +85,13 @@ def load_rules(checkpoint: Mapping[str, Any], rules: Mapping[str, gn.RuleManager
     Raises:
         CheckpointError: the rules are not those that were saved.
     """
-    for part in checkpoint.get(KEY, []):
-        if part["rules"] and part["name"] in rules:
+    parts = [part for part in checkpoint.get(KEY, []) if part["rules"]]
+    here = match_names([part["name"] for part in parts], rules.keys())
+    for part in parts:
+        manager = rules.get(here[part["name"]])
+        if manager is not None:
             with _unpacked(part["file"]) as path:
-                gn.restore(path, rules=rules[part["name"]])
+                gn.restore(path, rules=manager)
 
 
 def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:

@@ -73,7 +73,8 @@ def _keys(graph: "networkx.Graph[Any]", relation: tuple[int, int, Attributes] | 
 
 
 def _data(what: str, said: Attributes, keys: Keys) -> str:
-    return "".join(
-        f'<data key="{keys[what, name][0]}">{escape(value) if isinstance(value, str) else value}</data>'
-        for name, value in said.items()
-    )
+    return "".join(_element(keys[what, name][0], escape(str(value))) for name, value in said.items())
+
+
+def _element(key: str, text: str) -> str:
+    return f'<data key="{key}">{text}</data>' if text else f'<data key="{key}" />'

@@ -15,7 +15,6 @@ from grapnet.rules import ActivationRecorder
 
 from .files import build, parse
 from .models import content, conv, values
-from .referee import as_text
 
 
 class Refusing:
@@ -232,38 +231,6 @@ def test_a_net_keeps_what_it_trained_where_nothing_says_otherwise(tmp_path):
     gn.restore(tmp_path / "run", into=other)
     assert {name for name, p in placeholder[1].named_parameters() if not p.requires_grad} == {"layers.1.bias"}
     assert all(p.requires_grad for p in other.parameters())
-
-
-def test_a_net_that_torch_compile_holds_is_not_replaced(tmp_path):
-    saved, fresh, plain = model(), model(), model()
-    net = saved[1]
-    saved[1], fresh[1] = torch.compile(net, backend="eager"), torch.compile(fresh[1], backend="eager")
-    gn.save(tmp_path / "run", saved)
-    before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=r"^nets\.0\.places: .*'1\._orig_mod' was compiled by torch\.compile"):
-        gn.restore(tmp_path / "run", into=fresh)
-    assert content(fresh) == before
-    gn.restore(tmp_path / "run", into=plain)  # to be compiled afterwards
-    assert as_text(dict(plain[1].state_dict())) == as_text(dict(net.state_dict()))
-
-
-@torch.no_grad()
-def test_a_net_further_inside_of_a_compiled_part_is_replaced(tmp_path):
-    saved, fresh = (nn.Sequential(torch.compile(model().eval(), backend="eager")) for _ in range(2))
-    gn.save(tmp_path / "run", saved)
-    x = torch.ones(2, 4)
-    fresh(x)
-    gn.restore(tmp_path / "run", into=fresh)
-    assert torch.equal(fresh(x), saved(x))
-
-
-def test_a_compiled_net_is_saved_as_the_net(tmp_path):
-    net = gn.GrapNet([4, 3])
-    optimizer = torch.optim.Adam(net.parameters())
-    gn.save(tmp_path / "run", torch.compile(net, backend="eager"), undo=True, optimizer=optimizer)
-    loaded = gn.load(tmp_path / "run")
-    gn.restore(tmp_path / "run", optimizer=torch.optim.Adam(loaded.parameters()))
-    assert as_text(dict(loaded.state_dict())) == as_text(dict(net.state_dict()))
 
 
 def test_a_net_over_dense_modules_trains_what_they_trained(tmp_path):

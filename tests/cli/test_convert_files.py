@@ -46,6 +46,9 @@ def assert_computes(path: Path, state: dict[str, Tensor]) -> None:
         ({"model": STATE, "optimizer": stepped(mlp()), "loss": torch.ones(())}, {"under": "model"}),
         ({"model": {**STATE, "epoch": 3}}, {"under": "model", "no_tensors": ["epoch"]}),
         ({"state": {"model": STATE}, "epoch": 3}, {"under": "state.model"}),
+        ({"model": STATE, 3: "x"}, {"under": "model"}),
+        ({**STATE, 3: "x", (1, 2): torch.ones(3)}, {"under": None, "no_tensors": ["3", "(1, 2)"]}),
+        ({3: STATE, 4: {"mean": torch.ones(3)}}, {"under": "3"}),
         ({"model": STATE, "extra": {"mean": torch.ones(3)}}, {"under": "model", "beside": ["extra"]}),
     ],
 )
@@ -87,6 +90,65 @@ def test_a_prefix_names_the_dict_before_the_keys_in_it(tmp_path, run):
     for prefix, state in (("model.", STATE), ("ema.", OTHER), ("ema.model.", OTHER)):
         assert run(*asked, "--prefix", prefix).code == 0
         assert_computes(tmp_path / "net", state)
+
+
+@pytest.mark.parametrize(
+    ("file", "ways"),
+    [
+        ({"net": {**STATE, "ema": OTHER}}, {"--prefix net.": STATE, "--prefix net.ema.": OTHER}),
+        ({"model": STATE, "model.ema": OTHER}, {"--prefix model.": STATE, "--prefix model.ema.": OTHER}),
+        ({**STATE, "ema": OTHER}, {"--keys 0,2": STATE, "--prefix ema.": OTHER}),
+        ({3: STATE, "ema": OTHER}, {"--prefix 3.": STATE, "--prefix ema.": OTHER}),
+        ({"a": {"b": STATE}, "a.b": STATE, "c": OTHER}, {"--prefix c.": OTHER}),
+        ({"a": {"b": STATE}, "a.b": OTHER}, {}),
+    ],
+)
+def test_every_option_that_a_hint_offers_chooses_its_state_dict(tmp_path, run, file, ways):
+    torch.save(file, tmp_path / "file.pt")
+    asked = ["convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--force"]
+    refused = run(*asked)
+    hint = f"say {' or '.join(ways)}; or save one" if ways else "save one"
+    assert refused.code == 2
+    assert refused.err.splitlines()[1].startswith(f"hint: {hint}: torch.save(")
+    for way, state in ways.items():
+        assert run(*asked, *way.split()).code == 0, way
+        assert_computes(tmp_path / "net", state)
+
+
+@pytest.mark.parametrize(
+    ("options", "under", "keys", "state"),
+    [
+        (["--keys", "ema.0,ema.2"], "ema", ["0", "2"], OTHER),
+        (["--keys", "a,b"], "named", ["a", "b"], STATE),
+        (["--keys", "deep.model.0,deep.model.2"], "deep.model", ["0", "2"], STATE),
+        (["--prefix", "deep.", "--keys", "ema.0,ema.2"], "deep.ema", ["0", "2"], OTHER),
+        (["--prefix", "ema.", "--keys", "0,2"], "ema", ["0", "2"], OTHER),
+    ],
+)
+def test_keys_that_one_state_dict_holds_choose_it(tmp_path, run, options, under, keys, state):
+    named = {key.replace("0.", "a.").replace("2.", "b."): tensor for key, tensor in STATE.items()}
+    several = {"model": STATE, "ema": OTHER, "named": named, "deep": {"model": STATE, "ema": OTHER}}
+    torch.save(several, tmp_path / "file.pt")
+    asked = ["convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--force", "--json"]
+    told = json.loads(run(*asked, *options).out)
+    assert (told["under"], told["keys"], told["beside"], told["left_out"]) == (under, keys, [], [])
+    assert_computes(tmp_path / "net", state)
+    assert run(*asked, "--keys", "0,2").code == 2
+
+
+def test_a_prefix_is_of_a_dict_with_layers_before_one_without(tmp_path, run):
+    torch.save({"model": STATE, "ema": {"decay": torch.ones(()), "model": OTHER}}, tmp_path / "file.pt")
+    done = run("convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--prefix", "ema.", "--json")
+    assert json.loads(done.out)["under"] == "ema.model"
+    assert_computes(tmp_path / "net", OTHER)
+
+
+def test_keys_are_those_inside_a_state_dict_before_those_of_the_file(tmp_path, run):
+    torch.save({"model": {f"model.{key}": tensor for key, tensor in STATE.items()}}, tmp_path / "file.pt")
+    for keys in ("model.0,model.2", "model.model.0,model.model.2"):
+        done = run("convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--force", "--keys", keys, "--json")
+        assert json.loads(done.out)["keys"] == ["model.0", "model.2"]
+        assert_computes(tmp_path / "net", STATE)
 
 
 def test_a_dict_that_holds_itself_is_no_endless_search(tmp_path, run):

@@ -37,6 +37,15 @@ def test_a_module_that_is_compiled_under_another_name_is_not_grafted():
     assert model["plain"] is part
 
 
+def test_all_of_a_compiled_model_is_not_grafted():
+    model = wrapped(stack())
+    before = picture(model)
+    with pytest.raises(gn.ConversionError, match=r"all that torch\.compile\(model\) was given.*before.*from_module"):
+        gn.graft(model, nn.Sequential)
+    assert picture(model) == before
+    wrapped(gn.from_module(model._orig_mod))  # as the error says
+
+
 @pytest.mark.parametrize("grafted", [True, False])
 def test_a_compiled_net_is_not_ungrafted(grafted):
     model = nn.Sequential(nn.Linear(4, 12), stack() if grafted else gn.GrapNet([12, 6, 2]))

@@ -187,6 +187,19 @@ def test_nets_keep_device_mode_and_what_is_not_trained() -> None:
     assert load_nets(other, {}) == {}
 
 
+def test_a_checkpoint_of_a_compiled_net_resumes_in_a_module_without(tmp_path: Path) -> None:
+    module, rules = Classifier(), manager()
+    net, first = module.net, fit(module, rules=rules)
+    module.head["net"] = torch.compile(net, backend="eager")
+    first.save_checkpoint(tmp_path / "compiled.ckpt")
+    resumed, again = Classifier(), manager()
+    second = trainer(RulesCallback(again, task=epoch_of))
+    second.fit(resumed, data(), data(2), ckpt_path=tmp_path / "compiled.ckpt")  # no epoch is left
+    assert_same(dict(resumed.net.state_dict()), dict(net.state_dict()))
+    assert_same(second.optimizers[0].state_dict(), first.optimizers[0].state_dict())
+    assert_same(again.state_dict(), rules.state_dict())
+
+
 @pytest.mark.parametrize("trouble", ["damaged", "elsewhere", "compiled"])
 def test_a_load_that_fails_leaves_the_module_as_it_was(trouble: str) -> None:
     module, checkpoint = Classifier(), {}

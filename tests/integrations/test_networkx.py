@@ -155,7 +155,15 @@ def test_a_part_of_the_graph_is_written_and_stays_as_it_is(tmp_path):
     assert networkx.read_graphml(path).number_of_nodes() == 2
 
 
-@every_net
+def nameless(**kwargs) -> gn.GrapNet:
+    """An owner has an empty name."""
+    net = gn.GrapNet([2, 3, 2], **kwargs)
+    with net.edit() as edit:
+        edit.set_owner(net.layers[1][1:], "")
+    return net
+
+
+@pytest.mark.parametrize("build", [*NETS.values(), nameless])
 def test_a_net_is_written_as_networkx_writes_its_graph(build, tmp_path):
     net = build()
     write_graphml(net, tmp_path / "net.graphml")

@@ -112,11 +112,10 @@ def test_everything_at_once_gives_a_small_page(letter):
             for row in range(60) if number == 0 else (number,):
                 edit.set_owner(net.select(where=lambda nodes, row=row: nodes.uids % 60 == row), f"{row}" + letter * 90)
                 edit.set_activation(net.select(layer=range(1, 13))[row::60], names[row % 4])
-    page = net._repr_html_()
-    assert len(page.encode(errors="replace")) < 20_000
-    found = parsed(net)
+    assert len(net._repr_html_().encode()) < 20_000
+    found, shown = parsed(net), letter.encode(errors="backslashreplace").decode()
     assert "48 owners more" in " ".join(found.texts)
-    assert sum(letter in text and text.startswith("3") for text in found.texts) == 1  # told by a part of its name
+    assert sum(shown in text and text.startswith("3") for text in found.texts) == 1  # told by a part of its name
 
 
 def test_names_of_ordinary_letters_are_shown_whole():
@@ -125,6 +124,15 @@ def test_names_of_ordinary_letters_are_shown_whole():
     with net.edit(reason=reason) as edit:
         edit.set_owner(net.layers[1], owner)
     assert {owner, reason} <= set(parsed(net).texts)
+
+
+def test_names_that_no_page_can_hold_are_told_apart():
+    net = gn.GrapNet([3, 2, 2])
+    with net.edit(reason="half \udc00") as edit:
+        edit.set_owner(net.layers[1][0], "\ud800")
+        edit.set_owner(net.layers[1][1], "\ud801")
+    assert {r"\ud800", r"\ud801", r"half \udc00"} <= set(parsed(net).texts)
+    net._repr_html_().encode()  # raises where it cannot be sent
 
 
 def test_a_bar_has_a_piece_for_every_owner_as_high_as_its_nodes_are_many():

@@ -1,0 +1,145 @@
+"""A file does not care what `torch.compile` wraps, in the saved model or in the other; only wrapped nets stay put."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import grapnet as gn
+
+from .files import build, parse
+from .models import content, values
+from .referee import as_text
+
+
+def wrapped(part: nn.Module) -> nn.Module:
+    return torch.compile(part, backend="eager")
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), gn.GrapNet([4, 3]), nn.BatchNorm1d(3))
+
+
+def with_part(n: int) -> nn.Module:
+    made = model()
+    made[n] = wrapped(made[n])
+    return made
+
+
+def tied() -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), gn.GrapNet([3, 2]))
+    made[1].weight = made[0].weight
+    return made
+
+
+WAYS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "all, then nothing": (lambda: wrapped(model()), model),
+    "nothing, then all": (model, lambda: wrapped(model())),
+    "a part, then nothing": (lambda: with_part(2), model),
+    "nothing, then a part": (model, lambda: with_part(2)),
+    "a part, then another": (lambda: with_part(0), lambda: with_part(2)),
+    "all and a net, then nothing": (lambda: wrapped(with_part(1)), model),
+    "a net, then all": (lambda: with_part(1), lambda: wrapped(model())),
+    "inside, then not": (lambda: nn.Sequential(wrapped(model())), lambda: nn.Sequential(model())),
+    "tied, then all": (tied, lambda: wrapped(tied())),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_does_not_matter_which_of_two_models_is_compiled(tmp_path: Path, way: str) -> None:
+    saved, fresh = (make() for make in WAYS[way])
+    optimizer = torch.optim.SGD(saved.parameters(), 0.1, momentum=0.9)
+    for parameter in saved.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    gn.save(tmp_path / "run", saved, undo=True, optimizer=optimizer)
+    gn.restore(tmp_path / "run", into=fresh)
+    again = torch.optim.SGD(fresh.parameters(), 0.1, momentum=0.9)
+    gn.restore(tmp_path / "run", optimizer=again)
+    assert as_text(list(fresh.parameters())) == as_text(list(saved.parameters()))
+    assert as_text(list(fresh.buffers())) == as_text(list(saved.buffers()))
+    assert as_text(again.state_dict()) == as_text(optimizer.state_dict())
+
+
+def test_modules_of_a_compiled_model_are_told_the_version_of_their_state(tmp_path: Path) -> None:
+    seen: list[int] = []
+    gn.save(tmp_path / "run", model())
+    fresh = model()
+    fresh[2].register_load_state_dict_pre_hook(lambda _, state, prefix, metadata, *__: seen.append(metadata["version"]))
+    gn.restore(tmp_path / "run", into=wrapped(fresh))
+    assert seen == [nn.BatchNorm1d._version] == [2]
+
+
+def test_names_that_only_a_wrapper_would_tell_apart_are_not_mixed_up(tmp_path: Path) -> None:
+    saved, fresh = model(), model()
+    saved[0].register_module("_orig_mod", nn.Linear(4, 4))
+    gn.save(tmp_path / "run", saved)
+    before = content(fresh)
+    with pytest.raises(gn.CheckpointError, match=r"^state\['0\._orig_mod\.bias'\]: the file has it, the model has not"):
+        gn.restore(tmp_path / "run", into=fresh)
+    assert content(fresh) == before
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_a_compiled_net_that_was_saved_as_a_model(tmp_path: Path, beside: bool) -> None:
+    class Holder(nn.Module):
+        """Makes the file that was once written for `torch.compile(net)`."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.held, self.beside = gn.GrapNet([4, 3]), nn.Linear(2, 2) if beside else nn.Identity()
+
+    saved = Holder()
+    optimizer = torch.optim.Adam(saved.held.parameters())
+    gn.save(tmp_path / "run", saved, optimizer=optimizer)
+    document, tensors = parse((tmp_path / "run").read_bytes())
+    text = json.dumps(document).replace('"held', '"_orig_mod')
+    (tmp_path / "run").write_bytes(build(text, tensors))
+    for fresh in (nn.Sequential(gn.GrapNet([4, 3])), wrapped(gn.GrapNet([4, 3]))):
+        before = values(fresh)
+        told = "this file holds one net, not a model" if not beside else "'_orig_mod' (in this Seq|is all that torch)"
+        with pytest.raises(gn.CheckpointError, match=told):
+            gn.restore(tmp_path / "run", into=fresh)
+        assert values(fresh) == before
+    if beside:
+        with pytest.raises(gn.CheckpointError, match="a model with nets inside"):
+            gn.load(tmp_path / "run")
+        return
+    loaded = gn.load(tmp_path / "run")
+    assert as_text(dict(loaded.state_dict())) == as_text(dict(saved.held.state_dict()))
+    gn.restore(tmp_path / "run", optimizer=torch.optim.Adam(loaded.parameters()))
+
+
+def test_a_net_that_torch_compile_holds_is_not_replaced(tmp_path):
+    saved, fresh, plain = model(), model(), model()
+    net = saved[1]
+    saved[1], fresh[1] = wrapped(net), wrapped(fresh[1])
+    gn.save(tmp_path / "run", saved)
+    before = content(fresh)
+    with pytest.raises(gn.CheckpointError, match=r"^nets\.0\.places: .*'1\._orig_mod' was compiled by torch\.compile"):
+        gn.restore(tmp_path / "run", into=fresh)
+    assert content(fresh) == before
+    gn.restore(tmp_path / "run", into=plain)  # to be compiled afterwards
+    assert as_text(dict(plain[1].state_dict())) == as_text(dict(net.state_dict()))
+
+
+@torch.no_grad()
+def test_a_net_further_inside_of_a_compiled_part_is_replaced(tmp_path):
+    saved, fresh = (nn.Sequential(wrapped(model().eval())) for _ in range(2))
+    gn.save(tmp_path / "run", saved)
+    x = torch.ones(2, 4)
+    fresh(x)
+    gn.restore(tmp_path / "run", into=fresh)
+    assert torch.equal(fresh(x), saved(x))
+
+
+def test_a_compiled_net_is_saved_as_the_net(tmp_path):
+    net = gn.GrapNet([4, 3])
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.save(tmp_path / "run", wrapped(net), undo=True, optimizer=optimizer)
+    loaded = gn.load(tmp_path / "run")
+    gn.restore(tmp_path / "run", optimizer=torch.optim.Adam(loaded.parameters()))
+    assert as_text(dict(loaded.state_dict())) == as_text(dict(net.state_dict()))
