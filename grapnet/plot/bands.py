@@ -71,7 +71,7 @@ def draw_bands(ax: "Axes", bands: Sequence[Band], start: Ends, end: Ends) -> Non
             _draw_cut(ax, band, _curve(start.x, y, end.x, z), wide)
         curves.append(_curve(start.x, y, end.x, z))
     paper = {"facecolor": ground(ax), "alpha": 0.75, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
-    style = {"ha": "center", "va": "center", "fontsize": NUMBER, "zorder": 5, "bbox": paper}
+    style = {"ha": "center", "va": "center", "fontsize": NUMBER, "zorder": 5, "bbox": paper, "in_layout": False}
     texts = [ax.text(0, 0, "", color=ink(ax) if band.count else cut_color(ax), **style) for band in bands]
     whenever_drawn(ax, partial(_write, ax, bands, curves, texts))
 

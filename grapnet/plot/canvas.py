@@ -56,8 +56,9 @@ def save(drawn: "Axes | FigureBase", path: Path | str, *, dpi: int = 150) -> Pat
     kind = path.suffix.lower().removeprefix(".")
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
     texts = require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"})
+    how = {"dpi": dpi, "bbox_inches": "tight", "bbox_extra_artists": _seen(_root(drawn)), "pad_inches": 0.12}
     with texts, whole(path) as partial:
-        _root(drawn).savefig(partial, format=kind, dpi=dpi, bbox_inches="tight", pad_inches=0.12, metadata=undated)
+        _root(drawn).savefig(partial, format=kind, metadata=undated, **how)
     return path
 
 
@@ -84,6 +85,12 @@ def ground(ax: "Axes") -> str:
 def _root(drawn: "Axes | FigureBase") -> "Figure":
     """Returns the figure in which axes, or a figure of a figure, lie in the end."""
     return drawn.figure.figure  # of axes first what they lie in; that of a figure is itself
+
+
+def _seen(figure: "Figure") -> list[Any]:
+    """Returns what a picture must be large enough for: what the layout knows, and texts and legends besides."""
+    beside = [part for ax in figure.axes for part in (*ax.texts, ax.get_legend()) if part is not None]
+    return [*figure.get_default_bbox_extra_artists(), *beside]
 
 
 def _down_to(part: "FigureBase", figure: "FigureBase") -> "list[FigureBase]":
@@ -120,7 +127,12 @@ def whole_numbers(axis: "Axis", most: int = 9) -> None:
     """Gives an axis at most so many ticks, at whole numbers."""
     locator = require("matplotlib.ticker", "plot").MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
     axis.set_major_locator(locator)
-    axis.set_major_formatter(lambda value, _: f"{round(value):,}" if value == round(value) else "")
+    axis.set_major_formatter(counted)
+
+
+def counted(value: float, _: float | None = None) -> str:
+    """Returns what a tick of an axis that counts is called, nothing between two whole numbers."""
+    return f"{round(value):,}" if value == round(value) else ""
 
 
 def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = False, columns: int = 4) -> None:
@@ -136,7 +148,7 @@ def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = Fals
     if len(names) > most:
         names[most - 1 :] = [f"… and {len(names) - most + 1} more"]
         handles[most - 1 :] = [require("matplotlib.patches", "plot").Patch(alpha=0)]
-    ax.legend(
+    drawn = ax.legend(
         handles,
         names,
         loc="lower left" if above else "upper center",
@@ -149,14 +161,29 @@ def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = Fals
         handletextpad=0.5,
         columnspacing=1.4,
     )
+    drawn.set_in_layout(False)  # one wider than its axes would make them narrower at every drawing
     if above:
         _set_title(ax, ax.get_title("left"), pad=10.0 + 13.5 * -(-len(names) // columns))
+    else:
+        _keep_free_below(ax, 72 * drawn.get_window_extent().height / ax.figure.dpi + 0.3 * 8)
+
+
+def _keep_free_below(ax: "Axes", points: float) -> None:
+    """Makes layouts leave so much room below axes, whatever their width."""
+    boxes = require("matplotlib.offsetbox", "plot")
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "bbox_transform": ax.transAxes}
+    empty = boxes.DrawingArea(1, points)
+    ax.add_artist(boxes.AnchoredOffsetbox(child=empty, pad=0, borderpad=0, frameon=False, **place))
 
 
 def _set_title(ax: "Axes", title: str, pad: float | None = None) -> None:
-    """Titles axes, in smaller letters where it would else be wider than they are."""
+    """Titles axes, in smaller letters where it would else be wider than they are, and with fewer below 6.5 points.
+
+    A layout keeps the middle of a title above its axes: one of twice their width would make them ever narrower.
+    """
     wide = 1.2 * ax.get_window_extent().width / ax.figure.dpi  # inches: layouts leave axes more than they begin with
     fits = 72 * wide / (0.56 * max(len(title), 1))  # points
+    title = shortened(title, max(8, int(len(title) * fits / 6.5)))
     ax.set_title(title, loc="left", color=ink(ax), fontsize=min(10.5, max(fits, 6.5)), pad=pad)
 
 

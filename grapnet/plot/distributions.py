@@ -7,7 +7,7 @@ import numpy as np
 
 from grapnet import GrapNet
 
-from .canvas import axes_for, dress, ink, legend, whole_numbers
+from .canvas import axes_for, counted, dress, ink, legend, whole_numbers
 from .colors import NOBODY, owner_colors, owner_styles
 from .wiring import all_names, names_of, require_net, title_of
 
@@ -120,7 +120,7 @@ def _draw(
         entries.append((title, ax.stairs(counts, bins, label=title, baseline=None, **look)))
     if most > 30:
         ax.set_yscale("symlog", linthresh=1)
-        ax.yaxis.set_major_formatter(lambda count, _: f"{count:,.0f}")
+        ax.yaxis.set_major_formatter(counted)
     else:
         whole_numbers(ax.yaxis)
     ax.set_ylim(0, max(most, 1) * (1.6 if most > 30 else 1.08))

@@ -15,14 +15,17 @@ Settle = Callable[[Any], None]  # is given the renderer, None where nothing is d
 
 
 def inches(ax: "Axes") -> tuple[float, float]:
-    """Returns what an inch is in the units of either axis."""
+    """Returns what an inch is in the units of either axis; axes are at least a pixel wide and high."""
     room, dpi = ax.get_window_extent(), ax.figure.dpi
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
-    return abs(right - left) * dpi / room.width, abs(high - low) * dpi / room.height
+    return abs(right - left) * dpi / max(room.width, 1), abs(high - low) * dpi / max(room.height, 1)
 
 
 def whenever_drawn(ax: "Axes", settle: Settle) -> None:
-    """Calls `settle` at once, and each time before anything in these axes is drawn."""
+    """Calls `settle` at once, and each time before anything in these axes is drawn.
+
+    What it settles takes no part in the layout, which would else change with the axes that it makes.
+    """
     settle(None)
     watch = _watch()
     watch.settle = settle

@@ -79,7 +79,7 @@ def _head(net: GrapNet, ax: "Axes") -> None:
         heads.append(f"{kind}\n{net.sizes[number]:,}")
         place = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points"}
         style = {"ha": "center", "va": "bottom", "fontsize": HEAD, "color": ink(ax)}
-        texts.append(ax.annotate("", (number, 1.0), **place, **style))
+        texts.append(ax.annotate("", (number, 1.0), in_layout=False, **place, **style))  # the title leaves room
     whenever_drawn(ax, partial(_settle_heads, ax, texts, heads))
 
 

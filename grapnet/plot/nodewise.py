@@ -68,7 +68,8 @@ def _draw_nodes(
             text = "white" if is_dark(colors[name]) else "black"
             for row in rows if widest <= WRITTEN else ():
                 place = (number, heights[number][row])
-                ax.annotate(str(uids[row]), place, ha="center", va="center", fontsize=6, color=text, zorder=4)
+                style = {"ha": "center", "va": "center", "fontsize": 6, "color": text, "zorder": 4}
+                ax.annotate(str(uids[row]), place, in_layout=False, **style)
     present = dict.fromkeys(name for part in names for name in part.names)
     return [(title_of(name), _dot(colors[name])) for name in present] if any(part.has_any for part in names) else []
 

@@ -50,7 +50,7 @@ def accuracy_matrix(
     if wide >= LEAST_WIDE and high >= LEAST_HIGH:
         _write(ax, table, shades)
     else:
-        bar = ax.figure.colorbar(image, ax=ax, format=lambda share, _: f"{100 * share:.0f} %")
+        bar = ax.figure.colorbar(image, ax=ax, format=_per_cent)
         bar.ax.tick_params(colors=ink(ax))
     turned = tasks is not None and max(map(len, names)) > 4
     ax.set_xticks(range(len(names)), names, rotation=40 if turned else 0, ha="right" if turned else "center")
@@ -59,6 +59,10 @@ def accuracy_matrix(
     letters = 2.5 if turned else max(map(len, names)) + 1  # turned ones need the width of little more than a line
     whenever_drawn(ax, partial(_thin_out, ax, ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator(), letters))
     return ax
+
+
+def _per_cent(share: float, _: float | None = None) -> str:
+    return f"{100 * share:.0f} %"
 
 
 def _thin_out(ax: "Axes", across: Any, down: Any, letters: float, _: Any) -> None:

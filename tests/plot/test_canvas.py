@@ -9,6 +9,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from PIL import Image
 
 import grapnet as gn
 from grapnet import plot
@@ -130,6 +131,12 @@ def test_titles_and_legends_are_as_wide_as_their_axes():
         for part in (ax._left_title, ax.get_legend()):
             assert part.get_window_extent().width <= ax.figure.bbox.width
     assert ax._left_title.get_fontsize() == 10.5  # there is room for it
+
+
+def test_a_file_shows_all_of_a_legend_that_is_wider_than_its_axes(tmp_path):
+    ax = plot.graph(grown(), ax=Figure((3, 3)).add_axes((0.5, 0.5, 0.1, 0.4)))
+    with Image.open(plot.save(ax, tmp_path / "narrow.png", dpi=100)) as drawn:
+        assert drawn.width > ax.get_legend().get_window_extent().width > 1.5 * ax.get_window_extent().width
 
 
 def eager(source: str) -> set[str]:

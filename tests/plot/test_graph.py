@@ -1,5 +1,6 @@
 """The layered graph: node by node or group by group, and every number in it is the net's."""
 
+import io
 import pickle
 import re
 from typing import Any
@@ -250,6 +251,30 @@ def test_a_figure_that_becomes_larger_shows_more():
     assert overlaps(ax) == []
     assert len([text for text in texts(ax) if text]) >= few + 8
     assert "task 1\n40" in texts(ax)
+
+
+@pytest.mark.parametrize("layout", ["constrained", "tight"])
+@pytest.mark.parametrize("per_task", [3, 40])
+def test_small_pictures_are_the_same_at_every_saving_and_as_wide_as_their_share(per_task, layout):
+    net, figure = grown(per_task), Figure((4, 4), layout=layout)
+    for ax in (axes := figure.subplots(3, 3)).flat:
+        plot.graph(net, ax=ax)
+    places, shown = [], []
+    for _ in range(3):
+        figure.savefig(io.BytesIO())
+        places.append(axes[0, 0].get_position().bounds)
+        shown.append([texts(ax) for ax in axes.flat])
+    assert np.ptp(places, axis=0) == pytest.approx(0, abs=1e-9)
+    assert shown[0] == shown[1] == shown[2]
+    assert places[0][2] > 0.22
+
+
+@pytest.mark.parametrize("draw", [plot.graph, plot.deletion])
+@pytest.mark.parametrize("per_task", [3, 40])
+def test_axes_without_a_size_are_drawn_into(draw, per_task):
+    net, figure = grown(per_task), Figure()
+    draw(net, ax=figure.add_axes((0.5, 0.5, 0, 0)))
+    figure.draw_without_rendering()
 
 
 def test_of_layers_that_are_close_only_some_have_a_head():

@@ -1,5 +1,6 @@
 """Adjacency, timeline, accuracy matrix, distributions: what they show is what the net has."""
 
+import pickle
 from itertools import pairwise
 from typing import Any
 
@@ -284,3 +285,19 @@ def test_what_cannot_be_drawn_or_drawn_into_is_named(draw):
         draw(torch.nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"one Axes, such as axes\[0, 0\]"):
         draw(grown(), ax=Figure().subplots(2, 2))
+
+
+@pytest.mark.parametrize("per_task", [3, 40])
+def test_every_picture_can_be_pickled(per_task):
+    net = grown(per_task)
+    drawn = [draw(net) for draw in (plot.graph, plot.deletion, plot.adjacency, plot.timeline)]
+    drawn += [draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")]
+    drawn += [plot.accuracy_matrix(np.eye(tasks)) for tasks in (3, 60)]
+    for ax in drawn:
+        ax.figure.draw_without_rendering()
+        copied = pickle.loads(pickle.dumps(ax.figure))
+        copied.draw_without_rendering()
+        for one, other in zip(ax.figure.axes, copied.axes, strict=True):
+            assert ticks(one.yaxis) == ticks(other.yaxis)
+            assert texts(one) == texts(other)
+    assert "100 %" in ticks(drawn[-1].figure.axes[1].yaxis)
