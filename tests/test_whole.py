@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from grapnet.whole import whole
+from tests.cli.nobody import as_nobody, open_folder
 
 
 def names(folder: Path) -> list[str]:
@@ -66,20 +67,24 @@ def test_a_folder_that_cannot_be_synced_takes_files_all_the_same(
     assert (path.read_text(), names(tmp_path), len(refused)) == ("after", ["file"], 1)
 
 
-def test_a_folder_that_may_be_written_but_not_read_takes_files(tmp_path: Path) -> None:
-    box = tmp_path / "box"
-    box.mkdir()
-    box.chmod(0o300)  # who is root may read it nevertheless
-    with whole(box / "file") as partial:
-        partial.write_text("after")
-    box.chmod(0o700)
-    assert ((box / "file").read_text(), names(box)) == ("after", ["file"])
+def test_a_folder_that_may_be_written_but_not_read_takes_files() -> None:
+    with open_folder() as folder:
+        box = folder / "box"
+        box.mkdir()
+        box.chmod(0o333)
+        with as_nobody():
+            with pytest.raises(PermissionError):
+                names(box)
+            with whole(box / "file") as partial:
+                partial.write_text("after")
+        box.chmod(0o700)
+        assert ((box / "file").read_text(), names(box)) == ("after", ["file"])
 
 
 def test_an_error_of_the_system_names_the_path_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError) as told, whole("file"):
-        pass  # nothing was written
+    with pytest.raises(FileNotFoundError) as told, whole("file") as partial:
+        assert not partial.exists()  # and nothing is written
     assert (told.value.filename, names(tmp_path)) == ("file", [])
     with pytest.raises(FileNotFoundError) as told, whole("file"):
         Path("other").read_text()

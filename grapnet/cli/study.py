@@ -113,8 +113,7 @@ def _require_writable(folder: Path) -> None:
     made = [one for one in around if not one.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise CommandError(f"{folder}: no file can be written there: {error.strerror}", "name another folder") from None
     finally:

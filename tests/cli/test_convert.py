@@ -13,6 +13,8 @@ from torch.nn.utils import prune
 
 import grapnet as gn
 
+from .edited import content
+
 
 class Named(nn.Module):
     """An MLP whose layers are attributes."""
@@ -26,10 +28,6 @@ class Named(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second, third = (self.get_submodule(name) for name in self.order)
         return third(second(first(x).relu()).relu())
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def mlp(activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
