@@ -3,10 +3,11 @@ PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
+PYTEST := -m pytest -n 2 --dist loadgroup
+PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint soak bench study-fast studies tables docs clean
+.PHONY: help setup demo test numerics lint soak bench study-fast studies tables docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,7 +19,15 @@ demo: .venv/.setup ## run the demonstration
 
 test: export OMP_NUM_THREADS = 1
 test: .venv/.test ## run the tests and the doctests
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --doctest-modules tests grapnet
+	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet
+
+NUMERIC := tests/core tests/execution tests/learning tests/rules tests/convert tests/studies tests/integrations
+
+numerics: export OMP_NUM_THREADS = 1
+numerics: .venv/.test .venv/.without-kernels ## run the numeric tests as on other CPUs, and without compiled kernels
+	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python $(PYTEST) --kernels=avx2 $(NUMERIC)
+	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PYTEST) --kernels=baseline $(NUMERIC)
+	build/without-kernels/bin/python $(PYTEST) --kernels=none $(NUMERIC)
 
 lint: .venv/.test .venv/.lint ## check style, formatting and types
 	$(BIN)/ruff check
@@ -56,13 +65,25 @@ clean: ## remove caches and built files; .venv and results stay
 
 # The build tools come first and build without isolation, so that they too are held to the constraints.
 .venv/.setup: pyproject.toml $(CONSTRAINTS) CMakeLists.txt $(wildcard grapnet/execution/csrc/*)
-	@echo "Installing into .venv; the first time takes a minute or two"
+	@echo "== 1 of 3: making .venv"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "== 2 of 3: installing the build tools"
 	@$(PIP) scikit-build-core nanobind cmake ninja
+	@echo "== 3 of 3: installing torch and the rest, then compiling the kernels: minutes, most of it downloads"
 	@$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 
 .venv/.test .venv/.lint .venv/.docs: .venv/.%: .venv/.setup
-	@echo "Installing what $* needs into .venv"
+	@echo "== installing what $* needs"
 	@$(PIP) --no-build-isolation -e '.[$*]'
+	@touch $@
+
+# Another environment that borrows the packages of .venv and has the library as it installs without a compiler.
+.venv/.without-kernels: .venv/.test
+	@echo "== installing the library without a compiler into build/without-kernels"
+	@$(BIN)/python -m venv --clear build/without-kernels
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$(build/without-kernels/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/borrowed.pth"
+	@CC=/bin/false CXX=/bin/false build/without-kernels/bin/python -m pip install --no-deps --no-build-isolation \
+		--config-settings build-dir=build/without-kernels/build -e .
 	@touch $@

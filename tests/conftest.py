@@ -1,9 +1,77 @@
-"""What all tests share."""
+"""What all tests share: the compiled kernels that they run with, and quiet memory."""
 
 import gc
+from collections.abc import Iterator
+
+import pytest
+
+from grapnet.execution import native
+
+NONE = "none"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --kernels."""
+    help = (
+        "run one variant of the compiled kernels, such as avx2 or baseline, instead of the fastest; "
+        f"{NONE}: they are not installed, and only tests of the sparse backend may be skipped"
+    )
+    parser.addoption("--kernels", help=help)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Chooses the variant of the compiled kernels, in every process that runs tests."""
+    wanted = config.getoption("--kernels")
+    if wanted == NONE:
+        if not native.missing:
+            raise pytest.UsageError("the compiled kernels are installed")
+        config.pluginmanager.register(OnlySparseIsSkipped())
+    elif wanted is not None:
+        native.use_variant(wanted)
+
+
+@pytest.fixture(params=[NONE] if native.missing else native.variants())
+def variant(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs a test with every variant of the compiled kernels that this machine can run."""
+    native.use_variant(request.param)
+    yield request.param
+    native.use_variant(request.config.getoption("--kernels") or native.variants()[0])
+
+
+class OnlySparseIsSkipped:
+    """Fails a run in which a test is skipped for another reason than the missing kernels."""
+
+    def __init__(self) -> None:
+        self.others: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Notes a skip that does not name the sparse backend."""
+        if report.skipped and not hasattr(report, "wasxfail") and "sparse" not in str(report.longrepr):
+            self.others.append(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Fails the run."""
+        if self.others:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Names the tests."""
+        for name in self.others:
+            terminalreporter.write_line(f"skipped, and not for lack of the sparse kernels: {name}")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests of the sparse backend where its kernels are not installed."""
+    if not native.missing:
+        return
+    skip = pytest.mark.skip(reason=f"sparse: {native.missing}")
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if item.get_closest_marker("sparse") or "'sparse'" in repr(parameters):
+            item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:
-    """Hides what imports and collection made from the garbage collector, which would walk it all again and again."""
+    """Hides what imports and collection made from the garbage collector, which would walk it again and again."""
     gc.collect()
     gc.freeze()

@@ -24,6 +24,7 @@ RUN_HERE += ("write-a-rule", "write-a-backend", "save-resume-undo", "deploy", "p
 RUN_ELSEWHERE = ("rules", "convert", "compose", "transformers", "training-loops", "scikit-learn", "distributed")
 PAGES = ["docs/concepts.md", "docs/execution.md", "docs/migration.md", "docs/comparison.md"]
 DOCUMENTS = ["README.md", *PAGES, *(f"docs/guides/{name}.md" for name in RUN_HERE)]
+NEEDS_KERNELS = {"docs/execution.md": pytest.mark.sparse}
 LISTED = ("grapnet", "grapnet.rules", "grapnet.learning", "grapnet.data", "grapnet.convert", "grapnet.plot")
 INTEGRATIONS = ("sklearn", "transformers", "lightning", "networkx")
 UNLISTED = {"rules", "cross_entropies", "squared_errors", "on_save_checkpoint", "on_load_checkpoint"}
@@ -57,7 +58,10 @@ def _own_backends():
 
 
 @pytest.mark.usefixtures("_own_backends")
-@pytest.mark.parametrize("document", DOCUMENTS)
+@pytest.mark.parametrize(
+    "document",
+    [pytest.param(name, marks=NEEDS_KERNELS.get(name, ())) for name in DOCUMENTS],
+)
 def test_code_blocks_run_in_order(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = blocks_of((ROOT / document).read_text())

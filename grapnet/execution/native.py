@@ -5,7 +5,9 @@ first. Every tensor is checked before its address leaves Python.
 """
 
 import importlib
+import warnings
 from collections.abc import Callable
+from functools import cache
 from types import ModuleType
 from typing import NamedTuple
 
@@ -28,6 +30,12 @@ try:
     _native = importlib.import_module("grapnet.execution._kernels")
 except ImportError as error:
     missing = f"the compiled kernels are not installed ({error}); install a C++ compiler, then grapnet again"
+
+
+@cache
+def warn_missing() -> None:
+    """Warns, once in a process, that a sparse transition runs slowly because the kernels are missing."""
+    warnings.warn(f"a sparse transition runs slowly: {missing}", stacklevel=2)
 
 
 def variants() -> list[str]:

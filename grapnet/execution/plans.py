@@ -12,6 +12,7 @@ from grapnet.core.journal import Commit
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
 
+from . import native
 from .attention import Attention
 from .auto import Shape, fastest, in_words
 from .dense import Dense
@@ -101,6 +102,10 @@ class Plans:
         able = [name for name in BACKENDS if name not in refused]
         device = self.topologies[t].child.device.type
         name, why = fastest(shape, able, device=device, batch=batch, training=training)
+        if native.missing and device == "cpu":
+            wanted, _ = fastest(shape, [*able, Sparse.name], device=device, batch=batch, training=training)
+            if wanted == Sparse.name:
+                native.warn_missing()
         return BACKENDS[name](), why
 
     def shape(self, t: int) -> Shape:

@@ -16,6 +16,7 @@ def _one_thread(monkeypatch):
         monkeypatch.setattr(benchmark, "threads", lambda count: threads(1))
 
 
+@pytest.mark.sparse
 def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
     path = tmp_path / "edits.json"
     monkeypatch.setattr(sys, "argv", ["run", "edits", "--fast", "--check", "--json", str(path)])
@@ -56,6 +57,7 @@ def test_each_missed_ratio_of_a_plan_is_named(row, name):
     assert line.startswith(f"{name} at {row}")
 
 
+@pytest.mark.sparse
 def test_the_execution_benchmark_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
     path = tmp_path / "execution.json"
     monkeypatch.setattr(sys, "argv", ["run", "execution", "--fast", "--check", "--json", str(path)])
@@ -75,6 +77,7 @@ def test_the_execution_benchmark_runs_and_its_check_can_fail(tmp_path, monkeypat
     assert line.startswith(judged["work"])
 
 
+@pytest.mark.sparse
 def test_the_costs_benchmark_writes_what_auto_reads(tmp_path, monkeypatch):
     path = tmp_path / "costs.json"
     monkeypatch.setattr(sys, "argv", ["run", "costs", "--fast", "--json", str(path)])

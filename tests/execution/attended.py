@@ -8,7 +8,7 @@ from torch import Tensor
 import grapnet as gn
 from grapnet.execution.attention import dense_attention
 
-NEARNESS = {torch.float64: 1e-12, torch.float32: 1e-6}
+DTYPES = (torch.float64, torch.float32)
 
 
 def attended(sizes: list[int], seed: int = 0, *, density: float = 0.7, **options: Any) -> gn.GrapNet:
@@ -49,6 +49,19 @@ def results(net: gn.GrapNet, forward: Any, x: Tensor) -> dict[str, Tensor]:
         name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), found, strict=True)
     }
     return {"output": output.detach(), "loss": loss.detach(), **gradients}
+
+
+def nearness(net: gn.GrapNet, batch: int) -> float:
+    """Returns how far two ways to compute a result may be apart, relative to its largest number.
+
+    In float32 every addition may round by one unit: over the parents of a child twice, for its
+    shares and for its sum, over the children of a parent likewise on the way back, and over the
+    batch; another two passes give room for terms that are larger than their sum.
+    """
+    if dtype_of(net) == torch.float64:
+        return 1e-12
+    additions = batch + 2 * sum(net.sizes[:-1]) + 2 * sum(net.sizes[1:])
+    return 3 * additions * torch.finfo(torch.float32).eps
 
 
 def difference(net: gn.GrapNet, x: Tensor) -> float:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
-CLOSE = 1.2e-7  # of float32, for numbers around one
 MARK = 12345.678
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 

@@ -10,7 +10,17 @@ from torch import Tensor
 import grapnet as gn
 from grapnet.execution import reference
 from grapnet.execution.attention import AttentionPlan
-from tests.execution.attended import NEARNESS, attended, by_reference, difference, inputs, results, step, trained
+from tests.execution.attended import (
+    DTYPES,
+    attended,
+    by_reference,
+    difference,
+    inputs,
+    nearness,
+    results,
+    step,
+    trained,
+)
 from tests.fingerprint import fingerprint
 
 WIRINGS: dict[str, tuple[list[int], list[Any]]] = {
@@ -33,7 +43,7 @@ def wired(name: str, dtype: torch.dtype) -> gn.GrapNet:
     return net
 
 
-@pytest.mark.parametrize("dtype", NEARNESS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [0, 1, 9])
 @pytest.mark.parametrize("name", WIRINGS)
 def test_one_transition_is_its_dense_reference(name: str, batch: int, dtype: torch.dtype) -> None:
@@ -43,14 +53,14 @@ def test_one_transition_is_its_dense_reference(name: str, batch: int, dtype: tor
     fast, slow = results(net, net, x), results(net, lambda h: by_reference(net, h), x)
     largest = max([float(value.abs().max()) for value in slow.values() if value.numel()], default=0.0)
     for key, value in fast.items():
-        assert bool(((value - slow[key]).abs() <= NEARNESS[dtype] * max(largest, 1e-30)).all()), key
+        assert bool(((value - slow[key]).abs() <= nearness(net, batch) * largest).all()), key
 
 
-@pytest.mark.parametrize("dtype", NEARNESS)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_net_is_its_dense_reference_before_and_after_five_relations_are_cut(dtype: torch.dtype) -> None:
     net = attended([12, 10, 8], dtype=dtype)
     x = inputs(net, 32)
-    assert difference(net, x) <= NEARNESS[dtype]
+    assert difference(net, x) <= nearness(net, 32)
     gradients = results(net, net, x)
     for name in ("transitions.0.weight", "columns.key_0.value", "columns.query_0.value", "columns.key_1.value"):
         assert bool((gradients[name] != 0).any()), name
@@ -59,7 +69,7 @@ def test_a_net_is_its_dense_reference_before_and_after_five_relations_are_cut(dt
         edit.cut(net.layers[0].outgoing().smallest(count=5, key=torch.arange(net.transitions[0].size)))
     assert (net.transitions[0].size, net.version) == (round(0.7 * 120) - 5, 1)
     assert not torch.allclose(net(x), before)
-    assert difference(net, x) <= NEARNESS[dtype]
+    assert difference(net, x) <= nearness(net, 32)
 
 
 def test_shares_sum_to_one_and_the_sum_is_something_else() -> None:

@@ -44,7 +44,7 @@ def require_equal(compiled: gn.GrapNet, net: gn.GrapNet, batch: int = 4) -> None
     """Asserts that the compiled net computes what the reference computes."""
     x = inputs(net, batch)
     found = results_of(compiled, net, x)
-    require_close(found, results(reference_of(net), x), torch.float64)
+    require_close(found, results(reference_of(net), x))
 
 
 def results_of(compiled: Any, net: gn.GrapNet, x: torch.Tensor) -> dict[str, torch.Tensor]:

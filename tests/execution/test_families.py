@@ -11,8 +11,8 @@ from benchmarks.contenders import Work, family_net
 from grapnet.execution import family
 from grapnet.execution.family import find_families
 
-from .figures import PAPER, grown_head_differences, inputs, require_reference
-from .graphs import BACKEND_NAMES, DEVICES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
+from .figures import inputs, require_reference
+from .graphs import DEVICES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -161,13 +161,6 @@ def test_the_grown_head_has_five_families() -> None:
     assert largest.members.uids.tolist() == [node.uid for node in net.layers[1][192:]]
     assert largest.children.uids.tolist() == net.layers[2].uids.tolist()
     assert largest.members[0].children.uids.tolist() == largest.children.uids.tolist()
-
-
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
-def test_the_grown_head_is_as_close_as_the_paper_says(backend: str) -> None:
-    """The paper's 2.24e-8 and 1.49e-8 in float32, give or take the unit in the last place of its numbers' size."""
-    found = grown_head_differences(backend)
-    assert all(off <= 10 * PAPER[kind] for kind, off in found.items()), found
 
 
 def test_families_follow_edits() -> None:

@@ -12,7 +12,8 @@ from grapnet.core.remap import IndexMap
 from grapnet.execution import kernels, native
 from grapnet.execution.sparse import Sparse, SparsePlan
 
-VARIANTS = native.variants()
+pytestmark = pytest.mark.sparse
+
 BATCHES = [1, 2, 7, 15, 16, 17, 63, 64, 65, 256, 300]
 SHAPES = {"ragged": (37, 53), "one child": (40, 1), "one parent": (1, 70), "empty": (0, 5), "childless": (4, 0)}
 
@@ -62,13 +63,6 @@ def unwritten_shows(monkeypatch: pytest.MonkeyPatch) -> None:
         return fresh.fill_(torch.nan if fresh.is_floating_point() else -1)
 
     monkeypatch.setattr(Tensor, "new_empty", spoiled)
-
-
-@pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.use_variant(request.param)
-    yield request.param
-    native.use_variant(VARIANTS[0])
 
 
 @pytest.fixture(params=[1, 2])

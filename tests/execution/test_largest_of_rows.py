@@ -1,6 +1,5 @@
 """The largest values of every row, from the compiled kernels and from sorting, in every variant."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -10,14 +9,7 @@ from torch import Tensor
 from grapnet.core.errors import PlanError
 from grapnet.execution import native
 
-VARIANTS = native.variants()
-
-
-@pytest.fixture(params=VARIANTS)
-def variant(request: pytest.FixtureRequest) -> Iterator[str]:
-    native.use_variant(request.param)
-    yield request.param
-    native.use_variant(VARIANTS[0])
+pytestmark = pytest.mark.sparse
 
 
 def largest_by_sorting(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -> Tensor:

@@ -126,9 +126,10 @@ def test_describe_says_what_runs_and_why(net: gn.GrapNet, batch: int, training: 
     for row in (rows[0], rows[2]):
         assert row["runs"] in set(BACKENDS)
         assert "cpu" in row["why"] or row["runs"] in row["why"]
-    assert all(row["refused"] == {} for row in rows)
+    assert all(row["refused"].keys() <= {"sparse"} for row in rows)  # where its kernels are missing
 
 
+@pytest.mark.sparse
 def test_describe_names_the_backends_that_refuse() -> None:
     net = gn.GrapNet.from_relations([20_000, 20_000], [([0, 19_999], [19_999, 0])])
     (row,) = net.execution.describe()

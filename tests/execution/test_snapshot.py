@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
+from tests.rounding import plain_bounds
 
-from .snapped import CLOSE, DEVICES, MARK, addresses, edited, every_graph, full, inputs, mixed, step, tensors
+from .snapped import DEVICES, MARK, addresses, edited, every_graph, full, inputs, mixed, step, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -27,8 +28,10 @@ def test_snapshot_and_module_compute_what_the_net_computes(build, batch):
 
 @pytest.mark.parametrize("activation", ["identity", "relu", "gelu"])
 def test_net_snapshot_module_and_matrix_network_agree_as_in_the_paper(activation):
-    """16-32-8, batch 32, float32: values and weight gradients differ by at most 1.2e-7."""
-    net, x, target = gn.GrapNet([16, 32, 8], activation=activation), torch.randn(32, 16), torch.randn(32, 8)
+    """16-32-8, batch 32, float32: values and weight gradients differ by what rounding may do."""
+    net = gn.GrapNet([16, 32, 8], activation=activation)
+    x = torch.randn(32, 16)
+    slope = torch.randn(32, 8)
     middle = {"identity": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU}[activation]()
     plain = nn.Sequential(nn.Linear(16, 32), middle, nn.Linear(32, 8))
     with torch.no_grad():
@@ -38,13 +41,14 @@ def test_net_snapshot_module_and_matrix_network_agree_as_in_the_paper(activation
     module = net.to_module()
     linears = [layer for layer in module if isinstance(layer, nn.Linear)]
     for model in (net, plain, module):
-        nn.functional.mse_loss(model(x), target).backward()
-    outputs = [model(x).detach() for model in (net, module, net.snapshot())]
-    assert max((output - plain(x)).abs().max() for output in outputs) <= CLOSE
+        model(x).backward(slope)
+    allowed = plain_bounds(plain, x, slope)  # for each of the two that are compared
+    for model in (net, module, net.snapshot()):
+        assert (model(x) - plain(x)).abs().max() <= 2 * allowed["output"]
     for t, linear in enumerate((plain[0], plain[2])):
         of_net = net.transitions[t].weight.grad.view(linear.weight.T.shape).T
         for gradient in (of_net, linears[t].weight.grad):
-            assert (gradient - linear.weight.grad).abs().max() <= CLOSE
+            assert (gradient - linear.weight.grad).abs().max() <= 2 * allowed[f"∂{t}.weight"]
 
 
 def test_modules_are_those_of_torch_where_it_has_one():

@@ -101,6 +101,7 @@ def test_exported_programs_and_onnx_files_of_models_after_cuts_run_at_any_batch(
         assert_close(run(other), model(other))
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("seed", [3, 4, 11])
 def test_a_live_net_is_exported_with_its_parameters(seed):
     net = random_net(seed)

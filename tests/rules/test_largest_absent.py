@@ -69,7 +69,10 @@ def test_the_largest_absent_are_found(graded: tuple[gn.GrapNet, GradientRecorder
     assert rows_of(net, recorder.largest_absent(count, exclude=cut)) == brute_force(matrix, free, count)
 
 
-@pytest.mark.parametrize("missing", ["", "the compiled kernels are not installed"])
+@pytest.mark.parametrize(
+    "missing",
+    [pytest.param("", marks=pytest.mark.sparse), "the compiled kernels are not installed"],
+)
 @pytest.mark.parametrize("quota", ["some", "none", "all"])
 def test_the_largest_absent_of_every_child_are_found(
     graded: tuple[gn.GrapNet, GradientRecorder], quota: str, missing: str, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +110,7 @@ def test_the_search_can_be_limited_to_candidates(graded: tuple[gn.GrapNet, Gradi
     assert rows_of(net, again) == brute_force(matrix, related(net, 0), 3)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("rounded", [False, True])
 def test_relations_are_exchanged_alike_without_the_kernels(rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     wirings = []

@@ -28,7 +28,7 @@ def test_a_fast_run_reaches_every_bar(result):
     assert tiny_transformer.missed(result) == []
     assert result["cut"]["before"] == 1024
     assert set(result["cut"]["left"].values()) == {992}
-    assert {"storage", "gradient", "optimizer exp_avg", "snapshot", "sparse plan"} <= set(result["cut"]["left"])
+    assert {"storage", "gradient", "optimizer exp_avg", "snapshot", "family plan"} <= set(result["cut"]["left"])
 
 
 def test_the_committed_run_reaches_every_bar_and_did_not_learn_everything():
