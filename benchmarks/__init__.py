@@ -1,7 +1,7 @@
 """What things cost: cases as data, checked before they are timed.
 
-Threads wait for each other awake: where they may sleep, waking them takes as long as a short step, or does not, and two
-runs differ by a factor of two. This must be said before torch is imported.
+Threads wait for each other awake: where they may sleep, waking them takes as long as a short step,
+or does not, and two runs differ by a factor of two. This must be said before torch is imported.
 """
 
 import os

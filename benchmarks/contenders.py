@@ -1,4 +1,6 @@
-"""What the execution benchmark runs: training steps and forward passes of GrapNets and of their contenders."""
+"""What the execution benchmark runs: training steps and forward passes of GrapNets and of their
+contenders.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -16,7 +18,9 @@ Step = Callable[[], object]
 
 @dataclass(frozen=True)
 class Work:
-    """One transition to run: its size, how much of it exists, the batch, and whether the input wants gradients."""
+    """One transition to run: its size, how much of it exists, the batch, and whether the input
+    wants gradients.
+    """
 
     parents: int = 1024
     children: int = 4096
@@ -46,22 +50,31 @@ class Work:
 
 
 def grown_head(device: str = "cpu") -> gn.GrapNet:
-    """Returns the paper's head after five tasks: 48 nodes a task, each leading to the classes seen by then."""
+    """Returns the paper's head after five tasks: 48 nodes a task, each leading to the classes seen
+    by then.
+    """
     relations = [(node, label) for node in range(240) for label in range(2 * (node // 48 + 1))]
     parents, children = torch.tensor(relations).T
     full = torch.cartesian_prod(torch.arange(49), torch.arange(240)).T
-    return gn.GrapNet.from_relations([49, 240, 10], [tuple(full), (parents, children)], device=device)
+    return gn.GrapNet.from_relations(
+        [49, 240, 10], [tuple(full), (parents, children)], device=device
+    )
 
 
 def family_net(work: Work, families: int, backend: str = "auto") -> gn.GrapNet:
-    """Returns a net of equal families: every n-th of the parents leads to every n-th of the children."""
+    """Returns a net of equal families: every n-th of the parents leads to every n-th of the
+    children.
+    """
     upper, lower = work.parents // families, work.children // families
     blocks = [
-        torch.cartesian_prod(torch.arange(upper) + f * upper, torch.arange(lower) + f * lower) for f in range(families)
+        torch.cartesian_prod(torch.arange(upper) + f * upper, torch.arange(lower) + f * lower)
+        for f in range(families)
     ]
     parents, children = torch.cat(blocks).T
     sizes = [work.parents, work.children]
-    net = gn.GrapNet.from_relations(sizes, [(parents, children)], device=work.device, dtype=work.dtype)
+    net = gn.GrapNet.from_relations(
+        sizes, [(parents, children)], device=work.device, dtype=work.dtype
+    )
     net.execution.use(backend)
     return net
 
@@ -79,26 +92,40 @@ def pruned_linear(work: Work) -> nn.Linear:
 
 
 class CsrLinear(nn.Module):
-    """A layer over torch's own sparse matrices: compressed rows, one a child, trained through their values."""
+    """A layer over torch's own sparse matrices: compressed rows, one a child, trained through their
+    values.
+    """
 
     def __init__(self, work: Work) -> None:
         super().__init__()
         kept = torch.rand(work.children, work.parents, device=work.device) < work.density
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-            matrix = (torch.randn(work.children, work.parents, device=work.device) * kept).to_sparse_csr()
-        self.rows, self.columns, self.shape = matrix.crow_indices(), matrix.col_indices(), matrix.shape
+            matrix = (
+                torch.randn(work.children, work.parents, device=work.device) * kept
+            ).to_sparse_csr()
+        self.rows, self.columns, self.shape = (
+            matrix.crow_indices(),
+            matrix.col_indices(),
+            matrix.shape,
+        )
         self.weight = nn.Parameter(matrix.values().to(work.dtype) / work.parents**0.5)
         self.bias = nn.Parameter(torch.zeros(work.children, device=work.device, dtype=work.dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the layer; torch gives a sparse matrix on the left of the product a backward."""
-        matrix = torch.sparse_csr_tensor(self.rows, self.columns, self.weight, self.shape, check_invariants=False)
+        matrix = torch.sparse_csr_tensor(
+            self.rows, self.columns, self.weight, self.shape, check_invariants=False
+        )
         return (matrix @ x.t()).t() + self.bias
 
 
-def training_step(model: nn.Module, x: Tensor, target: Tensor, *, fused: bool | None = None) -> Step:
-    """Returns one step of Adam: forward, loss, backward, update; a GrapNet's optimizer follows its edits."""
+def training_step(
+    model: nn.Module, x: Tensor, target: Tensor, *, fused: bool | None = None
+) -> Step:
+    """Returns one step of Adam: forward, loss, backward, update; a GrapNet's optimizer follows its
+    edits.
+    """
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     if isinstance(model, gn.GrapNet):
         gn.attach(optimizer, model)

@@ -1,4 +1,6 @@
-"""Measures what `auto` chooses by: the time of every backend, as a share of dense's, over a grid of transitions."""
+"""Measures what `auto` chooses by: the time of every backend, as a share of dense's, over a grid of
+transitions.
+"""
 
 import copy
 import json
@@ -26,12 +28,16 @@ SHARES = {
     "family": (1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2),  # of as many equal families
 }
 BATCHES = (1, 8, 32, 128, 512, 2048)
-MOST_MESSAGES = 2**27  # batch × relations, above which the reference is not measured: it has lost long before
+MOST_MESSAGES = (
+    2**27
+)  # batch × relations, above which the reference is not measured: it has lost long before
 LOST = 100.0  # the ratio that is noted for it then
 
 
 def measure(*, fast: bool) -> dict[str, Any]:
-    """Returns the tables of this machine's device, beside those of other devices that are on file."""
+    """Returns the tables of this machine's device, beside those of other devices that are on
+    file.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     devices = json.loads(COSTS.read_text())["devices"] if COSTS.exists() else {}
     with threads(1 if device == "cpu" else torch.get_num_threads()):
@@ -55,7 +61,9 @@ def table(result: dict[str, Any]) -> str:
                 for i, cells in enumerate(t["cells"]):
                     for j, share in enumerate(t["shares"]):
                         ratios = " ".join(f"{ratio:7.3f}" for ratio in t["ratios"][i][j])
-                        lines.append(f"{device} {mode:<8} {name:<9} {cells:>9} cells, {share:6.1%}: {ratios}")
+                        lines.append(
+                            f"{device} {mode:<8} {name:<9} {cells:>9} cells, {share:6.1%}: {ratios}"
+                        )
     return "\n".join(lines)
 
 
@@ -63,10 +71,21 @@ def _tables(device: str, fast: bool) -> dict[str, Any]:
     sizes = SIZES[device][:2] if fast else SIZES[device]
     batches = BATCHES[:2] if fast else BATCHES
     tables: dict[str, Any] = {"forward": {}, "training": {}}
-    for name, shares in {"sparse": SHARES["sparse"], "reference": SHARES["sparse"], "family": SHARES["family"]}.items():
+    for name, shares in {
+        "sparse": SHARES["sparse"],
+        "reference": SHARES["sparse"],
+        "family": SHARES["family"],
+    }.items():
         for mode in ("forward", "training"):
-            axes = {"cells": [a * b for a, b in sizes], "shares": list(shares), "batches": list(batches)}
-            tables[mode][name] = {**axes, "ratios": [[[1.0] * len(batches) for _ in shares] for _ in sizes]}
+            axes = {
+                "cells": [a * b for a, b in sizes],
+                "shares": list(shares),
+                "batches": list(batches),
+            }
+            tables[mode][name] = {
+                **axes,
+                "ratios": [[[1.0] * len(batches) for _ in shares] for _ in sizes],
+            }
     for i, (parents, children) in enumerate(sizes):
         work = Work(parents, children, device=device)
         for kind, shares in SHARES.items():
@@ -102,7 +121,9 @@ def _ratios(work: Work, nets: dict[str, gn.GrapNet], fast: bool) -> dict[str, di
     }
     found: dict[str, dict[str, float]] = {}
     for mode, step in steps.items():
-        cases = {name: step(net) for name, net in nets.items() if not (lost and name == "reference")}
+        cases = {
+            name: step(net) for name, net in nets.items() if not (lost and name == "reference")
+        }
         faster = times_faster(cases, "dense", repeats=2 if fast else 5, seconds=0.005)
         found[mode] = {name: 1 / ratio for name, ratio in faster.items() if name != "dense"}
         if lost and "reference" in nets:

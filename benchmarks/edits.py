@@ -22,8 +22,16 @@ RECTANGLES = {  # relations of the first transition: parents × children
     "4e6": (1024, 4096),
     "1e7": (2500, 4000),
 }
-BARS = {"cut one": 0.3, "cut 10 %": 1.0, "add 64 nodes": 0.5, "freeze one node": 0.5}  # at 4e6, in dense steps
-PLANS = {"4e6 dense": "dense", "4e6 sparse": "sparse"}  # the same rectangle, always run by one backend
+BARS = {
+    "cut one": 0.3,
+    "cut 10 %": 1.0,
+    "add 64 nodes": 0.5,
+    "freeze one node": 0.5,
+}  # at 4e6, in dense steps
+PLANS = {
+    "4e6 dense": "dense",
+    "4e6 sparse": "sparse",
+}  # the same rectangle, always run by one backend
 PLAN_BARS = ("cut one", "cut 10 %")  # that hold whatever runs it
 HUGE_BARS = {"peak_gib": 16.0, "bytes_per_relation_at_rest": 32.0}
 
@@ -47,7 +55,9 @@ def measure(*, fast: bool) -> dict[str, Any]:
     try:
         names = ["1e4", "1e5"] if fast else list(RECTANGLES)
         repeats = 3 if fast else 9
-        rows = {name: asdict(_measure_rectangle(*RECTANGLES[name], "auto", repeats)) for name in names}
+        rows = {
+            name: asdict(_measure_rectangle(*RECTANGLES[name], "auto", repeats)) for name in names
+        }
         for name, plan in PLANS.items():
             rectangle = RECTANGLES["1e4" if fast else "4e6"]
             rows[name] = asdict(_measure_rectangle(*rectangle, plan, repeats))
@@ -57,7 +67,11 @@ def measure(*, fast: bool) -> dict[str, Any]:
     return {
         "benchmark": "edits",
         "settings": {"batch": BATCH, "threads": 1, "optimizer": "Adam"},
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "grapnet": gn.__version__,
+        },
         "rows": rows,
         "huge": huge,
     }
@@ -71,11 +85,15 @@ def missed(result: dict[str, Any]) -> list[str]:
         for name in names:
             ratio = measured["ratios"].get(name)
             if measured["relations"] < 4 * 10**6 or ratio > BARS[name]:
-                found.append(f"{name} at {row}: {ratio} dense steps, the bar is {BARS[name]} at 4e6 relations")
+                found.append(
+                    f"{name} at {row}: {ratio} dense steps, the bar is {BARS[name]} at 4e6"
+                    " relations"
+                )
     for name, bar in HUGE_BARS.items():
         if result["huge"]["relations"] < 10**8 or result["huge"][name] > bar:
             found.append(
-                f"{name} at {result['huge']['relations']:.0e} relations: {result['huge'][name]}, the bar is {bar}"
+                f"{name} at {result['huge']['relations']:.0e} relations: {result['huge'][name]},"
+                f" the bar is {bar}"
             )
     return found
 
@@ -86,9 +104,15 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{head} {' '.join(f'{name:>18}' for name in BARS)} {'bytes/relation':>15}"]
     for row in result["rows"].values():
         head = f"{row['relations']:>10,} {row['plan']:<7}{row['dense_step_ms']:>9.1f}ms"
-        cells = " ".join(f"{row['ratios'][n]:>7.3f} ({row['milliseconds'][n]:>6.1f}ms)" for n in BARS)
+        cells = " ".join(
+            f"{row['ratios'][n]:>7.3f} ({row['milliseconds'][n]:>6.1f}ms)" for n in BARS
+        )
         lines.append(f"{head} {cells} {row['bytes_per_relation']:>15.1f}")
-    return "\n".join(lines) + "\n\n" + "\n".join(f"{key}: {value}" for key, value in result["huge"].items())
+    return (
+        "\n".join(lines)
+        + "\n\n"
+        + "\n".join(f"{key}: {value}" for key, value in result["huge"].items())
+    )
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -112,7 +136,12 @@ def _measure_rectangle(parents: int, children: int, plan: str, repeats: int) -> 
         cases[name] = _timed_commit(net, edit, choose)
     seconds = interleaved(cases, repeats)
     dense = seconds.pop("dense step")
-    held = [t for p in net.parameters() for t in (p, p.grad, *optimizer.state[p].values()) if t is not None]
+    held = [
+        t
+        for p in net.parameters()
+        for t in (p, p.grad, *optimizer.state[p].values())
+        if t is not None
+    ]
     held += [*net.buffers(), *_own_tensors(net.execution.plan(0, BATCH).plan)]
     size = sum(t.numel() * t.element_size() for t in held) / net.count().relations
     return Row(
@@ -128,7 +157,12 @@ def _measure_rectangle(parents: int, children: int, plan: str, repeats: int) -> 
 def _own_tensors(plan: Any) -> list[Tensor]:
     """Returns the tensors that a plan holds beside the wiring itself."""
     held = [part for part in vars(plan).values() if not hasattr(part, "n_relations")]
-    return [t for part in held for t in (part if isinstance(part, tuple) else [part]) if isinstance(t, Tensor)]
+    return [
+        t
+        for part in held
+        for t in (part if isinstance(part, tuple) else [part])
+        if isinstance(t, Tensor)
+    ]
 
 
 def _net_with_adam_state(parents: int, children: int) -> tuple[gn.GrapNet, torch.optim.Optimizer]:
@@ -141,7 +175,9 @@ def _net_with_adam_state(parents: int, children: int) -> tuple[gn.GrapNet, torch
     return net, optimizer
 
 
-def _commits(net: gn.GrapNet) -> dict[str, tuple[Callable[[gn.Edit, Any], None], Callable[[], Any]]]:
+def _commits(
+    net: gn.GrapNet,
+) -> dict[str, tuple[Callable[[gn.Edit, Any], None], Callable[[], Any]]]:
     """Returns the kinds of commit: what it does, and what is chosen for it outside the clock."""
 
     def choose(count: int) -> gn.RelationSet:
@@ -158,11 +194,16 @@ def _commits(net: gn.GrapNet) -> dict[str, tuple[Callable[[gn.Edit, Any], None],
         "cut one": (lambda edit, chosen: edit.cut(chosen), lambda: choose(1)),
         "cut 10 %": (lambda edit, chosen: edit.cut(chosen), lambda: choose(tenth)),
         "add 64 nodes": (add, lambda: None),
-        "freeze one node": (lambda edit, chosen: edit.freeze(chosen), lambda: net.layers[1][len(net.layers[1]) // 2]),
+        "freeze one node": (
+            lambda edit, chosen: edit.freeze(chosen),
+            lambda: net.layers[1][len(net.layers[1]) // 2],
+        ),
     }
 
 
-def _timed_commit(net: gn.GrapNet, operate: Callable[[gn.Edit, Any], None], choose: Callable[[], Any]) -> Timed:
+def _timed_commit(
+    net: gn.GrapNet, operate: Callable[[gn.Edit, Any], None], choose: Callable[[], Any]
+) -> Timed:
     chosen: list[Any] = []
 
     def run() -> None:
@@ -174,9 +215,14 @@ def _timed_commit(net: gn.GrapNet, operate: Callable[[gn.Edit, Any], None], choo
 
 
 def _check_commit(
-    net: gn.GrapNet, optimizer: torch.optim.Optimizer, name: str, operate: Callable[[gn.Edit, Any], None]
+    net: gn.GrapNet,
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    operate: Callable[[gn.Edit, Any], None],
 ) -> None:
-    """Raises unless the commit keeps the invariants and the optimizer's state, and undo brings everything back."""
+    """Raises unless the commit keeps the invariants and the optimizer's state, and undo brings
+    everything back.
+    """
     _, choose = _commits(net)[name]
     weight = net.transitions[0].weight
     before = [weight.detach().clone(), optimizer.state[weight]["exp_avg"].clone()]

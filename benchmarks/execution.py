@@ -1,4 +1,6 @@
-"""How fast the graph runs: ratios measured side by side in one process, after checking the results."""
+"""How fast the graph runs: ratios measured side by side in one process, after checking the
+results.
+"""
 
 import copy
 import os
@@ -29,7 +31,8 @@ from .timing import threads, times_faster
 
 DENSITIES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.0)
 BATCHES = (1, 32, 256, 2048)
-SPARSE_BARS = {  # density: faster than dense with input gradient, the goal, and the bar without input gradient
+# density: faster than dense with input gradient, the goal, and the bar without input gradient
+SPARSE_BARS = {
     0.1: (3.5, 5.0, 2.5),
     0.05: (6.0, 10.0, 4.5),
     0.01: (15.0, 40.0, 12.0),
@@ -63,16 +66,27 @@ def measure(*, fast: bool) -> dict[str, Any]:
             "fast": fast,
             "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
         },
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "grapnet": gn.__version__,
+        },
         "rows": [asdict(row) for row in rows],
     }
 
 
 def missed(result: dict[str, Any]) -> list[str]:
     """Returns one line for every bar that the result misses."""
-    short = [row for row in result["rows"] if row["must"] is not None and row["faster"] < row["must"]]
-    lines = [f"{r['work']} against {r['against']}: {r['faster']:.2f}, the bar is {r['must']:.2f}" for r in short]
-    return lines + (["these are small sizes, which reach no bar"] if result["settings"]["fast"] else [])
+    short = [
+        row for row in result["rows"] if row["must"] is not None and row["faster"] < row["must"]
+    ]
+    lines = [
+        f"{r['work']} against {r['against']}: {r['faster']:.2f}, the bar is {r['must']:.2f}"
+        for r in short
+    ]
+    return lines + (
+        ["these are small sizes, which reach no bar"] if result["settings"]["fast"] else []
+    )
 
 
 def table(result: dict[str, Any]) -> str:
@@ -80,22 +94,35 @@ def table(result: dict[str, Any]) -> str:
     lines = [f"{'work':<64} {'against':<28} {'threads':>7} {'faster':>8} {'must':>6} {'goal':>6}"]
     for r in result["rows"]:
         bars = " ".join(f"{r[key]:>6.2f}" if r[key] else " " * 6 for key in ("must", "goal"))
-        lines.append(f"{r['work']:<64} {r['against']:<28} {r['threads']:>7} {r['faster']:>8.2f} {bars} {r['note']}")
+        lines.append(
+            f"{r['work']:<64} {r['against']:<28} {r['threads']:>7} {r['faster']:>8.2f} {bars}"
+            f" {r['note']}"
+        )
     return "\n".join(lines)
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns the comparisons as the table that the documentation shows, and those of `auto` in one line."""
+    """Returns the comparisons as the table that the documentation shows, and those of `auto` in one
+    line.
+    """
     lines = ["| work | against | threads | times as fast | at least |", "|---|---|---:|---:|---:|"]
     autos = [r for r in result["rows"] if r["work"].startswith("auto")]
     for r in result["rows"]:
         if r not in autos:
             bar = f"{r['must']:.2f}" if r["must"] else ""
-            lines.append(f"| {r['work']} | {r['against']} | {r['threads']} | {r['faster']:.2f} | {bar} |")
+            lines.append(
+                f"| {r['work']} | {r['against']} | {r['threads']} | {r['faster']:.2f} | {bar} |"
+            )
     ratios = [r["faster"] for r in autos]
     others = sum(not r["note"].startswith("the same") for r in autos)
-    said = f"`auto` against the `dense` backend at {len(autos)} points ({others} of them run by another backend): "
-    return "\n".join(lines) + f"\n\n{said}{min(ratios):.2f} times as fast at worst, {max(ratios):.1f} at best."
+    said = (
+        f"`auto` against the `dense` backend at {len(autos)} points ({others} of them run by"
+        " another backend): "
+    )
+    return (
+        "\n".join(lines)
+        + f"\n\n{said}{min(ratios):.2f} times as fast at worst, {max(ratios):.1f} at best."
+    )
 
 
 def _on_cpu(fast: bool) -> Iterator[Row]:
@@ -114,7 +141,10 @@ def _on_cpu(fast: bool) -> Iterator[Row]:
 
 
 def _on_cuda(fast: bool) -> Iterator[Row]:
-    small, large = Work(*_small(fast), device="cuda"), Work(4096, 16384, 4096, device="cuda", dtype=torch.bfloat16)
+    small, large = (
+        Work(*_small(fast), device="cuda"),
+        Work(4096, 16384, 4096, device="cuda", dtype=torch.bfloat16),
+    )
     large = replace(large, parents=256, children=512, batch=64) if fast else large
     yield from _full(small, fast)
     yield from _full(large, fast)
@@ -142,7 +172,13 @@ def _grown_head(fast: bool) -> Iterator[Row]:
             "net": training_step(net, x, labels, fused=fused),
         }
         ratio = times_faster(cases, "dense", repeats=_repeats(fast, 151))["net"]
-        yield Row(f"grown head 49-240-10, training step, {name}", "nn.Linear 49-256-10", ratio, 1 / 1.10, 1.0)
+        yield Row(
+            f"grown head 49-240-10, training step, {name}",
+            "nn.Linear 49-256-10",
+            ratio,
+            1 / 1.10,
+            1.0,
+        )
 
 
 def _full(work: Work, fast: bool) -> Iterator[Row]:
@@ -166,18 +202,26 @@ def _sparse_training(fast: bool, count: int) -> Iterator[Row]:
             cases["net"] = training_step(net, x, target)
             cases["torch.sparse CSR"] = training_step(CsrLinear(work), x, target)
             cases["nn.utils.prune"] = training_step(pruned_linear(work), x, target)
-            times = times_faster(cases, "nn.Linear", repeats=_repeats(fast, 9), seconds=0.01 if fast else 0.1)
+            times = times_faster(
+                cases, "nn.Linear", repeats=_repeats(fast, 9), seconds=0.01 if fast else 0.1
+            )
             name = f"{_size(work)}, training step{'' if wanted else ' without input gradient'}"
             must, goal, alone = SPARSE_BARS.get(density, (None, None, None))
             bars = (must, goal) if wanted else (alone, None)
             yield Row(name, "nn.Linear", times["net"], *bars, threads=count)
-            yield Row(name, "torch.sparse CSR", times["net"] / times["torch.sparse CSR"], 1.0, 3.0, count)
-            yield Row(name, "nn.utils.prune", times["net"] / times["nn.utils.prune"], 1.0, None, count)
+            yield Row(
+                name, "torch.sparse CSR", times["net"] / times["torch.sparse CSR"], 1.0, 3.0, count
+            )
+            yield Row(
+                name, "nn.utils.prune", times["net"] / times["nn.utils.prune"], 1.0, None, count
+            )
 
 
 def _batch_of_one(fast: bool) -> Iterator[Row]:
     for density, must, goal in ((0.1, 1.6, 3.4), (0.05, 3.3, None)):
-        work = Work(*((64, 128) if fast else (768, 3072)), batch=1, density=density, input_gradient=False)
+        work = Work(
+            *((64, 128) if fast else (768, 3072)), batch=1, density=density, input_gradient=False
+        )
         (x, _), net = work.data(), work.net()
         _check(net, x)
         cases = {"dense": forward_pass(linear(work), x), "net": forward_pass(net, x)}
@@ -193,7 +237,9 @@ def _families(work: Work, bars: dict[int, tuple[float, float | None]], fast: boo
         times = {"dense": training_step(dense, x, target), "net": training_step(net, x, target)}
         ratio = times_faster(times, "dense", repeats=_repeats(fast, 15), seconds=0.1)["net"]
         name, note = f"{count} families of {_size(work)}", _runs(net, work.batch)[0]
-        on_cuda = work.device == "cuda"  # where the loss takes as long as the transition, which is judged without it
+        on_cuda = (
+            work.device == "cuda"
+        )  # where the loss takes as long as the transition, which is judged without it
         bar, aim = (None, None) if on_cuda else (must, goal)
         yield Row(f"{name}, training step", "nn.Linear", ratio, bar, aim, note=note)
         times = {"dense": transition_step(dense, x, target), "net": transition_step(net, x, target)}
@@ -203,15 +249,21 @@ def _families(work: Work, bars: dict[int, tuple[float, float | None]], fast: boo
             yield _captured(name, dense, net, x, target, must)
 
 
-def _captured(name: str, dense: nn.Module, net: gn.GrapNet, x: Tensor, target: Tensor, must: float | None) -> Row:
-    """The same without the time that Python takes to launch it, which on a GPU can be longer than the work itself."""
+def _captured(
+    name: str, dense: nn.Module, net: gn.GrapNet, x: Tensor, target: Tensor, must: float | None
+) -> Row:
+    """The same without the time that Python takes to launch it, which on a GPU can be longer than
+    the work itself.
+    """
     times = {"dense": captured_step(dense, x, target), "net": captured_step(net, x, target)}
     ratio = times_faster(times, "dense", repeats=15, seconds=0.1)["net"]
     return Row(f"{name}, forward and backward in a CUDA graph", "nn.Linear", ratio, must)
 
 
 def _dynamic_training(fast: bool) -> Iterator[Row]:
-    """Twenty-five steps and an edit, which is undone: what training looks like while rules are at work."""
+    """Twenty-five steps and an edit, which is undone: what training looks like while rules are at
+    work.
+    """
     x, labels = torch.randn(64, 49), torch.randint(0, 10, (64,))
 
     def trained(net: gn.GrapNet, model: Any) -> Step:
@@ -237,7 +289,13 @@ def _dynamic_training(fast: bool) -> Iterator[Row]:
     cases = {name: trained(net, net.walk if name == "walk" else net) for name, net in nets.items()}
     times = times_faster(cases, "walk", repeats=_repeats(fast, 5), seconds=0.0)
     work = "family, dynamic training of the grown head"
-    yield Row(work, "reference", times["family"] / times["reference"], 2.0, note="paper 1.75 over its reference path")
+    yield Row(
+        work,
+        "reference",
+        times["family"] / times["reference"],
+        2.0,
+        note="paper 1.75 over its reference path",
+    )
     yield Row(work, "literal walk", times["family"], 10.0)
 
 
@@ -258,14 +316,18 @@ def _snapshot(fast: bool) -> Iterator[Row]:
     torch.testing.assert_close(snapshot(x), net(x))
     cases = {"walk": forward_pass(net.walk, x), "snapshot": forward_pass(snapshot, x)}
     ratio = times_faster(cases, "walk", repeats=_repeats(fast, 5))["snapshot"]
-    yield Row(f"snapshot, full {_size(work)}, forward", "literal walk", ratio, 38.0, note="paper 38.1")
+    yield Row(
+        f"snapshot, full {_size(work)}, forward", "literal walk", ratio, 38.0, note="paper 38.1"
+    )
     cases = {"linear": forward_pass(linear(work), x), "snapshot": forward_pass(snapshot, x)}
     ratio = times_faster(cases, "linear", repeats=_repeats(fast, 51))["snapshot"]
     yield Row(f"snapshot, full {_size(work)}, forward", "nn.Linear", ratio, LEVEL, 1.0)
 
 
 def _auto(work: Work, fast: bool, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
-    """Auto against dense at every density and batch; where it picks dense there is nothing to compare."""
+    """Auto against dense at every density and batch; where it picks dense there is nothing to
+    compare.
+    """
     for density in DENSITIES[::4] if fast else DENSITIES:
         net = replace(work, density=density).net()
         dense = copy.deepcopy(net)
@@ -275,18 +337,26 @@ def _auto(work: Work, fast: bool, batches: tuple[int, ...] = BATCHES) -> Iterato
             x, target = case.data()
             _check(net, x)
             forward = {"dense": forward_pass(dense, x), "auto": forward_pass(net, x)}
-            training = {"dense": training_step(dense, x, target), "auto": training_step(net, x, target)}
+            training = {
+                "dense": training_step(dense, x, target),
+                "auto": training_step(net, x, target),
+            }
             must = 1.05 if case.cells_times_batch >= 2**38 and density == min(DENSITIES) else LEVEL
             for mode, cases in {"forward": forward, "training": training}.items():
                 (runs,) = _runs(net, batch, training=mode == "training")
                 level = runs == "dense"
-                ratio = 1.0 if level else times_faster(cases, "dense", repeats=_repeats(fast, 7))["auto"]
+                ratio = (
+                    1.0
+                    if level
+                    else times_faster(cases, "dense", repeats=_repeats(fast, 7))["auto"]
+                )
                 note = "the same plan, not measured" if level else runs
                 yield Row(f"auto, {_size(case)}, {mode}", "dense backend", ratio, must, note=note)
 
 
 def _check(net: gn.GrapNet, x: Tensor) -> None:
-    """Raises unless the backends that run this batch compute what the reference does, gradients included.
+    """Raises unless the backends that run this batch compute what the reference does, gradients
+    included.
 
     Only so many of its rows are compared as the reference runs in reasonable time.
     """
@@ -300,19 +370,26 @@ def _check(net: gn.GrapNet, x: Tensor) -> None:
             model = model.float()  # a sum of many messages in bfloat16 is no yardstick
         given = x[:rows].detach().to(model.transitions[0].weight.dtype, copy=True).requires_grad_()
         output = model(given)
-        gradients = torch.autograd.grad(output.float().square().mean(), [given, *model.parameters()])
+        gradients = torch.autograd.grad(
+            output.float().square().mean(), [given, *model.parameters()]
+        )
         results.append([output, *gradients])
     tolerance = 2e-2 if x.dtype == torch.bfloat16 else 1e-5
     for got, expected in zip(*results, strict=True):
         largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
         difference = float((got - expected).detach().abs().max()) if expected.numel() else 0.0
         if not difference <= tolerance * largest:
-            raise AssertionError(f"{net} differs from its reference by {difference} where values reach {largest}")
+            raise AssertionError(
+                f"{net} differs from its reference by {difference} where values reach {largest}"
+            )
 
 
 def _size(work: Work) -> str:
     share = "" if work.density == 1 else f" at {work.density:.1%}"
-    return f"{work.parents}×{work.children}{share}, batch {work.batch}, {str(work.dtype).removeprefix('torch.')}"
+    return (
+        f"{work.parents}×{work.children}{share}, batch {work.batch},"
+        f" {str(work.dtype).removeprefix('torch.')}"
+    )
 
 
 def _runs(net: gn.GrapNet, batch: int, *, training: bool = True) -> list[str]:

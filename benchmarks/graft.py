@@ -1,4 +1,6 @@
-"""What a training step of GPT-2-small's feed-forward block costs once it is a net, and once most of it is cut."""
+"""What a training step of GPT-2-small's feed-forward block costs once it is a net, and once most of
+it is cut.
+"""
 
 import copy
 import importlib.util
@@ -24,39 +26,57 @@ LARGEST_ERROR = 1e-5
 
 @dataclass(frozen=True)
 class Row:
-    """How fast one block trains: forward, backward with the gradient of the input, and a step of AdamW."""
+    """How fast one block trains: forward, backward with the gradient of the input, and a step of
+    AdamW.
+    """
 
     block: str
     cut: float
     relations: int
     times_faster: float
     output_error: float  # against the original block with the same weights at zero
-    step_error: float  # of the weights after a step of AdamW in the middle of training, against the same
+    step_error: (
+        float  # of the weights after a step of AdamW in the middle of training, against the same
+    )
 
 
 def measure(*, fast: bool) -> dict[str, Any]:
-    """Returns the whole table, on the GPU where there is one; `fast` shrinks the blocks and reaches no bar."""
+    """Returns the whole table, on the GPU where there is one; `fast` shrinks the blocks and reaches
+    no bar.
+    """
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    width, hidden, tokens = (WIDTH // 16, HIDDEN // 16, TOKENS // 16) if fast else (WIDTH, HIDDEN, TOKENS)
+    width, hidden, tokens = (
+        (WIDTH // 16, HIDDEN // 16, TOKENS // 16) if fast else (WIDTH, HIDDEN, TOKENS)
+    )
     settings = {"device": device, "width": width, "hidden": hidden, "tokens": tokens, "threads": 2}
     with threads(2):
         rows = [
             asdict(row)
             for name, make in blocks().items()
-            for row in _measure(name, make(width, hidden).to(device), width, tokens, 3 if fast else 21)
+            for row in _measure(
+                name, make(width, hidden).to(device), width, tokens, 3 if fast else 21
+            )
         ]
     return {
         "benchmark": "graft",
         "settings": settings,
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "grapnet": gn.__version__,
+        },
         "rows": rows,
     }
 
 
 def blocks() -> dict[str, Callable[[int, int], nn.Module]]:
-    """Returns what makes the block as a stack of torch's own modules, and as Hugging Face has it where it is there."""
-    hugging_face = {"transformers GPT2MLP": _gpt2} if importlib.util.find_spec("transformers") else {}
+    """Returns what makes the block as a stack of torch's own modules, and as Hugging Face has it
+    where it is there.
+    """
+    hugging_face = (
+        {"transformers GPT2MLP": _gpt2} if importlib.util.find_spec("transformers") else {}
+    )
     return {"torch Linear, GELU, Linear": _stack, **hugging_face}
 
 
@@ -68,12 +88,15 @@ def missed(result: dict[str, Any]) -> list[str]:
     for row in result["rows"]:
         error = max(row["output_error"], row["step_error"])
         if not error <= LARGEST_ERROR:
-            found.append(f"{row['block']}, {row['cut']:.0%} cut: differs by {error:.1e}, rounding is {LARGEST_ERROR}")
+            found.append(
+                f"{row['block']}, {row['cut']:.0%} cut: differs by {error:.1e}, rounding is"
+                f" {LARGEST_ERROR}"
+            )
         bar = UNCUT_BAR if row["cut"] == 0 else CUT_BAR.get(row["cut"], 0.0)
         if row["times_faster"] < bar:
             found.append(
-                f"{row['block']}, {row['cut']:.0%} cut: {row['times_faster']:.2f} times the speed of the original, "
-                f"the bar is {bar:.2f}"
+                f"{row['block']}, {row['cut']:.0%} cut: {row['times_faster']:.2f} times the speed"
+                f" of the original, the bar is {bar:.2f}"
             )
     return found
 
@@ -82,21 +105,34 @@ def table(result: dict[str, Any]) -> str:
     """Returns the result as the table that the documentation shows."""
     lines = ["| block | cut | relations | speed beside the original |", "|---|---:|---:|---:|"]
     for row in result["rows"]:
-        lines.append(f"| {row['block']} | {row['cut']:.0%} | {row['relations']:,} | {row['times_faster']:.2f}× |")
+        lines.append(
+            f"| {row['block']} | {row['cut']:.0%} | {row['relations']:,} |"
+            f" {row['times_faster']:.2f}× |"
+        )
     return "\n".join(lines)
 
 
 def _measure(name: str, block: nn.Module, width: int, tokens: int, repeats: int) -> list[Row]:
     x = torch.randn(1, tokens, width, device=next(block.parameters()).device).requires_grad_()
     nets = {cut: _grafted(block, cut) for cut in (0.0, *CUTS)}
-    errors = {cut: (_output_error(block, net, x), _step_error(block, cut, x)) for cut, net in nets.items()}
+    errors = {
+        cut: (_output_error(block, net, x), _step_error(block, cut, x)) for cut, net in nets.items()
+    }
     steps = {str(cut): _training_step(net, x) for cut, net in nets.items()}
-    faster = times_faster({"original": _training_step(block, x), **steps}, "original", repeats=repeats, seconds=0.05)
-    return [Row(name, cut, net.count().relations, faster[str(cut)], *errors[cut]) for cut, net in nets.items()]
+    faster = times_faster(
+        {"original": _training_step(block, x), **steps}, "original", repeats=repeats, seconds=0.05
+    )
+    return [
+        Row(name, cut, net.count().relations, faster[str(cut)], *errors[cut])
+        for cut, net in nets.items()
+    ]
 
 
-def _grafted(block: nn.Module, cut: float, optimizer: torch.optim.Optimizer | None = None) -> gn.GrapNet:
-    """Returns the net in place of a block, without the weakest relations of each of its transitions.
+def _grafted(
+    block: nn.Module, cut: float, optimizer: torch.optim.Optimizer | None = None
+) -> gn.GrapNet:
+    """Returns the net in place of a block, without the weakest relations of each of its
+    transitions.
 
     With an optimizer it is that of the block, otherwise the block is copied first.
     """
@@ -115,7 +151,9 @@ def _grafted(block: nn.Module, cut: float, optimizer: torch.optim.Optimizer | No
     return net
 
 
-def _training_step(block: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None) -> Callable[[], None]:
+def _training_step(
+    block: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer | None = None
+) -> Callable[[], None]:
     optimizer = optimizer or torch.optim.AdamW(block.parameters(), lr=1e-5)
 
     def step() -> None:
@@ -129,7 +167,9 @@ def _training_step(block: nn.Module, x: Tensor, optimizer: torch.optim.Optimizer
 
 @torch.no_grad()
 def _output_error(block: nn.Module, net: gn.GrapNet, x: Tensor) -> float:
-    """Returns the largest difference from the block with the cut weights at zero, in parts of the largest output."""
+    """Returns the largest difference from the block with the cut weights at zero, in parts of the
+    largest output.
+    """
     twin = copy.deepcopy(block).eval()
     for weight, matrix in zip(_weights(twin), _matrices(net), strict=True):
         weight *= matrix != 0
@@ -139,7 +179,9 @@ def _output_error(block: nn.Module, net: gn.GrapNet, x: Tensor) -> float:
 
 
 def _step_error(block: nn.Module, cut: float, x: Tensor) -> float:
-    """Returns how far apart the weights are when both, after two steps of the block, lose some and take one more."""
+    """Returns how far apart the weights are when both, after two steps of the block, lose some and
+    take one more.
+    """
     twins = [copy.deepcopy(block).eval() for _ in range(2)]
     optimizers = [torch.optim.AdamW(twin.parameters(), lr=1e-3) for twin in twins]
     for twin, optimizer in zip(twins, optimizers, strict=True):
@@ -157,13 +199,19 @@ def _step_error(block: nn.Module, cut: float, x: Tensor) -> float:
 
 
 def _weights(block: nn.Module) -> list[nn.Parameter]:
-    """Returns the matrices of a block, [out, in] in a stack and [in, out] in one of Hugging Face's."""
+    """Returns the matrices of a block, [out, in] in a stack and [in, out] in one of Hugging
+    Face's.
+    """
     return [parameter for parameter in block.parameters() if parameter.dim() == 2]
 
 
 def _matrices(net: gn.GrapNet) -> list[Tensor]:
-    """Returns the matrices that a net stands for, the way the block has them that it was made of."""
-    matrices = [linear.weight.detach() for linear in net.to_module() if isinstance(linear, nn.Linear)]
+    """Returns the matrices that a net stands for, the way the block has them that it was made
+    of.
+    """
+    matrices = [
+        linear.weight.detach() for linear in net.to_module() if isinstance(linear, nn.Linear)
+    ]
     transposed = net.origin.chain.parts[0].transposed
     return [matrix.t() if transposed else matrix for matrix in matrices]
 

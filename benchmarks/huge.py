@@ -1,4 +1,6 @@
-"""A net of 10^8 relations: built, edited, run and trained in a process of its own, whose memory is watched."""
+"""A net of 10^8 relations: built, edited, run and trained in a process of its own, whose memory is
+watched.
+"""
 
 import ctypes
 import gc
@@ -18,7 +20,10 @@ def measure_huge(relations: int) -> dict[str, Any]:
     """Returns the seconds of each step, the peak memory and the bytes a relation costs at rest."""
     side = round(relations**0.5)
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.huge", str(side)], check=True, capture_output=True, text=True
+        [sys.executable, "-m", "benchmarks.huge", str(side)],
+        check=True,
+        capture_output=True,
+        text=True,
     )
     return json.loads(done.stdout)
 
@@ -59,7 +64,10 @@ def run(side: int) -> dict[str, Any]:
     lap("add 4 nodes and connect")
     optimizer.step()
     lap("Adam step after the edits")
-    assert optimizer.state[net.transitions[0].weight]["exp_avg"].shape == net.transitions[0].weight.shape
+    assert (
+        optimizer.state[net.transitions[0].weight]["exp_avg"].shape
+        == net.transitions[0].weight.shape
+    )
     gn.check(net)
     lap("check")
     gc.collect()

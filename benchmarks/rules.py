@@ -1,4 +1,6 @@
-"""What applying a rule costs, beside a dense training step of the same sizes, and what it leaves of the optimizer."""
+"""What applying a rule costs, beside a dense training step of the same sizes, and what it leaves of
+the optimizer.
+"""
 
 import platform
 from collections.abc import Callable
@@ -56,13 +58,23 @@ def cases() -> dict[str, Case]:
         "Rewire, SET": Case(rules.Rewire(grow="random")),
         "Rewire, RigL": Case(rules.Rewire(grow="gradient", decay_until=10**6)),
         "Rewire, SRigL": Case(rules.Rewire(grow="gradient", decay_until=10**6, fan_in="constant")),
-        "GrowForTask": Case(rules.GrowForTask(layer=1, nodes=64, classes_per_task=16), recurring=False, task=0),
+        "GrowForTask": Case(
+            rules.GrowForTask(layer=1, nodes=64, classes_per_task=16), recurring=False, task=0
+        ),
         "FreezeOwner": Case(rules.FreezeOwner("half"), recurring=False),
         "GrowWidth, zero outgoing": Case(rules.GrowWidth(layer=1, nodes=64), recurring=False),
-        "GrowWidth, Net2Net": Case(rules.GrowWidth(layer=1, nodes=64, init="net2net"), recurring=False),
-        "GrowWidth, GradMax": Case(rules.GrowWidth(layer=1, nodes=64, init="gradmax"), recurring=False),
-        "CovarianceSifter": Case(rules.CovarianceSifter(transitions=(0,)), recurring=False, grouped=True),
-        "SplitIntoFamilies": Case(rules.SplitIntoFamilies(0, families=8), recurring=False, full=True),
+        "GrowWidth, Net2Net": Case(
+            rules.GrowWidth(layer=1, nodes=64, init="net2net"), recurring=False
+        ),
+        "GrowWidth, GradMax": Case(
+            rules.GrowWidth(layer=1, nodes=64, init="gradmax"), recurring=False
+        ),
+        "CovarianceSifter": Case(
+            rules.CovarianceSifter(transitions=(0,)), recurring=False, grouped=True
+        ),
+        "SplitIntoFamilies": Case(
+            rules.SplitIntoFamilies(0, families=8), recurring=False, full=True
+        ),
     }
 
 
@@ -73,8 +85,17 @@ def measure(*, fast: bool) -> dict[str, Any]:
     rows = [asdict(_measure(name, case, sizes, 2 if fast else 5)) for name, case in cases().items()]
     return {
         "benchmark": "rules",
-        "settings": {"sizes": sizes, "batch": BATCH, "threads": torch.get_num_threads(), "optimizer": "Adam"},
-        "versions": {"torch": torch.__version__, "python": platform.python_version(), "grapnet": gn.__version__},
+        "settings": {
+            "sizes": sizes,
+            "batch": BATCH,
+            "threads": torch.get_num_threads(),
+            "optimizer": "Adam",
+        },
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "grapnet": gn.__version__,
+        },
         "rows": rows,
         "optimizer_bytes": _optimizer_bytes(sizes),
     }
@@ -85,9 +106,14 @@ def missed(result: dict[str, Any]) -> list[str]:
     found = []
     for row in result["rows"]:
         if row["relations"] < 10**6:
-            found.append(f"{row['rule']} was measured at {row['relations']:,} relations, the bar is for a million")
+            found.append(
+                f"{row['rule']} was measured at {row['relations']:,} relations, the bar is for a"
+                " million"
+            )
         elif row["recurring"] and row["dense_steps"] > RECURRING_BAR:
-            found.append(f"{row['rule']}: {row['dense_steps']:.2f} dense steps, the bar is {RECURRING_BAR}")
+            found.append(
+                f"{row['rule']}: {row['dense_steps']:.2f} dense steps, the bar is {RECURRING_BAR}"
+            )
         elif not row["recurring"] and row["seconds"] > ONE_OFF_BAR:
             found.append(f"{row['rule']}: {row['seconds']:.2f} s, the bar is {ONE_OFF_BAR} s")
     return found
@@ -100,10 +126,15 @@ def table(result: dict[str, Any]) -> str:
 
 def markdown(result: dict[str, Any]) -> str:
     """Returns the rows as the table that the documentation shows."""
-    lines = ["| rule | relations | cut | connected | seconds | dense steps |", "|---|---:|---:|---:|---:|---:|"]
+    lines = [
+        "| rule | relations | cut | connected | seconds | dense steps |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for row in result["rows"]:
         counts = " | ".join(f"{row[key]:,}" for key in ("relations", "cut", "connected"))
-        lines.append(f"| {row['rule']} | {counts} | {row['seconds']:.3f} | {row['dense_steps']:.2f} |")
+        lines.append(
+            f"| {row['rule']} | {counts} | {row['seconds']:.3f} | {row['dense_steps']:.2f} |"
+        )
     return "\n".join(lines)
 
 
@@ -139,10 +170,19 @@ def _measure(name: str, case: Case, sizes: tuple[int, ...], repeats: int) -> Row
         "apply": Timed(apply, before=train, after=take_back),
     }
     seconds = interleaved(timed, repeats)
-    return Row(name, case.recurring, relations, *counts, seconds["apply"], seconds["apply"] / seconds["dense"])
+    return Row(
+        name,
+        case.recurring,
+        relations,
+        *counts,
+        seconds["apply"],
+        seconds["apply"] / seconds["dense"],
+    )
 
 
-def _counts(train: Callable[[], None], apply: Callable[[], None], commits: list[gn.Commit | None]) -> tuple[int, int]:
+def _counts(
+    train: Callable[[], None], apply: Callable[[], None], commits: list[gn.Commit | None]
+) -> tuple[int, int]:
     """Applies the rule once and returns how many relations it cut and connected."""
     train()
     apply()
@@ -151,12 +191,15 @@ def _counts(train: Callable[[], None], apply: Callable[[], None], commits: list[
 
 
 def _net(case: Case, sizes: tuple[int, ...]) -> gn.GrapNet:
-    """Returns a net of the sizes with about a million relations; half of its hidden nodes belong to "half"."""
+    """Returns a net of the sizes with about a million relations; half of its hidden nodes belong to
+    "half".
+    """
     parents, hidden, outputs = sizes
     if case.full or case.grouped:
         share = 8 if case.grouped else 1
         blocks = [
-            torch.cartesian_prod(torch.arange(b, parents, share), torch.arange(b, hidden, share)) for b in range(share)
+            torch.cartesian_prod(torch.arange(b, parents, share), torch.arange(b, hidden, share))
+            for b in range(share)
         ]
         below = torch.cartesian_prod(torch.arange(hidden), torch.arange(outputs // 8))
         net = gn.GrapNet.from_relations(sizes, [tuple(torch.cat(blocks).T), tuple(below.T)])
@@ -168,7 +211,9 @@ def _net(case: Case, sizes: tuple[int, ...]) -> gn.GrapNet:
 
 
 def _optimizer_bytes(sizes: tuple[int, ...]) -> dict[str, int]:
-    """Returns the bytes of Adam's state at first, with half of the nodes frozen, and a quarter of the relations cut."""
+    """Returns the bytes of Adam's state at first, with half of the nodes frozen, and a quarter of
+    the relations cut.
+    """
     net = _net(Case(None), sizes)
     optimizer = torch.optim.Adam(net.parameters())
     gn.attach(optimizer, net)
@@ -185,5 +230,10 @@ def _optimizer_bytes(sizes: tuple[int, ...]) -> dict[str, int]:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    held = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    held = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
     return sum(value.numel() * value.element_size() for value in held)

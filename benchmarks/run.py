@@ -6,7 +6,13 @@ import json
 import sys
 from pathlib import Path
 
-BENCHMARKS = ("costs", "edits", "execution", "graft", "rules")  # modules, each imported only when it runs
+BENCHMARKS = (
+    "costs",
+    "edits",
+    "execution",
+    "graft",
+    "rules",
+)  # modules, each imported only when it runs
 
 
 def main() -> int:
@@ -14,8 +20,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("name", choices=BENCHMARKS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
-    parser.add_argument("--fast", action="store_true", help="small sizes only: shows that it runs, reaches no bar")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 and name each bar that was missed"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="small sizes only: shows that it runs, reaches no bar"
+    )
     arguments = parser.parse_args()
     benchmark = importlib.import_module(f".{arguments.name}", __package__)
     result = benchmark.measure(fast=arguments.fast)

@@ -19,7 +19,9 @@ class Timed:
 
 
 def interleaved(cases: Mapping[str, Timed], repeats: int) -> dict[str, float]:
-    """Returns the median seconds of every case; the cases take turns, after one round that is not counted."""
+    """Returns the median seconds of every case; the cases take turns, after one round that is not
+    counted.
+    """
     return {name: statistics.median(times) for name, times in _rounds(cases, repeats).items()}
 
 
@@ -28,8 +30,8 @@ def times_faster(
 ) -> dict[str, float]:
     """Returns how many times faster every case is than the one called `than`.
 
-    The cases take turns, each for about `seconds` at a time; the answer is the median over the rounds of the ratio
-    within a round.
+    The cases take turns, each for about `seconds` at a time; the answer is the median over the
+    rounds of the ratio within a round.
     """
     timed = {name: Timed(_repeated(case, seconds)) for name, case in cases.items()}
     rounds = _rounds(timed, repeats)

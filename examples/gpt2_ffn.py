@@ -1,6 +1,8 @@
-"""GPT-2 with editable feed-forward blocks: train, graft in mid-training, prune by half, go on, save, restore, ungraft.
+"""GPT-2 with editable feed-forward blocks: train, graft in mid-training, prune by half, go on,
+save, restore, ungraft.
 
-`python -m examples.gpt2_ffn` does it with a tiny GPT-2 with random weights on synthetic text, in a few seconds.
+`python -m examples.gpt2_ffn` does it with a tiny GPT-2 with random weights on synthetic text, in a
+few seconds.
 """
 
 import argparse
@@ -43,7 +45,9 @@ def main(settings: Settings, path: Path) -> dict[str, object]:
 
     handles = graft_ffn(model, optimizer=optimizer)  # the optimizer goes on with its moments
     for handle in handles:
-        handle.remove_hidden(handle.importance().argsort()[: settings.units], reason="weakest units")
+        handle.remove_hidden(
+            handle.importance().argsort()[: settings.units], reason="weakest units"
+        )
         with handle.net.edit(reason="prune by magnitude") as edit:
             for layer in handle.net.layers[:-1]:
                 edit.cut(layer.outgoing().smallest(fraction=settings.fraction))
@@ -54,7 +58,9 @@ def main(settings: Settings, path: Path) -> dict[str, object]:
     gn.restore(path, into=restored)
     sequence = text[None, : settings.length]
     same = torch.equal(restored.eval()(sequence).logits, model.eval()(sequence).logits)
-    relations = sum(net.count().relations for handle in ffn_handles(restored) for net in handle.nets)
+    relations = sum(
+        net.count().relations for handle in ffn_handles(restored) for net in handle.nets
+    )
     written = continued(restored, text[:8], letters)
     gn.ungraft(restored)
     return {
@@ -69,17 +75,27 @@ def main(settings: Settings, path: Path) -> dict[str, object]:
 def build(n_letters: int, settings: Settings) -> nn.Module:
     """Returns a tiny GPT-2 with random weights."""
     transformers = require("transformers", "transformers")
-    shape = {"n_embd": settings.width, "n_inner": settings.hidden, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    shape = {
+        "n_embd": settings.width,
+        "n_inner": settings.hidden,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+    }
     tokens = {"vocab_size": n_letters, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **tokens))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, settings: Settings) -> float:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor, settings: Settings
+) -> float:
     """Trains for some steps on random pieces of the text and returns the last loss."""
     loss = torch.zeros(())
     for _ in range(settings.steps):
         starts = torch.randint(len(text) - settings.length, (settings.batch,))
-        sequences = torch.stack([text[start : start + settings.length] for start in starts.tolist()])
+        sequences = torch.stack(
+            [text[start : start + settings.length] for start in starts.tolist()]
+        )
         optimizer.zero_grad()
         loss = model.train()(input_ids=sequences, labels=sequences).loss
         loss.backward()
@@ -99,5 +115,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=Settings.steps)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        for name, value in main(Settings(steps=given.steps), Path(folder) / "gpt2.safetensors").items():
+        for name, value in main(
+            Settings(steps=given.steps), Path(folder) / "gpt2.safetensors"
+        ).items():
             print(f"{name}: {value}")

@@ -1,6 +1,8 @@
-"""The plain loop's model in a Lightning Trainer: rules by a callback, checkpoints by Lightning, stop and go on.
+"""The plain loop's model in a Lightning Trainer: rules by a callback, checkpoints by Lightning,
+stop and go on.
 
-`python -m examples.lightning_trainer` trains half-way, resumes in objects made afresh, and tests the best model.
+`python -m examples.lightning_trainer` trains half-way, resumes in objects made afresh, and tests
+the best model.
 """
 
 import argparse
@@ -61,23 +63,34 @@ class Classifier(L.LightningModule):
 
 
 def main(settings: Settings | None = None) -> dict[str, float]:
-    """Trains half-way, goes on from the checkpoint, and tests the best model; returns the numbers it prints."""
+    """Trains half-way, goes on from the checkpoint, and tests the best model; returns the numbers
+    it prints.
+    """
     settings = settings or Settings()
     L.seed_everything(settings.seed, verbose=False)
     train, held_out = plain_loop.read(settings.images)
     test = held_out[0][:200], held_out[1][:200]
     chooses = TensorDataset(held_out[0][200:], held_out[1][200:])  # which model is the best
-    loaders = DataLoader(TensorDataset(*train), settings.batch, shuffle=True), DataLoader(chooses, 200)
+    loaders = (
+        DataLoader(TensorDataset(*train), settings.batch, shuffle=True),
+        DataLoader(chooses, 200),
+    )
     for epochs in (settings.epochs // 2, settings.epochs):
         resumes = epochs == settings.epochs
-        module = Classifier(settings.hidden, settings.learning_rate)  # dense, whatever the checkpoint holds
+        module = Classifier(
+            settings.hidden, settings.learning_rate
+        )  # dense, whatever the checkpoint holds
         dense = module.head.count().relations
         trainer = L.Trainer(
             max_epochs=epochs,
             callbacks=[
                 RulesCallback(plain_loop.rules(settings)),
                 ModelCheckpoint(
-                    settings.out, monitor="accuracy", mode="max", save_last=True, enable_version_counter=False
+                    settings.out,
+                    monitor="accuracy",
+                    mode="max",
+                    save_last=True,
+                    enable_version_counter=False,
                 ),
             ],
             accelerator="cpu",
@@ -87,9 +100,14 @@ def main(settings: Settings | None = None) -> dict[str, float]:
         )
         trainer.fit(module, *loaders, ckpt_path=settings.out / "last.ckpt" if resumes else None)
         net = module.head  # the one that training has left; loading puts others in its place
-        print(f"after {epochs} epochs: {net.count().relations:,} of {dense:,} relations, {len(net.history)} changes")
+        print(
+            f"after {epochs} epochs: {net.count().relations:,} of {dense:,} relations,"
+            f" {len(net.history)} changes"
+        )
 
-    (scores,) = trainer.test(module, DataLoader(TensorDataset(*test), 200), ckpt_path="best", verbose=False)
+    (scores,) = trainer.test(
+        module, DataLoader(TensorDataset(*test), 200), ckpt_path="best", verbose=False
+    )
     loaded = Classifier.load_from_checkpoint(settings.out / "last.ckpt")
     result = {
         "accuracy_of_the_best": scores["accuracy"],
@@ -98,7 +116,10 @@ def main(settings: Settings | None = None) -> dict[str, float]:
         "relations": net.count().relations,
         "changes": len(net.history),
     }
-    print(f"accuracy {result['accuracy_of_the_best']:.1%}, of the last {result['accuracy_of_the_last']:.1%}")
+    print(
+        f"accuracy {result['accuracy_of_the_best']:.1%}, of the last"
+        f" {result['accuracy_of_the_last']:.1%}"
+    )
     return result
 
 

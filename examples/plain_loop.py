@@ -1,6 +1,8 @@
-"""A plain PyTorch loop: a convolutional encoder, a net behind it, rules that rewire and prune it, and a way to go on.
+"""A plain PyTorch loop: a convolutional encoder, a net behind it, rules that rewire and prune it,
+and a way to go on.
 
-`python -m examples.plain_loop` trains on the digits of scikit-learn for a few seconds and writes runs/plain_loop/.
+`python -m examples.plain_loop` trains on the digits of scikit-learn for a few seconds and writes
+runs/plain_loop/.
 """
 
 import argparse
@@ -34,20 +36,34 @@ class Settings:
 
 
 def encoder() -> nn.Module:
-    """Returns a small convolutional encoder: 8×8 pixels -> 64 features, one for each sensory node."""
+    """Returns a small convolutional encoder: 8×8 pixels -> 64 features, one for each sensory
+    node.
+    """
     return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(),
-        nn.MaxPool2d(2), nn.Flatten(),
-    )  # fmt: skip
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+    )
 
 
 def rules(settings: Settings) -> RuleManager:
-    """Returns rules that prune the net step by step, and move what is left to where gradients are large."""
+    """Returns rules that prune the net step by step, and move what is left to where gradients are
+    large.
+    """
     steps = settings.epochs * -(-settings.images // settings.batch)
     manager = RuleManager(seed=settings.seed)
     ramp = GradualSchedule(settings.sparsity, begin=settings.every, end=steps * 2 // 3)
-    manager.inject(PruneWeakest(sparsity=ramp), schedule=Every(settings.every, start=settings.every))
-    manager.inject(Rewire(fraction=0.1), schedule=Every(settings.every, start=settings.every + settings.every // 2))
+    manager.inject(
+        PruneWeakest(sparsity=ramp), schedule=Every(settings.every, start=settings.every)
+    )
+    manager.inject(
+        Rewire(fraction=0.1),
+        schedule=Every(settings.every, start=settings.every + settings.every // 2),
+    )
     return manager
 
 
@@ -72,12 +88,17 @@ def main(settings: Settings | None = None) -> dict[str, float]:
             optimizer.step()
             manager.apply(net, step)  # behind the optimizer's step
             step += 1
-        print(f"epoch {epoch}: {net.count().relations:,} relations, accuracy {accuracy(model, test):.1%}")
+        print(
+            f"epoch {epoch}: {net.count().relations:,} relations, accuracy"
+            f" {accuracy(model, test):.1%}"
+        )
 
     settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.out / "run.safetensors"
     gn.save(path, model, rules=manager, optimizer=optimizer)
-    loaded = nn.Sequential(encoder(), gn.GrapNet([64, settings.hidden, 10]))  # dense, whatever the file holds
+    loaded = nn.Sequential(
+        encoder(), gn.GrapNet([64, settings.hidden, 10])
+    )  # dense, whatever the file holds
     gn.restore(path, into=loaded)
     result = {
         "accuracy": accuracy(model, test),
@@ -86,7 +107,10 @@ def main(settings: Settings | None = None) -> dict[str, float]:
         "relations": net.count().relations,
         "changes": len(net.history),
     }
-    print(f"{len(net.history)} changes left {result['relations']:,} of {dense:,} relations; written to {path}")
+    print(
+        f"{len(net.history)} changes left {result['relations']:,} of {dense:,} relations; written"
+        f" to {path}"
+    )
     return result
 
 

@@ -1,7 +1,9 @@
-"""Dynamic sparse training: RigL and SET at 90 % sparsity beside static random wiring and a dense network.
+"""Dynamic sparse training: RigL and SET at 90 % sparsity beside static random wiring and a dense
+network.
 
-`python -m examples.rigl` trains all four on Fashion-MNIST (on the digits of scikit-learn with `--data digits`) and
-prints a table; `--json FILE` keeps the numbers, and `--time` measures a training step of each, in turns, as well.
+`python -m examples.rigl` trains all four on Fashion-MNIST (on the digits of scikit-learn with
+`--data digits`) and prints a table; `--json FILE` keeps the numbers, and `--time` measures a
+training step of each, in turns, as well.
 """
 
 import argparse
@@ -31,14 +33,17 @@ class Settings:
 
     data: str = "fashion"  # or "digits", which come with scikit-learn
     hidden: tuple[int, ...] = (1024, 1024)
-    density: float = 0.1  # of the sparse ones, shared out over the transitions by Erdős–Rényi-kernel
+    density: float = (
+        0.1  # of the sparse ones, shared out over the transitions by Erdős–Rényi-kernel
+    )
     epochs: int = 30
     batch: int = 256
     learning_rate: float = 0.1  # at first; it goes down to 0 along a cosine
     momentum: float = 0.9
     weight_decay: float = 1e-4
     every: int = 100  # steps between two rewirings
-    fraction: float = 0.3  # of the relations that the first rewiring moves; it decays to 0 at three quarters of the run
+    # of the relations that the first rewiring moves; it decays to 0 at three quarters of the run
+    fraction: float = 0.3
     seeds: int = 5
     device: str = "cpu"
 
@@ -76,12 +81,16 @@ def run(method: str, seed: int, train: Split, test: Split, settings: Settings) -
             if isinstance(net, gn.GrapNet):
                 manager.apply(net, step)
             step += 1
-    assert not isinstance(net, gn.GrapNet) or net.count().relations == relations  # rewiring keeps their number
+    assert (
+        not isinstance(net, gn.GrapNet) or net.count().relations == relations
+    )  # rewiring keeps their number
     with torch.no_grad():
         return 100 * float((net(test[0]).argmax(1) == test[1]).double().mean())
 
 
-def build(method: str, inputs: int, seed: int, settings: Settings, images: int) -> tuple[nn.Module, RuleManager]:
+def build(
+    method: str, inputs: int, seed: int, settings: Settings, images: int
+) -> tuple[nn.Module, RuleManager]:
     """Returns the network of a method, and the rules that rewire it."""
     sizes, manager = [inputs, *settings.hidden, 10], RuleManager(seed=seed)
     if method == "dense":
@@ -93,12 +102,19 @@ def build(method: str, inputs: int, seed: int, settings: Settings, images: int) 
     if method == "SET":
         manager.inject(Rewire(fraction=settings.fraction, grow="random"), schedule=schedule)
     elif method == "RigL":
-        manager.inject(Rewire(fraction=settings.fraction, grow="gradient", decay_until=until), schedule=schedule)
+        manager.inject(
+            Rewire(fraction=settings.fraction, grow="gradient", decay_until=until),
+            schedule=schedule,
+        )
     return net, manager
 
 
 def _optimizer(net: nn.Module, settings: Settings) -> torch.optim.SGD:
-    options = {"lr": settings.learning_rate, "momentum": settings.momentum, "weight_decay": settings.weight_decay}
+    options = {
+        "lr": settings.learning_rate,
+        "momentum": settings.momentum,
+        "weight_decay": settings.weight_decay,
+    }
     return torch.optim.SGD(net.parameters(), nesterov=True, **options)
 
 
@@ -114,13 +130,15 @@ def read(data: str, device: str) -> tuple[Split, Split]:
     rows = [images.flatten(1).float() for images, _ in parts]
     mean, spread = rows[0].mean(), rows[0].std()
     first, second = [
-        (((r - mean) / spread).to(device), labels.to(device)) for r, (_, labels) in zip(rows, parts, strict=True)
+        (((r - mean) / spread).to(device), labels.to(device))
+        for r, (_, labels) in zip(rows, parts, strict=True)
     ]
     return first, second
 
 
 def times(settings: Settings, repeats: int = 5) -> dict[str, float]:
-    """Returns how many times as fast as dense a training step of every method is, measured in turns.
+    """Returns how many times as fast as dense a training step of every method is, measured in
+    turns.
 
     A turn is as many steps as lie between two rewirings, one of which falls into it.
     """
@@ -135,12 +153,15 @@ def times(settings: Settings, repeats: int = 5) -> dict[str, float]:
             taken[method].append(time.perf_counter() - start)
     dense = taken["dense"]
     return {
-        method: statistics.median(d / t for d, t in zip(dense, mine, strict=True)) for method, mine in taken.items()
+        method: statistics.median(d / t for d, t in zip(dense, mine, strict=True))
+        for method, mine in taken.items()
     }
 
 
 def _step(method: str, train: Split, settings: Settings) -> Callable[[], None]:
-    """Returns a training step with the rules in place; it has been done once, so that a rewiring ends every period."""
+    """Returns a training step with the rules in place; it has been done once, so that a rewiring
+    ends every period.
+    """
     net, manager = build(method, train[0].shape[1], 0, settings, len(train[0]))
     optimizer, number = _optimizer(net, settings), 0
     images, labels = train[0][: settings.batch], train[1][: settings.batch]
@@ -163,7 +184,10 @@ def _step(method: str, train: Split, settings: Settings) -> Callable[[], None]:
 
 def table(result: dict[str, object]) -> str:
     """Returns the result as the table that the documentation shows."""
-    faster, lines = result.get("times_as_fast_as_dense"), ["| method | test accuracy | training step, times as fast |"]
+    faster, lines = (
+        result.get("times_as_fast_as_dense"),
+        ["| method | test accuracy | training step, times as fast |"],
+    )
     lines.append("|---|---:|---:|")
     for method, found in result["accuracy"].items():  # pyright: ignore[reportAttributeAccessIssue]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
@@ -201,11 +225,19 @@ if __name__ == "__main__":
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--time", action="store_true", help="also measure training steps, in turns")
-    parser.add_argument("--json", type=Path, help="where to write the result; accuracies there are kept with --seeds 0")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        help="where to write the result; accuracies there are kept with --seeds 0",
+    )
     parser.add_argument("--plot", type=Path, help="where to draw the result")
     given = parser.parse_args()
     chosen = Settings(data=given.data, device=given.device, seeds=given.seeds, epochs=given.epochs)
-    earlier = json.loads(given.json.read_text()) if given.json and given.json.exists() and not given.seeds else None
+    earlier = (
+        json.loads(given.json.read_text())
+        if given.json and given.json.exists() and not given.seeds
+        else None
+    )
     outcome = earlier or main(chosen)
     if given.time:
         outcome["times_as_fast_as_dense"] = times(chosen)

@@ -1,6 +1,8 @@
-"""A net inside scikit-learn: search how much of it can be pruned, then edit what was found and train on.
+"""A net inside scikit-learn: search how much of it can be pruned, then edit what was found and
+train on.
 
-`python -m examples.sklearn_estimator` takes a few seconds on the digits that come with scikit-learn.
+`python -m examples.sklearn_estimator` takes a few seconds on the digits that come with
+scikit-learn.
 """
 
 import argparse
@@ -31,16 +33,24 @@ def main(settings: Settings | None = None) -> dict[str, float]:
     """Searches, edits, trains on, and returns the numbers it prints."""
     settings = settings or Settings()
     x, y = load_digits(return_X_y=True)
-    x_train, x_test, y_train, y_test = train_test_split(x, y, test_size=0.25, stratify=y, random_state=0)
+    x_train, x_test, y_train, y_test = train_test_split(
+        x, y, test_size=0.25, stratify=y, random_state=0
+    )
 
-    # A rule is a parameter like any other: every fit gets copies, and a search can choose among them.
+    # A rule is a parameter like any other: every fit gets copies, and a search can choose among
+    # them.
     net = GrapNetClassifier(
-        (settings.hidden,), max_epochs=settings.epochs, batch_size=settings.batch, random_state=settings.seed
+        (settings.hidden,),
+        max_epochs=settings.epochs,
+        batch_size=settings.batch,
+        random_state=settings.seed,
     )
     pipeline = Pipeline([("scale", StandardScaler()), ("net", net)])
     choices = [pruning(sparsity, settings) for sparsity in settings.sparsities]
     search = GridSearchCV(pipeline, {"net__rules": choices}, cv=3).fit(x_train, y_train)
-    for sparsity, score in zip(settings.sparsities, search.cv_results_["mean_test_score"], strict=True):
+    for sparsity, score in zip(
+        settings.sparsities, search.cv_results_["mean_test_score"], strict=True
+    ):
         print(f"{sparsity:.0%} pruned: {score:.1%} in cross-validation")
     scaler, model = search.best_estimator_.named_steps.values()
     found = model.score(scaler.transform(x_test), y_test)
@@ -72,7 +82,9 @@ def main(settings: Settings | None = None) -> dict[str, float]:
 
 def pruning(sparsity: float, settings: Settings) -> list[tuple[PruneWeakest, Every]]:
     """Returns the rules that prune to a sparsity in the middle half of a fit."""
-    steps = settings.epochs * -(-898 // settings.batch)  # cross-validation trains on 898 of the 1,347 images
+    steps = settings.epochs * -(
+        -898 // settings.batch
+    )  # cross-validation trains on 898 of the 1,347 images
     ramp = GradualSchedule(final=sparsity, begin=steps // 4, end=steps * 3 // 4)
     return [(PruneWeakest(sparsity=ramp), Every(5, start=ramp.begin))]
 

@@ -19,24 +19,28 @@ def snapshot(model: GrapNet, *, most_cells: int = MOST_CELLS) -> Snapshot: ...
 @overload
 def snapshot(model: Model, *, most_cells: int = MOST_CELLS) -> Model: ...
 def snapshot(model: nn.Module, *, most_cells: int = MOST_CELLS) -> nn.Module:
-    """Returns a copy of a model in which every net is its `net.snapshot()`: plain modules in eval mode, none to train.
+    """Returns a copy of a model in which every net is its `net.snapshot()`: plain modules in eval
+    mode, none to train.
 
-    A net that amounts to one `nn.Linear` becomes that `nn.Linear`, so that a module around it which reads its `weight`
-    (torch's transformer layers do in eval mode) finds it. The copy shares no memory with the model. A net by itself
-    gives its `net.snapshot()`, which leaves hooks out.
+    A net that amounts to one `nn.Linear` becomes that `nn.Linear`, so that a module around it which
+    reads its `weight` (torch's transformer layers do in eval mode) finds it. The copy shares no
+    memory with the model. A net by itself gives its `net.snapshot()`, which leaves hooks out.
 
     Args:
-        model: any module with nets among its submodules; one that stands in several places is copied once.
+        model: any module with nets among its submodules; one that stands in several places is
+            copied once.
         most_cells: the largest matrix to make of a transition, as for `net.snapshot()`.
 
     Raises:
-        PlanError: a net runs with attention, has a forward of its own or forward hooks (recorders only watch and are
-            fine), or a matrix would be too large; the message names the net.
+        PlanError: a net runs with attention, has a forward of its own or forward hooks (recorders
+            only watch and are fine), or a matrix would be too large; the message names the net.
         ValueError: there is no net inside.
 
     Examples:
         >>> import grapnet as gn
-        >>> model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), gn.GrapNet([8, 5, 3]), gn.GrapNet([3, 2]))
+        >>> model = nn.Sequential(
+        ...     nn.Conv2d(1, 2, 3), nn.Flatten(), gn.GrapNet([8, 5, 3]), gn.GrapNet([3, 2])
+        ... )
         >>> gn.snapshot(model)
         Sequential(
           (0): Conv2d(1, 2, kernel_size=(3, 3), stride=(1, 1))
@@ -57,31 +61,40 @@ def snapshot(model: nn.Module, *, most_cells: int = MOST_CELLS) -> nn.Module:
     nets = {name: module for name, module in model.named_modules() if isinstance(module, GrapNet)}
     if not nets:
         raise ValueError(
-            f"this {type(model).__name__} has no GrapNet among its modules, so there is nothing to take a snapshot of; "
-            "copy.deepcopy(model) copies it"
+            f"this {type(model).__name__} has no GrapNet among its modules, so there is nothing to"
+            " take a snapshot of; copy.deepcopy(model) copies it"
         )
     # What a deepcopy finds under the id of an object it takes for that object's copy.
-    places: dict[int, Any] = {id(net): _stand_in(name, net, most_cells) for name, net in nets.items()}
+    places: dict[int, Any] = {
+        id(net): _stand_in(name, net, most_cells) for name, net in nets.items()
+    }
     with torch.inference_mode(False), torch.no_grad():
         for module in model.modules():
-            # A forward pass may leave its result on a module (pruned weights, say), and autograd lets nobody copy that.
-            results = [value for value in vars(module).values() if isinstance(value, Tensor) and not value.is_leaf]
+            # A forward pass may leave its result on a module (pruned weights, say), and autograd
+            # lets nobody copy that.
+            results = [
+                value
+                for value in vars(module).values()
+                if isinstance(value, Tensor) and not value.is_leaf
+            ]
             places |= {id(result): result.detach().clone() for result in results}
         return copy.deepcopy(model, places).requires_grad_(False).eval()
 
 
 def _stand_in(name: str, net: GrapNet, most_cells: int) -> nn.Module:
-    """Returns the plain module for a net of the model, with its name in the error when there is none."""
+    """Returns the plain module for a net of the model, with its name in the error when there is
+    none.
+    """
     if type(net).forward is not GrapNet.forward or "forward" in vars(net):
         raise PlanError(
-            f"{name}: {type(net).__name__} has a forward of its own, which plain modules would leave out; do that in a "
-            "module that holds the net"
+            f"{name}: {type(net).__name__} has a forward of its own, which plain modules would"
+            " leave out; do that in a module that holds the net"
         )
     hooked = [part for part, module in net.named_modules(prefix=name) if _is_hooked(module)]
     if hooked:
         raise PlanError(
-            f"{hooked[0]}: there are forward hooks, which plain modules would leave out; remove them while the "
-            "snapshot is taken, or register them on a module that holds the net"
+            f"{hooked[0]}: there are forward hooks, which plain modules would leave out; remove"
+            " them while the snapshot is taken, or register them on a module that holds the net"
         )
     try:
         taken = net.snapshot(most_cells=most_cells)

@@ -33,10 +33,11 @@ class GrapNet(Graph):
 
     Args:
         sizes: how many nodes each layer has, the sensory one first; a layer may start empty.
-        activation: of the hidden layers ("relu", "gelu", "tanh", …; the output is linear), or one name for every layer
-            after the sensory one.
+        activation: of the hidden layers ("relu", "gelu", "tanh", …; the output is linear), or one
+            name for every layer after the sensory one.
         density: the share of all possible relations to start with.
-        distribution: "uniform" gives every transition that density, "erk" more to small and less to large ones.
+        distribution: "uniform" gives every transition that density, "erk" more to small and less to
+            large ones.
         device: where to put it.
         dtype: of the coordinates.
         generator: source of the random numbers; one on the CPU gives the same net on every device.
@@ -51,7 +52,9 @@ class GrapNet(Graph):
         (1, 2597)
     """
 
-    origin: Any = None  # the grapnet.convert.Origin of a net that gn.graft put in place of other modules
+    origin: Any = (
+        None  # the grapnet.convert.Origin of a net that gn.graft put in place of other modules
+    )
 
     def __init__(
         self,
@@ -71,8 +74,12 @@ class GrapNet(Graph):
             raise ValueError(f'distribution is "uniform" or "erk", got {distribution!r}')
         place = torch.empty(0, device=device).device
         if place.type == "meta":
-            raise ValueError("a net cannot be made on the meta device: its relations have to be somewhere")
-        shares = erk_densities(sizes, density) if distribution == "erk" else [density] * (len(sizes) - 1)
+            raise ValueError(
+                "a net cannot be made on the meta device: its relations have to be somewhere"
+            )
+        shares = (
+            erk_densities(sizes, density) if distribution == "erk" else [density] * (len(sizes) - 1)
+        )
         topologies = [
             random_topology(a, b, share, place, generator)
             for a, b, share in zip(sizes, sizes[1:], shares, strict=False)
@@ -102,18 +109,21 @@ class GrapNet(Graph):
 
         Args:
             sizes: how many nodes each layer has.
-            relations: for every transition (parents, children) or (parents, children, weights): rows of the two layers.
-                A node's children keep the order given here. Weights left out are drawn like `nn.Linear` draws them.
+            relations: for every transition (parents, children) or (parents, children, weights):
+                rows of the two layers. A node's children keep the order given here. Weights left
+                out are drawn like `nn.Linear` draws them.
             biases: one vector for every layer after the sensory one; drawn when left out.
             activation: as for the constructor.
             device: where to put it.
             dtype: of the coordinates.
-            generator: source of the random numbers; one on the CPU gives the same net on every device.
+            generator: source of the random numbers; one on the CPU gives the same net on every
+                device.
         """
         sizes = _checked_sizes(sizes)
         if len(relations) != len(sizes) - 1:
             raise ValueError(
-                f"{len(sizes)} layers have {len(sizes) - 1} transitions, got relations for {len(relations)}"
+                f"{len(sizes)} layers have {len(sizes) - 1} transitions, got relations for"
+                f" {len(relations)}"
             )
         example = torch.empty(0, device=device, dtype=dtype or torch.get_default_dtype())
         topologies, weights, offsets = [], [], []
@@ -125,7 +135,9 @@ class GrapNet(Graph):
             weights.append(
                 drawn
                 if len(given) == 2
-                else _checked_vector(given[2], len(order), f"weights of transition {t}")[order].to(example)
+                else _checked_vector(given[2], len(order), f"weights of transition {t}")[order].to(
+                    example
+                )
             )
             offset = None if biases is None else biases[t]
             offsets.append(
@@ -147,15 +159,22 @@ class GrapNet(Graph):
     ) -> None:
         names = _activation_names(activation, len(sizes) - 1)
         first = [sum(sizes[:n]) for n in range(len(sizes))]
-        uids = [torch.arange(start, start + size, device="cpu") for start, size in zip(first, sizes, strict=True)]
+        uids = [
+            torch.arange(start, start + size, device="cpu")
+            for start, size in zip(first, sizes, strict=True)
+        ]
         layers = [Layer(uids[0], None, "identity")]
         layers += [Layer(u, b, name) for u, b, name in zip(uids[1:], biases, names, strict=True)]
-        Graph.__init__(self, layers, [Transition(t, w) for t, w in zip(topologies, weights, strict=True)])
+        Graph.__init__(
+            self, layers, [Transition(t, w) for t, w in zip(topologies, weights, strict=True)]
+        )
         self.execution = Execution(self)
 
     @classmethod
     def from_parts(cls, layers: Sequence[Layer], transitions: Sequence[Transition]) -> "GrapNet":
-        """Returns a net of layers and transitions that were built one by one, as a checkpoint does; see `gn.check`."""
+        """Returns a net of layers and transitions that were built one by one, as a checkpoint does;
+        see `gn.check`.
+        """
         net = cls.__new__(cls)
         Graph.__init__(net, layers, transitions)
         net.execution = Execution(net)
@@ -168,31 +187,49 @@ class GrapNet(Graph):
             raise _wrong_shape(shape, len(execution.sensory))
         if self.open_trial:
             raise EditError(
-                "this trial's operations have not taken effect yet; call edit.commit() before running the net"
+                "this trial's operations have not taken effect yet; call edit.commit() before"
+                " running the net"
             )
         if x.dtype != execution.dtype:
             x = _autocast_input(x, execution.dtype)
         batch = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
         steps = execution.steps(batch, training=torch.is_grad_enabled())
         h, first = x if len(shape) == 2 else x.reshape(batch, shape[-1]), execution.sensory
-        # Calling a module costs 2 µs more than its forward; where nobody watches it, the difference is nothing else.
-        if first._forward_hooks or first._forward_pre_hooks or first._backward_hooks or first._backward_pre_hooks:
+        # Calling a module costs 2 µs more than its forward; where nobody watches it, the difference
+        # is nothing else.
+        if (
+            first._forward_hooks
+            or first._forward_pre_hooks
+            or first._backward_hooks
+            or first._backward_pre_hooks
+        ):
             h = first(h)
         elif first._dropout:
             h = first.forward(h)
         for store, layer, plan, values_shape in steps:
-            if store._forward_hooks or store._forward_pre_hooks or store._backward_hooks or store._backward_pre_hooks:
+            if (
+                store._forward_hooks
+                or store._forward_pre_hooks
+                or store._backward_hooks
+                or store._backward_pre_hooks
+            ):
                 h = store(h, plan, layer.values())
             else:
                 h = plan(h, store.values(values_shape), layer.values())
-            if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+            if (
+                layer._forward_hooks
+                or layer._forward_pre_hooks
+                or layer._backward_hooks
+                or layer._backward_pre_hooks
+            ):
                 h = layer(h)
             else:
                 h = layer.forward(h)
         return h if len(shape) == 2 else h.reshape(*shape[:-1], h.shape[-1])
 
     def walk(self, x: Tensor) -> Tensor:
-        """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x is [batch, n].
+        """Computes the output node by node, as the paper's Algorithm 1 reads; slow, for audits. x
+        is [batch, n].
 
         Nothing is dropped, so it is what `forward` computes in evaluation mode.
 
@@ -202,13 +239,14 @@ class GrapNet(Graph):
         for t, name in enumerate(self.execution.choices()):
             if name == Attention.name:
                 raise PlanError(
-                    f"transition {t} runs with attention, and walk() is the sum of Algorithm 1. Audit it against "
-                    "grapnet.execution.attention.dense_attention"
+                    f"transition {t} runs with attention, and walk() is the sum of Algorithm 1."
+                    " Audit it against grapnet.execution.attention.dense_attention"
                 )
         return walk(self, x)
 
     def snapshot(self, *, most_cells: int = MOST_CELLS) -> Snapshot:
-        """Returns the present net as a detached stack of `nn.Linear` and activations, for inference and export.
+        """Returns the present net as a detached stack of `nn.Linear` and activations, for inference
+        and export.
 
         Args:
             most_cells: the largest matrix to make; a larger transition raises PlanError.
@@ -216,11 +254,12 @@ class GrapNet(Graph):
         return Snapshot.of(self, most_cells)
 
     def to_module(self, *, most_cells: int = MOST_CELLS) -> nn.Sequential:
-        """Returns the present net as a trainable stack of plain torch modules with Parameters of its own.
+        """Returns the present net as a trainable stack of plain torch modules with Parameters of
+        its own.
 
-        It computes what the net computes, until it is trained: where the net has no relation, or a frozen coordinate,
-        the matrix has a number like any other. A layer whose biases are all zero and frozen becomes an `nn.Linear`
-        without bias, and dropout an `nn.Dropout`.
+        It computes what the net computes, until it is trained: where the net has no relation, or a
+        frozen coordinate, the matrix has a number like any other. A layer whose biases are all zero
+        and frozen becomes an `nn.Linear` without bias, and dropout an `nn.Dropout`.
 
         Args:
             most_cells: as for `snapshot`.
@@ -238,7 +277,9 @@ class GrapNet(Graph):
         self.execution.refresh()
         return self
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads values as `nn.Module` does; the state dict must be of a net that is wired alike.
 
         Raises:
@@ -246,12 +287,15 @@ class GrapNet(Graph):
         """
         if strict and state_dict and not any("transitions." in name for name in state_dict):
             raise TopologyError(
-                f"{next(iter(state_dict))!r} and the other keys are of plain modules, not of a net, and nothing was "
-                "loaded. Load them into the module they belong to, and make a net of that: gn.from_module(module)"
+                f"{next(iter(state_dict))!r} and the other keys are of plain modules, not of a net,"
+                " and nothing was loaded. Load them into the module they belong to, and make a net"
+                " of that: gn.from_module(module)"
             )
         return super().load_state_dict(state_dict, strict, assign)
 
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
         prepare_to_load(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
@@ -263,7 +307,10 @@ class GrapNet(Graph):
     def __repr__(self) -> str:
         count = self.count()
         sizes = "-".join(map(str, self.sizes))
-        return f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} frozen, version {self.version})"
+        return (
+            f"GrapNet({sizes}, {count.relations:,} relations, {count.frozen:,} frozen, version"
+            f" {self.version})"
+        )
 
     def _repr_html_(self) -> str:
         from .show import page
@@ -272,22 +319,33 @@ class GrapNet(Graph):
 
 
 def _wrong_shape(shape: torch.Size, width: int) -> ValueError:
-    hint = " Flatten it first: x.flatten(1)" if len(shape) > 2 and math.prod(shape[1:]) == width else ""
+    hint = (
+        " Flatten it first: x.flatten(1)"
+        if len(shape) > 2 and math.prod(shape[1:]) == width
+        else ""
+    )
     return ValueError(
-        f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), got {list(shape)}.{hint}"
+        f"GrapNet expects x of shape [..., {width}] (one coordinate per sensory node), got"
+        f" {list(shape)}.{hint}"
     )
 
 
 def _autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns an input of another dtype than the net's as autocast wants it; raises ValueError outside of autocast."""
+    """Returns an input of another dtype than the net's as autocast wants it; raises ValueError
+    outside of autocast.
+    """
     if not (x.is_floating_point() and torch.is_autocast_enabled(x.device.type)):
-        raise ValueError(f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})")
+        raise ValueError(
+            f"this GrapNet computes in {dtype}, got x of {x.dtype}. Convert it first: x.to({dtype})"
+        )
     return x.to(dtype) if dtype == torch.float64 else x  # autocast leaves double precision alone
 
 
 def _checked_sizes(sizes: Sequence[int]) -> list[int]:
     if not isinstance(sizes, Iterable):
-        raise TypeError(f"the sizes of all layers are one list, as in gn.GrapNet([4, 8, 2]); got {sizes!r}")
+        raise TypeError(
+            f"the sizes of all layers are one list, as in gn.GrapNet([4, 8, 2]); got {sizes!r}"
+        )
     sizes = [operator.index(size) for size in sizes]  # refuses 2.5
     if len(sizes) < 2 or min(sizes) < 0:
         raise ValueError(f"sizes are at least two numbers of nodes, none negative, got {sizes}")
@@ -296,10 +354,19 @@ def _checked_sizes(sizes: Sequence[int]) -> list[int]:
 
 def _activation_names(activation: str | Sequence[str], count: int) -> list[str]:
     if not isinstance(activation, str | Sequence):
-        raise TypeError(f"activations are given by name, as in activation='tanh', not as {type(activation).__name__}")
-    names = [activation] * (count - 1) + ["identity"] if isinstance(activation, str) else list(activation)
+        raise TypeError(
+            "activations are given by name, as in activation='tanh', not as"
+            f" {type(activation).__name__}"
+        )
+    names = (
+        [activation] * (count - 1) + ["identity"]
+        if isinstance(activation, str)
+        else list(activation)
+    )
     if len(names) != count:
-        raise ValueError(f"{count} layers after the sensory one need {count} activations, got {len(names)}")
+        raise ValueError(
+            f"{count} layers after the sensory one need {count} activations, got {len(names)}"
+        )
     for name in names:
         activation_function(name)
     return names
@@ -310,22 +377,30 @@ def _topology_of(
 ) -> tuple[Topology, Tensor]:
     """Returns the wiring of given pairs, and the order that sorts them by parent."""
     if len(given) not in (2, 3):
-        raise ValueError(f"relations of transition {t} are (parents, children) or (parents, children, weights)")
+        raise ValueError(
+            f"relations of transition {t} are (parents, children) or (parents, children, weights)"
+        )
     parents, children = (as_tensor(part).reshape(-1).to("cpu", torch.int64) for part in given[:2])
     if len(parents) != len(children):
         raise ValueError(f"transition {t} has {len(parents)} parents for {len(children)} children")
     for name, rows, size in (("parents", parents, n_parents), ("children", children, n_children)):
         outside = rows[(rows < 0) | (rows >= size)]
         if len(outside):
-            raise ValueError(f"{name} of transition {t} are rows 0 to {size - 1}, got {outside[:5].tolist()}")
+            raise ValueError(
+                f"{name} of transition {t} are rows 0 to {size - 1}, got {outside[:5].tolist()}"
+            )
     keys, counts = (parents * n_children + children).unique(return_counts=True)
     if len(keys) < len(parents):
         twice = int(keys[counts > 1][0])
         raise ValueError(
-            f"transition {t} names the relation from row {twice // n_children} to row {twice % n_children} twice"
+            f"transition {t} names the relation from row {twice // n_children} to row"
+            f" {twice % n_children} twice"
         )
     order = parents.argsort(stable=True)
-    return topology_from_pairs(parents[order], children[order], n_parents, n_children, device), order
+    return (
+        topology_from_pairs(parents[order], children[order], n_parents, n_children, device),
+        order,
+    )
 
 
 def _checked_vector(values: Any, size: int, what: str) -> Tensor:

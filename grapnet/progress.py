@@ -1,4 +1,6 @@
-"""How far long work is: a line with the time left, JSON lines that outlive the process, and TensorBoard when asked."""
+"""How far long work is: a line with the time left, JSON lines that outlive the process, and
+TensorBoard when asked.
+"""
 
 import contextlib
 import json
@@ -21,20 +23,23 @@ _BAR = 20  # cells of the bar on a terminal
 class Progress:
     """Tells how many units of long work are done and how long the rest will take.
 
-    On a terminal that is one line, which is written over and never wraps; elsewhere, and where TERM is "dumb", it is a
-    plain line now and then.
-    A stream that cannot be written to any more, such as a closed pipe, ends the display and not the work.
+    On a terminal that is one line, which is written over and never wraps; elsewhere, and where TERM
+    is "dumb", it is a plain line now and then. A stream that cannot be written to any more, such as
+    a closed pipe, ends the display and not the work.
 
     Args:
         total: how many units there are.
         title: of the work.
-        log: a file to which one JSON object a line is appended for every event, at once: a process that is killed
-            loses none of them. The keys are time, event, title, done, total, seconds, note and values.
-        tensorboard: a folder for TensorBoard, in which every number among the values is a curve over the units.
+        log: a file to which one JSON object a line is appended for every event, at once: a process
+            that is killed loses none of them. The keys are time, event, title, done, total,
+            seconds, note and values.
+        tensorboard: a folder for TensorBoard, in which every number among the values is a curve
+            over the units.
         workers: how many units are worked on at a time.
         stream: where to tell it; None is standard error.
         every: seconds between two plain lines; the first and the last are always told.
-        refresh: seconds after which the line on a terminal is brought up to date while no unit ends; None is never.
+        refresh: seconds after which the line on a terminal is brought up to date while no unit
+            ends; None is never.
         clock: the seconds since some moment.
 
     Raises:
@@ -65,8 +70,13 @@ class Progress:
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._terminal = can_write_over(self._stream)
         self._start = self._last = clock()
-        self._computed, self._spent = 0, 0.0  # units that took their time, unlike those that were skipped, and how much
-        self._begun = deque([self._start] * self._workers)  # when the units that are worked on began, the oldest first
+        self._computed, self._spent = (
+            0,
+            0.0,
+        )  # units that took their time, unlike those that were skipped, and how much
+        self._begun = deque(
+            [self._start] * self._workers
+        )  # when the units that are worked on began, the oldest first
         self._told: float | None = None  # when the last plain line was written
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._log, self._curves = _opened(log, tensorboard)
@@ -81,7 +91,9 @@ class Progress:
         if count:
             self._move(count, "skip", note, {})
 
-    def advance(self, count: int = 1, *, note: str = "", values: Mapping[str, Any] | None = None) -> None:
+    def advance(
+        self, count: int = 1, *, note: str = "", values: Mapping[str, Any] | None = None
+    ) -> None:
         """Counts units as done; once it is closed, it only counts them.
 
         Args:
@@ -91,7 +103,9 @@ class Progress:
         """
         with self._lock:
             self._last = self._clock()
-            for waiting in range(self.total - self.done - 1, self.total - self.done - 1 - count, -1):
+            for waiting in range(
+                self.total - self.done - 1, self.total - self.done - 1 - count, -1
+            ):
                 self._computed += 1
                 if self._begun:  # whichever it was: the sum of all is the same
                     self._spent += self._last - self._begun.popleft()
@@ -108,8 +122,8 @@ class Progress:
     def left(self) -> float | None:
         """How many seconds the rest will take; None while nothing is known about it.
 
-        It rests on how long the units took that were worked on. One that takes longer than they did counts as one of
-        them, so that it raises what is expected of the others.
+        It rests on how long the units took that were worked on. One that takes longer than they did
+        counts as one of them, so that it raises what is expected of the others.
         """
         waiting = self.total - self.done
         if waiting <= 0:
@@ -147,7 +161,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
         self.close("end" if kind is None else "interrupted" if interrupted else "failed")
@@ -193,7 +210,9 @@ class Progress:
                 "note": note,
                 "values": plain,
             }
-            self._log.write(f"{json.dumps(line)}\n".encode())  # unbuffered: in the system's hands once it returns
+            self._log.write(
+                f"{json.dumps(line)}\n".encode()
+            )  # unbuffered: in the system's hands once it returns
         if self._curves is not None:
             for key, value in plain.items():
                 if isinstance(value, int | float):
@@ -227,7 +246,9 @@ class Progress:
 
 
 def can_write_over(stream: TextIO | None) -> bool:
-    """Says whether a line of a stream can be written over: on a terminal that has more than plain lines."""
+    """Says whether a line of a stream can be written over: on a terminal that has more than plain
+    lines.
+    """
     return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -262,7 +283,8 @@ def _summary_writer() -> Any:
         if error.name is None or error.name.partition(".")[0] != "tensorboard":
             raise  # it is there, and something that it needs is not
         raise ImportError(
-            'this needs tensorboard, which is not installed. Run: pip install "grapnet[tensorboard]"',
+            "this needs tensorboard, which is not installed. Run: pip install"
+            ' "grapnet[tensorboard]"',
             name="tensorboard",
         ) from None
     return SummaryWriter
@@ -277,7 +299,9 @@ def _columns(stream: TextIO | None) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as JSON has it; what is no finite number, or larger than a float can be, is none."""
+    """Returns a value as JSON has it; what is no finite number, or larger than a float can be, is
+    none.
+    """
     if isinstance(value, bool | str) or value is None:
         return value
     try:

@@ -1,4 +1,6 @@
-"""What a notebook shows of a net: a small page of HTML and SVG that needs nothing else, light or dark as it is read."""
+"""What a notebook shows of a net: a small page of HTML and SVG that needs nothing else, light or
+dark as it is read.
+"""
 
 import html
 from collections import Counter
@@ -42,7 +44,8 @@ def page(net: "GrapNet") -> str:
     nodes, owned = _owners(net)
     colors = owner_colors(owner for owner in nodes)
     facts = (
-        f"{count.nodes:,} nodes, {count.trainable:,} trainable coordinates, {share:.1%} frozen, {_size(count.bytes)}"
+        f"{count.nodes:,} nodes, {count.trainable:,} trainable coordinates, {share:.1%} frozen,"
+        f" {_size(count.bytes)}"
     )
     parts = [
         _STYLE,
@@ -64,7 +67,9 @@ def _numbers(count: int) -> list[int | None]:
 
 
 def _owners(net: "GrapNet") -> "tuple[Counter[str | None], Counter[str | None]]":
-    """Returns how many nodes and how many relations every owner has, hidden layers first as in pictures."""
+    """Returns how many nodes and how many relations every owner has, hidden layers first as in
+    pictures.
+    """
     nodes: Counter[str | None] = Counter()
     owned: Counter[str | None] = Counter()
     last = len(net.layers) - 1
@@ -77,26 +82,48 @@ def _owners(net: "GrapNet") -> "tuple[Counter[str | None], Counter[str | None]]"
             nodes[labels.names[code]] += int(sizes[code])
         if number < last:
             degrees = net.transitions[number].topology.degrees.cpu().numpy()
-            for name, total in zip(labels.names, np.bincount(codes, degrees, len(labels.names)), strict=True):
+            for name, total in zip(
+                labels.names, np.bincount(codes, degrees, len(labels.names)), strict=True
+            ):
                 owned[name] += int(total)
     return nodes, owned
 
 
-def _picture(net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str | None, str]") -> str:
-    """Returns one bar a layer, divided by owner, with bands between them as strong as they are dense."""
+def _picture(
+    net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str | None, str]"
+) -> str:
+    """Returns one bar a layer, divided by owner, with bands between them as strong as they are
+    dense.
+    """
     largest = max(1, *net.sizes)
-    heights = {n: 12 + (_HEIGHT - 12) * (net.sizes[n] / largest) ** 0.5 for n in numbers if n is not None}
+    heights = {
+        n: 12 + (_HEIGHT - 12) * (net.sizes[n] / largest) ** 0.5 for n in numbers if n is not None
+    }
     step = 96 if len(numbers) <= 6 else 60  # from one bar to the next
-    width, places = step * (len(numbers) - 1) + _WIDE + 44, {n: 22 + step * k for k, n in enumerate(numbers)}
-    fits = f"width:100%;min-width:{round(0.7 * width)}px;max-width:{width}px"  # letters stay readable, and it scrolls
-    drawn = [f'<div><svg viewBox="0 0 {width} {_HEIGHT + 22}" style="{fits}" role="img" aria-label="the layers">']
+    width, places = (
+        step * (len(numbers) - 1) + _WIDE + 44,
+        {n: 22 + step * k for k, n in enumerate(numbers)},
+    )
+    # letters stay readable, and it scrolls
+    fits = f"width:100%;min-width:{round(0.7 * width)}px;max-width:{width}px"
+    drawn = [
+        f'<div><svg viewBox="0 0 {width} {_HEIGHT + 22}" style="{fits}" role="img" aria-label="the'
+        ' layers">'
+    ]
     for n in heights:
         if n + 1 in heights:
             x, end = places[n] + _WIDE, places[n + 1]
             ends = [((_HEIGHT - heights[m]) / 2, (_HEIGHT + heights[m]) / 2) for m in (n, n + 1)]
             pairs = net.sizes[n] * net.sizes[n + 1]
-            shade = 0.06 + 0.3 * (net.transitions[n].size / pairs) ** 0.5 if pairs and net.transitions[n].size else 0.0
-            path = f"M{x} {ends[0][0]:.0f}L{end} {ends[1][0]:.0f}V{ends[1][1]:.0f}L{x} {ends[0][1]:.0f}Z"
+            shade = (
+                0.06 + 0.3 * (net.transitions[n].size / pairs) ** 0.5
+                if pairs and net.transitions[n].size
+                else 0.0
+            )
+            path = (
+                f"M{x} {ends[0][0]:.0f}L{end} {ends[1][0]:.0f}V{ends[1][1]:.0f}L{x}"
+                f" {ends[0][1]:.0f}Z"
+            )
             drawn.append(f'<path d="{path}" fill="{NOBODY}" opacity="{shade:.2f}"/>')
     drawn.append(f'<g stroke-width="{_WIDE}">')
     for n in heights:
@@ -104,21 +131,31 @@ def _picture(net: "GrapNet", numbers: "Sequence[int | None]", colors: "dict[str 
     drawn.append("</g>")
     for n, x in places.items():
         if n is None:
-            drawn.append(f'<text x="{x + _WIDE / 2}" y="{_HEIGHT / 2}" text-anchor="middle">…</text>')
+            drawn.append(
+                f'<text x="{x + _WIDE / 2}" y="{_HEIGHT / 2}" text-anchor="middle">…</text>'
+            )
             continue
         middle = x + _WIDE / 2
-        drawn.append(f'<text x="{middle}" y="{_HEIGHT + 16}" text-anchor="middle">{net.sizes[n]:,}</text>')
+        drawn.append(
+            f'<text x="{middle}" y="{_HEIGHT + 16}" text-anchor="middle">{net.sizes[n]:,}</text>'
+        )
     return "".join([*drawn, "</svg></div>"])
 
 
-def _bar(net: "GrapNet", number: int, x: float, height: float, colors: "dict[str | None, str]") -> list[str]:
-    """Returns the bar of a layer as strokes: one for each of its first owners, and one for all others."""
+def _bar(
+    net: "GrapNet", number: int, x: float, height: float, colors: "dict[str | None, str]"
+) -> list[str]:
+    """Returns the bar of a layer as strokes: one for each of its first owners, and one for all
+    others.
+    """
     labels = net.layers[number].owner_names
     sizes = np.bincount(labels.codes.numpy(), minlength=len(labels.names))
     pieces: Counter[str] = Counter()
     for code in np.flatnonzero(sizes).tolist():  # names that no node has any more stay in the table
         color = colors.get(labels.names[code], NOBODY)
-        pieces[color if len(pieces) < MOST_OWNERS or color in pieces else NOBODY] += int(sizes[code])
+        pieces[color if len(pieces) < MOST_OWNERS or color in pieces else NOBODY] += int(
+            sizes[code]
+        )
     y, found = (_HEIGHT - height) / 2, []
     for color, size in pieces.items():
         high = height * size / len(labels)
@@ -131,7 +168,9 @@ def _layers(net: "GrapNet", numbers: "Sequence[int | None]") -> str:
     rows = []
     for n in numbers:
         if n is None:
-            rows.append(f'<tr><td colspan="6">… {len(net.layers) - MOST_LAYERS} layers more</td></tr>')
+            rows.append(
+                f'<tr><td colspan="6">… {len(net.layers) - MOST_LAYERS} layers more</td></tr>'
+            )
             continue
         layer, store = net.layers[n], None if n == len(net.transitions) else net.transitions[n]
         kinds = [str(name) for name in layer.activation_names.compact().names] if len(layer) else []
@@ -145,7 +184,9 @@ def _layers(net: "GrapNet", numbers: "Sequence[int | None]") -> str:
     return _table(["layer", "activation", "nodes", "relations owned", "frozen", "backend"], rows)
 
 
-def _owner_table(nodes: "Counter[str | None]", owned: "Counter[str | None]", colors: "dict[str | None, str]") -> str:
+def _owner_table(
+    nodes: "Counter[str | None]", owned: "Counter[str | None]", colors: "dict[str | None, str]"
+) -> str:
     names = [name for name in nodes if name is not None]
     if not names:
         return ""
@@ -162,10 +203,15 @@ def _commits(history: "Sequence[Commit]") -> str:
     rows = []
     for commit in history[: -LAST_COMMITS - 1 : -1]:
         counts = commit.change.counts()
-        change = f"+{counts['relations_added']:,} −{counts['relations_removed']:,}" if commit.has_details else "?"
+        change = (
+            f"+{counts['relations_added']:,} −{counts['relations_removed']:,}"
+            if commit.has_details
+            else "?"
+        )
         told = [_told(text, 80) for text in (commit.reason, commit.by or "")]
         rows.append(
-            f'<tr><td>{commit.version}</td><td>{told[0]}</td><td>{told[1]}</td><td class="n">{change}</td></tr>'
+            f"<tr><td>{commit.version}</td><td>{told[0]}</td><td>{told[1]}</td><td"
+            f' class="n">{change}</td></tr>'
         )
     if not rows:
         return ""
@@ -188,14 +234,17 @@ def _kind(column: int) -> str:
 
 
 def _told(text: str, most: int) -> str:
-    """Returns a text escaped, its start and end where it is longer; less of it where letters take many bytes.
+    """Returns a text escaped, its start and end where it is longer; less of it where letters take
+    many bytes.
 
     Half a pair of surrogates, which no page can hold, is told by its code.
     """
     text = text.encode(errors="backslashreplace").decode()
     for length in range(most, 2, -1):
         end = length // 3
-        told = html.escape(text if len(text) <= length else f"{text[: length - 1 - end]}…{text[-end:]}")
+        told = html.escape(
+            text if len(text) <= length else f"{text[: length - 1 - end]}…{text[-end:]}"
+        )
         if len(told.encode()) <= 2 * most:
             return told
     return "…"

@@ -1,11 +1,21 @@
-"""Standard output and error: they take whatever is written to them, and no name of a node commands the terminal."""
+"""Standard output and error: they take whatever is written to them, and no name of a node commands
+the terminal.
+"""
 
 import codecs
 import io
 import os
 import sys
 
-_SIGNS = {"→": "->", "×": "x", "–": "-", "−": "-", "…": "...", "φ": "phi", "≥": ">="}  # of our own texts, in ASCII
+_SIGNS = {
+    "→": "->",
+    "×": "x",
+    "–": "-",
+    "−": "-",
+    "…": "...",
+    "φ": "phi",
+    "≥": ">=",
+}  # of our own texts, in ASCII
 
 
 def open_streams() -> None:
@@ -15,7 +25,9 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as Python runs)
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="grapnet")  # so that no name of a node ends a command half-way
+            stream.reconfigure(
+                errors="grapnet"
+            )  # so that no name of a node ends a command half-way
 
 
 def abandon_stdout() -> None:
@@ -24,16 +36,24 @@ def abandon_stdout() -> None:
 
 
 def printable(text: str) -> str:
-    """Returns a text whose control characters, but for the ends of lines of a list, are written out."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """Returns a text whose control characters, but for the ends of lines of a list, are written
+    out.
+    """
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def _spelled(error: UnicodeError) -> tuple[str, int]:
-    """Spells what an encoding does not have: our own signs in ASCII, anything else by its number."""
+    """Spells what an encoding does not have: our own signs in ASCII, anything else by its
+    number.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     told = error.object[error.start : error.end]
-    return "".join(_SIGNS.get(c) or c.encode("ascii", "backslashreplace").decode() for c in told), error.end
+    return "".join(
+        _SIGNS.get(c) or c.encode("ascii", "backslashreplace").decode() for c in told
+    ), error.end
 
 
 codecs.register_error("grapnet", _spelled)

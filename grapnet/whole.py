@@ -9,12 +9,13 @@ from pathlib import Path
 
 @contextmanager
 def whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
-    """Gives a place to write a file to, and renames it to `path`, safely on disk, when the block ends well.
+    """Gives a place to write a file to, and renames it to `path`, safely on disk, when the block
+    ends well.
 
-    Until the rename the previous file is untouched; afterwards nothing is raised, and the other one survives a crash,
-    and a power cut too where the system can sync the folder. A link keeps pointing where it points: the file behind it
-    is replaced, and the other one has its permissions. A process that is killed leaves at most a folder
-    `.grapnet.….partial` beside it.
+    Until the rename the previous file is untouched; afterwards nothing is raised, and the other one
+    survives a crash, and a power cut too where the system can sync the folder. A link keeps
+    pointing where it points: the file behind it is replaced, and the other one has its permissions.
+    A process that is killed leaves at most a folder `.grapnet.….partial` beside it.
 
     Args:
         path: where the file goes, in a folder that is there.
@@ -28,11 +29,15 @@ def whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Pat
     """
     place = Path(os.path.realpath(path))
     if not place.parent.is_dir():
-        raise FileNotFoundError(f"there is no folder {str(place.parent)!r} to save into; make it first")
+        raise FileNotFoundError(
+            f"there is no folder {str(place.parent)!r} to save into; make it first"
+        )
     if place.is_dir():
         raise IsADirectoryError(f"{str(place)!r} is a folder; name a file in it")
     if place.exists() and not place.is_file():
-        raise OSError(f"{str(place)!r} is a device, a pipe or a socket, and no file can take its place")
+        raise OSError(
+            f"{str(place)!r} is a device, a pipe or a socket, and no file can take its place"
+        )
     with partial_folder(place.parent, told=path) as folder:
         partial = folder / Path(path).name  # with the ending that was asked for
         yield partial
@@ -40,17 +45,21 @@ def whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Pat
         partial.chmod(place.stat().st_mode & 0o777 if there else folder.stat().st_mode & 0o666)
         _sync(partial)
         (os.replace if replace else _give_name)(partial, place)
-    with suppress(OSError):  # some mounts sync no folder, and one that may only be written into cannot be opened for it
+    with suppress(
+        OSError
+    ):  # some mounts sync no folder, and one that may only be written into cannot be opened for it
         _sync(place.parent)
 
 
 @contextmanager
 def partial_folder(beside: Path, *, told: str | os.PathLike[str]) -> Iterator[Path]:
-    """Makes a folder for what is not whole yet, and takes it away with all that is in it when the block ends.
+    """Makes a folder for what is not whole yet, and takes it away with all that is in it when the
+    block ends.
 
     Args:
         beside: the folder to make it in.
-        told: what an error of the system names in place of this folder and its files, which nobody has asked for.
+        told: what an error of the system names in place of this folder and its files, which nobody
+            has asked for.
     """
     folder = beside / f".grapnet.{os.urandom(8).hex()}.partial"  # nobody else's has this name
     try:

@@ -11,11 +11,15 @@ import grapnet as gn
 from .oracle import Coordinate, Draft, Key, Node, Oracle, State
 
 BATCH, CLOSE = 3, 1e-12
-TABLE = torch.randn(BATCH, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1))  # a column a uid
+TABLE = torch.randn(
+    BATCH, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+)  # a column a uid
 
 
 class Comparison:
-    """The comparisons of a machine; where both sides computed a number the oracle then goes on with the net's."""
+    """The comparisons of a machine; where both sides computed a number the oracle then goes on with
+    the net's.
+    """
 
     net: gn.GrapNet
     parameters: list[torch.nn.Parameter]  # of the net, as they were when the machine met it
@@ -45,7 +49,9 @@ class Comparison:
             found = layer.outgoing()
             pairs = zip(found.parents.tolist(), found.children.tolist(), strict=True)
             values = zip(found.weights.tolist(), found.frozen.tolist(), strict=True)
-            relations |= {pair: Coordinate(*value) for pair, value in zip(pairs, values, strict=True)}
+            relations |= {
+                pair: Coordinate(*value) for pair, value in zip(pairs, values, strict=True)
+            }
         return State(layers, relations)
 
     def adopt_newborn(self, after: State, draft: Draft) -> None:
@@ -55,7 +61,9 @@ class Comparison:
         found, coordinates = self.read().coordinates(), after.coordinates()
         for key, (least, most) in draft.bounds.items():
             value, slack = found[key].value, 1e-15 if least < most else 0
-            assert least - slack <= value <= most + slack, f"{key}: {value} is not within {least} and {most}"
+            assert least - slack <= value <= most + slack, (
+                f"{key}: {value} is not within {least} and {most}"
+            )
             coordinates[key].value = value
 
     def forget_gradients(self) -> None:
@@ -65,7 +73,9 @@ class Comparison:
             coordinate.grad = 0.0
 
     def compare(self, state: State, computed: Collection[Key]) -> None:
-        """Compares structure, sizes and values, bit by bit except where they were computed by both sides."""
+        """Compares structure, sizes and values, bit by bit except where they were computed by both
+        sides.
+        """
         gn.check(self.net)
         found = self.read()
         assert found.outline(births=False) == state.outline(births=False)
@@ -74,18 +84,31 @@ class Comparison:
             same([mine[key].value for key in keys], [wanted[key].value for key in keys], close)
         for key in computed:
             wanted[key].value = mine[key].value
-        sizes, frozen = [len(layer) for layer in state.layers], sum(c.frozen for c in wanted.values())
+        sizes, frozen = (
+            [len(layer) for layer in state.layers],
+            sum(c.frozen for c in wanted.values()),
+        )
         biases, relations, count = sum(sizes[1:]), len(state.relations), self.net.count()
-        assert (count.nodes, count.relations, count.biases, count.frozen) == (sum(sizes), relations, biases, frozen)
+        assert (count.nodes, count.relations, count.biases, count.frozen) == (
+            sum(sizes),
+            relations,
+            biases,
+            frozen,
+        )
         assert count.trainable == len(wanted) - frozen == sum(p.numel() for p in self.parameters)
         wiring = 4 * (relations + sum(size + 1 for size in sizes[:-1]))
-        assert (count.flops, count.bytes) == (2 * relations + biases, 8 * len(wanted) + 4 * frozen + wiring)
+        assert (count.flops, count.bytes) == (
+            2 * relations + biases,
+            8 * len(wanted) + 4 * frozen + wiring,
+        )
 
     def compare_carried(self, state: State, close: float) -> None:
         """Compares the gradients and the optimizer state that the last rule carried along."""
         vectors = state.vectors()
         if self.graded:
-            for layer, vector in zip(self.net.layers, vectors[len(state.layers) - 1 :], strict=False):
+            for layer, vector in zip(
+                self.net.layers, vectors[len(state.layers) - 1 :], strict=False
+            ):
                 same(layer.outgoing().gradients, [c.grad for c in vector.values()], 0)
         for p, vector, steps in zip(self.parameters, vectors, self.oracle.steps, strict=True):
             free = [c for c in vector.values() if not c.frozen]
@@ -102,52 +125,79 @@ class Comparison:
                     coordinate.moments = moments
 
     def compare_function(self, state: State, *, keep: bool) -> None:
-        """Compares output and gradients on the fixed batch; if asked, net and oracle keep the gradients."""
+        """Compares output and gradients on the fixed batch; if asked, net and oracle keep the
+        gradients.
+        """
         out, gradients = state.evaluate(TABLE[:, state.uids(0)], self.loss)
         mine = self.output()
         same(mine, out, CLOSE)
         if keep:
             self.net.zero_grad()
             self.loss(mine).backward()
-        found = [p.grad for p in self.parameters] if keep else torch.autograd.grad(self.loss(mine), self.parameters)
+        found = (
+            [p.grad for p in self.parameters]
+            if keep
+            else torch.autograd.grad(self.loss(mine), self.parameters)
+        )
         for gradient, vector in zip(found, state.vectors(), strict=True):
             free = {key: c for key, c in vector.items() if not c.frozen}
             same(gradient, [gradients[key] for key in free], CLOSE)
-            for coordinate, slope in zip(free.values(), gradient.flatten().tolist() if keep else (), strict=keep):
+            for coordinate, slope in zip(
+                free.values(), gradient.flatten().tolist() if keep else (), strict=keep
+            ):
                 coordinate.grad = slope
 
     def compare_node(self, state: State, node: Node) -> None:
         """Compares one node with its handle."""
         handle, owned = self.net.node(node.uid), state.owned([node.uid])
         number = next(n for n in range(len(state.layers)) if node.uid in state.uids(n))
-        parents = [uid for uid in state.uids(number - 1) if (uid, node.uid) in state.relations] if number else []
+        parents = (
+            [uid for uid in state.uids(number - 1) if (uid, node.uid) in state.relations]
+            if number
+            else []
+        )
         assert (handle.layer, handle.row) == (number, state.uids(number).index(node.uid))
         assert (handle.activation, handle.owner) == (node.activation, node.owner)
         assert handle.children.uids.tolist() == [child for _, child in owned]
         assert handle.parents.uids.tolist() == parents
         assert handle.W_alloc.tolist() == [[state.relations[pair].value for pair in owned]]
         assert handle.bias is None if node.bias is None else handle.bias.item() == node.bias.value
-        belonging = [relation.frozen for pair, relation in state.relations.items() if node.uid in pair]
+        belonging = [
+            relation.frozen for pair, relation in state.relations.items() if node.uid in pair
+        ]
         belonging += [] if node.bias is None else [node.bias.frozen]
         assert handle.frozen == (bool(belonging) and all(belonging))
 
     def compare_past(self, first: gn.GrapNet) -> None:
-        """Compares the journal: its replay on the first net gives this wiring, and `diff` says what came and went."""
+        """Compares the journal: its replay on the first net gives this wiring, and `diff` says what
+        came and went.
+        """
         then, now, diff = self.read(first), self.oracle.state, self.net.diff(0)
         old, new = ({node.uid for layer in state.layers for node in layer} for state in (then, now))
-        assert (diff.nodes_added.tolist(), diff.nodes_removed.tolist()) == (sorted(new - old), sorted(old - new))
-        assert {(p, c) for p, c in diff.relations_added.tolist()} == now.relations.keys() - then.relations.keys()
-        assert {(p, c) for p, c in diff.relations_removed.tolist()} == then.relations.keys() - now.relations.keys()
+        assert (diff.nodes_added.tolist(), diff.nodes_removed.tolist()) == (
+            sorted(new - old),
+            sorted(old - new),
+        )
+        assert {
+            (p, c) for p, c in diff.relations_added.tolist()
+        } == now.relations.keys() - then.relations.keys()
+        assert {
+            (p, c) for p, c in diff.relations_removed.tolist()
+        } == then.relations.keys() - now.relations.keys()
         first.replay(self.net.history)
         assert self.read(first).outline(births=False) == self.oracle.state.outline(births=False)
 
 
 def same(found: Any, wanted: Any, close: float) -> None:
     """Asserts that numbers are equal, or close relative to max(1, |wanted|)."""
-    found, wanted = (torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in (found, wanted))
+    found, wanted = (
+        torch.as_tensor(x, dtype=torch.float64).detach().flatten() for x in (found, wanted)
+    )
     assert found.shape == wanted.shape
     off = (found - wanted).abs() / wanted.abs().clamp(min=1)
-    assert bool((off <= close).all()), f"differ by up to {off.max().item():.1e}: {found.tolist()} and {wanted.tolist()}"
+    assert bool((off <= close).all()), (
+        f"differ by up to {off.max().item():.1e}: {found.tolist()} and {wanted.tolist()}"
+    )
 
 
 def births(state: State) -> object:
@@ -158,5 +208,7 @@ def births(state: State) -> object:
 def wiring(state: State) -> object:
     """Returns the relations as rows, and the sizes of the layers."""
     rows = {node.uid: row for layer in state.layers for row, node in enumerate(layer)}
-    wires = [[(rows[p], rows[c]) for p, c in state.transition(t)] for t in range(len(state.layers) - 1)]
+    wires = [
+        [(rows[p], rows[c]) for p, c in state.transition(t)] for t in range(len(state.layers) - 1)
+    ]
     return [len(layer) for layer in state.layers], wires

@@ -13,8 +13,9 @@ NONE = "none"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --kernels."""
     help = (
-        "run one variant of the compiled kernels, such as avx2 or baseline, instead of the fastest; "
-        f"{NONE}: they are not installed, and only tests of the sparse backend may be skipped"
+        "run one variant of the compiled kernels, such as avx2 or baseline, instead of the"
+        f" fastest; {NONE}: they are not installed, and only tests of the sparse backend may be"
+        " skipped"
     )
     parser.addoption("--kernels", help=help)
 
@@ -46,7 +47,11 @@ class OnlySparseIsSkipped:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Notes a skip that does not name the sparse backend."""
-        if report.skipped and not hasattr(report, "wasxfail") and "sparse" not in str(report.longrepr):
+        if (
+            report.skipped
+            and not hasattr(report, "wasxfail")
+            and "sparse" not in str(report.longrepr)
+        ):
             self.others.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
@@ -72,6 +77,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Hides what imports and collection made from the garbage collector, which would walk it again and again."""
+    """Hides what imports and collection made from the garbage collector, which would walk it again
+    and again.
+    """
     gc.collect()
     gc.freeze()

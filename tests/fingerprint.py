@@ -1,4 +1,6 @@
-"""fingerprint: everything about a net and its optimizers that a refused edit must leave bit-identical."""
+"""fingerprint: everything about a net and its optimizers that a refused edit must leave
+bit-identical.
+"""
 
 from typing import Any
 
@@ -10,7 +12,9 @@ from grapnet import GrapNet
 
 
 def fingerprint(net: GrapNet, *optimizers: Optimizer) -> dict[str, Any]:
-    """Returns contents as bytes and objects by identity: two equal fingerprints mean that nothing changed."""
+    """Returns contents as bytes and objects by identity: two equal fingerprints mean that nothing
+    changed.
+    """
     found: dict[str, Any] = {
         "version": net.version,
         "next_uid": net.next_uid,
@@ -23,21 +27,35 @@ def fingerprint(net: GrapNet, *optimizers: Optimizer) -> dict[str, Any]:
     }
     for name, parameter in net.named_parameters():
         found[name] = (Same(parameter), as_bytes(parameter), parameter.requires_grad)
-        found[f"{name}.grad"] = (Same(parameter.grad), None if parameter.grad is None else as_bytes(parameter.grad))
+        found[f"{name}.grad"] = (
+            Same(parameter.grad),
+            None if parameter.grad is None else as_bytes(parameter.grad),
+        )
         found[f"{name}.layout"] = Same(getattr(parameter, "grapnet_layout", None))
     for name, buffer in net.named_buffers():
         found[name] = (Same(buffer), as_bytes(buffer))
     for number, layer in enumerate(net.layers):
-        found[f"layers.{number}"] = (Same(layer), layer.uids.tolist(), layer.owners, layer.activations)
+        found[f"layers.{number}"] = (
+            Same(layer),
+            layer.uids.tolist(),
+            layer.owners,
+            layer.activations,
+        )
     for number, optimizer in enumerate(optimizers):
-        found[f"optimizer {number}"] = [[Same(p) for p in group["params"]] for group in optimizer.param_groups]
+        found[f"optimizer {number}"] = [
+            [Same(p) for p in group["params"]] for group in optimizer.param_groups
+        ]
         for p, state in optimizer.state.items():
-            found[f"optimizer {number} state {id(p)}"] = {key: _content(value) for key, value in state.items()}
+            found[f"optimizer {number} state {id(p)}"] = {
+                key: _content(value) for key, value in state.items()
+            }
     return found
 
 
 class Same:
-    """Equal only to a wrapper of the same object; keeps the object alive, so that no other takes its place."""
+    """Equal only to a wrapper of the same object; keeps the object alive, so that no other takes
+    its place.
+    """
 
     def __init__(self, target: object) -> None:
         self.target = target

@@ -23,11 +23,19 @@ from .operations import NAMES, WEIGHTS, Operations, Planned, Reluctant
 from .oracle import Draft, Key, Oracle, Refused, State
 
 EMPTY = st.sampled_from([[3, 0, 2], [0, 2], [2, 3, 0, 2], [4, 2, 0]])
-FILLED = st.sampled_from([3, 4, 3, 4, 2]).flatmap(lambda n: st.lists(st.integers(2, 6), min_size=n, max_size=n))
+FILLED = st.sampled_from([3, 4, 3, 4, 2]).flatmap(
+    lambda n: st.lists(st.integers(2, 6), min_size=n, max_size=n)
+)
 SIZES = st.integers(0, 7).flatmap(lambda n: FILLED if n else EMPTY)
 RARE = ["failing_edit", "assign", "load_state_dict", "deepcopy", "save"]
 ACTIONS = ["edit"] * 4 + ["there_and_back", "train"] * 3 + ["reverse", "trial"] * 2 + RARE
-CALM = settings(deadline=None, database=None, print_blob=True, report_multiple_bugs=False, stateful_step_count=20)
+CALM = settings(
+    deadline=None,
+    database=None,
+    print_blob=True,
+    report_multiple_bugs=False,
+    stateful_step_count=20,
+)
 ERRORS = (gn.GrapNetError, ValueError, LookupError, TypeError, Planned)
 
 
@@ -43,14 +51,24 @@ class GraphMachine(Operations, Comparison):
         torch.manual_seed(seed)
         self.data = data
         sizes = self.draw(SIZES)
-        kinds = self.draw(st.lists(st.sampled_from(NAMES), min_size=len(sizes) - 1, max_size=len(sizes) - 1))
+        kinds = self.draw(
+            st.lists(st.sampled_from(NAMES), min_size=len(sizes) - 1, max_size=len(sizes) - 1)
+        )
         if self.draw(st.booleans()):
-            wires = [self.some([(p, c) for p in range(a) for c in range(b)], 8, 16) for a, b in pairwise(sizes)]
+            wires = [
+                self.some([(p, c) for p in range(a) for c in range(b)], 8, 16)
+                for a, b in pairwise(sizes)
+            ]
             columns = [([p for p, _ in pairs], [c for _, c in pairs]) for pairs in wires]
             net = gn.GrapNet.from_relations(sizes, columns, activation=kinds, dtype=torch.float64)
         else:
-            density, how = self.draw(st.floats(0.3, 1)), self.draw(st.sampled_from(["uniform", "erk"]))
-            net = gn.GrapNet(sizes, activation=kinds, density=density, distribution=how, dtype=torch.float64)
+            density, how = (
+                self.draw(st.floats(0.3, 1)),
+                self.draw(st.sampled_from(["uniform", "erk"])),
+            )
+            net = gn.GrapNet(
+                sizes, activation=kinds, density=density, distribution=how, dtype=torch.float64
+            )
         self.drive(net)
         self.oracle = Oracle(self.read())
         self.default, self.saved = ["identity", *kinds], None
@@ -100,7 +118,11 @@ class GraphMachine(Operations, Comparison):
 
     def trial(self) -> None:
         """Tries an edit: it takes effect, and then nothing has happened."""
-        draft, history, relations = Draft(self.oracle.state), self.net.history, self.net.layers[0].outgoing()
+        draft, history, relations = (
+            Draft(self.oracle.state),
+            self.net.history,
+            self.net.layers[0].outgoing(),
+        )
         with self.net.edit(trial=True) as edit:
             self.operations(edit, draft)
             if (after := expected(draft)) is None:
@@ -112,15 +134,21 @@ class GraphMachine(Operations, Comparison):
                 self.compare(after, draft.shift)
                 self.compare_function(after, keep=False)
         assert self.net.history == history
-        same(relations.weights, self.net.layers[0].outgoing().weights, 0)  # selected before, still good
+        same(
+            relations.weights, self.net.layers[0].outgoing().weights, 0
+        )  # selected before, still good
 
     def failing_edit(self) -> None:
-        """Puts something illegal among legal operations, or lets a follower refuse: nothing may change."""
+        """Puts something illegal among legal operations, or lets a follower refuse: nothing may
+        change.
+        """
         random, follower, follows = torch.get_rng_state(), Reluctant(), self.draw(st.booleans())
         with pytest.raises(ERRORS):
             self.fail(None if follows else self.illegal(), follower)
         self.net.unfollow(follower)
-        assert follows or torch.equal(random, torch.get_rng_state()), "a refused edit drew random numbers"
+        assert follows or torch.equal(random, torch.get_rng_state()), (
+            "a refused edit drew random numbers"
+        )
 
     def fail(self, illegal: Any, follower: Reluctant) -> None:
         """Makes an edit that fails."""
@@ -175,10 +203,16 @@ class GraphMachine(Operations, Comparison):
         """Keeps a state dict."""
         state = self.oracle.state
         values = [[(c.value, c.frozen) for c in vector.values()] for vector in state.vectors()]
-        self.saved = {name: tensor.clone() for name, tensor in self.net.state_dict().items()}, wiring(state), values
+        self.saved = (
+            {name: tensor.clone() for name, tensor in self.net.state_dict().items()},
+            wiring(state),
+            values,
+        )
 
     def load_state_dict(self) -> None:
-        """Loads the state dict that was kept, whatever is frozen; on another wiring it is refused."""
+        """Loads the state dict that was kept, whatever is frozen; on another wiring it is
+        refused.
+        """
         if self.saved is None or self.draw(st.booleans()):
             self.remember()
             self.edit(self.turn)
@@ -254,7 +288,9 @@ class GraphMachine(Operations, Comparison):
 
     @invariant()
     def agree(self) -> None:
-        """Net and oracle agree in structure, values, carried gradients, optimizer state and function."""
+        """Net and oracle agree in structure, values, carried gradients, optimizer state and
+        function.
+        """
         GraphMachine.steps += 1
         self.turns += 1
         state = self.oracle.state
@@ -270,7 +306,9 @@ class GraphMachine(Operations, Comparison):
         self.computed, self.graded = set(), True
 
     def teardown(self) -> None:
-        """At the end of a program the literal walk computes the same, every handle and the journal tell the truth."""
+        """At the end of a program the literal walk computes the same, every handle and the journal
+        tell the truth.
+        """
         if not hasattr(self, "oracle") or sys.exc_info()[0]:
             return
         same(self.net.walk(TABLE[:, self.net.layers[0].uids]), self.output(), CLOSE)
@@ -288,11 +326,23 @@ def expected(draft: Draft) -> State | None:
 
 
 def run_programs(seed: int, programs: int, **options: Any) -> None:
-    """Runs programs from a seed; an odd one takes the paths that only large graphs take otherwise."""
-    chosen = settings(CALM, max_examples=programs, suppress_health_check=list(HealthCheck), **options)
-    small = {"core.remap._FEW_RUNS": 0, "core.memory.LARGE": 64, "execution.reference.CELLS": 8} if seed % 2 else {}
+    """Runs programs from a seed; an odd one takes the paths that only large graphs take
+    otherwise.
+    """
+    chosen = settings(
+        CALM, max_examples=programs, suppress_health_check=list(HealthCheck), **options
+    )
+    small = (
+        {"core.remap._FEW_RUNS": 0, "core.memory.LARGE": 64, "execution.reference.CELLS": 8}
+        if seed % 2
+        else {}
+    )
     with ExitStack() as stack:
-        stack.enter_context(patch("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 60))
+        stack.enter_context(
+            patch("hypothesis.internal.conjecture.engine.MAX_SHRINKING_SECONDS", 60)
+        )
         for name, size in small.items():
             stack.enter_context(patch(f"grapnet.{name}", size))
-        run_state_machine_as_test(seeded(seed)(type("SeededMachine", (GraphMachine,), {})), settings=chosen)
+        run_state_machine_as_test(
+            seeded(seed)(type("SeededMachine", (GraphMachine,), {})), settings=chosen
+        )

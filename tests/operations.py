@@ -1,4 +1,6 @@
-"""Draws the operations of random edits, each asked of the library's edit and of the oracle's draft."""
+"""Draws the operations of random edits, each asked of the library's edit and of the oracle's
+draft.
+"""
 
 import copy
 from typing import Any
@@ -27,7 +29,9 @@ class Reluctant:
 
 
 class Operations(RuleBasedStateMachine):
-    """What the programs draw from: nodes, relations, initialisations, legal and illegal operations."""
+    """What the programs draw from: nodes, relations, initialisations, legal and illegal
+    operations.
+    """
 
     data: st.DataObject
     net: gn.GrapNet
@@ -42,7 +46,9 @@ class Operations(RuleBasedStateMachine):
         if not options:
             return []
         least = min(least, len(options))
-        return self.draw(st.lists(st.sampled_from(options), min_size=least, max_size=most, unique=True))
+        return self.draw(
+            st.lists(st.sampled_from(options), min_size=least, max_size=most, unique=True)
+        )
 
     def layer(self, first: int = 0, last: int = -1) -> int:
         """Draws the number of a layer."""
@@ -57,10 +63,14 @@ class Operations(RuleBasedStateMachine):
 
     def node_set(self, number: int, uids: list[int]) -> gn.NodeSet:
         """Selects nodes of a layer."""
-        return self.net.select(layer=number, where=lambda nodes: torch.isin(nodes.uids, torch.tensor(uids).long()))
+        return self.net.select(
+            layer=number, where=lambda nodes: torch.isin(nodes.uids, torch.tensor(uids).long())
+        )
 
     def values(self, size: int) -> tuple[Any, list]:
-        """Draws an initialisation of `size` coordinates: as the library takes it, and one for each."""
+        """Draws an initialisation of `size` coordinates: as the library takes it, and one for
+        each.
+        """
         initial = self.draw(st.sampled_from(["linear", "alloc", "zero", "one", "given"]))
         if initial == "one":
             value = self.draw(WEIGHTS)
@@ -83,7 +93,10 @@ class Operations(RuleBasedStateMachine):
         elif how in ("smallest", "largest"):
             size, sign = self.draw(st.integers(0, 4)), 1 if how == "smallest" else -1
             ranked = sorted(pairs, key=lambda pair: sign * abs(state.relations[pair].value))[:size]
-            chosen, found = [pair for pair in pairs if pair in ranked], getattr(outgoing, how)(count=size)
+            chosen, found = (
+                [pair for pair in pairs if pair in ranked],
+                getattr(outgoing, how)(count=size),
+            )
         else:
             parents = state.uids(t) if how == "incoming" else self.some(state.uids(t))
             children = state.uids(t + 1) if how == "outgoing" else self.some(state.uids(t + 1))
@@ -105,16 +118,24 @@ class Operations(RuleBasedStateMachine):
             verb(edit, draft)
 
     def present(self, draft: Draft, number: int) -> list[int]:
-        """Returns the nodes of a layer that an operation can name, those added in this edit included."""
+        """Returns the nodes of a layer that an operation can name, those added in this edit
+        included.
+        """
         born = [node.uid for n, node, _ in draft.added if n == number]
         return [uid for uid in self.oracle.state.uids(number) + born if uid not in draft.removed]
 
     def add(self, edit: gn.Edit, draft: Draft) -> None:
         number = self.layer()
-        size = self.draw(st.sampled_from([1, 2, 1, 2, 1, 2, 0])) if len(self.present(draft, number)) < 8 else 0
+        size = (
+            self.draw(st.sampled_from([1, 2, 1, 2, 1, 2, 0]))
+            if len(self.present(draft, number)) < 8
+            else 0
+        )
         kind = self.draw(st.sampled_from([None, *NAMES])) if number else None
         owner, (bias, initials) = self.draw(st.sampled_from(OWNERS)), self.values(size)
-        place = number - self.draw(st.sampled_from([0, len(self.default)]))  # counted from either end
+        place = number - self.draw(
+            st.sampled_from([0, len(self.default)])
+        )  # counted from either end
         uids = edit.add_nodes(place, size, activation=kind, owner=owner, bias=bias).uids.tolist()
         draft.add_nodes(number, uids, kind or self.default[number], owner, initials)
 
@@ -165,7 +186,9 @@ class Operations(RuleBasedStateMachine):
             found, keys = self.relations()
             getattr(edit, verb)(found)
         else:
-            uids = self.some([node.uid for layer in self.oracle.state.layers for node in layer], 1, 2)
+            uids = self.some(
+                [node.uid for layer in self.oracle.state.layers for node in layer], 1, 2
+            )
             left_out = self.some(["incoming", "outgoing", "bias"], 0, 2)
             parts = {part: part not in left_out for part in ("incoming", "outgoing", "bias")}
             getattr(edit, verb)(self.nodes(uids), **parts)
@@ -176,7 +199,11 @@ class Operations(RuleBasedStateMachine):
         hidden, fold = list(range(1, len(self.default) - 1)), self.draw(st.booleans())
         numbers = self.some(hidden) if self.draw(st.booleans()) else None
         owners = {parent for parent, _ in self.oracle.state.relations}
-        bare = self.some([uid for number in hidden for uid in self.oracle.state.uids(number) if uid in owners], 1, 2)
+        bare = self.some(
+            [uid for number in hidden for uid in self.oracle.state.uids(number) if uid in owners],
+            1,
+            2,
+        )
         for uid in bare:
             edit.cut(self.net.node(uid).incoming())
         draft.cut |= {pair for pair in self.oracle.state.relations if pair[1] in bare}
@@ -185,8 +212,12 @@ class Operations(RuleBasedStateMachine):
             draft.orphans[number] = draft.orphans.get(number, False) or fold
 
     def name(self, edit: gn.Edit, draft: Draft) -> None:
-        kind, first = self.draw(st.sampled_from([("activation", 1), ("owner", 0)]))  # sensory nodes do not activate
-        free = [uid for number in range(first, len(self.default)) for uid in self.present(draft, number)]
+        kind, first = self.draw(
+            st.sampled_from([("activation", 1), ("owner", 0)])
+        )  # sensory nodes do not activate
+        free = [
+            uid for number in range(first, len(self.default)) for uid in self.present(draft, number)
+        ]
         uids = self.some([uid for uid in free if (kind, uid) not in draft.names])
         name = self.draw(st.sampled_from(NAMES if first else OWNERS))
         getattr(edit, f"set_{kind}")(self.nodes(uids), name)
@@ -207,11 +238,19 @@ class Operations(RuleBasedStateMachine):
             lambda edit: edit.freeze(edit.add_nodes(1, 1)),
             lambda edit: edit.connect(edit.add_nodes(0, 1), edit.add_nodes(0, 1)),
             lambda edit: edit.connect(edit.add_nodes(0, 2), edit.add_nodes(1, 3), pairs="aligned"),
-            lambda edit: edit.connect(edit.add_nodes(0, 2), edit.add_nodes(1, 3), weights=torch.ones(3, 2)),
-            lambda edit: edit.connect(edit.add_nodes(0, 1), edit.add_nodes(1, 1), weights=float("nan")),
-            lambda edit: edit.connect(edit.add_nodes(0, 1), edit.add_nodes(1, 1), weights="none of these"),
+            lambda edit: edit.connect(
+                edit.add_nodes(0, 2), edit.add_nodes(1, 3), weights=torch.ones(3, 2)
+            ),
+            lambda edit: edit.connect(
+                edit.add_nodes(0, 1), edit.add_nodes(1, 1), weights=float("nan")
+            ),
+            lambda edit: edit.connect(
+                edit.add_nodes(0, 1), edit.add_nodes(1, 1), weights="none of these"
+            ),
             lambda edit: edit.connect([new := edit.add_nodes(0, 1), new], edit.add_nodes(1, 1)),
-            lambda edit: [edit.set_owner(new, name) for new in [edit.add_nodes(1, 1)] for name in "ab"],
+            lambda edit: [
+                edit.set_owner(new, name) for new in [edit.add_nodes(1, 1)] for name in "ab"
+            ],
             lambda edit: edit.set_activation([10**6], "relu"),
             lambda edit: edit.remove_orphans(0),
             lambda edit: net.edit().__enter__(),

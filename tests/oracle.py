@@ -1,4 +1,6 @@
-"""A plain oracle of a graph: lists, dicts and dense float64 matrices, with nothing of grapnet in it."""
+"""A plain oracle of a graph: lists, dicts and dense float64 matrices, with nothing of grapnet in
+it.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +25,9 @@ class Refused(Exception):
 
 @dataclass
 class Coordinate:
-    """A relation's weight or a node's bias; `birth` tells a newborn from the relation it replaces."""
+    """A relation's weight or a node's bias; `birth` tells a newborn from the relation it
+    replaces.
+    """
 
     value: float = 0.0
     frozen: bool = False
@@ -56,7 +60,9 @@ class State:
 
     def copy(self) -> "State":
         """Returns an independent copy."""
-        layers = [[replace(n, bias=n.bias and replace(n.bias)) for n in layer] for layer in self.layers]
+        layers = [
+            [replace(n, bias=n.bias and replace(n.bias)) for n in layer] for layer in self.layers
+        ]
         return State(layers, {pair: replace(relation) for pair, relation in self.relations.items()})
 
     def uids(self, number: int) -> list[int]:
@@ -76,9 +82,14 @@ class State:
         return {key: coordinate for vector in self.vectors() for key, coordinate in vector.items()}
 
     def vectors(self) -> list[dict[Key, Coordinate]]:
-        """Returns the biases of every layer after the first, then the relations of every transition, in order."""
+        """Returns the biases of every layer after the first, then the relations of every
+        transition, in order.
+        """
         biases = [{node.uid: node.bias for node in layer} for layer in self.layers[1:]]
-        wires = [{pair: self.relations[pair] for pair in self.transition(t)} for t in range(len(self.layers) - 1)]
+        wires = [
+            {pair: self.relations[pair] for pair in self.transition(t)}
+            for t in range(len(self.layers) - 1)
+        ]
         return biases + wires
 
     def fan_in(self, uid: int) -> int:
@@ -92,28 +103,47 @@ class State:
         self.relations = {pair: r for pair, r in self.relations.items() if not gone & set(pair)}
 
     def outline(self, births: bool = True) -> object:
-        """Returns all but the values: what an edit can change; without births two graphs can be compared."""
-        layers = [[(n.uid, n.activation, n.owner, n.bias and n.bias.frozen) for n in layer] for layer in self.layers]
-        vectors = [[(key, births and c.birth, c.frozen) for key, c in v.items()] for v in self.vectors()]
+        """Returns all but the values: what an edit can change; without births two graphs can be
+        compared.
+        """
+        layers = [
+            [(n.uid, n.activation, n.owner, n.bias and n.bias.frozen) for n in layer]
+            for layer in self.layers
+        ]
+        vectors = [
+            [(key, births and c.birth, c.frozen) for key, c in v.items()] for v in self.vectors()
+        ]
         return layers, vectors
 
     def evaluate(self, x: Tensor, loss) -> tuple[Tensor, dict[Key, float]]:
-        """Returns the output for x and the gradient of loss(output) for every coordinate, by dense matrices."""
+        """Returns the output for x and the gradient of loss(output) for every coordinate, by dense
+        matrices.
+        """
         h, leaves = x, []
         for upper, lower in pairwise(self.layers):
-            cells = [[self.relations.get((i.uid, j.uid)) for j in lower] for i in upper]  # A_ij = w_ij, or 0
+            cells = [
+                [self.relations.get((i.uid, j.uid)) for j in lower] for i in upper
+            ]  # A_ij = w_ij, or 0
             values = [[0.0 if cell is None else cell.value for cell in row] for row in cells]
-            matrix = torch.tensor(values, dtype=x.dtype).reshape(len(upper), len(lower)).requires_grad_()
+            matrix = (
+                torch.tensor(values, dtype=x.dtype).reshape(len(upper), len(lower)).requires_grad_()
+            )
             bias = torch.tensor([j.bias.value for j in lower], dtype=x.dtype, requires_grad=True)
             z = h @ matrix + bias
-            h = torch.stack([PHI[j.activation](z[:, n]) for n, j in enumerate(lower)], 1) if lower else z
+            h = (
+                torch.stack([PHI[j.activation](z[:, n]) for n, j in enumerate(lower)], 1)
+                if lower
+                else z
+            )
             leaves += [matrix, bias]
         found = [gradient.tolist() for gradient in torch.autograd.grad(loss(h), leaves)]
         gradients: dict[Key, float] = {}
         for t, (matrix, bias) in enumerate(zip(found[::2], found[1::2], strict=True)):
             upper, lower = self.uids(t), self.uids(t + 1)
             gradients |= dict(zip(lower, bias, strict=True))
-            gradients |= {(p, c): matrix[upper.index(p)][lower.index(c)] for p, c in self.transition(t)}
+            gradients |= {
+                (p, c): matrix[upper.index(p)][lower.index(c)] for p, c in self.transition(t)
+            }
         return h.detach(), gradients
 
 
@@ -130,24 +160,39 @@ class Draft:
         self.thawed: set[Key] = set()
         self.names: dict[tuple[str, int], set[str | None]] = {}
         self.orphans: dict[int, bool] = {}
-        self.bounds: dict[Key, tuple[float, float]] = {}  # newborn -> least and greatest value; filled by resolve
+        self.bounds: dict[
+            Key, tuple[float, float]
+        ] = {}  # newborn -> least and greatest value; filled by resolve
         self.shift: Shift = {}  # filled by resolve
 
     def add_nodes(
-        self, number: int, uids: Sequence[int], activation: str, owner: str | None, bias: Sequence[Initial]
+        self,
+        number: int,
+        uids: Sequence[int],
+        activation: str,
+        owner: str | None,
+        bias: Sequence[Initial],
     ) -> None:
         """Adds nodes at the end of a layer."""
         for uid, initial in zip(uids, bias, strict=True):
-            self.added.append((number, Node(uid, activation, owner, Coordinate() if number else None), initial))
+            self.added.append(
+                (number, Node(uid, activation, owner, Coordinate() if number else None), initial)
+            )
 
     def turn(self, verb: str, keys: Iterable[Key]) -> None:
         """Freezes or unfreezes coordinates."""
         (self.frozen if verb == "freeze" else self.thawed).update(keys)
 
-    def belonging(self, uids: Iterable[int], incoming: bool, outgoing: bool, bias: bool) -> set[Key]:
+    def belonging(
+        self, uids: Iterable[int], incoming: bool, outgoing: bool, bias: bool
+    ) -> set[Key]:
         """Returns the coordinates that belong to nodes."""
         uids = set(uids)
-        keys: set[Key] = {p for p in self.state.relations if (outgoing and p[0] in uids) or (incoming and p[1] in uids)}
+        keys: set[Key] = {
+            p
+            for p in self.state.relations
+            if (outgoing and p[0] in uids) or (incoming and p[1] in uids)
+        }
         return keys | {key for key in self.state.coordinates() if bias and key in uids}
 
     def name(self, kind: str, uids: Iterable[int], name: str | None) -> None:
@@ -202,7 +247,9 @@ class Draft:
         before = self.state.coordinates()
         for key, coordinate in after.coordinates().items():
             if key in before and before[key].birth == coordinate.birth:
-                coordinate.turn(key in self.frozen or (coordinate.frozen and key not in self.thawed))
+                coordinate.turn(
+                    key in self.frozen or (coordinate.frozen and key not in self.thawed)
+                )
 
     def _shift(self, after: State, left: dict[int, float]) -> None:
         self.shift = {}
@@ -216,9 +263,15 @@ class Draft:
                 bias.value += amount
 
     def _bound(self, after: State) -> None:
-        asked = dict(self.connected) | {node.uid: initial for number, node, initial in self.added if number}
+        asked = dict(self.connected) | {
+            node.uid: initial for number, node, initial in self.added if number
+        }
         before, self.bounds = self.state.coordinates(), {}
-        born = {k: c for k, c in after.coordinates().items() if k not in before or before[k].birth != c.birth}
+        born = {
+            k: c
+            for k, c in after.coordinates().items()
+            if k not in before or before[k].birth != c.birth
+        }
         for key in born:
             initial, size = asked[key], 0
             if initial == "linear":
@@ -258,7 +311,9 @@ class Oracle:
         self._reverse(self.redoable, self.undoable)
 
     def _reverse(self, stack: list, other: list) -> None:
-        """Brings an earlier graph back: survivors go on as they are, the others return as they were when they left."""
+        """Brings an earlier graph back: survivors go on as they are, the others return as they were
+        when they left.
+        """
         (earlier, shift), current = stack.pop(), self.state.coordinates()
         self.state, left = earlier.copy(), self.state
         for key, coordinate in self.state.coordinates().items():
@@ -286,7 +341,10 @@ class Oracle:
             slow, fast = 1 - 0.999 ** self.steps[number], 1 - 0.9 ** self.steps[number]
             for c in vector.values():
                 if not c.frozen:
-                    m, v = 0.9 * c.moments[0] + 0.1 * c.grad, 0.999 * c.moments[1] + 0.001 * c.grad**2
+                    m, v = (
+                        0.9 * c.moments[0] + 0.1 * c.grad,
+                        0.999 * c.moments[1] + 0.001 * c.grad**2,
+                    )
                     c.moments = m, v
                     c.value -= rate / fast * m / (sqrt(v) / sqrt(slow) + 1e-8)
 

@@ -86,7 +86,9 @@ def _linear(module: nn.Linear, x: Tensor, error: Tensor, unit: float) -> tuple[T
     return x @ weight.t() + bias, products + unit * terms
 
 
-def _sum_of_products(left: Tensor, left_error: Tensor, right: Tensor, right_error: Tensor, unit: float) -> Tensor:
+def _sum_of_products(
+    left: Tensor, left_error: Tensor, right: Tensor, right_error: Tensor, unit: float
+) -> Tensor:
     """Returns the error of left.t() @ right, both [terms, …], where a product with 0 is exact."""
     terms = (left != 0).double().t() @ (right != 0).double()
     sizes = left.abs().t() @ right.abs()
@@ -94,7 +96,9 @@ def _sum_of_products(left: Tensor, left_error: Tensor, right: Tensor, right_erro
     return inherited + (terms + 1) * unit * (sizes + inherited)
 
 
-def _elementwise(function: Callable[[Tensor], Tensor], z: Tensor, error: Tensor, unit: float) -> tuple[Tensor, Tensor]:
+def _elementwise(
+    function: Callable[[Tensor], Tensor], z: Tensor, error: Tensor, unit: float
+) -> tuple[Tensor, Tensor]:
     """Returns φ(z) and its error: what an error of z makes of it, and a few roundings of its own.
 
     At a kink, such as that of the derivative of ReLU at 0, the error is the size of the step.

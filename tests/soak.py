@@ -1,4 +1,6 @@
-"""The long random test: `python -m tests.soak --json results/soak.json` runs the machine's programs by the thousand."""
+"""The long random test: `python -m tests.soak --json results/soak.json` runs the machine's programs
+by the thousand.
+"""
 
 import argparse
 import json
@@ -82,7 +84,10 @@ def main() -> int:
     report = soak(chosen.programs, chosen.processes, chosen.seed)
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(f"{report['programs']:,} programs in {report['seconds']} s, {report['failures']} failures: {chosen.json}")
+    print(
+        f"{report['programs']:,} programs in {report['seconds']} s, {report['failures']} failures:"
+        f" {chosen.json}"
+    )
     return 1 if report["failures"] else 0
 
 

@@ -1,4 +1,6 @@
-"""The code that people copy from the README and the documentation runs, and what it names exists."""
+"""The code that people copy from the README and the documentation runs, and what it names
+exists.
+"""
 
 import importlib
 import json
@@ -19,15 +21,51 @@ from grapnet.studies import split_fashion, tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
-RUN_HERE = ("optimizers", "sparse-training", "checkpoints", "continual-learning", "closed-form", "data", "prune")
-RUN_HERE += ("write-a-rule", "write-a-backend", "save-resume-undo", "deploy", "pictures", "command-line")
-RUN_ELSEWHERE = ("rules", "convert", "compose", "transformers", "training-loops", "scikit-learn", "distributed")
+RUN_HERE = (
+    "optimizers",
+    "sparse-training",
+    "checkpoints",
+    "continual-learning",
+    "closed-form",
+    "data",
+    "prune",
+)
+RUN_HERE += (
+    "write-a-rule",
+    "write-a-backend",
+    "save-resume-undo",
+    "deploy",
+    "pictures",
+    "command-line",
+)
+RUN_ELSEWHERE = (
+    "rules",
+    "convert",
+    "compose",
+    "transformers",
+    "training-loops",
+    "scikit-learn",
+    "distributed",
+)
 PAGES = ["docs/concepts.md", "docs/execution.md", "docs/migration.md", "docs/comparison.md"]
 DOCUMENTS = ["README.md", *PAGES, *(f"docs/guides/{name}.md" for name in RUN_HERE)]
 NEEDS_KERNELS = {"docs/execution.md": pytest.mark.sparse}
-LISTED = ("grapnet", "grapnet.rules", "grapnet.learning", "grapnet.data", "grapnet.convert", "grapnet.plot")
+LISTED = (
+    "grapnet",
+    "grapnet.rules",
+    "grapnet.learning",
+    "grapnet.data",
+    "grapnet.convert",
+    "grapnet.plot",
+)
 INTEGRATIONS = ("sklearn", "transformers", "lightning", "networkx")
-UNLISTED = {"rules", "cross_entropies", "squared_errors", "on_save_checkpoint", "on_load_checkpoint"}
+UNLISTED = {
+    "rules",
+    "cross_entropies",
+    "squared_errors",
+    "on_save_checkpoint",
+    "on_load_checkpoint",
+}
 
 
 def python_blocks(text: str) -> list[str]:
@@ -36,7 +74,9 @@ def python_blocks(text: str) -> list[str]:
 
 
 def blocks_of(text: str) -> list[tuple[str, str]]:
-    """Returns the blocks of a Markdown text that can be run, in order: Python, and commands of the shell."""
+    """Returns the blocks of a Markdown text that can be run, in order: Python, and commands of the
+    shell.
+    """
     return re.findall(r"^```(python|sh)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
@@ -78,7 +118,9 @@ def test_code_blocks_run_in_order(document, tmp_path, monkeypatch):
 def test_every_guide_is_run_by_some_test_and_reachable_from_the_site():
     guides = {path.stem for path in (ROOT / "docs/guides").glob("*.md")}
     assert guides == {*RUN_HERE, *RUN_ELSEWHERE}
-    tests = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__))
+    tests = "\n".join(
+        path.read_text() for path in (ROOT / "tests").rglob("*.py") if path != Path(__file__)
+    )
     assert [name for name in RUN_ELSEWHERE if f"docs/guides/{name}.md" not in tests] == []
     navigation = (ROOT / "mkdocs.yml").read_text()
     pages = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
@@ -87,13 +129,18 @@ def test_every_guide_is_run_by_some_test_and_reachable_from_the_site():
 
 def test_every_public_name_is_in_the_reference():
     reference = (ROOT / "docs/api.md").read_text()
-    listed = {*re.findall(r"^        - (\w+)$", reference, flags=re.MULTILINE), *re.findall(r"`(\w+)`", reference)}
+    listed = {
+        *re.findall(r"^        - (\w+)$", reference, flags=re.MULTILINE),
+        *re.findall(r"`(\w+)`", reference),
+    }
     missing = [f"{place}.{name}" for place, name in public_names() if name not in listed | UNLISTED]
     assert missing == []
 
 
 def public_names() -> list[tuple[str, str]]:
-    """Returns what packages re-export, and what the files of integrations define or name in `__all__`."""
+    """Returns what packages re-export, and what the files of integrations define or name in
+    `__all__`.
+    """
     found = []
     for place in LISTED:
         source = Path(str(importlib.import_module(place).__file__)).read_text()
@@ -103,10 +150,19 @@ def public_names() -> list[tuple[str, str]]:
     for name in INTEGRATIONS:
         source = (ROOT / f"grapnet/integrations/{name}.py").read_text()
         defined = re.findall(
-            r"^(?:class|def) ([A-Za-z]\w*)|^from \.\S* import (\w+) as \2$", source, flags=re.MULTILINE
+            r"^(?:class|def) ([A-Za-z]\w*)|^from \.\S* import (\w+) as \2$",
+            source,
+            flags=re.MULTILINE,
         )
-        promised = re.findall(r'"(\w+)"', "".join(re.findall(r"^__all__ = .*", source, flags=re.MULTILINE)))
-        found += [(f"grapnet.integrations.{name}", part) for parts in [*defined, promised] for part in parts if part]
+        promised = re.findall(
+            r'"(\w+)"', "".join(re.findall(r"^__all__ = .*", source, flags=re.MULTILINE))
+        )
+        found += [
+            (f"grapnet.integrations.{name}", part)
+            for parts in [*defined, promised]
+            for part in parts
+            if part
+        ]
     return found
 
 
@@ -117,13 +173,18 @@ def test_names_on_the_walk_through_the_code_are_where_it_says():
     assert [entry for entry in named if not defines(*entry)] == []
     files = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text)
     assert [path for path in files if not (ROOT / "grapnet" / path).is_file()] == []
-    assert not defines("Execution.line", "execution/manager.py")  # a name that is not there is noticed
+    assert not defines(
+        "Execution.line", "execution/manager.py"
+    )  # a name that is not there is noticed
 
 
 def defines(name: str, path: str) -> bool:
     """Says whether a file of the package defines every part of a dotted name."""
     source = (ROOT / "grapnet" / path).read_text()
-    return all(re.search(rf"^\s*(?:class|def) {part}\b", source, flags=re.MULTILINE) for part in name.split("."))
+    return all(
+        re.search(rf"^\s*(?:class|def) {part}\b", source, flags=re.MULTILINE)
+        for part in name.split(".")
+    )
 
 
 def test_pictures_and_files_named_in_the_documentation_exist():
@@ -168,8 +229,13 @@ def test_the_table_of_edits_is_the_committed_measurement():
     result = json.loads((ROOT / "benchmarks/results/edits.json").read_text())
     for page in ("README.md", "docs/performance.md"):
         assert markdown(result) in (ROOT / page).read_text()
-    huge = f"{result['huge']['peak_gib']:.2f} GiB", f"{result['huge']['bytes_per_relation_at_rest']} bytes a relation"
-    assert all(part in " ".join((ROOT / "docs/performance.md").read_text().split()) for part in huge)
+    huge = (
+        f"{result['huge']['peak_gib']:.2f} GiB",
+        f"{result['huge']['bytes_per_relation_at_rest']} bytes a relation",
+    )
+    assert all(
+        part in " ".join((ROOT / "docs/performance.md").read_text().split()) for part in huge
+    )
     assert missed(result) == []
 
 
@@ -211,7 +277,10 @@ def test_the_performance_page_shows_the_committed_costs_of_rules():
 def test_the_performance_page_shows_the_committed_measurements_of_grafts(name):
     result = json.loads((RESULTS / f"{name}.json").read_text())
     assert graft.table(result) in (ROOT / "docs/performance.md").read_text()
-    assert max(max(row["output_error"], row["step_error"]) for row in result["rows"]) < graft.LARGEST_ERROR
+    assert (
+        max(max(row["output_error"], row["step_error"]) for row in result["rows"])
+        < graft.LARGEST_ERROR
+    )
     assert name != "graft" or graft.missed(result) == []
 
 
@@ -228,19 +297,31 @@ def test_the_readme_shows_the_committed_controls_of_split_fashion():
 
 
 def test_every_number_of_the_papers_claims_in_the_readme_was_measured_or_published():
-    claims = (ROOT / "README.md").read_text().split("`python -m grapnet.studies.` |\n")[1].split("\n\n")[0]
+    claims = (
+        (ROOT / "README.md")
+        .read_text()
+        .split("`python -m grapnet.studies.` |\n")[1]
+        .split("\n\n")[0]
+    )
     rows = [line for line in claims.splitlines() if not line.startswith("|---")]
     assert len(rows) > 8
     for row in rows:
         study = row.strip("|").split("|")[-1].strip(" `")
         result = json.loads((ROOT / f"results/{study}.json").read_text())
-        page = tables.markdown([tables.report(study, ROOT / "results")]) + json.dumps(result["settings"])
+        page = tables.markdown([tables.report(study, ROOT / "results")]) + json.dumps(
+            result["settings"]
+        )
         assert numbers(row.replace("MLP-256", "").replace("dense-256", "")) <= numbers(page), row
 
 
 def test_the_readme_shows_the_committed_rows_of_the_closed_form():
     result = json.loads((ROOT / "results/closed_form.json").read_text())["summary"]
-    table = (ROOT / "README.md").read_text().split("seen-class |\n|---|---:|---:|\n")[1].split("\n\n")[0]
+    table = (
+        (ROOT / "README.md")
+        .read_text()
+        .split("seen-class |\n|---|---:|---:|\n")[1]
+        .split("\n\n")[0]
+    )
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
     few, full = result["few"], result["full"]
     replay = "logit-adjusted ER, {} nodes, {}"
@@ -260,30 +341,47 @@ def test_the_readme_shows_the_committed_rows_of_the_closed_form():
 def section_of(study: str) -> str:
     """Returns the section of docs/studies.md that prints the command of a study."""
     command = f"python -m grapnet.studies.{study} --json results/{study}.json"
-    found = [section for section in (ROOT / "docs/studies.md").read_text().split("\n## ") if command in section]
+    found = [
+        section
+        for section in (ROOT / "docs/studies.md").read_text().split("\n## ")
+        if command in section
+    ]
     assert len(found) == 1, f"{len(found)} sections print {command}"
     return found[0]
 
 
 def unsupported(section: str, tables_page: str, recorded: str) -> list[str]:
-    """Returns the rows of a section that the tables do not have, and the numbers of its prose that stand nowhere."""
+    """Returns the rows of a section that the tables do not have, and the numbers of its prose that
+    stand nowhere.
+    """
     section = re.sub(r"^```.*?^```", "", section, flags=re.MULTILINE | re.DOTALL)
     rows = [line for line in section.splitlines() if line.startswith("|")]
     prose = "\n".join(line for line in section.splitlines() if not line.startswith("|"))
     shown = set(tables_page.splitlines())
-    return [row for row in rows if row not in shown] + sorted(numbers(prose) - numbers(tables_page + recorded))
+    return [row for row in rows if row not in shown] + sorted(
+        numbers(prose) - numbers(tables_page + recorded)
+    )
 
 
 def numbers(text: str) -> set[str]:
-    """Returns the numbers of a text without their signs; those of one digit count things and are left out."""
-    return {found for found in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?", text) if len(found) > 1}
+    """Returns the numbers of a text without their signs; those of one digit count things and are
+    left out.
+    """
+    return {
+        found
+        for found in re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e[+-]\d+)?", text)
+        if len(found) > 1
+    }
 
 
 @pytest.mark.parametrize("study", studies.NAMES)
 def test_the_page_of_studies_shows_the_committed_results(study):
     result = json.loads((ROOT / f"results/{study}.json").read_text())
     report, section = tables.report(study, ROOT / "results"), section_of(study)
-    page, recorded = tables.markdown([report]), f" {json.dumps(result['settings'])} {result.get('seconds')} "
+    page, recorded = (
+        tables.markdown([report]),
+        f" {json.dumps(result['settings'])} {result.get('seconds')} ",
+    )
     assert unsupported(section, page, recorded) == []
     listed = re.findall(r"^- (.*)$", section, flags=re.MULTILINE)
     assert listed == report.missed  # every bar that was missed, and none that was reached

@@ -1,4 +1,6 @@
-"""The import rule: core ← execution ← network ← {learning, rules}, and nothing optional comes with `import grapnet`."""
+"""The import rule: core ← execution ← network ← {learning, rules}, and nothing optional comes with
+`import grapnet`.
+"""
 
 import ast
 import subprocess
@@ -18,14 +20,26 @@ MAY_IMPORT = {
     "rules": {"core", "execution", "network", "rules"},
 }
 OUTSIDE = {"torch", "numpy"}
-ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}  # imported only where Triton is
+ONLY_IN = {
+    f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")
+}  # imported only where Triton is
 LAZY = {  # imported when a function is called
     "grapnet.network": {"grapnet.integrations.networkx", "networkx", "grapnet.show"},
     "grapnet.learning.statistics": {"scipy"},
 }
 PUBLIC = tuple(
     f"grapnet.{name}"
-    for name in ("rules", "convert", "data", "learning", "page", "plot", "progress", "streams", "whole")
+    for name in (
+        "rules",
+        "convert",
+        "data",
+        "learning",
+        "page",
+        "plot",
+        "progress",
+        "streams",
+        "whole",
+    )
 )
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")
 OPTIONAL = (
@@ -55,7 +69,9 @@ def imports(source: str, module: str) -> set[str]:
             base = module.split(".")[: -node.level] if node.level else []
             name = ".".join([*base, *([node.module] if node.module else [])])
             found |= (
-                {f"{name}.{alias.name}" for alias in node.names} if name == "grapnet" or not node.module else {name}
+                {f"{name}.{alias.name}" for alias in node.names}
+                if name == "grapnet" or not node.module
+                else {name}
             )
     return found
 
@@ -68,19 +84,33 @@ def violations(source: str, module: str) -> list[str]:
     wrong = []
     for name in sorted(imports(source, module)):
         top, *rest = name.split(".")
-        inside = (top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part]) or name in LAZY.get(module, ())
-        if not inside and top not in OUTSIDE | ONLY_IN.get(module, set()) and top not in sys.stdlib_module_names:
+        inside = (
+            top == "grapnet" and bool(rest) and rest[0] in MAY_IMPORT[part]
+        ) or name in LAZY.get(module, ())
+        if (
+            not inside
+            and top not in OUTSIDE | ONLY_IN.get(module, set())
+            and top not in sys.stdlib_module_names
+        ):
             wrong.append(f"{module} imports {name}")
     return wrong
 
 
 def modules() -> list[tuple[str, Path]]:
     paths = sorted(PACKAGE.rglob("*.py"))
-    return [(".".join(["grapnet", *path.relative_to(PACKAGE).with_suffix("").parts]), path) for path in paths]
+    return [
+        (".".join(["grapnet", *path.relative_to(PACKAGE).with_suffix("").parts]), path)
+        for path in paths
+    ]
 
 
 def test_every_module_imports_only_what_lies_below_it() -> None:
-    assert {name.split(".")[1] for name, _ in modules()} >= {"core", "execution", "network", "learning"}
+    assert {name.split(".")[1] for name, _ in modules()} >= {
+        "core",
+        "execution",
+        "network",
+        "learning",
+    }
     wrong = [line for name, path in modules() for line in violations(path.read_text(), name)]
     assert wrong == []
 
@@ -112,11 +142,26 @@ def test_a_wrong_import_would_be_found(module: str, source: str, named: str) -> 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("grapnet.core.edit", "import torch\nfrom .errors import EditError\nimport numpy as np\nimport weakref"),
-        ("grapnet.execution.plan", "from grapnet.core.relations import Topology\nfrom .reference import walk"),
-        ("grapnet.network", "from .core.graph import Graph\nfrom .execution.manager import Execution"),
-        ("grapnet.learning.optim", "from grapnet.core.graph import Graph\nfrom grapnet.network import GrapNet"),
-        ("grapnet.checkpoint.graph", "from grapnet.network import GrapNet\nfrom grapnet.learning.optim import attach"),
+        (
+            "grapnet.core.edit",
+            "import torch\nfrom .errors import EditError\nimport numpy as np\nimport weakref",
+        ),
+        (
+            "grapnet.execution.plan",
+            "from grapnet.core.relations import Topology\nfrom .reference import walk",
+        ),
+        (
+            "grapnet.network",
+            "from .core.graph import Graph\nfrom .execution.manager import Execution",
+        ),
+        (
+            "grapnet.learning.optim",
+            "from grapnet.core.graph import Graph\nfrom grapnet.network import GrapNet",
+        ),
+        (
+            "grapnet.checkpoint.graph",
+            "from grapnet.network import GrapNet\nfrom grapnet.learning.optim import attach",
+        ),
     ],
 )
 def test_a_right_import_is_not(module: str, source: str) -> None:
@@ -124,11 +169,21 @@ def test_a_right_import_is_not(module: str, source: str) -> None:
 
 
 def private(source: str, folder: str) -> list[str]:
-    """Returns what a program imports from inside the package, other than public names and its own folder."""
+    """Returns what a program imports from inside the package, other than public names and its own
+    folder.
+    """
     found = imports(source, f"grapnet.{folder}.program")
     public = (*PUBLIC, *(name for name in found if name.startswith("grapnet.integrations.")))
-    inside = [name.split(".")[1] for name in found if name.startswith("grapnet.") and name not in public]
-    return sorted({name for name in inside if name != folder and (name in MAY_IMPORT or not hasattr(grapnet, name))})
+    inside = [
+        name.split(".")[1] for name in found if name.startswith("grapnet.") and name not in public
+    ]
+    return sorted(
+        {
+            name
+            for name in inside
+            if name != folder and (name in MAY_IMPORT or not hasattr(grapnet, name))
+        }
+    )
 
 
 @pytest.mark.parametrize("folder", PROGRAMS)
@@ -136,21 +191,33 @@ def test_programs_use_public_names_only(folder: str) -> None:
     paths = [*(PACKAGE / folder).rglob("*.py"), *(PACKAGE.parent / folder).rglob("*.py")]
     assert {path: wrong for path in paths if (wrong := private(path.read_text(), folder))} == {}
     assert (
-        private("import grapnet as gn\nfrom grapnet import GrapNet, attach\nfrom .timing import median", folder) == []
+        private(
+            "import grapnet as gn\nfrom grapnet import GrapNet, attach\nfrom .timing import median",
+            folder,
+        )
+        == []
     )
-    assert private("from grapnet.rules import Every\nfrom grapnet.data import load_fashion", folder) == []
-    assert private("from grapnet.core.graph import Graph\nfrom grapnet import network", folder) == ["core", "network"]
+    assert (
+        private("from grapnet.rules import Every\nfrom grapnet.data import load_fashion", folder)
+        == []
+    )
+    assert private("from grapnet.core.graph import Graph\nfrom grapnet import network", folder) == [
+        "core",
+        "network",
+    ]
     assert private("from grapnet.rules.rewire import Rewire", folder) == ["rules"]
 
 
 def test_importing_grapnet_is_quiet_keeps_global_state_and_imports_nothing_optional() -> None:
     program = (
-        "import sys, torch; torch.manual_seed(0); a = torch.get_rng_state(); t = torch.get_num_threads(); "
-        "d = torch.get_default_dtype(); import grapnet; assert torch.equal(a, torch.get_rng_state()); "
-        "assert (t, d) == (torch.get_num_threads(), torch.get_default_dtype()); "
-        "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+        "import sys, torch; torch.manual_seed(0); a = torch.get_rng_state(); t ="
+        " torch.get_num_threads(); d = torch.get_default_dtype(); import grapnet; assert"
+        " torch.equal(a, torch.get_rng_state()); assert (t, d) == (torch.get_num_threads(),"
+        " torch.get_default_dtype()); print(*sorted({name.split('.')[0] for name in sys.modules}))"
     )
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stderr, done.stdout.count("\n")) == (0, "", 1)
     loaded = set(done.stdout.split())
     assert {"grapnet", "torch", "numpy", "safetensors"} <= loaded

@@ -1,4 +1,6 @@
-"""Long work tells how far it is: on a terminal, in plain lines, in a log that outlives the process, to TensorBoard."""
+"""Long work tells how far it is: on a terminal, in plain lines, in a log that outlives the process,
+to TensorBoard.
+"""
 
 import errno
 import gc
@@ -102,12 +104,16 @@ def test_a_unit_that_takes_longer_than_the_others_raises_the_time_left(clock):
     clock.pass_(10)
     assert progress.left == pytest.approx(20)
     clock.pass_(20)
-    assert progress.left == pytest.approx(2 * 20)  # two units after this one, of (10 + 30) / 2 seconds
+    assert progress.left == pytest.approx(
+        2 * 20
+    )  # two units after this one, of (10 + 30) / 2 seconds
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_units_that_run_together_are_reckoned_with(clock, workers):
-    """Units of 40 to 80 seconds, each begun by the first worker that is free: soon the time left is right to one."""
+    """Units of 40 to 80 seconds, each begun by the first worker that is free: soon the time left is
+    right to one.
+    """
     free, ends = [clock.time] * workers, []
     for unit in range(16):
         worker = free.index(min(free))
@@ -128,7 +134,9 @@ def test_units_that_end_in_bursts_are_not_taken_for_the_only_ones(clock):
     for progress in (alone, together):
         progress.advance()
     assert alone.left == pytest.approx(540)
-    assert together.left == pytest.approx(4 * 60)  # the second ends at once, and then come four more bursts
+    assert together.left == pytest.approx(
+        4 * 60
+    )  # the second ends at once, and then come four more bursts
 
 
 def test_elsewhere_than_on_a_terminal_plain_lines_come_now_and_then(clock):
@@ -172,7 +180,9 @@ def test_a_terminal_shows_one_line_that_is_written_over(clock, monkeypatch):
         for _ in range(3):
             clock.pass_(10)
             progress.advance()
-        assert terminal.shown == ["[###############-----] sweep: 3 of 4, about 0:10 left, 0:30 so far, 6.0 a minute"]
+        assert terminal.shown == [
+            "[###############-----] sweep: 3 of 4, about 0:10 left, 0:30 so far, 6.0 a minute"
+        ]
     assert terminal.getvalue().count("\n") == 1  # the last thing that is written
     assert terminal.getvalue().endswith("\n")
 
@@ -181,7 +191,9 @@ def test_a_terminal_shows_one_line_that_is_written_over(clock, monkeypatch):
 def test_the_line_never_wraps(clock, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     terminal = Terminal()
-    with Progress(1000, "a study of some length", stream=terminal, clock=clock, refresh=None) as progress:
+    with Progress(
+        1000, "a study of some length", stream=terminal, clock=clock, refresh=None
+    ) as progress:
         for n in range(20):
             clock.pass_(7)
             progress.advance(note=f"unit {n} " + "x" * 30)
@@ -209,13 +221,19 @@ def test_the_line_of_a_terminal_goes_on_while_no_unit_ends(clock, monkeypatch):
 def test_an_interruption_leaves_a_whole_line_and_is_logged(clock, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal()
-    progress = Progress(3, "sweep", log=tmp_path / "log.jsonl", stream=terminal, clock=clock, refresh=None)
+    progress = Progress(
+        3, "sweep", log=tmp_path / "log.jsonl", stream=terminal, clock=clock, refresh=None
+    )
     progress.advance()
     with pytest.raises(KeyboardInterrupt), progress:
         raise KeyboardInterrupt
     assert terminal.shown[-1] == ""
     assert "sweep: 1 of 3" in terminal.shown[-2]
-    assert [line["event"] for line in lines(tmp_path / "log.jsonl")] == ["begin", "advance", "interrupted"]
+    assert [line["event"] for line in lines(tmp_path / "log.jsonl")] == [
+        "begin",
+        "advance",
+        "interrupted",
+    ]
 
 
 def test_a_reader_that_goes_away_ends_the_display_and_not_the_work(clock):
@@ -230,13 +248,25 @@ def test_every_event_is_a_line_of_the_log(clock, tmp_path):
     with silent(3, clock, log=path) as progress:
         progress.skip(1, "kept")
         clock.pass_(2.5)
-        progress.advance(note="second", values={"loss": 0.25, "name": "a", "bad": float("nan"), "n": 3})
+        progress.advance(
+            note="second", values={"loss": 0.25, "name": "a", "bad": float("nan"), "n": 3}
+        )
         assert len(lines(path)) == 3  # while the work goes on
     begin, skip, advance, end = lines(path)
     assert set(advance) == {"time", "event", "title", "done", "total", "seconds", "note", "values"}
     assert advance["values"] == {"loss": 0.25, "name": "a", "bad": None, "n": 3}  # JSON has no NaN
-    assert (advance["title"], advance["done"], advance["total"], advance["seconds"]) == ("work", 2, 3, 2.5)
-    assert [line["event"] for line in (begin, skip, advance, end)] == ["begin", "skip", "advance", "end"]
+    assert (advance["title"], advance["done"], advance["total"], advance["seconds"]) == (
+        "work",
+        2,
+        3,
+        2.5,
+    )
+    assert [line["event"] for line in (begin, skip, advance, end)] == [
+        "begin",
+        "skip",
+        "advance",
+        "end",
+    ]
     assert begin["time"] <= advance["time"] <= end["time"]
 
 
@@ -250,7 +280,9 @@ def test_a_log_is_appended_to_and_half_a_line_is_ended_first(clock, tmp_path):
     assert [json.loads(line)["event"] for line in others] == ["begin", "end"]
 
 
-def test_a_log_that_cannot_be_written_is_refused_before_the_work_and_nothing_is_begun(clock, tmp_path):
+def test_a_log_that_cannot_be_written_is_refused_before_the_work_and_nothing_is_begun(
+    clock, tmp_path
+):
     running = threading.active_count()
     with pytest.raises(IsADirectoryError):
         silent(1, clock, log=tmp_path, tensorboard=tmp_path / "board")
@@ -270,7 +302,11 @@ def test_a_folder_that_tensorboard_cannot_use_leaves_no_log_open(clock, tmp_path
 def test_a_number_that_no_float_holds_is_none(clock, tmp_path):
     with silent(1, clock, log=tmp_path / "log.jsonl", tensorboard=tmp_path / "board") as progress:
         progress.advance(values={"large": 10**400, "larger": -(10**5000), "whole": 10**30})
-    assert lines(tmp_path / "log.jsonl")[1]["values"] == {"large": None, "larger": None, "whole": 10**30}
+    assert lines(tmp_path / "log.jsonl")[1]["values"] == {
+        "large": None,
+        "larger": None,
+        "whole": 10**30,
+    }
 
 
 @pytest.mark.parametrize("log", ["log.jsonl", None])
@@ -296,7 +332,8 @@ spec.loader.exec_module(progress)
 work = progress.Progress(9, "work", log=pathlib.Path(sys.argv[2]), stream=io.StringIO())
 work.advance(values={"n": 1})
 work.advance(values={"n": 2})
-assert not {name.partition(".")[0] for name in sys.modules} & {"grapnet", "torch", "numpy", "tensorboard"}
+loaded = {name.partition(".")[0] for name in sys.modules}
+assert not loaded & {"grapnet", "torch", "numpy", "tensorboard"}
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -304,7 +341,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_process_that_is_killed_keeps_its_lines_and_needs_no_library(tmp_path):
     source = Path(sys.modules[Progress.__module__].__file__ or "")
     path = tmp_path / "log.jsonl"
-    done = subprocess.run([sys.executable, "-c", PROGRAM, source, path], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, source, path], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stderr) == (-signal.SIGKILL, "")
     assert [line["values"] for line in lines(path)] == [{}, {"n": 1}, {"n": 2}]
 
@@ -317,7 +356,10 @@ def test_tensorboard_gets_every_number(clock, tmp_path):
         progress.advance(values={"loss": 0.25, "bad": float("inf")})
     found = EventAccumulator(str(tmp_path / "board")).Reload()
     assert found.Tags()["scalars"] == ["work/loss"]
-    assert [(event.step, event.value) for event in found.Scalars("work/loss")] == [(1, 0.5), (2, 0.25)]
+    assert [(event.step, event.value) for event in found.Scalars("work/loss")] == [
+        (1, 0.5),
+        (2, 0.25),
+    ]
 
 
 def test_without_tensorboard_it_says_what_to_install(clock, tmp_path, monkeypatch):
@@ -325,7 +367,9 @@ def test_without_tensorboard_it_says_what_to_install(clock, tmp_path, monkeypatc
     for name in [name for name in sys.modules if name.startswith("torch.utils.tensorboard")]:
         monkeypatch.delitem(sys.modules, name)
     log = tmp_path / "log.jsonl"
-    with pytest.raises(ImportError, match=r'not installed. Run: pip install "grapnet\[tensorboard\]"'):
+    with pytest.raises(
+        ImportError, match=r'not installed. Run: pip install "grapnet\[tensorboard\]"'
+    ):
         silent(2, clock, tensorboard=tmp_path / "board", log=log)
     assert os.listdir(tmp_path) == []
     with silent(2, clock, log=log) as progress:  # all else works without it

@@ -6,7 +6,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = [ROOT / "pyproject.toml", *sorted(ROOT.glob("*.txt")), *sorted(ROOT.glob(".github/**/*.yml"))]
+FILES = [
+    ROOT / "pyproject.toml",
+    *sorted(ROOT.glob("*.txt")),
+    *sorted(ROOT.glob(".github/**/*.yml")),
+]
 
 
 def local_labels(text: str) -> list[str]:

@@ -81,7 +81,9 @@ def test_a_folder_that_may_be_written_but_not_read_takes_files() -> None:
         assert ((box / "file").read_text(), names(box)) == ("after", ["file"])
 
 
-def test_an_error_of_the_system_names_the_path_that_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_system_names_the_path_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError) as told, whole("file") as partial:
         assert not partial.exists()  # and nothing is written
@@ -105,7 +107,9 @@ def test_only_the_first_of_two_may_take_a_free_name(tmp_path: Path) -> None:
     assert (path.read_text(), names(tmp_path)) == ("early", ["file"])
 
 
-def test_a_file_system_without_links_gives_the_name_once_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_without_links_gives_the_name_once_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(source: Path, target: Path) -> None:
         raise PermissionError("no links here")
 
@@ -122,7 +126,10 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_hold_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none"), whole(tmp_path / "none" / "file"):
+    with (
+        pytest.raises(FileNotFoundError, match=r"there is no folder .*none"),
+        whole(tmp_path / "none" / "file"),
+    ):
         pytest.fail("the block ran")
     with pytest.raises(IsADirectoryError, match="is a folder"), whole(tmp_path):
         pytest.fail("the block ran")
@@ -139,6 +146,8 @@ def test_a_killed_process_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     )
     assert subprocess.run([sys.executable, "-c", program, os.fspath(path)]).returncode == -9
     assert path.read_text() == "before"
-    assert [name for name in names(tmp_path) if not (name.startswith(".grapnet.") and name.endswith(".partial"))] == [
-        "file"
-    ]
+    assert [
+        name
+        for name in names(tmp_path)
+        if not (name.startswith(".grapnet.") and name.endswith(".partial"))
+    ] == ["file"]

@@ -16,32 +16,56 @@ from grapnet.whole import whole
 
 FORMAT = 1
 _LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads
-_PICKLES = (b"PK\x03\x04", b"\x80\x02\x8a\n")  # how files of torch.save begin, those of before torch 1.6 last
+_PICKLES = (
+    b"PK\x03\x04",
+    b"\x80\x02\x8a\n",
+)  # how files of torch.save begin, those of before torch 1.6 last
 _WAY_ON = (
-    "Plain weights become a net by gn.from_module(module) of the module they belong to, or by `grapnet convert FILE`"
+    "Plain weights become a net by gn.from_module(module) of the module they belong to, or by"
+    " `grapnet convert FILE`"
 )
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+_FLOATS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+)
 _SIGNED = (torch.int64, torch.int32, torch.int16, torch.int8)
 _STORABLE = (*_FLOATS, *_SIGNED, torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool)
 
 
 def write(
-    path: str | os.PathLike[str], document: dict[str, Any], tensors: dict[str, Tensor], *, replace: bool = True
+    path: str | os.PathLike[str],
+    document: dict[str, Any],
+    tensors: dict[str, Tensor],
+    *,
+    replace: bool = True,
 ) -> None:
-    """Writes a checkpoint, whole or not at all; raises FileExistsError where it may not replace a file."""
+    """Writes a checkpoint, whole or not at all; raises FileExistsError where it may not replace a
+    file.
+    """
     try:
         text = json.dumps(document, separators=(",", ":"))
     except ValueError as error:  # a number of thousands of digits
-        raise CheckpointError(f"extras: cannot be written as JSON ({_first_line(error)})") from error
+        raise CheckpointError(
+            f"extras: cannot be written as JSON ({_first_line(error)})"
+        ) from error
     size = len(json.dumps(text)) + sum(len(name) + 100 for name in tensors)
     if size > _LONGEST:
         raise CheckpointError(
-            f"metadata: {size:,} bytes of plain data, and a file holds {_LONGEST:,}; give long lists as tensors"
+            f"metadata: {size:,} bytes of plain data, and a file holds {_LONGEST:,}; give long"
+            " lists as tensors"
         )
     tensors = _separate({name: _storable(name, tensor) for name, tensor in tensors.items()})
     try:
         with whole(path, replace=replace) as partial:
-            save_file(tensors, os.fspath(partial), metadata={"grapnet": text, "sha256": digest(text, tensors)})
+            save_file(
+                tensors,
+                os.fspath(partial),
+                metadata={"grapnet": text, "sha256": digest(text, tensors)},
+            )
     except SafetensorError as error:
         raise OSError(f"{os.fspath(path)!r} could not be written ({_first_line(error)})") from error
 
@@ -54,34 +78,45 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
     if not path.is_file():
         raise CheckpointError(f"container: {str(path)!r} is not a file")
     with path.open("rb") as handle:  # raises what the system says when it may not be read
-        # The container opens its file by name twice, and a save may rename another file into place in between; the open
+        # The container opens its file by name twice, and a save may rename another file into place
+        # in between; the open
         # handle's own name stays with one file.
         name = f"/dev/fd/{handle.fileno()}" if os.path.exists("/dev/fd") else os.fspath(path)
         try:
             with safe_open(name, framework="pt") as file:
                 metadata = file.metadata() or {}
-                # the container hands out views of the mapped file, which change with it; a copy is ours alone
+                # the container hands out views of the mapped file, which change with it; a copy is
+                # ours alone
                 tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
         except Exception as error:  # whatever the parser trips over
             handle.seek(0)
             if handle.read(4) in _PICKLES:
                 raise CheckpointError(
-                    f"container: {str(path)!r} is a pickle, as torch.save writes them, not of gn.save. {_WAY_ON}"
+                    f"container: {str(path)!r} is a pickle, as torch.save writes them, not of"
+                    f" gn.save. {_WAY_ON}"
                 ) from None
             raise CheckpointError(
                 f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
             ) from error
     if "grapnet" not in metadata or "sha256" not in metadata:
-        raise CheckpointError(f"metadata: this safetensors file was not written by gn.save. {_WAY_ON}")
+        raise CheckpointError(
+            f"metadata: this safetensors file was not written by gn.save. {_WAY_ON}"
+        )
     if digest(metadata["grapnet"], tensors) != metadata["sha256"]:
-        raise CheckpointError("sha256: the content differs from what was saved; the file is damaged")
+        raise CheckpointError(
+            "sha256: the content differs from what was saved; the file is damaged"
+        )
     try:
         document = json.loads(metadata["grapnet"])
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"metadata: the document is not JSON ({_first_line(error)})") from error
+        raise CheckpointError(
+            f"metadata: the document is not JSON ({_first_line(error)})"
+        ) from error
     found = document.get("format") if isinstance(document, dict) else None
     if type(found) is not int or found != FORMAT:
-        raise CheckpointError(f"format: this GrapNet reads format {FORMAT}, the file says {repr(found)[:30]}")
+        raise CheckpointError(
+            f"format: this GrapNet reads format {FORMAT}, the file says {repr(found)[:30]}"
+        )
     return document, tensors
 
 
@@ -90,18 +125,26 @@ def digest(text: str, tensors: dict[str, Tensor]) -> str:
     total = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
     for name in sorted(tensors):
         tensor = tensors[name]
-        total.update(f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode("utf-8", "surrogatepass"))
+        total.update(
+            f"\n{name} {tensor.dtype} {list(tensor.shape)}\n".encode("utf-8", "surrogatepass")
+        )
         if tensor.numel():
             total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
 def _storable(name: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor as plain memory on the CPU; raises CheckpointError for one that has no such form."""
+    """Returns the tensor as plain memory on the CPU; raises CheckpointError for one that has no
+    such form.
+    """
     if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype not in _STORABLE:
-        raise CheckpointError(f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved")
+        raise CheckpointError(
+            f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved"
+        )
     tensor = tensor.detach().cpu().resolve_neg().contiguous()
-    return tensor.reshape(()).reshape(tensor.shape) if tensor.numel() == 1 else tensor  # one entry may keep any stride
+    return (
+        tensor.reshape(()).reshape(tensor.shape) if tensor.numel() == 1 else tensor
+    )  # one entry may keep any stride
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -12,7 +12,13 @@ from torch.optim import Optimizer
 from grapnet.core.errors import CheckpointError
 from grapnet.core.graph import Graph
 from grapnet.core.wording import with_article
-from grapnet.learning.optim import Slots, refuse_stale_state, set_undo_slots, slot_owners, undo_slots
+from grapnet.learning.optim import (
+    Slots,
+    refuse_stale_state,
+    set_undo_slots,
+    slot_owners,
+    undo_slots,
+)
 
 from .fields import Fields, entry
 from .remember import GoBack, remember_modules
@@ -25,7 +31,9 @@ def where(name: str) -> str:
 
 
 def prefix_of(place: str) -> str:
-    """Returns what stands before the names of a net's Parameters in a model; nothing where the net is all of it."""
+    """Returns what stands before the names of a net's Parameters in a model; nothing where the net
+    is all of it.
+    """
     return f"{place}." if place else ""
 
 
@@ -38,7 +46,8 @@ def describe_extra(
         name: of the extra.
         value: an object with `state_dict()`, a generator, or plain data.
         tensors: receives its tensors.
-        nets: those of the file, by place; an optimizer is described with the places of their Parameters in it.
+        nets: those of the file, by place; an optimizer is described with the places of their
+            Parameters in it.
         undo: whether to keep the optimizer state that undo gives back to their coordinates.
     """
     slots, owners = dict[int, Slots](), dict[str, int]()
@@ -47,7 +56,9 @@ def describe_extra(
         for prefix, net in ((prefix_of(place), net) for place, net in nets.items()):
             owners |= {prefix + parameter: n for parameter, n in slot_owners(value, net).items()}
             for version, kept in undo_slots(value, net).items() if undo else ():
-                slots.setdefault(version, {}).update({prefix + parameter: s for parameter, s in kept.items()})
+                slots.setdefault(version, {}).update(
+                    {prefix + parameter: s for parameter, s in kept.items()}
+                )
     kind = _kind(value)
     if kind == "state" and not hasattr(value, "state_dict"):
         kind = "data"
@@ -70,12 +81,15 @@ class Extra(NamedTuple):
     shapes: list[list[int]] | None  # of an optimizer's parameters
     slots: dict[int, Slots]
     owners: dict[str, int]  # names in the net -> places among the optimizer's parameters
-    knows_owners: bool  # that these are all; files of before the field was written tell them with undo=True alone
+    # that these are all; files of before the field was written tell them with undo=True alone
+    knows_owners: bool
     content: Any  # a state, or plain data
 
 
 def read_extra(name: str, part: Any, fields: Fields) -> Extra:
-    """Returns an extra; raises CheckpointError, naming the field, when the file does not hold one."""
+    """Returns an extra; raises CheckpointError, naming the field, when the file does not hold
+    one.
+    """
     prefix = f"{where(name)}."
     kind, made_by = entry(part, "kind", str, prefix), entry(part, "class", str, prefix)
     if kind not in ("generator", "state", "data"):
@@ -90,10 +104,20 @@ def read_extra(name: str, part: Any, fields: Fields) -> Extra:
     if not isinstance(shapes, list | None):
         raise CheckpointError(f"{prefix}shapes: expected those of an optimizer's parameters")
     most = len(shapes or ())
-    if not isinstance(owners, dict) or any(type(n) is not int or not 0 <= n < most for n in owners.values()):
+    if not isinstance(owners, dict) or any(
+        type(n) is not int or not 0 <= n < most for n in owners.values()
+    ):
         raise CheckpointError(f"{prefix}owners: expected places of parameters by name")
     knows_owners = entry(part, "knows_owners", bool, prefix) if "knows_owners" in part else False
-    return Extra(kind, made_by, shapes, slots, owners, knows_owners, decode(part["tree"], where(name), fields))
+    return Extra(
+        kind,
+        made_by,
+        shapes,
+        slots,
+        owners,
+        knows_owners,
+        decode(part["tree"], where(name), fields),
+    )
 
 
 def require_fit(name: str, target: Any, extra: Extra) -> None:
@@ -101,23 +125,29 @@ def require_fit(name: str, target: Any, extra: Extra) -> None:
     kind, given = _kind(target), type(target).__name__
     if kind == "state" and not hasattr(target, "load_state_dict"):
         raise TypeError(
-            f"{name}= takes an object with load_state_dict() or a torch.Generator, not {with_article(given)}"
+            f"{name}= takes an object with load_state_dict() or a torch.Generator, not"
+            f" {with_article(given)}"
         )
     if extra.kind == "data":
-        raise CheckpointError(f"{where(name)}: was saved as plain data, which gn.restore(path) returns")
+        raise CheckpointError(
+            f"{where(name)}: was saved as plain data, which gn.restore(path) returns"
+        )
     if (extra.kind, extra.made_by) != (kind, given):
         saved, asked = with_article(extra.made_by[:60]), with_article(given)
         raise CheckpointError(f"{where(name)}: was saved from {saved}, not from {asked}")
     saved, present = extra.shapes or [], _shapes(target) or []
     if saved != present:
         n = next(
-            (n for n, (a, b) in enumerate(zip(saved, present, strict=False)) if a != b), min(len(saved), len(present))
+            (n for n, (a, b) in enumerate(zip(saved, present, strict=False)) if a != b),
+            min(len(saved), len(present)),
         )
-        first, second = (str(shapes[n]) if n < len(shapes) else "none" for shapes in (saved, present))
+        first, second = (
+            str(shapes[n]) if n < len(shapes) else "none" for shapes in (saved, present)
+        )
         raise CheckpointError(
-            f"{where(name)}: was saved for {len(saved)} parameters and the optimizer has {len(present)}; number {n} "
-            f"was of shape {first[:60]} and is {second}. Make it, with the same groups, from the parameters of the net "
-            "or the model once that is loaded"
+            f"{where(name)}: was saved for {len(saved)} parameters and the optimizer has"
+            f" {len(present)}; number {n} was of shape {first[:60]} and is {second}. Make it, with"
+            " the same groups, from the parameters of the net or the model once that is loaded"
         )
 
 
@@ -127,16 +157,24 @@ class Target(NamedTuple):
     field: str  # of the file, for errors
     what: Any
     state: Any
-    modules: Sequence[nn.Module] | None = None  # those that it consists of, to be put back one by one
+    modules: Sequence[nn.Module] | None = (
+        None  # those that it consists of, to be put back one by one
+    )
 
 
 def restore_all(targets: Sequence[Target]) -> None:
-    """Gives every object its state; when one refuses, all of them are as before and CheckpointError names it."""
+    """Gives every object its state; when one refuses, all of them are as before and CheckpointError
+    names it.
+    """
     # optimizers come last: loading one makes it forget that it has not followed an edit
     undo, target = [], None
     try:
         for target in sorted(targets, key=lambda target: isinstance(target.what, Optimizer)):
-            undo.append(_remembered(target.what) if target.modules is None else remember_modules(target.modules))
+            undo.append(
+                _remembered(target.what)
+                if target.modules is None
+                else remember_modules(target.modules)
+            )
             _set_state(target.what, target.state)
     except BaseException as error:
         for go_back in reversed(undo):
@@ -146,7 +184,9 @@ def restore_all(targets: Sequence[Target]) -> None:
             raise
         if isinstance(error, CheckpointError):  # a manager of rules says itself what does not fit
             raise CheckpointError(f"{target.field}: {error}") from None
-        raise CheckpointError(f"{target.field}: its state does not fit the object ({error!r})") from error
+        raise CheckpointError(
+            f"{target.field}: its state does not fit the object ({error!r})"
+        ) from error
 
 
 def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:
@@ -154,12 +194,16 @@ def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> 
     nets = []
     for prefix in map(prefix_of, places):
         slots = {version: _within(prefix, kept) for version, kept in extra.slots.items()}
-        nets += [(slots, _within(prefix, extra.owners))] if slots else []  # a file without leaves those of a session
+        nets += (
+            [(slots, _within(prefix, extra.owners))] if slots else []
+        )  # a file without leaves those of a session
     set_undo_slots(optimizer, nets)
 
 
 def _within(prefix: str, named: dict[str, Any]) -> dict[str, Any]:
-    return {name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)}
+    return {
+        name.removeprefix(prefix): value for name, value in named.items() if name.startswith(prefix)
+    }
 
 
 def _remembered(target: Any) -> GoBack:
@@ -167,7 +211,9 @@ def _remembered(target: Any) -> GoBack:
     if isinstance(target, Optimizer):  # loading puts other dicts in place and leaves these alone
         present = {"state": target.state, "param_groups": target.param_groups}
         return lambda: vars(target).update(present)
-    if isinstance(target, nn.Module) and not any(isinstance(part, Graph) for part in target.modules()):
+    if isinstance(target, nn.Module) and not any(
+        isinstance(part, Graph) for part in target.modules()
+    ):
         return remember_modules(target.modules())
     state, attributes = copy.deepcopy(_state(target)), dict(getattr(target, "__dict__", {}))
 
@@ -189,13 +235,17 @@ def _kind(value: Any) -> str:
 
 def _are_slots(slots: Any) -> bool:
     """Says whether something is what `undo_slots` returns."""
-    if not isinstance(slots, dict) or any(type(v) is not int or not isinstance(p, dict) for v, p in slots.items()):
+    if not isinstance(slots, dict) or any(
+        type(v) is not int or not isinstance(p, dict) for v, p in slots.items()
+    ):
         return False
     names = [(name, states) for parameters in slots.values() for name, states in parameters.items()]
     if any(type(name) is not str or not isinstance(states, dict) for name, states in names):
         return False
     values = [(key, value) for _, states in names for key, value in states.items()]
-    return all(type(key) is str and isinstance(value, Tensor) and value.dim() == 1 for key, value in values)
+    return all(
+        type(key) is str and isinstance(value, Tensor) and value.dim() == 1 for key, value in values
+    )
 
 
 def _shapes(value: Any) -> list[list[int]] | None:
@@ -218,7 +268,9 @@ def _set_state(target: Any, state: Any) -> None:
 
 
 def _keep_types(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Puts single numbers back in the type they were saved in: loading casts them to that of their parameter."""
+    """Puts single numbers back in the type they were saved in: loading casts them to that of their
+    parameter.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, parameters, strict=True):

@@ -14,7 +14,9 @@ LARGEST = 2**53
 
 
 class Fields:
-    """The tensors of one checkpoint; every read checks type and shape and names the field that is wrong."""
+    """The tensors of one checkpoint; every read checks type and shape and names the field that is
+    wrong.
+    """
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors = tensors
@@ -31,7 +33,9 @@ class Fields:
         """Returns a vector of a given type and, when said, length."""
         tensor = self.any(name)
         if tensor.dtype != dtype or tensor.dim() != 1:
-            raise CheckpointError(f"{name}: expected a vector of {dtype}, found {tensor.dtype} {list(tensor.shape)}")
+            raise CheckpointError(
+                f"{name}: expected a vector of {dtype}, found {tensor.dtype} {list(tensor.shape)}"
+            )
         if size is not None and len(tensor) != size:
             raise CheckpointError(f"{name}: expected {size} entries, found {len(tensor)}")
         return tensor
@@ -55,7 +59,9 @@ class Fields:
         return Labels(self.below(len(table), name, torch.int32, size), table)
 
     def under(self, prefix: str) -> "Fields":
-        """Returns the tensors whose names begin with `prefix`, by the rest of their names; they count as read here."""
+        """Returns the tensors whose names begin with `prefix`, by the rest of their names; they
+        count as read here.
+        """
         mine = [name for name in self.tensors if name.startswith(prefix)]
         self.read.update(mine)
         return Fields({name.removeprefix(prefix): self.tensors[name] for name in mine})
@@ -64,7 +70,9 @@ class Fields:
         """Raises CheckpointError when a tensor was never asked for."""
         unknown = self.tensors.keys() - self.read
         if unknown:
-            raise CheckpointError(f"container: no field refers to the tensor {min(unknown)[:100]!r}")
+            raise CheckpointError(
+                f"container: no field refers to the tensor {min(unknown)[:100]!r}"
+            )
 
 
 @contextlib.contextmanager
@@ -82,7 +90,9 @@ def entry(document: Any, name: str, kind: type, where: str) -> Any:
         raise CheckpointError(f"{where}{name}: missing")
     value = document[name]
     if type(value) is not kind:
-        raise CheckpointError(f"{where}{name}: expected {kind.__name__}, found {type(value).__name__}")
+        raise CheckpointError(
+            f"{where}{name}: expected {kind.__name__}, found {type(value).__name__}"
+        )
     return value
 
 
@@ -97,6 +107,10 @@ def number(document: Any, name: str, where: str, most: int = LARGEST) -> int:
 def names(document: Any, name: str, where: str) -> tuple[str | None, ...]:
     """Returns a table of distinct names, None allowed."""
     found: Sequence[Any] = entry(document, name, list, where)
-    if any(not isinstance(item, str | None) for item in found) or len(set(found)) != len(found) or not found:
+    if (
+        any(not isinstance(item, str | None) for item in found)
+        or len(set(found)) != len(found)
+        or not found
+    ):
         raise CheckpointError(f"{where}{name}: expected distinct names")
     return tuple(found)

@@ -19,7 +19,9 @@ from grapnet.network import GrapNet
 
 from .fields import Fields, entry, names, number
 
-_FLOATS = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)}
+_FLOATS = {
+    str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+}
 
 
 def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -28,7 +30,10 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for n, layer in enumerate(net.layers):
         owners, activations = layer.owner_names.compact(), layer.activation_names.compact()
         tensors[f"layers.{n}.uid"] = layer.uid
-        tensors[f"layers.{n}.owner"], tensors[f"layers.{n}.activation"] = owners.codes, activations.codes
+        tensors[f"layers.{n}.owner"], tensors[f"layers.{n}.activation"] = (
+            owners.codes,
+            activations.codes,
+        )
         layers.append(
             {
                 "activation": layer.default_activation,
@@ -39,11 +44,17 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
             }
         )
         if not layer.is_sensory:
-            tensors[f"layers.{n}.bias"], tensors[f"layers.{n}.frozen"] = layer.values(), layer.frozen_at
+            tensors[f"layers.{n}.bias"], tensors[f"layers.{n}.frozen"] = (
+                layer.values(),
+                layer.frozen_at,
+            )
     transitions = []
     for t, store in enumerate(net.transitions):
         tensors[f"transitions.{t}.ptr"], tensors[f"transitions.{t}.child"] = store.ptr, store.child
-        tensors[f"transitions.{t}.weight"], tensors[f"transitions.{t}.frozen"] = store.values(), store.frozen_at
+        tensors[f"transitions.{t}.weight"], tensors[f"transitions.{t}.frozen"] = (
+            store.values(),
+            store.frozen_at,
+        )
         transitions.append({"finite": _is_finite(store)})
     columns = []
     for name, column in net.columns.items():
@@ -62,18 +73,28 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def rebuild_graph(document: Any, fields: Fields) -> GrapNet:
-    """Returns the graph that `describe_graph` described; raises CheckpointError, naming the field, for any other."""
+    """Returns the graph that `describe_graph` described; raises CheckpointError, naming the field,
+    for any other.
+    """
     dtype = _FLOATS.get(entry(document, "dtype", str, "graph."))
     if dtype is None:
-        raise CheckpointError(f"graph.dtype: {document['dtype'][:30]!r} is not a type of coordinates")
-    version, next_uid = number(document, "version", "graph."), number(document, "next_uid", "graph.", LARGEST_UID)
+        raise CheckpointError(
+            f"graph.dtype: {document['dtype'][:30]!r} is not a type of coordinates"
+        )
+    version, next_uid = (
+        number(document, "version", "graph."),
+        number(document, "next_uid", "graph.", LARGEST_UID),
+    )
     described = entry(document, "layers", list, "graph.")
     wired = entry(document, "transitions", list, "graph.")
     if len(described) < 2 or len(wired) != len(described) - 1:
-        raise CheckpointError(f"graph.transitions: {len(wired)} transitions do not fit {len(described)} layers")
+        raise CheckpointError(
+            f"graph.transitions: {len(wired)} transitions do not fit {len(described)} layers"
+        )
     layers = [_layer(n, part, fields, dtype, next_uid) for n, part in enumerate(described)]
     transitions = [
-        _transition(t, part, fields, dtype, len(layers[t]), len(layers[t + 1])) for t, part in enumerate(wired)
+        _transition(t, part, fields, dtype, len(layers[t]), len(layers[t + 1]))
+        for t, part in enumerate(wired)
     ]
     net = GrapNet.from_parts(layers, transitions)
     net.version, net.next_uid = version, next_uid
@@ -85,27 +106,39 @@ def rebuild_graph(document: Any, fields: Fields) -> GrapNet:
 
 
 def rebuild_columns(document: Any, fields: Fields, net: GrapNet, choices: Sequence[str]) -> None:
-    """Gives the net the columns that its policies need; raises CheckpointError when the file holds others."""
+    """Gives the net the columns that its policies need; raises CheckpointError when the file holds
+    others.
+    """
     attended = [t for t, name in enumerate(choices) if name == Attention.name]
     places = {name: (t, t + side) for t in attended for side, name in enumerate(Attention.names(t))}
     parts = entry(document, "columns", list, "graph.") if "columns" in document else []
     found = [entry(part, "name", str, f"graph.columns.{n}.") for n, part in enumerate(parts)]
     if sorted(found) != sorted(places):
         told = ", ".join(found) or "none"
-        raise CheckpointError(f"graph.columns: {told[:100]} where execution needs {', '.join(places) or 'none'}")
+        raise CheckpointError(
+            f"graph.columns: {told[:100]} where execution needs {', '.join(places) or 'none'}"
+        )
     columns = []
     for n, (name, part) in enumerate(zip(found, parts, strict=True)):
         where, (t, layer) = f"graph.columns.{n}.", places[name]
         bound, finite = entry(part, "bound", float, where), entry(part, "finite", bool, where)
         if not 0 <= bound < float("inf"):
             raise CheckpointError(f"{where}bound: expected a number that is not negative")
-        values = _values(fields, f"columns.{name}", net.transitions[t].weight.dtype, len(net.layers[layer]), finite)
+        values = _values(
+            fields,
+            f"columns.{name}",
+            net.transitions[t].weight.dtype,
+            len(net.layers[layer]),
+            finite,
+        )
         columns.append(Column(name, layer, values, beside=f"transitions.{t}.weight", bound=bound))
     net.set_columns(columns)
 
 
 def switch_off(document: Any, net: GrapNet) -> None:
-    """Takes `requires_grad` from the Parameters that did not train; raises CheckpointError when the net has no such."""
+    """Takes `requires_grad` from the Parameters that did not train; raises CheckpointError when the
+    net has no such.
+    """
     parameters = dict(net.named_parameters())
     untrained = entry(document, "untrained", list, "graph.") if "untrained" in document else []
     unknown = any(type(name) is not str or name not in parameters for name in untrained)
@@ -115,12 +148,16 @@ def switch_off(document: Any, net: GrapNet) -> None:
         parameters[name].requires_grad_(False)
 
 
-def _transition(t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents: int, n_children: int) -> Transition:
+def _transition(
+    t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents: int, n_children: int
+) -> Transition:
     name = f"transitions.{t}."
     child = fields.below(n_children, name + "child", torch.int32)
     ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
     try:
-        check_wiring(ptr, child, n_parents, n_children, name.rstrip("."), distinct=False)  # `check` looks for the rest
+        check_wiring(
+            ptr, child, n_parents, n_children, name.rstrip("."), distinct=False
+        )  # `check` looks for the rest
     except InvariantError as error:
         raise CheckpointError(str(error)) from None
     finite = entry(part, "finite", bool, f"graph.{name}")
@@ -135,13 +172,16 @@ def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype, next_uid: int)
     uids = fields.below(next_uid, name + "uid", torch.int64)
     biases = None
     if n > 0:
-        biases = _values(fields, name + "bias", dtype, len(uids), entry(part, "finite", bool, where))
+        biases = _values(
+            fields, name + "bias", dtype, len(uids), entry(part, "finite", bool, where)
+        )
     default = entry(part, "activation", str, where)
     kinds = names(part, "activations", where)
     unknown = [kind for kind in (default, *kinds) if not is_activation(kind)]
     if unknown:
         raise CheckpointError(
-            f"{where}activations: {str(unknown[0])[:40]!r} is unknown; gn.register_activation adds one"
+            f"{where}activations: {str(unknown[0])[:40]!r} is unknown; gn.register_activation"
+            " adds one"
         )
     layer = Layer(uids, biases, default)
     dropout = entry(part, "dropout", float, where) if "dropout" in part else 0.0
@@ -149,7 +189,9 @@ def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype, next_uid: int)
         raise CheckpointError(f"{where}dropout: expected a probability")
     layer.dropout = dropout
     activations = fields.labels(kinds, name + "activation", len(uids))
-    layer.renew(uids, activations, fields.labels(names(part, "owners", where), name + "owner", len(uids)))
+    layer.renew(
+        uids, activations, fields.labels(names(part, "owners", where), name + "owner", len(uids))
+    )
     if n > 0:
         layer.hold(fields.positions(len(uids), name + "frozen"))
     return layer
@@ -167,8 +209,12 @@ def _is_finite(store: Coordinates) -> bool:
 
 
 def _common_dtype(net: GrapNet) -> str:
-    """Returns the one type of all coordinates; raises CheckpointError for a mixture, which could not be loaded."""
+    """Returns the one type of all coordinates; raises CheckpointError for a mixture, which could
+    not be loaded.
+    """
     found = sorted({str(parameter.dtype) for parameter in net.parameters()})
     if len(found) != 1 or found[0] not in _FLOATS:
-        raise CheckpointError(f"graph.dtype: a net is saved in one of {', '.join(_FLOATS)}, this one is {found}")
+        raise CheckpointError(
+            f"graph.dtype: a net is saved in one of {', '.join(_FLOATS)}, this one is {found}"
+        )
     return found[0]

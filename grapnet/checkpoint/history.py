@@ -20,7 +20,9 @@ from .tree import decode, encode
 
 
 def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
-    """Puts the journal's arrays into `tensors` and returns the rest as JSON; what undo needs only when asked for."""
+    """Puts the journal's arrays into `tensors` and returns the rest as JSON; what undo needs only
+    when asked for.
+    """
     commits = []
     for n, commit in enumerate(journal.commits):
         name = f"journal.{n}."
@@ -33,20 +35,29 @@ def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool
                 "by": None if commit.by is None else str(commit.by),
                 "undoes": commit.undoes,
                 "operations": encode(list(commit.operations), f"{name}operations", tensors),
-                "layers": {str(k): _put_layer(c, f"{name}layers.{k}.", tensors) for k, c in change.layers.items()},
+                "layers": {
+                    str(k): _put_layer(c, f"{name}layers.{k}.", tensors)
+                    for k, c in change.layers.items()
+                },
                 "transitions": {
-                    str(k): _put_wires(c, f"{name}transitions.{k}.", tensors) for k, c in change.transitions.items()
+                    str(k): _put_wires(c, f"{name}transitions.{k}.", tensors)
+                    for k, c in change.transitions.items()
                 },
                 **joint,
             }
         )
-    stacks = {"undoable": journal.undoable if undo else [], "redoable": journal.redoable if undo else []}
+    stacks = {
+        "undoable": journal.undoable if undo else [],
+        "redoable": journal.redoable if undo else [],
+    }
     limits = {"undo_limit": journal.undo_limit, "detail_limit": journal.detail_limit}
     return {**limits, "undo": undo, "commits": commits, **stacks}
 
 
 def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
-    """Returns the journal that leads to `net`; raises CheckpointError, naming the field, when it cannot be one."""
+    """Returns the journal that leads to `net`; raises CheckpointError, naming the field, when it
+    cannot be one.
+    """
     where = "journal."
     keeps_undo(document)
     parts = entry(document, "commits", list, where)
@@ -55,20 +66,27 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
     stacks = {}
     for name in ("undoable", "redoable"):
         stacks[name] = stack = entry(document, name, list, where)
-        if any(type(p) is not int or not 0 <= p < len(commits) or not _can_go_back(commits[p]) for p in stack):
+        if any(
+            type(p) is not int or not 0 <= p < len(commits) or not _can_go_back(commits[p])
+            for p in stack
+        ):
             raise CheckpointError(f"{where}{name}: names a commit that cannot be taken back")
         if stack:
             past = Rewind(net)
             for place in reversed(stack):
                 past.take_back(commits[place], f"{where}{place}.")
             past.require_no_twins()
-    journal = Journal(number(document, "undo_limit", where), number(document, "detail_limit", where))
+    journal = Journal(
+        number(document, "undo_limit", where), number(document, "detail_limit", where)
+    )
     journal.reinstate(commits, **stacks)
     return journal
 
 
 def keeps_undo(document: Any) -> bool | None:
-    """Says whether a journal was described with what undo needs; None for one of before the field was written."""
+    """Says whether a journal was described with what undo needs; None for one of before the field
+    was written.
+    """
     return entry(document, "undo", bool, "journal.") if "undo" in document else None
 
 
@@ -85,22 +103,31 @@ def _check_chain(commits: list[Commit], net: GrapNet) -> None:
     for n in range(len(commits) - 1, -1, -1):
         commit = commits[n]
         if not 0 < commit.version <= version:
-            raise CheckpointError(f"journal.{n}.version: {commit.version} does not come before {version + 1}")
+            raise CheckpointError(
+                f"journal.{n}.version: {commit.version} does not come before {version + 1}"
+            )
         version = commit.version - 1
         known = known and commit.has_details  # nobody knows the sizes before one that has none
         if not known:
             continue
-        for sizes, indices, kind in ((rows, commit.nodes, "layers"), (relations, commit.relations, "transitions")):
+        for sizes, indices, kind in (
+            (rows, commit.nodes, "layers"),
+            (relations, commit.relations, "transitions"),
+        ):
             for k, index in indices.items():
                 if index.new_size != sizes[k]:
                     raise CheckpointError(
-                        f"journal.{n}.{kind}.{k}: leads to {index.new_size} entries where {sizes[k]} follow"
+                        f"journal.{n}.{kind}.{k}: leads to {index.new_size} entries where"
+                        f" {sizes[k]} follow"
                     )
                 sizes[k] = index.old_size
 
 
 def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
-    layers, transitions = entry(part, "layers", dict, where), entry(part, "transitions", dict, where)
+    layers, transitions = (
+        entry(part, "layers", dict, where),
+        entry(part, "transitions", dict, where),
+    )
     undoes, by = part.get("undoes"), part.get("by")
     if undoes is not None and (type(undoes) is not int or not 0 < undoes <= LARGEST):
         raise CheckpointError(f"{where}undoes: expected a version")
@@ -124,17 +151,24 @@ def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
         },
     )
     version, reason = number(part, "version", where), entry(part, "reason", str, where)
-    return Commit(version, reason, change, by, tuple(operations), undoes=undoes, joint=_joint(part, where))
+    return Commit(
+        version, reason, change, by, tuple(operations), undoes=undoes, joint=_joint(part, where)
+    )
 
 
 def _joint(part: Any, where: str) -> Joint | None:
     if "joint" not in part:
         return None
     found, where = entry(part, "joint", dict, where), f"{where}joint."
-    joint = Joint(entry(found, "name", str, where), number(found, "part", where), number(found, "parts", where))
+    joint = Joint(
+        entry(found, "name", str, where),
+        number(found, "part", where),
+        number(found, "parts", where),
+    )
     if not joint.name or not joint.part < joint.parts or joint.parts < 2:
         raise CheckpointError(
-            f"{where}part: {joint.part} of {joint.parts} is no part of a transaction over several nets"
+            f"{where}part: {joint.part} of {joint.parts} is no part of a transaction over several"
+            " nets"
         )
     return joint
 
@@ -152,23 +186,39 @@ def _put_index(index: IndexMap, name: str, tensors: dict[str, Tensor]) -> dict[s
 
 def _index(part: Any, name: str, fields: Fields) -> IndexMap:
     old, new = number(part, "old_size", name), number(part, "new_size", name)
-    removed, inserted = fields.positions(old, name + "removed"), fields.positions(new, name + "inserted")
+    removed, inserted = (
+        fields.positions(old, name + "removed"),
+        fields.positions(new, name + "inserted"),
+    )
     if old - len(removed) != new - len(inserted):
         raise CheckpointError(
-            f"{name}new_size: {new} does not follow from {old}, {len(removed)} gone and {len(inserted)} born"
+            f"{name}new_size: {new} does not follow from {old}, {len(removed)} gone and"
+            f" {len(inserted)} born"
         )
     return IndexMap(old, new, removed, inserted)
 
 
 def _put_vector(vector: VectorChange, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    tensors[name + "born_frozen"], tensors[name + "gone_frozen"] = vector.born_frozen, vector.gone_frozen
+    tensors[name + "born_frozen"], tensors[name + "gone_frozen"] = (
+        vector.born_frozen,
+        vector.gone_frozen,
+    )
     tensors[name + "flips"] = vector.flips
     if vector.gone_values is None or vector.born_values is None:
-        return {"values": False, "shift": False}  # a shift tells what was cut: the product of a weight and a bias
-    tensors[name + "born_values"], tensors[name + "gone_values"] = vector.born_values, vector.gone_values
+        return {
+            "values": False,
+            "shift": False,
+        }  # a shift tells what was cut: the product of a weight and a bias
+    tensors[name + "born_values"], tensors[name + "gone_values"] = (
+        vector.born_values,
+        vector.gone_values,
+    )
     if vector.shift is not None:
         tensors[name + "shift"] = vector.shift.positions
-        tensors[name + "shift_before"], tensors[name + "shift_after"] = vector.shift.before, vector.shift.after
+        tensors[name + "shift_before"], tensors[name + "shift_after"] = (
+            vector.shift.before,
+            vector.shift.after,
+        )
     return {"values": True, "shift": vector.shift is not None}
 
 
@@ -177,7 +227,10 @@ def _vector(part: Any, name: str, fields: Fields, index: IndexMap) -> VectorChan
     values, shift = entry(part, "values", bool, name), None
     if entry(part, "shift", bool, name):
         positions = _survivors(fields, name + "shift", index)
-        shift = Shift(positions, *(_floats(fields, name + f"shift_{k}", len(positions)) for k in ("before", "after")))
+        shift = Shift(
+            positions,
+            *(_floats(fields, name + f"shift_{k}", len(positions)) for k in ("before", "after")),
+        )
     return VectorChange(
         index,
         born_frozen=fields.vector(name + "born_frozen", torch.bool, born),
@@ -199,13 +252,18 @@ def _survivors(fields: Fields, name: str, index: IndexMap) -> Tensor:
 def _floats(fields: Fields, name: str, size: int) -> Tensor:
     found = fields.any(name)
     if not found.dtype.is_floating_point or found.dim() != 1 or len(found) != size:
-        raise CheckpointError(f"{name}: expected {size} values, found {found.dtype} {list(found.shape)}")
+        raise CheckpointError(
+            f"{name}: expected {size} values, found {found.dtype} {list(found.shape)}"
+        )
     return found
 
 
 def _put_wires(change: TransitionChange, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
     for side, pairs in (("born", change.born), ("gone", change.gone)):
-        tensors[f"{name}{side}_parents"], tensors[f"{name}{side}_children"] = pairs.parents, pairs.children
+        tensors[f"{name}{side}_parents"], tensors[f"{name}{side}_children"] = (
+            pairs.parents,
+            pairs.children,
+        )
     return {**_put_index(change.index, name, tensors), **_put_vector(change.weights, name, tensors)}
 
 
@@ -213,7 +271,10 @@ def _wires(part: Any, name: str, fields: Fields, next_uid: int) -> TransitionCha
     index = _index(part, name, fields)
     pairs = {}
     for side, size in (("born", len(index.inserted)), ("gone", len(index.removed))):
-        ends = (fields.below(next_uid, f"{name}{side}_{end}", torch.int32, size) for end in ("parents", "children"))
+        ends = (
+            fields.below(next_uid, f"{name}{side}_{end}", torch.int32, size)
+            for end in ("parents", "children")
+        )
         pairs[side] = Pairs(*ends)
     return TransitionChange(index, pairs["born"], pairs["gone"], _vector(part, name, fields, index))
 
@@ -235,7 +296,9 @@ def _put_layer(change: LayerChange, name: str, tensors: dict[str, Tensor]) -> di
             assert values is not None  # a summary has no columns
             tensors[f"{name}columns.{column}.{side}"] = values
     record |= {"columns": list(change.columns)} if change.columns else {}
-    return record if change.biases is None else {**record, **_put_vector(change.biases, name, tensors)}
+    return (
+        record if change.biases is None else {**record, **_put_vector(change.biases, name, tensors)}
+    )
 
 
 def _layer(part: Any, name: str, fields: Fields, next_uid: int, *, sensory: bool) -> LayerChange:
@@ -253,11 +316,22 @@ def _layer(part: Any, name: str, fields: Fields, next_uid: int, *, sensory: bool
         renames[kind] = None
         if entry(part, f"renames_{kind}", bool, name):
             rows = _survivors(fields, f"{name}{kind}_rows", index)
-            columns = (_labels(part, f"{kind}_{when}", name, fields, len(rows)) for when in ("before", "after"))
+            columns = (
+                _labels(part, f"{kind}_{when}", name, fields, len(rows))
+                for when in ("before", "after")
+            )
             renames[kind] = Relabel(rows, *columns)
     biases = None if sensory else _vector(part, name, fields, index)
     columns = {column: _column(column, name, fields, index) for column in _column_names(part, name)}
-    return LayerChange(index, nodes["born"], nodes["gone"], biases, renames["owners"], renames["activations"], columns)
+    return LayerChange(
+        index,
+        nodes["born"],
+        nodes["gone"],
+        biases,
+        renames["owners"],
+        renames["activations"],
+        columns,
+    )
 
 
 def _column_names(part: Any, name: str) -> tuple[str, ...]:

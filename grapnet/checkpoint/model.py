@@ -28,7 +28,9 @@ _VERSIONS = (int, str, type(None))  # what modules give as their `_version`
 
 
 def find_nets(model: nn.Module) -> dict[GrapNet, list[str]]:
-    """Returns the nets in a model, each with every name under which it is found; "" is the model itself."""
+    """Returns the nets in a model, each with every name under which it is found; "" is the model
+    itself.
+    """
     found: dict[GrapNet, list[str]] = {}
     seen: set[str] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -42,8 +44,8 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
     """Puts the arrays of a model into `tensors` and returns the rest of it as JSON.
 
     Raises:
-        CheckpointError: a part of a net belongs to the model or to another net as well, a net has something of its own
-            that is not its graph, or something is not data.
+        CheckpointError: a part of a net belongs to the model or to another net as well, a net has
+            something of its own that is not its graph, or something is not data.
     """
     nets = find_nets(model)
     _refuse_shared_parts(model, nets)
@@ -55,7 +57,9 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
             part = describe_net(net, own, undo=undo)
         tensors |= {f"nets.{n}.{name}": tensor for name, tensor in own.items()}
         parts.append({"places": names, "origin": describe_origin(net), **part})
-    held = Rest(model, [name for names in nets.values() for name in names]).state_dict(keep_vars=True)
+    held = Rest(model, [name for names in nets.values() for name in names]).state_dict(
+        keep_vars=True
+    )
     state, ties, first = {}, {}, dict[int, str]()
     for name, value in held.items():
         same = first.setdefault(id(value), name) if isinstance(value, Tensor) else name
@@ -69,7 +73,10 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
             kind = with_article(type(version).__name__)
             raise CheckpointError(f"state.versions: that of {name!r} is {kind}, no number or text")
     versions = {name: version for name, version in versions.items() if version != 1}
-    return {"nets": parts, "state": {"tree": encode(state, "state", tensors), "ties": ties, "versions": versions}}
+    return {
+        "nets": parts,
+        "state": {"tree": encode(state, "state", tensors), "ties": ties, "versions": versions},
+    }
 
 
 def refuse_additions(net: GrapNet, where: str) -> None:
@@ -96,7 +103,9 @@ def read_places(document: dict[str, Any]) -> list[list[str]]:
 
 
 def is_compiled_net(document: dict[str, Any]) -> bool:
-    """Says whether a file holds `torch.compile(net)` as a model with nothing beside the net, as they once did."""
+    """Says whether a file holds `torch.compile(net)` as a model with nothing beside the net, as
+    they once did.
+    """
     nothing = {"tree": encode({}, "state", {}), "ties": {}, "versions": {}}
     return read_places(document) == [[COMPILED]] and entry(document, "state", dict, "") == nothing
 
@@ -110,8 +119,11 @@ def rebuild_part(document: dict[str, Any], n: int, fields: Fields) -> GrapNet:
     return net
 
 
-def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets: Sequence[Target]) -> None:
-    """Gives a model the nets and the state of a file, and other objects theirs, all of it or nothing.
+def put_into(
+    model: nn.Module, document: dict[str, Any], fields: Fields, targets: Sequence[Target]
+) -> None:
+    """Gives a model the nets and the state of a file, and other objects theirs, all of it or
+    nothing.
 
     Args:
         model: made like the saved one, with anything at the places of the nets.
@@ -120,7 +132,8 @@ def put_into(model: nn.Module, document: dict[str, Any], fields: Fields, targets
         targets: the objects, and the states for them.
 
     Raises:
-        CheckpointError: the file holds no such model, or something does not fit; nothing was changed.
+        CheckpointError: the file holds no such model, or something does not fit; nothing was
+            changed.
     """
     saved = read_places(document)
     here = match_places([name for names in saved for name in names], model)
@@ -165,7 +178,12 @@ class Rest:
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules of the model that are neither a net nor inside one."""
-        inside = {id(part) for m in self._model.modules() if isinstance(m, GrapNet) for part in m.modules()}
+        inside = {
+            id(part)
+            for m in self._model.modules()
+            if isinstance(m, GrapNet)
+            for part in m.modules()
+        }
         return [module for module in self._model.modules() if id(module) not in inside]
 
     def load_state_dict(self, state: Any) -> None:
@@ -173,18 +191,28 @@ class Rest:
         self._model.load_state_dict(state, strict=False)  # the nets are not in it
 
     def rename(self, state: dict[str, Any], ties: dict[str, str]) -> dict[str, str]:
-        """Gives the values of a state the names that they have in the model, and returns the ties by these."""
+        """Gives the values of a state the names that they have in the model, and returns the ties
+        by these.
+        """
         here = match_names(state, self.state_dict())
         for name, own in here.items():
             state[own] = state.pop(name)
         return {here[name]: here[same] for name, same in ties.items()}
 
     def require_fit(self, state: dict[str, Any], ties: dict[str, str]) -> None:
-        """Raises CheckpointError, naming it, for what differs in name, shape or ties from the model."""
+        """Raises CheckpointError, naming it, for what differs in name, shape or ties from the
+        model.
+        """
         held = self.state_dict(keep_vars=True)
         for name in sorted(held.keys() ^ state.keys()):
-            told = "the model has it, the file has not" if name in held else "the file has it, the model has not"
-            raise CheckpointError(f"state[{name!r}]: {told}; make the model as the saved one was made")
+            told = (
+                "the model has it, the file has not"
+                if name in held
+                else "the file has it, the model has not"
+            )
+            raise CheckpointError(
+                f"state[{name!r}]: {told}; make the model as the saved one was made"
+            )
         first: dict[int, str] = {}
         for name, value in held.items():
             if name.rpartition(".")[2] == EXTRA:
@@ -195,42 +223,69 @@ class Rest:
             _require_shape(f"state[{name!r}]", value, state[name])
             same = first.setdefault(id(value), name)
             if state[same] is not state[name] and not torch.equal(state[same], state[name]):
-                raise CheckpointError(f"state[{name!r}]: is tied to {same!r} in the model, and was not when saved")
+                raise CheckpointError(
+                    f"state[{name!r}]: is tied to {same!r} in the model, and was not when saved"
+                )
         for name, same in ties.items():
             if isinstance(held[name], nn.Parameter) and held[name] is not held[same]:
-                raise CheckpointError(f"state[{name!r}]: was tied to {same!r} when saved; tie them in the model too")
+                raise CheckpointError(
+                    f"state[{name!r}]: was tied to {same!r} when saved; tie them in the model too"
+                )
 
     def _require_taker(self, name: str) -> None:
-        """Raises CheckpointError when a module gives an extra state and takes none, which torch would pass over."""
+        """Raises CheckpointError when a module gives an extra state and takes none, which torch
+        would pass over.
+        """
         owner = self._model.get_submodule(name.removesuffix(EXTRA).removesuffix("."))
         if type(owner).set_extra_state is nn.Module.set_extra_state:
-            raise CheckpointError(f"state[{name!r}]: {type(owner).__name__} has no set_extra_state() to take it")
+            raise CheckpointError(
+                f"state[{name!r}]: {type(owner).__name__} has no set_extra_state() to take it"
+            )
 
 
 def _require_shape(where: str, value: Tensor, told: Any) -> None:
     if is_lazy(value):
-        raise CheckpointError(f"{where}: has no shape in the model yet; run a batch through it first")
+        raise CheckpointError(
+            f"{where}: has no shape in the model yet; run a batch through it first"
+        )
     if value.is_inference():
         raise CheckpointError(
-            f"{where}: was made under inference_mode and can never change; make the model outside of it"
+            f"{where}: was made under inference_mode and can never change; make the model outside"
+            " of it"
         )
     if value.is_meta:
-        raise CheckpointError(f"{where}: is on the meta device; give it memory first: model.to_empty(device=...)")
+        raise CheckpointError(
+            f"{where}: is on the meta device; give it memory first: model.to_empty(device=...)"
+        )
     if value.layout != torch.strided:
-        raise CheckpointError(f"{where}: is a {value.layout} tensor in the model, and files hold dense ones")
+        raise CheckpointError(
+            f"{where}: is a {value.layout} tensor in the model, and files hold dense ones"
+        )
     if not isinstance(told, Tensor) or told.shape != value.shape:
-        found = f"shape {list(told.shape)}" if isinstance(told, Tensor) else with_article(type(told).__name__)
-        raise CheckpointError(f"{where}: was saved as {found}, and the model has {list(value.shape)}")
+        found = (
+            f"shape {list(told.shape)}"
+            if isinstance(told, Tensor)
+            else with_article(type(told).__name__)
+        )
+        raise CheckpointError(
+            f"{where}: was saved as {found}, and the model has {list(value.shape)}"
+        )
 
 
-def _read_state(part: dict[str, Any], model: nn.Module, fields: Fields) -> tuple[Any, dict[str, str]]:
-    """Returns the state as `load_state_dict` takes it, and which of its names were tied to which other."""
+def _read_state(
+    part: dict[str, Any], model: nn.Module, fields: Fields
+) -> tuple[Any, dict[str, str]]:
+    """Returns the state as `load_state_dict` takes it, and which of its names were tied to which
+    other.
+    """
     if "tree" not in part:
         raise CheckpointError("state.tree: missing")
     state, ties = decode(part["tree"], "state", fields), entry(part, "ties", dict, "state.")
     if type(state) is not dict or any(type(name) is not str for name in state):
         raise CheckpointError("state.tree: expected values by name")
-    if any(name in state or type(same) is not str or same not in state for name, same in ties.items()):
+    if any(
+        name in state or type(same) is not str or same not in state for name, same in ties.items()
+    ):
         raise CheckpointError("state.ties: expected names of other values")
     versions = entry(part, "versions", dict, "state.")
     if any(type(version) not in _VERSIONS for version in versions.values()):
@@ -243,12 +298,16 @@ def _read_state(part: dict[str, Any], model: nn.Module, fields: Fields) -> tuple
     return whole, ties
 
 
-def _placements(model: nn.Module, names: list[str], net: GrapNet, origin: Any) -> list[Callable[[], None]]:
+def _placements(
+    model: nn.Module, names: list[str], net: GrapNet, origin: Any
+) -> list[Callable[[], None]]:
     """Makes a net like what it is to replace, and returns what puts it there."""
     try:
         return [place(model, name, net, origin) for name in names]
     except Exception as error:  # whatever a description trips over that is not of this model
-        raise CheckpointError(f"places: the net that stood at {names[0]!r} has no place here ({error})") from error
+        raise CheckpointError(
+            f"places: the net that stood at {names[0]!r} has no place here ({error})"
+        ) from error
 
 
 def _take(steps: Sequence[Callable[[], None]]) -> None:
@@ -260,27 +319,36 @@ def _take(steps: Sequence[Callable[[], None]]) -> None:
 
 
 def _require_places(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
-    """Raises CheckpointError when a net has not come to stand where it stood: modules are shared in another way."""
+    """Raises CheckpointError when a net has not come to stand where it stood: modules are shared in
+    another way.
+    """
     found = find_nets(model)
     for n, (net, names) in enumerate(nets.items()):
         if sorted(found.get(net, [])) != sorted(names):
             raise CheckpointError(
-                f"nets.{n}.places: this net stood at {names}, and this model would have it at {found.get(net, [])}; "
-                "one module stands in several places of one of the two models"
+                f"nets.{n}.places: this net stood at {names}, and this model would have it at"
+                f" {found.get(net, [])}; one module stands in several places of one of the two"
+                " models"
             )
 
 
 def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter]) -> None:
     """Makes losses and optimizers refuse that depend on Parameters which have left the model."""
     present = {id(parameter) for parameter in model.parameters()}
-    leaving = {name: parameter for name, parameter in earlier.items() if id(parameter) not in present}
+    leaving = {
+        name: parameter for name, parameter in earlier.items() if id(parameter) not in present
+    }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
-    refuse_earlier_losses([Exchange(parameter, name, ()) for name, parameter in plain.items()], "restore")
+    refuse_earlier_losses(
+        [Exchange(parameter, name, ()) for name, parameter in plain.items()], "restore"
+    )
     mark_replaced(leaving.values(), "restore")
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
-    """Raises CheckpointError when a layer or a Parameter of a net is in the model by itself, or in another net."""
+    """Raises CheckpointError when a layer or a Parameter of a net is in the model by itself, or in
+    another net.
+    """
     places = {name for names in nets.values() for name in names}
     parts: dict[int, GrapNet] = {}
     for net, names in nets.items():
@@ -288,8 +356,9 @@ def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> No
             other = parts.setdefault(id(part), net)
             if other is not net:
                 raise CheckpointError(
-                    f"nets: the nets at {nets[other][0]!r} and {names[0]!r} share a {type(part).__name__}, and each "
-                    "would come back with its own. Use one net in both places, or give each its own"
+                    f"nets: the nets at {nets[other][0]!r} and {names[0]!r} share a"
+                    f" {type(part).__name__}, and each would come back with its own. Use one net in"
+                    " both places, or give each its own"
                 )
     for name, module in model.named_modules(remove_duplicate=False):
         if name in places or _is_under(name, places):
@@ -297,7 +366,10 @@ def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> No
         for part in (module, *module.parameters(recurse=False)):
             if id(part) in parts:
                 net = nets[parts[id(part)]][0]
-                raise CheckpointError(f"nets: a part of the net at {net!r} is also in the model by itself, at {name!r}")
+                raise CheckpointError(
+                    f"nets: a part of the net at {net!r} is also in the model by itself, at"
+                    f" {name!r}"
+                )
 
 
 def _is_under(name: str, places: set[str]) -> bool:

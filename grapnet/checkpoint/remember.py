@@ -1,4 +1,6 @@
-"""Modules as they are at present: what gives their parts, attributes and numbers back without asking them."""
+"""Modules as they are at present: what gives their parts, attributes and numbers back without
+asking them.
+"""
 
 import contextlib
 import copy
@@ -12,10 +14,15 @@ GoBack = Callable[[], None]
 
 
 def remember_structure(modules: Iterable[nn.Module]) -> GoBack:
-    """Returns a function that gives every module the attributes and the parts that it has at present."""
+    """Returns a function that gives every module the attributes and the parts that it has at
+    present.
+    """
     listed = list(modules)
     owned = [vars(m) for m in listed] + [
-        part for m in listed for part in (m._modules, m._parameters, m._buffers) if isinstance(part, dict)
+        part
+        for m in listed
+        for part in (m._modules, m._parameters, m._buffers)
+        if isinstance(part, dict)
     ]
     before = [dict(part) for part in owned]
 
@@ -28,14 +35,24 @@ def remember_structure(modules: Iterable[nn.Module]) -> GoBack:
 
 
 def remember_modules(modules: Iterable[nn.Module]) -> GoBack:
-    """Returns a function that gives modules, each by itself, everything back: structure, numbers and extra states.
+    """Returns a function that gives modules, each by itself, everything back: structure, numbers
+    and extra states.
 
-    A `load_state_dict` that has just failed would fail again, and so would one into a tensor that cannot be written.
+    A `load_state_dict` that has just failed would fail again, and so would one into a tensor that
+    cannot be written.
     """
     listed = list(modules)
     structure = remember_structure(listed)
-    held = [tensor for m in listed for tensor in (*m.parameters(recurse=False), *m.buffers(recurse=False))]
-    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in held if _has_memory(tensor)}
+    held = [
+        tensor
+        for m in listed
+        for tensor in (*m.parameters(recurse=False), *m.buffers(recurse=False))
+    ]
+    memory = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in held
+        if _has_memory(tensor)
+    }
     contents = [(storage, storage.clone()) for storage in memory.values()]
     giving = [m for m in listed if type(m).get_extra_state is not nn.Module.get_extra_state]
     extras = [(module, copy.deepcopy(module.get_extra_state())) for module in giving]
@@ -45,7 +62,9 @@ def remember_modules(modules: Iterable[nn.Module]) -> GoBack:
         for storage, content in contents:
             storage.copy_(content)
         for module, extra in extras:
-            with contextlib.suppress(Exception):  # it may refuse even what it gave; the others get theirs
+            with contextlib.suppress(
+                Exception
+            ):  # it may refuse even what it gave; the others get theirs
                 module.set_extra_state(extra)
 
     return go_back

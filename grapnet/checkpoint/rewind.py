@@ -1,4 +1,6 @@
-"""Going back through a journal by uids alone, to see that undo and redo will work before anyone calls them."""
+"""Going back through a journal by uids alone, to see that undo and redo will work before anyone
+calls them.
+"""
 
 from typing import Any, NamedTuple
 
@@ -17,13 +19,17 @@ from grapnet.core.values import VectorChange
 class Rewind:
     """A graph without values: who its nodes are, which pairs of them are related, what is frozen.
 
-    Rows of a layer and relations of a transition are in the order of uids (of the parents), so a commit fits when what
-    it brought stands where it says, and what returns leaves that order intact.
+    Rows of a layer and relations of a transition are in the order of uids (of the parents), so a
+    commit fits when what it brought stands where it says, and what returns leaves that order
+    intact.
     """
 
     def __init__(self, graph: Graph) -> None:
         self.uids = [layer.uid for layer in graph.layers]
-        self.names = [NodeRecord(layer.uid, layer.owner_names, layer.activation_names) for layer in graph.layers]
+        self.names = [
+            NodeRecord(layer.uid, layer.owner_names, layer.activation_names)
+            for layer in graph.layers
+        ]
         biased = [layer for layer in graph.layers if not layer.is_sensory]
         self.biases = [
             _bits(torch.empty(0, device="cpu"), 0),
@@ -33,10 +39,15 @@ class Rewind:
         wirings = list(zip(graph.layers, graph.transitions, graph.layers[1:], strict=False))
         self.parents = [upper.uid[store.topology.parents().long()] for upper, store, _ in wirings]
         self.children = [lower.uid[store.child.long()] for _, store, lower in wirings]
-        self._events = [[_Event("", True, _keys(*ends))] for ends in zip(self.parents, self.children, strict=True)]
+        self._events = [
+            [_Event("", True, _keys(*ends))]
+            for ends in zip(self.parents, self.children, strict=True)
+        ]
 
     def take_back(self, commit: Commit, where: str) -> None:
-        """Undoes a commit; raises CheckpointError, naming the field under `where`, when it does not fit."""
+        """Undoes a commit; raises CheckpointError, naming the field under `where`, when it does not
+        fit.
+        """
         for n, change in commit.change.layers.items():
             self._layer(n, change, f"{where}layers.{n}.")
         for t, change in commit.change.transitions.items():
@@ -45,15 +56,21 @@ class Rewind:
             self._require_unrelated(n, change.born.uids, f"{where}layers.{n}.")
 
     def require_no_twins(self) -> None:
-        """Raises when a relation would have returned while it was there: by pairs of uids, all commits at once."""
+        """Raises when a relation would have returned while it was there: by pairs of uids, all
+        commits at once.
+        """
         for events in self._events:
             keys, order = torch.cat([event.keys for event in events]).sort(stable=True)
-            comes = torch.cat([torch.full((len(event.keys),), event.comes, device="cpu") for event in events])[order]
+            comes = torch.cat(
+                [torch.full((len(event.keys),), event.comes, device="cpu") for event in events]
+            )[order]
             twins = order[1:][(keys[1:] == keys[:-1]) & comes[1:] & comes[:-1]]
             if len(twins):
                 ends = torch.tensor([len(event.keys) for event in events], device="cpu").cumsum(0)
                 event = events[int(torch.searchsorted(ends, twins[0], right=True))]
-                raise CheckpointError(f"{event.where}gone_children: a relation that was cut is there")
+                raise CheckpointError(
+                    f"{event.where}gone_children: a relation that was cut is there"
+                )
 
     def _layer(self, n: int, change: LayerChange, where: str) -> None:
         index, back, uids = change.index, change.index.inverse(), self.uids[n]
@@ -93,19 +110,27 @@ class Rewind:
         self.children[t] = back.carry(self.children[t], gone.children)
         self.weights[t] = _frozen_before(self.weights[t], change.weights, back, where)
         if bool((self.parents[t].diff() < 0).any()):
-            raise CheckpointError(f"{where}gone_parents: a relation would return among those of another node")
+            raise CheckpointError(
+                f"{where}gone_parents: a relation would return among those of another node"
+            )
         for ends, uids, side in (
             (gone.parents, self.uids[t], "parents"),
             (gone.children, self.uids[t + 1], "children"),
         ):
             if not bool(contains(uids, ends.long()).all()):
                 raise CheckpointError(f"{where}gone_{side}: names a node that would not be there")
-        self._events[t].append(_Event(where, False, _keys(change.born.parents.long(), change.born.children.long())))
-        self._events[t].append(_Event(where, True, _keys(gone.parents.long(), gone.children.long())))
+        self._events[t].append(
+            _Event(where, False, _keys(change.born.parents.long(), change.born.children.long()))
+        )
+        self._events[t].append(
+            _Event(where, True, _keys(gone.parents.long(), gone.children.long()))
+        )
 
     def _require_unrelated(self, n: int, leaving: Tensor, where: str) -> None:
         """Raises when a relation would stay without one of its nodes."""
-        ends = ([self.children[n - 1]] if n > 0 else []) + ([self.parents[n]] if n < len(self.parents) else [])
+        ends = ([self.children[n - 1]] if n > 0 else []) + (
+            [self.parents[n]] if n < len(self.parents) else []
+        )
         if len(leaving) and any(bool(contains(leaving, column).any()) for column in ends):
             raise CheckpointError(f"{where}born_uids: a node would leave before its relations")
 
@@ -142,7 +167,9 @@ def _bits(positions: Tensor, size: int) -> Tensor:
 
 def _require_size(size: int, index: IndexMap, where: str) -> None:
     if size != index.new_size:
-        raise CheckpointError(f"{where}new_size: {index.new_size} where undo or redo would find {size}")
+        raise CheckpointError(
+            f"{where}new_size: {index.new_size} where undo or redo would find {size}"
+        )
 
 
 def _require_equal(found: Tensor, told: Tensor, name: str) -> None:

@@ -18,7 +18,9 @@ _DEEPEST = 64
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """Returns `value` as JSON; its tensors go into `tensors` under names like `path['key'][0]`, one name for each."""
+    """Returns `value` as JSON; its tensors go into `tensors` under names like `path['key'][0]`, one
+    name for each.
+    """
     if depth > _DEEPEST:
         raise CheckpointError(f"{path}: nested more than {_DEEPEST} levels deep")
     value = _plain(value)
@@ -39,7 +41,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
         return {kind: pairs}
     if isinstance(value, list | tuple):
         kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [encode(item, f"{path}[{n}]", tensors, depth + 1) for n, item in enumerate(value)]}
+        return {
+            kind: [encode(item, f"{path}[{n}]", tensors, depth + 1) for n, item in enumerate(value)]
+        }
     kind = with_article(type(value).__name__)
     raise CheckpointError(
         f"{path}: a checkpoint holds numbers, strings, lists, dicts and tensors, not {kind}"
@@ -48,7 +52,9 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor], depth: int = 0) ->
 
 
 def decode(tree: Any, path: str, fields: Fields, depth: int = 0) -> Any:
-    """Returns what `encode` was given; raises CheckpointError, naming the place, for anything else."""
+    """Returns what `encode` was given; raises CheckpointError, naming the place, for anything
+    else.
+    """
     if type(tree) in _PLAIN:
         return tree
     if depth > _DEEPEST or not isinstance(tree, dict) or len(tree) != 1:
@@ -56,12 +62,16 @@ def decode(tree: Any, path: str, fields: Fields, depth: int = 0) -> Any:
     (kind, content), *_ = tree.items()
     if kind in ("tensor", "array", "complex"):
         if content != path:
-            raise CheckpointError(f"{path}: expected the tensor of this name, found {repr(content)[:60]}")
+            raise CheckpointError(
+                f"{path}: expected the tensor of this name, found {repr(content)[:60]}"
+            )
         return _from_tensor(kind, fields.any(path), path)
     if kind not in ("dict", "counter", "list", "tuple") or not isinstance(content, list):
         raise CheckpointError(f"{path}: not a tree of plain data")
     if kind in ("list", "tuple"):
-        entries = [decode(item, f"{path}[{n}]", fields, depth + 1) for n, item in enumerate(content)]
+        entries = [
+            decode(item, f"{path}[{n}]", fields, depth + 1) for n, item in enumerate(content)
+        ]
         return tuple(entries) if kind == "tuple" else entries
     if any(not isinstance(i, list) or len(i) != 2 or type(i[0]) not in _PLAIN for i in content):
         raise CheckpointError(f"{path}: a dict is stored as pairs of key and value")
@@ -81,13 +91,19 @@ def _as_tensor(value: "Tensor | np.ndarray", path: str) -> tuple[str, Tensor]:
         return "tensor", value
     if type(value) is not np.ndarray or value.dtype.kind not in "biuf" or value.dtype.itemsize > 8:
         kind = with_article(type(value).__name__)
-        raise CheckpointError(f"{path}: a checkpoint holds plain arrays of numbers, not {kind} of {value.dtype}")
+        raise CheckpointError(
+            f"{path}: a checkpoint holds plain arrays of numbers, not {kind} of {value.dtype}"
+        )
     native = value.dtype.newbyteorder("=")
     return "array", torch.from_numpy(np.array(value, dtype=native, order="C"))
 
 
 def _from_tensor(kind: str, tensor: Tensor, path: str) -> Any:
     try:
-        return {"tensor": lambda t: t, "array": Tensor.numpy, "complex": torch.view_as_complex}[kind](tensor)
+        return {"tensor": lambda t: t, "array": Tensor.numpy, "complex": torch.view_as_complex}[
+            kind
+        ](tensor)
     except (TypeError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: a tensor of {tensor.dtype} {list(tensor.shape)} is no {kind}") from error
+        raise CheckpointError(
+            f"{path}: a tensor of {tensor.dtype} {list(tensor.shape)} is no {kind}"
+        ) from error

@@ -1,4 +1,6 @@
-"""What two files hold beside their nets, compared by name: optimizers, schedules, plain data, the rest of a model."""
+"""What two files hold beside their nets, compared by name: optimizers, schedules, plain data, the
+rest of a model.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -40,7 +42,9 @@ def compare_beside(a: Sequence[Kept], b: Sequence[Kept]) -> dict[str, Beside]:
         if name not in others or name not in mine:
             found[name] = Beside(f"only in {'A' if name in mine else 'B'}", [])
         elif mine[name].made_by != others[name].made_by:
-            found[name] = Beside(f"differs: {mine[name].made_by[:60]} and {others[name].made_by[:60]}", [])
+            found[name] = Beside(
+                f"differs: {mine[name].made_by[:60]} and {others[name].made_by[:60]}", []
+            )
         else:
             values = _differing(mine[name].content, others[name].content)
             found[name] = Beside("differs" if values else "equal", values)
@@ -51,7 +55,11 @@ def _differing(first: Any, second: Any) -> list[str]:
     """Returns the places at which two trees are not the same."""
     mine, others = dict(_leaves(first)), dict(_leaves(second))
     places = dict.fromkeys([*mine, *others])
-    return [place for place in places if place not in mine or place not in others or mine[place] != others[place]]
+    return [
+        place
+        for place in places
+        if place not in mine or place not in others or mine[place] != others[place]
+    ]
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
@@ -62,6 +70,13 @@ def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
             yield from _leaves(item, f"{place}[{key!r}]")
     elif isinstance(value, Tensor | np.ndarray):
         tensor = torch.as_tensor(value).cpu().contiguous()
-        yield place, (str(value.dtype), tuple(value.shape), tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        yield (
+            place,
+            (
+                str(value.dtype),
+                tuple(value.shape),
+                tensor.reshape(-1).view(torch.uint8).numpy().tobytes(),
+            ),
+        )
     else:
         yield place, repr(value)  # NaN is like itself, and 0 is not -0

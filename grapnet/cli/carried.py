@@ -1,4 +1,6 @@
-"""What a file holds beside the net, on its way through an edit: it follows, stays as it is, or stops the edit."""
+"""What a file holds beside the net, on its way through an edit: it follows, stays as it is, or
+stops the edit.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +20,10 @@ from .columns import counted
 from .command import CommandError
 from .places import places_of
 
-_APART = ("ReservoirMemory", "BalancedMemory")  # what these hold is about inputs, which no edit here changes
+_APART = (
+    "ReservoirMemory",
+    "BalancedMemory",
+)  # what these hold is about inputs, which no edit here changes
 
 
 class Carried(Protocol):
@@ -27,7 +32,8 @@ class Carried(Protocol):
     how: str  # for people: followed, or kept
 
     def describe(self, part: dict[str, Any], moved: "Moved", *, undo: bool) -> "Described | None":
-        """Returns the extra after the edit, None when it is as before; raises CommandError when nobody can say.
+        """Returns the extra after the edit, None when it is as before; raises CommandError when
+        nobody can say.
 
         Args:
             part: how the file described it.
@@ -45,13 +51,17 @@ class Moved(NamedTuple):
 
 
 class Cleared(NamedTuple):
-    """How many coordinates of a net an optimizer keeps no state for any more, and how many start with clean state."""
+    """How many coordinates of a net an optimizer keeps no state for any more, and how many start
+    with clean state.
+    """
 
     left_out: int
     clean: int
 
     def __str__(self) -> str:
-        parts = [f"the state of {counted(self.left_out, 'frozen coordinate')} is left out"] * bool(self.left_out)
+        parts = [f"the state of {counted(self.left_out, 'frozen coordinate')} is left out"] * bool(
+            self.left_out
+        )
         parts += [f"state starts clean for {counted(self.clean, 'coordinate')}"] * bool(self.clean)
         return ", ".join(parts)
 
@@ -75,7 +85,11 @@ def carry(name: str, extra: Extra, net: gn.GrapNet, place: str, *, keep: bool) -
         found = None
         try:
             found = places_of(name, extra, net, prefix_of(place))
-            return FollowingOptimizer(name, extra, net, place, found) if found else AsItIs(name, extra, trusted=True)
+            return (
+                FollowingOptimizer(name, extra, net, place, found)
+                if found
+                else AsItIs(name, extra, trusted=True)
+            )
         except CommandError as error:
             return Staying(error, None if found is None else set(found))
     if extra.made_by == AveragedModel.__name__ and not place:
@@ -84,13 +98,17 @@ def carry(name: str, extra: Extra, net: gn.GrapNet, place: str, *, keep: bool) -
             averaged.load_state_dict(extra.content)
             gn.attach(averaged, net)
         except (gn.GrapNetError, RuntimeError, ValueError, TypeError, AttributeError):
-            return AsItIs(name, extra)  # of a model around the net, say: left to the sizes of its tensors
+            return AsItIs(
+                name, extra
+            )  # of a model around the net, say: left to the sizes of its tensors
         return FollowingAverage(name, averaged)
     return AsItIs(name, extra)
 
 
 class AsItIs:
-    """An extra that stays as it is, unless one of its arrays may hold a value a coordinate of what was moved."""
+    """An extra that stays as it is, unless one of its arrays may hold a value a coordinate of what
+    was moved.
+    """
 
     how = "kept"
 
@@ -98,19 +116,27 @@ class AsItIs:
         self._name, self._extra, self._trusted = name, extra, trusted
 
     def describe(self, part: dict[str, Any], moved: Moved, *, undo: bool) -> Described | None:
-        """Returns None; raises CommandError when an array has a length that coordinates or nodes had."""
-        shapes = [] if self._trusted else [shape for shape in _shapes(self._extra.content) if moved.sizes & set(shape)]
+        """Returns None; raises CommandError when an array has a length that coordinates or nodes
+        had.
+        """
+        shapes = (
+            []
+            if self._trusted
+            else [shape for shape in _shapes(self._extra.content) if moved.sizes & set(shape)]
+        )
         if shapes:
             raise CommandError(
-                f"{self._name!r} ({self._extra.made_by[:60]}) holds an array of shape {list(shapes[0])}, which may be "
-                "about what this edit moves, and it cannot follow",
+                f"{self._name!r} ({self._extra.made_by[:60]}) holds an array of shape"
+                f" {list(shapes[0])}, which may be about what this edit moves, and it cannot"
+                " follow",
                 f"--keep {self._name} leaves it as it is, --drop {self._name} leaves it out",
             )
         return None
 
 
 class Staying:
-    """The state of an optimizer that cannot follow, which is as good as before where none of its Parameters moved.
+    """The state of an optimizer that cannot follow, which is as good as before where none of its
+    Parameters moved.
 
     Args:
         error: why it cannot follow.
@@ -134,10 +160,16 @@ class FollowingOptimizer:
 
     how = "followed"
 
-    def __init__(self, name: str, extra: Extra, net: gn.GrapNet, place: str, places: dict[str, int]) -> None:
+    def __init__(
+        self, name: str, extra: Extra, net: gn.GrapNet, place: str, places: dict[str, int]
+    ) -> None:
         self._name, self._extra, self._net, self._prefix = name, extra, net, prefix_of(place)
-        self._places = places  # names of the net's Parameters -> places among all of the optimizer's
-        self._numbers = [number for group in extra.content["param_groups"] for number in group["params"]]
+        self._places = (
+            places  # names of the net's Parameters -> places among all of the optimizer's
+        )
+        self._numbers = [
+            number for group in extra.content["param_groups"] for number in group["params"]
+        ]
         self._optimizer = self._made()
         try:
             gn.attach(self._optimizer, net)
@@ -152,32 +184,51 @@ class FollowingOptimizer:
             shapes[place] = list(parameters[name].shape)
             if self._numbers[place] in state:
                 state[self._numbers[place]] = dict(self._optimizer.state[parameters[name]])
-        slots = {v: {n: s for n, s in kept.items() if not self._is_mine(n)} for v, kept in self._extra.slots.items()}
+        slots = {
+            v: {n: s for n, s in kept.items() if not self._is_mine(n)}
+            for v, kept in self._extra.slots.items()
+        }
         for version, kept in undo_slots(self._optimizer, self._net).items() if undo else ():
             slots.setdefault(version, {}).update({self._prefix + n: s for n, s in kept.items()})
         tensors: dict[str, Tensor] = {}
         described = {
             **part,
             "shapes": shapes,
-            "slots": encode({v: kept for v, kept in slots.items() if kept}, f"{where(self._name)}.slots", tensors),
-            "owners": part["owners"] | {self._prefix + name: place for name, place in self._places.items()},
+            "slots": encode(
+                {v: kept for v, kept in slots.items() if kept},
+                f"{where(self._name)}.slots",
+                tensors,
+            ),
+            "owners": (
+                part["owners"]
+                | {self._prefix + name: place for name, place in self._places.items()}
+            ),
             "tree": encode({**content, "state": state}, where(self._name), tensors),
         }
         return described, tensors
 
     def cleared(self, commits: Sequence[gn.Commit]) -> Cleared:
-        """Returns what freezing and unfreezing has done to its state; undo and redo bring theirs along."""
+        """Returns what freezing and unfreezing has done to its state; undo and redo bring theirs
+        along.
+        """
         parameters, left_out, clean = dict(self._net.named_parameters()), 0, 0
         for commit in commits:
             turned = commit.change.counts()["coordinates_turned"] if commit.undoes is None else 0
             for name, index in commit.parameters.items() if turned else ():
-                state = self._optimizer.state.get(parameters[name], {}) if name in self._places else {}
-                if any(isinstance(value, Tensor) and value.shape == parameters[name].shape for value in state.values()):
+                state = (
+                    self._optimizer.state.get(parameters[name], {}) if name in self._places else {}
+                )
+                if any(
+                    isinstance(value, Tensor) and value.shape == parameters[name].shape
+                    for value in state.values()
+                ):
                     left_out, clean = left_out + len(index.removed), clean + len(index.inserted)
         return Cleared(left_out, clean)
 
     def _made(self) -> Optimizer:
-        """Returns an optimizer of the saved class, over the net's Parameters alone, with their state."""
+        """Returns an optimizer of the saved class, over the net's Parameters alone, with their
+        state.
+        """
         make = _maker(self._extra.made_by)
         if make is None:
             raise cannot_follow(self._name, self._extra, "its class is not one of torch.optim")
@@ -185,9 +236,13 @@ class FollowingOptimizer:
         held = {place: parameters[name] for name, place in self._places.items()}
         groups, first = [], 0
         for saved in content["param_groups"]:
-            mine = [held[place] for place in range(first, first + len(saved["params"])) if place in held]
+            mine = [
+                held[place] for place in range(first, first + len(saved["params"])) if place in held
+            ]
             first += len(saved["params"])
-            options = {key: value for key, value in saved.items() if key not in ("params", "param_names")}
+            options = {
+                key: value for key, value in saved.items() if key not in ("params", "param_names")
+            }
             groups += [{**options, "params": mine}] if mine else []
         try:
             optimizer = make(groups)
@@ -195,12 +250,21 @@ class FollowingOptimizer:
             raise cannot_follow(self._name, self._extra, str(error)) from None
         for place, parameter in held.items():
             optimizer.state[parameter] = dict(content["state"].get(self._numbers[place], {}))
-        order = {id(parameter): n for n, parameter in enumerate(p for group in groups for p in group["params"])}
+        order = {
+            id(parameter): n
+            for n, parameter in enumerate(p for group in groups for p in group["params"])
+        }
         slots = {
-            version: {name.removeprefix(self._prefix): s for name, s in kept.items() if self._is_mine(name)}
+            version: {
+                name.removeprefix(self._prefix): s
+                for name, s in kept.items()
+                if self._is_mine(name)
+            }
             for version, kept in self._extra.slots.items()
         }
-        set_undo_slots(optimizer, [(slots, {name: order[id(parameters[name])] for name in self._places})])
+        set_undo_slots(
+            optimizer, [(slots, {name: order[id(parameters[name])] for name in self._places})]
+        )
         return optimizer
 
     def _is_mine(self, name: str) -> bool:
@@ -218,14 +282,18 @@ class FollowingAverage:
     def describe(self, part: dict[str, Any], moved: Moved, *, undo: bool) -> Described | None:
         """Returns its state after the edit."""
         tensors: dict[str, Tensor] = {}
-        return {**part, "tree": encode(self._averaged.state_dict(), where(self._name), tensors)}, tensors
+        return {
+            **part,
+            "tree": encode(self._averaged.state_dict(), where(self._name), tensors),
+        }, tensors
 
 
 def cannot_follow(name: str, extra: Extra, reason: str) -> CommandError:
     """Returns the error of an optimizer's state that would be lost."""
     told = (reason.strip().splitlines() or [""])[0]
     return CommandError(
-        f"{name!r} ({extra.made_by[:60]}) holds state of the net that cannot follow an edit: {told}",
+        f"{name!r} ({extra.made_by[:60]}) holds state of the net that cannot follow an edit:"
+        f" {told}",
         f"--drop {name} leaves it out; or edit in Python, with the optimizer attached",
     )
 

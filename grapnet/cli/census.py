@@ -55,16 +55,29 @@ def census_of_owner(net: gn.GrapNet, owner: str) -> dict[str, Any]:
     layers, transitions = [], []
     for n, uids in nodes.uids_by_layer.items():
         mine = net.select(layer=n, owner=owner)
-        biases = 0 if n == 0 else int(net.layers[n].frozen_bits(mine.rows_by_layer()[n].to(net.device)).sum())
+        biases = (
+            0
+            if n == 0
+            else int(net.layers[n].frozen_bits(mine.rows_by_layer()[n].to(net.device)).sum())
+        )
         names = dict(Counter(mine.activations))
-        layers.append({"layer": n, "nodes": len(uids), "of": len(net.layers[n]), "activations": names})
+        layers.append(
+            {"layer": n, "nodes": len(uids), "of": len(net.layers[n]), "activations": names}
+        )
         layers[-1]["uids"] = uids.tolist()
         layers[-1]["frozen_biases"] = biases
     coded, nobody = _owner_codes(net), _nobody(net)
     for t, store in enumerate(net.transitions):
         (upper, names), (lower, others) = coded[t], coded[t + 1]
-        parents, children = upper[store.topology.parents().long().cpu()], lower[store.child.long().cpu()]
-        leaving = parents == names.index(owner) if owner in names else torch.zeros_like(parents, dtype=torch.bool)
+        parents, children = (
+            upper[store.topology.parents().long().cpu()],
+            lower[store.child.long().cpu()],
+        )
+        leaving = (
+            parents == names.index(owner)
+            if owner in names
+            else torch.zeros_like(parents, dtype=torch.bool)
+        )
         coming = children == others.index(owner) if owner in others else torch.zeros_like(leaving)
         frozen = _frozen_bits(store)
         if bool((leaving | coming).any()):
@@ -148,12 +161,16 @@ def _owners(net: gn.GrapNet) -> dict[str, dict[str, int]]:
 
 
 def _owner_codes(net: gn.GrapNet) -> list[tuple[Tensor, Owners]]:
-    """Returns for every layer the code of each node's owner, [n] int64, and the owner that each code stands for."""
+    """Returns for every layer the code of each node's owner, [n] int64, and the owner that each
+    code stands for.
+    """
     return [(layer.owner_names.codes.long(), layer.owner_names.names) for layer in net.layers]
 
 
 def _nobody(net: gn.GrapNet) -> str:
-    """Returns what nodes without owner are listed under: "(none)", in more brackets where an owner is called that."""
+    """Returns what nodes without owner are listed under: "(none)", in more brackets where an owner
+    is called that.
+    """
     word, owners = "(none)", set(net.owners)
     while word in owners:
         word = f"({word})"

@@ -1,4 +1,6 @@
-"""A check of the library on this machine: a tiny net is built, edited, taken back, run by every backend and saved."""
+"""A check of the library on this machine: a tiny net is built, edited, taken back, run by every
+backend and saved.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -26,7 +28,9 @@ def check_up(device: torch.device) -> dict[str, str]:
 
 def small_net(device: torch.device) -> gn.GrapNet:
     """Returns a net of every kind of relation: shared children, none, some frozen."""
-    net = gn.GrapNet([8, 6, 4], dtype=torch.float64, device=device, generator=torch.Generator().manual_seed(0))
+    net = gn.GrapNet(
+        [8, 6, 4], dtype=torch.float64, device=device, generator=torch.Generator().manual_seed(0)
+    )
     with net.edit(reason="thin out and grow") as edit:
         edit.cut(net.layers[0].outgoing().smallest(fraction=0.6))
         nodes = edit.add_nodes(1, 3, owner="grown")
@@ -54,7 +58,10 @@ def _edits(device: torch.device) -> str:
 
 
 def _backends(device: torch.device) -> str:
-    net, x = small_net(device), torch.linspace(-1, 1, 5 * 8, dtype=torch.float64).view(5, 8).to(device)
+    net, x = (
+        small_net(device),
+        torch.linspace(-1, 1, 5 * 8, dtype=torch.float64).view(5, 8).to(device),
+    )
     with torch.no_grad():
         expected = net.walk(x)
     weights = list(net.parameters())
@@ -88,7 +95,11 @@ def _optimizers(device: torch.device) -> str:
         with net.edit(reason="thin out") as edit:
             edit.cut(net.layers[0].outgoing().smallest(fraction=0.1))
     moments = optimizer.state[net.transitions[0].weight]["exp_avg"]
-    return "" if moments.shape == net.transitions[0].weight.shape else "an optimizer did not follow an edit"
+    return (
+        ""
+        if moments.shape == net.transitions[0].weight.shape
+        else "an optimizer did not follow an edit"
+    )
 
 
 def _files(device: torch.device) -> str:
@@ -101,7 +112,9 @@ def _files(device: torch.device) -> str:
 
 
 def _state(net: gn.GrapNet) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)}
+    return {
+        name: value.clone() for name, value in net.state_dict().items() if isinstance(value, Tensor)
+    }
 
 
 def _agree(a: Tensor, b: Tensor) -> bool:

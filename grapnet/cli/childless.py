@@ -1,4 +1,6 @@
-"""Hidden nodes without children: nobody hears them, they stay until they are removed, and then nothing changes."""
+"""Hidden nodes without children: nobody hears them, they stay until they are removed, and then
+nothing changes.
+"""
 
 import shlex
 from typing import Any, NamedTuple
@@ -37,7 +39,10 @@ class Childless(NamedTuple):
         names = [repr(owner) for owner in self.owners if owner is not None]
         whose = f" of {', '.join(names)}" if len(names) == len(self.owners) <= _MOST else ""
         others = f", and {self.others:,} more that nobody hears" if self.others else ""
-        told = f"{counted(len(self.uids), 'node')}{whose} {'has' if one else 'have'} no children left{which}"
+        told = (
+            f"{counted(len(self.uids), 'node')}{whose} {'has' if one else 'have'} no children"
+            f" left{which}"
+        )
         return [f"{told}; {self.remove} takes {'it' if one else 'them'} away{others}"]
 
     def data(self) -> dict[str, Any] | None:
@@ -49,13 +54,18 @@ class Childless(NamedTuple):
 def hidden_nodes(net: gn.GrapNet, *, childless: bool) -> Tensor:
     """Returns the uids of hidden nodes that have no children, or of those that have some."""
     hidden = zip(net.layers[1:-1], net.transitions[1:], strict=True)
-    found = [layer.uid[((store.topology.degrees == 0) == childless).cpu()] for layer, store in hidden]
+    found = [
+        layer.uid[((store.topology.degrees == 0) == childless).cpu()] for layer, store in hidden
+    ]
     return torch.cat([torch.empty(0, dtype=torch.int64), *found])
 
 
 def unheard_nodes(net: gn.GrapNet) -> Tensor:
     """Returns the uids of hidden nodes that have no children, or only such children."""
-    found, gone = [torch.empty(0, dtype=torch.int64)], torch.empty(0, dtype=torch.int64)  # rows of the layer behind
+    found, gone = (
+        [torch.empty(0, dtype=torch.int64)],
+        torch.empty(0, dtype=torch.int64),
+    )  # rows of the layer behind
     for layer, store in reversed(list(zip(net.layers[1:-1], net.transitions[1:], strict=True))):
         lost = store.topology.leading_to(gone.to(store.child.device))
         gone = (store.topology.degrees_without(lost) == 0).nonzero().flatten()
@@ -73,9 +83,13 @@ def left_childless(net: gn.GrapNet, before: Tensor, place: str) -> Childless:
     """
     present = hidden_nodes(net, childless=True)
     fresh = present[torch.isin(present, before)]
-    nodes = net.select(layer=range(1, len(net.layers) - 1), where=lambda nodes: torch.isin(nodes.uids, fresh))
+    nodes = net.select(
+        layer=range(1, len(net.layers) - 1), where=lambda nodes: torch.isin(nodes.uids, fresh)
+    )
     owners: dict[str | None, int] = {}
     for owner in nodes.owners:
         owners[owner] = owners.get(owner, 0) + 1
     words = ["grapnet", "remove", "FILE", *(["--net", place] if place else []), "--childless"]
-    return Childless(fresh.tolist(), owners, shlex.join(words), len(unheard_nodes(net)) - len(fresh))
+    return Childless(
+        fresh.tolist(), owners, shlex.join(words), len(unheard_nodes(net)) - len(fresh)
+    )

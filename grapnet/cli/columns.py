@@ -12,7 +12,9 @@ from torch import Tensor
 WIDTH = 100  # characters of a line
 _NAME = 32  # characters of a text that others follow
 _NOTHING = "–"
-_NUMBER = re.compile(r"([+−-]?[\d,.]+(e[+-]\d+)?( %)?\s?)+|[–?-]|")  # nothing counts as one, among others
+_NUMBER = re.compile(
+    r"([+−-]?[\d,.]+(e[+-]\d+)?( %)?\s?)+|[–?-]|"
+)  # nothing counts as one, among others
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 Cell = int | float | str | None
@@ -21,11 +23,14 @@ Cell = int | float | str | None
 def table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], *, indent: int = 2) -> list[str]:
     """Returns lines of aligned columns, none wider than `WIDTH`.
 
-    Whole numbers are counts and get thousands separators; other numbers are shares and are shown in per cent; None is a
-    dash. Columns of numbers, also as texts, stand to the right, others to the left; a last column of texts is wrapped.
+    Whole numbers are counts and get thousands separators; other numbers are shares and are shown in
+    per cent; None is a dash. Columns of numbers, also as texts, stand to the right, others to the
+    left; a last column of texts is wrapped.
 
     Examples:
-        >>> for line in table(["layer", "nodes", "frozen"], [["hidden", 12345, 0.5], ["output", 10, None]]):
+        >>> for line in table(
+        ...     ["layer", "nodes", "frozen"], [["hidden", 12345, 0.5], ["output", 10, None]]
+        ... ):
         ...     print(line)
           layer    nodes  frozen
           hidden  12,345  50.0 %
@@ -33,12 +38,17 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[Cell]], *, indent: int 
     """
     last = len(titles) - 1
     shown = [[_shown(cell, whole=n == last) for n, cell in enumerate(row)] for row in rows]
-    right = [bool(rows) and all(_NUMBER.fullmatch(row[n]) for row in shown) for n in range(len(titles))]
+    right = [
+        bool(rows) and all(_NUMBER.fullmatch(row[n]) for row in shown) for n in range(len(titles))
+    ]
     widths = [max(map(len, column)) for column in zip(titles, *shown, strict=True)]
     room = max(WIDTH - indent - sum(widths[:-1]) - 2 * last, 20)
     lines = []
     for row in ([*titles], *shown):
-        parts = [cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right, strict=True)]
+        parts = [
+            cell.rjust(w) if r else cell.ljust(w)
+            for cell, w, r in zip(row, widths, right, strict=True)
+        ]
         if right[last]:
             lines.append(" " * indent + "  ".join(parts))
             continue
@@ -77,7 +87,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Returns data as JSON can hold it: tensors and arrays as lists, and None for a number that is not finite."""
+    """Returns data as JSON can hold it: tensors and arrays as lists, and None for a number that is
+    not finite.
+    """
     if isinstance(value, Tensor | np.ndarray | np.generic):
         return plain(value.tolist())
     if isinstance(value, Mapping):

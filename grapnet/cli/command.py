@@ -1,4 +1,6 @@
-"""What a command of the command line is: a name, its options, and a function from options to an outcome."""
+"""What a command of the command line is: a name, its options, and a function from options to an
+outcome.
+"""
 
 import argparse
 from collections.abc import Callable, Mapping
@@ -30,8 +32,8 @@ class Command:
         about: what it does, in one line of `grapnet --help`.
         group: the heading that it is listed under, one of `main.GROUPS`.
         configure: adds its own options to its parser.
-        run: does its work; raises `CommandError`, or an error of the library, when it cannot, and has then changed
-            nothing.
+        run: does its work; raises `CommandError`, or an error of the library, when it cannot, and
+            has then changed nothing.
         examples: lines of its --help, without `grapnet`.
     """
 

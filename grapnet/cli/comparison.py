@@ -1,4 +1,6 @@
-"""Two nets side by side: nodes by uid, relations by the uids of their ends, and whether one continues the other."""
+"""Two nets side by side: nodes by uid, relations by the uids of their ends, and whether one
+continues the other.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ from .columns import counted
 
 
 class Difference(NamedTuple):
-    """How many of a kind are only in the second net, only in the first, or differ in both, and by how much at most."""
+    """How many of a kind are only in the second net, only in the first, or differ in both, and by
+    how much at most.
+    """
 
     added: int | None = None
     removed: int | None = None
@@ -29,7 +33,8 @@ class Difference(NamedTuple):
 class Comparison:
     """What differs between two nets, and the commits that lead from one to the other.
 
-    Histories count for nothing in `is_equal`: a net whose cut was undone is equal to the one before.
+    Histories count for nothing in `is_equal`: a net whose cut was undone is equal to the one
+    before.
     """
 
     nodes_added: np.ndarray  # [n] uids
@@ -51,7 +56,9 @@ def compare(a: gn.GrapNet, b: gn.GrapNet) -> Comparison:
     (mine, uids), (others, other_uids) = _nodes(a), _nodes(b)
     kept, at, other_at = np.intersect1d(mine, others, assume_unique=True, return_indices=True)
     pairs, other_pairs = _pairs(a), _pairs(b)
-    _, slot, other_slot = np.intersect1d(pairs, other_pairs, assume_unique=True, return_indices=True)
+    _, slot, other_slot = np.intersect1d(
+        pairs, other_pairs, assume_unique=True, return_indices=True
+    )
     came, went = _others(other_pairs, other_slot), _others(pairs, slot)
     differences = {
         "layers": _counts(len(a.layers), len(b.layers)),
@@ -59,15 +66,25 @@ def compare(a: gn.GrapNet, b: gn.GrapNet) -> Comparison:
         "relations": Difference(len(came), len(went)),
         "weights": _values(_weights(a)[slot], _weights(b)[other_slot]),
         "biases": _values(_biases(a)[at], _biases(b)[other_at]),
-        "frozen relations": _turned(_frozen(a.transitions)[slot], _frozen(b.transitions)[other_slot]),
-        "frozen biases": _turned(_frozen(a.layers)[at], _frozen(b.layers)[other_at]),
-        "owners": Difference(changed=_renamed(_names(a, "owner_names")[at], _names(b, "owner_names")[other_at])),
-        "activations": Difference(
-            changed=_renamed(_names(a, "activation_names")[at], _names(b, "activation_names")[other_at])
+        "frozen relations": _turned(
+            _frozen(a.transitions)[slot], _frozen(b.transitions)[other_slot]
         ),
-        "activation of layers": _unequal(*([x.default_activation for x in net.layers] for net in (a, b))),
+        "frozen biases": _turned(_frozen(a.layers)[at], _frozen(b.layers)[other_at]),
+        "owners": Difference(
+            changed=_renamed(_names(a, "owner_names")[at], _names(b, "owner_names")[other_at])
+        ),
+        "activations": Difference(
+            changed=_renamed(
+                _names(a, "activation_names")[at], _names(b, "activation_names")[other_at]
+            )
+        ),
+        "activation of layers": _unequal(
+            *([x.default_activation for x in net.layers] for net in (a, b))
+        ),
         "dropout of layers": _unequal(*([x.dropout for x in net.layers] for net in (a, b))),
-        "order of children": Difference(changed=_reordered(pairs[np.sort(slot)], other_pairs[np.sort(other_slot)])),
+        "order of children": Difference(
+            changed=_reordered(pairs[np.sort(slot)], other_pairs[np.sort(other_slot)])
+        ),
         "attention's columns": _columns(a, b),
         "backends": _unequal(a.execution.choices(), b.execution.choices()),
         "data type": Difference(changed=int(a.execution.dtype != b.execution.dtype)),
@@ -77,11 +94,17 @@ def compare(a: gn.GrapNet, b: gn.GrapNet) -> Comparison:
     return Comparison(*nodes, _ends(came), _ends(went), differences, lineage, commits)
 
 
-def _lineage(a: gn.GrapNet, b: gn.GrapNet, came: np.ndarray, went: np.ndarray) -> tuple[str, tuple[gn.Commit, ...]]:
-    """Says how the histories are related; also returns the commits of the longer one that the other has not."""
+def _lineage(
+    a: gn.GrapNet, b: gn.GrapNet, came: np.ndarray, went: np.ndarray
+) -> tuple[str, tuple[gn.Commit, ...]]:
+    """Says how the histories are related; also returns the commits of the longer one that the other
+    has not.
+    """
     together = list(zip(a.history, b.history, strict=False))
     same = sum(1 for _ in takewhile(lambda pair: _is_same(*pair), together))
-    longer, shorter, names = (b, a, ("B", "A")) if len(b.history) >= len(a.history) else (a, b, ("A", "B"))
+    longer, shorter, names = (
+        (b, a, ("B", "A")) if len(b.history) >= len(a.history) else (a, b, ("A", "B"))
+    )
     if same < len(together):
         return _parted(same, a), ()
     added, removed = (came, went) if longer is b else (went, came)
@@ -90,28 +113,49 @@ def _lineage(a: gn.GrapNet, b: gn.GrapNet, came: np.ndarray, went: np.ndarray) -
     if len(a.history) == len(b.history):
         return f"both stand at version {a.version:,} of the same history", ()
     between = longer.history[len(shorter.history) :]
-    told = f"{counted(len(between), 'commit')} from version {shorter.version:,} to version {longer.version:,}"
+    told = (
+        f"{counted(len(between), 'commit')} from version {shorter.version:,} to version"
+        f" {longer.version:,}"
+    )
     return f"{names[0]} continues {names[1]}: {told}", between
 
 
 def _parted(same: int, net: gn.GrapNet) -> str:
-    return f"their histories part after version {net.history[same - 1].version:,}" if same else "separate histories"
+    return (
+        f"their histories part after version {net.history[same - 1].version:,}"
+        if same
+        else "separate histories"
+    )
 
 
-def _leads_there(longer: gn.GrapNet, shorter: gn.GrapNet, added: np.ndarray, removed: np.ndarray) -> bool:
-    """Says whether the journal of one net tells exactly the relations that differ from the other."""
+def _leads_there(
+    longer: gn.GrapNet, shorter: gn.GrapNet, added: np.ndarray, removed: np.ndarray
+) -> bool:
+    """Says whether the journal of one net tells exactly the relations that differ from the
+    other.
+    """
     try:
         told = longer.diff(shorter.version)
     except gn.HistoryError:  # the journal no longer keeps them; the commits before are the same
         return bool(shorter.history)
-    keys = [pairs[:, 0] << 32 | pairs[:, 1] for pairs in (told.relations_added, told.relations_removed)]
-    return all(np.array_equal(np.sort(key.numpy()), found) for key, found in zip(keys, (added, removed), strict=True))
+    keys = [
+        pairs[:, 0] << 32 | pairs[:, 1] for pairs in (told.relations_added, told.relations_removed)
+    ]
+    return all(
+        np.array_equal(np.sort(key.numpy()), found)
+        for key, found in zip(keys, (added, removed), strict=True)
+    )
 
 
 def _is_same(one: gn.Commit, other: gn.Commit) -> bool:
     if one.has_details and other.has_details and one.change.counts() != other.change.counts():
         return False
-    return (one.version, one.reason, one.by, one.undoes) == (other.version, other.reason, other.by, other.undoes)
+    return (one.version, one.reason, one.by, one.undoes) == (
+        other.version,
+        other.reason,
+        other.by,
+        other.undoes,
+    )
 
 
 def _nodes(net: gn.GrapNet) -> tuple[np.ndarray, np.ndarray]:
@@ -144,7 +188,10 @@ def _weights(net: gn.GrapNet) -> np.ndarray:
 
 def _biases(net: gn.GrapNet) -> np.ndarray:
     """Returns the bias of every node, 0 for sensory ones."""
-    parts = [torch.zeros(len(x)).double() if x.is_sensory else x.values().detach().double() for x in net.layers]
+    parts = [
+        torch.zeros(len(x)).double() if x.is_sensory else x.values().detach().double()
+        for x in net.layers
+    ]
     return torch.cat(parts).numpy()
 
 
@@ -166,7 +213,9 @@ def _names(net: gn.GrapNet, column: str) -> np.ndarray:
 
 
 def _values(first: np.ndarray, second: np.ndarray) -> Difference:
-    differs = first.view(np.int64) != second.view(np.int64)  # bit for bit, so that NaN equals itself and 0 is not -0
+    differs = first.view(np.int64) != second.view(
+        np.int64
+    )  # bit for bit, so that NaN equals itself and 0 is not -0
     if not differs.any():
         return Difference(changed=0)
     with np.errstate(invalid="ignore"):  # infinity less itself
@@ -203,6 +252,10 @@ def _columns(a: gn.GrapNet, b: gn.GrapNet) -> Difference:
 
 
 def _is_like(one: Column, other: Column) -> bool:
-    """Says whether two columns hold the same numbers, bit for bit, and draw newborn nodes' from the same range."""
-    first, second = (column.values().detach().double().numpy().view(np.int64) for column in (one, other))
+    """Says whether two columns hold the same numbers, bit for bit, and draw newborn nodes' from the
+    same range.
+    """
+    first, second = (
+        column.values().detach().double().numpy().view(np.int64) for column in (one, other)
+    )
     return one.bound == other.bound and np.array_equal(first, second)

@@ -1,4 +1,6 @@
-"""What a checkpoint holds, all of it: its nets by their place, and whatever was saved beside them."""
+"""What a checkpoint holds, all of it: its nets by their place, and whatever was saved beside
+them.
+"""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +23,9 @@ from .files import reading
 
 @dataclass(frozen=True)
 class Kept:
-    """Something that was saved beside the nets: its name, the class it was of, the bytes of its tensors, and itself."""
+    """Something that was saved beside the nets: its name, the class it was of, the bytes of its
+    tensors, and itself.
+    """
 
     name: str
     made_by: str
@@ -36,7 +40,9 @@ class Contents:
     path: Path
     format: int
     bytes: int  # of the file
-    nets: dict[str, gn.GrapNet]  # by the first place at which each stands; "" where the file holds one net and no model
+    nets: dict[
+        str, gn.GrapNet
+    ]  # by the first place at which each stands; "" where the file holds one net and no model
     also_at: dict[str, list[str]]  # the other places of a net
     extras: list[Kept]
     beside: Kept | None  # the rest of a model
@@ -49,7 +55,9 @@ class Contents:
 
 @torch.inference_mode(False)
 def read_contents(path: Path, device: torch.device | str = "cpu") -> Contents:
-    """Returns everything in a checkpoint, of a net or of a model; raises CommandError when it cannot be read whole."""
+    """Returns everything in a checkpoint, of a net or of a model; raises CommandError when it
+    cannot be read whole.
+    """
     with reading(path):
         document, tensors = container.read(path)
         fields = Fields(tensors)
@@ -63,7 +71,9 @@ def read_contents(path: Path, device: torch.device | str = "cpu") -> Contents:
             beside = _beside(entry(document, "state", dict, ""), fields)
         else:
             nets[""], beside = rebuild_net(document, fields), None
-        extras = [_kept(name, part, fields) for name, part in entry(document, "extras", dict, "").items()]
+        extras = [
+            _kept(name, part, fields) for name, part in entry(document, "extras", dict, "").items()
+        ]
         fields.require_all_read()
     also_at = {names[0]: names[1:] for names in places}
     nets = {place: net.to(device) for place, net in nets.items()}
@@ -88,8 +98,14 @@ def _beside(part: dict[str, Any], fields: Fields) -> Kept:
 
 def _kept(name: str, part: Any, fields: Fields) -> Kept:
     extra, prefix = read_extra(name, part, fields), where(name)
-    mine = [t for key, t in fields.tensors.items() if key == prefix or key.startswith((f"{prefix}[", f"{prefix}."))]
-    return Kept(name, "plain data" if extra.kind == "data" else extra.made_by, _bytes(mine), extra.content)
+    mine = [
+        t
+        for key, t in fields.tensors.items()
+        if key == prefix or key.startswith((f"{prefix}[", f"{prefix}."))
+    ]
+    return Kept(
+        name, "plain data" if extra.kind == "data" else extra.made_by, _bytes(mine), extra.content
+    )
 
 
 def _bytes(tensors: list[Tensor]) -> int:

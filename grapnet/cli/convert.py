@@ -1,4 +1,6 @@
-"""convert: the weights of a plain MLP become a GrapNet checkpoint, checked against the plain computation."""
+"""convert: the weights of a plain MLP become a GrapNet checkpoint, checked against the plain
+computation.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -21,27 +23,43 @@ from .weights import Weights, read_weights
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_file(parser, about="a state dict: .safetensors, or .pt/.pth, which is read without running code")
+    add_file(
+        parser, about="a state dict: .safetensors, or .pt/.pth, which is read without running code"
+    )
     add_output(parser, "where to write the checkpoint (default: FILE with .grapnet.safetensors)")
     parser.add_argument(
         "--activation",
         metavar="A[,B,...]",
-        help="of all hidden layers, or one name for each: relu,tanh; files do not tell (default: relu)",
+        help=(
+            "of all hidden layers, or one name for each: relu,tanh; files do not tell (default:"
+            " relu)"
+        ),
     )
-    parser.add_argument("--drop-zeros", action="store_true", help="leave weights that are zero out of the graph")
-    parser.add_argument("--prefix", default="", metavar="TEXT", help="read only keys that begin so, such as head.")
     parser.add_argument(
-        "--keys", metavar="A,B,...", help="the layers to take, in order: fc_in,fc_out (default: all, as they fit)"
+        "--drop-zeros", action="store_true", help="leave weights that are zero out of the graph"
+    )
+    parser.add_argument(
+        "--prefix", default="", metavar="TEXT", help="read only keys that begin so, such as head."
+    )
+    parser.add_argument(
+        "--keys",
+        metavar="A,B,...",
+        help="the layers to take, in order: fc_in,fc_out (default: all, as they fit)",
     )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    names = [name.strip() for name in ("relu" if given.activation is None else given.activation).split(",")]
+    names = [
+        name.strip()
+        for name in ("relu" if given.activation is None else given.activation).split(",")
+    ]
     _require_known(names)
     keys = None if given.keys is None else given.keys.split(",")
     weights = read_weights(given.file, given.prefix, keys)
     prefix = weights.prefix_inside(given.prefix)
-    chain = find_chain(weights.tensors, prefix, None if keys is None else weights.keys_inside(keys, given.prefix))
+    chain = find_chain(
+        weights.tensors, prefix, None if keys is None else weights.keys_inside(keys, given.prefix)
+    )
     activations = _one_each(names, chain[:-1])
     output = given.output or given.file.with_name(f"{given.file.stem}.grapnet.safetensors")
     require_free(output, force=given.force)
@@ -60,8 +78,16 @@ def _run(given: argparse.Namespace) -> Outcome:
             f"left out: {few(others)}; where these take part between the layers above, a norm say, "
             "this net is not what the model computes"
         )
-    agreed = f"largest difference from these matrices, on 7 random inputs: {difference:.3g}{told_of_overflow(expected)}"
-    found = {"file": str(given.file), "written": str(output), "under": weights.under or None, **data}
+    agreed = (
+        "largest difference from these matrices, on 7 random inputs:"
+        f" {difference:.3g}{told_of_overflow(expected)}"
+    )
+    found = {
+        "file": str(given.file),
+        "written": str(output),
+        "under": weights.under or None,
+        **data,
+    }
     return Outcome(
         "\n".join([f"wrote {output}: {net!r}", *lines, agreed]),
         {
@@ -90,7 +116,8 @@ def _one_each(names: list[str], hidden: Sequence[Part]) -> list[str]:
     if len(names) != len(hidden):
         behind = f", behind {', '.join(part.key for part in hidden)}" if hidden else ""
         raise CommandError(
-            f"--activation names {len(names)} activations, and the number of hidden layers is {len(hidden)}{behind}",
+            f"--activation names {len(names)} activations, and the number of hidden layers is"
+            f" {len(hidden)}{behind}",
             "give one name for all of them, or one for each with commas between",
         )
     return names
@@ -99,7 +126,9 @@ def _one_each(names: list[str], hidden: Sequence[Part]) -> list[str]:
 def _module(chain: Sequence[Part], activations: Sequence[str]) -> nn.Sequential:
     modules: list[nn.Module] = []
     for part, activation in zip(chain, [*activations, "identity"], strict=True):
-        linear = nn.Linear(1, 1, part.bias is not None, device="meta")  # draws nothing, and warns of no empty matrix
+        linear = nn.Linear(
+            1, 1, part.bias is not None, device="meta"
+        )  # draws nothing, and warns of no empty matrix
         linear.in_features, linear.out_features = part.takes, part.gives
         linear.weight = nn.Parameter(part.weight.detach())
         if part.bias is not None:
@@ -119,9 +148,14 @@ def _read(weights: Weights) -> list[str]:
     """Returns what of a file was read, for people."""
     lines = [f"read the state dict under {weights.under!r}"] if weights.under else []
     if weights.beside:
-        lines[0] += f", and nothing under {few(list(map(repr, weights.beside)))}, where there is no linear layer"
+        lines[0] += (
+            f", and nothing under {few(list(map(repr, weights.beside)))}, where there is no linear"
+            " layer"
+        )
     return lines + (
-        [f"left out, as these are no tensors of a state dict: {few(weights.no_tensors)}"] if weights.no_tensors else []
+        [f"left out, as these are no tensors of a state dict: {few(weights.no_tensors)}"]
+        if weights.no_tensors
+        else []
     )
 
 
@@ -133,13 +167,20 @@ def _told(
     zeros = sum(int((part.weight == 0).sum()) for part in chain)
     fate = "left out" if given.drop_zeros else "kept as relations; --drop-zeros leaves them out"
     lines = []
-    for part, transition, activation in zip(chain, net.transitions, [*activations, None], strict=True):
+    for part, transition, activation in zip(
+        chain, net.transitions, [*activations, None], strict=True
+    ):
         bias = "bias" if part.bias is not None else "no bias"
         then = f", then {activation}" if activation else ""
-        lines.append(f"  {part.key}: {part.takes} -> {part.gives}, {transition.size:,} relations, {bias}{then}")
+        lines.append(
+            f"  {part.key}: {part.takes} -> {part.gives}, {transition.size:,} relations,"
+            f" {bias}{then}"
+        )
     lines += [f"{zeros:,} of {cells:,} weights are zero, {fate}"] if zeros else []
     if activations and given.activation is None:
-        lines.append("hidden activation: relu, as the file does not say (--activation A[,B,...] for another)")
+        lines.append(
+            "hidden activation: relu, as the file does not say (--activation A[,B,...] for another)"
+        )
     data = {
         "keys": [part.key for part in chain],
         "sizes": net.sizes,

@@ -15,9 +15,15 @@ from .command import Command, CommandError, Outcome
 def configure(parser: argparse.ArgumentParser) -> None:
     """Adds where to write and how long to take."""
     parser.add_argument(
-        "--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="where to write (default: runs/demo)"
+        "--out",
+        type=Path,
+        default=Path("runs/demo"),
+        metavar="FOLDER",
+        help="where to write (default: runs/demo)",
     )
-    parser.add_argument("--fast", action="store_true", help="fewer images, updates and seeds: a few seconds")
+    parser.add_argument(
+        "--fast", action="store_true", help="fewer images, updates and seeds: a few seconds"
+    )
 
 
 def run(given: argparse.Namespace) -> Outcome:
@@ -30,22 +36,29 @@ def run(given: argparse.Namespace) -> Outcome:
 
     for folder in (given.out, *given.out.parents):
         if folder.exists() and not folder.is_dir():
-            raise CommandError(f"{folder} is a file, not a folder", "name a folder to write into: --out FOLDER")
+            raise CommandError(
+                f"{folder} is a file, not a folder", "name a folder to write into: --out FOLDER"
+            )
     threads = torch.get_num_threads()
     if given.threads is None:
         torch.set_num_threads(1)  # nets this small run faster on one
     try:
         with Display(sys.stderr) as display:
             settings = FAST if given.fast else Settings()
-            numbers = run_demo(settings, given.out, seed=given.seed, device=given.device, display=display)
+            numbers = run_demo(
+                settings, given.out, seed=given.seed, device=given.device, display=display
+            )
     finally:
         torch.set_num_threads(threads)
-    text = f"{summary(numbers)}\nnext: {called()} inspect {shlex.quote(str(given.out / CHECKPOINT))}"
+    text = (
+        f"{summary(numbers)}\nnext: {called()} inspect {shlex.quote(str(given.out / CHECKPOINT))}"
+    )
     return Outcome(text, numbers, code=0 if all(numbers["checks"].values()) else 1)
 
 
 def called() -> str:
-    """Returns how the shell calls this command line from here: `grapnet`, or by its path where that is not found.
+    """Returns how the shell calls this command line from here: `grapnet`, or by its path where that
+    is not found.
 
     A virtual environment that is not activated has its `grapnet` beside the interpreter that runs.
     """

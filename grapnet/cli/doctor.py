@@ -36,7 +36,8 @@ class Finding:
     Attributes:
         section: the heading it is told under.
         name: what was looked at.
-        state: "ok", "absent" for something optional that is not there, or "failed" for what should work and does not.
+        state: "ok", "absent" for something optional that is not there, or "failed" for what should
+            work and does not.
         told: what was found.
         details: further lines, such as every folder that was looked at.
     """
@@ -49,7 +50,9 @@ class Finding:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--verbose", action="store_true", help="list every folder that data sets were looked for in")
+    parser.add_argument(
+        "--verbose", action="store_true", help="list every folder that data sets were looked for in"
+    )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
@@ -59,10 +62,24 @@ def _run(given: argparse.Namespace) -> Outcome:
     seconds = time.perf_counter() - started
     failed = [one for one in found if one.state == "failed"]
     absent = [one for one in found if one.state == "absent"]
-    end = f"{len(failed)} of {len(found)} failed: {', '.join(one.name for one in failed)}" if failed else "healthy"
-    optional = f"; optional and not there: {', '.join(one.name for one in absent)}" if absent else ""
-    lines = [*_lines(found, verbose=given.verbose), "", f"{end} (self-check: {seconds:.2f} s){optional}"]
-    data: dict[str, Any] = {"healthy": not failed, "findings": [asdict(one) for one in found], "seconds": seconds}
+    end = (
+        f"{len(failed)} of {len(found)} failed: {', '.join(one.name for one in failed)}"
+        if failed
+        else "healthy"
+    )
+    optional = (
+        f"; optional and not there: {', '.join(one.name for one in absent)}" if absent else ""
+    )
+    lines = [
+        *_lines(found, verbose=given.verbose),
+        "",
+        f"{end} (self-check: {seconds:.2f} s){optional}",
+    ]
+    data: dict[str, Any] = {
+        "healthy": not failed,
+        "findings": [asdict(one) for one in found],
+        "seconds": seconds,
+    }
     return Outcome("\n".join(lines), data, code=1 if failed else 0)
 
 
@@ -74,45 +91,81 @@ def _lines(found: list[Finding], *, verbose: bool) -> list[str]:
             sign = {"ok": "ok", "absent": "–", "failed": "FAILED"}[one.state]
             start = f"  {sign:<6}  {one.name:<17}  "
             rest = " " * len(start)
-            told = one.told if verbose or not one.details else f"{one.told}: grapnet doctor --verbose lists them"
-            lines += textwrap.wrap(told, WIDTH, initial_indent=start, subsequent_indent=rest, break_long_words=False)
+            told = (
+                one.told
+                if verbose or not one.details
+                else f"{one.told}: grapnet doctor --verbose lists them"
+            )
+            lines += textwrap.wrap(
+                told, WIDTH, initial_indent=start, subsequent_indent=rest, break_long_words=False
+            )
             lines += [f"{'':<10}{line}" for line in one.details] if verbose else []
     return lines[1:]
 
 
 def _library() -> Iterator[Finding]:
     yield Finding("Library", "grapnet", "ok", gn.__version__)
-    cuda = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU only"
+    cuda = (
+        f"CUDA {torch.version.cuda}"
+        if torch.version.cuda
+        else "ROCm"
+        if torch.version.hip
+        else "CPU only"
+    )
     yield Finding("Library", "torch", "ok", f"{torch.__version__}, built for {cuda}")
-    yield Finding("Library", "python", "ok", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    yield Finding(
+        "Library",
+        "python",
+        "ok",
+        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+    )
     if native.missing:
         yield Finding("Library", "compiled kernels", "absent", native.missing)
     else:
-        yield Finding("Library", "compiled kernels", "ok", f"variants this CPU runs: {', '.join(native.variants())}")
+        yield Finding(
+            "Library",
+            "compiled kernels",
+            "ok",
+            f"variants this CPU runs: {', '.join(native.variants())}",
+        )
 
 
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     features = torch.backends.cpu.get_cpu_capability()
     yield Finding("Machine", "CPU", "ok", f"torch uses {features}; {cores} cores for this process")
-    yield Finding("Machine", "threads", "ok", f"torch computes with {torch.get_num_threads()} (--threads N)")
+    yield Finding(
+        "Machine", "threads", "ok", f"torch computes with {torch.get_num_threads()} (--threads N)"
+    )
     root = default_root()
     first = next((folder for folder in (root, *root.parents) if folder.exists()), Path("/"))
     writable = first.is_dir() and os.access(first, os.W_OK | os.X_OK)
     told = f"{root}{'' if root.exists() else ' (made when needed)'}"
     hint = " cannot be written; export GRAPNET_DATA=FOLDER names another"
-    yield Finding("Machine", "data folder", "ok" if writable else "absent", told if writable else f"{told}{hint}")
+    yield Finding(
+        "Machine",
+        "data folder",
+        "ok" if writable else "absent",
+        told if writable else f"{told}{hint}",
+    )
 
 
 def _gpu() -> Iterator[Finding]:
     if not torch.cuda.is_available():
-        why = "torch was built without CUDA" if torch.version.cuda is None else "torch sees no device"
+        why = (
+            "torch was built without CUDA" if torch.version.cuda is None else "torch sees no device"
+        )
         yield Finding("GPU", "CUDA", "absent", why)
     else:
         told = ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
         yield _tried("GPU", "CUDA", told, _computes)
     if find_spec("triton") is None:
-        yield Finding("GPU", "Triton", "absent", "the sparse backend needs it on GPUs; CUDA builds of torch bring it")
+        yield Finding(
+            "GPU",
+            "Triton",
+            "absent",
+            "the sparse backend needs it on GPUs; CUDA builds of torch bring it",
+        )
     elif not torch.cuda.is_available():
         yield Finding("GPU", "Triton", "absent", f"{_version('triton')}, of no use without a GPU")
     else:
@@ -125,7 +178,9 @@ def _extras() -> Iterator[Finding]:
     try:
         required = metadata.requires("grapnet") or []
     except metadata.PackageNotFoundError:
-        yield Finding("Extras", "grapnet", "absent", "runs from a source tree; install it: pip install -e .")
+        yield Finding(
+            "Extras", "grapnet", "absent", "runs from a source tree; install it: pip install -e ."
+        )
         return
     for line in required:
         named = re.fullmatch(r"([\w.-]+)[^;]*;.*extra == [\"']([\w-]+)[\"'].*", line)
@@ -146,9 +201,17 @@ def _data() -> Iterator[Finding]:
             images, _ = load("test", folder)
         except MissingDataError as error:
             told = f"not found; looked in {len(error.folders)} folders"
-            yield Finding("Data sets", name, "absent", told, tuple(map(str.strip, str(error).splitlines()[1:])))
+            yield Finding(
+                "Data sets",
+                name,
+                "absent",
+                told,
+                tuple(map(str.strip, str(error).splitlines()[1:])),
+            )
         except (gn.GrapNetError, OSError) as error:
-            yield Finding("Data sets", name, "failed", (str(error).splitlines() or [type(error).__name__])[0])
+            yield Finding(
+                "Data sets", name, "failed", (str(error).splitlines() or [type(error).__name__])[0]
+            )
         else:
             yield Finding("Data sets", name, "ok", f"{folder} ({len(images):,} test images read)")
 
@@ -158,9 +221,13 @@ def _self_check(device: torch.device) -> Iterator[Finding]:
     told = dict.fromkeys(found, "as it should")
     if not found["backends agree"]:
         backends = ", ".join(runnable(small_net(device)))
-        told["backends agree"] = f"{backends}: values with Algorithm 1 node by node, gradients with the reference"
+        told["backends agree"] = (
+            f"{backends}: values with Algorithm 1 node by node, gradients with the reference"
+        )
     for name, wrong in found.items():
-        yield Finding(f"Self-check on {device}", name, "failed" if wrong else "ok", wrong or told[name])
+        yield Finding(
+            f"Self-check on {device}", name, "failed" if wrong else "ok", wrong or told[name]
+        )
 
 
 def _tried(section: str, name: str, told: str, work: Callable[[], str]) -> Finding:
@@ -169,12 +236,21 @@ def _tried(section: str, name: str, told: str, work: Callable[[], str]) -> Findi
         wrong = work()
     except Exception as error:  # a driver may fail in any way
         wrong = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return Finding(section, name, "failed" if wrong else "ok", f"{told}: {wrong}" if wrong else f"{told}, computes")
+    return Finding(
+        section,
+        name,
+        "failed" if wrong else "ok",
+        f"{told}: {wrong}" if wrong else f"{told}, computes",
+    )
 
 
 def _computes() -> str:
     x = torch.arange(6.0, device="cuda").view(2, 3)
-    return "" if (x @ x.t()).cpu().tolist() == [[5.0, 14.0], [14.0, 50.0]] else "a product of matrices is wrong"
+    return (
+        ""
+        if (x @ x.t()).cpu().tolist() == [[5.0, 14.0], [14.0, 50.0]]
+        else "a product of matrices is wrong"
+    )
 
 
 def _triton_runs() -> str:
@@ -185,7 +261,9 @@ def _triton_runs() -> str:
         expected = net(x)
         net.execution.use("sparse")
         found = net(x)
-    return "" if torch.allclose(found, expected) else "the sparse backend differs from the reference"
+    return (
+        "" if torch.allclose(found, expected) else "the sparse backend differs from the reference"
+    )
 
 
 def _version(name: str) -> str:

@@ -1,8 +1,11 @@
-"""cut, freeze, unfreeze, remove, prune, set-owner, undo, redo: edits of a checkpoint from the shell."""
+"""cut, freeze, unfreeze, remove, prune, set-owner, undo, redo: edits of a checkpoint from the
+shell.
+"""
 
 import argparse
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import grapnet as gn
 from grapnet.rules import Moment, PruneWeakest
@@ -10,15 +13,26 @@ from grapnet.rules import Moment, PruneWeakest
 from .columns import counted
 from .command import Command, CommandError
 from .editing import Act, add_shared, run_edit
-from .selection import Selection, add_node_options, add_relation_options, require_rank, require_share
+from .selection import (
+    Selection,
+    add_node_options,
+    add_relation_options,
+    require_rank,
+    require_share,
+)
 
-_SCOPES = {"global": "global", "per-transition": "transition"}
+_SCOPES: dict[str, Literal["global", "transition"]] = {
+    "global": "global",
+    "per-transition": "transition",
+}
 
 
 def _add_cut(parser: argparse.ArgumentParser) -> None:
     add_shared(parser)
     add_node_options(parser)
-    add_relation_options(parser, "those that the nodes own, unless another side is named; frozen ones are cut too")
+    add_relation_options(
+        parser, "those that the nodes own, unless another side is named; frozen ones are cut too"
+    )
     _add_orphans(parser)
 
 
@@ -35,7 +49,8 @@ def _add_freeze(parser: argparse.ArgumentParser) -> None:
     add_shared(parser)
     add_node_options(parser)
     add_relation_options(
-        parser, "without these options all that belongs to the nodes: biases and relations of both sides"
+        parser,
+        "without these options all that belongs to the nodes: biases and relations of both sides",
     )
 
 
@@ -67,15 +82,24 @@ def _remove(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
 
 
 def _require_hidden(nodes: gn.NodeSet, last: int, chosen: Selection) -> None:
-    """Raises CommandError for sensory and output nodes, with the way to the hidden ones among those chosen."""
+    """Raises CommandError for sensory and output nodes, with the way to the hidden ones among those
+    chosen.
+    """
     uids = {number: found.tolist() for number, found in nodes.uids_by_layer.items() if len(found)}
     for number, kind in ((0, "sensory"), (last, "output")):
         if number not in uids:
             continue
         count, first = len(uids[number]), uids[number][0]
-        told = f"node {first} is one of the {kind} nodes" if count == 1 else f"{count:,} of these are {kind} nodes"
+        told = (
+            f"node {first} is one of the {kind} nodes"
+            if count == 1
+            else f"{count:,} of these are {kind} nodes"
+        )
         hidden = [f"--layer {n}" for n in uids if n not in (0, last)]
-        hint = "only hidden nodes are removed from the shell; in Python, edit.remove_nodes(nodes, interface=True)"
+        hint = (
+            "only hidden nodes are removed from the shell; in Python, edit.remove_nodes(nodes,"
+            " interface=True)"
+        )
         if hidden and not (chosen.layers or chosen.nodes):
             hint = f"name a hidden layer besides: {' '.join(hidden)}"
         raise CommandError(
@@ -87,14 +111,19 @@ def _require_hidden(nodes: gn.NodeSet, last: int, chosen: Selection) -> None:
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
     add_shared(parser)
-    parser.add_argument("--fraction", type=float, required=True, metavar="F", help="the share of relations to cut")
+    parser.add_argument(
+        "--fraction", type=float, required=True, metavar="F", help="the share of relations to cut"
+    )
     parser.add_argument(
         "--scope",
         choices=_SCOPES,
         default="global",
         help="rank all together, or each transition alone (default: global)",
     )
-    told = "prune here only (repeatable); of an owner or a layer: grapnet cut FILE --owner NAME --smallest F"
+    told = (
+        "prune here only (repeatable); of an owner or a layer: grapnet cut FILE --owner NAME"
+        " --smallest F"
+    )
     parser.add_argument("--transition", action="append", type=int, metavar="T", help=told)
     _add_orphans(parser)
 
@@ -108,7 +137,8 @@ def _prune(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
     transitions = tuple(sorted({t % count for t in given.transition})) if given.transition else None
     free = net.select(layer=transitions or range(count)).outgoing()
     require_rank(free[~free.frozen])
-    rule = PruneWeakest(fraction=given.fraction, transitions=transitions, scope=_SCOPES[given.scope])  # pyright: ignore[reportArgumentType]
+    scope = _SCOPES[given.scope]
+    rule = PruneWeakest(fraction=given.fraction, transitions=transitions, scope=scope)
     rule(net, edit, Moment())
     _remove_orphans(edit, given)
 
@@ -135,9 +165,13 @@ def _set_owner(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> Non
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     add_shared(parser, reason=False)
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="how many commits (default: 1)")
     parser.add_argument(
-        "--alone", action="store_true", help="also where a commit is one part of a transaction over several nets"
+        "--steps", type=int, default=1, metavar="N", help="how many commits (default: 1)"
+    )
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="also where a commit is one part of a transaction over several nets",
     )
 
 
@@ -148,19 +182,24 @@ def _steps(net: gn.GrapNet, given: argparse.Namespace, *, verb: str) -> None:
     if journal.commits and not journal.undoable and not journal.redoable:
         listed = counted(len(journal.commits), "commit")
         raise CommandError(
-            f"there is nothing to {verb}: {given.file} was saved without undo=True; it lists {listed} and keeps "
-            f"nothing that {verb} needs",
+            f"there is nothing to {verb}: {given.file} was saved without undo=True; it lists"
+            f" {listed} and keeps nothing that {verb} needs",
             "save it with gn.save(..., undo=True); of an edit from the shell, --undo keeps it",
         )
     for done in range(given.steps):
         try:
             net.undo(alone=given.alone) if verb == "undo" else net.redo(alone=given.alone)
         except gn.HistoryError as error:
-            hint = "grapnet history FILE lists the commits; a file keeps what undo needs with gn.save(..., undo=True)"
+            hint = (
+                "grapnet history FILE lists the commits; a file keeps what undo needs with"
+                " gn.save(..., undo=True)"
+            )
             if "transaction over" in str(error):
                 hint = "--alone takes it back in this net and leaves the other nets as they are"
             elif done:
-                hint = f"--steps {done} goes as far as it can; grapnet history FILE lists the commits"
+                hint = (
+                    f"--steps {done} goes as far as it can; grapnet history FILE lists the commits"
+                )
             told, past = str(error).splitlines()[0], "undone" if verb == "undo" else "redone"
             can = f"{done} of {given.steps} steps can be {past}; then: " if given.steps > 1 else ""
             raise CommandError(f"{can}{told}", hint) from None
@@ -168,7 +207,9 @@ def _steps(net: gn.GrapNet, given: argparse.Namespace, *, verb: str) -> None:
 
 def _add_orphans(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--orphans", action="store_true", help="then remove hidden nodes without parents, with all they own"
+        "--orphans",
+        action="store_true",
+        help="then remove hidden nodes without parents, with all they own",
     )
 
 
@@ -177,7 +218,9 @@ def _remove_orphans(edit: gn.Edit, given: argparse.Namespace) -> None:
         edit.remove_orphans()
 
 
-def _inside_edit(verb: str, write: Callable[[gn.GrapNet, gn.Edit, argparse.Namespace], None]) -> Act:
+def _inside_edit(
+    verb: str, write: Callable[[gn.GrapNet, gn.Edit, argparse.Namespace], None]
+) -> Act:
     """Returns what makes one commit of what `write` asks for."""
 
     def act(net: gn.GrapNet, given: argparse.Namespace) -> None:
@@ -197,7 +240,9 @@ def _told(given: argparse.Namespace) -> str:
     return " ".join(part for part in parts if part)
 
 
-def _command(name: str, about: str, configure: Callable[..., object], act: Act, *examples: str) -> Command:
+def _command(
+    name: str, about: str, configure: Callable[..., object], act: Act, *examples: str
+) -> Command:
     return Command(name, about, "Change a net", configure, partial(run_edit, name, act), examples)
 
 

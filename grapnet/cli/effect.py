@@ -41,10 +41,14 @@ class Counted:
         return cls(
             version=net.version,
             nodes=tuple(net.sizes),
-            frozen_biases=tuple(0 if layer.is_sensory else len(layer.frozen_at) for layer in net.layers),
+            frozen_biases=tuple(
+                0 if layer.is_sensory else len(layer.frozen_at) for layer in net.layers
+            ),
             relations=tuple(store.size for store in net.transitions),
             frozen_relations=tuple(len(store.frozen_at) for store in net.transitions),
-            orphans=sum(int((store.topology.fan_in() == 0).sum()) for store in net.transitions[:-1]),
+            orphans=sum(
+                int((store.topology.fan_in() == 0).sum()) for store in net.transitions[:-1]
+            ),
             childless=len(hidden_nodes(net, childless=True)),
             bytes=net.count().bytes,
         )
@@ -69,9 +73,16 @@ class Effect:
     owners: tuple[Retagged, ...]
 
     @classmethod
-    def of(cls, before: Counted, tags: Tags, net: gn.GrapNet, commits: Sequence[gn.Commit]) -> "Effect":
-        """Returns what commits have done to a net that was counted, and whose owners were noted, before them."""
-        moved = [[c.relations[t] for c in commits if t in c.relations] for t in range(len(net.transitions))]
+    def of(
+        cls, before: Counted, tags: Tags, net: gn.GrapNet, commits: Sequence[gn.Commit]
+    ) -> "Effect":
+        """Returns what commits have done to a net that was counted, and whose owners were noted,
+        before them.
+        """
+        moved = [
+            [c.relations[t] for c in commits if t in c.relations]
+            for t in range(len(net.transitions))
+        ]
         return cls(
             before,
             Counted.of(net),
@@ -92,22 +103,40 @@ class Effect:
     def __str__(self) -> str:
         versions = f"version {self.before.version} → {self.after.version}"
         moved = any(self.removed) or any(self.added)
-        return versions + (f", relations cut {sum(self.removed):,}, added {sum(self.added):,}" if moved else "")
+        return versions + (
+            f", relations cut {sum(self.removed):,}, added {sum(self.added):,}" if moved else ""
+        )
 
     def lines(self) -> list[str]:
         """Returns it for people, as lines; counts only where one of them is another."""
         told = told_of_owners(list(self.owners))
-        return told if replace(self.before, version=self.after.version) == self.after else [*self._counts(), *told]
+        return (
+            told
+            if replace(self.before, version=self.after.version) == self.after
+            else [*self._counts(), *told]
+        )
 
     def _counts(self) -> list[str]:
         a, b = self.before, self.after
         biases = [_turned(*counts) for counts in zip(a.frozen_biases, b.frozen_biases, strict=True)]
-        weights = [_turned(*counts) for counts in zip(a.frozen_relations, b.frozen_relations, strict=True)]
-        rows = [(f"nodes of layer {n}", a.nodes[n], b.nodes[n], biases[n]) for n in range(len(b.nodes))]
-        rows += [(f"relations {t} → {t + 1}", x, b.relations[t], weights[t]) for t, x in enumerate(a.relations)]
+        weights = [
+            _turned(*counts) for counts in zip(a.frozen_relations, b.frozen_relations, strict=True)
+        ]
+        rows = [
+            (f"nodes of layer {n}", a.nodes[n], b.nodes[n], biases[n]) for n in range(len(b.nodes))
+        ]
+        rows += [
+            (f"relations {t} → {t + 1}", x, b.relations[t], weights[t])
+            for t, x in enumerate(a.relations)
+        ]
         rows += [("orphans (no parents)", a.orphans, b.orphans, "")]
-        rows += [("hidden, no children", a.childless, b.childless, ""), ("bytes of the net", a.bytes, b.bytes, "")]
-        shown: list[list[Cell]] = [[what, x, y, _change(y - x), frozen] for what, x, y, frozen in rows]
+        rows += [
+            ("hidden, no children", a.childless, b.childless, ""),
+            ("bytes of the net", a.bytes, b.bytes, ""),
+        ]
+        shown: list[list[Cell]] = [
+            [what, x, y, _change(y - x), frozen] for what, x, y, frozen in rows
+        ]
         titles = ["", "before", "after", "change", "frozen"]
         if not any(row[-1] for row in shown):
             titles, shown = titles[:-1], [row[:-1] for row in shown]

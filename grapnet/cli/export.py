@@ -1,4 +1,6 @@
-"""export: a net as ONNX, as a torch program, as GraphML or as plain matrices, checked against the net."""
+"""export: a net as ONNX, as a torch program, as GraphML or as plain matrices, checked against the
+net.
+"""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -26,8 +28,8 @@ class Format:
 
     Attributes:
         ending: of its name.
-        write: writes a net, a part of whose inputs it gets as an example, and returns what runs the file; or why it
-            cannot be run here.
+        write: writes a net, a part of whose inputs it gets as an example, and returns what runs the
+            file; or why it cannot be run here.
     """
 
     ending: str
@@ -51,7 +53,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 def _run(given: argparse.Namespace) -> Outcome:
     kind = FORMATS[given.to]
-    output = given.output or given.file.parent / f"{given.file.name.removesuffix('.safetensors')}{kind.ending}"
+    output = (
+        given.output
+        or given.file.parent / f"{given.file.name.removesuffix('.safetensors')}{kind.ending}"
+    )
     net = open_net(given.file, given.net).eval()
     require_free(output, force=given.force)
     inputs = torch.randn(7, net.sizes[0], dtype=net.execution.dtype)
@@ -63,7 +68,9 @@ def _run(given: argparse.Namespace) -> Outcome:
             with torch.no_grad():
                 expected = net(inputs)
                 difference = largest_difference(run(inputs), expected)
-            require_agreement(difference, expected, f"what {given.to} computes", "nothing was written")
+            require_agreement(
+                difference, expected, f"what {given.to} computes", "nothing was written"
+            )
             overflow = told_of_overflow(expected)
     told = f"not checked: {run}"
     if difference is not None:

@@ -1,4 +1,6 @@
-"""The files that a net is exported to; each writer returns what runs the file it wrote, or why that cannot be run."""
+"""The files that a net is exported to; each writer returns what runs the file it wrote, or why that
+cannot be run.
+"""
 
 import importlib.util
 import io
@@ -17,7 +19,9 @@ from grapnet.integrations.extra import require
 from .command import CommandError
 
 _LARGEST_ONNX = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GiB
-_MOST_READ_BACK = 200_000  # relations of a GraphML file that is read again to check it: some seconds
+_MOST_READ_BACK = (
+    200_000  # relations of a GraphML file that is read again to check it: some seconds
+)
 _IN_FLOAT32 = "save it in float32 first: gn.save(new, gn.load(file).float())"
 _CPU = "CPUExecutionProvider"
 
@@ -31,7 +35,10 @@ def write_onnx(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
     plain = _plain(net)
     size = sum(p.numel() * p.element_size() for p in plain.parameters())
     if size > _LARGEST_ONNX:
-        raise CommandError(f"the matrices hold {size:,} bytes, and an ONNX file {_LARGEST_ONNX:,}", "use --to torch")
+        raise CommandError(
+            f"the matrices hold {size:,} bytes, and an ONNX file {_LARGEST_ONNX:,}",
+            "use --to torch",
+        )
     with _exporting("ONNX"):
         torch.onnx.export(
             plain,
@@ -47,10 +54,15 @@ def write_onnx(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
     missing = require("onnxruntime.capi.onnxruntime_pybind11_state", "export").NotImplemented
     with _exporting("onnxruntime", hint=_IN_FLOAT32 if example.dtype.itemsize < 4 else ""):
         try:
-            session = require("onnxruntime", "export").InferenceSession(path.read_bytes(), providers=[_CPU])
+            session = require("onnxruntime", "export").InferenceSession(
+                path.read_bytes(), providers=[_CPU]
+            )
         except missing:
             kind = str(example.dtype).removeprefix("torch.")
-            return f"onnxruntime does not run {kind} on a CPU; use the file on another device, or {_IN_FLOAT32}"
+            return (
+                f"onnxruntime does not run {kind} on a CPU; use the file on another device, or"
+                f" {_IN_FLOAT32}"
+            )
     if example.dtype == torch.bfloat16:
         return "numpy has no bfloat16 to run it with"
     name = session.get_inputs()[0].name
@@ -58,9 +70,13 @@ def write_onnx(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
 
 
 def write_program(net: gn.GrapNet, example: Tensor, path: Path) -> Run | str:
-    """Writes a snapshot as a program of torch.export with a free batch size; loading it needs torch alone."""
+    """Writes a snapshot as a program of torch.export with a free batch size; loading it needs torch
+    alone.
+    """
     with _exporting("torch.export"):
-        program = torch.export.export(_plain(net), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        program = torch.export.export(
+            _plain(net), (example,), dynamic_shapes=({0: torch.export.Dim("batch")},)
+        )
         written = io.BytesIO()  # torch ends the process when a disk is full
         torch.export.save(program, written)
         path.write_bytes(written.getbuffer())

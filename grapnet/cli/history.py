@@ -1,4 +1,6 @@
-"""`grapnet history` and `grapnet diff`: what happened to a net, and what differs between two checkpoints."""
+"""`grapnet history` and `grapnet diff`: what happened to a net, and what differs between two
+checkpoints.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -22,24 +24,34 @@ _LISTED = 1000  # of them in JSON
 def _configure_history(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     parser.add_argument("--last", type=int, metavar="N", help="only the last N commits")
-    parser.add_argument("--details", action="store_true", help="also the operations and remarks of every commit")
+    parser.add_argument(
+        "--details", action="store_true", help="also the operations and remarks of every commit"
+    )
 
 
 def _run_history(given: argparse.Namespace) -> Outcome:
     if given.last is not None and given.last < 1:
-        raise CommandError(f"--last is a whole number, at least 1, got {given.last}", "leave it out for all commits")
+        raise CommandError(
+            f"--last is a whole number, at least 1, got {given.last}",
+            "leave it out for all commits",
+        )
     contents = read_contents(given.file)
     lines, data = [], {}
     for place, net in contents.nets.items():
         commits = net.history[-given.last :] if given.last else net.history
         ways, turned = _ways_back(net), _turned(net.history)
-        lines += [f"The {title(place)} at version {net.version:,}, {counted(len(net.history), 'commit')}"]
+        lines += [
+            f"The {title(place)} at version {net.version:,}, {counted(len(net.history), 'commit')}"
+        ]
         if len(commits) < len(net.history):
             lines[-1] += f", the last {len(commits):,}"
         lines += [*_commits(commits, ways, turned, details=given.details), *_outlook(net), ""]
         data[place] = {
             "version": net.version,
-            "commits": [_as_data(commit, ways.get(commit.version), turned[commit.version]) for commit in commits],
+            "commits": [
+                _as_data(commit, ways.get(commit.version), turned[commit.version])
+                for commit in commits
+            ],
             "of": len(net.history),
             "undoable": [net.history[n].version for n in reversed(net.journal.undoable)],
             "redoable": [net.history[n].version for n in reversed(net.journal.redoable)],
@@ -51,21 +63,32 @@ def _ways_back(net: gn.GrapNet) -> dict[int, str]:
     """Returns, by version, the command that takes a commit back, with those after it."""
     journal, found = net.journal, {}
     for verb, stack in (("undo", journal.undoable), ("redo", journal.redoable)):
-        found |= {journal.commits[place].version: f"{verb} --steps {n}" for n, place in enumerate(reversed(stack), 1)}
+        found |= {
+            journal.commits[place].version: f"{verb} --steps {n}"
+            for n, place in enumerate(reversed(stack), 1)
+        }
     return found
 
 
 def _turned(history: Sequence[gn.Commit]) -> dict[int, str | None]:
-    """Returns, by version, whether coordinates were frozen or unfrozen; an undo turns them the other way."""
+    """Returns, by version, whether coordinates were frozen or unfrozen; an undo turns them the
+    other way.
+    """
     found: dict[int, str | None] = {}
     other = {"frozen": "unfrozen", "unfrozen": "frozen", None: None}
     for commit in history:
-        found[commit.version] = commit.turned if commit.undoes is None else other[found.get(commit.undoes)]
+        found[commit.version] = (
+            commit.turned if commit.undoes is None else other[found.get(commit.undoes)]
+        )
     return found
 
 
 def _commits(
-    commits: Sequence[gn.Commit], ways: dict[int, str], turned: dict[int, str | None], *, details: bool
+    commits: Sequence[gn.Commit],
+    ways: dict[int, str],
+    turned: dict[int, str | None],
+    *,
+    details: bool,
 ) -> list[str]:
     if not commits:
         return []
@@ -79,9 +102,13 @@ def _commits(
         )
         coordinates = "" if kept else "?"
         if kept and counts["coordinates_turned"]:
-            coordinates = f"{counts['coordinates_turned']:,} {turned[commit.version] or ''}".rstrip()
+            coordinates = (
+                f"{counts['coordinates_turned']:,} {turned[commit.version] or ''}".rstrip()
+            )
         way = ways.get(commit.version, "")
-        rows.append([commit.version, nodes, relations, coordinates, way, commit.by or "", _reason(commit)])
+        rows.append(
+            [commit.version, nodes, relations, coordinates, way, commit.by or "", _reason(commit)]
+        )
         if details:
             rows += [_detail(operation) for operation in commit.operations]
     titles = ["version", "nodes", "relations", "(un)frozen", "way back", "by", "reason"]
@@ -91,7 +118,10 @@ def _commits(
 
 def _detail(operation: dict[str, Any]) -> list[Cell]:
     told = {name: value for name, value in operation.items() if name not in ("operation", "text")}
-    parts = [f"{name}={value:,}" if type(value) is int else f"{name}={value}" for name, value in told.items()]
+    parts = [
+        f"{name}={value:,}" if type(value) is int else f"{name}={value}"
+        for name, value in told.items()
+    ]
     text = f"{operation['text']!r} " if "text" in operation else ""
     return ["", "", "", "", "", "", f"· {operation['operation']} {text}{', '.join(parts)}"]
 
@@ -113,15 +143,25 @@ def _outlook(net: gn.GrapNet) -> list[str]:
     if not journal.undoable and not journal.redoable:
         return ["  none can be undone: gn.save(..., undo=True) keeps what that needs"]
     told = []
-    for verb, done, stack in (("undo", "undone", journal.undoable), ("redo", "redone", journal.redoable)):
+    for verb, done, stack in (
+        ("undo", "undone", journal.undoable),
+        ("redo", "redone", journal.redoable),
+    ):
         if stack:
             first = journal.commits[stack[-1]].version
-            told.append(f"  {counted(len(stack), 'commit')} can be {done}: grapnet {verb} takes version {first:,} back")
+            told.append(
+                f"  {counted(len(stack), 'commit')} can be {done}: grapnet {verb} takes version"
+                f" {first:,} back"
+            )
     return told
 
 
 def _as_data(commit: gn.Commit, way: str | None, turned: str | None) -> dict[str, Any]:
-    joint = commit.joint and {"name": commit.joint.name, "part": commit.joint.part, "parts": commit.joint.parts}
+    joint = commit.joint and {
+        "name": commit.joint.name,
+        "part": commit.joint.part,
+        "parts": commit.joint.parts,
+    }
     return {
         "version": commit.version,
         "reason": commit.reason,
@@ -148,7 +188,9 @@ def _run_diff(given: argparse.Namespace) -> Outcome:
         told, found = _compared(a, b, place)
         lines += ["", *told]
         data["nets"][place] = found
-    beside = compare_beside(*([*one.extras, *([one.beside] if one.beside else [])] for one in (a, b)))
+    beside = compare_beside(
+        *([*one.extras, *([one.beside] if one.beside else [])] for one in (a, b))
+    )
     lines += ["", "Beside the nets, which does not count for the exit code"] if beside else []
     lines += [f"  {name}: {one}" for name, one in beside.items()]
     data["beside"] = {name: one._asdict() for name, one in beside.items()}
@@ -187,7 +229,10 @@ def _examples(found: Comparison) -> list[str]:
     """Names the first few nodes and relations that came and went, by uid."""
     lines = []
     for what, uids in _listed(found).items():
-        some = ["→".join(map(str, uid)) if isinstance(uid, list) else str(uid) for uid in uids[:_SHOWN].tolist()]
+        some = [
+            "→".join(map(str, uid)) if isinstance(uid, list) else str(uid)
+            for uid in uids[:_SHOWN].tolist()
+        ]
         if some:
             more = ", …" if len(uids) > len(some) else ""
             lines.append(f"  {what.replace('_', ' ')}, by uid: {', '.join(some)}{more}")

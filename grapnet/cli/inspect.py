@@ -17,13 +17,19 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     parser.add_argument("--owner", metavar="NAME", help="tell only of the nodes of one owner")
     parser.add_argument(
-        "--batch", type=int, default=256, metavar="N", help="samples at once, for the choice of backends (default: 256)"
+        "--batch",
+        type=int,
+        default=256,
+        metavar="N",
+        help="samples at once, for the choice of backends (default: 256)",
     )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
     if given.batch < 1:
-        raise CommandError(f"--batch is a whole number, at least 1, got {given.batch}", "leave it out for 256")
+        raise CommandError(
+            f"--batch is a whole number, at least 1, got {given.batch}", "leave it out for 256"
+        )
     contents = read_contents(given.file, given.device)
     lines, data = _file(contents, with_extras=given.owner is None)
     data["nets"] = {}
@@ -42,14 +48,19 @@ def _owned(contents: Contents, owner: str | None) -> dict[str, gn.GrapNet]:
     """Returns the nets to tell of; raises CommandError when no net has that owner."""
     if owner is None:
         return contents.nets
-    require_owner(owner, dict.fromkeys(name for net in contents.nets.values() for name in net.owners))
+    require_owner(
+        owner, dict.fromkeys(name for net in contents.nets.values() for name in net.owners)
+    )
     return {place: net for place, net in contents.nets.items() if owner in net.owners}
 
 
 def _file(contents: Contents, *, with_extras: bool) -> tuple[list[str], dict[str, Any]]:
     kept = [*contents.extras, *([contents.beside] if contents.beside else [])]
     what = f"a model with {counted(len(contents.nets), 'net')}" if contents.is_model else "one net"
-    lines = [str(contents.path), f"  {what}, {in_bytes(contents.bytes)}, checkpoint format {contents.format}"]
+    lines = [
+        str(contents.path),
+        f"  {what}, {in_bytes(contents.bytes)}, checkpoint format {contents.format}",
+    ]
     if kept and with_extras:
         rows: list[list[Cell]] = [[one.name, one.bytes or None, one.made_by] for one in kept]
         lines += ["", "Beside the nets" if contents.is_model else "Beside the net"]
@@ -59,23 +70,36 @@ def _file(contents: Contents, *, with_extras: bool) -> tuple[list[str], dict[str
         "bytes": contents.bytes,
         "format": contents.format,
         "kind": "model" if contents.is_model else "net",
-        "extras": {one.name: {"saved_from": one.made_by, "bytes": one.bytes} for one in contents.extras},
-        "beside": contents.beside and {"holds": contents.beside.made_by, "bytes": contents.beside.bytes},
+        "extras": {
+            one.name: {"saved_from": one.made_by, "bytes": one.bytes} for one in contents.extras
+        },
+        "beside": (
+            contents.beside and {"holds": contents.beside.made_by, "bytes": contents.beside.bytes}
+        ),
     }
 
 
-def _whole(contents: Contents, place: str, net: gn.GrapNet, told: dict[str, Any], batch: int) -> list[str]:
+def _whole(
+    contents: Contents, place: str, net: gn.GrapNet, told: dict[str, Any], batch: int
+) -> list[str]:
     also = f" (also at {', '.join(contents.also_at[place])})" if contents.also_at[place] else ""
     way_back = f"{told['undoable']:,} can be undone, {told['redoable']:,} redone"
     if told["commits"] and not told["undoable"] and not told["redoable"]:
         way_back = "none can be undone: gn.save(..., undo=True) keeps what that needs"
     memory = told["bytes"]
     facts = {
-        "version": f"{told['version']:,}: {counted(told['commits'], 'commit')}, {way_back}"
-        if told["commits"]
-        else "0: no edits",
-        "parameters": f"{told['parameters']:,} trainable, {told['frozen']:,} frozen, {told['dtype']}",
-        "memory": f"{in_bytes(memory['coordinates'])} of values and {in_bytes(memory['wiring'])} of wiring",
+        "version": (
+            f"{told['version']:,}: {counted(told['commits'], 'commit')}, {way_back}"
+            if told["commits"]
+            else "0: no edits"
+        ),
+        "parameters": (
+            f"{told['parameters']:,} trainable, {told['frozen']:,} frozen, {told['dtype']}"
+        ),
+        "memory": (
+            f"{in_bytes(memory['coordinates'])} of values and {in_bytes(memory['wiring'])} of"
+            " wiring"
+        ),
         "one sample": f"{told['flops']:,} floating-point operations forward",
     }
     lines = [f"The {title(place)}: {'-'.join(map(str, told['sizes']))}{also}", *pairs(facts)]
@@ -83,7 +107,12 @@ def _whole(contents: Contents, place: str, net: gn.GrapNet, told: dict[str, Any]
     lines += ["", "Relations", *_table_of_relations(told["transitions"])]
     if net.owners:
         lines += ["", "Owners", *_table_of_owners(told["owners"])]
-    return [*lines, "", f"Backends at batch {batch:,} on {net.device}", *_backends(told["backends"])]
+    return [
+        *lines,
+        "",
+        f"Backends at batch {batch:,} on {net.device}",
+        *_backends(told["backends"]),
+    ]
 
 
 def _table_of_layers(layers: list[dict[str, Any]]) -> list[str]:
@@ -104,7 +133,9 @@ def _table_of_layers(layers: list[dict[str, Any]]) -> list[str]:
                 names,
             ]
         )
-    return _sparing(["layer", "nodes", "uids", "dropout", "biases frozen", "activation"], rows, 3, 4)
+    return _sparing(
+        ["layer", "nodes", "uids", "dropout", "biases frozen", "activation"], rows, 3, 4
+    )
 
 
 def _table_of_relations(transitions: list[dict[str, Any]]) -> list[str]:
@@ -112,7 +143,11 @@ def _table_of_relations(transitions: list[dict[str, Any]]) -> list[str]:
     for one in transitions:
         share = one["frozen"] / one["relations"] if one["relations"] else None
         rows.append([_place(one), one["relations"], one["density"], share, _families(one)])
-    return _sparing(["layers", "relations", "density", "frozen", "families: nodes × children in common"], rows, 3)
+    return _sparing(
+        ["layers", "relations", "density", "frozen", "families: nodes × children in common"],
+        rows,
+        3,
+    )
 
 
 def _table_of_owners(owners: dict[str, dict[str, int]]) -> list[str]:
@@ -143,12 +178,17 @@ def _place(one: dict[str, Any]) -> str:
 
 
 def _families(one: dict[str, Any]) -> str:
-    """Returns the largest families of a transition; nodes whose children nobody else has are none."""
+    """Returns the largest families of a transition; nodes whose children nobody else has are
+    none.
+    """
     if one["families"] is None:
         return f"not looked for above {MOST_RELATIONS:,} relations"
     large = [family for family in one["largest_families"] if family["members"] > 1]
     counts = [f"{f['families']:,} of " if f["families"] > 1 else "" for f in large]
-    blocks = [f"{count}{f['members']:,} × {f['children']:,}" for count, f in zip(counts, large, strict=True)]
+    blocks = [
+        f"{count}{f['members']:,} × {f['children']:,}"
+        for count, f in zip(counts, large, strict=True)
+    ]
     others = one["families"] - sum(family["families"] for family in large)
     return ", ".join(blocks) + (f", {others:,} others" if others else "") if large else "none"
 
@@ -178,8 +218,15 @@ def _narrowed(place: str, told: dict[str, Any]) -> list[str]:
     for one in told["transitions"]:
         sides = [f"to {_shown(name)} {count:,}" for name, count in one["to"].items()]
         sides += [f"from {_shown(name)} {count:,}" for name, count in one["from"].items()]
-        wires.append([_place(one), one["outgoing"], one["incoming"], one["frozen"], ", ".join(sides)])
-    lines = [head, *_sparing(["layer", "nodes", "uids", "biases frozen", "activation"], layers, 3), "", "Relations"]
+        wires.append(
+            [_place(one), one["outgoing"], one["incoming"], one["frozen"], ", ".join(sides)]
+        )
+    lines = [
+        head,
+        *_sparing(["layer", "nodes", "uids", "biases frozen", "activation"], layers, 3),
+        "",
+        "Relations",
+    ]
     return lines + _sparing(["layers", "owned", "received", "frozen", "with"], wires, 3)
 
 

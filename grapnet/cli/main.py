@@ -1,4 +1,6 @@
-"""`grapnet`: finds the command, gives it what all commands share, and prints its outcome or one clear error."""
+"""`grapnet`: finds the command, gives it what all commands share, and prints its outcome or one
+clear error.
+"""
 
 import argparse
 import errno
@@ -30,12 +32,26 @@ GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
     "Bring a net elsewhere": ("export", "convert"),
     "The paper's studies": ("study", "report"),
 }
-WRONG, INTERRUPTED, TERMINATED = 2, 130, 143  # exit codes: of what cannot be done, of Ctrl-C, of SIGTERM
+WRONG, INTERRUPTED, TERMINATED = (
+    2,
+    130,
+    143,
+)  # exit codes: of what cannot be done, of Ctrl-C, of SIGTERM
 MOST_THREADS = 1024
-TRACEBACK = "GRAPNET_TRACEBACK"  # in the environment: errors that nobody expects show where they come from
-EXPECTED = (gn.GrapNetError, MissingDataError, ImportError, OSError)  # told in one line; all else is a bug
+TRACEBACK = (  # in the environment: errors that nobody expects show where they come from
+    "GRAPNET_TRACEBACK"
+)
+EXPECTED = (
+    gn.GrapNetError,
+    MissingDataError,
+    ImportError,
+    OSError,
+)  # told in one line; all else is a bug
 _ACCESS = "see who may read and write it and its folder: ls -ld"
-_ROOM = "make room, or choose another place; df -h tells what is left there, ulimit -f how large a file may be"
+_ROOM = (
+    "make room, or choose another place; df -h tells what is left there, ulimit -f how large a file"
+    " may be"
+)
 SYSTEM_HINTS = {  # by what the system says about a file
     errno.EACCES: _ACCESS,
     errno.EPERM: _ACCESS,
@@ -84,7 +100,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def commands() -> dict[str, Command]:
     """Returns every command by name, in the order of `GROUPS`."""
-    modules = [importlib.import_module(f"grapnet.cli.{name}") for names in GROUPS.values() for name in names]
+    modules = [
+        importlib.import_module(f"grapnet.cli.{name}")
+        for names in GROUPS.values()
+        for name in names
+    ]
     return {command.name: command for module in modules for command in module.COMMANDS}
 
 
@@ -93,12 +113,18 @@ def parser(known: dict[str, Command]) -> argparse.ArgumentParser:
     listed = []
     for group in GROUPS:
         found = [command for command in known.values() if command.group == group]
-        listed += ["", f"{group}:", *(f"  {command.name:<10} {command.about}" for command in found)] if found else []
+        listed += (
+            ["", f"{group}:", *(f"  {command.name:<10} {command.about}" for command in found)]
+            if found
+            else []
+        )
     whole = _Parser(
         prog="grapnet",
         usage="grapnet COMMAND [options]",
         description="Neural networks whose structure is data you can edit while they train.",
-        epilog="\n".join([*listed[1:], "", "grapnet COMMAND --help tells its options and shows examples."]),
+        epilog="\n".join(
+            [*listed[1:], "", "grapnet COMMAND --help tells its options and shows examples."]
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     whole.add_argument("--version", action="version", version=f"grapnet {gn.__version__}")
@@ -126,7 +152,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parsed(known: dict[str, Command], words: Sequence[str]) -> argparse.Namespace:
-    """Returns what the words ask for; raises CommandError, with what may have been meant, for what is not there."""
+    """Returns what the words ask for; raises CommandError, with what may have been meant, for what
+    is not there.
+    """
     if not words[0].startswith("-") and words[0] not in known:
         meant = closest(words[0], known)
         hint = f"did you mean grapnet {meant}? " if meant else ""
@@ -142,30 +170,49 @@ def _parsed(known: dict[str, Command], words: Sequence[str]) -> argparse.Namespa
 
 def _add_shared(part: argparse.ArgumentParser) -> None:
     shared = part.add_argument_group("of every command")
-    shared.add_argument("--json", action="store_true", help="print the outcome as JSON on standard output")
-    shared.add_argument("--seed", type=int, default=0, metavar="N", help="of all random numbers (default: 0)")
     shared.add_argument(
-        "--device", default="cpu", metavar="NAME", help="where to compute: cpu, cuda, cuda:1 (default: cpu)"
+        "--json", action="store_true", help="print the outcome as JSON on standard output"
     )
-    shared.add_argument("--threads", type=int, metavar="N", help="for computing on the CPU (default: what torch takes)")
+    shared.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of all random numbers (default: 0)"
+    )
+    shared.add_argument(
+        "--device",
+        default="cpu",
+        metavar="NAME",
+        help="where to compute: cpu, cuda, cuda:1 (default: cpu)",
+    )
+    shared.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="for computing on the CPU (default: what torch takes)",
+    )
 
 
 def _prepare(given: argparse.Namespace) -> None:
     """Checks and puts into effect what all commands share."""
     if given.threads is not None and not 1 <= given.threads <= MOST_THREADS:
         raise CommandError(
-            f"--threads lies between 1 and {MOST_THREADS}, got {given.threads}", "leave it out for what torch takes"
+            f"--threads lies between 1 and {MOST_THREADS}, got {given.threads}",
+            "leave it out for what torch takes",
         )
     if not 0 <= given.seed < 2**63:
-        raise CommandError(f"--seed lies between 0 and 2^63 - 1, got {given.seed}", "leave it out for 0")
+        raise CommandError(
+            f"--seed lies between 0 and 2^63 - 1, got {given.seed}", "leave it out for 0"
+        )
     has = "grapnet doctor says what this machine has"
     try:
-        with warnings.catch_warnings(action="ignore"):  # about devices of old, which are refused all the same
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # about devices of old, which are refused all the same
             device = torch.empty(0, device=given.device).device
     except (RuntimeError, AssertionError, ImportError) as error:
         why = _one_line(error).partition(". ")[0]  # torch goes on with all that it could have used
         raise CommandError(f"--device {given.device} cannot be used: {why}", has) from None
-    if str(torch.device(given.device)) != given.device:  # torch counts devices in 8 bits, where 256 is 0
+    if (
+        str(torch.device(given.device)) != given.device
+    ):  # torch counts devices in 8 bits, where 256 is 0
         raise CommandError(f"--device {given.device} cannot be used: there is no such device", has)
     if device.type == "meta":
         raise CommandError("--device meta cannot be used: it holds no numbers", has)
@@ -177,15 +224,22 @@ def _prepare(given: argparse.Namespace) -> None:
 
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """Makes SIGTERM end what runs inside as an exception does, so that nothing half-written stays."""
+    """Makes SIGTERM end what runs inside as an exception does, so that nothing half-written
+    stays.
+    """
     asked = []
 
     def end(number: int, frame: object) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # once is enough: what is half-written is being taken away
+        signal.signal(
+            number, signal.SIG_IGN
+        )  # once is enough: what is half-written is being taken away
         asked.append(number)
         raise SystemExit(TERMINATED)
 
-    ours = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    )
     if ours:
         signal.signal(signal.SIGTERM, end)
     try:
@@ -201,7 +255,11 @@ def _terminable() -> Iterator[None]:
 
 def _tell(outcome: Outcome, *, as_json: bool) -> None:
     try:
-        print(json.dumps(outcome.data, indent=1, allow_nan=False) if as_json else printable(outcome.text))
+        print(
+            json.dumps(outcome.data, indent=1, allow_nan=False)
+            if as_json
+            else printable(outcome.text)
+        )
         sys.stdout.flush()  # so that a reader who has left is noticed here
     except BrokenPipeError:
         raise
@@ -223,9 +281,15 @@ def _refuse(message: str, hint: str, *, as_json: bool) -> int:
 
 
 def _hint(error: BaseException, command: str) -> str:
-    """Returns what to do about an error that does not say so itself, or of which only the first line is told."""
+    """Returns what to do about an error that does not say so itself, or of which only the first
+    line is told.
+    """
     if isinstance(error, MissingDataError) and error.commands:
-        looked = "; grapnet doctor --verbose lists the folders that were looked at" if error.folders else ""
+        looked = (
+            "; grapnet doctor --verbose lists the folders that were looked at"
+            if error.folders
+            else ""
+        )
         return f"{', or: '.join(error.commands)}{looked}"
     if isinstance(error, ImportError):
         return "grapnet doctor lists what is installed and what is not"
@@ -235,7 +299,9 @@ def _hint(error: BaseException, command: str) -> str:
 
 
 def _number(error: OSError) -> int:
-    """Returns the number of the system's error, which safetensors tells in words alone; 0 where there is none."""
+    """Returns the number of the system's error, which safetensors tells in words alone; 0 where
+    there is none.
+    """
     told = re.search(r"\(os error (\d+)\)", str(error))
     return error.errno or (int(told[1]) if told else 0)
 

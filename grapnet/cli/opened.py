@@ -1,4 +1,6 @@
-"""A checkpoint opened for an edit of one of its nets: all else in it is written again as it was, or follows."""
+"""A checkpoint opened for an edit of one of its nets: all else in it is written again as it was, or
+follows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -67,14 +69,20 @@ class Opened:
         """
         moved = _moved(self.edits.commits)
         parts = dict(self._document["extras"])
-        tensors = {name: tensor for name, tensor in self._tensors.items() if not self._is_of_net(name)}
+        tensors = {
+            name: tensor for name, tensor in self._tensors.items() if not self._is_of_net(name)
+        }
         for name in self.dropped:
             del parts[name]
-            tensors = {key: tensor for key, tensor in tensors.items() if key not in self._owned[name]}
+            tensors = {
+                key: tensor for key, tensor in tensors.items() if key not in self._owned[name]
+            }
         for name, carried in self.carried.items():
             described = carried.describe(parts[name], moved, undo=self.undo)
             if described is not None:
-                tensors = {key: tensor for key, tensor in tensors.items() if key not in self._owned[name]}
+                tensors = {
+                    key: tensor for key, tensor in tensors.items() if key not in self._owned[name]
+                }
                 parts[name], added = described
                 tensors |= added
         own: dict[str, Tensor] = {}
@@ -86,7 +94,10 @@ class Opened:
     def _with_net(self, document: dict[str, Any], described: dict[str, Any]) -> dict[str, Any]:
         if not self.place:
             return {**document, **described}
-        parts = [{**part, **described} if self.place in part["places"] else part for part in document["nets"]]
+        parts = [
+            {**part, **described} if self.place in part["places"] else part
+            for part in document["nets"]
+        ]
         return {**document, "nets": parts}
 
     def _is_of_net(self, name: str) -> bool:
@@ -108,11 +119,14 @@ def open_checkpoint(
         keep: names of extras to leave as they are.
 
     Raises:
-        CommandError: there is no such file, net or extra, one is to be left out and kept, or the file is damaged.
+        CommandError: there is no such file, net or extra, one is to be left out and kept, or the
+            file is damaged.
     """
     for name in drop:
         if name in keep:
-            raise CommandError(f"--drop {name} and --keep {name} contradict each other", "leave one out")
+            raise CommandError(
+                f"--drop {name} and --keep {name} contradict each other", "leave one out"
+            )
     with reading(path):
         document, tensors = container.read(path)
         net, place, prefix, part = _net_of(document, tensors, place)
@@ -124,19 +138,28 @@ def open_checkpoint(
     for option, names in (("drop", drop), ("keep", keep)):
         for name in names:
             if name not in extras:
-                raise CommandError(f"--{option} {name}: not in {path}", f"it holds: {', '.join(extras) or 'no extras'}")
+                raise CommandError(
+                    f"--{option} {name}: not in {path}",
+                    f"it holds: {', '.join(extras) or 'no extras'}",
+                )
     if has_undo is None:  # an older file: it names owners where it keeps undo
-        named = any(name.startswith(prefix_of(place)) for extra in extras.values() for name in extra.owners)
+        named = any(
+            name.startswith(prefix_of(place)) for extra in extras.values() for name in extra.owners
+        )
         has_undo = bool(net.journal.undoable or net.journal.redoable or named)
     stays = {name: extra for name, extra in extras.items() if name not in drop}
-    carried = {name: carry(name, extra, net, place, keep=name in keep) for name, extra in stays.items()}
+    carried = {
+        name: carry(name, extra, net, place, keep=name in keep) for name, extra in stays.items()
+    }
     wanted = has_undo if undo is None else undo
     dropped, edits = tuple(dict.fromkeys(drop)), Edits(net)
     return Opened(net, place, wanted, carried, dropped, edits, document, tensors, prefix, owned)
 
 
 def open_net(path: Path, place: str | None) -> gn.GrapNet:
-    """Returns one net of a checkpoint, by its place where the file holds a model; raises as `open_checkpoint` does."""
+    """Returns one net of a checkpoint, by its place where the file holds a model; raises as
+    `open_checkpoint` does.
+    """
     with reading(path):
         return _net_of(*container.read(path), place)[0]
 
@@ -144,7 +167,9 @@ def open_net(path: Path, place: str | None) -> gn.GrapNet:
 def _net_of(
     document: dict[str, Any], tensors: dict[str, Tensor], wanted: str | None
 ) -> tuple[gn.GrapNet, str, str, dict[str, Any]]:
-    """Returns a net, its place, what the names of its tensors begin with, and how it was described."""
+    """Returns a net, its place, what the names of its tensors begin with, and how it was
+    described.
+    """
     place, number = _chosen(read_places(document), wanted, is_model="nets" in document)
     prefix = f"nets.{number}." if place else ""
     part = document["nets"][number] if place else document
@@ -153,21 +178,32 @@ def _net_of(
 
 def _moved(commits: Sequence[gn.Commit]) -> Moved:
     """Returns what commits have moved: rows of layers, relations, trainable coordinates."""
-    maps = [index for c in commits for part in (c.nodes, c.relations, c.parameters) for index in part.values()]
+    maps = [
+        index
+        for c in commits
+        for part in (c.nodes, c.relations, c.parameters)
+        for index in part.values()
+    ]
     names = {name for c in commits for name, index in c.parameters.items() if not index.is_identity}
     return Moved(names, {index.old_size for index in maps if not index.is_identity} - {0})
 
 
 def _chosen(places: list[list[str]], wanted: str | None, *, is_model: bool) -> tuple[str, int]:
-    """Returns the place and the number of the net to edit; "" and 0 where the file holds a net and no model."""
+    """Returns the place and the number of the net to edit; "" and 0 where the file holds a net and
+    no model.
+    """
     if not is_model:
         if wanted:
-            raise CommandError(f"--net {wanted}: this file holds one net and no model", "leave out --net")
+            raise CommandError(
+                f"--net {wanted}: this file holds one net and no model", "leave out --net"
+            )
         return "", 0
     listed = ", ".join(names[0] for names in places)
     if wanted is None:
         if len(places) > 1:
-            raise CommandError(f"this file holds a model with {len(places)} nets", f"say --net, one of: {listed}")
+            raise CommandError(
+                f"this file holds a model with {len(places)} nets", f"say --net, one of: {listed}"
+            )
         return places[0][0], 0
     for number, names in enumerate(places):
         if wanted in names:

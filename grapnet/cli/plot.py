@@ -36,12 +36,22 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Adds what can be drawn, and where it goes."""
     add_file(parser)
     listed = "; ".join(f"{name}: {about}" for name, about in KINDS.items())
-    parser.add_argument("--kind", choices=KINDS, default="graph", help=f"what to draw (default: graph). {listed}")
-    parser.add_argument("--transition", type=int, default=0, metavar="N", help="of adjacency (default: 0)")
-    parser.add_argument("--since", type=int, metavar="VERSION", help="of graph: also what was cut since then")
-    parser.add_argument("--theme", choices=("light", "dark"), default="light", help="ground (default: light)")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="graph", help=f"what to draw (default: graph). {listed}"
+    )
+    parser.add_argument(
+        "--transition", type=int, default=0, metavar="N", help="of adjacency (default: 0)"
+    )
+    parser.add_argument(
+        "--since", type=int, metavar="VERSION", help="of graph: also what was cut since then"
+    )
+    parser.add_argument(
+        "--theme", choices=("light", "dark"), default="light", help="ground (default: light)"
+    )
     parser.add_argument("--net", metavar="PLACE", help="which net of a model that has several")
-    add_output(parser, "a .png, .svg or .pdf (default: FILE with the kind in its name and .png, beside it)")
+    add_output(
+        parser, "a .png, .svg or .pdf (default: FILE with the kind in its name and .png, beside it)"
+    )
 
 
 def run(given: argparse.Namespace) -> Outcome:
@@ -51,26 +61,36 @@ def run(given: argparse.Namespace) -> Outcome:
     path: Path = given.output or given.file.parent / f"{given.file.stem}-{given.kind}.png"
     if path.suffix.lower() not in plot.PICTURES:
         raise CommandError(
-            f"{path} is no picture that can be written", f"end its name in {', '.join(sorted(plot.PICTURES))}"
+            f"{path} is no picture that can be written",
+            f"end its name in {', '.join(sorted(plot.PICTURES))}",
         )
     net = open_net(given.file, given.net).to(given.device)
     require_free(path, force=given.force)
     if not 0 <= given.transition < len(net.transitions):
         last = len(net.transitions) - 1
-        raise CommandError(f"{given.file} has transitions 0 to {last}, got --transition {given.transition}")
+        raise CommandError(
+            f"{given.file} has transitions 0 to {last}, got --transition {given.transition}"
+        )
     try:
         with plot.theme(given.theme), _told_of_signs(), writing(path, force=given.force) as partial:
             plot.save(_drawings(net, given)[given.kind](), partial)
     except ValueError as error:
         raise CommandError(str(error)) from None
     count = net.count()
-    data = {"path": str(path), "kind": given.kind, "nodes": count.nodes, "relations": count.relations}
+    data = {
+        "path": str(path),
+        "kind": given.kind,
+        "nodes": count.nodes,
+        "relations": count.relations,
+    }
     return Outcome(f"wrote {path}", {**data, "version": net.version})
 
 
 @contextmanager
 def _told_of_signs() -> Iterator[None]:
-    """Tells in one line which signs of names the font does not have, in place of matplotlib's warnings."""
+    """Tells in one line which signs of names the font does not have, in place of matplotlib's
+    warnings.
+    """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield

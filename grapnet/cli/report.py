@@ -13,22 +13,38 @@ from .study import OUT, studies_named
 if TYPE_CHECKING:
     from grapnet.studies.tables import Report
 
-FOLDERS = (OUT, Path("results"))  # results of this machine come before those that came with the code
+FOLDERS = (
+    OUT,
+    Path("results"),
+)  # results of this machine come before those that came with the code
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("studies", nargs="*", metavar="NAME", help="of a study; all when none is named")
+    parser.add_argument(
+        "studies", nargs="*", metavar="NAME", help="of a study; all when none is named"
+    )
     parser.add_argument(
         "--results",
         type=Path,
         action="append",
         metavar="FOLDER",
-        help=f"where results lie; given twice, the first comes first (default: {', then '.join(map(str, FOLDERS))})",
+        help=(
+            "where results lie; given twice, the first comes first (default:"
+            f" {', then '.join(map(str, FOLDERS))})"
+        ),
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write everything there as one page")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write everything there as Markdown")
-    parser.add_argument("--force", action="store_true", help="write over these files if they are there")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a bar was missed or a result is not there")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write everything there as one page"
+    )
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write everything there as Markdown"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="write over these files if they are there"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if a bar was missed or a result is not there"
+    )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
@@ -48,7 +64,10 @@ def _run(given: argparse.Namespace) -> Outcome:
             f"there is no result in {' or '.join(map(str, folders))}",
             f"grapnet study {asked} makes one in {OUT}; --results FOLDER looks elsewhere",
         )
-    texts = {given.markdown: markdown(reports, sources=True), given.html: _page(reports) if given.html else ""}
+    texts = {
+        given.markdown: markdown(reports, sources=True),
+        given.html: _page(reports) if given.html else "",
+    }
     for path, text in texts.items():
         if path is not None:
             with writing(path, force=given.force) as partial:
@@ -65,7 +84,10 @@ def _page(reports: Sequence["Report"]) -> str:
     from grapnet.studies.tables import markdown
 
     plots = importlib.util.find_spec("matplotlib") is not None
-    return page(markdown(reports, pictures=True, plots=plots, sources=True), "GrapNet: the paper's figures beside ours")
+    return page(
+        markdown(reports, pictures=True, plots=plots, sources=True),
+        "GrapNet: the paper's figures beside ours",
+    )
 
 
 def _data(one: "Report") -> dict[str, Any]:
@@ -90,17 +112,28 @@ def _text(reports: Sequence["Report"], written: Sequence[str]) -> str:
         found = _data(one)
         count = len(one.problems) + len(one.missed)
         bars = "no result" if one.path is None else f"{count} missed" if count else "all reached"
-        met = "–" if one.path is None else f"{found['figures']['met']} of {found['figures']['published intervals']}"
+        met = (
+            "–"
+            if one.path is None
+            else f"{found['figures']['met']} of {found['figures']['published intervals']}"
+        )
         rows.append((one.name, met, bars, str(one.path or "–")))
-        lines += [f"MISSED {one.name}: {line}" for line in (one.problems + one.missed if one.path else ())]
+        lines += [
+            f"MISSED {one.name}: {line}" for line in (one.problems + one.missed if one.path else ())
+        ]
         lines += [f"passed over {line}" for line in one.passed_over]
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     if absent := [one.name for one in reports if one.path is None]:
         lines.append(f"MISSED no result: {', '.join(absent)}; grapnet study NAME makes one")
     reached = sum(one.path is not None and not one.problems and not one.missed for one in reports)
     table += ["", f"{reached} of {len(reports)} reach every bar."]
-    return "\n".join([*table, *([""] if lines else []), *lines, *(f"Written: {path}" for path in written)])
+    return "\n".join(
+        [*table, *([""] if lines else []), *lines, *(f"Written: {path}" for path in written)]
+    )
 
 
 COMMANDS = (
@@ -110,6 +143,10 @@ COMMANDS = (
         "The paper's studies",
         _configure,
         _run,
-        ("report", "report --check --html runs/report.html", "report localization --results results"),
+        (
+            "report",
+            "report --check --html runs/report.html",
+            "report localization --results results",
+        ),
     ),
 )

@@ -24,7 +24,9 @@ class Retagged(NamedTuple):
     nodes: int
 
     def __str__(self) -> str:
-        return f"owner of {counted(self.nodes, 'node')}: {_shown(self.before)} → {_shown(self.after)}"
+        return (
+            f"owner of {counted(self.nodes, 'node')}: {_shown(self.before)} → {_shown(self.after)}"
+        )
 
 
 def tags_of(net: gn.GrapNet) -> Tags:
@@ -36,8 +38,12 @@ def retagged(before: Tags, net: gn.GrapNet) -> list[Retagged]:
     """Returns which owners have changed, of the nodes that were there before and still are."""
     counts: dict[tuple[str | None, str | None], int] = {}
     for (uids, owners), (other_uids, others) in zip(before, tags_of(net), strict=True):
-        _, at, other_at = np.intersect1d(uids.numpy(), other_uids.numpy(), assume_unique=True, return_indices=True)
-        both = Labels.join([owners.select(torch.from_numpy(at)), others.select(torch.from_numpy(other_at))])
+        _, at, other_at = np.intersect1d(
+            uids.numpy(), other_uids.numpy(), assume_unique=True, return_indices=True
+        )
+        both = Labels.join(
+            [owners.select(torch.from_numpy(at)), others.select(torch.from_numpy(other_at))]
+        )
         codes = both.codes.view(2, -1)  # [before and after, nodes]
         kinds, sizes = codes[:, codes[0] != codes[1]].unique(dim=1, return_counts=True)
         for (was, became), size in zip(kinds.t().tolist(), sizes.tolist(), strict=True):
@@ -50,7 +56,10 @@ def told_of_owners(changes: list[Retagged]) -> list[str]:
     """Returns lines about them, one a pair of owners where they are few."""
     if len(changes) <= _MOST:
         return [str(change) for change in changes]
-    return [f"owner of {sum(change.nodes for change in changes):,} nodes: {len(changes):,} changes of owners"]
+    return [
+        f"owner of {sum(change.nodes for change in changes):,} nodes: {len(changes):,} changes of"
+        " owners"
+    ]
 
 
 def _shown(owner: str | None) -> str:

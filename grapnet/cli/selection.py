@@ -20,13 +20,25 @@ Side = Literal["outgoing", "incoming", "both"]
 
 
 def add_node_options(parser: argparse.ArgumentParser, *, childless: bool = False) -> None:
-    """Adds what chooses nodes; `childless` adds what narrows them to hidden ones that nobody hears."""
+    """Adds what chooses nodes; `childless` adds what narrows them to hidden ones that nobody
+    hears.
+    """
     group = parser.add_argument_group(
         "which nodes", "several of one option add up; different options narrow each other"
     )
-    group.add_argument("--owner", action="append", metavar="NAME", help="those of an owner (repeatable)")
-    group.add_argument("--layer", action="append", type=int, metavar="N", help="those of a layer, 0 is the sensory one")
-    group.add_argument("--node", action="append", type=_uid, metavar="UID", help="this one (repeatable)")
+    group.add_argument(
+        "--owner", action="append", metavar="NAME", help="those of an owner (repeatable)"
+    )
+    group.add_argument(
+        "--layer",
+        action="append",
+        type=int,
+        metavar="N",
+        help="those of a layer, 0 is the sensory one",
+    )
+    group.add_argument(
+        "--node", action="append", type=_uid, metavar="UID", help="this one (repeatable)"
+    )
     group.add_argument("--all", action="store_true", help="all there are")
     if childless:
         told = "hidden ones without children, or whose children all go too; they change no output"
@@ -34,16 +46,36 @@ def add_node_options(parser: argparse.ArgumentParser, *, childless: bool = False
 
 
 def add_relation_options(parser: argparse.ArgumentParser, about_side: str) -> None:
-    """Adds what chooses among the relations of nodes; `about_side` says which of them are taken by default."""
+    """Adds what chooses among the relations of nodes; `about_side` says which of them are taken by
+    default.
+    """
     group = parser.add_argument_group("which of their relations", about_side)
     side = group.add_mutually_exclusive_group()
-    side.add_argument("--outgoing", dest="side", action="store_const", const="outgoing", help="those the nodes own")
-    side.add_argument("--incoming", dest="side", action="store_const", const="incoming", help="those that lead to them")
+    side.add_argument(
+        "--outgoing",
+        dest="side",
+        action="store_const",
+        const="outgoing",
+        help="those the nodes own",
+    )
+    side.add_argument(
+        "--incoming",
+        dest="side",
+        action="store_const",
+        const="incoming",
+        help="those that lead to them",
+    )
     side.add_argument("--both", dest="side", action="store_const", const="both", help="both")
     group.add_argument(
-        "--transition", action="append", type=int, metavar="T", help="those from layer T to the next (repeatable)"
+        "--transition",
+        action="append",
+        type=int,
+        metavar="T",
+        help="those from layer T to the next (repeatable)",
     )
-    group.add_argument("--relation", action="append", metavar="PARENT:CHILD", help="this one, by uids (repeatable)")
+    group.add_argument(
+        "--relation", action="append", metavar="PARENT:CHILD", help="this one, by uids (repeatable)"
+    )
     group.add_argument(
         "--smallest",
         type=float,
@@ -54,7 +86,8 @@ def add_relation_options(parser: argparse.ArgumentParser, about_side: str) -> No
 
 @dataclass(frozen=True)
 class Selection:
-    """Nodes and relations as the options name them; each attribute is empty or None where nothing was said.
+    """Nodes and relations as the options name them; each attribute is empty or None where nothing
+    was said.
 
     Attributes:
         owners: tags.
@@ -162,7 +195,9 @@ class Selection:
         parts += [f"--layer {n}" for n in self.layers] + [f"--node {uid}" for uid in self.nodes]
         parts += ["--all"] * self.everything + ["--childless"] * self.childless
         parts += [f"--{self.side}"] if self.side else []
-        parts += [f"--transition {t}" for t in self.transitions] + [f"--relation {pair}" for pair in self.relations]
+        parts += [f"--transition {t}" for t in self.transitions] + [
+            f"--relation {pair}" for pair in self.relations
+        ]
         parts += [] if self.smallest is None else [f"--smallest {self.smallest:g}"]
         return " ".join(parts)
 
@@ -176,31 +211,43 @@ def require_owner(owner: str, known: Iterable[str]) -> None:
     if owner not in names:
         meant = closest(owner, names)
         hint = f"did you mean {meant!r}? " if meant else ""
-        raise CommandError(f"no node has the owner {owner!r}", f"{hint}owners are: {', '.join(names) or 'none'}")
+        raise CommandError(
+            f"no node has the owner {owner!r}", f"{hint}owners are: {', '.join(names) or 'none'}"
+        )
 
 
 def require_share(option: str, share: float) -> None:
     """Raises CommandError, with what may have been meant, for a number that is no share."""
     if not 0 <= share <= 1:
-        hint = f"--{option} {share / 100:g} for {share:g} %" if 1 < share <= 100 else "for example 0.3 for 30 %"
+        hint = (
+            f"--{option} {share / 100:g} for {share:g} %"
+            if 1 < share <= 100
+            else "for example 0.3 for 30 %"
+        )
         raise CommandError(f"--{option} is a share between 0 and 1, got {share:g}", hint)
 
 
 def require_rank(relations: gn.RelationSet) -> None:
-    """Raises CommandError when the weight of a relation is not a number, so that nobody can say what is smallest."""
+    """Raises CommandError when the weight of a relation is not a number, so that nobody can say
+    what is smallest.
+    """
     broken = relations[relations.weights.detach().isnan()]
     if len(broken):
         first = f"{int(broken.parents[0])}:{int(broken.children[0])}"
         raise CommandError(
-            f"{counted(len(broken), 'weight')} of these relations cannot be ranked: NaN, at {first} first",
-            f"use a file of before the net broke, or cut by name: grapnet cut FILE --relation {first}",
+            f"{counted(len(broken), 'weight')} of these relations cannot be ranked: NaN, at {first}"
+            " first",
+            "use a file of before the net broke, or cut by name: grapnet cut FILE --relation"
+            f" {first}",
         )
 
 
 def _uid(text: str) -> int:
     """Reads a uid on the command line."""
     if not _is_uid(text):
-        raise argparse.ArgumentTypeError(f"{_short(text)!r} is no uid, a whole number that grapnet inspect tells")
+        raise argparse.ArgumentTypeError(
+            f"{_short(text)!r} is no uid, a whole number that grapnet inspect tells"
+        )
     return int(text)
 
 
@@ -214,7 +261,9 @@ def _short(text: str) -> str:
 
 def _require_node(net: gn.GrapNet, uid: int) -> None:
     if net.find(uid) is None:
-        raise CommandError(f"there is no node {uid}", "grapnet inspect FILE tells the uids of every layer")
+        raise CommandError(
+            f"there is no node {uid}", "grapnet inspect FILE tells the uids of every layer"
+        )
 
 
 def _pair(net: gn.GrapNet, text: str) -> gn.RelationSet:

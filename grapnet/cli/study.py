@@ -1,4 +1,6 @@
-"""`grapnet study`: runs the paper's studies, keeps finished seeds, and sets what they give beside the paper."""
+"""`grapnet study`: runs the paper's studies, keeps finished seeds, and sets what they give beside
+the paper.
+"""
 
 import argparse
 import importlib.util
@@ -21,7 +23,9 @@ if TYPE_CHECKING:
     from grapnet.studies.all import Registered
 
 OUT = Path("runs/studies")
-FAST_RUN = "a fast run, on little or made-up data, only shows that everything works: it reaches no bar"
+FAST_RUN = (
+    "a fast run, on little or made-up data, only shows that everything works: it reaches no bar"
+)
 KEPT = "seeds"  # the folder below OUT that keeps finished seeds until their study is done
 
 
@@ -38,25 +42,54 @@ def studies_named(names: Sequence[str]) -> list[str]:
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("studies", nargs="*", metavar="NAME", help="of a study, or all; without one they are listed")
-    parser.add_argument("--fast", action="store_true", help="show in seconds that it works; reaches no bar")
-    parser.add_argument("--seeds", type=int, metavar="N", help="only the first N of its seeds; reaches no bar")
     parser.add_argument(
-        "--out", type=Path, default=OUT, metavar="FOLDER", help=f"for NAME.json and NAME.svg (default: {OUT})"
+        "studies", nargs="*", metavar="NAME", help="of a study, or all; without one they are listed"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="show in seconds that it works; reaches no bar"
+    )
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="only the first N of its seeds; reaches no bar"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        metavar="FOLDER",
+        help=f"for NAME.json and NAME.svg (default: {OUT})",
     )
     again = parser.add_mutually_exclusive_group()
     again.add_argument(
-        "--resume", type=Path, metavar="FOLDER", help=f"where finished seeds are kept (default: {KEPT}/ of --out)"
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help=f"where finished seeds are kept (default: {KEPT}/ of --out)",
     )
-    again.add_argument("--fresh", action="store_true", help="forget what an interrupted run has kept")
+    again.add_argument(
+        "--fresh", action="store_true", help="forget what an interrupted run has kept"
+    )
     processes = os.cpu_count() or 1
     parser.add_argument(
-        "--processes", type=int, default=processes, metavar="N", help=f"seeds at a time (default: {processes})"
+        "--processes",
+        type=int,
+        default=processes,
+        metavar="N",
+        help=f"seeds at a time (default: {processes})",
     )
-    parser.add_argument("--plot", action="store_true", help="insist on the plot, which matplotlib draws if it is there")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a bar was missed, and name it")
-    parser.add_argument("--log", type=Path, metavar="FILE", help="append a line of JSON there for every seed")
-    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="write the numbers of the seeds there")
+    parser.add_argument(
+        "--plot",
+        action="store_true",
+        help="insist on the plot, which matplotlib draws if it is there",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 if a bar was missed, and name it"
+    )
+    parser.add_argument(
+        "--log", type=Path, metavar="FILE", help="append a line of JSON there for every seed"
+    )
+    parser.add_argument(
+        "--tensorboard", type=Path, metavar="FOLDER", help="write the numbers of the seeds there"
+    )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
@@ -65,7 +98,10 @@ def _run(given: argparse.Namespace) -> Outcome:
     names = studies_named(given.studies)
     if not names:
         about = {name: studies.registered(name).about for name in studies.NAMES}
-        return Outcome(f"The studies, each of one table or audit of the paper:\n{_listed()}", {"studies": about})
+        return Outcome(
+            f"The studies, each of one table or audit of the paper:\n{_listed()}",
+            {"studies": about},
+        )
     _require_possible(given)
     found = [studies.registered(name) for name in names]
     for study in found:
@@ -90,22 +126,30 @@ def _run(given: argparse.Namespace) -> Outcome:
 def _require_possible(given: argparse.Namespace) -> None:
     """Raises CommandError for options that would only fail once hours have passed."""
     if given.seeds is not None and given.seeds < 2:
-        raise CommandError(f"--seeds is at least 2, without which nothing has a spread, got {given.seeds}")
+        raise CommandError(
+            f"--seeds is at least 2, without which nothing has a spread, got {given.seeds}"
+        )
     if given.processes < 1:
         raise CommandError(f"--processes is at least 1, got {given.processes}")
     if given.device.type != "cpu":
-        raise CommandError(f"the studies run on the CPU, not on {given.device}", "leave --device out")
+        raise CommandError(
+            f"the studies run on the CPU, not on {given.device}", "leave --device out"
+        )
     for module in ("scipy", "sklearn"):
         require(module, "studies")
     if given.plot and not _can_plot():
-        raise CommandError("--plot needs matplotlib, which is not installed", 'pip install "grapnet[studies]"')
+        raise CommandError(
+            "--plot needs matplotlib, which is not installed", 'pip install "grapnet[studies]"'
+        )
     for folder in (given.out, given.resume, given.tensorboard):
         if folder is not None:
             _require_writable(folder)
 
 
 def _require_writable(folder: Path) -> None:
-    """Raises CommandError when no file can be written into a folder; those that it makes to see it are gone again."""
+    """Raises CommandError when no file can be written into a folder; those that it makes to see it
+    are gone again.
+    """
     around = (folder, *folder.parents)
     for one in around:
         if one.exists() and not one.is_dir():
@@ -115,7 +159,9 @@ def _require_writable(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise CommandError(f"{folder}: no file can be written there: {error.strerror}", "name another folder") from None
+        raise CommandError(
+            f"{folder}: no file can be written there: {error.strerror}", "name another folder"
+        ) from None
     finally:
         for one in made:
             with suppress(OSError):  # it was not made, or another has written into it
@@ -131,7 +177,8 @@ def _require_no_loss(study: "Registered", given: argparse.Namespace) -> None:
         there = report(study.name, given.out)
         if not there.problems:
             raise CommandError(
-                f"{there.path} is of a full run, whose place a shorter one does not take", "choose another --out"
+                f"{there.path} is of a full run, whose place a shorter one does not take",
+                "choose another --out",
             )
 
 
@@ -158,8 +205,12 @@ def _result(study: "Registered", given: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _told(study: "Registered", result: dict[str, Any], given: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """Returns the table of a result with what it misses, and the same as plain data; draws it where it can."""
+def _told(
+    study: "Registered", result: dict[str, Any], given: argparse.Namespace
+) -> tuple[str, dict[str, Any]]:
+    """Returns the table of a result with what it misses, and the same as plain data; draws it where
+    it can.
+    """
     from grapnet.plot import save
     from grapnet.studies.command import seeds_missed
     from grapnet.studies.drawing import drawn

@@ -1,4 +1,6 @@
-"""Conversion: plain modules become nets, inside of any model and in the middle of training, and modules again."""
+"""Conversion: plain modules become nets, inside of any model and in the middle of training, and
+modules again.
+"""
 
 from .chain import Chain as Chain
 from .chain import Part as Part

@@ -1,4 +1,6 @@
-"""What somebody added to a net: no file holds it, and a net that takes its place would be without it."""
+"""What somebody added to a net: no file holds it, and a net that takes its place would be without
+it.
+"""
 
 from torch import nn
 
@@ -11,7 +13,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 def describe_additions(net: GrapNet, where: str) -> str:
-    """Says which forward, modules, Parameters or buffers of its own a net has, and what to do; empty for a plain one.
+    """Says which forward, modules, Parameters or buffers of its own a net has, and what to do;
+    empty for a plain one.
 
     Args:
         net: the net.
@@ -19,17 +22,32 @@ def describe_additions(net: GrapNet, where: str) -> str:
     """
     if type(net).forward is not GrapNet.forward or "forward" in vars(net):
         kind = type(net).__name__
-        return f"{where} ({kind}) has a forward of its own, which would be lost; do that in a module that holds the net"
-    added = [f"{name}.{key}".lstrip(".") for name, part in net.named_modules() for key in sorted(_added(part))]
+        return (
+            f"{where} ({kind}) has a forward of its own, which would be lost; do that in a module"
+            " that holds the net"
+        )
+    added = [
+        f"{name}.{key}".lstrip(".")
+        for name, part in net.named_modules()
+        for key in sorted(_added(part))
+    ]
     if added:
-        return f"{where} has {added[0]} beside its graph, which would be lost; keep it in a module that holds the net"
+        return (
+            f"{where} has {added[0]} beside its graph, which would be lost; keep it in a module"
+            " that holds the net"
+        )
     return ""
 
 
 def describe_hooks(net: GrapNet, where: str) -> str:
-    """Says which modules and Parameters of a net have hooks, and what to do; those of recorders do not count."""
+    """Says which modules and Parameters of a net have hooks, and what to do; those of recorders do
+    not count.
+    """
     found = [
-        (name, hook) for name, part in net.named_modules() for kind in _HOOKS for hook in vars(part)[kind].values()
+        (name, hook)
+        for name, part in net.named_modules()
+        for kind in _HOOKS
+        for hook in vars(part)[kind].values()
     ]
     for name, parameter in net.named_parameters():
         hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -37,7 +55,10 @@ def describe_hooks(net: GrapNet, where: str) -> str:
     hooked = sorted({name or "itself" for name, hook in found if not _is_ours(hook)})
     if not hooked:
         return ""
-    return f"{where} has hooks ({', '.join(hooked)}), which would be lost; remove them, and register them afterwards"
+    return (
+        f"{where} has hooks ({', '.join(hooked)}), which would be lost; remove them, and register"
+        " them afterwards"
+    )
 
 
 def _added(part: nn.Module) -> set[str]:

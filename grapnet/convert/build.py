@@ -28,8 +28,11 @@ from .origin import find, joined
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def build_net(anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool) -> tuple[GrapNet, list[Exchange]]:
-    """Returns a net that computes what a chain computes, and what an optimizer has to exchange for its Parameters.
+def build_net(
+    anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool
+) -> tuple[GrapNet, list[Exchange]]:
+    """Returns a net that computes what a chain computes, and what an optimizer has to exchange for
+    its Parameters.
 
     Args:
         anchor: the module that the chain's paths start at.
@@ -39,7 +42,8 @@ def build_net(anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool) -> t
     """
     linears = [find(anchor, part.path, name) for part in chain.parts]
     called = [
-        joined(name, part.path) or type(linear).__name__ for part, linear in zip(chain.parts, linears, strict=True)
+        joined(name, part.path) or type(linear).__name__
+        for part, linear in zip(chain.parts, linears, strict=True)
     ]
     weights = [
         read_weights(linear, where, transposed=part.transposed)
@@ -58,7 +62,10 @@ def build_net(anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool) -> t
         transition, carry = build_transition(one, drop_zeros)
         layer, carry_bias = build_layer(one, uids[t + 1], part.activation)
         layer.dropout = part.dropout
-        names = joined(chain.place, f"transitions.{t}.weight"), joined(chain.place, f"layers.{t + 1}.bias")
+        names = (
+            joined(chain.place, f"transitions.{t}.weight"),
+            joined(chain.place, f"layers.{t + 1}.bias"),
+        )
         relations = Arrival(transition.weight, names[0], carry)
         biases = Arrival(layer.parameter, names[1], carry_bias)
         weight_name, bias_name = (joined(part.path, kind) for kind in one.names)
@@ -71,7 +78,9 @@ def build_net(anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool) -> t
         transitions.append(transition)
     net = GrapNet.from_parts(layers, transitions)
     net.train(linears[0].training)
-    for layer, path in zip(layers, [chain.dropout_path, *(part.dropout_path for part in chain.parts)], strict=True):
+    for layer, path in zip(
+        layers, [chain.dropout_path, *(part.dropout_path for part in chain.parts)], strict=True
+    ):
         if path is not None:  # a Dropout may be in another mode than what is around it
             layer.train(find(anchor, path, name).training)
     return net, exchanges
@@ -79,31 +88,50 @@ def build_net(anchor: nn.Module, chain: Chain, name: str, drop_zeros: bool) -> t
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fill_linears(net: GrapNet, linears: Sequence[nn.Module], chain: Chain, most_cells: int) -> list[Exchange]:
-    """Gives the present coordinates of a net to linear modules, and returns the exchange for an optimizer.
+def fill_linears(
+    net: GrapNet, linears: Sequence[nn.Module], chain: Chain, most_cells: int
+) -> list[Exchange]:
+    """Gives the present coordinates of a net to linear modules, and returns the exchange for an
+    optimizer.
 
     Args:
         net: the net.
-        linears: modules with `weight` and `bias`, one a transition, which nobody uses yet; one with a bias keeps it.
+        linears: modules with `weight` and `bias`, one a transition, which nobody uses yet; one with
+            a bias keeps it.
         chain: where they stand, and which of them are transposed.
         most_cells: as for `net.to_module()`.
     """
-    matrices = [module for module in net.to_module(most_cells=most_cells) if isinstance(module, nn.Linear)]
+    matrices = [
+        module for module in net.to_module(most_cells=most_cells) if isinstance(module, nn.Linear)
+    ]
     exchanges = []
     for t, (linear, matrix, part) in enumerate(zip(linears, matrices, chain.parts, strict=True)):
         transition, layer = net.transitions[t], net.layers[t + 1]
-        content = matrix.weight.detach().t().contiguous() if part.transposed else matrix.weight.detach()
+        content = (
+            matrix.weight.detach().t().contiguous() if part.transposed else matrix.weight.detach()
+        )
         weight = nn.Parameter(content, requires_grad=transition.weight.requires_grad)
         bias = None
         if linear.bias is not None or (layer.size > 0 and not has_no_bias(layer)):
-            bias = nn.Parameter(layer.values().detach().clone(), requires_grad=layer.parameter.requires_grad)
+            bias = nn.Parameter(
+                layer.values().detach().clone(), requires_grad=layer.parameter.requires_grad
+            )
         linear.register_parameter("weight", weight)
         linear.register_parameter("bias", bias)
         _set_sizes(linear, matrix.in_features, matrix.out_features)
-        names = joined(chain.place, f"transitions.{t}.weight"), joined(chain.place, f"layers.{t + 1}.bias")
-        arrival = Arrival(weight, joined(part.path, "weight"), _carry_back_matrix(transition, part.transposed))
+        names = (
+            joined(chain.place, f"transitions.{t}.weight"),
+            joined(chain.place, f"layers.{t + 1}.bias"),
+        )
+        arrival = Arrival(
+            weight, joined(part.path, "weight"), _carry_back_matrix(transition, part.transposed)
+        )
         exchanges.append(Exchange(transition.weight, names[0], (arrival,)))
-        biases = [] if bias is None else [Arrival(bias, joined(part.path, "bias"), _carry_back_biases(layer))]
+        biases = (
+            []
+            if bias is None
+            else [Arrival(bias, joined(part.path, "bias"), _carry_back_biases(layer))]
+        )
         exchanges.append(Exchange(layer.parameter, names[1], tuple(biases)))
     _carry_gradients(exchanges)
     return exchanges
@@ -115,7 +143,9 @@ def _carry_back_matrix(transition: Transition, transposed: bool) -> Carry:
 
 
 def _carry_back_biases(layer: Layer) -> Carry:
-    return carry_back(layer, (layer.size,), torch.arange(layer.size, device=layer.frozen_at.device), False)
+    return carry_back(
+        layer, (layer.size,), torch.arange(layer.size, device=layer.frozen_at.device), False
+    )
 
 
 def _carry_gradients(exchanges: Sequence[Exchange]) -> None:
@@ -131,16 +161,22 @@ def _require_fit(weights: Sequence[LinearWeights], called: Sequence[str]) -> Non
     kinds |= {(one.bias.dtype, one.bias.device) for one in weights if one.bias is not None}
     if len(kinds) > 1:
         told = ", ".join(sorted(f"{dtype} on {device}" for dtype, device in kinds))
-        raise ConversionError(f"the parameters of {', '.join(map(repr, called))} are of several kinds: {told}")
+        raise ConversionError(
+            f"the parameters of {', '.join(map(repr, called))} are of several kinds: {told}"
+        )
     for above, below, where in zip(weights, weights[1:], called[1:], strict=False):
         if above.matrix.shape[1] != below.matrix.shape[0]:
             raise ConversionError(
-                f"{where!r} takes {below.matrix.shape[0]} inputs, and {above.matrix.shape[1]} come out before it"
+                f"{where!r} takes {below.matrix.shape[0]} inputs, and {above.matrix.shape[1]} come"
+                " out before it"
             )
-    parameters = [one.weight for one in weights] + [one.bias for one in weights if one.bias is not None]
+    parameters = [one.weight for one in weights] + [
+        one.bias for one in weights if one.bias is not None
+    ]
     if len({id(parameter) for parameter in parameters}) < len(parameters):
         raise ConversionError(
-            f"{', '.join(map(repr, called))} share a parameter, and relations of a net are not shared"
+            f"{', '.join(map(repr, called))} share a parameter, and relations of a net are not"
+            " shared"
         )
 
 

@@ -1,4 +1,6 @@
-"""Chains: modules read as linear parts in a row, each with the activation and the dropout that follow it."""
+"""Chains: modules read as linear parts in a row, each with the activation and the dropout that
+follow it.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -19,12 +21,16 @@ class Part:
     """One linear module of a chain, found under `path`, and what happens to its output."""
 
     path: str
-    transposed: bool = False  # the weight is [in, out], as in the Conv1D of GPT-2, instead of [out, in]
+    transposed: bool = (
+        False  # the weight is [in, out], as in the Conv1D of GPT-2, instead of [out, in]
+    )
     activation: str = "identity"
     activation_path: str | None = None  # of the module that computes it
     dropout: float = 0.0  # after the activation
     dropout_path: str | None = None
-    drops_first: bool = False  # the Dropout stands before the activation, which may be exchanged with it
+    drops_first: bool = (
+        False  # the Dropout stands before the activation, which may be exchanged with it
+    )
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,9 @@ class Chain:
             and len({part.path for part in parts}) == len(parts)
             and len({chain.place, *chain.emptied}) == 1 + len(chain.emptied)
             and all(path is None or type(path) is str for path in optional)
-            and all(type(flag) is bool for part in parts for flag in (part.transposed, part.drops_first))
+            and all(
+                type(flag) is bool for part in parts for flag in (part.transposed, part.drops_first)
+            )
             and all(is_activation(part.activation) for part in parts)
             and all(type(step.dropout) is float and 0 <= step.dropout <= 1 for step in steps)
         )
@@ -77,27 +85,32 @@ class Chain:
 
 
 def read_chain(module: nn.Module, name: str = "") -> Chain:
-    """Returns an `nn.Linear`, or an `nn.Sequential` of Linear, activation, Dropout and Identity, as a chain.
+    """Returns an `nn.Linear`, or an `nn.Sequential` of Linear, activation, Dropout and Identity, as
+    a chain.
 
     Args:
         module: what to read.
         name: of the module, for errors.
 
     Raises:
-        ConversionError: a module inside is of another kind, or stands where no net could follow; the message names it.
+        ConversionError: a module inside is of another kind, or stands where no net could follow;
+            the message names it.
     """
     if type(module) is nn.Linear:
         return Chain((Part(""),))
     if not _is_sequence(module):
         raise ConversionError(
-            f"{_called(name)} is {with_article(type(module).__name__)}; what becomes a net is an nn.Linear or an "
-            f"nn.Sequential of Linear, activation, Dropout and Identity modules{way_on(module, name)}"
+            f"{_called(name)} is {with_article(type(module).__name__)}; what becomes a net is an"
+            " nn.Linear or an nn.Sequential of Linear, activation, Dropout and Identity"
+            f" modules{way_on(module, name)}"
         )
     reading = _Reading(name)
     for path, step in _steps(module):
         reading.take(path, step)
     if not reading.parts:
-        raise ConversionError(f"{_called(name)} holds no nn.Linear, so it has nothing to become a net")
+        raise ConversionError(
+            f"{_called(name)} holds no nn.Linear, so it has nothing to become a net"
+        )
     return Chain(tuple(reading.parts), dropout=reading.dropout, dropout_path=reading.dropout_path)
 
 
@@ -136,10 +149,14 @@ class _Reading:
         if (self.parts[-1].dropout if self.parts else self.dropout) > 0:
             if probability == 0:
                 return
-            raise ConversionError(f"{_called(where)} follows another Dropout; a layer of a net drops once. Join them")
+            raise ConversionError(
+                f"{_called(where)} follows another Dropout; a layer of a net drops once. Join them"
+            )
         if self.parts:
             first = self.parts[-1].activation_path is None
-            self.parts[-1] = replace(self.parts[-1], dropout=probability, dropout_path=path, drops_first=first)
+            self.parts[-1] = replace(
+                self.parts[-1], dropout=probability, dropout_path=path, drops_first=first
+            )
         else:
             self.dropout, self.dropout_path = probability, path
 
@@ -149,24 +166,31 @@ class _Reading:
             raise ConversionError(refusal(module, _called(where), len(self.parts)))
         if not self.parts:
             raise ConversionError(
-                f"{_called(where)} comes before the first nn.Linear, and sensory nodes pass their input on. Leave it "
-                "before the net: nn.Sequential(activation, gn.from_module(rest))"
+                f"{_called(where)} comes before the first nn.Linear, and sensory nodes pass their"
+                " input on. Leave it before the net: nn.Sequential(activation,"
+                " gn.from_module(rest))"
             )
         last = self.parts[-1]
         if last.activation != "identity":
-            raise ConversionError(f"{_called(where)} follows another activation; a layer of a net has one")
+            raise ConversionError(
+                f"{_called(where)} follows another activation; a layer of a net has one"
+            )
         if last.dropout and not commutes(activation):
             raise ConversionError(
-                f"{_called(where)} follows a Dropout, and a net drops what comes out of the activation; with "
-                f"{activation} that is not the same. Put the Dropout behind it"
+                f"{_called(where)} follows a Dropout, and a net drops what comes out of the"
+                f" activation; with {activation} that is not the same. Put the Dropout behind it"
             )
         self.parts[-1] = replace(last, activation=activation, activation_path=path)
 
 
 def commutes(activation: str) -> bool:
-    """Says whether an activation may be applied before or after a dropout, which scales by 0 or a positive number."""
+    """Says whether an activation may be applied before or after a dropout, which scales by 0 or a
+    positive number.
+    """
     setting = setting_of(activation)
-    return activation in ("relu", "leaky_relu") or (setting is not None and setting[0] == "leaky_relu")
+    return activation in ("relu", "leaky_relu") or (
+        setting is not None and setting[0] == "leaky_relu"
+    )
 
 
 def _called(name: str) -> str:

@@ -1,4 +1,6 @@
-"""Optimizers whose Parameters are exchanged for others: the groups, their order and the state stay."""
+"""Optimizers whose Parameters are exchanged for others: the groups, their order and the state
+stay.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -31,7 +33,9 @@ class Arrival:
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """A Parameter that leaves, and those that stand in its place; names start at the module both are found in."""
+    """A Parameter that leaves, and those that stand in its place; names start at the module both
+    are found in.
+    """
 
     parameter: nn.Parameter
     name: str
@@ -40,11 +44,18 @@ class Exchange:
 
 def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
     """Returns one optimizer, several or none as a list."""
-    found = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    found = (
+        []
+        if optimizer is None
+        else [optimizer]
+        if isinstance(optimizer, Optimizer)
+        else list(optimizer)
+    )
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(
-                f"optimizer= takes a torch.optim optimizer or several, not {with_article(type(one).__name__)}"
+                "optimizer= takes a torch.optim optimizer or several, not"
+                f" {with_article(type(one).__name__)}"
             )
     return found
 
@@ -57,25 +68,33 @@ def prepare_exchange(
     homes: Sequence[Sequence[nn.Parameter]],
     order: Sequence[nn.Parameter],
 ) -> Callable[[], None]:
-    """Computes an optimizer's groups and state with other Parameters; returns what puts them into effect.
+    """Computes an optimizer's groups and state with other Parameters; returns what puts them into
+    effect.
 
     Args:
         optimizer: the optimizer.
         exchanges: which Parameters leave, and which arrive.
-        homes: the Parameters of every module that arrives, in its order. Those in the same group are put into that
-            order, in which an optimizer made for the changed model would have them.
+        homes: the Parameters of every module that arrives, in its order. Those in the same group
+            are put into that order, in which an optimizer made for the changed model would have
+            them.
         order: all Parameters of the model as it is, in its order.
 
     Raises:
-        OptimizerError: it holds none of the Parameters, or state that is not one value a coordinate.
+        OptimizerError: it holds none of the Parameters, or state that is not one value a
+            coordinate.
     """
     refuse_kind(optimizer)
     if isinstance(optimizer, getattr(torch.optim, "Muon", ())):
-        raise OptimizerError("Muon steps on whole matrices, and relations are no matrix; train these with another one")
+        raise OptimizerError(
+            "Muon steps on whole matrices, and relations are no matrix; train these with"
+            " another one"
+        )
     refuse_stale_state(optimizer)
     leaving = {id(exchange.parameter): exchange for exchange in exchanges}
     if not any(id(parameter) in leaving for parameter in parameters_of(optimizer)):
-        raise OptimizerError("this optimizer holds none of the parameters that are exchanged; leave out optimizer=")
+        raise OptimizerError(
+            "this optimizer holds none of the parameters that are exchanged; leave out optimizer="
+        )
     ranks = {id(parameter): rank for rank, parameter in enumerate(order)}
     members = [_exchanged(group, leaving, ranks) for group in optimizer.param_groups]
     _gather_vectors(optimizer, members, exchanges)
@@ -87,7 +106,9 @@ def prepare_exchange(
             exchange = leaving.get(id(parameter))
             if exchange is not None:
                 gone.append(parameter)
-                states |= {a.parameter: _state(optimizer, group, exchange, a) for a in exchange.arrivals}
+                states |= {
+                    a.parameter: _state(optimizer, group, exchange, a) for a in exchange.arrivals
+                }
 
     def install() -> None:
         for group, found in zip(optimizer.param_groups, members, strict=True):
@@ -105,13 +126,15 @@ def prepare_exchange(
 
 @torch.inference_mode(False)
 def refuse_earlier_losses(exchanges: Sequence[Exchange], verb: str) -> None:
-    """Makes a backward raise whose loss was computed before the exchange: its gradients would reach nobody.
+    """Makes a backward raise whose loss was computed before the exchange: its gradients would reach
+    nobody.
 
-    The Parameters that left stay of use to whoever keeps their module, in forward passes after this call.
+    The Parameters that left stay of use to whoever keeps their module, in forward passes after this
+    call.
     """
     message = (
-        f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and its gradients would "
-        "reach no optimizer. Compute it again"
+        f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and"
+        " its gradients would reach no optimizer. Compute it again"
     )
     for parameter in (exchange.parameter for exchange in exchanges):
         if not parameter.is_inference():
@@ -120,14 +143,18 @@ def refuse_earlier_losses(exchanges: Sequence[Exchange], verb: str) -> None:
 
 
 class _Member(NamedTuple):
-    """A Parameter in a group, and the rank in the model of the one that it is or takes the place of."""
+    """A Parameter in a group, and the rank in the model of the one that it is or takes the place
+    of.
+    """
 
     parameter: nn.Parameter
     name: str
     rank: float
 
 
-def _exchanged(group: dict[str, Any], leaving: dict[int, Exchange], ranks: dict[int, int]) -> list[_Member]:
+def _exchanged(
+    group: dict[str, Any], leaving: dict[int, Exchange], ranks: dict[int, int]
+) -> list[_Member]:
     """Returns the members of a group with the arrivals in the leavers' places."""
     members: list[_Member] = []
     names = group.get("param_names", [""] * len(group["params"]))
@@ -137,17 +164,25 @@ def _exchanged(group: dict[str, Any], leaving: dict[int, Exchange], ranks: dict[
             members.append(_Member(parameter, name, rank))
             continue
         before = name.removesuffix(exchange.name) if name.endswith(exchange.name) else f"{name}."
-        members += [_Member(arrival.parameter, before + arrival.name, rank) for arrival in exchange.arrivals]
+        members += [
+            _Member(arrival.parameter, before + arrival.name, rank) for arrival in exchange.arrivals
+        ]
     return members
 
 
-def _gather_vectors(optimizer: Optimizer, members: list[list[_Member]], exchanges: Sequence[Exchange]) -> None:
+def _gather_vectors(
+    optimizer: Optimizer, members: list[list[_Member]], exchanges: Sequence[Exchange]
+) -> None:
     """Moves the biases of Linears that had none to the group of the vectors, where there is one.
 
-    Groups are often made by dimension, matrices that decay and vectors that do not, and will be again.
+    Groups are often made by dimension, matrices that decay and vectors that do not, and will be
+    again.
     """
     added = {id(arrival.parameter) for exchange in exchanges for arrival in exchange.arrivals[1:]}
-    only = [all(p.dim() < 2 for p in group["params"]) and bool(group["params"]) for group in optimizer.param_groups]
+    only = [
+        all(p.dim() < 2 for p in group["params"]) and bool(group["params"])
+        for group in optimizer.param_groups
+    ]
     if not any(only):
         return
     home = members[only.index(True)]
@@ -156,25 +191,35 @@ def _gather_vectors(optimizer: Optimizer, members: list[list[_Member]], exchange
             moved = [member for member in group if id(member.parameter) in added]
             group[:] = [member for member in group if id(member.parameter) not in added]
             for member in moved:
-                home.insert(next((n for n, m in enumerate(home) if m.rank > member.rank), len(home)), member)
+                home.insert(
+                    next((n for n, m in enumerate(home) if m.rank > member.rank), len(home)), member
+                )
 
 
 def _sort(members: list[_Member], homes: Sequence[Sequence[nn.Parameter]]) -> None:
-    """Puts those that arrive with one module into its order, in the places that they have together."""
+    """Puts those that arrive with one module into its order, in the places that they have
+    together.
+    """
     for home in homes:
         ranks = {id(parameter): rank for rank, parameter in enumerate(home)}
         places = [place for place, member in enumerate(members) if id(member.parameter) in ranks]
-        ordered = sorted((members[place] for place in places), key=lambda member: ranks[id(member.parameter)])
+        ordered = sorted(
+            (members[place] for place in places), key=lambda member: ranks[id(member.parameter)]
+        )
         for place, member in zip(places, ordered, strict=True):
             members[place] = member
 
 
-def _state(optimizer: Optimizer, group: dict[str, Any], exchange: Exchange, arrival: Arrival) -> dict[str, Any]:
+def _state(
+    optimizer: Optimizer, group: dict[str, Any], exchange: Exchange, arrival: Arrival
+) -> dict[str, Any]:
     """Returns the state of a Parameter that arrives."""
     old, new, carry = exchange.parameter, arrival.parameter, arrival.carry
     if not optimizer.state.get(old):
         return {}
-    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()}  # a step each
+    state = {
+        k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()
+    }  # a step each
     for key in per_coordinate(optimizer, old, exchange.name):
         value: Tensor = state[key]
         if is_average(optimizer, key):

@@ -1,10 +1,14 @@
-"""torch's fused Transformer encoder, which reads the weights of its Linears instead of calling them."""
+"""torch's fused Transformer encoder, which reads the weights of its Linears instead of calling
+them.
+"""
 
 from torch import nn
 
 from grapnet.network import GrapNet
 
-_SWITCHES: dict[type[nn.Module], tuple[str, object]] = {  # what turns the fused kernel off, and to what
+_SWITCHES: dict[
+    type[nn.Module], tuple[str, object]
+] = {  # what turns the fused kernel off, and to what
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
@@ -12,7 +16,9 @@ _KEPT = "_before_graft"
 
 
 def set_fast_paths(model: nn.Module) -> None:
-    """Turns the fused kernel off in encoders with a net inside, which then call it, and back on in the others."""
+    """Turns the fused kernel off in encoders with a net inside, which then call it, and back on in
+    the others.
+    """
     for module in model.modules():
         for kind, (switch, off) in _SWITCHES.items():
             if isinstance(module, kind) and hasattr(module, switch):

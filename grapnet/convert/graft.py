@@ -18,21 +18,27 @@ from .matching import Where, matches
 from .origin import find, joined, owners_of, prepare_graft, require_not_compiled
 
 
-def from_module(module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: bool = False) -> GrapNet:
-    """Returns a net that computes what a stack of plain modules computes; the module itself stays as it is.
+def from_module(
+    module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: bool = False
+) -> GrapNet:
+    """Returns a net that computes what a stack of plain modules computes; the module itself stays
+    as it is.
 
     Args:
-        module: an `nn.Linear`, or an `nn.Sequential` of Linear, activation, Dropout and Identity modules, nested or
-            not. A Linear without bias becomes nodes whose biases are zero and frozen. What `torch.nn.utils.prune` has
-            pruned away is zero and frozen, too, unless it is dropped.
-        optimizer: one, or several, that train the module: they go on with the net's Parameters, in the same groups and
-            with the same state, and follow its edits (`gn.attach`).
+        module: an `nn.Linear`, or an `nn.Sequential` of Linear, activation, Dropout and Identity
+            modules, nested or not. A Linear without bias becomes nodes whose biases are zero and
+            frozen. What `torch.nn.utils.prune` has pruned away is zero and frozen, too, unless it
+            is dropped.
+        optimizer: one, or several, that train the module: they go on with the net's Parameters, in
+            the same groups and with the same state, and follow its edits (`gn.attach`).
         drop_zeros: leave weights that are zero out of the graph, pruned or not.
 
     Raises:
         ConversionError: a module inside is of another kind; the message names it.
-        OptimizerError: an optimizer holds none of the parameters, or state that cannot be carried; nothing was changed.
-        TypeError: it is no module, such as a state dict, which does not say which activations there are.
+        OptimizerError: an optimizer holds none of the parameters, or state that cannot be carried;
+            nothing was changed.
+        TypeError: it is no module, such as a state dict, which does not say which activations there
+            are.
 
     Examples:
         >>> import torch
@@ -64,23 +70,26 @@ def from_module(module: nn.Module, optimizer: Optimizers = None, *, drop_zeros: 
 def graft(
     model: nn.Module, where: Where, optimizer: Optimizers = None, *, drop_zeros: bool = False
 ) -> dict[str, GrapNet]:
-    """Replaces submodules of a model, in place, by nets that compute the same; returns the nets by name.
+    """Replaces submodules of a model, in place, by nets that compute the same; returns the nets by
+    name.
 
-    The other modules, their Parameters and their state-dict keys stay. A backward from a loss of before raises
-    StaleTopologyError. `gn.ungraft` is the way back.
+    The other modules, their Parameters and their state-dict keys stay. A backward from a loss of
+    before raises StaleTopologyError. `gn.ungraft` is the way back.
 
     Args:
         model: any model. A module that stands under several names is replaced under all of them.
-        where: a pattern on names such as "layers.*.ffn" (`*` matches dots as well), a type (exactly this one, so that
-            Linears which compute their weight are passed over), a predicate of name and module, or several of these. Of
-            nested matches the outermost counts.
-        optimizer: as for `from_module`; the next step equals, to rounding, the one it would have taken.
+        where: a pattern on names such as "layers.*.ffn" (`*` matches dots as well), a type (exactly
+            this one, so that Linears which compute their weight are passed over), a predicate of
+            name and module, or several of these. Of nested matches the outermost counts.
+        optimizer: as for `from_module`; the next step equals, to rounding, the one it would have
+            taken.
         drop_zeros: as for `from_module`.
 
     Raises:
-        ConversionError: nothing matches, or a match cannot become a net; the message names it. Nothing was changed.
-        OptimizerError: as for `from_module`. An optimizer that is not given and holds parameters which have left the
-            model raises it at its next step.
+        ConversionError: nothing matches, or a match cannot become a net; the message names it.
+            Nothing was changed.
+        OptimizerError: as for `from_module`. An optimizer that is not given and holds parameters
+            which have left the model raises it at its next step.
 
     Examples:
         >>> import torch
@@ -99,9 +108,15 @@ def graft(
 
 
 def graft_chains(
-    model: nn.Module, chains: Mapping[str, Chain], optimizer: Optimizers = None, *, drop_zeros: bool = False
+    model: nn.Module,
+    chains: Mapping[str, Chain],
+    optimizer: Optimizers = None,
+    *,
+    drop_zeros: bool = False,
 ) -> dict[str, GrapNet]:
-    """Replaces, in place, modules that were read as chains, by the names of their anchors; see `graft`."""
+    """Replaces, in place, modules that were read as chains, by the names of their anchors; see
+    `graft`.
+    """
     optimizers, nets, exchanges, installs = as_optimizers(optimizer), {}, [], []
     for name, chain in chains.items():
         anchor = find(model, name)
@@ -111,7 +126,9 @@ def graft_chains(
         nets[joined(name, chain.place)] = net
         exchanges += exchanged
     homes = [list(net.parameters()) for net in nets.values()]
-    installs += [prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers]
+    installs += [
+        prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
+    ]
     for install in installs:
         install()
     refuse_earlier_losses(exchanges, "graft")
@@ -129,18 +146,24 @@ def _require_alone(model: nn.Module, anchor: nn.Module, name: str, chain: Chain)
         shared = [key for key, p in module._parameters.items() if any(p is one for one in mine)]
         if shared and not any(module is linear for linear in linears):
             raise ConversionError(
-                f"{name!r} shares its {shared[0]} with {other_name!r}, and a net's relations are its own; leave it out"
+                f"{name!r} shares its {shared[0]} with {other_name!r}, and a net's relations are"
+                " its own; leave it out"
             )
     mine += [buffer for linear in linears for buffer in linear.buffers(recurse=False)]
     for path in (chain.place, *chain.emptied):
         module = find(anchor, path, name)
         own = [*module.parameters(), *module.buffers()] if isinstance(module, nn.Module) else []
         if any(not any(tensor is one for one in mine) for tensor in own):
-            raise ConversionError(f"{joined(name, path)!r} has parameters or buffers that its linear parts do not have")
+            raise ConversionError(
+                f"{joined(name, path)!r} has parameters or buffers that its linear parts do not"
+                " have"
+            )
     left = _left(model, anchor, chain)
     for part, linear in zip(chain.parts, linears, strict=True):
         if any(linear is module for module in left):
-            raise ConversionError(f"{joined(name, part.path)!r} stands in several places of the model; leave it out")
+            raise ConversionError(
+                f"{joined(name, part.path)!r} stands in several places of the model; leave it out"
+            )
 
 
 def _left(model: nn.Module, anchor: nn.Module, chain: Chain) -> list[nn.Module]:
@@ -163,8 +186,9 @@ def _require_module(module: object) -> None:
     """Raises TypeError for what is no module."""
     if isinstance(module, Mapping):
         raise TypeError(
-            "a state dict has weights and no activations. Build the module they belong to, load it, and give that: "
-            "gn.from_module(module); or tell the shell the activations: grapnet convert FILE --activation relu"
+            "a state dict has weights and no activations. Build the module they belong to, load it,"
+            " and give that: gn.from_module(module); or tell the shell the activations: grapnet"
+            " convert FILE --activation relu"
         )
     if not isinstance(module, nn.Module):
         raise TypeError(f"gn.from_module takes a module, not {with_article(type(module).__name__)}")

@@ -24,7 +24,9 @@ _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, eq=False)
 class LinearWeights:
-    """What a linear module holds: the Parameters that are trained, and which of their entries are pruned away."""
+    """What a linear module holds: the Parameters that are trained, and which of their entries are
+    pruned away.
+    """
 
     weight: nn.Parameter  # [out, in], or [in, out] when transposed
     bias: nn.Parameter | None
@@ -41,7 +43,9 @@ class LinearWeights:
     @property
     def matrix(self) -> Tensor:
         """The weights as [in, out], pruned ones zero."""
-        return self._in_first(self.weight if self.kept_weights is None else self.weight * self.kept_weights)
+        return self._in_first(
+            self.weight if self.kept_weights is None else self.weight * self.kept_weights
+        )
 
     @property
     def kept(self) -> Tensor | None:
@@ -53,53 +57,92 @@ class LinearWeights:
 
 
 def read_weights(module: nn.Module, where: str, *, transposed: bool) -> LinearWeights:
-    """Returns the Parameters of a linear module; raises ConversionError, naming it, when they are no plain matrix."""
+    """Returns the Parameters of a linear module; raises ConversionError, naming it, when they are
+    no plain matrix.
+    """
     names = set(module._parameters)
     pruned = {name.removesuffix("_orig") for name in names if name.endswith("_orig")}
     if not {name.removesuffix("_orig") for name in names} <= {"weight", "bias"}:
-        raise ConversionError(f"{where!r} has parameters other than weight and bias: {', '.join(sorted(names))}")
-    held = {name: module._parameters.get(f"{name}_orig" if name in pruned else name) for name in ("weight", "bias")}
+        raise ConversionError(
+            f"{where!r} has parameters other than weight and bias: {', '.join(sorted(names))}"
+        )
+    held = {
+        name: module._parameters.get(f"{name}_orig" if name in pruned else name)
+        for name in ("weight", "bias")
+    }
     kept = {name: module._buffers.get(f"{name}_mask") for name in pruned}
     weight, bias = held["weight"], held["bias"]
     for name, parameter in held.items():
         is_absent = name == "bias" and getattr(module, name, None) is None
         if (parameter is None and not is_absent) or (name in pruned and kept[name] is None):
-            raise ConversionError(f"the {name} of {where!r} is computed from something else; remove that first")
+            raise ConversionError(
+                f"the {name} of {where!r} is computed from something else; remove that first"
+            )
     others = set(module._buffers) - {f"{name}_mask" for name in pruned}
     if others:
-        raise ConversionError(f"{where!r} has buffers, which would be lost: {', '.join(sorted(others))}")
+        raise ConversionError(
+            f"{where!r} has buffers, which would be lost: {', '.join(sorted(others))}"
+        )
     assert weight is not None
     if is_lazy(weight):
         raise ConversionError(f"{where!r} does not know its shape yet; run the model once first")
-    if weight.dim() != 2 or weight.dtype not in _FLOATS or weight.is_meta or (bias is not None and bias.dim() != 1):
-        raise ConversionError(f"{where!r} has a weight of {weight.dtype} {list(weight.shape)} on {weight.device}")
+    if (
+        weight.dim() != 2
+        or weight.dtype not in _FLOATS
+        or weight.is_meta
+        or (bias is not None and bias.dim() != 1)
+    ):
+        raise ConversionError(
+            f"{where!r} has a weight of {weight.dtype} {list(weight.shape)} on {weight.device}"
+        )
     for name, parameter in held.items():
         if parameter is not None:
             _require_plain(parameter, f"the {name} of {where!r}")
     for name, entries in kept.items():
         if not bool(((entries == 0) | (entries == 1)).all()):
-            raise ConversionError(f"the {name} of {where!r} is pruned by factors other than 0 and 1; remove that first")
+            raise ConversionError(
+                f"the {name} of {where!r} is pruned by factors other than 0 and 1; remove that"
+                " first"
+            )
     require_countable(weight.numel(), f"the net for {where!r}", ConversionError)
     return LinearWeights(weight, bias, transposed, kept.get("weight"), kept.get("bias"))
 
 
 def require_no_hooks(module: nn.Module, where: str) -> None:
-    """Raises ConversionError for a module with hooks, which nobody would call any more; pruning's own do not count."""
+    """Raises ConversionError for a module with hooks, which nobody would call any more; pruning's
+    own do not count.
+    """
     lists = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    lists += (module._state_dict_hooks, module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
-    before = [hook for hook in module._forward_pre_hooks.values() if not isinstance(hook, BasePruningMethod)]
+    lists += (
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+        module._load_state_dict_post_hooks,
+    )
+    before = [
+        hook
+        for hook in module._forward_pre_hooks.values()
+        if not isinstance(hook, BasePruningMethod)
+    ]
     if before or any(lists):
-        raise ConversionError(f"{where!r} has hooks, which would be lost; remove them, and register them on the net")
+        raise ConversionError(
+            f"{where!r} has hooks, which would be lost; remove them, and register them on the net"
+        )
     if "forward" in vars(module):
-        raise ConversionError(f"{where!r} has a forward of its own, put in place of its class's; remove that first")
+        raise ConversionError(
+            f"{where!r} has a forward of its own, put in place of its class's; remove that first"
+        )
 
 
 def _require_plain(parameter: nn.Parameter, what: str) -> None:
     """Raises ConversionError for a Parameter that is more than its numbers."""
     if type(parameter) is not nn.Parameter:
-        raise ConversionError(f"{what} is {with_article(type(parameter).__name__)}, no plain nn.Parameter")
+        raise ConversionError(
+            f"{what} is {with_article(type(parameter).__name__)}, no plain nn.Parameter"
+        )
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-        raise ConversionError(f"{what} has hooks, which would be lost; remove them, and register them on the net's")
+        raise ConversionError(
+            f"{what} has hooks, which would be lost; remove them, and register them on the net's"
+        )
 
 
 def build_transition(weights: LinearWeights, drop_zeros: bool) -> tuple[Transition, Carry]:
@@ -129,7 +172,8 @@ def build_transition(weights: LinearWeights, drop_zeros: bool) -> tuple[Transiti
 
 
 def build_layer(weights: LinearWeights, uids: Tensor, activation: str) -> tuple[Layer, Carry]:
-    """Returns the nodes that a matrix leads to, and what carries whatever has the shape of its bias.
+    """Returns the nodes that a matrix leads to, and what carries whatever has the shape of its
+    bias.
 
     Without a bias theirs are zero and frozen, like those that were pruned away.
     """
@@ -152,8 +196,11 @@ def build_layer(weights: LinearWeights, uids: Tensor, activation: str) -> tuple[
     return layer, carry
 
 
-def carry_back(store: Coordinates, shape: tuple[int, ...], cells: Tensor, transposed: bool) -> Carry:
-    """Returns what carries a value a trainable coordinate into a tensor of a module; `rest` stands everywhere else.
+def carry_back(
+    store: Coordinates, shape: tuple[int, ...], cells: Tensor, transposed: bool
+) -> Carry:
+    """Returns what carries a value a trainable coordinate into a tensor of a module; `rest` stands
+    everywhere else.
 
     Args:
         store: the transition or the layer.

@@ -15,7 +15,8 @@ Where = Single | Collection[Single]
 
 
 def matches(model: nn.Module, where: Where) -> dict[str, nn.Module]:
-    """Returns the outermost submodules that `where` says, by name; nets are passed over, and so is the model itself.
+    """Returns the outermost submodules that `where` says, by name; nets are passed over, and so is
+    the model itself.
 
     A module that stands under several names is returned under the first of them that `where` says.
     """
@@ -27,10 +28,16 @@ def matches(model: nn.Module, where: Where) -> dict[str, nn.Module]:
             found[name] = module
     found = _once(found)
     if not found and _says(where, "", model):
-        raise ConversionError("the model itself cannot be replaced in place; use gn.from_module(model)")
+        raise ConversionError(
+            "the model itself cannot be replaced in place; use gn.from_module(model)"
+        )
     if not found:
         there = _outside_of_nets(model)
-        nets = [name for name, module in there.items() if isinstance(module, GrapNet) and _says(where, name, module)]
+        nets = [
+            name
+            for name, module in there.items()
+            if isinstance(module, GrapNet) and _says(where, name, module)
+        ]
         if nets:
             raise ConversionError(f"{nets[0]!r} is a net already; see gn.ungraft for the way back")
         linears = [name for name, module in there.items() if type(module) is nn.Linear]
@@ -42,8 +49,14 @@ def matching_nets(model: nn.Module, where: Where | None) -> dict[str, GrapNet]:
     """Returns the nets of a model that `where` says, all of them for None, by name."""
     if where is not None:
         _require_sense(where)
-    nets = {name: module for name, module in _outside_of_nets(model).items() if isinstance(module, GrapNet)}
-    found = _once({name: net for name, net in nets.items() if where is None or _says(where, name, net)})
+    nets = {
+        name: module
+        for name, module in _outside_of_nets(model).items()
+        if isinstance(module, GrapNet)
+    }
+    found = _once(
+        {name: net for name, net in nets.items() if where is None or _says(where, name, net)}
+    )
     if not found:
         raise ConversionError(_nothing("net", model, where, "nets", list(nets)))
     return found
@@ -54,7 +67,9 @@ def _outside_of_nets(model: nn.Module) -> dict[str, nn.Module]:
     everything = dict(model.named_modules(remove_duplicate=False))
     names = {name for name, module in everything.items() if isinstance(module, GrapNet)}
     prefixes = tuple(f"{name}." if name else "" for name in names)
-    return {n: module for n, module in everything.items() if n in names or not n.startswith(prefixes)}
+    return {
+        n: module for n, module in everything.items() if n in names or not n.startswith(prefixes)
+    }
 
 
 def _once(named: dict[str, Kind]) -> dict[str, Kind]:
@@ -63,18 +78,26 @@ def _once(named: dict[str, Kind]) -> dict[str, Kind]:
     return {name: module for name, module in named.items() if first[id(module)] == name}
 
 
-def _nothing(kind: str, model: nn.Module, where: Where | None, of: str, there: Sequence[str]) -> str:
+def _nothing(
+    kind: str, model: nn.Module, where: Where | None, of: str, there: Sequence[str]
+) -> str:
     names = ", ".join(map(repr, there[:8])) + (", …" if len(there) > 8 else "")
-    return f"no {kind} of this {type(model).__name__} matches where={where!r}; its {of} are {names or 'none'}"
+    return (
+        f"no {kind} of this {type(model).__name__} matches where={where!r}; its {of} are"
+        f" {names or 'none'}"
+    )
 
 
 def _require_sense(where: Where) -> None:
-    """Raises TypeError for what is neither a pattern, nor a type, nor a predicate, nor several of them."""
+    """Raises TypeError for what is neither a pattern, nor a type, nor a predicate, nor several of
+    them.
+    """
     for one in _each(where):
         if isinstance(one, nn.Module) or not (isinstance(one, str | type) or callable(one)):
             raise TypeError(
-                "where= is a pattern on names, a type, a predicate of name and module, or several of these; got "
-                f"{'a module, whose name is meant' if isinstance(one, nn.Module) else repr(one)}"
+                "where= is a pattern on names, a type, a predicate of name and module, or several"
+                " of these; got"
+                f" {'a module, whose name is meant' if isinstance(one, nn.Module) else repr(one)}"
             )
 
 

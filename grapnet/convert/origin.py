@@ -23,51 +23,67 @@ COMPILED = "_orig_mod"  # the name under which torch.compile(part) holds the par
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """The chain that a net was made of, and the modules that stood there, whose linear parts are empty."""
+    """The chain that a net was made of, and the modules that stood there, whose linear parts are
+    empty.
+    """
 
     chain: Chain
-    replaced: dict[str, Any]  # by path from the anchor: modules, or functions that a module had as attributes
+    replaced: dict[
+        str, Any
+    ]  # by path from the anchor: modules, or functions that a module had as attributes
 
 
 def describe_origin(net: GrapNet) -> dict[str, Any] | None:
-    """Returns, as plain data, which chain of modules a net stands for; None when it was not grafted."""
+    """Returns, as plain data, which chain of modules a net stands for; None when it was not
+    grafted.
+    """
     return None if net.origin is None else net.origin.chain.to_data()
 
 
 def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable[[], None]:
     """Prepares to put a net into a model, over whatever stands there; returns what does it.
 
-    The net takes over the device, the dtype, the mode and, Parameter by Parameter, the `requires_grad` of that; where
-    no Parameters stand it keeps its own.
+    The net takes over the device, the dtype, the mode and, Parameter by Parameter, the
+    `requires_grad` of that; where no Parameters stand it keeps its own.
 
     Args:
         model: a model like the one the net was found in.
         name: of the net in it.
         net: the net.
-        described: what `describe_origin` said of it; weights and shapes of what stands there are not needed.
+        described: what `describe_origin` said of it; weights and shapes of what stands there are
+            not needed.
 
     Raises:
-        ConversionError: the model has no such place, or other modules there, or a net with hooks or with something of
-            its own that this one would not have, or `torch.compile` holds what stands there.
+        ConversionError: the model has no such place, or other modules there, or a net with hooks or
+            with something of its own that this one would not have, or `torch.compile` holds what
+            stands there.
         ValueError: `described` says nothing that `describe_origin` could have said.
     """
     chain = None if described is None else Chain.from_data(described)
     if chain is not None and len(chain.parts) != len(net.transitions):
         raise ConversionError(
-            f"a net of {len(net.transitions)} transitions stands for no {len(chain.parts)} linear parts"
+            f"a net of {len(net.transitions)} transitions stands for no {len(chain.parts)} linear"
+            " parts"
         )
     present, linears = find(model, name), []
     if not isinstance(present, nn.Module):
         raise ConversionError(
-            f"{name!r} is {with_article(type(present).__name__)}, and a net goes in place of a module"
+            f"{name!r} is {with_article(type(present).__name__)}, and a net goes in place of a"
+            " module"
         )
     require_not_compiled(model, present, name)
     anchor_name = name if chain is None else _anchor_name(name, chain.place)
     if isinstance(present, GrapNet):
-        refusal = describe_additions(present, f"the net at {name!r}") or describe_hooks(present, f"the net at {name!r}")
+        refusal = describe_additions(present, f"the net at {name!r}") or describe_hooks(
+            present, f"the net at {name!r}"
+        )
         if refusal:
             raise ConversionError(refusal)
-        origin = None if chain is None or present.origin is None else Origin(chain, present.origin.replaced)
+        origin = (
+            None
+            if chain is None or present.origin is None
+            else Origin(chain, present.origin.replaced)
+        )
         if origin is not None:
             _find_linears(origin.chain, origin.replaced, anchor_name)
         install = partial(_install, model, name, net, origin)
@@ -83,31 +99,52 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
 
 
 def _find_linears(chain: Chain, replaced: dict[str, Any], name: str) -> list[nn.Module]:
-    """Returns the linear modules of a chain; raises ConversionError when something it names is not what it was."""
+    """Returns the linear modules of a chain; raises ConversionError when something it names is not
+    what it was.
+    """
     if replaced.keys() != {chain.place, *chain.emptied}:
         raise ConversionError(
-            f"the net at {joined(name, chain.place)!r} stands for other modules: {', '.join(replaced)}"
+            f"the net at {joined(name, chain.place)!r} stands for other modules:"
+            f" {', '.join(replaced)}"
         )
     linears = [part.path for part in chain.parts]
-    drops = [path for step in (chain, *chain.parts) for path in [step.dropout_path] if path is not None]
+    drops = [
+        path for step in (chain, *chain.parts) for path in [step.dropout_path] if path is not None
+    ]
     found = {}
-    for path in (*linears, *drops, *(part.activation_path for part in chain.parts if part.activation_path is not None)):
-        start = next((s for s in replaced if path == s or s == "" or path.startswith(f"{s}.")), None)
+    for path in (
+        *linears,
+        *drops,
+        *(part.activation_path for part in chain.parts if part.activation_path is not None),
+    ):
+        start = next(
+            (s for s in replaced if path == s or s == "" or path.startswith(f"{s}.")), None
+        )
         if start is None:
-            raise ConversionError(f"{joined(name, path)!r} is in none of the modules that the net stands for")
-        found[path] = find(replaced[start], path.removeprefix(start).removeprefix("."), joined(name, start))
+            raise ConversionError(
+                f"{joined(name, path)!r} is in none of the modules that the net stands for"
+            )
+        found[path] = find(
+            replaced[start], path.removeprefix(start).removeprefix("."), joined(name, start)
+        )
     for path in linears:
         if not getattr(found[path], "_parameters", {}).keys() & {"weight", "weight_orig"}:
             kind = with_article(type(found[path]).__name__)
-            raise ConversionError(f"{joined(name, path)!r} is {kind}, and the net stands for linear modules")
+            raise ConversionError(
+                f"{joined(name, path)!r} is {kind}, and the net stands for linear modules"
+            )
     for path in drops:
         if not isinstance(getattr(found[path], "p", None), float | int):
             kind = with_article(type(found[path]).__name__)
-            raise ConversionError(f"{joined(name, path)!r} is {kind}, and the net stands for a Dropout there")
+            raise ConversionError(
+                f"{joined(name, path)!r} is {kind}, and the net stands for a Dropout there"
+            )
     return [found[path] for path in linears]
 
 
-def _resemble(net: GrapNet, present: nn.Module, model: nn.Module, linears: Sequence[nn.Module]) -> None:
+def _resemble(
+    net: GrapNet, present: nn.Module, model: nn.Module, linears: Sequence[nn.Module]
+) -> None:
     """Gives a net the device, the dtype, the mode and the `requires_grad` of what it replaces."""
     parameters = dict(present.named_parameters())
     around = (*parameters.values(), *present.buffers(), *model.parameters(), *model.buffers())
@@ -124,19 +161,25 @@ def _resemble(net: GrapNet, present: nn.Module, model: nn.Module, linears: Seque
 
 
 def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Callable[[], None]:
-    """Prepares to put a net in place of the modules of a chain that starts at the module called `name`."""
+    """Prepares to put a net in place of the modules of a chain that starts at the module called
+    `name`.
+    """
     anchor = find(model, name)
     linears = [find(anchor, part.path, name) for part in chain.parts]
     for part, linear in zip(chain.parts, linears, strict=True):
         if not _is_linear(linear):
             kind = with_article(type(linear).__name__)
-            raise ConversionError(f"{joined(name, part.path)!r} is {kind}, and the net stands for linear modules")
+            raise ConversionError(
+                f"{joined(name, part.path)!r} is {kind}, and the net stands for linear modules"
+            )
     emptied = {id(linear): _without_weights(linear) for linear in linears}
     paths = [chain.place, *chain.emptied]
     replaced = {path: copy.deepcopy(find(anchor, path, name), dict(emptied)) for path in paths}
     at = joined(name, chain.place)
     if at == "":
-        raise ConversionError("the model itself cannot be replaced in place; use gn.from_module(model)")
+        raise ConversionError(
+            "the model itself cannot be replaced in place; use gn.from_module(model)"
+        )
 
     def install() -> None:
         for path in chain.emptied:
@@ -165,12 +208,16 @@ def find(module: Any, path: str, where: str = "") -> Any:
     for step in path.split(".") if path else ():
         found = getattr(found, step, None)
         if found is None:
-            raise ConversionError(f"there is nothing called {joined(where, path)!r} in this {type(module).__name__}")
+            raise ConversionError(
+                f"there is nothing called {joined(where, path)!r} in this {type(module).__name__}"
+            )
     return found
 
 
 def put(module: nn.Module, path: str, value: Any) -> None:
-    """Puts something in place of what stands under a path: a module, or a function that a module has."""
+    """Puts something in place of what stands under a path: a module, or a function that a module
+    has.
+    """
     before, _, step = path.rpartition(".")
     owner = find(module, before)
     if isinstance(value, nn.Module) and step in owner._modules:
@@ -188,30 +235,43 @@ def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> None:
 
 def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns every module that has this one, and under which name."""
-    return [(owner, step) for owner in model.modules() for step, child in owner._modules.items() if child is module]
+    return [
+        (owner, step)
+        for owner in model.modules()
+        for step, child in owner._modules.items()
+        if child is module
+    ]
 
 
 def require_not_compiled(model: nn.Module, module: nn.Module, name: str) -> None:
-    """Raises ConversionError when `torch.compile` holds a module: it would go on with that, whatever replaces it."""
+    """Raises ConversionError when `torch.compile` holds a module: it would go on with that,
+    whatever replaces it.
+    """
     if any(step == COMPILED for _, step in owners_of(model, module)):
         if name == COMPILED:
             raise ConversionError(
-                f"{name!r} is all that torch.compile(model) was given, and it would go on with that; do this to the "
-                "model before torch.compile. gn.from_module(model) makes one net of all of it"
+                f"{name!r} is all that torch.compile(model) was given, and it would go on with"
+                " that; do this to the model before torch.compile. gn.from_module(model) makes one"
+                " net of all of it"
             )
         raise ConversionError(
-            f"{name!r} was compiled by torch.compile(part), which would go on with the module that it was given; put "
-            "the part itself where its compiled wrapper stands, and compile it afterwards, or in place: part.compile()"
+            f"{name!r} was compiled by torch.compile(part), which would go on with the module that"
+            " it was given; put the part itself where its compiled wrapper stands, and compile it"
+            " afterwards, or in place: part.compile()"
         )
 
 
 def match_names(names: Iterable[str], present: Collection[str]) -> dict[str, str]:
-    """Returns which present name means the same as each of `names`: steps into `torch.compile(part)` do not count.
+    """Returns which present name means the same as each of `names`: steps into
+    `torch.compile(part)` do not count.
 
-    A name that no present one matches stands for itself, and all of them do when two would match the same one.
+    A name that no present one matches stands for itself, and all of them do when two would match
+    the same one.
     """
     own, plain = set(present), {_without_compiled(name): name for name in present}
-    found = {name: name if name in own else plain.get(_without_compiled(name), name) for name in names}
+    found = {
+        name: name if name in own else plain.get(_without_compiled(name), name) for name in names
+    }
     return found if len(set(found.values())) == len(found) else {name: name for name in found}
 
 
@@ -221,9 +281,13 @@ def match_places(names: Iterable[str], model: nn.Module) -> dict[str, str]:
 
 
 def module_names(model: nn.Module) -> list[str]:
-    """Returns every name of every module in a model, without those of the wrappers that `torch.compile` makes."""
+    """Returns every name of every module in a model, without those of the wrappers that
+    `torch.compile` makes.
+    """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    wrappers = {before for before, _, step in (name.rpartition(".") for name in names) if step == COMPILED}
+    wrappers = {
+        before for before, _, step in (name.rpartition(".") for name in names) if step == COMPILED
+    }
     return [name for name in names if name not in wrappers]
 
 
@@ -243,13 +307,19 @@ def _anchor_name(name: str, path: str) -> str:
 
 
 def _without_weights(linear: nn.Module) -> nn.Module:
-    """Returns a module of the same class and settings that has no weights; an empty bias says that there was one."""
+    """Returns a module of the same class and settings that has no weights; an empty bias says that
+    there was one.
+    """
     empty = type(linear).__new__(type(linear))
     nn.Module.__init__(empty)
     empty.training = linear.training
     settings = {key: value for key, value in vars(linear).items() if key not in vars(empty)}
-    vars(empty).update({key: value for key, value in settings.items() if key not in ("weight", "bias")})
+    vars(empty).update(
+        {key: value for key, value in settings.items() if key not in ("weight", "bias")}
+    )
     empty.register_parameter("weight", None)
     has_bias = any(linear._parameters.get(name) is not None for name in ("bias", "bias_orig"))
-    empty.register_parameter("bias", nn.Parameter(torch.empty(0, device="cpu")) if has_bias else None)
+    empty.register_parameter(
+        "bias", nn.Parameter(torch.empty(0, device="cpu")) if has_bias else None
+    )
     return empty

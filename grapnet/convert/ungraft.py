@@ -1,4 +1,6 @@
-"""gn.ungraft: nets become plain modules again, those that they were grafted onto where there were any."""
+"""gn.ungraft: nets become plain modules again, those that they were grafted onto where there were
+any.
+"""
 
 import copy
 import warnings
@@ -24,34 +26,45 @@ from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
 from .origin import Origin, find, put, put_everywhere, require_not_compiled
 
-_left: "weakref.WeakKeyDictionary[GrapNet, _Left]" = weakref.WeakKeyDictionary()  # a graph does not keep its followers
+_left: "weakref.WeakKeyDictionary[GrapNet, _Left]" = (
+    weakref.WeakKeyDictionary()
+)  # a graph does not keep its followers
 
 
 def ungraft(
-    model: nn.Module, where: Where | None = None, optimizer: Optimizers = None, *, most_cells: int = MOST_CELLS
+    model: nn.Module,
+    where: Where | None = None,
+    optimizer: Optimizers = None,
+    *,
+    most_cells: int = MOST_CELLS,
 ) -> dict[str, nn.Module]:
-    """Puts plain modules back in place of nets, with the weights and shapes that the nets have by then.
+    """Puts plain modules back in place of nets, with the weights and shapes that the nets have by
+    then.
 
-    A net that `gn.graft` put there becomes the modules that it replaced, under their own state-dict keys; any other
-    becomes its `net.to_module()`. Where a relation is missing the matrix is zero, and trains again from there. The
-    first edit of a net that was taken out warns that it does not reach the model.
+    A net that `gn.graft` put there becomes the modules that it replaced, under their own state-dict
+    keys; any other becomes its `net.to_module()`. Where a relation is missing the matrix is zero,
+    and trains again from there. The first edit of a net that was taken out warns that it does not
+    reach the model.
 
     Args:
         model: the model; to keep it, give a deep copy.
         where: which nets, as for `graft`; all of them when left out.
-        optimizer: one, or several, that go on with the plain Parameters; what was cut or frozen starts with clean
-            state.
+        optimizer: one, or several, that go on with the plain Parameters; what was cut or frozen
+            starts with clean state.
         most_cells: as for `net.to_module()`.
 
     Returns:
         The plain modules by name, where the nets stood.
 
     Raises:
-        ConversionError: no net matches, or the modules of then cannot compute what a net computes; nothing was changed.
+        ConversionError: no net matches, or the modules of then cannot compute what a net computes;
+            nothing was changed.
     """
     nets, optimizers = matching_nets(model, where), as_optimizers(optimizer)
     if "" in nets:
-        raise ConversionError("the model is a net itself and cannot be replaced in place; take net.to_module()")
+        raise ConversionError(
+            "the model is a net itself and cannot be replaced in place; take net.to_module()"
+        )
     exchanges, homes, installs, plain = [], [], [], {}
     for name, net in nets.items():
         require_not_compiled(model, net, name)
@@ -65,8 +78,14 @@ def ungraft(
         modules = [module for module in replaced.values() if isinstance(module, nn.Module)]
         homes.append([parameter for module in modules for parameter in module.parameters()])
         _set_modes(replaced, chain, net)
-        installs.append(lambda name=name, chain=chain, replaced=replaced: _put_back(model, name, chain, replaced))
-    installs += [prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers]
+        installs.append(
+            lambda name=name, chain=chain, replaced=replaced: _put_back(
+                model, name, chain, replaced
+            )
+        )
+    installs += [
+        prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
+    ]
     for install in installs:
         install()
     refuse_earlier_losses(exchanges, "ungraft")
@@ -85,8 +104,8 @@ class _Left:
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Warns, before anything has changed."""
         warnings.warn(
-            "gn.ungraft has taken this net out of its model, so edits of it do not change the model. Edit before "
-            "gn.ungraft, or gn.graft again and edit the net that it returns",
+            "gn.ungraft has taken this net out of its model, so edits of it do not change the"
+            " model. Edit before gn.ungraft, or gn.graft again and edit the net that it returns",
             stacklevel=2,
         )
         return lambda: graph.unfollow(self)
@@ -102,7 +121,8 @@ def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[st
     for part, size in zip(origin.chain.parts, net.sizes, strict=False):
         if part.transposed and size == 0:
             raise ConversionError(
-                f"{name!r} has a layer without nodes, and {part.path!r} cannot run on that; add a node"
+                f"{name!r} has a layer without nodes, and {part.path!r} cannot run on that; add a"
+                " node"
             )
     replaced = copy.deepcopy(origin.replaced)
     for layer, part in zip(net.layers, [None, *origin.chain.parts], strict=True):
@@ -115,17 +135,21 @@ def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[st
 def _set_activation(replaced: dict[str, nn.Module], part: Part, layer: Layer, name: str) -> None:
     """Puts the activation that a layer has by now in place of the one of then."""
     kinds = [str(kind) for kind, _ in layer.activation_names.kinds()]
-    if part.drops_first and layer.dropout and not all(kind == "identity" or commutes(kind) for kind in kinds):
+    if (
+        part.drops_first
+        and layer.dropout
+        and not all(kind == "identity" or commutes(kind) for kind in kinds)
+    ):
         raise ConversionError(
-            f"layer {layer.index} of {name!r} drops what comes out of {', '.join(kinds)}, and the Dropout of then "
-            "stands before the activation; take net.to_module()"
+            f"layer {layer.index} of {name!r} drops what comes out of {', '.join(kinds)}, and the"
+            " Dropout of then stands before the activation; take net.to_module()"
         )
     if kinds in ([part.activation], []):
         return
     if part.activation_path is None:
         raise ConversionError(
-            f"layer {layer.index} of {name!r} has an activation, and there was none in the modules of then; "
-            "take net.to_module()"
+            f"layer {layer.index} of {name!r} has an activation, and there was none in the modules"
+            " of then; take net.to_module()"
         )
     _replace(replaced, part.activation_path, activation_module(layer) or nn.Identity())
 
@@ -134,12 +158,15 @@ def _set_dropout(
     replaced: dict[str, nn.Module], chain: Chain, part: Part | None, probability: float, name: str
 ) -> None:
     """Gives the Dropout of then the probability that a layer has by now."""
-    then, path = (chain.dropout, chain.dropout_path) if part is None else (part.dropout, part.dropout_path)
+    then, path = (
+        (chain.dropout, chain.dropout_path) if part is None else (part.dropout, part.dropout_path)
+    )
     if probability == then:
         return
     if path is None:
         raise ConversionError(
-            f"a layer of {name!r} has dropout, and there was none in the modules of then; take net.to_module()"
+            f"a layer of {name!r} has dropout, and there was none in the modules of then; take"
+            " net.to_module()"
         )
     setattr(_find(replaced, path), "p", probability)  # noqa: B010 (typed as a tensor or module)
 

@@ -33,11 +33,17 @@ _ADJUSTABLE: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
     "elu": lambda alpha: functools.partial(functional.elu, alpha=alpha),
     "softplus": lambda beta: functools.partial(functional.softplus, beta=beta),
 }
-_ELSEWHERE = {"logistic": "sigmoid", "swish": "silu", "linear": "identity", "gelu_new": "gelu_tanh"}  # -> here
+_ELSEWHERE = {
+    "logistic": "sigmoid",
+    "swish": "silu",
+    "linear": "identity",
+    "gelu_new": "gelu_tanh",
+}  # -> here
 
 
 def register_activation(name: str, function: Callable[[Tensor], Tensor]) -> None:
-    """Makes `name` an activation that nodes can have; checkpoints store the name, never the function.
+    """Makes `name` an activation that nodes can have; checkpoints store the name, never the
+    function.
 
     Examples:
         >>> register_activation("square", torch.square)
@@ -50,7 +56,9 @@ def register_activation(name: str, function: Callable[[Tensor], Tensor]) -> None
 
 
 def activation_function(name: str) -> Callable[[Tensor], Tensor]:
-    """Returns the function called `name`, such as "relu", or "leaky_relu(0.2)" with another slope than torch's own."""
+    """Returns the function called `name`, such as "relu", or "leaky_relu(0.2)" with another slope
+    than torch's own.
+    """
     function = ACTIVATIONS.get(name) if isinstance(name, str) else None
     function = _adjusted(name) if function is None and isinstance(name, str) else function
     if function is None:
@@ -68,7 +76,9 @@ def is_activation(name: object) -> bool:
 
 
 def adjusted_name(kind: str, number: float) -> str:
-    """Returns the name of an activation of some kind with its number, the one that `setting_of` takes apart."""
+    """Returns the name of an activation of some kind with its number, the one that `setting_of`
+    takes apart.
+    """
     return f"{kind}({float(number)!r})"
 
 
@@ -79,13 +89,19 @@ def setting_of(name: str) -> tuple[str, float] | None:
         number = float(found[2]) if found else math.nan
     except ValueError:
         return None
-    return (found[1], number) if found and found[1] in _ADJUSTABLE and math.isfinite(number) else None
+    return (
+        (found[1], number) if found and found[1] in _ADJUSTABLE and math.isfinite(number) else None
+    )
 
 
 def _nearest(name: str) -> str | None:
-    """Returns what other libraries' name of an activation, or one with a slip in it, is called here."""
+    """Returns what other libraries' name of an activation, or one with a slip in it, is called
+    here.
+    """
     plain = name.strip().lower()
-    return _ELSEWHERE.get(plain) or next(iter(difflib.get_close_matches(plain, ACTIVATIONS, n=1, cutoff=0.7)), None)
+    return _ELSEWHERE.get(plain) or next(
+        iter(difflib.get_close_matches(plain, ACTIVATIONS, n=1, cutoff=0.7)), None
+    )
 
 
 @functools.lru_cache(maxsize=256)

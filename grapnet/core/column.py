@@ -17,22 +17,27 @@ if TYPE_CHECKING:
 
 
 class Column(Coordinates):
-    """A Parameter `value` with one coordinate a node of a layer, which follows every commit of that layer.
+    """A Parameter `value` with one coordinate a node of a layer, which follows every commit of that
+    layer.
 
-    It is registered under its name in `net.columns` by `Graph.set_columns`. A newborn node draws its coordinate from
-    U(±bound); one that returns by undo gets what it had, or 0 when it left before the column came.
+    It is registered under its name in `net.columns` by `Graph.set_columns`. A newborn node draws
+    its coordinate from U(±bound); one that returns by undo gets what it had, or 0 when it left
+    before the column came.
 
     Args:
         name: what `net.columns` calls it.
         layer: the number of the layer.
         values: one a node of the layer.
-        beside: the name of the Parameter that it is trained with; an attached optimizer puts both into one group.
+        beside: the name of the Parameter that it is trained with; an attached optimizer puts both
+            into one group.
         bound: of the draw for newborn nodes.
     """
 
     value: torch.nn.Parameter
 
-    def __init__(self, name: str, layer: int, values: Tensor, *, beside: str, bound: float = 1.0) -> None:
+    def __init__(
+        self, name: str, layer: int, values: Tensor, *, beside: str, bound: float = 1.0
+    ) -> None:
         super().__init__("value", values)
         self.name = name
         self.layer = layer
@@ -45,7 +50,9 @@ class Column(Coordinates):
         return f"columns.{self.name}.value"
 
     def change(self, index: IndexMap, born: Tensor | None = None) -> VectorChange:
-        """Returns what it goes through when the rows of its layer move; nodes come with `born`, or with 0."""
+        """Returns what it goes through when the rows of its layer move; nodes come with `born`, or
+        with 0.
+        """
         return VectorChange.of_free(index.to(self.value.device), born)
 
     def draw(self, count: int, generator: torch.Generator | None) -> Tensor:
@@ -62,7 +69,9 @@ def drawn(count: int, bound: float, example: Tensor, generator: torch.Generator 
 
 
 def exchange_columns(graph: "Graph", wanted: Sequence[Column]) -> None:
-    """Makes `wanted` the columns of a graph, once every follower that holds Parameters is ready for it."""
+    """Makes `wanted` the columns of a graph, once every follower that holds Parameters is ready for
+    it.
+    """
     present = list(graph.columns.values())
     leaving = [column for column in present if all(column is not other for other in wanted)]
     coming = [column for column in wanted if all(column is not other for other in present)]

@@ -38,7 +38,12 @@ class LayerDraft:
         self.any_gone = False
         for rows in requests.removals.get(number, ()):
             self.lose(rows.long())
-        asked = (requests.namings, requests.freeze_biases, requests.unfreeze_biases, requests.orphans)
+        asked = (
+            requests.namings,
+            requests.freeze_biases,
+            requests.unfreeze_biases,
+            requests.orphans,
+        )
         self._named = any(number in part for part in asked)
 
     @property
@@ -68,7 +73,9 @@ class LayerDraft:
         return flatnonzero(~self.gone)
 
     def present_values(self, column: Tensor, fill: float = 0) -> Tensor:
-        """Returns a column of the present rows, extended by `fill` for the newborn and without the gone rows."""
+        """Returns a column of the present rows, extended by `fill` for the newborn and without the
+        gone rows.
+        """
         newborn = self.uids.shape[0] - self.n_present
         extended = torch.cat([column, column.new_full((newborn,), fill)]) if newborn else column
         if not self.any_gone:
@@ -76,10 +83,15 @@ class LayerDraft:
         return extended[self.survivors().to(column.device).long()]
 
     def change(
-        self, requests: Requests, incoming: "TransitionDraft | None", generator: torch.Generator | None
+        self,
+        requests: Requests,
+        incoming: "TransitionDraft | None",
+        generator: torch.Generator | None,
     ) -> LayerChange:
         gone = empty_positions()
-        born = torch.arange(self.n_present, self.uids.shape[0], dtype=torch.int32, device="cpu")  # no slice: it is kept
+        born = torch.arange(
+            self.n_present, self.uids.shape[0], dtype=torch.int32, device="cpu"
+        )  # no slice: it is kept
         if self.any_gone:
             gone = flatnonzero(self.gone[: self.n_present])
             born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
@@ -89,9 +101,17 @@ class LayerDraft:
         owners = [Labels.uniform(n.owner, len(n.uids)) for n in some]
         kinds = [Labels.uniform(n.activation, len(n.uids)) for n in some]
         renamed_owners, owners = self._renamed(self.layer.owner_names, owners, "owners", requests)
-        renamed_kinds, kinds = self._renamed(self.layer.activation_names, kinds, "activations", requests)
-        before = self._record(self.layer.uid, self.layer.owner_names, self.layer.activation_names, gone)
-        biases = None if self.layer.is_sensory else self._biases(requests, index, born, incoming, generator)
+        renamed_kinds, kinds = self._renamed(
+            self.layer.activation_names, kinds, "activations", requests
+        )
+        before = self._record(
+            self.layer.uid, self.layer.owner_names, self.layer.activation_names, gone
+        )
+        biases = (
+            None
+            if self.layer.is_sensory
+            else self._biases(requests, index, born, incoming, generator)
+        )
         comes = born - self.n_present
         record = self._record(self.uids[self.n_present :].clone(), owners, kinds, comes)
         drawn = {name: column.draw(len(born), generator) for name, column in self.columns.items()}
@@ -103,12 +123,16 @@ class LayerDraft:
         """Returns who the nodes at ascending rows are."""
         if rows.shape[0] == uids.shape[0]:
             return NodeRecord(uids, owners, kinds)
-        return NodeRecord(uids[rows.long()], owners.select(rows).compact(), kinds.select(rows).compact())
+        return NodeRecord(
+            uids[rows.long()], owners.select(rows).compact(), kinds.select(rows).compact()
+        )
 
     def _renamed(
         self, present: Labels, newborn: list[Labels], kind: str, requests: Requests
     ) -> tuple[Relabel | None, Labels]:
-        """Returns the relabelling of the surviving present rows, and the names of the newborn ones after it."""
+        """Returns the relabelling of the surviving present rows, and the names of the newborn ones
+        after it.
+        """
         asked = [n for n in requests.namings.get(self.number, ()) if n.kind == kind]
         if not asked:
             return None, Labels.join(newborn)
@@ -121,7 +145,9 @@ class LayerDraft:
             clash = again[labels.differs(renamed, again)]
             if len(clash):
                 uid, name = int(self.uids[int(clash[0])]), labels[int(clash[0])]
-                raise EditError(f"the edit gives node {uid} two different {kind}: {name!r} and {naming.name!r}")
+                raise EditError(
+                    f"the edit gives node {uid} two different {kind}: {name!r} and {naming.name!r}"
+                )
             labels = renamed
             set_here[rows.long()] = True
         set_here[self.n_present :] = False
@@ -130,7 +156,12 @@ class LayerDraft:
         names = labels.select(ascending(len(self.uids), torch.device("cpu"))[self.n_present :])
         if len(rows) == 0:
             return None, names
-        return Relabel(self.new_rows(rows), before.select(rows).compact(), labels.select(rows).compact()), names
+        return (
+            Relabel(
+                self.new_rows(rows), before.select(rows).compact(), labels.select(rows).compact()
+            ),
+            names,
+        )
 
     def _biases(
         self,
@@ -143,7 +174,10 @@ class LayerDraft:
         layer, device = self.layer, self.device
         index = index.to(device)
         flips = flips_of(
-            layer, index, requests.freeze_biases.get(self.number), requests.unfreeze_biases.get(self.number)
+            layer,
+            index,
+            requests.freeze_biases.get(self.number),
+            requests.unfreeze_biases.get(self.number),
         )
         example = layer.parameter.detach()
         drawn, held = [], []
@@ -153,7 +187,13 @@ class LayerDraft:
                 gains = incoming.fan_in(torch.searchsorted(self.uids, newborns.uids))
             else:
                 gains = torch.zeros(newborns.uids.shape[0], device=device)
-            given = newborns.bias if isinstance(newborns.bias, Tensor) else "linear" if linear else "zero"
+            given = (
+                newborns.bias
+                if isinstance(newborns.bias, Tensor)
+                else "linear"
+                if linear
+                else "zero"
+            )
             drawn.append(draw(given, gains, example, generator))
             held.append(torch.full_like(gains, newborns.bias is None, dtype=torch.bool))
         values, frozen = (
@@ -181,7 +221,8 @@ class LayerDraft:
         after_rows = index.new_positions(rows)
         if bool(self.layer.frozen_bits(rows).any()) or bool(contains(flips, after_rows).any()):
             raise EditError(
-                f"fold_bias would change frozen biases of layer {self.number}; unfreeze them in an edit before"
+                f"fold_bias would change frozen biases of layer {self.number}; unfreeze them in an"
+                " edit before"
             )
         before = self.layer.read(rows)
         return Shift(after_rows, before, before + self.shift[rows.long()])
@@ -190,42 +231,60 @@ class LayerDraft:
 class TransitionDraft:
     """The relations of one transition while an edit is resolved."""
 
-    def __init__(self, graph: "Graph", requests: Requests, t: int, upper: LayerDraft, lower: LayerDraft) -> None:
+    def __init__(
+        self, graph: "Graph", requests: Requests, t: int, upper: LayerDraft, lower: LayerDraft
+    ) -> None:
         self.store = graph.transitions[t]
         self.topology = self.store.topology
         self.t = t
         device = self.topology.child.device
         leaving = list(requests.cuts.get(t, ()))
         if upper.any_gone:
-            leaving.append(self.topology.owned_by(flatnonzero(upper.gone[: upper.n_present]).to(device)))
+            leaving.append(
+                self.topology.owned_by(flatnonzero(upper.gone[: upper.n_present]).to(device))
+            )
         if lower.any_gone:
-            leaving.append(self.topology.leading_to(flatnonzero(lower.gone[: lower.n_present]).to(device)))
+            leaving.append(
+                self.topology.leading_to(flatnonzero(lower.gone[: lower.n_present]).to(device))
+            )
         self.cuts = union(leaving, device)
         self.connections = requests.connections.get(t, [])
         asked = (requests.freeze_relations, requests.unfreeze_relations)
-        self.is_touched = len(self.cuts) > 0 or bool(self.connections) or any(t in part for part in asked)
+        self.is_touched = (
+            len(self.cuts) > 0 or bool(self.connections) or any(t in part for part in asked)
+        )
         self._lower_size = len(lower.uids)
         for connection in self.connections:
             self._check(connection, requests, upper, lower)
         self.parents = joined(empty_positions(), [c.parents for c in self.connections])
         self.children = joined(empty_positions(), [c.children for c in self.connections])
         self._check_distinct(upper, lower)
-        self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None  # None: all of them
+        self.kept = (
+            flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
+        )  # None: all of them
         self._surviving_fan_in: Tensor | None = None
 
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many parents lower rows (newborn ones included) will have."""
-        counts = torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)[rows.long()]
+        counts = torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)[
+            rows.long()
+        ]
         present = rows < self.topology.n_children
         if bool(present.any()):
             if self._surviving_fan_in is None:
-                cut = torch.bincount(self.topology.child[self.cuts.long()], minlength=self.topology.n_children)
+                cut = torch.bincount(
+                    self.topology.child[self.cuts.long()], minlength=self.topology.n_children
+                )
                 self._surviving_fan_in = (self.topology.fan_in() - cut).cpu()
             counts[present] += self._surviving_fan_in[rows[present].long()]
         return counts.to(self.store.weight.device)
 
     def change(
-        self, upper: LayerDraft, lower: LayerDraft, requests: Requests, generator: torch.Generator | None
+        self,
+        upper: LayerDraft,
+        lower: LayerDraft,
+        requests: Requests,
+        generator: torch.Generator | None,
     ) -> TransitionChange:
         topology, device = self.topology, self.topology.child.device
         born = self._in_order(upper)
@@ -234,8 +293,12 @@ class TransitionDraft:
         ends = upper.present_values(
             topology.ends_without(self.cuts).cpu(), fill=stays
         ).numpy()  # of what each row keeps
-        gains = np.bincount(parents, minlength=len(ends))  # relations that it is given, behind what it keeps
-        inserted = torch.from_numpy(ends[parents] + np.arange(len(parents), dtype=np.int32)).to(device)
+        gains = np.bincount(
+            parents, minlength=len(ends)
+        )  # relations that it is given, behind what it keeps
+        inserted = torch.from_numpy(ends[parents] + np.arange(len(parents), dtype=np.int32)).to(
+            device
+        )
         size = stays + len(parents)
         require_countable(size, f"transition {self.t}", EditError)
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
@@ -248,7 +311,10 @@ class TransitionDraft:
                 lower.short_uids.index_select(0, topology.child.index_select(0, self.cuts).cpu()),
             )
         flips = flips_of(
-            self.store, index, requests.freeze_relations.get(self.t), requests.unfreeze_relations.get(self.t)
+            self.store,
+            index,
+            requests.freeze_relations.get(self.t),
+            requests.unfreeze_relations.get(self.t),
         )
         weights = VectorChange(
             index,
@@ -269,15 +335,25 @@ class TransitionDraft:
             ),
             gone=gone,
             weights=weights,
-            wiring=None if index.is_identity else Topology(torch.from_numpy(ptr).to(device), child, lower.new_size),
+            wiring=(
+                None
+                if index.is_identity
+                else Topology(torch.from_numpy(ptr).to(device), child, lower.new_size)
+            ),
         )
 
     def _in_order(self, upper: LayerDraft) -> Tensor | None:
-        """Returns which of the relations asked for come, by owner; None when all do and are in that order already."""
+        """Returns which of the relations asked for come, by owner; None when all do and are in that
+        order already.
+        """
         rows = self.parents.numpy()
         if self.kept is None and not (rows[1:] < rows[:-1]).any():
             return None
-        kept = flatnonzero(torch.ones(len(rows), dtype=torch.bool, device="cpu")) if self.kept is None else self.kept
+        kept = (
+            flatnonzero(torch.ones(len(rows), dtype=torch.bool, device="cpu"))
+            if self.kept is None
+            else self.kept
+        )
         return kept[_picked(self.parents, kept).argsort(stable=True)]
 
     def _drawn(self, gains: Tensor, upper: LayerDraft, generator: torch.Generator | None) -> Tensor:
@@ -289,7 +365,11 @@ class TransitionDraft:
                 if upper.any_gone:
                     counts = torch.zeros(len(upper.uids), dtype=torch.int64, device=gains.device)
                     counts[upper.survivors().to(gains.device).long()] = gains
-                drawn.append(draw("alloc", counts, example, generator, at=connection.parents.to(gains.device)))
+                drawn.append(
+                    draw(
+                        "alloc", counts, example, generator, at=connection.parents.to(gains.device)
+                    )
+                )
                 continue
             elif isinstance(connection.weights, str) and connection.weights == "linear":
                 scale = self.fan_in(connection.children)
@@ -298,14 +378,20 @@ class TransitionDraft:
             drawn.append(draw(connection.weights, scale, example, generator))
         return joined(example.new_empty(0), drawn)
 
-    def _check(self, connection: Connection, requests: Requests, upper: LayerDraft, lower: LayerDraft) -> None:
-        for role, draft, rows in (("parent", upper, connection.parents), ("child", lower, connection.children)):
+    def _check(
+        self, connection: Connection, requests: Requests, upper: LayerDraft, lower: LayerDraft
+    ) -> None:
+        for role, draft, rows in (
+            ("parent", upper, connection.parents),
+            ("child", lower, connection.children),
+        ):
             for removed in requests.removals.get(draft.number, ()):
                 hit = rows[torch.isin(rows, removed)]
                 if len(hit):
                     uid = int(draft.uids[int(hit[0])])
                     raise EditError(
-                        f"node {uid} of layer {draft.number} is removed in this edit, so it cannot be a {role} in it"
+                        f"node {uid} of layer {draft.number} is removed in this edit, so it cannot"
+                        f" be a {role} in it"
                     )
 
     def _check_distinct(self, upper: LayerDraft, lower: LayerDraft) -> None:
@@ -317,12 +403,20 @@ class TransitionDraft:
             twice = keys[1:][keys[1:] == keys[:-1]]
             if len(twice):
                 self._refuse(
-                    upper, lower, int(twice[0]) // width, int(twice[0]) % width, "is asked for twice in this edit"
+                    upper,
+                    lower,
+                    int(twice[0]) // width,
+                    int(twice[0]) % width,
+                    "is asked for twice in this edit",
                 )
-        present = (self.parents.numpy() < upper.n_present) & (self.children.numpy() < lower.n_present)
+        present = (self.parents.numpy() < upper.n_present) & (
+            self.children.numpy() < lower.n_present
+        )
         if not present.any():
             return
-        parents, children = (rows[torch.from_numpy(present)] for rows in (self.parents, self.children))
+        parents, children = (
+            rows[torch.from_numpy(present)] for rows in (self.parents, self.children)
+        )
         device = self.topology.child.device
         clash = self._exist(parents.to(device), children.to(device))
         if bool(clash.any()):
@@ -330,7 +424,9 @@ class TransitionDraft:
             self._refuse(upper, lower, int(parents[first]), int(children[first]), "exists already")
 
     def _exist(self, parents: Tensor, children: Tensor) -> Tensor:
-        """Says for every pair of rows whether it is related and stays so; many pairs are looked up in a table."""
+        """Says for every pair of rows whether it is related and stays so; many pairs are looked up
+        in a table.
+        """
         topology = self.topology
         cells = topology.n_parents * topology.n_children
         if cells > MOST_CELLS or len(parents) < topology.n_relations // 16:
@@ -342,10 +438,12 @@ class TransitionDraft:
         table.index_fill_(0, present[self.cuts.long()], False)
         return table[parents.long() * topology.n_children + children]
 
-    def _refuse(self, upper: LayerDraft, lower: LayerDraft, parent: int, child: int, why: str) -> None:
+    def _refuse(
+        self, upper: LayerDraft, lower: LayerDraft, parent: int, child: int, why: str
+    ) -> None:
         raise EditError(
-            f"the relation from node {int(upper.uids[parent])} (layer {upper.number}) to node {int(lower.uids[child])} "
-            f"(layer {lower.number}) {why}"
+            f"the relation from node {int(upper.uids[parent])} (layer {upper.number}) to node"
+            f" {int(lower.uids[child])} (layer {lower.number}) {why}"
         )
 
 
@@ -369,12 +467,18 @@ def union(parts: list[Tensor], device: torch.device) -> Tensor:
     return torch.cat([part.to(device) for part in parts]).unique()
 
 
-def flips_of(store: Coordinates, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None) -> Tensor:
-    """Returns the new positions whose frozen bit turns: cutting beats freezing, and freezing beats unfreezing."""
+def flips_of(
+    store: Coordinates, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None
+) -> Tensor:
+    """Returns the new positions whose frozen bit turns: cutting beats freezing, and freezing beats
+    unfreezing.
+    """
     device = store.frozen_at.device
     if not freezes and not thaws:
         return empty_positions(device)
     freeze, thaw = union(freezes or [], device), union(thaws or [], device)
     thaw = thaw[~contains(freeze, thaw)]
-    turned = torch.cat([freeze[~store.frozen_bits(freeze)], thaw[store.frozen_bits(thaw)]]).sort().values
+    turned = (
+        torch.cat([freeze[~store.frozen_bits(freeze)], thaw[store.frozen_bits(thaw)]]).sort().values
+    )
     return index.new_positions(turned[~contains(index.removed, turned)])

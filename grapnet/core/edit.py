@@ -38,12 +38,18 @@ LARGEST_UID = 2**31 - 1
 class Edit:
     """A `with net.edit(...) as edit:` block.
 
-    Inside it every read, slot and node set means the graph as it was when the edit began. Leaving the block validates
-    everything and commits; any error leaves graph, parameters, version and followers as they were.
+    Inside it every read, slot and node set means the graph as it was when the edit began. Leaving
+    the block validates everything and commits; any error leaves graph, parameters, version and
+    followers as they were.
     """
 
     def __init__(
-        self, graph: "Graph", reason: str, by: str | None, trial: bool, generator: torch.Generator | None
+        self,
+        graph: "Graph",
+        reason: str,
+        by: str | None,
+        trial: bool,
+        generator: torch.Generator | None,
     ) -> None:
         self.reason = reason
         self.by = by
@@ -75,13 +81,15 @@ class Edit:
             count: how many.
             activation: the layer's own unless given.
             owner: a tag to select them by.
-            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values; None for nodes
-                without one, whose bias is zero and frozen.
+            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values;
+                None for nodes without one, whose bias is zero and frozen.
         """
         number = layer_number(self.graph, layer)
         store = self.graph.layers[number]
         if not isinstance(count, int | np.integer) or count < 0:
-            raise EditError(f"the number of nodes to add is a whole number, not negative, got {count!r}")
+            raise EditError(
+                f"the number of nodes to add is a whole number, not negative, got {count!r}"
+            )
         if activation is not None and store.is_sensory:
             raise EditError("sensory nodes pass their input on, so they have no activation to set")
         activation = store.default_activation if activation is None else activation
@@ -103,14 +111,16 @@ class Edit:
 
         Args:
             nodes: which.
-            interface: must be True to remove sensory or output nodes, which changes the net's input or output width.
+            interface: must be True to remove sensory or output nodes, which changes the net's input
+                or output width.
         """
         found = self._rows(nodes)
         for number in found:
             if number in (0, len(self.graph.layers) - 1) and not interface:
                 kind = "sensory" if number == 0 else "output"
                 raise EditError(
-                    f"{len(found[number])} of the nodes to remove are {kind} nodes; say interface=True to remove them"
+                    f"{len(found[number])} of the nodes to remove are {kind} nodes; say"
+                    " interface=True to remove them"
                 )
         for number, rows in found.items():
             self._note("remove_nodes", layer=number, nodes=len(rows))
@@ -124,14 +134,17 @@ class Edit:
         pairs: Literal["all", "aligned"] = "all",
         weights: Initial | float = "linear",
     ) -> None:
-        """Adds relations from parents to nodes of the next layer; each goes to the end of its owner's list.
+        """Adds relations from parents to nodes of the next layer; each goes to the end of its
+        owner's list.
 
         Args:
             parents: nodes of one layer.
             children: nodes of the next.
-            pairs: "all" relates every parent to every child; "aligned" relates the first to the first, and so on.
-            weights: "linear" (what nn.Linear of the child's fan-in draws), "alloc" (uniform in ±1/√(relations its owner
-                gains in this edit)), "zero", or values: [parents, children] for "all", one a pair for "aligned".
+            pairs: "all" relates every parent to every child; "aligned" relates the first to the
+                first, and so on.
+            weights: "linear" (what nn.Linear of the child's fan-in draws), "alloc" (uniform in
+                ±1/√(relations its owner gains in this edit)), "zero", or values: [parents,
+                children] for "all", one a pair for "aligned".
         """
         if pairs not in ("all", "aligned"):
             raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')
@@ -139,12 +152,16 @@ class Edit:
         lower, child_rows = self._one_layer(children, "children")
         if pairs == "aligned" and len(parent_rows) != len(child_rows):
             raise EditError(
-                f"aligned pairs need as many parents as children, got {len(parent_rows)} and {len(child_rows)}"
+                f"aligned pairs need as many parents as children, got {len(parent_rows)} and"
+                f" {len(child_rows)}"
             )
         if len(parent_rows) == 0 or len(child_rows) == 0:
             return
         if lower != upper + 1:
-            raise EditError(f"a relation leads from a layer to the next one, not from layer {upper} to layer {lower}")
+            raise EditError(
+                f"a relation leads from a layer to the next one, not from layer {upper} to layer"
+                f" {lower}"
+            )
         if not isinstance(weights, str):
             weights = as_tensor(weights)
         distinct = False
@@ -152,13 +169,19 @@ class Edit:
             distinct = _all_differ(parent_rows) and _all_differ(child_rows)
             shape = (len(parent_rows), len(child_rows))
             if isinstance(weights, Tensor) and weights.dim() == 2 and tuple(weights.shape) != shape:
-                raise EditError(f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}")
-            parent_rows = torch.from_numpy(parent_rows.numpy().repeat(shape[1]))  # numpy: a tenth of torch's time
+                raise EditError(
+                    f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}"
+                )
+            parent_rows = torch.from_numpy(
+                parent_rows.numpy().repeat(shape[1])
+            )  # numpy: a tenth of torch's time
             child_rows = child_rows.expand(shape).reshape(-1)
         initial = checked_initial(weights, len(parent_rows), "relations")
         given = weights if isinstance(weights, str) else "given"
         self._note("connect", transition=upper, relations=len(parent_rows), weights=given)
-        self._requests.connections[upper].append(Connection(parent_rows, child_rows, initial, distinct))
+        self._requests.connections[upper].append(
+            Connection(parent_rows, child_rows, initial, distinct)
+        )
 
     def cut(self, relations: RelationSet | Any, *, slots: Any = None) -> None:
         """Cuts relations: the references and the coordinates are gone, the nodes stay.
@@ -173,12 +196,18 @@ class Edit:
 
     @property
     def cuts(self) -> RelationSet:
-        """The relations that this edit was asked to cut so far; those that leave with a removed node are not listed."""
+        """The relations that this edit was asked to cut so far; those that leave with a removed
+        node are not listed.
+        """
         self._require_open()
-        return RelationSet(self.graph, {t: union(at, self.graph.device) for t, at in self._requests.cuts.items()})
+        return RelationSet(
+            self.graph, {t: union(at, self.graph.device) for t, at in self._requests.cuts.items()}
+        )
 
     def keep(self, relations: RelationSet) -> None:
-        """Takes back what this edit was asked to cut, as far as it is in `relations`; other operations stand."""
+        """Takes back what this edit was asked to cut, as far as it is in `relations`; other
+        operations stand.
+        """
         for t, positions in self._positions(relations).items():
             asked = union(self._requests.cuts.get(t, []), self.graph.device)
             kept = contains(positions, asked)
@@ -193,18 +222,23 @@ class Edit:
 
     @property
     def connections(self) -> tuple[Tensor, Tensor]:
-        """The uids of the parents and of the children of the relations that this edit was asked to connect so far."""
+        """The uids of the parents and of the children of the relations that this edit was asked to
+        connect so far.
+        """
         self._require_open()
         return self._requests.connected_uids(self.graph.layers)
 
     @property
     def removals(self) -> NodeSet:
-        """The nodes that this edit was asked to remove so far; orphans, and nodes that it adds, are not listed."""
+        """The nodes that this edit was asked to remove so far; orphans, and nodes that it adds, are
+        not listed.
+        """
         self._require_open()
         return NodeSet(self.graph, self._requests.removed_uids(self.graph.layers))
 
     def remark(self, text: str, **details: str | float | bool | None) -> None:
-        """Writes why into the journal, among the operations: which rule, at which scores. It changes nothing.
+        """Writes why into the journal, among the operations: which rule, at which scores. It
+        changes nothing.
 
         Args:
             text: in words.
@@ -216,23 +250,39 @@ class Edit:
         self._note("remark", text=text, **details)
 
     def freeze(
-        self, what: RelationSet | Nodes, *, incoming: bool = True, outgoing: bool = True, bias: bool = True
+        self,
+        what: RelationSet | Nodes,
+        *,
+        incoming: bool = True,
+        outgoing: bool = True,
+        bias: bool = True,
     ) -> None:
-        """Freezes relations, or nodes with their bias, incoming and outgoing relations (each can be left out)."""
+        """Freezes relations, or nodes with their bias, incoming and outgoing relations (each can be
+        left out).
+        """
         self._turn("freeze", what, incoming, outgoing, bias)
 
     def unfreeze(
-        self, what: RelationSet | Nodes, *, incoming: bool = True, outgoing: bool = True, bias: bool = True
+        self,
+        what: RelationSet | Nodes,
+        *,
+        incoming: bool = True,
+        outgoing: bool = True,
+        bias: bool = True,
     ) -> None:
-        """Makes relations, or nodes with what belongs to them, trainable again, with clean optimizer state."""
+        """Makes relations, or nodes with what belongs to them, trainable again, with clean
+        optimizer state.
+        """
         self._turn("unfreeze", what, incoming, outgoing, bias)
 
     def remove_orphans(self, layers: Any = None, *, fold_bias: bool = False) -> None:
-        """Removes, when the edit commits, hidden nodes without parents, and those that this leaves without.
+        """Removes, when the edit commits, hidden nodes without parents, and those that this leaves
+        without.
 
         Args:
             layers: numbers of hidden layers, all of them by default.
-            fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the function stays.
+            fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the
+                function stays.
         """
         numbers = hidden_layers(self.graph, layers)
         for number in numbers:
@@ -254,8 +304,9 @@ class Edit:
     def commit(self) -> Commit | None:
         """Commits now, before the block ends; in a trial this is where its operations take effect.
 
-        Returns None when there was nothing to change. No further operation can be added. The edits of
-        `gn.edit_together` commit all at once: in a trial when one is told to, otherwise when the block ends.
+        Returns None when there was nothing to change. No further operation can be added. The edits
+        of `gn.edit_together` commit all at once: in a trial when one is told to, otherwise when the
+        block ends.
 
         Raises:
             EditError: this is one of several edits that commit together, and no trial.
@@ -263,8 +314,9 @@ class Edit:
         self._require_open()
         if self._partners and not self.trial:
             raise EditError(
-                "the edits of edit_together(...) commit at once, when its block ends; leave out commit(), or say "
-                "trial=True to have them all take effect here and taken back at the end"
+                "the edits of edit_together(...) commit at once, when its block ends; leave out"
+                " commit(), or say trial=True to have them all take effect here and taken back at"
+                " the end"
             )
         commit_all(self._partners or (self,))
         return self.receipt
@@ -278,16 +330,22 @@ class Edit:
         self._open = False
 
     def resolved(self, generator: torch.Generator) -> Change:
-        """Returns what its operations amount to; raises EditError when they conflict. Touches nothing."""
+        """Returns what its operations amount to; raises EditError when they conflict. Touches
+        nothing.
+        """
         return resolve(self.graph, self._requests, generator)
 
     def prepare(self, change: Change, joint: Joint | None) -> Callable[[], None]:
-        """Does all of the commit that can fail once its requests are resolved; returns what puts it into effect."""
+        """Does all of the commit that can fail once its requests are resolved; returns what puts it
+        into effect.
+        """
         graph, operations = self.graph, self._operations
         if change.is_empty:
             return operations.clear
         tokens = graph.tokens() if self.trial else None
-        receipt = Commit(graph.version + 1, self.reason, change, self.by, tuple(operations), joint=joint)
+        receipt = Commit(
+            graph.version + 1, self.reason, change, self.by, tuple(operations), joint=joint
+        )
         receipt, swap = graph.prepare_change(receipt, next_uid=self._next_uid, trial=self.trial)
 
         def install() -> None:
@@ -311,7 +369,10 @@ class Edit:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             if kind is None and self._open and not self.trial:
@@ -326,9 +387,14 @@ class Edit:
             finally:
                 self.graph.close_edit()
 
-    def _turn(self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool) -> None:
+    def _turn(
+        self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
+    ) -> None:
         if not all(isinstance(part, bool) for part in (incoming, outgoing, bias)):
-            raise EditError(f"incoming=, outgoing= and bias= are True or False, got {incoming}, {outgoing}, {bias}")
+            raise EditError(
+                f"incoming=, outgoing= and bias= are True or False, got {incoming}, {outgoing},"
+                f" {bias}"
+            )
         relations, biases = (
             (self._requests.freeze_relations, self._requests.freeze_biases)
             if verb == "freeze"
@@ -337,7 +403,8 @@ class Edit:
         if isinstance(what, RelationSet):
             if not (incoming and outgoing and bias):
                 raise EditError(
-                    f"incoming=, outgoing= and bias= say what to {verb} of nodes; a RelationSet is taken as it is"
+                    f"incoming=, outgoing= and bias= say what to {verb} of nodes; a RelationSet is"
+                    " taken as it is"
                 )
             for t, positions in self._positions(what).items():
                 self._note(verb, transition=t, relations=len(positions))
@@ -371,13 +438,18 @@ class Edit:
     def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
         found = self._rows(nodes)
         if len(found) > 1:
-            raise EditError(f"the {role} of one connect() are in one layer, got nodes of layers {sorted(found)}")
+            raise EditError(
+                f"the {role} of one connect() are in one layer, got nodes of layers {sorted(found)}"
+            )
         return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32, device="cpu")))
 
     def _existing(self, nodes: Nodes) -> Nodes:
         uids = as_uids(self.graph, nodes)
         if bool(((uids >= self.graph.next_uid) & (uids < self._next_uid)).any()):
-            raise EditError("nodes added in this edit cannot be frozen or unfrozen in it; do that in the next one")
+            raise EditError(
+                "nodes added in this edit cannot be frozen or unfrozen in it; do that in the"
+                " next one"
+            )
         return nodes
 
     def _note(self, operation: str, **details: Any) -> None:
@@ -387,7 +459,8 @@ class Edit:
     def _require_open(self) -> None:
         if not self._open:
             raise EditError(
-                "this edit is not open: use it inside its own `with net.edit(...) as edit:` block, before commit()"
+                "this edit is not open: use it inside its own `with net.edit(...) as edit:` block,"
+                " before commit()"
             )
 
 

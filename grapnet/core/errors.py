@@ -22,11 +22,15 @@ class StaleRelationsError(GrapNetError, LookupError):
 
 
 class StaleTopologyError(GrapNetError, RuntimeError):
-    """A backward ran through a forward of an older version, or a distributed model was not synchronized."""
+    """A backward ran through a forward of an older version, or a distributed model was not
+    synchronized.
+    """
 
 
 class TopologyError(GrapNetError, ValueError):
-    """A state dict belongs to a graph that is wired differently, and was not loaded; or graphs differ between ranks."""
+    """A state dict belongs to a graph that is wired differently, and was not loaded; or graphs
+    differ between ranks.
+    """
 
 
 class HistoryError(GrapNetError, RuntimeError):
@@ -50,4 +54,6 @@ class CheckpointError(GrapNetError, ValueError):
 
 
 class ConversionError(GrapNetError, ValueError):
-    """A module cannot become a net, or a net cannot become that module again; nothing was changed."""
+    """A module cannot become a net, or a net cannot become that module again; nothing was
+    changed.
+    """

@@ -41,7 +41,8 @@ class Count:
 class Graph(nn.Module):
     """The canonical graph: the only place where topology and coordinates live.
 
-    `version` grows by one with every commit. `followers` are told of every commit before it happens.
+    `version` grows by one with every commit. `followers` are told of every commit before it
+    happens.
     """
 
     def __init__(self, layers: Sequence[Layer], transitions: Sequence[Transition]) -> None:
@@ -84,17 +85,23 @@ class Graph(nn.Module):
         return None
 
     def locate(self, uid: int) -> tuple[int, int]:
-        """Returns (layer, row) of a node; raises StaleNodeError, saying what became of it, when it is gone."""
+        """Returns (layer, row) of a node; raises StaleNodeError, saying what became of it, when it
+        is gone.
+        """
         place = self.find(uid)
         if place is not None:
             return place
         commit = self.journal.last_touch_of_node(uid, removal=True)
         if commit is None:
-            raise StaleNodeError(f"no node of this graph has uid {uid}; the graph is at version {self.version}")
-        number = next(n for n, c in commit.change.layers.items() if bool((c.gone.uids == uid).any()))
+            raise StaleNodeError(
+                f"no node of this graph has uid {uid}; the graph is at version {self.version}"
+            )
+        number = next(
+            n for n, c in commit.change.layers.items() if bool((c.gone.uids == uid).any())
+        )
         raise StaleNodeError(
-            f"node {uid} of layer {number} was removed by commit {commit.version} ({commit.reason!r}); "
-            f"the graph is at version {self.version}"
+            f"node {uid} of layer {number} was removed by commit {commit.version}"
+            f" ({commit.reason!r}); the graph is at version {self.version}"
         )
 
     def rows(self, number: int, uids: Tensor) -> Tensor:
@@ -122,15 +129,23 @@ class Graph(nn.Module):
         """Returns the nodes of some layers, of one owner, for which `where(nodes)` is true.
 
         Args:
-            layer: a number or several; all layers by default, negative numbers count from the output.
+            layer: a number or several; all layers by default, negative numbers count from the
+                output.
             owner: a tag, or None for nodes without one; any owner by default.
             where: gets the NodeSet chosen so far and returns one bool a node.
 
         Raises:
-            ValueError: there is no such layer, or no node of the graph has the tag; `net.owners` has those there are.
+            ValueError: there is no such layer, or no node of the graph has the tag; `net.owners`
+                has those there are.
         """
         count = len(self.layers)
-        numbers = range(count) if layer is None else [layer] if isinstance(layer, int | np.integer) else list(layer)
+        numbers = (
+            range(count)
+            if layer is None
+            else [layer]
+            if isinstance(layer, int | np.integer)
+            else list(layer)
+        )
         if any(not -count <= n < count for n in numbers):
             raise ValueError(f"the graph has layers 0 to {count - 1}, got layer={layer!r}")
         if isinstance(owner, str) and owner not in self.owners:
@@ -139,7 +154,9 @@ class Graph(nn.Module):
         found = {}
         for number in sorted({n % count for n in numbers}):
             chosen = self.layers[number]
-            found[int(number)] = chosen.uid if owner is ... else chosen.uid[chosen.owner_names.where(owner).long()]
+            found[int(number)] = (
+                chosen.uid if owner is ... else chosen.uid[chosen.owner_names.where(owner).long()]
+            )
         nodes = NodeSet(self, found)
         return nodes if where is None else nodes[as_tensor(where(nodes)).to("cpu", torch.bool)]
 
@@ -156,8 +173,9 @@ class Graph(nn.Module):
         Args:
             reason: why; it stands in the journal.
             by: which rule or person edits.
-            trial: take the edit back when the block ends. Call `edit.commit()` inside it to see the effect. Training
-                inside the block is not taken back: survivors keep the weights they have at its end, as after undo.
+            trial: take the edit back when the block ends. Call `edit.commit()` inside it to see the
+                effect. Training inside the block is not taken back: survivors keep the weights they
+                have at its end, as after undo.
             generator: source of the random numbers for newborn weights.
         """
         return Edit(self, reason, by, trial, generator)
@@ -173,23 +191,27 @@ class Graph(nn.Module):
         Survivors keep their present weights; what was cut returns as it was when it was cut.
 
         Args:
-            alone: take back only this net's part of a transaction over several nets, so that they go separate ways;
-                `gn.undo_together` takes back all of it.
+            alone: take back only this net's part of a transaction over several nets, so that they
+                go separate ways; `gn.undo_together` takes back all of it.
 
         Raises:
-            HistoryError: there is nothing to undo, or it is part of a transaction over several nets.
+            HistoryError: there is nothing to undo, or it is part of a transaction over several
+                nets.
         """
         return reverse(self, "undo", alone=alone)
 
     def redo(self, *, alone: bool = False) -> Commit:
-        """Takes the last undo back, as a commit of its own; see `undo` for `alone`, and `gn.redo_together`."""
+        """Takes the last undo back, as a commit of its own; see `undo` for `alone`, and
+        `gn.redo_together`.
+        """
         return reverse(self, "redo", alone=alone)
 
     def replay(self, commits: Iterable[Commit]) -> None:
-        """Repeats the commits of an equal graph on this one, in order; the topology comes out bit-identical.
+        """Repeats the commits of an equal graph on this one, in order; the topology comes out
+        bit-identical.
 
-        Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them. What was part of a
-        transaction over several nets is a commit of this net alone.
+        Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
+        What was part of a transaction over several nets is a commit of this net alone.
         """
         self.require_no_edit("replay")
         commits = list(commits)
@@ -199,18 +221,26 @@ class Graph(nn.Module):
             require_fit(self, commit)
             born = [int(c.born.uids[-1]) + 1 for c in commit.change.layers.values() if len(c.born)]
             by, operations = commit.by, commit.operations
-            self.commit_change(commit.change, commit.reason, by, operations, next_uid=max([self.next_uid, *born]))
+            self.commit_change(
+                commit.change, commit.reason, by, operations, next_uid=max([self.next_uid, *born])
+            )
 
     def diff(self, first: int, last: int | None = None) -> Diff:
-        """Returns which nodes and relations differ between two versions (the present one by default)."""
+        """Returns which nodes and relations differ between two versions (the present one by
+        default).
+        """
         last = self.version if last is None else last
         for version in (first, last):
             if not 0 <= version <= self.version:
-                raise HistoryError(f"the graph is at version {self.version}, so there is no version {version}")
+                raise HistoryError(
+                    f"the graph is at version {self.version}, so there is no version {version}"
+                )
         return self.journal.diff(first, last)
 
     def blame(self, parent: Nodes, child: Nodes | None = None) -> Commit | None:
-        """Returns the commit that last made or cut a relation, or added or removed a node; None if none did."""
+        """Returns the commit that last made or cut a relation, or added or removed a node; None if
+        none did.
+        """
         first = int(as_uids(self, parent))
         if child is None:
             found = self.journal.last_touch_of_node(first)
@@ -221,7 +251,9 @@ class Graph(nn.Module):
         return found
 
     def follow(self, follower: Follower) -> None:
-        """Tells `follower` of every commit to come, for as long as something else keeps it alive."""
+        """Tells `follower` of every commit to come, for as long as something else keeps it
+        alive.
+        """
         self.followers.add(follower)
 
     def unfollow(self, follower: Follower) -> None:
@@ -233,7 +265,8 @@ class Graph(nn.Module):
         return {name: column for name, column in self.columns.items() if column.layer == number}
 
     def set_columns(self, wanted: Sequence[Column]) -> None:
-        """Makes `wanted` the columns of the graph: others leave, with their place in attached optimizers.
+        """Makes `wanted` the columns of the graph: others leave, with their place in attached
+        optimizers.
 
         Raises:
             EditError: while an edit is open; nothing was changed.
@@ -247,8 +280,14 @@ class Graph(nn.Module):
         biased = [layer for layer in self.layers if not layer.is_sensory]
         biases = sum(layer.size for layer in biased)
         frozen = sum(len(store.frozen_at) for store in (*self.transitions, *biased))
-        tensors = [x for t in self.transitions for x in (t.weight, t.frozen_values, t.frozen_at, t.ptr, t.child)]
-        tensors += [x for layer in biased for x in (layer.parameter, layer.frozen_values, layer.frozen_at)]
+        tensors = [
+            x
+            for t in self.transitions
+            for x in (t.weight, t.frozen_values, t.frozen_at, t.ptr, t.child)
+        ]
+        tensors += [
+            x for layer in biased for x in (layer.parameter, layer.frozen_values, layer.frozen_at)
+        ]
         tensors += [column.value for column in self.columns.values()]
         return Count(
             nodes=sum(self.sizes),
@@ -300,7 +339,8 @@ class Graph(nn.Module):
     def prepare_change(
         self, commit: Commit, *, next_uid: int, trial: bool = False
     ) -> tuple[Commit, Callable[[], None]]:
-        """Does all of a commit that can fail; returns the complete receipt and what puts it into effect.
+        """Does all of a commit that can fail; returns the complete receipt and what puts it into
+        effect.
 
         Args:
             commit: what to do, and why.
@@ -323,9 +363,13 @@ class Graph(nn.Module):
         return Tokens([transition.structure for transition in self.transitions], layouts)
 
     def take_back(self, commit: Commit, tokens: Tokens) -> None:
-        """Ends a trial: everything is as it was before `commit`, the version and the tokens of then included."""
+        """Ends a trial: everything is as it was before `commit`, the version and the tokens of then
+        included.
+        """
         change = commit.change.inverse(with_gradients=True)
-        back = Commit(commit.version - 1, f"end of trial: {commit.reason}", change, undoes=commit.version)
+        back = Commit(
+            commit.version - 1, f"end of trial: {commit.reason}", change, undoes=commit.version
+        )
         try:
             carry_out(self, back, tokens)
         except Exception:  # a follower refused: it loses its place, the graph does not
@@ -335,7 +379,10 @@ class Graph(nn.Module):
     def require_no_edit(self, verb: str) -> None:
         """Raises EditError while an edit is open."""
         if self._edit is not None:
-            raise EditError(f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block first")
+            raise EditError(
+                f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block"
+                " first"
+            )
 
     def _bind(self) -> None:
         for layer in self.layers:

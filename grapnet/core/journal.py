@@ -31,7 +31,8 @@ class Joint:
 
     @classmethod
     def of(cls, parts: int, name: str | None = None) -> "list[Joint | None]":
-        """Returns what the parts of a transaction carry, of one without a name yet if none is given.
+        """Returns what the parts of a transaction carry, of one without a name yet if none is
+        given.
 
         A transaction over a single net is a commit like any other, which carries None.
         """
@@ -51,11 +52,14 @@ class Commit:
         by: which rule or person edited, when said.
         operations: what was asked for, as plain data.
         change: what was done.
-        parameters: how the coordinates of each touched Parameter moved, by the Parameter's name in the net. Emptied,
-            like the values inside `change`, once the journal no longer keeps what undo needs.
-        undoes: the version of the commit that this one takes back, for undo, redo and the end of a trial.
+        parameters: how the coordinates of each touched Parameter moved, by the Parameter's name in
+            the net. Emptied, like the values inside `change`, once the journal no longer keeps what
+            undo needs.
+        undoes: the version of the commit that this one takes back, for undo, redo and the end of a
+            trial.
         joint: which part it is of a transaction over several nets; None for one of its own.
-        wirings: the topology that each moved transition is about to have; only followers see it, while they prepare.
+        wirings: the topology that each moved transition is about to have; only followers see it,
+            while they prepare.
     """
 
     version: int
@@ -94,23 +98,33 @@ class Commit:
 
     @property
     def turned(self) -> str | None:
-        """What became of the coordinates that it turned, frozen or unfrozen, where its operations tell; else None."""
+        """What became of the coordinates that it turned, frozen or unfrozen, where its operations
+        tell; else None.
+        """
         asked = {operation.get("operation") for operation in self.operations}
         ways = {"freeze": "frozen", "unfreeze": "unfrozen"}
         told = [ways[operation] for operation in ways if operation in asked]
         return told[0] if len(told) == 1 else None
 
     def outline(self) -> "Commit":
-        """Returns the commit without the nodes and relations that it was about; `operations` still say how many."""
+        """Returns the commit without the nodes and relations that it was about; `operations` still
+        say how many.
+        """
         return replace(self, change=Change({}, {}), parameters={})
 
     def __repr__(self) -> str:
         way = {"coordinates_turned": f"coordinates_{self.turned or 'turned'}"}
-        counts = ", ".join(f"{way.get(name, name)} {count}" for name, count in self.change.counts().items() if count)
+        counts = ", ".join(
+            f"{way.get(name, name)} {count}"
+            for name, count in self.change.counts().items()
+            if count
+        )
         counts = counts if self.has_details else "details no longer kept"
         by = f", by {self.by}" if self.by else ""
         joint = f", part {self.joint.part + 1} of {self.joint.parts}" if self.joint else ""
-        return f"Commit(version={self.version}, {self.reason!r}{by}{joint}: {counts or 'names only'})"
+        return (
+            f"Commit(version={self.version}, {self.reason!r}{by}{joint}: {counts or 'names only'})"
+        )
 
 
 class History(tuple[Commit, ...]):
@@ -127,7 +141,11 @@ class History(tuple[Commit, ...]):
         return History(found) if isinstance(found, tuple) else found
 
     def __repr__(self) -> str:
-        return "\n".join(["History(", *(f"  {commit!r}" for commit in self), ")"]) if self else "History()"
+        return (
+            "\n".join(["History(", *(f"  {commit!r}" for commit in self), ")"])
+            if self
+            else "History()"
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,8 +167,9 @@ class Diff:
 class Journal:
     """Every commit of a graph in order, and what undo and redo need of the last few.
 
-    Which nodes and relations a commit was about is kept for the latest ones, as far as they fit into `detail_limit`
-    bytes; older commits keep their version, reason and operations. What undo and redo need is always kept.
+    Which nodes and relations a commit was about is kept for the latest ones, as far as they fit
+    into `detail_limit` bytes; older commits keep their version, reason and operations. What undo
+    and redo need is always kept.
     """
 
     def __init__(self, undo_limit: int = 16, detail_limit: int = 256 << 20) -> None:
@@ -159,7 +178,9 @@ class Journal:
         self.redoable: list[int] = []
         self._undo_limit, self._detail_limit = undo_limit, detail_limit
         self._with_values: set[int] = set()  # places whose commits still hold values
-        self._details: deque[tuple[int, int]] = deque()  # (place, bytes) of the commits with details, the oldest first
+        self._details: deque[tuple[int, int]] = (
+            deque()
+        )  # (place, bytes) of the commits with details, the oldest first
 
     @property
     def undo_limit(self) -> int:
@@ -212,43 +233,56 @@ class Journal:
         """Takes over the commits of a saved journal."""
         self.commits, self.undoable, self.redoable = commits, undoable, redoable
         self._with_values = {*undoable, *redoable}
-        self._details = deque((n, c.change.detail_bytes) for n, c in enumerate(commits) if c.has_details)
+        self._details = deque(
+            (n, c.change.detail_bytes) for n, c in enumerate(commits) if c.has_details
+        )
         self._let_go()
 
     def keeps(self, version: int) -> bool:
         """Says whether the commit of `version` can still be taken back."""
-        return any(self.commits[place].version == version for place in (*self.undoable, *self.redoable))
+        return any(
+            self.commits[place].version == version for place in (*self.undoable, *self.redoable)
+        )
 
     def between(self, first: int, last: int) -> list[Commit]:
         """Returns the commits that lead from one version to a later one."""
         return [commit for commit in self.commits if first < commit.version <= last]
 
     def require_details(self, commits: Iterable[Commit]) -> None:
-        """Raises HistoryError when one of the commits no longer says which nodes and relations it was about."""
+        """Raises HistoryError when one of the commits no longer says which nodes and relations it
+        was about.
+        """
         for commit in commits:
             if not commit.has_details:
                 raise HistoryError(
-                    f"the journal no longer keeps which nodes and relations version {commit.version} was about: "
-                    f"net.journal.detail_limit lets it keep {self._detail_limit:,} bytes of that, the latest first"
+                    "the journal no longer keeps which nodes and relations version"
+                    f" {commit.version} was about: net.journal.detail_limit lets it keep"
+                    f" {self._detail_limit:,} bytes of that, the latest first"
                 )
 
     def diff(self, first: int, last: int) -> Diff:
         """Returns what exists at `last` and not at `first`, and the other way round."""
         if first > last:
             back = self.diff(last, first)
-            return Diff(back.nodes_removed, back.nodes_added, back.relations_removed, back.relations_added)
+            return Diff(
+                back.nodes_removed, back.nodes_added, back.relations_removed, back.relations_added
+            )
         commits = self.between(first, last)
         self.require_details(commits)
         layers = [c for commit in commits for c in commit.change.layers.values()]
         wires = [c for commit in commits for c in commit.change.transitions.values()]
-        nodes = [(part.uids, born) for c in layers for part, born in ((c.gone, False), (c.born, True))]
+        nodes = [
+            (part.uids, born) for c in layers for part, born in ((c.gone, False), (c.born, True))
+        ]
         pairs = [
             ((part.parents.long() << 32) | part.children.long(), born)
             for c in wires
             for part, born in ((c.gone, False), (c.born, True))
         ]
         added, removed = _net_effect(nodes)
-        came, went = (torch.stack([keys >> 32, keys & 0xFFFFFFFF], dim=1) for keys in _net_effect(pairs))
+        came, went = (
+            torch.stack([keys >> 32, keys & 0xFFFFFFFF], dim=1) for keys in _net_effect(pairs)
+        )
         return Diff(added, removed, came, went)
 
     def last_touch(self, parent: int, child: int) -> Commit | None:
@@ -264,14 +298,20 @@ class Journal:
         """Returns the last commit that added or removed the node, or only one that removed it."""
         for commit in reversed(self.commits):
             for change in commit.change.layers.values():
-                if bool((change.gone.uids == uid).any()) or (not removal and bool((change.born.uids == uid).any())):
+                if bool((change.gone.uids == uid).any()) or (
+                    not removal and bool((change.born.uids == uid).any())
+                ):
                     return commit
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
         copy = Journal(self._undo_limit, self._detail_limit)
         copy._details = deque(self._details)
-        copy.commits, copy.undoable, copy.redoable = list(self.commits), list(self.undoable), list(self.redoable)
+        copy.commits, copy.undoable, copy.redoable = (
+            list(self.commits),
+            list(self.undoable),
+            list(self.redoable),
+        )
         copy._with_values = set(self._with_values)
         return copy
 
@@ -300,16 +340,23 @@ class Journal:
         if not stack:
             limit = f"the journal keeps what {verb} needs for the last {self._undo_limit} commits, "
             kept = limit + "and a checkpoint keeps it only with gn.save(..., undo=True)"
-            raise HistoryError(f"there is nothing to {verb} ({kept if self.commits else 'nothing was edited'})")
+            raise HistoryError(
+                f"there is nothing to {verb} ({kept if self.commits else 'nothing was edited'})"
+            )
         return self.commits[stack[-1]]
 
 
 def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:
-    """Returns (keys that exist only after, keys that existed only before) from births and deaths in order."""
+    """Returns (keys that exist only after, keys that existed only before) from births and deaths in
+    order.
+    """
     parts = list(events)
     keys = torch.cat([torch.empty(0, dtype=torch.int64, device="cpu"), *(k for k, _ in parts)])
     born = torch.cat(
-        [torch.empty(0, dtype=torch.bool, device="cpu"), *(torch.full((len(k),), b, device="cpu") for k, b in parts)]
+        [
+            torch.empty(0, dtype=torch.bool, device="cpu"),
+            *(torch.full((len(k),), b, device="cpu") for k, b in parts),
+        ]
     )
     keys, order = keys.sort(stable=True)
     born = born[order]

@@ -26,7 +26,9 @@ class Labels:
         """Returns the columns one below the other."""
         names = tuple(dict.fromkeys(name for column in columns for name in column.names))
         codes = [column._recoded(names) for column in columns]
-        return cls(torch.cat(codes) if codes else torch.empty(0, dtype=torch.int32, device="cpu"), names)
+        return cls(
+            torch.cat(codes) if codes else torch.empty(0, dtype=torch.int32, device="cpu"), names
+        )
 
     def __len__(self) -> int:
         return self.codes.shape[0]
@@ -77,5 +79,9 @@ class Labels:
     def _recoded(self, names: tuple[str | None, ...]) -> Tensor:
         if names[: len(self.names)] == self.names:
             return self.codes
-        table = torch.tensor([names.index(n) if n in names else 0 for n in self.names], dtype=torch.int32, device="cpu")
+        table = torch.tensor(
+            [names.index(n) if n in names else 0 for n in self.names],
+            dtype=torch.int32,
+            device="cpu",
+        )
         return table[self.codes.long()]

@@ -27,15 +27,17 @@ class _Kind(NamedTuple):
 class Layer(Coordinates, NodeSet):
     """The nodes of one layer, in row order; a NodeSet of all of them that stays live.
 
-    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, like on every NodeSet, is one
-    value a node, frozen ones included.
+    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, like on
+    every NodeSet, is one value a node, frozen ones included.
     """
 
     bias: torch.nn.Parameter | None
 
     def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
         Coordinates.__init__(self, "bias", biases)
-        self.uid = uids  # [n] int64, ascending: rows are born at the end, and undo puts them back in place
+        self.uid = (
+            uids  # [n] int64, ascending: rows are born at the end, and undo puts them back in place
+        )
         self.default_activation = activation
         self.is_sensory = biases is None
         self._dropout = 0.0
@@ -55,7 +57,9 @@ class Layer(Coordinates, NodeSet):
     def graph(self) -> "Graph":
         """The graph the layer is part of."""
         if not self.is_bound:
-            raise RuntimeError("this layer is not part of a graph any more; keep the net itself alive")
+            raise RuntimeError(
+                "this layer is not part of a graph any more; keep the net itself alive"
+            )
         return self.__dict__["_graph_reference"]()
 
     @property
@@ -68,7 +72,9 @@ class Layer(Coordinates, NodeSet):
         return rows_among(self.uid, uids)
 
     def forward(self, z: Tensor) -> Tensor:
-        """Applies activations and dropout to what the nodes receive, `z` [..., n]; forward hooks see what they say."""
+        """Applies activations and dropout to what the nodes receive, `z` [..., n]; forward hooks
+        see what they say.
+        """
         if len(self._kinds) == 1:
             h = self._kinds[0].function(z)
         else:
@@ -78,7 +84,9 @@ class Layer(Coordinates, NodeSet):
 
     @property
     def dropout(self) -> float:
-        """The probability with which, in training, a node says 0 instead; nothing is dropped at 0.0."""
+        """The probability with which, in training, a node says 0 instead; nothing is dropped at
+        0.0.
+        """
         return self._dropout
 
     @dropout.setter
@@ -91,18 +99,26 @@ class Layer(Coordinates, NodeSet):
 
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
         """Puts other nodes in place; `swap` brings the biases that go with them."""
-        self.__dict__.update(uid=uids, activation_names=activations, owner_names=owners)  # past nn.Module's assignment
+        self.__dict__.update(
+            uid=uids, activation_names=activations, owner_names=owners
+        )  # past nn.Module's assignment
         self._find_kinds()
 
     def _find_kinds(self) -> None:
-        """Works out ahead which rows share an activation, so that a forward pass under any transform only reads it."""
+        """Works out ahead which rows share an activation, so that a forward pass under any
+        transform only reads it.
+        """
         device = torch.device("cpu") if self.is_sensory else self.frozen_at.device
-        if len(self.activation_names) and len(self.activation_names.names) == 1:  # the rows matter only among several
+        if (
+            len(self.activation_names) and len(self.activation_names.names) == 1
+        ):  # the rows matter only among several
             none = torch.empty(0, dtype=torch.int64, device=device)
             function = activation_function(str(self.activation_names.names[0]))
             self._kinds, self._kinds_order = [_Kind(function, none)], none
             return
-        kinds = [(str(name), rows.long().to(device)) for name, rows in self.activation_names.kinds()]
+        kinds = [
+            (str(name), rows.long().to(device)) for name, rows in self.activation_names.kinds()
+        ]
         self._kinds = [_Kind(activation_function(name), rows) for name, rows in kinds]
         none = torch.empty(0, dtype=torch.int64, device=device)
         self._kinds_order = torch.cat([none, *(rows for _, rows in kinds)]).argsort()
@@ -129,14 +145,21 @@ class Layer(Coordinates, NodeSet):
         object.__setattr__(self, "_graph_reference", weakref.ref(graph))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("_graph_reference", "_kinds", "_kinds_order")}
+        return {
+            k: v
+            for k, v in self.__dict__.items()
+            if k not in ("_graph_reference", "_kinds", "_kinds_order")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._find_kinds()
 
     def __repr__(self) -> str:
-        kinds = ", ".join(str(name) for name, _ in self.activation_names.kinds()) or self.default_activation
+        kinds = (
+            ", ".join(str(name) for name, _ in self.activation_names.kinds())
+            or self.default_activation
+        )
         return f"Layer({len(self)} {'sensory nodes' if self.is_sensory else f'nodes, {kinds}'})"
 
 
@@ -144,7 +167,10 @@ def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
     """Returns the int32 places of `uids` in the sorted tensor, -1 for one that is not there."""
     if len(ascending) == 0:
         return torch.full((len(uids),), -1, dtype=torch.int32, device="cpu")
-    known, asked = ascending.numpy(), uids.numpy()  # numpy: a tenth of torch's time for a few dozen nodes
+    known, asked = (
+        ascending.numpy(),
+        uids.numpy(),
+    )  # numpy: a tenth of torch's time for a few dozen nodes
     first = known[0]
     if known[-1] - first == len(known) - 1:  # no gap: a subtraction instead of a search
         place = asked - first

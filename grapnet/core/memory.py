@@ -1,4 +1,6 @@
-"""Large CPU buffers that are used again: the page faults of fresh ones cost several times the copy into them."""
+"""Large CPU buffers that are used again: the page faults of fresh ones cost several times the copy
+into them.
+"""
 
 import math
 import threading
@@ -11,7 +13,9 @@ LARGE = 1 << 20  # bytes; smaller buffers come from torch
 KEEP = 256 << 20  # bytes kept for the next commit or step, in the whole process
 
 _spare: list[np.ndarray] = []  # buffers that no tensor uses
-_taking = threading.Lock()  # so that two threads never take the same one; giving back, at any time, only appends
+_taking = (
+    threading.Lock()
+)  # so that two threads never take the same one; giving back, at any time, only appends
 
 
 def spare_bytes() -> int:
@@ -37,7 +41,9 @@ class _Lease:
     def __init__(self, size: int) -> None:
         buffer = _taken(size)
         if buffer is None:
-            step = 1 << (size.bit_length() - 4)  # up to an eighth more, so that a growing vector fits again
+            step = 1 << (
+                size.bit_length() - 4
+            )  # up to an eighth more, so that a growing vector fits again
             buffer = np.empty(-(-size // step) * step, dtype=np.uint8)
         self._buffer = buffer
         self.__array_interface__ = {**self._buffer.__array_interface__, "shape": (size,)}
@@ -48,7 +54,9 @@ class _Lease:
 
 
 def _taken(size: int) -> np.ndarray | None:
-    """Returns a spare buffer of about `size` bytes, which is spare no more; None when there is none."""
+    """Returns a spare buffer of about `size` bytes, which is spare no more; None when there is
+    none.
+    """
     with _taking:
         fits = [buffer for buffer in _spare if size <= len(buffer) <= size + size // 4]
         best = min(fits, key=len, default=None)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class GrapNode:
-    """One node of a graph, named by its permanent uid; owns no tensor and stays valid while rows move.
+    """One node of a graph, named by its permanent uid; owns no tensor and stays valid while rows
+    move.
 
     Examples:
         >>> import grapnet as gn
@@ -39,7 +40,9 @@ class GrapNode:
 
     @property
     def row(self) -> int:
-        """The node's present position in its layer: which coordinate of the activations is its own."""
+        """The node's present position in its layer: which coordinate of the activations is its
+        own.
+        """
         return self._graph.locate(self.uid)[1]
 
     @property
@@ -60,21 +63,27 @@ class GrapNode:
 
     @property
     def W_alloc(self) -> Tensor:
-        """The node's weights `[1, degree]`, aligned with `children`: live, differentiable, and assignable."""
+        """The node's weights `[1, degree]`, aligned with `children`: live, differentiable, and
+        assignable.
+        """
         transition = self._outgoing_store()
         start, stop = self._slots()
         if transition is None:
             return self._graph.transitions[0].weight.new_empty((1, 0))
         if len(transition.frozen_at) == 0:
             return transition.weight[start:stop].view(1, -1)
-        return transition.read(torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)).view(1, -1)
+        return transition.read(
+            torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)
+        ).view(1, -1)
 
     @W_alloc.setter
     def W_alloc(self, weights: Tensor) -> None:
         transition = self._outgoing_store()
         weights = as_tensor(weights)
         if weights.numel() != self.degree or weights.dim() > 2:
-            raise ValueError(f"{self} has W_alloc of shape [1, {self.degree}], got {list(weights.shape)}")
+            raise ValueError(
+                f"{self} has W_alloc of shape [1, {self.degree}], got {list(weights.shape)}"
+            )
         if transition is not None:
             transition.write(slice(*self._slots()), weights.detach().reshape(-1))
 
@@ -105,7 +114,9 @@ class GrapNode:
 
     @property
     def frozen(self) -> bool:
-        """True when the node's bias, incoming and outgoing relations are all frozen (and it has any of them)."""
+        """True when the node's bias, incoming and outgoing relations are all frozen (and it has any
+        of them).
+        """
         return bool(self.as_set().frozen[0])
 
     def incoming(self, *, of: Any = None) -> RelationSet:
@@ -113,7 +124,9 @@ class GrapNode:
         return self.as_set().incoming(of=of)
 
     def outgoing(self, *, to: Any = None, slots: Any = None) -> RelationSet:
-        """Returns the relations this node owns, or only those `to` some children, or only some slots."""
+        """Returns the relations this node owns, or only those `to` some children, or only some
+        slots.
+        """
         relations = self.as_set().outgoing(to=to)
         if slots is None:
             return relations
@@ -179,7 +192,11 @@ class NeighboursView(Sequence[GrapNode]):
         return GrapNode(self._node._graph, uids)
 
     def __contains__(self, node: object) -> bool:
-        return isinstance(node, GrapNode) and node._graph is self._node._graph and node.uid in self.uids.tolist()
+        return (
+            isinstance(node, GrapNode)
+            and node._graph is self._node._graph
+            and node.uid in self.uids.tolist()
+        )
 
     def __repr__(self) -> str:
         return f"[{', '.join(map(repr, self[:6]))}{', …' if len(self) > 6 else ''}]"

@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 
 def layer_number(graph: "Graph", layer: Any) -> int:
-    """Returns the number of a layer, counted from the sensory one; raises EditError when there is none."""
+    """Returns the number of a layer, counted from the sensory one; raises EditError when there is
+    none.
+    """
     count = len(graph.layers)
     if isinstance(layer, Layer):
-        place = next((f"; this one has number {n}" for n, own in enumerate(graph.layers) if own is layer), "")
+        place = next(
+            (f"; this one has number {n}" for n, own in enumerate(graph.layers) if own is layer), ""
+        )
         raise EditError(f"a layer is named by its number, 0 to {count - 1}{place}, got {layer!r}")
     if not isinstance(layer, int | np.integer) or not -count <= layer < count:
         raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
@@ -31,11 +35,16 @@ def layer_number(graph: "Graph", layer: Any) -> int:
 
 
 def hidden_layers(graph: "Graph", layers: Any) -> list[int]:
-    """Returns the numbers of hidden layers, of all of them for None; raises EditError for one that is not hidden."""
+    """Returns the numbers of hidden layers, of all of them for None; raises EditError for one that
+    is not hidden.
+    """
     hidden = range(1, len(graph.layers) - 1)
     if layers is None:
         return list(hidden)
-    numbers = [layer_number(graph, n) for n in ([layers] if isinstance(layers, int | np.integer) else layers)]
+    numbers = [
+        layer_number(graph, n)
+        for n in ([layers] if isinstance(layers, int | np.integer) else layers)
+    ]
     outside = [number for number in numbers if number not in hidden]
     if outside:
         raise EditError(f"layers {outside} are not hidden, so they have no orphans")
@@ -43,10 +52,14 @@ def hidden_layers(graph: "Graph", layers: Any) -> list[int]:
 
 
 def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> dict[int, Tensor]:
-    """Returns the positions of relations by transition; with `slots`, `relations` is the node that owns them."""
+    """Returns the positions of relations by transition; with `slots`, `relations` is the node that
+    owns them.
+    """
     if slots is not None:
         if not hasattr(relations, "uid"):
-            raise TypeError(f"slots= are those of one GrapNode, not of {with_article(type(relations).__name__)}")
+            raise TypeError(
+                f"slots= are those of one GrapNode, not of {with_article(type(relations).__name__)}"
+            )
         relations = cast("GrapNode", relations).outgoing(slots=slots)
     if not isinstance(relations, RelationSet):
         raise TypeError(
@@ -56,7 +69,9 @@ def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> di
     if relations.graph is not graph:
         raise EditError("the relations belong to another graph")
     return {
-        t: torch.arange(at.start, at.stop, dtype=torch.int32, device=graph.device) if isinstance(at, range) else at
+        t: torch.arange(at.start, at.stop, dtype=torch.int32, device=graph.device)
+        if isinstance(at, range)
+        else at
         for t, at in relations.positions_by_transition().items()
     }
 
@@ -67,7 +82,9 @@ def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tenso
         return {nodes.index: ascending(len(nodes), torch.device("cpu"))} if len(nodes) else {}
     found: dict[int, Tensor] = {}
     if isinstance(nodes, NodeSet) and nodes.graph is graph:
-        found = {n: requests.rows(graph.layers[n], n, uids) for n, uids in nodes.uids_by_layer.items()}
+        found = {
+            n: requests.rows(graph.layers[n], n, uids) for n, uids in nodes.uids_by_layer.items()
+        }
         if not any((rows.numpy() < 0).any() for rows in found.values()):
             return found
     left, found = as_uids(graph, nodes), {}

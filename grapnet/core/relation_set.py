@@ -38,12 +38,14 @@ class RelationSet:
         return self._graph
 
     def positions_by_transition(self) -> "dict[int, Tensor | range]":
-        """Returns the sorted positions, transition by transition; raises StaleRelationsError when they have moved."""
+        """Returns the sorted positions, transition by transition; raises StaleRelationsError when
+        they have moved.
+        """
         for t, structure in self._structures.items():
             if self._graph.transitions[t].structure is not structure:
                 raise StaleRelationsError(
-                    f"the relations of transition {t} have moved since this RelationSet was selected (the graph is at "
-                    f"version {self._graph.version}); select them again"
+                    f"the relations of transition {t} have moved since this RelationSet was"
+                    f" selected (the graph is at version {self._graph.version}); select them again"
                 )
         return self._positions
 
@@ -55,23 +57,36 @@ class RelationSet:
     @property
     def children(self) -> Tensor:
         """The uid of every relation's child, [n] int64."""
-        return self._gather(lambda t, at: self._uids(t + 1, self._store(t).child.index_select(0, at)))
+        return self._gather(
+            lambda t, at: self._uids(t + 1, self._store(t).child.index_select(0, at))
+        )
 
     @property
     def weights(self) -> Tensor:
         """One weight a relation: live, differentiable, and assignable."""
         parts = [self._read(t, at) for t, at in self.positions_by_transition().items()]
-        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else self._store(0).weight.new_empty(0)
+        return (
+            torch.cat(parts)
+            if len(parts) > 1
+            else parts[0]
+            if parts
+            else self._store(0).weight.new_empty(0)
+        )
 
     @weights.setter
     def weights(self, values: Tensor) -> None:
         values = as_tensor(values).detach()
         if values.numel() not in (1, len(self)):
-            raise ValueError(f"this RelationSet holds {len(self)} relations, got {values.numel()} weights")
+            raise ValueError(
+                f"this RelationSet holds {len(self)} relations, got {values.numel()} weights"
+            )
         found = self.positions_by_transition().items()
         parts = values.reshape(-1).expand(len(self)).split([len(at) for _, at in found])
         self._graph.write_all(
-            [(self._store(t), _as_slice(at), part) for (t, at), part in zip(found, parts, strict=True)]
+            [
+                (self._store(t), _as_slice(at), part)
+                for (t, at), part in zip(found, parts, strict=True)
+            ]
         )
 
     @property
@@ -81,7 +96,9 @@ class RelationSet:
         for t, at in self.positions_by_transition().items():
             gradients = self._store(t).gradients(self._tensor(t, at))
             if gradients is None:
-                raise GrapNetError(f"the relations of transition {t} have no gradients yet; call backward() first")
+                raise GrapNetError(
+                    f"the relations of transition {t} have no gradients yet; call backward() first"
+                )
             found.append(gradients)
         return torch.cat(found) if found else self._store(0).weight.detach().new_empty(0)
 
@@ -93,13 +110,17 @@ class RelationSet:
     def smallest(
         self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
     ) -> "RelationSet":
-        """Returns the relations with the smallest key (|weight| unless given); the first of equals come first."""
+        """Returns the relations with the smallest key (|weight| unless given); the first of equals
+        come first.
+        """
         return self._ranked(count, fraction, key, largest=False)
 
     def largest(
         self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
     ) -> "RelationSet":
-        """Returns the relations with the largest key (|weight| unless given); the first of equals come first."""
+        """Returns the relations with the largest key (|weight| unless given); the first of equals
+        come first.
+        """
         return self._ranked(count, fraction, key, largest=True)
 
     def at_slots(self, slots: Any, degree: int, owner: object) -> "RelationSet":
@@ -108,11 +129,16 @@ class RelationSet:
         if slots.dtype == torch.bool and len(slots) == degree:
             return self[slots]
         if len(slots) and (slots.dtype.is_floating_point or slots.dtype == torch.bool):
-            raise EditError(f"slots of {owner} are whole numbers, or one bool for each of its {degree} relations")
+            raise EditError(
+                f"slots of {owner} are whole numbers, or one bool for each of its {degree}"
+                " relations"
+            )
         slots = slots.long()
         outside = slots[(slots < -degree) | (slots >= degree)]
         if len(outside):
-            raise EditError(f"{owner} owns {degree} relations, so slots {outside.tolist()} do not exist")
+            raise EditError(
+                f"{owner} owns {degree} relations, so slots {outside.tolist()} do not exist"
+            )
         return self[slots.remainder(max(degree, 1)).unique()]
 
     def __len__(self) -> int:
@@ -124,7 +150,9 @@ class RelationSet:
             which = as_tensor(which).reshape(-1)
         if isinstance(which, Tensor) and which.dtype == torch.bool:
             if len(which) != len(self):
-                raise IndexError(f"the bool mask has {len(which)} entries for {len(self)} relations")
+                raise IndexError(
+                    f"the bool mask has {len(which)} entries for {len(self)} relations"
+                )
             marks = which
         else:
             marks = torch.zeros(len(self), dtype=torch.bool, device=self._graph.device)
@@ -144,12 +172,18 @@ class RelationSet:
         parts = ", ".join(f"transition {t}: {len(at):,}" for t, at in self._positions.items())
         return f"RelationSet({parts or 'empty'})"
 
-    def _ranked(self, count: int | None, fraction: float | None, key: Tensor | None, *, largest: bool) -> "RelationSet":
+    def _ranked(
+        self, count: int | None, fraction: float | None, key: Tensor | None, *, largest: bool
+    ) -> "RelationSet":
         if (count is None) == (fraction is None):
             raise ValueError("say how many relations: either count= or fraction=")
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError(f"fraction lies between 0 and 1, got {fraction}")
-        key = self.weights.detach().abs() if key is None else key.detach().reshape(-1).to(self._graph.device)
+        key = (
+            self.weights.detach().abs()
+            if key is None
+            else key.detach().reshape(-1).to(self._graph.device)
+        )
         if len(key) != len(self):
             raise ValueError(f"key has {len(key)} entries for {len(self)} relations")
         require_ranks(key)
@@ -174,16 +208,22 @@ class RelationSet:
             found[t] = chosen + at.start if isinstance(at, range) else at[chosen.long()]
         return RelationSet(self._graph, found)
 
-    def _combined(self, other: "RelationSet", rule: Callable[[Tensor, Tensor], Tensor]) -> "RelationSet":
+    def _combined(
+        self, other: "RelationSet", rule: Callable[[Tensor, Tensor], Tensor]
+    ) -> "RelationSet":
         if other._graph is not self._graph:
             raise ValueError("the two RelationSets belong to different graphs")
         mine, theirs = self.positions_by_transition(), other.positions_by_transition()
         found: dict[int, Tensor | range] = {}
         for t in mine.keys() | theirs.keys():
-            found[t] = rule(self._tensor(t, mine.get(t, range(0))), self._tensor(t, theirs.get(t, range(0))))
+            found[t] = rule(
+                self._tensor(t, mine.get(t, range(0))), self._tensor(t, theirs.get(t, range(0)))
+            )
         return RelationSet(self._graph, found)
 
-    def _gather(self, read: Callable[[int, Tensor], Tensor], dtype: torch.dtype = torch.int64) -> Tensor:
+    def _gather(
+        self, read: Callable[[int, Tensor], Tensor], dtype: torch.dtype = torch.int64
+    ) -> Tensor:
         parts = [read(t, self._tensor(t, at)) for t, at in self.positions_by_transition().items()]
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
@@ -202,7 +242,9 @@ class RelationSet:
     def _tensor(self, t: int, at: "Tensor | range") -> Tensor:
         if isinstance(at, Tensor):
             return at
-        return torch.arange(at.start, at.stop, dtype=torch.int32, device=self._store(t).child.device)
+        return torch.arange(
+            at.start, at.stop, dtype=torch.int32, device=self._store(t).child.device
+        )
 
 
 def _as_slice(at: "Tensor | range") -> Tensor | slice:

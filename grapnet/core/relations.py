@@ -18,7 +18,8 @@ MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
 class Topology:
     """The wiring between two neighbouring layers, without weights; a plan is made from it.
 
-    The relations of parent `i` are positions `ptr[i]` to `ptr[i + 1]`; relation `e` leads to child `child[e]`.
+    The relations of parent `i` are positions `ptr[i]` to `ptr[i + 1]`; relation `e` leads to child
+    `child[e]`.
     """
 
     ptr: Tensor  # [n_parents + 1] int32
@@ -42,7 +43,9 @@ class Topology:
 
     @cached_property
     def is_full(self) -> bool:
-        """True when every parent lists every child, in order, so that the values are the rectangle."""
+        """True when every parent lists every child, in order, so that the values are the
+        rectangle.
+        """
         if self.n_relations != self.n_parents * self.n_children:
             return False
         rows = self.child.view(self.n_parents, self.n_children)
@@ -62,22 +65,32 @@ class Topology:
         return rows.repeat_interleave(inside, output_size=stop - start)
 
     def degrees_without(self, removed: Tensor) -> Tensor:
-        """Returns how many children each parent keeps when the sorted positions `removed` go, [n_parents] int64."""
+        """Returns how many children each parent keeps when the sorted positions `removed` go,
+        [n_parents] int64.
+        """
         if removed.shape[0] == 0:
             return self.degrees.long()
         return (self.ptr - torch.searchsorted(removed, self.ptr, out_int32=True)).diff().long()
 
     def ends_without(self, removed: Tensor) -> Tensor:
-        """Returns where each parent's relations end when the sorted positions `removed` go, [n_parents] int32."""
+        """Returns where each parent's relations end when the sorted positions `removed` go,
+        [n_parents] int32.
+        """
         ends = self.ptr[1:]
-        return ends if removed.shape[0] == 0 else ends - torch.searchsorted(removed, ends, out_int32=True)
+        return (
+            ends
+            if removed.shape[0] == 0
+            else ends - torch.searchsorted(removed, ends, out_int32=True)
+        )
 
     def parents_at(self, positions: Tensor) -> Tensor:
         """Returns the parent rows of relation positions."""
         return torch.searchsorted(self.ptr, positions, right=True, out_int32=True) - 1
 
     def owned_by(self, rows: Tensor) -> Tensor:
-        """Returns the positions of the relations that parent rows own, one owner after the other."""
+        """Returns the positions of the relations that parent rows own, one owner after the
+        other.
+        """
         rows = rows.long()
         return concatenate_ranges(self.ptr[rows], self.ptr[rows + 1])
 
@@ -90,13 +103,22 @@ class Topology:
         return flatnonzero(wanted.index_select(0, self.child))
 
     def find(self, parents: Tensor, children: Tensor) -> Tensor:
-        """Returns the position of every (parent, child) pair of rows, -1 where there is no such relation."""
+        """Returns the position of every (parent, child) pair of rows, -1 where there is no such
+        relation.
+        """
         owners = parents.unique()
-        slots = None if len(owners) == self.n_parents else self.owned_by(owners)  # None: everybody's
+        slots = (
+            None if len(owners) == self.n_parents else self.owned_by(owners)
+        )  # None: everybody's
         rows, child = (
-            (self.parents(), self.child) if slots is None else (self.parents_at(slots), self.child[slots.long()])
+            (self.parents(), self.child)
+            if slots is None
+            else (self.parents_at(slots), self.child[slots.long()])
         )
-        owned, wanted = rows.long() * self.n_children + child, parents.long() * self.n_children + children
+        owned, wanted = (
+            rows.long() * self.n_children + child,
+            parents.long() * self.n_children + children,
+        )
         if len(owned) == 0:
             return torch.full_like(wanted, -1)
         owned, order = sorted_nearly(owned)
@@ -112,13 +134,18 @@ class Topology:
 def require_countable(relations: int, where: str, error: type[Exception] = ValueError) -> None:
     """Raises when a transition would hold more relations than an int32 can count."""
     if relations > MOST_RELATIONS:
-        raise error(f"{where} would hold {relations:,} relations; a transition holds at most {MOST_RELATIONS:,}")
+        raise error(
+            f"{where} would hold {relations:,} relations; a transition holds at most"
+            f" {MOST_RELATIONS:,}"
+        )
 
 
 class Transition(Coordinates):
-    """The canonical store of one transition: topology in buffers, coordinates in the Parameter `weight` [E, 1].
+    """The canonical store of one transition: topology in buffers, coordinates in the Parameter
+    `weight` [E, 1].
 
-    `structure` is a token that changes whenever relations move; whoever caches something about the relations keeps it.
+    `structure` is a token that changes whenever relations move; whoever caches something about the
+    relations keeps it.
     """
 
     ptr: Tensor
@@ -137,13 +164,19 @@ class Transition(Coordinates):
         """The present wiring."""
         return Topology(self.ptr, self.child, self.n_children)
 
-    def forward(self, x: Tensor, plan: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor) -> Tensor:
-        """Runs a plan over the present coordinates; forward hooks see what the nodes receive, bias included."""
+    def forward(
+        self, x: Tensor, plan: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor
+    ) -> Tensor:
+        """Runs a plan over the present coordinates; forward hooks see what the nodes receive, bias
+        included.
+        """
         return plan(x, self.values(), bias)
 
     def rewire(self, topology: Topology, structure: Token) -> None:
         """Puts another wiring in place; `swap` brings the coordinates that go with it."""
-        self._buffers.update(ptr=topology.ptr, child=topology.child)  # past nn.Module's slow assignment
+        self._buffers.update(
+            ptr=topology.ptr, child=topology.child
+        )  # past nn.Module's slow assignment
         self.n_children, self.structure = topology.n_children, structure
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
@@ -158,4 +191,7 @@ class Transition(Coordinates):
         return {**super()._state(), "ptr": self.ptr, "child": self.child}
 
     def extra_repr(self) -> str:
-        return f"{len(self.ptr) - 1}→{self.n_children}, {self.size:,} relations, {len(self.frozen_at):,} frozen"
+        return (
+            f"{len(self.ptr) - 1}→{self.n_children}, {self.size:,} relations,"
+            f" {len(self.frozen_at):,} frozen"
+        )

@@ -10,14 +10,17 @@ from torch import Tensor
 
 from .memory import room
 
-# A copy by runs costs half a microsecond a run and vector, a gather one to two nanoseconds a coordinate: runs pay when
+# A copy by runs costs half a microsecond a run and vector, a gather one to two nanoseconds a
+# coordinate: runs pay when
 # they are at least this long.
 _SHORTEST_RUN = 600
 _FEW_RUNS = 16
 
 
 class _Runs(NamedTuple):
-    """A vector in pieces: how long those of the old and of the newborn one are, and which make up the new one."""
+    """A vector in pieces: how long those of the old and of the newborn one are, and which make up
+    the new one.
+    """
 
     old_lengths: list[int]
     born_lengths: list[int]
@@ -54,35 +57,49 @@ class IndexMap:
 
     def to(self, device: torch.device) -> "IndexMap":
         """Returns the map with its positions on another device."""
-        return IndexMap(self.old_size, self.new_size, self.removed.to(device), self.inserted.to(device))
+        return IndexMap(
+            self.old_size, self.new_size, self.removed.to(device), self.inserted.to(device)
+        )
 
     def inverse(self) -> "IndexMap":
         """Returns the map that leads back: what was removed comes, what was inserted leaves."""
         return IndexMap(self.new_size, self.old_size, self.inserted, self.removed)
 
     def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
-        """Returns `old` moved to the new positions, with `born` at the inserted ones; no gradient flows through.
+        """Returns `old` moved to the new positions, with `born` at the inserted ones; no gradient
+        flows through.
 
-        Works on dimension 0; further dimensions travel along. `old` is left as it is, and is what comes back when
-        nothing moved.
+        Works on dimension 0; further dimensions travel along. `old` is left as it is, and is what
+        comes back when nothing moved.
 
         Examples:
-            >>> index = IndexMap(3, 3, torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32))
+            >>> index = IndexMap(
+            ...     3, 3, torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+            ... )
             >>> index.carry(torch.tensor([10.0, 11.0, 12.0]), born=-1.0)
             tensor([11., 12., -1.])
         """
         if old.shape[:1] != (self.old_size,):  # a single number has no dimension 0
-            raise ValueError(f"this IndexMap carries vectors of length {self.old_size}, got shape {list(old.shape)}")
+            raise ValueError(
+                f"this IndexMap carries vectors of length {self.old_size}, got shape"
+                f" {list(old.shape)}"
+            )
         old = old.detach()
         if self.is_identity:
             return old
         shape = (self.inserted.shape[0], *old.shape[1:])
-        like_old = isinstance(born, Tensor) and (born.shape, born.dtype, born.device) == (shape, old.dtype, old.device)
+        like_old = isinstance(born, Tensor) and (born.shape, born.dtype, born.device) == (
+            shape,
+            old.dtype,
+            old.device,
+        )
         newborn = as_tensor(born).detach() if like_old else old.new_empty(shape)
         if not like_old:
             newborn[:] = born.detach() if isinstance(born, Tensor) else born
         if self.removed.shape[0] == self.old_size:
-            return newborn.clone(memory_format=torch.contiguous_format)  # never the memory of what was given
+            return newborn.clone(
+                memory_format=torch.contiguous_format
+            )  # never the memory of what was given
         if self.appends:
             return torch.cat([old, newborn], out=room(old, self.new_size))
         runs = self._runs()
@@ -100,7 +117,9 @@ class IndexMap:
     def new_positions(self, old: Tensor) -> Tensor:
         """Returns where the surviving old positions `old` are in the new vector."""
         ordinal = old - _count_below(self.removed, old)
-        steps = self.inserted - torch.arange(len(self.inserted), dtype=torch.int32, device=self.inserted.device)
+        steps = self.inserted - torch.arange(
+            len(self.inserted), dtype=torch.int32, device=self.inserted.device
+        )
         return ordinal + _count_below(steps, ordinal, including=True)
 
     def old_positions(self, new: Tensor) -> Tensor:
@@ -118,21 +137,27 @@ class IndexMap:
         return self._scratch["runs"]
 
     def _find_runs(self) -> "_Runs | None":
-        if _pieces(self.removed) + _pieces(self.inserted) > max(_FEW_RUNS, self.new_size // _SHORTEST_RUN):
+        if _pieces(self.removed) + _pieces(self.inserted) > max(
+            _FEW_RUNS, self.new_size // _SHORTEST_RUN
+        ):
             return None
         removed_at = _counted_in_survivors(self.removed)
         inserted_at = _counted_in_survivors(self.inserted)
         gaps, holes = _distinct(removed_at), _distinct(inserted_at)
         starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
         kept = np.diff(starts, append=self.old_size - len(removed_at))
-        dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)  # before each run
+        dropped = np.diff(
+            np.searchsorted(removed_at, starts, side="right"), prepend=0
+        )  # before each run
         born = np.diff(np.searchsorted(inserted_at, starts, side="right"), prepend=0)
         old_lengths = np.stack([dropped, kept], axis=1).reshape(-1)
         old_numbers = (old_lengths > 0).cumsum() - 1  # empty pieces are left out
         born_numbers = (born > 0).cumsum() - 1 + (old_lengths > 0).sum()
         order = np.stack([born_numbers, old_numbers[1::2]], axis=1).reshape(-1)
         filled = np.stack([born, kept], axis=1).reshape(-1) > 0
-        return _Runs(old_lengths[old_lengths > 0].tolist(), born[born > 0].tolist(), order[filled].tolist())
+        return _Runs(
+            old_lengths[old_lengths > 0].tolist(), born[born > 0].tolist(), order[filled].tolist()
+        )
 
     def _source(self, device: torch.device) -> Tensor:
         """Returns, for every new position, the old position to read (0 where newborn)."""
@@ -146,7 +171,10 @@ class IndexMap:
             if self.inserted.shape[0]:
                 old = torch.ones(self.new_size, dtype=torch.bool, device=device)
                 old[self._targets(device)] = False
-                survivors, source = source, torch.zeros(self.new_size, dtype=torch.int32, device=device)
+                survivors, source = (
+                    source,
+                    torch.zeros(self.new_size, dtype=torch.int32, device=device),
+                )
                 if device.type == "cpu":
                     source.numpy()[old.numpy()] = survivors.numpy()
                 else:
@@ -163,7 +191,9 @@ class IndexMap:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Returns values as a tensor; numbers, lists and arrays become one on the CPU, whatever the default device is."""
+    """Returns values as a tensor; numbers, lists and arrays become one on the CPU, whatever the
+    default device is.
+    """
     return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
 
 
@@ -175,7 +205,9 @@ def ascending(size: int, device: torch.device) -> Tensor:
 
 
 def flatnonzero(mask: Tensor) -> Tensor:
-    """Returns the int32 positions where a 1-D bool tensor is true (numpy is six times faster than torch on a CPU)."""
+    """Returns the int32 positions where a 1-D bool tensor is true (numpy is six times faster than
+    torch on a CPU).
+    """
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
     return mask.nonzero().squeeze(1).int()
@@ -190,7 +222,9 @@ def contains(haystack: Tensor, needles: Tensor) -> Tensor:
 
 
 def sorted_nearly(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the keys in order, and the order; numpy makes use of it where they are nearly in order."""
+    """Returns the keys in order, and the order; numpy makes use of it where they are nearly in
+    order.
+    """
     if keys.device.type != "cpu":
         ascending, order = keys.sort(stable=True)
         return ascending, order
@@ -212,7 +246,9 @@ def require_ranks(key: Tensor) -> None:
 
 
 def kth_smallest(values: Tensor, rank: int) -> Tensor:
-    """Returns the value that has `rank` - 1 others before it in order; numpy finds it in a third of torch's time."""
+    """Returns the value that has `rank` - 1 others before it in order; numpy finds it in a third of
+    torch's time.
+    """
     if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.partition(values.numpy(), rank - 1))[rank - 1]
     return values.kthvalue(rank).values

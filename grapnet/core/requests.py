@@ -29,7 +29,9 @@ class Newborns:
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """Relations to add; rows count the layer's present nodes first and the edit's newborn ones after them."""
+    """Relations to add; rows count the layer's present nodes first and the edit's newborn ones
+    after them.
+    """
 
     parents: Tensor  # [n] int32
     children: Tensor  # [n] int32
@@ -62,7 +64,9 @@ class Requests:
     orphans: dict[int, bool] = field(default_factory=dict)  # layer -> fold the bias
 
     def rows(self, layer: Layer, number: int, uids: Tensor) -> Tensor:
-        """Returns the rows of uids in a layer, newborn nodes counted after the present ones, -1 where they are not."""
+        """Returns the rows of uids in a layer, newborn nodes counted after the present ones, -1
+        where they are not.
+        """
         rows, offset = layer.rows(uids), len(layer)
         for newborns in self.newborns.get(number, ()):
             if len(newborns.uids):
@@ -73,11 +77,15 @@ class Requests:
         return rows
 
     def connected_uids(self, layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
-        """Returns the uids of the parents and of the children to connect, transition by transition."""
+        """Returns the uids of the parents and of the children to connect, transition by
+        transition.
+        """
         parents, children = ([torch.empty(0, dtype=torch.int64, device="cpu")] for _ in range(2))
         for t, asked in sorted(self.connections.items()):
             upper, lower = (
-                torch.cat([layers[n].uid, *(newborns.uids for newborns in self.newborns.get(n, ()))])
+                torch.cat(
+                    [layers[n].uid, *(newborns.uids for newborns in self.newborns.get(n, ()))]
+                )
                 for n in (t, t + 1)
             )
             parents += [upper[connection.parents.long()] for connection in asked]
@@ -87,29 +95,41 @@ class Requests:
     def removed_uids(self, layers: Sequence[Layer]) -> dict[int, Tensor]:
         """Returns the ascending uids of the present nodes to remove, layer by layer."""
         rows = {number: torch.cat(asked).unique().long() for number, asked in self.removals.items()}
-        return {number: layers[number].uid[at[at < len(layers[number])]] for number, at in rows.items()}
+        return {
+            number: layers[number].uid[at[at < len(layers[number])]] for number, at in rows.items()
+        }
 
 
 def checked_initial(initial: Initial, count: int, what: str) -> Initial:
-    """Returns the initialisation, values flattened; raises EditError for an unknown name or a wrong count."""
+    """Returns the initialisation, values flattened; raises EditError for an unknown name or a wrong
+    count.
+    """
     if isinstance(initial, str):
         if initial not in INITIALISATIONS:
             raise EditError(
-                f"no initialisation is called {initial!r}; known are {', '.join(INITIALISATIONS)}, or give a tensor"
+                f"no initialisation is called {initial!r}; known are {', '.join(INITIALISATIONS)},"
+                " or give a tensor"
             )
         return initial
     values = as_tensor(initial).detach().clone()
     if values.numel() not in (1, count):
-        raise EditError(f"{count} new {what} need {count} values (or one for all), got {values.numel()}")
+        raise EditError(
+            f"{count} new {what} need {count} values (or one for all), got {values.numel()}"
+        )
     if not bool(torch.isfinite(values).all()):
         raise EditError(f"the values for new {what} must be finite")
     return values.reshape(-1).expand(count)
 
 
 def draw(
-    initial: Initial, gains: Tensor, example: Tensor, generator: torch.Generator | None, at: Tensor | None = None
+    initial: Initial,
+    gains: Tensor,
+    example: Tensor,
+    generator: torch.Generator | None,
+    at: Tensor | None = None,
 ) -> Tensor:
-    """Returns one value for each entry of `gains`, uniform in ±1/√gain (0 where the gain is 0), or the given values.
+    """Returns one value for each entry of `gains`, uniform in ±1/√gain (0 where the gain is 0), or
+    the given values.
 
     With `at` it is one for each of these places in `gains`.
     """
@@ -120,16 +140,24 @@ def draw(
     bound = gains.to(example).rsqrt_().nan_to_num_(posinf=0.0)
     bound = bound if at is None else bound.index_select(0, at)
     device = example.device if generator is None else generator.device
-    numbers = torch.empty(bound.shape[0], dtype=example.dtype, device=device).uniform_(-1, 1, generator=generator)
+    numbers = torch.empty(bound.shape[0], dtype=example.dtype, device=device).uniform_(
+        -1, 1, generator=generator
+    )
     return numbers.to(example.device) * bound
 
 
 @contextmanager
-def rewound_on_error(generator: torch.Generator | None, device: torch.device) -> Iterator[torch.Generator]:
-    """Gives the generator to draw from, the device's own by default; a block that raises has drawn nothing."""
+def rewound_on_error(
+    generator: torch.Generator | None, device: torch.device
+) -> Iterator[torch.Generator]:
+    """Gives the generator to draw from, the device's own by default; a block that raises has drawn
+    nothing.
+    """
     if generator is None:
         cuda = device.type == "cuda"
-        generator = torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        generator = (
+            torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
+        )
     state = generator.get_state()
     try:
         yield generator

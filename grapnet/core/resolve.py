@@ -1,4 +1,6 @@
-"""Resolving an edit: what was asked for becomes one Change, or an error, before anything is touched."""
+"""Resolving an edit: what was asked for becomes one Change, or an error, before anything is
+touched.
+"""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | None) -> Change:
-    """Returns the Change that the requests amount to; raises EditError when they conflict. Touches nothing."""
+    """Returns the Change that the requests amount to; raises EditError when they conflict. Touches
+    nothing.
+    """
     with torch.no_grad():
         drafts = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
         wirings: list[TransitionDraft] = []
@@ -28,7 +32,9 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
             if number < len(graph.transitions):
                 wirings.append(TransitionDraft(graph, requests, number, draft, drafts[number + 1]))
         transitions = {
-            t: w.change(drafts[t], drafts[t + 1], requests, generator) for t, w in enumerate(wirings) if w.is_touched
+            t: w.change(drafts[t], drafts[t + 1], requests, generator)
+            for t, w in enumerate(wirings)
+            if w.is_touched
         }
         layers = {
             n: draft.change(requests, wirings[n - 1] if n else None, generator)
@@ -42,14 +48,21 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
 
 
 def _remove_orphans(
-    graph: "Graph", requests: Requests, number: int, drafts: list[LayerDraft], incoming: TransitionDraft
+    graph: "Graph",
+    requests: Requests,
+    number: int,
+    drafts: list[LayerDraft],
+    incoming: TransitionDraft,
 ) -> Tensor | None:
-    """Marks the parentless nodes of a hidden layer as gone and, if asked, leaves their constants to their children.
+    """Marks the parentless nodes of a hidden layer as gone and, if asked, leaves their constants to
+    their children.
 
     Returns the positions of the relations over which they were left.
     """
     draft, topology = drafts[number], graph.transitions[number].topology
-    orphans = (incoming.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu() == 0) & ~draft.gone
+    orphans = (
+        incoming.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu() == 0
+    ) & ~draft.gone
     draft.lose(orphans)
     rows = flatnonzero(orphans[: draft.n_present])
     if not requests.orphans[number] or len(rows) == 0:
@@ -60,8 +73,11 @@ def _remove_orphans(
     return positions
 
 
-def folded_constants(graph: "Graph", number: int, relations: Tensor, shift: Tensor | None) -> Tensor:
-    """Returns what parentless nodes of a layer send to each node of the next one, [rows of the next layer].
+def folded_constants(
+    graph: "Graph", number: int, relations: Tensor, shift: Tensor | None
+) -> Tensor:
+    """Returns what parentless nodes of a layer send to each node of the next one, [rows of the next
+    layer].
 
     Args:
         graph: whose weights and biases count.

@@ -14,13 +14,16 @@ Verb = Literal["undo", "redo"]
 
 
 def reverse(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
-    """Takes the last commit, or undo, of one graph back; its part of a joint transaction only `alone`."""
+    """Takes the last commit, or undo, of one graph back; its part of a joint transaction only
+    `alone`.
+    """
     graph.require_no_edit(verb)
     earlier = next_reversed(graph.journal, verb)
     if earlier.joint is not None and not alone:
         raise HistoryError(
-            f"version {earlier.version} ({earlier.reason!r}) is part of a transaction over {earlier.joint.parts} nets. "
-            f"Take it back in all of them: gn.{verb}_together(...); or in this one alone: net.{verb}(alone=True)"
+            f"version {earlier.version} ({earlier.reason!r}) is part of a transaction over"
+            f" {earlier.joint.parts} nets. Take it back in all of them: gn.{verb}_together(...); or"
+            f" in this one alone: net.{verb}(alone=True)"
         )
     commit, install = prepare_reversal(graph, verb)
     install()
@@ -28,15 +31,23 @@ def reverse(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
 
 
 def next_reversed(journal: Journal, verb: Verb) -> Commit:
-    """Returns the commit that undo, or the undo that redo, takes back; raises HistoryError when there is none."""
+    """Returns the commit that undo, or the undo that redo, takes back; raises HistoryError when
+    there is none.
+    """
     return journal.next_undo() if verb == "undo" else journal.next_redo()
 
 
-def prepare_reversal(graph: "Graph", verb: Verb, joint: Joint | None = None) -> tuple[Commit, Callable[[], None]]:
-    """Does all of an undo or redo that can fail; returns its receipt and what puts it into effect."""
+def prepare_reversal(
+    graph: "Graph", verb: Verb, joint: Joint | None = None
+) -> tuple[Commit, Callable[[], None]]:
+    """Does all of an undo or redo that can fail; returns its receipt and what puts it into
+    effect.
+    """
     earlier = next_reversed(graph.journal, verb)
     reason = f"{verb}: {earlier.reason.removeprefix('undo: ').removeprefix('redo: ')}"
-    receipt = Commit(graph.version + 1, reason, earlier.change.inverse(), undoes=earlier.version, joint=joint)
+    receipt = Commit(
+        graph.version + 1, reason, earlier.change.inverse(), undoes=earlier.version, joint=joint
+    )
     commit, swap = prepare_commit(graph, receipt)
 
     def install() -> None:

@@ -12,16 +12,28 @@ from .relations import Topology, require_countable
 def full_topology(n_parents: int, n_children: int, device: torch.device) -> Topology:
     """Returns the wiring that relates every parent to every child."""
     ptr = torch.arange(n_parents + 1, dtype=torch.int32, device=device) * n_children
-    return Topology(ptr, torch.arange(n_children, dtype=torch.int32, device=device).repeat(n_parents), n_children)
+    return Topology(
+        ptr,
+        torch.arange(n_children, dtype=torch.int32, device=device).repeat(n_parents),
+        n_children,
+    )
 
 
 def random_topology(
-    n_parents: int, n_children: int, density: float, device: torch.device, generator: torch.Generator | None
+    n_parents: int,
+    n_children: int,
+    density: float,
+    device: torch.device,
+    generator: torch.Generator | None,
 ) -> Topology:
-    """Returns a uniformly random wiring with exactly round(density · parents · children) relations."""
+    """Returns a uniformly random wiring with exactly round(density · parents · children)
+    relations.
+    """
     cells = n_parents * n_children
     count = round(density * cells)
-    require_countable(count, f"a transition from {n_parents:,} to {n_children:,} nodes at density {density}")
+    require_countable(
+        count, f"a transition from {n_parents:,} to {n_children:,} nodes at density {density}"
+    )
     if count == cells:
         return full_topology(n_parents, n_children, device)
     few = min(count, cells - count)
@@ -31,7 +43,9 @@ def random_topology(
         more = torch.randint(cells, (few - len(keys) + 16,), generator=generator, device=source)
         keys = torch.cat([keys, more.cpu()]).unique()
     if len(keys) > few:
-        spare = torch.randperm(len(keys), generator=generator, device=source)[: len(keys) - few].cpu()
+        spare = torch.randperm(len(keys), generator=generator, device=source)[
+            : len(keys) - few
+        ].cpu()
         kept = torch.ones(len(keys), dtype=torch.bool, device="cpu")
         kept[spare] = False
         keys = keys[kept]
@@ -39,7 +53,9 @@ def random_topology(
         absent = torch.zeros(cells, dtype=torch.bool, device="cpu")
         absent[keys] = True
         keys = (~absent).nonzero().squeeze(1)
-    return topology_from_pairs(keys // max(n_children, 1), keys % max(n_children, 1), n_parents, n_children, device)
+    return topology_from_pairs(
+        keys // max(n_children, 1), keys % max(n_children, 1), n_parents, n_children, device
+    )
 
 
 def topology_from_pairs(
@@ -52,9 +68,11 @@ def topology_from_pairs(
 
 
 def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
-    """Returns one density a transition, proportional to (parents + children) / (parents · children).
+    """Returns one density a transition, proportional to (parents + children) / (parents ·
+    children).
 
-    Small transitions come out denser than large ones (Erdős–Rényi); none exceeds 1, and all together keep `density`.
+    Small transitions come out denser than large ones (Erdős–Rényi); none exceeds 1, and all
+    together keep `density`.
     """
     cells = [a * b for a, b in pairwise(sizes)]
     raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in pairwise(sizes)]

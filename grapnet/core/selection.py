@@ -19,7 +19,8 @@ Nodes = Any  # a GrapNode, a NodeSet, uids in a tensor or array, or an iterable 
 
 
 class NodeSet:
-    """An ordered set of nodes, of one layer or of several; it names nodes by uid, so it stays valid while rows move.
+    """An ordered set of nodes, of one layer or of several; it names nodes by uid, so it stays valid
+    while rows move.
 
     Examples:
         >>> import grapnet as gn
@@ -31,7 +32,9 @@ class NodeSet:
 
     def __init__(self, graph: "Graph", uids_by_layer: dict[int, Tensor]) -> None:
         self._graph = graph
-        self._uids_by_layer = {layer: uids for layer, uids in sorted(uids_by_layer.items()) if len(uids)}
+        self._uids_by_layer = {
+            layer: uids for layer, uids in sorted(uids_by_layer.items()) if len(uids)
+        }
 
     @property
     def graph(self) -> "Graph":
@@ -50,14 +53,17 @@ class NodeSet:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def rows_by_layer(self) -> dict[int, Tensor]:
-        """Returns the present int32 rows of the nodes, layer by layer; raises StaleNodeError when one is gone."""
+        """Returns the present int32 rows of the nodes, layer by layer; raises StaleNodeError when
+        one is gone.
+        """
         return {layer: self.graph.rows(layer, uids) for layer, uids in self.uids_by_layer.items()}
 
     @property
     def biases(self) -> Tensor:
         """One bias a node, live, differentiable and assignable; sensory nodes have none."""
         return torch.cat(
-            [self._biased(layer).read(rows) for layer, rows in self._device_rows()] or [torch.empty(0, device="cpu")]
+            [self._biased(layer).read(rows) for layer, rows in self._device_rows()]
+            or [torch.empty(0, device="cpu")]
         )
 
     @biases.setter
@@ -68,13 +74,17 @@ class NodeSet:
             raise ValueError(f"this NodeSet holds {len(self)} nodes, got {len(values)} biases")
         values = values.expand(len(self))
         parts = values.split([len(rows) for _, rows in places])
-        self.graph.write_all([(layer, rows, part) for (layer, rows), part in zip(places, parts, strict=True)])
+        self.graph.write_all(
+            [(layer, rows, part) for (layer, rows), part in zip(places, parts, strict=True)]
+        )
 
     @property
     def owners(self) -> list[str | None]:
         """One owner tag a node."""
         return [
-            n for layer, rows in self.rows_by_layer().items() for n in self.graph.layers[layer].owner_names.select(rows)
+            n
+            for layer, rows in self.rows_by_layer().items()
+            for n in self.graph.layers[layer].owner_names.select(rows)
         ]
 
     @property
@@ -88,7 +98,9 @@ class NodeSet:
 
     @property
     def frozen(self) -> Tensor:
-        """Says for every node whether its bias, incoming and outgoing relations are all frozen (and it has any)."""
+        """Says for every node whether its bias, incoming and outgoing relations are all frozen (and
+        it has any).
+        """
         return torch.cat(
             [self._frozen_in(layer, rows) for layer, rows in self._device_rows()]
             or [torch.empty(0, device="cpu").bool()]
@@ -106,15 +118,23 @@ class NodeSet:
         return relations if of is None else relations & as_node_set(graph, of).outgoing()
 
     def outgoing(self, *, to: Nodes = None) -> RelationSet:
-        """Returns the relations that these nodes own, or only those that lead to the children `to`."""
+        """Returns the relations that these nodes own, or only those that lead to the children
+        `to`.
+        """
         graph = self.graph
         found: dict[int, Tensor | range] = {}
         for layer, rows in self._device_rows():
             if layer == len(graph.transitions):
                 continue
             topology = graph.transitions[layer].topology
-            if len(rows) and int(rows[-1]) - int(rows[0]) == len(rows) - 1 and bool((rows.diff() == 1).all()):
-                found[layer] = range(int(topology.ptr[int(rows[0])]), int(topology.ptr[int(rows[-1]) + 1]))
+            if (
+                len(rows)
+                and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+                and bool((rows.diff() == 1).all())
+            ):
+                found[layer] = range(
+                    int(topology.ptr[int(rows[0])]), int(topology.ptr[int(rows[-1]) + 1])
+                )
             else:
                 found[layer] = topology.owned_by(rows.sort().values)
         relations = RelationSet(graph, found)
@@ -130,10 +150,14 @@ class NodeSet:
         if getattr(node, "_graph", self.graph) is not self.graph:
             return False
         uid = getattr(node, "uid", node)
-        return isinstance(uid, int) and any(bool((uids == uid).any()) for uids in self.uids_by_layer.values())
+        return isinstance(uid, int) and any(
+            bool((uids == uid).any()) for uids in self.uids_by_layer.values()
+        )
 
     def __getitem__(self, which: Any) -> Any:
-        """Returns one GrapNode for an int, and a NodeSet for a slice, an index array or a bool mask."""
+        """Returns one GrapNode for an int, and a NodeSet for a slice, an index array or a bool
+        mask.
+        """
         if isinstance(which, int | np.integer):
             uids = self.uids
             if not -len(uids) <= which < len(uids):
@@ -144,11 +168,14 @@ class NodeSet:
             which = which.long() if which.numel() == 0 else which.cpu()
         order = torch.arange(len(self), device="cpu")[which]
         if order.dim() != 1:
-            raise IndexError("nodes are indexed with a slice or a one-dimensional list, array or mask")
+            raise IndexError(
+                "nodes are indexed with a slice or a one-dimensional list, array or mask"
+            )
         if len(order.unique()) < len(order):
             raise IndexError(
-                "these indices name a node twice, and a NodeSet holds each once; for pairs that share a node give "
-                'uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1, 1]], pairs="aligned")'
+                "these indices name a node twice, and a NodeSet holds each once; for pairs that"
+                " share a node give uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1,"
+                ' 1]], pairs="aligned")'
             )
         found, start = {}, 0
         for layer, uids in self.uids_by_layer.items():
@@ -166,15 +193,22 @@ class NodeSet:
         return self._combined(other, lambda a, b: a[~torch.isin(a, b)])
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"layer {layer}: {len(uids)}" for layer, uids in self.uids_by_layer.items())
+        parts = ", ".join(
+            f"layer {layer}: {len(uids)}" for layer, uids in self.uids_by_layer.items()
+        )
         return f"NodeSet({parts or 'empty'})"
 
     def _combined(self, other: "NodeSet", rule: Any) -> "NodeSet":
         if other.graph is not self.graph:
             raise ValueError("the two NodeSets belong to different graphs")
-        mine, theirs, none = self.uids_by_layer, other.uids_by_layer, torch.empty(0, dtype=torch.int64, device="cpu")
+        mine, theirs, none = (
+            self.uids_by_layer,
+            other.uids_by_layer,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
         return NodeSet(
-            self.graph, {k: rule(mine.get(k, none), theirs.get(k, none)) for k in mine.keys() | theirs.keys()}
+            self.graph,
+            {k: rule(mine.get(k, none), theirs.get(k, none)) for k in mine.keys() | theirs.keys()},
         )
 
     def _device_rows(self) -> list[tuple[int, Tensor]]:
@@ -187,13 +221,20 @@ class NodeSet:
 
     def _frozen_in(self, number: int, rows: Tensor) -> Tensor:
         graph, layer = self.graph, self.graph.layers[number]
-        free = torch.zeros(len(layer), dtype=torch.int64, device=rows.device)  # free coordinates of each node
+        free = torch.zeros(
+            len(layer), dtype=torch.int64, device=rows.device
+        )  # free coordinates of each node
         total = torch.zeros_like(free)
         if not layer.is_sensory:
             total += 1
-            free += (~layer.frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))).long()
+            free += (
+                ~layer.frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))
+            ).long()
         if number > 0:
-            into, held = graph.transitions[number - 1].topology, graph.transitions[number - 1].frozen_at
+            into, held = (
+                graph.transitions[number - 1].topology,
+                graph.transitions[number - 1].frozen_at,
+            )
             total += into.fan_in()
             free += into.fan_in() - torch.bincount(into.child[held.long()], minlength=len(layer))
         if number < len(graph.transitions):
@@ -204,7 +245,9 @@ class NodeSet:
 
 
 def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
-    """Returns the uids that `nodes` names, in order, repeats kept; raises when a node is of another graph."""
+    """Returns the uids that `nodes` names, in order, repeats kept; raises when a node is of another
+    graph.
+    """
     if isinstance(nodes, NodeSet):
         if nodes.graph is not graph:
             raise ValueError("the nodes belong to another graph")
@@ -220,9 +263,13 @@ def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
             raise ValueError("the nodes belong to another graph")
         return torch.tensor([int(uid)], device="cpu")
     if isinstance(nodes, Iterable) and not isinstance(nodes, str | bytes):
-        return torch.cat([as_uids(graph, node) for node in nodes] or [torch.empty(0, dtype=torch.int64, device="cpu")])
+        return torch.cat(
+            [as_uids(graph, node) for node in nodes]
+            or [torch.empty(0, dtype=torch.int64, device="cpu")]
+        )
     raise TypeError(
-        f"nodes are given as a GrapNode, a NodeSet, uids or an iterable of these, not as {type(nodes).__name__}"
+        "nodes are given as a GrapNode, a NodeSet, uids or an iterable of these, not as"
+        f" {type(nodes).__name__}"
     )
 
 

@@ -1,4 +1,6 @@
-"""State dicts: a graph checks the wiring and adopts what is frozen, before its stores read their values."""
+"""State dicts: a graph checks the wiring and adopts what is frozen, before its stores read their
+values.
+"""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -13,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
-    """Raises TopologyError when the state is of another wiring; freezes what the state says is frozen, in a commit."""
+    """Raises TopologyError when the state is of another wiring; freezes what the state says is
+    frozen, in a commit.
+    """
     graph.require_no_edit("load a state dict")
     if not any(name.startswith(prefix) for name in state):
         return
@@ -21,7 +25,9 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
     for number, layer in enumerate(graph.layers):
         name = f"{prefix}layers.{number}."
         if not layer.is_sensory:
-            _ask(layer, state, name, requests.freeze_biases[number], requests.unfreeze_biases[number])
+            _ask(
+                layer, state, name, requests.freeze_biases[number], requests.unfreeze_biases[number]
+            )
     for t, transition in enumerate(graph.transitions):
         name = f"{prefix}transitions.{t}."
         _ask(transition, state, name, requests.freeze_relations[t], requests.unfreeze_relations[t])
@@ -32,14 +38,20 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
         graph.commit_change(change, "load_state_dict", next_uid=graph.next_uid)
 
 
-def _ask(store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[Any], unfreeze: list[Any]) -> None:
+def _ask(
+    store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[Any], unfreeze: list[Any]
+) -> None:
     _require_fit(store, state, name)
     held = state.get(name + "frozen")
     if held is None:
         return
     held = held.to(store.frozen_at)
-    if len(held) and (int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held[1:] <= held[:-1]).any())):
-        raise TopologyError(f"{name}frozen must be ascending positions below {store.size}; nothing was loaded")
+    if len(held) and (
+        int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held[1:] <= held[:-1]).any())
+    ):
+        raise TopologyError(
+            f"{name}frozen must be ascending positions below {store.size}; nothing was loaded"
+        )
     freeze.append(held)
     unfreeze.append(store.frozen_at)
 
@@ -48,7 +60,8 @@ def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> Non
     difference = store.differs_from(state, name)
     if difference:
         raise TopologyError(
-            f"{difference}; the state dict is of a graph that is wired differently, and nothing was loaded. Files of "
-            "gn.save bring the wiring along, for gn.load(path) or gn.restore(path, into=model); Lightning's do with "
-            "RulesCallback, or load_nets in on_load_checkpoint"
+            f"{difference}; the state dict is of a graph that is wired differently, and nothing was"
+            " loaded. Files of gn.save bring the wiring along, for gn.load(path) or"
+            " gn.restore(path, into=model); Lightning's do with RulesCallback, or load_nets in"
+            " on_load_checkpoint"
         )

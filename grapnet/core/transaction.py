@@ -32,27 +32,35 @@ class Follower(Protocol):
     """Whatever must move when a graph is edited: optimizer state, statistics, copies."""
 
     def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
-        """Computes its own state after the commit, or raises to stop it; returns the assignment that installs it.
+        """Computes its own state after the commit, or raises to stop it; returns the assignment
+        that installs it.
 
-        The graph is still as it was before the commit. Where several graphs commit together, what follows more than
-        one of them prepares for each before anything is installed, so an installation touches nothing of the others.
+        The graph is still as it was before the commit. Where several graphs commit together, what
+        follows more than one of them prepares for each before anything is installed, so an
+        installation touches nothing of the others.
         """
         ...
 
 
 @runtime_checkable
 class ColumnFollower(Protocol):
-    """A follower that also holds a graph's Parameters, and so wants to hear which ones come and leave."""
+    """A follower that also holds a graph's Parameters, and so wants to hear which ones come and
+    leave.
+    """
 
     def prepare_columns(
         self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
     ) -> Callable[[], None]:
-        """Makes ready for columns that come and leave, or raises to stop it; returns what installs them."""
+        """Makes ready for columns that come and leave, or raises to stop it; returns what installs
+        them.
+        """
         ...
 
 
 class Followers:
-    """The followers of one graph, held weakly, in the order they came; a copy of the graph starts with none."""
+    """The followers of one graph, held weakly, in the order they came; a copy of the graph starts
+    with none.
+    """
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
@@ -98,11 +106,16 @@ class Tokens:
 
 
 def commit_all(edits: "Sequence[Edit]") -> None:
-    """Resolves and prepares every edit and only then puts all into effect; one without a change commits nothing."""
+    """Resolves and prepares every edit and only then puts all into effect; one without a change
+    commits nothing.
+    """
     for edit in edits:
         edit.close()
     with ExitStack() as stack:
-        sources = [stack.enter_context(rewound_on_error(edit.generator, edit.graph.device)) for edit in edits]
+        sources = [
+            stack.enter_context(rewound_on_error(edit.generator, edit.graph.device))
+            for edit in edits
+        ]
         changes = [edit.resolved(generator) for edit, generator in zip(edits, sources, strict=True)]
         joints = Joint.of(sum(not change.is_empty for change in changes))
         installs = [
@@ -114,9 +127,13 @@ def commit_all(edits: "Sequence[Edit]") -> None:
 
 
 def carry_out(
-    graph: "Graph", commit: Commit, tokens: "Tokens | None" = None, followers: Followers | None = None
+    graph: "Graph",
+    commit: Commit,
+    tokens: "Tokens | None" = None,
+    followers: Followers | None = None,
 ) -> Commit:
-    """Applies `commit.change`; an error before the swap leaves graph, parameters and followers as they were.
+    """Applies `commit.change`; an error before the swap leaves graph, parameters and followers as
+    they were.
 
     Args:
         graph: the graph to change.
@@ -133,19 +150,28 @@ def carry_out(
 
 
 def prepare_commit(
-    graph: "Graph", commit: Commit, tokens: "Tokens | None" = None, followers: Followers | None = None
+    graph: "Graph",
+    commit: Commit,
+    tokens: "Tokens | None" = None,
+    followers: Followers | None = None,
 ) -> tuple[Commit, Callable[[], None]]:
-    """Does all of `carry_out` that can fail; returns the complete receipt and what puts it into effect."""
+    """Does all of `carry_out` that can fail; returns the complete receipt and what puts it into
+    effect.
+    """
     require_editable(graph)
     commit = replace(commit, change=commit.change.to(graph.device))
     with torch.no_grad():
         layers = {n: _prepare_layer(graph, n, c) for n, c in commit.change.layers.items()}
         wirings = _prepare_wirings(graph, commit.change)
-        weights = {t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()}
+        weights = {
+            t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()
+        }
         commit = _completed(commit, layers, weights)
         installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
         tokens = tokens or Tokens.fresh(graph)
-    return commit, functools.partial(_swap, graph, commit, layers, wirings, weights, installs, tokens)
+    return commit, functools.partial(
+        _swap, graph, commit, layers, wirings, weights, installs, tokens
+    )
 
 
 @torch.no_grad()
@@ -196,7 +222,9 @@ def _prepare_layer(graph: "Graph", number: int, change: LayerChange) -> _Prepare
         owners = owners.replaced(change.owners.rows, change.owners.after)
     if change.activations is not None:
         activations = activations.replaced(change.activations.rows, change.activations.after)
-    only_came = change.index.removed.shape[0] == 0 and change.owners is None and change.activations is None
+    only_came = (
+        change.index.removed.shape[0] == 0 and change.owners is None and change.activations is None
+    )
     for name, column in graph.columns_of(number).items():
         if not change.index.is_identity:
             columns[name] = column.prepare(change.columns.get(name) or column.change(change.index))
@@ -210,10 +238,16 @@ def _prepare_layer(graph: "Graph", number: int, change: LayerChange) -> _Prepare
 
 
 def _prepare_wirings(graph: "Graph", change: Change) -> dict[int, Topology]:
-    """Returns the new wiring of every transition whose relations move or whose ends are renumbered."""
+    """Returns the new wiring of every transition whose relations move or whose ends are
+    renumbered.
+    """
     wirings = {}
     for t, transition in enumerate(graph.transitions):
-        upper, lower, wires = change.layers.get(t), change.layers.get(t + 1), change.transitions.get(t)
+        upper, lower, wires = (
+            change.layers.get(t),
+            change.layers.get(t + 1),
+            change.transitions.get(t),
+        )
         moves = (c is not None and not c.index.is_identity for c in (upper, lower, wires))
         if wires is not None and wires.wiring is not None:
             wirings[t] = wires.wiring
@@ -230,7 +264,9 @@ def rewired(
     lower: LayerChange | None,
     wires: TransitionChange | None,
 ) -> Topology:
-    """Returns the wiring of a transition after the changes of its two layers and of its relations."""
+    """Returns the wiring of a transition after the changes of its two layers and of its
+    relations.
+    """
     child, degrees, device, n_children = (
         topology.child,
         topology.degrees.long(),
@@ -240,12 +276,16 @@ def rewired(
     if lower is not None and not lower.index.is_identity:
         if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
             child = (
-                lower.index.new_positions(ascending(n_children, torch.device("cpu"))).to(device).index_select(0, child)
+                lower.index.new_positions(ascending(n_children, torch.device("cpu")))
+                .to(device)
+                .index_select(0, child)
             )
         n_children = lower.index.new_size
     if wires is not None:
         degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(child, rows_after(graph, t + 1, lower, wires.born.children).to(device))
+        child = wires.index.carry(
+            child, rows_after(graph, t + 1, lower, wires.born.children).to(device)
+        )
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
@@ -259,18 +299,29 @@ def rewired(
 def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
     """Returns the rows that nodes of a layer have after its change."""
     present = graph.layers[number].uid
-    return rows_among(present if change is None else change.index.carry(present, change.born.uids), uids)
+    return rows_among(
+        present if change is None else change.index.carry(present, change.born.uids), uids
+    )
 
 
-def _completed(commit: Commit, prepared: dict[int, _PreparedLayer], weights: dict[int, PreparedVector]) -> Commit:
+def _completed(
+    commit: Commit, prepared: dict[int, _PreparedLayer], weights: dict[int, PreparedVector]
+) -> Commit:
     """Returns the commit with what leaves, and with the map of every touched Parameter."""
     change, layers, moved = commit.change, {}, {}
     for n, layer in prepared.items():
         columns = {name: vector.change for name, vector in layer.columns.items()}
-        layers[n] = replace(change.layers[n], biases=layer.biases and layer.biases.change, columns=columns)
+        layers[n] = replace(
+            change.layers[n], biases=layer.biases and layer.biases.change, columns=columns
+        )
         moved |= {} if layer.biases is None else {f"layers.{n}.bias": layer.biases.parameter_index}
-        moved |= {f"columns.{name}.value": vector.parameter_index for name, vector in layer.columns.items()}
-    transitions = {t: replace(c, weights=weights[t].change, wiring=None) for t, c in change.transitions.items()}
+        moved |= {
+            f"columns.{name}.value": vector.parameter_index
+            for name, vector in layer.columns.items()
+        }
+    transitions = {
+        t: replace(c, weights=weights[t].change, wiring=None) for t, c in change.transitions.items()
+    }
     moved |= {f"transitions.{t}.weight": p.parameter_index for t, p in weights.items()}
     return replace(commit, change=Change(layers, transitions), parameters=moved)
 
@@ -278,17 +329,27 @@ def _completed(commit: Commit, prepared: dict[int, _PreparedLayer], weights: dic
 def require_editable(graph: "Graph") -> None:
     """Raises EditError where autograd cannot see an edit."""
     if torch.is_inference_mode_enabled():
-        raise EditError("a graph cannot be edited under torch.inference_mode(); use torch.no_grad()")
+        raise EditError(
+            "a graph cannot be edited under torch.inference_mode(); use torch.no_grad()"
+        )
     if any(parameter.is_inference() for parameter in graph.parameters()):
-        raise EditError("this net was built under torch.inference_mode(), so it cannot be edited or trained")
+        raise EditError(
+            "this net was built under torch.inference_mode(), so it cannot be edited or trained"
+        )
 
 
 def _leave_old_graphs(graph: "Graph", commit: Commit) -> None:
-    """Makes a backward through any forward of before this commit raise, whatever parameters it reaches."""
-    told = f"({commit.reason!r}, version {commit.version})" if commit.reason else f"(version {commit.version})"
+    """Makes a backward through any forward of before this commit raise, whatever parameters it
+    reaches.
+    """
+    told = (
+        f"({commit.reason!r}, version {commit.version})"
+        if commit.reason
+        else f"(version {commit.version})"
+    )
     message = (
-        f"this backward goes through a forward pass of version {graph.version}, and the graph was edited since "
-        f"{told}. Run the forward pass again, or edit after optimizer.step()"
+        f"this backward goes through a forward pass of version {graph.version}, and the graph was"
+        f" edited since {told}. Run the forward pass again, or edit after optimizer.step()"
     )
     for name, parameter in graph.named_parameters():
         refuse_old_backward(parameter, message)

@@ -12,7 +12,9 @@ from .vector import PreparedVector, VectorChange, prepare_vector
 
 
 class Token:
-    """Something that is only ever equal to itself: the same token means that nothing moved in between."""
+    """Something that is only ever equal to itself: the same token means that nothing moved in
+    between.
+    """
 
     __slots__ = ()
 
@@ -28,14 +30,16 @@ def layout_of(parameter: Tensor) -> "Token | None":
 class Coordinates(nn.Module):
     """A module with one vector of coordinates, trainable or frozen one by one.
 
-    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a buffer, so no
-    optimizer, decay or clipping ever sees them. `values()` puts both back in order.
+    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a
+    buffer, so no optimizer, decay or clipping ever sees them. `values()` puts both back in order.
     """
 
     frozen_values: Tensor
     frozen_at: Tensor  # [n_frozen] int32, sorted positions
     _order: Tensor | None
-    layout_changes: ClassVar[int] = 0  # how often any Parameter's coordinates moved, in all graphs of the process
+    layout_changes: ClassVar[int] = (
+        0  # how often any Parameter's coordinates moved, in all graphs of the process
+    )
 
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
@@ -43,9 +47,13 @@ class Coordinates(nn.Module):
         self.register_parameter(name, None if values is None else nn.Parameter(values))
         if values is None:
             return
-        self.register_buffer("frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False)
+        self.register_buffer(
+            "frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False
+        )
         self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
-        self.register_buffer("_order", None, persistent=False)  # of (trainable, frozen) laid end to end, int32
+        self.register_buffer(
+            "_order", None, persistent=False
+        )  # of (trainable, frozen) laid end to end, int32
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -67,15 +75,24 @@ class Coordinates(nn.Module):
         return 0 if parameter is None else parameter.shape[0] + self.frozen_at.shape[0]
 
     def values(self, shape: tuple[int, ...] = (-1,)) -> Tensor:
-        """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another shape."""
+        """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another
+        shape.
+        """
         try:
-            parameter, order = self._parameters[self._vector_name], self._buffers["_order"]  # past nn.Module's lookup
+            parameter, order = (
+                self._parameters[self._vector_name],
+                self._buffers["_order"],
+            )  # past nn.Module's lookup
         except KeyError:
             raise self._taken_away() from None
         assert parameter is not None
         if order is None:
             return parameter if parameter.dim() == len(shape) == 1 else parameter.view(shape)
-        return torch.cat([parameter.view(-1), self.frozen_values.view(-1)]).index_select(0, order).view(shape)
+        return (
+            torch.cat([parameter.view(-1), self.frozen_values.view(-1)])
+            .index_select(0, order)
+            .view(shape)
+        )
 
     def is_assembled_in_order(self) -> bool:
         """Says whether `values()` puts every frozen coordinate where it belongs."""
@@ -102,7 +119,9 @@ class Coordinates(nn.Module):
         return torch.where(self.frozen_bits(positions), held, free)
 
     def write(self, positions: Tensor | slice, new: Tensor) -> None:
-        """Assigns trainable coordinates; raises FrozenError, before writing, when one of them is frozen."""
+        """Assigns trainable coordinates; raises FrozenError, before writing, when one of them is
+        frozen.
+        """
         self.require_free(positions)
         flat = self.parameter.view(-1)
         place = positions if len(self.frozen_at) == 0 else self._place(self._listed(positions))
@@ -116,7 +135,8 @@ class Coordinates(nn.Module):
         held = self.frozen_bits(self._listed(positions))
         if bool(held.any()):
             raise FrozenError(
-                f"{int(held.sum())} of the {len(held)} coordinates to assign are frozen; unfreeze them in an edit first"
+                f"{int(held.sum())} of the {len(held)} coordinates to assign are frozen; unfreeze"
+                " them in an edit first"
             )
 
     def gradients(self, positions: Tensor) -> Tensor | None:
@@ -140,38 +160,62 @@ class Coordinates(nn.Module):
         return prepare_vector(self, change)
 
     def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
-        """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout` if it moved."""
+        """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout`
+        if it moved.
+        """
         replace_content(self.parameter, prepared.content, prepared.gradient)
         if not prepared.parameter_index.is_identity:
             self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
             Coordinates.layout_changes += 1
-        kept = {"frozen_values": prepared.frozen_values, "frozen_at": prepared.frozen_at, "_order": prepared.order}
+        kept = {
+            "frozen_values": prepared.frozen_values,
+            "frozen_at": prepared.frozen_at,
+            "_order": prepared.order,
+        }
         self._buffers.update(kept)  # past nn.Module's slow assignment
         prepared.parameter_index.release()
 
     def hold(self, positions: Tensor) -> None:
-        """Makes `positions` the frozen ones of a vector that is just being built and has none yet."""
+        """Makes `positions` the frozen ones of a vector that is just being built and has none
+        yet.
+        """
         if len(positions) == 0:
             return
         none = torch.empty(0, dtype=torch.bool, device=positions.device)
-        index = IndexMap(self.size, self.size, empty_positions(positions.device), empty_positions(positions.device))
+        index = IndexMap(
+            self.size,
+            self.size,
+            empty_positions(positions.device),
+            empty_positions(positions.device),
+        )
         self.swap(self.prepare(VectorChange(index, none, none, positions)), None)
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Says what in a state dict does not fit this vector; empty when it fits."""
         values = state.get(prefix + self._vector_name)
         if values is not None and values.numel() != self.size:
-            return f"{prefix}{self._vector_name} has {values.numel()} coordinates where this graph has {self.size}"
+            return (
+                f"{prefix}{self._vector_name} has {values.numel()} coordinates where this graph has"
+                f" {self.size}"
+            )
         return ""
 
     def _state(self) -> dict[str, Tensor]:
-        """Returns what a state dict holds of this vector: all values in order, and which are frozen."""
+        """Returns what a state dict holds of this vector: all values in order, and which are
+        frozen.
+        """
         if self._parameters[self._vector_name] is None:
             return {}
-        values = self.values().view(-1, *self.parameter.shape[1:]) if len(self.frozen_at) else self.parameter
+        values = (
+            self.values().view(-1, *self.parameter.shape[1:])
+            if len(self.frozen_at)
+            else self.parameter
+        )
         return {self._vector_name: values, "frozen": self.frozen_at}
 
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
         for name, tensor in self._state().items():
             destination[prefix + name] = tensor if keep_vars else tensor.detach()
 
@@ -185,10 +229,14 @@ class Coordinates(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Reads the values into the present partition; the graph has adopted the frozen bits before."""
+        """Reads the values into the present partition; the graph has adopted the frozen bits
+        before.
+        """
         expected = [prefix + name for name in self._state()]
         missing_keys += [key for key in expected if key not in state_dict]
-        unexpected_keys += [key for key in state_dict if strict and key.startswith(prefix) and key not in expected]
+        unexpected_keys += [
+            key for key in state_dict if strict and key.startswith(prefix) and key not in expected
+        ]
         difference = self.differs_from(state_dict, prefix)
         values = state_dict.get(prefix + self._vector_name)
         if difference:
@@ -203,9 +251,10 @@ class Coordinates(nn.Module):
 
     def _taken_away(self) -> InvariantError:
         return InvariantError(
-            f"the Parameter {self._vector_name!r} was taken out of this {type(self).__name__}, as prune, weight_norm "
-            "and parametrize of torch.nn.utils do; a net holds its coordinates itself. Take that back (prune.remove, "
-            "remove_weight_norm, remove_parametrizations) and cut relations in an edit instead"
+            f"the Parameter {self._vector_name!r} was taken out of this {type(self).__name__}, as"
+            " prune, weight_norm and parametrize of torch.nn.utils do; a net holds its coordinates"
+            " itself. Take that back (prune.remove, remove_weight_norm, remove_parametrizations)"
+            " and cut relations in an edit instead"
         )
 
     def _place(self, positions: Tensor) -> Tensor:
@@ -213,19 +262,23 @@ class Coordinates(nn.Module):
         if len(self.frozen_at) == 0:
             return positions
         rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
-        return torch.where(self.frozen_bits(positions), len(self.parameter) + rank, positions - rank)
+        return torch.where(
+            self.frozen_bits(positions), len(self.parameter) + rank, positions - rank
+        )
 
     def _listed(self, positions: Tensor | slice) -> Tensor:
         if isinstance(positions, Tensor):
             return positions
-        return torch.arange(positions.start, positions.stop, dtype=torch.int32, device=self.frozen_at.device)
+        return torch.arange(
+            positions.start, positions.stop, dtype=torch.int32, device=self.frozen_at.device
+        )
 
 
 def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor | None) -> None:
     """Gives a Parameter other content, of any length, and keeps the Parameter object.
 
-    Assigning `.data` once would leave the old gradient accumulator in place, with the old shape, while a loss is alive.
-    Passing through another dtype makes autograd drop it.
+    Assigning `.data` once would leave the old gradient accumulator in place, with the old shape,
+    while a loss is alive. Passing through another dtype makes autograd drop it.
     """
     other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
     parameter.grad = None
@@ -235,7 +288,9 @@ def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor |
 
 
 def refuse_old_backward(parameter: nn.Parameter, message: str) -> None:
-    """Makes every backward raise that reaches the parameter through a forward of before this call."""
+    """Makes every backward raise that reaches the parameter through a forward of before this
+    call.
+    """
     if not parameter.requires_grad:
         return
 

@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Shift:
-    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new vector)."""
+    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new
+    vector).
+    """
 
     positions: Tensor  # [n] int32
     before: Tensor
     after: Tensor
 
     def apply(self, current: Tensor) -> Tensor:
-        """Returns `after` where the value is still `before`, and adds the difference where it has moved on."""
+        """Returns `after` where the value is still `before`, and adds the difference where it has
+        moved on.
+        """
         return torch.where(current == self.before, self.after, current + (self.after - self.before))
 
 
@@ -40,13 +44,19 @@ class VectorChange:
     gone_values: Tensor | None = None  # [removed]
     born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
     gone_gradients: Tensor | None = None  # [removed]
-    flip_gradients: Tensor | None = None  # [flips]: what freezing takes away, and the end of a trial gives back
+    flip_gradients: Tensor | None = (
+        None  # [flips]: what freezing takes away, and the end of a trial gives back
+    )
     shift: Shift | None = None
 
     @classmethod
     def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
-        """Returns the change of a vector without frozen coordinates; what comes has the values `born`, or 0."""
-        born_frozen, gone_frozen = (torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed))
+        """Returns the change of a vector without frozen coordinates; what comes has the values
+        `born`, or 0.
+        """
+        born_frozen, gone_frozen = (
+            torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed)
+        )
         return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
 
     def inverse(self, *, with_gradients: bool) -> "VectorChange":
@@ -60,16 +70,25 @@ class VectorChange:
             born_values=self.gone_values,
             born_gradients=self.gone_gradients if with_gradients else None,
             flip_gradients=self.flip_gradients if with_gradients else None,
-            shift=shift and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
+            shift=shift
+            and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
         )
 
     def to(self, device: torch.device) -> "VectorChange":
-        """Returns the change on the device of the net, which may have moved since the change was made."""
+        """Returns the change on the device of the net, which may have moved since the change was
+        made.
+        """
         if self.flips.device == device:
             return self
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved |= {name: value.to(device) for name, value in moved.items() if isinstance(value, Tensor | IndexMap)}
-        shift = self.shift and Shift(*(getattr(self.shift, f.name).to(device) for f in fields(Shift)))
+        moved |= {
+            name: value.to(device)
+            for name, value in moved.items()
+            if isinstance(value, Tensor | IndexMap)
+        }
+        shift = self.shift and Shift(
+            *(getattr(self.shift, f.name).to(device) for f in fields(Shift))
+        )
         return VectorChange(**{**moved, "shift": shift})
 
     def without_values(self) -> "VectorChange":
@@ -97,11 +116,18 @@ def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector
     trainable, frozen = store.parameter.detach(), store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
     born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
-    gone_values = trainable.new_empty(0)  # not a slice: the journal would keep the whole old vector alive
+    gone_values = trainable.new_empty(
+        0
+    )  # not a slice: the journal would keep the whole old vector alive
     gone_gradients = None if gradient is None else gradient.new_empty(0)
     if index.removed.shape[0]:
-        gone_values, gone_gradients = store.read(index.removed).detach(), store.gradients(index.removed)
-    change = replace(change, born_values=born.view(-1), gone_values=gone_values, gone_gradients=gone_gradients)
+        gone_values, gone_gradients = (
+            store.read(index.removed).detach(),
+            store.gradients(index.removed),
+        )
+    change = replace(
+        change, born_values=born.view(-1), gone_values=gone_values, gone_gradients=gone_gradients
+    )
     if not (store.frozen_at.shape[0] or change.flips.shape[0] or bool(change.born_frozen.any())):
         parameter_index, frozen_at = index, store.frozen_at
         content = index.carry(trainable, born)
@@ -134,12 +160,19 @@ class _Crossing:
 
     def __init__(self, store: "Coordinates", change: VectorChange) -> None:
         index = change.index
-        held = index.new_positions(store.frozen_at[~contains(index.removed, store.frozen_at)])  # frozen and staying
+        held = index.new_positions(
+            store.frozen_at[~contains(index.removed, store.frozen_at)]
+        )  # frozen and staying
         self._born_frozen = change.born_frozen
         self.melts = contains(held, change.flips)
         thawed, froze = change.flips[self.melts], change.flips[~self.melts]
-        born_held, born_free = index.inserted[change.born_frozen], index.inserted[~change.born_frozen]
-        self.frozen_at = torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
+        born_held, born_free = (
+            index.inserted[change.born_frozen],
+            index.inserted[~change.born_frozen],
+        )
+        self.frozen_at = (
+            torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
+        )
         self.thawed_from, froze_from = index.old_positions(thawed), index.old_positions(froze)
         self.froze_from_place = _among_free(froze_from, store.frozen_at).long()
 
@@ -184,7 +217,9 @@ def _like(values: Tensor | None, example: Tensor, count: int) -> Tensor:
 
 
 def _assembly_order(free: int, frozen_at: Tensor) -> Tensor | None:
-    """Returns where each coordinate stands in (trainable, frozen) laid end to end; None when nothing is frozen."""
+    """Returns where each coordinate stands in (trainable, frozen) laid end to end; None when
+    nothing is frozen.
+    """
     if len(frozen_at) == 0:
         return None
     places = ascending(free + len(frozen_at), frozen_at.device)
@@ -195,5 +230,7 @@ def _assembly_order(free: int, frozen_at: Tensor) -> Tensor | None:
 def _shifted(content: Tensor, shift: Shift, frozen_at: Tensor) -> Tensor:
     place = _among_free(shift.positions, frozen_at).long()
     content = content.clone()
-    content[place] = Shift(shift.positions, shift.before.to(content), shift.after.to(content)).apply(content[place])
+    content[place] = Shift(
+        shift.positions, shift.before.to(content), shift.after.to(content)
+    ).apply(content[place])
     return content

@@ -7,7 +7,10 @@ def with_article(kind: str) -> str:
     """Returns the name of a class with its article, as it is read out.
 
     Examples:
-        >>> [with_article(kind) for kind in ("Adam", "SGD", "RReLU", "int", "Rprop", "GrapNet", "UserList")]
+        >>> [
+        ...     with_article(kind)
+        ...     for kind in ("Adam", "SGD", "RReLU", "int", "Rprop", "GrapNet", "UserList")
+        ... ]
         ['an Adam', 'an SGD', 'an RReLU', 'an int', 'a Rprop', 'a GrapNet', 'a UserList']
     """
     is_spelled_out = len(kind) > 1 and kind[:2].isupper()

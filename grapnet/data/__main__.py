@@ -1,4 +1,6 @@
-"""`python -m grapnet.data fashion|cifar10`: says where a data set is, or downloads it when asked to."""
+"""`python -m grapnet.data fashion|cifar10`: says where a data set is, or downloads it when asked
+to.
+"""
 
 import argparse
 import sys
@@ -16,12 +18,18 @@ SETS = {
 
 
 def main(arguments: Sequence[str] | None = None, sources: dict[str, Source] | None = None) -> int:
-    """Runs the command and returns its exit status: 0, or 1 when the set is not there, is damaged or did not arrive."""
+    """Runs the command and returns its exit status: 0, or 1 when the set is not there, is damaged
+    or did not arrive.
+    """
     sources = sources or {"fashion": FASHION, "cifar10": CIFAR10}
     parser = argparse.ArgumentParser(prog="python -m grapnet.data", description=__doc__)
     parser.add_argument("name", choices=tuple(SETS), help="the data set")
-    parser.add_argument("--download", metavar="FOLDER", help="download it into FOLDER, in torchvision's layout")
-    parser.add_argument("--mirror", metavar="URL", help="an address that has the original files; sums stay pinned")
+    parser.add_argument(
+        "--download", metavar="FOLDER", help="download it into FOLDER, in torchvision's layout"
+    )
+    parser.add_argument(
+        "--mirror", metavar="URL", help="an address that has the original files; sums stay pinned"
+    )
     chosen = parser.parse_args(arguments)
     if chosen.mirror and not chosen.download:
         parser.error("--mirror goes with --download FOLDER")
@@ -44,7 +52,12 @@ def _progress(name: str, size: int, total: int | None) -> None:
     done = size == total
     if done or sys.stderr.isatty():
         of = f" of {total / 1e6:.1f}" if total else ""
-        print(f"\r{name}: {size / 1e6:.1f}{of} MB", end="\n" if done else "", file=sys.stderr, flush=True)
+        print(
+            f"\r{name}: {size / 1e6:.1f}{of} MB",
+            end="\n" if done else "",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

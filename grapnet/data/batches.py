@@ -16,13 +16,17 @@ def read_binary(path: Path) -> Batch:
     """Returns a batch of the binary version: records of one byte of label and 3,072 of pixels."""
     content = np.frombuffer(path.read_bytes(), np.uint8)
     if not len(content) or len(content) % (1 + PIXELS):
-        raise DataError(f"{path} has {len(content):,} bytes, which are not whole records of {1 + PIXELS:,}")
+        raise DataError(
+            f"{path} has {len(content):,} bytes, which are not whole records of {1 + PIXELS:,}"
+        )
     records = content.reshape(-1, 1 + PIXELS)
     return _checked(path, records[:, 1:].copy(), records[:, 0])
 
 
 def read_pickle(path: Path) -> Batch:
-    """Returns a batch of the Python version: a pickled dictionary with one array of pixels and a list of labels."""
+    """Returns a batch of the Python version: a pickled dictionary with one array of pixels and a
+    list of labels.
+    """
     with path.open("rb") as file:
         try:
             content = _BatchUnpickler(file, encoding="bytes").load()
@@ -33,7 +37,9 @@ def read_pickle(path: Path) -> Batch:
     fields = _by_text(content)
     images, labels = getattr(fields.get("data"), "array", None), fields.get("labels")
     if images is None or not isinstance(labels, list):
-        raise DataError(f"{path} is not a batch of CIFAR-10: it has no array `data` and list `labels`")
+        raise DataError(
+            f"{path} is not a batch of CIFAR-10: it has no array `data` and list `labels`"
+        )
     if not all(type(label) is int and 0 <= label <= 9 for label in labels):
         raise DataError(f"{path} names classes that are not numbers from 0 to 9")
     return _checked(path, images, np.array(labels, np.int64))
@@ -43,12 +49,17 @@ def _by_text(content: object) -> dict[str, Any]:
     """Returns a dictionary by text keys (Python 2 wrote bytes); an empty one for anything else."""
     if not isinstance(content, dict):
         return {}
-    return {key.decode("latin1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
+    return {
+        key.decode("latin1") if isinstance(key, bytes) else str(key): value
+        for key, value in content.items()
+    }
 
 
 def _checked(path: Path, images: np.ndarray, labels: np.ndarray) -> Batch:
     if images.ndim != 2 or images.shape[1] != PIXELS or len(images) != len(labels):
-        raise DataError(f"{path} holds images of shape {list(images.shape)} for {len(labels)} labels")
+        raise DataError(
+            f"{path} holds images of shape {list(images.shape)} for {len(labels)} labels"
+        )
     if (labels > 9).any():
         raise DataError(f"{path} names class {labels.max()}; the classes are 0 to 9")
     return images, labels.astype(np.int64)
@@ -57,7 +68,8 @@ def _checked(path: Path, images: np.ndarray, labels: np.ndarray) -> Batch:
 class _Kind:
     """Stands for `numpy.dtype` inside a batch and remembers its name.
 
-    `__setstate__` is here, as in `_Array`, because without it a pickle could set attributes of the class itself.
+    `__setstate__` is here, as in `_Array`, because without it a pickle could set attributes of the
+    class itself.
     """
 
     __slots__ = ("name",)
@@ -70,7 +82,9 @@ class _Kind:
 
 
 class _Array:
-    """Stands for `numpy.ndarray` inside a batch: bytes in the row order of a shape, and nothing else."""
+    """Stands for `numpy.ndarray` inside a batch: bytes in the row order of a shape, and nothing
+    else.
+    """
 
     __slots__ = ("array",)
 
@@ -79,7 +93,12 @@ class _Array:
 
     def __setstate__(self, state: tuple[int, tuple[int, ...], _Kind, bool, bytes]) -> None:
         _, shape, kind, columns_first, content = state
-        if type(kind) is not _Kind or kind.name != "u1" or columns_first or not isinstance(content, bytes):
+        if (
+            type(kind) is not _Kind
+            or kind.name != "u1"
+            or columns_first
+            or not isinstance(content, bytes)
+        ):
             raise DataError("its array is not one of bytes, row by row")
         self.array = np.frombuffer(content, np.uint8).reshape(shape).copy()
 
@@ -98,5 +117,8 @@ class _BatchUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str, /) -> type:
         known = _KNOWN.get((module, name))
         if known is None:
-            raise DataError(f"it asks for {module}.{name}, which no batch of CIFAR-10 needs; nothing of it was run")
+            raise DataError(
+                f"it asks for {module}.{name}, which no batch of CIFAR-10 needs; nothing of it"
+                " was run"
+            )
         return known

@@ -15,7 +15,9 @@ from .errors import DownloadError
 CHUNK = 1 << 20
 TIMEOUT = 30.0  # seconds without an answer
 
-Report = Callable[[str, int, int | None], None]  # file name, bytes so far, bytes in all where the server says
+Report = Callable[
+    [str, int, int | None], None
+]  # file name, bytes so far, bytes in all where the server says
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,16 @@ def fetch(source: Source, folder: Path, report: Report | None = None) -> None:
         address = f"{source.url.rstrip('/')}/{name}"
         try:
             _fetch_one(address, md5, folder / name, report)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: not an address
+        except (
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+        ) as error:  # ValueError: not an address
             if isinstance(error, DownloadError):
                 raise
-            raise DownloadError(f"{address} could not be downloaded: {error or type(error).__name__}") from error
+            raise DownloadError(
+                f"{address} could not be downloaded: {error or type(error).__name__}"
+            ) from error
 
 
 def _fetch_one(address: str, md5: str, path: Path, report: Report | None) -> None:
@@ -58,17 +66,21 @@ def _fetch_one(address: str, md5: str, path: Path, report: Report | None) -> Non
             if report is not None:
                 report(path.name, size, total)
     if total is not None and size != total:
-        raise DownloadError(f"{address} ended after {size:,} of {total:,} bytes; nothing was kept. Try again")
+        raise DownloadError(
+            f"{address} ended after {size:,} of {total:,} bytes; nothing was kept. Try again"
+        )
     if digest.hexdigest() != md5:
         raise DownloadError(
-            f"{address} has the MD5 sum {digest.hexdigest()} and should have {md5}; nothing was kept. "
-            "The file changed on the way or at its source"
+            f"{address} has the MD5 sum {digest.hexdigest()} and should have {md5}; nothing was"
+            " kept. The file changed on the way or at its source"
         )
 
 
 @contextmanager
 def staging(target: Path) -> Iterator[Path]:
-    """Gives a folder on the target's file system that is gone afterwards; the target itself is not made."""
+    """Gives a folder on the target's file system that is gone afterwards; the target itself is not
+    made.
+    """
     there = target.absolute()
     while not there.exists():
         there = there.parent
@@ -77,7 +89,9 @@ def staging(target: Path) -> Iterator[Path]:
 
 
 def place(stage: Path, names: Iterable[str], target: Path) -> None:
-    """Moves files of a staging folder into the target folder, which is made when it does not exist."""
+    """Moves files of a staging folder into the target folder, which is made when it does not
+    exist.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         os.replace(stage / name, target / name)

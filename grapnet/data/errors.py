@@ -6,7 +6,8 @@ from ..core.errors import GrapNetError
 
 
 class MissingDataError(GrapNetError, FileNotFoundError):
-    """A data set is in none of the places looked at; the message lists them and the commands that provide it.
+    """A data set is in none of the places looked at; the message lists them and the commands that
+    provide it.
 
     Attributes:
         folders: that were looked at; none where one file was asked for.

@@ -41,8 +41,8 @@ def find_fashion(folder: str | Path | None = None) -> Path | None:
     """Returns the folder with the four files, or None.
 
     Args:
-        folder: the only place to look; without it `GRAPNET_DATA`, then torchvision's layout below the usual folders,
-            then `share/datasets` of the system prefixes.
+        folder: the only place to look; without it `GRAPNET_DATA`, then torchvision's layout below
+            the usual folders, then `share/datasets` of the system prefixes.
     """
     return next((candidate.folder for candidate in _places(folder) if not candidate.lacks), None)
 
@@ -55,11 +55,12 @@ def load_fashion(
     Args:
         part: "train" or "test".
         folder: where to look, see `find_fashion`.
-        download: fetches the files from `source` when they are not found, into `folder`, or else `GRAPNET_DATA`, or
-            else the user's cache.
+        download: fetches the files from `source` when they are not found, into `folder`, or else
+            `GRAPNET_DATA`, or else the user's cache.
 
     Raises:
-        MissingDataError: no folder has them; the message lists the folders and says how to get them.
+        MissingDataError: no folder has them; the message lists the folders and says how to get
+            them.
         DataError: a file is damaged.
         DownloadError: the download failed; nothing was left behind.
     """
@@ -70,16 +71,24 @@ def load_fashion(
         found = download_fashion(folder or default_root(), source=source)
     if found is None:
         raise missing("Fashion-MNIST", _places(folder), list(FILES.values()), _COMMANDS)
-    images, labels = (_read(found, FILES[part, kind], _SIZES[kind]) for kind in ("images", "labels"))
+    images, labels = (
+        _read(found, FILES[part, kind], _SIZES[kind]) for kind in ("images", "labels")
+    )
     if len(images) != len(labels):
         raise DataError(f"{found} holds {len(images)} {part} images and {len(labels)} labels")
     if (labels > 9).any():
-        raise DataError(f"{found / FILES[part, 'labels']} names class {labels.max()}; the classes are 0 to 9")
+        raise DataError(
+            f"{found / FILES[part, 'labels']} names class {labels.max()}; the classes are 0 to 9"
+        )
     return images, labels.long()
 
 
-def download_fashion(folder: str | Path, *, source: Source = FASHION, report: Report | None = None) -> Path:
-    """Downloads the four files into `folder`/FashionMNIST/raw, where torchvision finds them too, and returns it."""
+def download_fashion(
+    folder: str | Path, *, source: Source = FASHION, report: Report | None = None
+) -> Path:
+    """Downloads the four files into `folder`/FashionMNIST/raw, where torchvision finds them too,
+    and returns it.
+    """
     target = user_path(folder) / _DOWNLOADED
     with staging(target) as stage:
         fetch(source, stage, report)
@@ -92,7 +101,9 @@ def _places(folder: str | Path | None) -> list[Place]:
 
 
 def _read(folder: Path, name: str, one: tuple[int, ...]) -> Tensor:
-    """Returns the array of an idx file: 0, 0, 8 for uint8, the number of dimensions, their sizes, the data."""
+    """Returns the array of an idx file: 0, 0, 8 for uint8, the number of dimensions, their sizes,
+    the data.
+    """
     path = present(folder, name, packed=True)
     if path is None:
         raise DataError(f"{folder} has no {name}: it went away while it was read")
@@ -103,8 +114,12 @@ def _read(folder: Path, name: str, one: tuple[int, ...]) -> Tensor:
     dimensions = 1 + len(one)
     head = 4 + 4 * dimensions
     sizes = np.frombuffer(content, ">u4", dimensions, 4).tolist() if len(content) >= head else []
-    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) != head + int(np.prod(sizes, dtype=np.int64)):
+    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) != head + int(
+        np.prod(sizes, dtype=np.int64)
+    ):
         raise DataError(f"{path} is not an idx file of {dimensions} dimensions, or was cut short")
     if tuple(sizes[1:]) != one:
-        raise DataError(f"{path} holds images of {sizes[1]}×{sizes[2]} pixels; Fashion-MNIST's are 28×28")
+        raise DataError(
+            f"{path} holds images of {sizes[1]}×{sizes[2]} pixels; Fashion-MNIST's are 28×28"
+        )
     return torch.from_numpy(np.frombuffer(content, np.uint8, offset=head).reshape(sizes).copy())

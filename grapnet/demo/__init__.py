@@ -1,1 +1,3 @@
-"""The demonstration that `grapnet demo` runs: a net that is grown, cut, undone, frozen, sifted and saved."""
+"""The demonstration that `grapnet demo` runs: a net that is grown, cut, undone, frozen, sifted and
+saved.
+"""

@@ -1,4 +1,6 @@
-"""What is done to the grown net, one function a chapter; each returns what it measured as plain data."""
+"""What is done to the grown net, one function a chapter; each returns what it measured as plain
+data.
+"""
 
 import copy
 from collections.abc import Iterable
@@ -21,11 +23,15 @@ VIEWS = ("auto", "reference", "dense", "family", "sparse")
 class Scene:
     """The grown net, and everything that the chapters need beside it."""
 
-    def __init__(self, learner: Learner, digits: Digits, scores: list[tuple[int, float]], seed: int) -> None:
+    def __init__(
+        self, learner: Learner, digits: Digits, scores: list[tuple[int, float]], seed: int
+    ) -> None:
         self.net, self.optimizer, self.memory = learner.net, learner.optimizer, learner.memory
         self.settings, self.digits, self.scores, self.seed = learner.settings, digits, scores, seed
         gn.detach(self.optimizer, self.net)
-        gn.attach(self.optimizer, self.net)  # from here on Adam keeps what it knows about coordinates that stay
+        gn.attach(
+            self.optimizer, self.net
+        )  # from here on Adam keeps what it knows about coordinates that stay
 
     def logits(self) -> Tensor:
         """Returns what the net says about the test images, [n, 10]."""
@@ -37,7 +43,9 @@ class Scene:
         return evaluate(self.net, self.digits.test_x, self.digits.test_y, TASKS).local
 
     def score(self) -> float:
-        """Returns the accuracy with a choice among all ten digits, and remembers it beside the version."""
+        """Returns the accuracy with a choice among all ten digits, and remembers it beside the
+        version.
+        """
         self.scores.append((self.net.version, accuracy(self.net, self.digits)))
         return self.scores[-1][1]
 
@@ -52,13 +60,19 @@ class Scene:
         states = [self.optimizer.state[parameter] for parameter in self.net.parameters()]
         return [state[key].clone() for state in states for key in ("exp_avg", "exp_avg_sq")]
 
-    def train(self, net: gn.GrapNet, optimizer: torch.optim.Optimizer, *, epochs: int, seed: int) -> None:
+    def train(
+        self, net: gn.GrapNet, optimizer: torch.optim.Optimizer, *, epochs: int, seed: int
+    ) -> None:
         """Trains on all digits at once; equal seeds give equal batches."""
         order = torch.Generator().manual_seed(seed)
         for _ in range(epochs):
-            for rows in torch.randperm(len(self.digits.y), generator=order).split(2 * self.settings.batch):
+            for rows in torch.randperm(len(self.digits.y), generator=order).split(
+                2 * self.settings.batch
+            ):
                 optimizer.zero_grad()
-                nn.functional.cross_entropy(net(self.digits.x[rows]), self.digits.y[rows]).backward()
+                nn.functional.cross_entropy(
+                    net(self.digits.x[rows]), self.digits.y[rows]
+                ).backward()
                 optimizer.step()
 
 
@@ -70,11 +84,21 @@ def accuracy(model: nn.Module, digits: Digits, tasks: int = len(TASKS)) -> float
 def cut(scene: Scene) -> dict[str, Any]:
     """Cuts all relations that one task owns, looks at every task, and takes the cut back."""
     net, task = scene.net, scene.settings.cut_task
-    before, logits, parameters, moments = scene.local(), scene.logits(), _copies(net), scene.moments()
+    before, logits, parameters, moments = (
+        scene.local(),
+        scene.logits(),
+        _copies(net),
+        scene.moments(),
+    )
     relations = net.count().relations
     with net.edit(f"cut what {owner_of(task)} owns", by="demo") as edit:
         edit.cut(net.select(owner=owner_of(task)).outgoing())
-    left, after, moved, cut_score = net.count().relations, scene.local(), scene.logits() - logits, scene.score()
+    left, after, moved, cut_score = (
+        net.count().relations,
+        scene.local(),
+        scene.logits() - logits,
+        scene.score(),
+    )
     net.undo()
     changed = [n for n, pair in enumerate(zip(before, after, strict=True), 1) if pair[0] != pair[1]]
     others = [digit for n, digits in enumerate(TASKS, 1) if n != task for digit in digits]
@@ -151,7 +175,9 @@ def sift(scene: Scene) -> dict[str, Any]:
 
 
 def views(scene: Scene) -> dict[str, Any]:
-    """Computes the same logits in every way there is, and compares them with the walk from node to node."""
+    """Computes the same logits in every way there is, and compares them with the walk from node to
+    node.
+    """
     net, x = scene.net, scene.digits.test_x
     chosen, found, refused = net.execution.choices(), {}, {}
     with torch.no_grad():
@@ -175,7 +201,9 @@ def views(scene: Scene) -> dict[str, Any]:
 
 
 def save(scene: Scene, path: Path) -> dict[str, Any]:
-    """Saves the net with its journal, loads a copy, and takes the last edit back in the copy alone."""
+    """Saves the net with its journal, loads a copy, and takes the last edit back in the copy
+    alone.
+    """
     net, logits, relations = scene.net, scene.logits(), scene.net.count().relations
     gn.save(path, net, undo=True, optimizer=scene.optimizer, memory=scene.memory)
     again = gn.load(path, device=scene.digits.x.device)
@@ -188,7 +216,8 @@ def save(scene: Scene, path: Path) -> dict[str, Any]:
         "loaded_equal": same,
         "undone": undone.reason,
         "relations": [relations, again.count().relations],
-        "original_untouched": torch.equal(scene.logits(), logits) and net.count().relations == relations,
+        "original_untouched": torch.equal(scene.logits(), logits)
+        and net.count().relations == relations,
     }
 
 

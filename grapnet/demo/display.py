@@ -1,4 +1,6 @@
-"""The live display: one line that is written over on a terminal, and one plain line a result anywhere else."""
+"""The live display: one line that is written over on a terminal, and one plain line a result
+anywhere else.
+"""
 
 import shutil
 import time
@@ -17,7 +19,8 @@ class Display:
 
     Args:
         stream: where to write, usually `sys.stderr`.
-        live: whether a line can be written over; by default where the stream is a terminal that can.
+        live: whether a line can be written over; by default where the stream is a terminal that
+            can.
         pause: seconds between two versions of the live line.
 
     Examples:
@@ -37,7 +40,9 @@ class Display:
         """Puts a line in the place of the live one; it is only asked for when it is shown."""
         if not self.live or time.monotonic() < self._shown_at + self._pause:
             return
-        width = shutil.get_terminal_size().columns - 1  # a line that wraps could not be written over
+        width = (
+            shutil.get_terminal_size().columns - 1
+        )  # a line that wraps could not be written over
         self._write(_CLEAR + line()[:width])
         self._on_screen, self._shown_at = True, time.monotonic()
 

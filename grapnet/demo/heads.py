@@ -1,4 +1,6 @@
-"""The heads of the demonstration: two that grow, two dense ones to compare them with, and one stream for all."""
+"""The heads of the demonstration: two that grow, two dense ones to compare them with, and one
+stream for all.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +11,14 @@ from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.integrations.extra import require
-from grapnet.learning import ExperienceReplay, ReservoirMemory, Step, Task, TaskStream, train_on_stream
+from grapnet.learning import (
+    ExperienceReplay,
+    ReservoirMemory,
+    Step,
+    Task,
+    TaskStream,
+    train_on_stream,
+)
 from grapnet.rules import GrowForTask, Moment
 
 TASKS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))  # digits, in the order in which they come
@@ -28,8 +37,8 @@ HEADS: dict[Kind, str] = {
 class Settings:
     """What the demonstration runs: one setting for all heads.
 
-    It was chosen among five because all heads have learnt well with it. With fewer updates, as in FAST, the dense head
-    of the same initial scale is well ahead of the grown ones.
+    It was chosen among five because all heads have learnt well with it. With fewer updates, as in
+    FAST, the dense head of the same initial scale is well ahead of the grown ones.
     """
 
     nodes: int = 32  # hidden nodes that every task gets
@@ -59,14 +68,19 @@ class Digits(NamedTuple):
 
 
 def load_digits(device: torch.device) -> Digits:
-    """Returns the 1,797 digits that ship with scikit-learn, 30 in 100 of them to test on, always the same.
+    """Returns the 1,797 digits that ship with scikit-learn, 30 in 100 of them to test on, always
+    the same.
 
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    datasets, selection = (require(f"sklearn.{part}", "demo") for part in ("datasets", "model_selection"))
+    datasets, selection = (
+        require(f"sklearn.{part}", "demo") for part in ("datasets", "model_selection")
+    )
     images, labels = datasets.load_digits(return_X_y=True)
-    parts = selection.train_test_split(images / 16 - 0.3, labels, test_size=0.3, random_state=0, stratify=labels)
+    parts = selection.train_test_split(
+        images / 16 - 0.3, labels, test_size=0.3, random_state=0, stratify=labels
+    )
     x, test_x, y, test_y = (torch.as_tensor(part, device=device) for part in parts)
     return Digits(x.float(), y, test_x.float(), test_y)
 
@@ -78,12 +92,21 @@ class Learner:
         torch.manual_seed(seed)
         self.settings, self.memory = settings, ReservoirMemory(settings.memory, seed=seed)
         self.stream = TaskStream(
-            digits.x, digits.y, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class
+            digits.x,
+            digits.y,
+            tasks=TASKS,
+            batch=settings.batch,
+            seed=seed,
+            per_class=settings.per_class,
         )
         self._generator = torch.Generator().manual_seed(seed)
-        self.net = gn.GrapNet([PIXELS, 0, CLASSES], device=digits.x.device)  # empty unless it is grown
+        self.net = gn.GrapNet(
+            [PIXELS, 0, CLASSES], device=digits.x.device
+        )  # empty unless it is grown
         grows = kind in ("own", "seen")
-        self.model = self.net if grows else _dense(settings, digits.x.device, scaled=kind == "control")
+        self.model = (
+            self.net if grows else _dense(settings, digits.x.device, scaled=kind == "control")
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=settings.lr)
         self._before: Callable[[Task], None] | None = None
         if grows:
@@ -105,9 +128,13 @@ class Learner:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     def learn(
-        self, after_step: Callable[[Step], object] | None = None, after_task: Callable[[Task], object] | None = None
+        self,
+        after_step: Callable[[Step], object] | None = None,
+        after_task: Callable[[Task], object] | None = None,
     ) -> float:
-        """Goes through the stream once and returns the seconds that it took, evaluation left out."""
+        """Goes through the stream once and returns the seconds that it took, evaluation left
+        out.
+        """
         run = train_on_stream(
             self.model,
             self.stream,
@@ -124,7 +151,9 @@ class Learner:
 
     def _make_room(self, task: Task) -> None:
         classes = " and ".join(map(str, task.classes))
-        with self.net.edit(f"grow for {classes}", by="GrowForTask", generator=self._generator) as edit:
+        with self.net.edit(
+            f"grow for {classes}", by="GrowForTask", generator=self._generator
+        ) as edit:
             self._grow(self.net, edit, Moment(task=task.number + 1))
 
 
@@ -134,10 +163,12 @@ def owner_of(task: int) -> str:
 
 
 def _dense(settings: Settings, device: torch.device, *, scaled: bool) -> nn.Sequential:
-    """Returns a dense head with about as many parameters as the grown one that relates to its own digits.
+    """Returns a dense head with about as many parameters as the grown one that relates to its own
+    digits.
 
-    Scaled, its weights and biases are drawn as `GrowForTask` draws those of that head: U(±1/√(relations that an owner
-    gains)), which are `nodes` for a pixel and two for a hidden node, and biases of zero.
+    Scaled, its weights and biases are drawn as `GrowForTask` draws those of that head:
+    U(±1/√(relations that an owner gains)), which are `nodes` for a pixel and two for a hidden node,
+    and biases of zero.
     """
     grown = len(TASKS) * settings.nodes * (PIXELS + 2 + 1) + CLASSES
     width = round((grown - CLASSES) / (PIXELS + CLASSES + 1))

@@ -14,10 +14,11 @@ def report(numbers: dict[str, Any], pictures: dict[str, Picture]) -> str:
     parts = [
         heading("A network that is edited while it learns", level=1),
         paragraph(
-            "GrapNet on the 1,797 handwritten digits that ship with scikit-learn: five tasks of two digits each, "
-            "task-1 to task-5, come one after the other, and are learnt with a small memory of earlier images. Then "
-            "the net is cut and gets back what was cut, is frozen in part, sifted, run in every way there is, and "
-            "saved. Every number below was measured in this run."
+            "GrapNet on the 1,797 handwritten digits that ship with scikit-learn: five tasks of two"
+            " digits each, task-1 to task-5, come one after the other, and are learnt with a small"
+            " memory of earlier images. Then the net is cut and gets back what was cut, is frozen"
+            " in part, sifted, run in every way there is, and saved. Every number below was"
+            " measured in this run."
         ),
         _facts(numbers),
         *_grown(numbers, pictures, found),
@@ -34,17 +35,31 @@ def _facts(numbers: dict[str, Any]) -> str:
     cut, sift, views = numbers["cut"], numbers["sift"], numbers["views"]
     return facts(
         [
-            (f"{100 * numbers['growth']['seen_class']:.1f} %", "accuracy among all ten digits after five tasks"),
-            (f"{len(cut['changed_tasks'])} of {len(TASKS)}", f"tasks changed when task {cut['task']} was cut"),
-            ("bit for bit" if all(cut["undo_restored"].values()) else "NOT equal", "what undo brought back"),
+            (
+                f"{100 * numbers['growth']['seen_class']:.1f} %",
+                "accuracy among all ten digits after five tasks",
+            ),
+            (
+                f"{len(cut['changed_tasks'])} of {len(TASKS)}",
+                f"tasks changed when task {cut['task']} was cut",
+            ),
+            (
+                "bit for bit" if all(cut["undo_restored"].values()) else "NOT equal",
+                "what undo brought back",
+            ),
             (f"{numbers['freeze']['drift']:g}", "how far frozen coordinates moved"),
-            (f"{sift['relations'][0]:,} → {sift['relations'][1]:,}", "relations before and after the sift"),
+            (
+                f"{sift['relations'][0]:,} → {sift['relations'][1]:,}",
+                "relations before and after the sift",
+            ),
             (f"{views['largest']:.1e}", "largest difference between all ways to run the net"),
         ]
     )
 
 
-def _grown(numbers: dict[str, Any], pictures: dict[str, Picture], found: dict[str, str]) -> list[str]:
+def _grown(
+    numbers: dict[str, Any], pictures: dict[str, Picture], found: dict[str, str]
+) -> list[str]:
     rows = [
         [
             task["owner"],
@@ -56,7 +71,14 @@ def _grown(numbers: dict[str, Any], pictures: dict[str, Picture], found: dict[st
         ]
         for task in numbers["growth"]["tasks"]
     ]
-    titles = ["task", "digits", "hidden nodes", "relations", "updates", "accuracy, all seen digits, %"]
+    titles = [
+        "task",
+        "digits",
+        "hidden nodes",
+        "relations",
+        "updates",
+        "accuracy, all seen digits, %",
+    ]
     return [
         heading("1 Grown task by task"),
         paragraph(found["Grow"]),
@@ -81,13 +103,18 @@ def _compared(numbers: dict[str, Any], found: dict[str, str]) -> list[str]:
     ]
     return [
         heading("2 Beside matched dense heads"),
-        table(["head", "parameters", "accuracy, all ten digits, %", "seed by seed"], rows, right=(1, 2)),
+        table(
+            ["head", "parameters", "accuracy, all ten digits, %", "seed by seed"],
+            rows,
+            right=(1, 2),
+        ),
         paragraph(found["Compare"]),
         paragraph(
-            f"Seeds {comparison['seeds'][0]} to {comparison['seeds'][-1]}; the same images in the same order, memory, "
-            "updates and learning rate for every head; mean ± standard deviation, and 95 % intervals of the paired "
-            "differences. How far heads lie apart depends on how long they learn: after the few updates of "
-            "grapnet demo --fast the dense head of the same initial scale is well ahead of the grown ones.",
+            f"Seeds {comparison['seeds'][0]} to {comparison['seeds'][-1]}; the same images in the"
+            " same order, memory, updates and learning rate for every head; mean ± standard"
+            " deviation, and 95 % intervals of the paired differences. How far heads lie apart"
+            " depends on how long they learn: after the few updates of grapnet demo --fast the"
+            " dense head of the same initial scale is well ahead of the grown ones.",
             "soft",
         ),
     ]
@@ -96,19 +123,29 @@ def _compared(numbers: dict[str, Any], found: dict[str, str]) -> list[str]:
 def _cut(numbers: dict[str, Any], found: dict[str, str]) -> list[str]:
     cut = numbers["cut"]
     rows = [
-        [f"task {n}", ", ".join(map(str, digits)), *(bar(cut[when][n - 1]) for when in ("before", "after", "undone"))]
+        [
+            f"task {n}",
+            ", ".join(map(str, digits)),
+            *(bar(cut[when][n - 1]) for when in ("before", "after", "undone")),
+        ]
         for n, digits in enumerate(TASKS, 1)
     ]
     return [
         heading("3 One task cut, and given back"),
         paragraph(found["Cut"]),
-        table(["task", "digits", "before, %", "after the cut, %", "after undo, %"], rows, fallen=cut["task"] - 1),
+        table(
+            ["task", "digits", "before, %", "after the cut, %", "after undo, %"],
+            rows,
+            fallen=cut["task"] - 1,
+        ),
         paragraph("Accuracy of a choice between the two digits of each task.", "soft"),
         paragraph("Undo: " + found["Undo"]),
     ]
 
 
-def _edited(numbers: dict[str, Any], pictures: dict[str, Picture], found: dict[str, str]) -> list[str]:
+def _edited(
+    numbers: dict[str, Any], pictures: dict[str, Picture], found: dict[str, str]
+) -> list[str]:
     return [
         heading("4 Frozen, and trained on"),
         paragraph(found["Freeze"]),
@@ -116,14 +153,16 @@ def _edited(numbers: dict[str, Any], pictures: dict[str, Picture], found: dict[s
         paragraph(found["Sift"]),
         figure(
             pictures["graph"],
-            "The net at the end. Boxes are the nodes of one task, bands their relations; hatched ones are frozen, and "
-            "dotted lines stand for what the sift cut.",
+            "The net at the end. Boxes are the nodes of one task, bands their relations; hatched"
+            " ones are frozen, and dotted lines stand for what the sift cut.",
         ),
     ]
 
 
 def _run_and_saved(numbers: dict[str, Any], found: dict[str, str]) -> list[str]:
-    rows = [[name, f"{difference:.1e}"] for name, difference in numbers["views"]["differences"].items()]
+    rows = [
+        [name, f"{difference:.1e}"] for name, difference in numbers["views"]["differences"].items()
+    ]
     return [
         heading("6 Every way to run it"),
         paragraph(found["Views"]),
@@ -155,8 +194,8 @@ def _record(numbers: dict[str, Any], pictures: dict[str, Picture]) -> list[str]:
         table(["version", "reason", "nodes", "relations", "by"], rows, right=(0, 2, 3)),
         figure(
             pictures["timeline"],
-            "Accuracy on all digits seen so far, by version. A mark is what the edit left, that of growth what its "
-            "task ended with; upright lines are training between two edits.",
+            "Accuracy on all digits seen so far, by version. A mark is what the edit left, that of"
+            " growth what its task ended with; upright lines are training between two edits.",
         ),
         heading("What was checked"),
         checked(numbers["checks"]),

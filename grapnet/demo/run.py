@@ -20,7 +20,9 @@ from .story import tell
 CHECKPOINT, JSON, REPORT = "digits.safetensors", "demo.json", "report.html"
 
 
-def run(settings: Settings, out: Path, *, seed: int, device: torch.device, display: Display) -> dict[str, Any]:
+def run(
+    settings: Settings, out: Path, *, seed: int, device: torch.device, display: Display
+) -> dict[str, Any]:
     """Tells the story, draws and writes it, and returns what `demo.json` holds.
 
     Args:
@@ -32,8 +34,8 @@ def run(settings: Settings, out: Path, *, seed: int, device: torch.device, displ
 
     Raises:
         ImportError: scikit-learn or matplotlib is not installed; nothing was run.
-        OSError: the folder cannot be written into, and nothing was run; or it holds a folder that has the name of one
-            of the files, and none was replaced.
+        OSError: the folder cannot be written into, and nothing was run; or it holds a folder that
+            has the name of one of the files, and none was replaced.
     """
     for module in ("sklearn", "matplotlib"):
         require(module, "demo")
@@ -49,13 +51,16 @@ def run(settings: Settings, out: Path, *, seed: int, device: torch.device, displ
         numbers["files"] = sorted([*(path.name for path in partial.iterdir()), JSON, REPORT])
         numbers["folder"], numbers["seconds"] = str(out), time.perf_counter() - began
         (partial / REPORT).write_text(report(numbers, pictures), encoding="utf-8")
-        (partial / JSON).write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (partial / JSON).write_text(
+            json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8"
+        )
     return numbers
 
 
 @contextmanager
 def written_at_once(out: Path) -> Iterator[Path]:
-    """Gives a folder to write into, whose files go to `out` when the block ends well, and go away when it does not.
+    """Gives a folder to write into, whose files go to `out` when the block ends well, and go away
+    when it does not.
 
     Raises:
         IsADirectoryError: a folder in `out` has the name of one of the files; none was replaced.
@@ -68,7 +73,9 @@ def written_at_once(out: Path) -> Iterator[Path]:
             places = {path: out / path.name for path in sorted(partial.iterdir())}
             for place in places.values():
                 if place.is_dir():
-                    raise IsADirectoryError(f"{str(place)!r} is a folder; a file of this name is to be written there")
+                    raise IsADirectoryError(
+                        f"{str(place)!r} is a folder; a file of this name is to be written there"
+                    )
             for path, place in places.items():
                 os.replace(path, place)
     finally:

@@ -1,4 +1,6 @@
-"""The story of the demonstration: grow, compare, cut, undo, freeze, sift, run, save; and what holds at its end."""
+"""The story of the demonstration: grow, compare, cut, undo, freeze, sift, run, save; and what holds
+at its end.
+"""
 
 import platform
 import time
@@ -26,10 +28,14 @@ class Story(NamedTuple):
     numbers: dict[str, Any]
     net: gn.GrapNet
     matrix: AccuracyMatrix
-    scores: list[tuple[int, float]]  # version of the net, and its accuracy on all digits seen so far
+    scores: list[
+        tuple[int, float]
+    ]  # version of the net, and its accuracy on all digits seen so far
 
 
-def tell(settings: Settings, seed: int, checkpoint: Path, device: torch.device, display: Display) -> Story:
+def tell(
+    settings: Settings, seed: int, checkpoint: Path, device: torch.device, display: Display
+) -> Story:
     """Runs the whole story and writes nothing but the checkpoint.
 
     Args:
@@ -50,11 +56,21 @@ def tell(settings: Settings, seed: int, checkpoint: Path, device: torch.device, 
         numbers[name] = getattr(chapters, name)(scene)
     numbers["saved"] = chapters.save(scene, checkpoint)
     numbers["history"] = [
-        {"version": commit.version, "reason": commit.reason, "by": commit.by, **commit.change.counts()}
+        {
+            "version": commit.version,
+            "reason": commit.reason,
+            "by": commit.by,
+            **commit.change.counts(),
+        }
         for commit in learner.net.history
     ]
     numbers["checks"] = checks(numbers)
-    numbers["settings"] = {**asdict(settings), "seed": seed, "device": str(device), "threads": torch.get_num_threads()}
+    numbers["settings"] = {
+        **asdict(settings),
+        "seed": seed,
+        "device": str(device),
+        "threads": torch.get_num_threads(),
+    }
     numbers["versions"] = {
         "grapnet": gn.__version__,
         "torch": torch.__version__,
@@ -67,37 +83,56 @@ def tell(settings: Settings, seed: int, checkpoint: Path, device: torch.device, 
 
 def checks(numbers: dict[str, Any]) -> dict[str, bool]:
     """Returns what the demonstration claims, and whether it held."""
-    cut, freeze, sift, views, saved = (numbers[name] for name in ("cut", "freeze", "sift", "views", "saved"))
+    cut, freeze, sift, views, saved = (
+        numbers[name] for name in ("cut", "freeze", "sift", "views", "saved")
+    )
     return {
-        "only the cut task fell": cut["changed_tasks"] == [cut["task"]]
-        and cut["after"][cut["task"] - 1] < cut["before"][cut["task"] - 1],
-        "undo brought all back bit for bit": all(cut["undo_restored"].values()) and cut["undone"] == cut["before"],
-        "frozen coordinates moved by exactly 0, free ones moved": freeze["drift"] == 0 < freeze["other_drift"],
-        "the sift cut what its dry run announced": sift["relations"][0] - sift["relations"][1] == sift["planned_cut"],
+        "only the cut task fell": (
+            cut["changed_tasks"] == [cut["task"]]
+            and cut["after"][cut["task"] - 1] < cut["before"][cut["task"] - 1]
+        ),
+        "undo brought all back bit for bit": (
+            all(cut["undo_restored"].values()) and cut["undone"] == cut["before"]
+        ),
+        "frozen coordinates moved by exactly 0, free ones moved": (
+            freeze["drift"] == 0 < freeze["other_drift"]
+        ),
+        "the sift cut what its dry run announced": (
+            sift["relations"][0] - sift["relations"][1] == sift["planned_cut"]
+        ),
         "Adam followed the sift": sift["optimizer_coordinates"] == sift["trainable"],
         "all views agree": views["largest"] <= AGREEMENT * views["largest_logit"],
         "the loaded net is equal": saved["loaded_equal"],
-        "undo in the copy left the original alone": saved["original_untouched"]
-        and saved["relations"] == sift["relations"][::-1],
+        "undo in the copy left the original alone": (
+            saved["original_untouched"] and saved["relations"] == sift["relations"][::-1]
+        ),
     }
 
 
-def _grow(learner: Learner, digits: Digits, matrix: AccuracyMatrix, display: Display) -> dict[str, Any]:
-    """Learns one task after the other, with nodes of its own for each, and measures after every one."""
+def _grow(
+    learner: Learner, digits: Digits, matrix: AccuracyMatrix, display: Display
+) -> dict[str, Any]:
+    """Learns one task after the other, with nodes of its own for each, and measures after every
+    one.
+    """
     net, tasks, done = learner.net, [], 0  # updates before the present task
 
     def line(task: Task, step: int, accuracy: float) -> str:
         steps = len(task) * learner.settings.updates
         at = f"  {display.bar(step / steps)}" if display.live and step < steps else ""
         return (
-            f"task {task.number + 1}/{len(TASKS)}: digits {', '.join(map(str, task.classes))}  "
-            f"step {step:>3}/{steps}  accuracy {accuracy:6.1%}  relations {net.count().relations:>6,}  "
-            f"version {net.version}{at}"
+            f"task {task.number + 1}/{len(TASKS)}: digits {', '.join(map(str, task.classes))}  step"
+            f" {step:>3}/{steps}  accuracy {accuracy:6.1%}  relations {net.count().relations:>6,} "
+            f" version {net.version}{at}"
         )
 
     def after_step(step: Step) -> None:
         task = step.task
-        display.show(lambda: line(task, step.number + 1 - done, chapters.accuracy(net, digits, task.number + 1)))
+        display.show(
+            lambda: line(
+                task, step.number + 1 - done, chapters.accuracy(net, digits, task.number + 1)
+            )
+        )
 
     def after_task(task: Task) -> None:
         nonlocal done

@@ -42,7 +42,8 @@ class Attention:
         bound: float | None = None,
         generator: torch.Generator | None = None,
     ) -> "Attention":
-        """Makes the policy of a transition; keys and queries that it has already stay, unless an option says other.
+        """Makes the policy of a transition; keys and queries that it has already stay, unless an
+        option says other.
 
         Args:
             graph: the net.
@@ -53,7 +54,9 @@ class Attention:
             generator: source of the random numbers.
         """
         names = cls.names(t)
-        if keys is queries is bound is generator is None and all(name in graph.columns for name in names):
+        if keys is queries is bound is generator is None and all(
+            name in graph.columns for name in names
+        ):
             return cls(*(graph.columns[name] for name in names))
         bound = 1.0 if bound is None else float(bound)
         if not 0 <= bound < float("inf"):
@@ -62,7 +65,11 @@ class Attention:
         example = graph.transitions[t].weight.detach()
         for name, layer, given in zip(names, (t, t + 1), (keys, queries), strict=True):
             count = len(graph.layers[layer])
-            values = drawn(count, bound, example, generator) if given is None else _checked(given, count, name, example)
+            values = (
+                drawn(count, bound, example, generator)
+                if given is None
+                else _checked(given, count, name, example)
+            )
             columns.append(Column(name, layer, values, beside=beside, bound=bound))
         return cls(*columns)
 
@@ -86,7 +93,9 @@ class Attention:
 
 
 class AttentionPlan:
-    """The segment softmax for one topology: some relations at a time, and never a rectangle of parents × children."""
+    """The segment softmax for one topology: some relations at a time, and never a rectangle of
+    parents × children.
+    """
 
     def __init__(self, topology: Topology, key: Column, query: Column) -> None:
         self.topology, self.key, self.query = topology, key, query
@@ -94,14 +103,18 @@ class AttentionPlan:
         self._alone = topology.fan_in() == 0  # children without a parent
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        key, query = self.key.values().view(-1), self.query.values().view(-1)  # views outlive an edit of the Parameter
+        key, query = (
+            self.key.values().view(-1),
+            self.query.values().view(-1),
+        )  # views outlive an edit of the Parameter
         return self.attend(x, values, key, query, bias)
 
     def attend(self, x: Tensor, values: Tensor, key: Tensor, query: Tensor, bias: Tensor) -> Tensor:
-        """Returns z [batch, n_children]; two passes over the relations, one for the largest score of each child.
+        """Returns z [batch, n_children]; two passes over the relations, one for the largest score
+        of each child.
 
-        What is subtracted from the scores does not change the result, so no gradient flows through it. The pieces of
-        the second pass are made again in the backward, not kept.
+        What is subtracted from the scores does not change the result, so no gradient flows through
+        it. The pieces of the second pass are made again in the backward, not kept.
         """
         size = max(1, reference.CELLS // max(1, len(x)))
         pieces = list(values.split(size))
@@ -117,23 +130,35 @@ class AttentionPlan:
             above = below = most.new_zeros(())
             for number, piece in enumerate(pieces):
                 arguments = (x, keyed, piece, query, most, number * size)
-                more = checkpoint(self._sums, *arguments, use_reentrant=False, preserve_rng_state=False)
+                more = checkpoint(
+                    self._sums, *arguments, use_reentrant=False, preserve_rng_state=False
+                )
                 above, below = above + more[0], below + more[1]
         return above / below.masked_fill(self._alone, 1) + bias
 
     def _sums(
         self, x: Tensor, keyed: Tensor, values: Tensor, query: Tensor, most: Tensor, start: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns Σ exp(score) h w and Σ exp(score) over the relations from `start` on, both [batch, n_children]."""
+        """Returns Σ exp(score) h w and Σ exp(score) over the relations from `start` on, both
+        [batch, n_children].
+        """
         parents, children, scores = self._scores(keyed, query, start, len(values))
         shares = (scores - most.gather(1, children)).exp()  # [batch, relations], at most 1
         messages = shares * x.index_select(1, parents) * values
         return self._received(children, messages), self._received(children, shares)
 
-    def _scores(self, keyed: Tensor, query: Tensor, start: int, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the parents of some relations, their children [batch, relations], and their scores."""
+    def _scores(
+        self, keyed: Tensor, query: Tensor, start: int, count: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the parents of some relations, their children [batch, relations], and their
+        scores.
+        """
         stop = start + count
-        parents = self.topology.parents(start, stop) if self._parents is None else self._parents[start:stop]
+        parents = (
+            self.topology.parents(start, stop)
+            if self._parents is None
+            else self._parents[start:stop]
+        )
         children = self.topology.child[start:stop]
         scores = keyed.index_select(1, parents) * query.index_select(0, children)
         return parents, children.long().expand(len(keyed), -1), scores
@@ -142,8 +167,11 @@ class AttentionPlan:
         return sent.new_zeros(len(sent), self.topology.n_children).scatter_add(1, children, sent)
 
 
-def dense_attention(x: Tensor, values: Tensor, key: Tensor, query: Tensor, topology: Topology, bias: Tensor) -> Tensor:
-    """Returns what attention is, with every pair of a rectangle and -inf where there is no relation: for audits.
+def dense_attention(
+    x: Tensor, values: Tensor, key: Tensor, query: Tensor, topology: Topology, bias: Tensor
+) -> Tensor:
+    """Returns what attention is, with every pair of a rectangle and -inf where there is no
+    relation: for audits.
 
     Args:
         x: what the upper nodes say, [batch, n_parents].
@@ -154,7 +182,9 @@ def dense_attention(x: Tensor, values: Tensor, key: Tensor, query: Tensor, topol
         bias: one a lower node.
     """
     pairs = topology.parents().long(), topology.child.long()
-    related = torch.zeros(topology.n_parents, topology.n_children, dtype=torch.bool, device=x.device)
+    related = torch.zeros(
+        topology.n_parents, topology.n_children, dtype=torch.bool, device=x.device
+    )
     related[pairs] = True
     weights = values.new_zeros(related.shape).index_put(pairs, values)
     scores = x[:, :, None] * key[:, None] * query  # [batch, n_parents, n_children]

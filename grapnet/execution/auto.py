@@ -13,9 +13,16 @@ from grapnet.core.relations import Topology
 
 from .family import group_members
 
-BATCHES = tuple(2**n for n in range(13))  # a batch is treated like the next of these, a larger one like the last
-MARGIN = {"cpu": 0.93, "cuda": 0.5}  # another backend than dense must be expected to take less of its time than this
-MOST_DEGREES = 64  # a transition with more different numbers of children is not searched for families
+BATCHES = tuple(
+    2**n for n in range(13)
+)  # a batch is treated like the next of these, a larger one like the last
+MARGIN = {
+    "cpu": 0.93,
+    "cuda": 0.5,
+}  # another backend than dense must be expected to take less of its time than this
+MOST_DEGREES = (
+    64  # a transition with more different numbers of children is not searched for families
+)
 MOST_SHARE = 0.6  # nor is one in which more of the rectangle exists
 MOST_BLOCKS = 4  # families of more different sizes than this are left to other backends
 
@@ -32,18 +39,34 @@ class Shape:
     @classmethod
     def of(cls, topology: Topology) -> "Shape":
         """Returns the shape of a topology."""
-        return cls(topology.n_parents * topology.n_children, topology.n_relations, topology.is_full, topology)
+        return cls(
+            topology.n_parents * topology.n_children,
+            topology.n_relations,
+            topology.is_full,
+            topology,
+        )
 
     @cached_property
     def products(self) -> int:
-        """Cells inside families, where there are few sizes of family, looked for only where degrees allow it; or 0."""
+        """Cells inside families, where there are few sizes of family, looked for only where degrees
+        allow it; or 0.
+        """
         topology, groups = self.topology, []
-        if topology.n_relations <= MOST_SHARE * self.cells and len(topology.degrees.unique()) <= MOST_DEGREES:
+        if (
+            topology.n_relations <= MOST_SHARE * self.cells
+            and len(topology.degrees.unique()) <= MOST_DEGREES
+        ):
             groups = group_members(topology)
-        return sum(members.numel() * degree for members, degree in groups) if len(groups) <= MOST_BLOCKS else 0
+        return (
+            sum(members.numel() * degree for members, degree in groups)
+            if len(groups) <= MOST_BLOCKS
+            else 0
+        )
 
     def share(self, backend: str) -> float:
-        """Returns how much of the rectangle a backend computes; 0 when it is out of the question."""
+        """Returns how much of the rectangle a backend computes; 0 when it is out of the
+        question.
+        """
         return (self.products if backend == "family" else self.n_relations) / max(self.cells, 1)
 
 
@@ -58,7 +81,9 @@ def batch_class(batch: int) -> int:
 def fastest(
     shape: Shape, names: Sequence[str], *, device: str, batch: int, training: bool
 ) -> tuple[str, str | dict[str, float]]:
-    """Returns the name of the backend to run, of those that can, and why: in words, or the times expected of others."""
+    """Returns the name of the backend to run, of those that can, and why: in words, or the times
+    expected of others.
+    """
     if shape.full:
         return "dense", "every relation exists"
     tables = _measurements().get(device, {}).get("training" if training else "forward", {})
@@ -68,7 +93,11 @@ def fastest(
         name: _between(tables[name], shape.cells, share, batch)
         for name in names
         if name in tables
-        and (name != "family" or "dense" not in names or _least(tables[name], shape.cells, batch) <= MARGIN[device])
+        and (
+            name != "family"
+            or "dense" not in names
+            or _least(tables[name], shape.cells, batch) <= MARGIN[device]
+        )
         and (share := shape.share(name)) > 0
     }
     best = min(ratios, key=lambda name: ratios[name], default="reference")
@@ -81,14 +110,23 @@ def in_words(why: str | dict[str, float], batch: int) -> str:
     """Returns as a sentence why `fastest` has chosen."""
     if isinstance(why, str):
         return why
-    said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in sorted(why.items(), key=lambda item: item[1]))
-    return f"times expected at batch {batch}, dense being 1: {said}" if said else "it has no relations"
+    said = ", ".join(
+        f"{name} {ratio:.2f}" for name, ratio in sorted(why.items(), key=lambda item: item[1])
+    )
+    return (
+        f"times expected at batch {batch}, dense being 1: {said}" if said else "it has no relations"
+    )
 
 
 def _between(table: dict[str, Any], cells: float, share: float, batch: float) -> float:
-    """Returns the ratio of two times between the measured ones, on logarithmic axes; outside, that at the border."""
+    """Returns the ratio of two times between the measured ones, on logarithmic axes; outside, that
+    at the border.
+    """
     ratios: Any = table["ratios"]  # logarithms, [cells][share][batch]
-    weights = [_weights(table[axis], at) for axis, at in (("cells", cells), ("shares", share), ("batches", batch))]
+    weights = [
+        _weights(table[axis], at)
+        for axis, at in (("cells", cells), ("shares", share), ("batches", batch))
+    ]
     total = 0.0
     for i, a in weights[0]:
         for j, b in weights[1]:
@@ -99,7 +137,10 @@ def _between(table: dict[str, Any], cells: float, share: float, batch: float) ->
 
 def _least(table: dict[str, Any], cells: float, batch: float) -> float:
     """Returns a ratio of two times that no share of the rectangle is expected to fall below."""
-    near = [[n for n, _ in _weights(table[axis], at)] for axis, at in (("cells", cells), ("batches", batch))]
+    near = [
+        [n for n, _ in _weights(table[axis], at)]
+        for axis, at in (("cells", cells), ("batches", batch))
+    ]
     return math.exp(min(row[k] for i in near[0] for row in table["ratios"][i] for k in near[1]))
 
 
@@ -113,13 +154,18 @@ def _weights(axis: Sequence[float], at: float) -> list[tuple[int, float]]:
 
 @cache
 def _measurements() -> dict[str, Any]:
-    """Returns logarithms of the measured ratios and of where they were measured, by device, mode and backend.
+    """Returns logarithms of the measured ratios and of where they were measured, by device, mode
+    and backend.
 
     The file names the command that measures them again.
     """
     found = json.loads(files("grapnet.execution").joinpath("costs.json").read_text())["devices"]
     return {
-        device: {mode: _logarithms(measured[mode]) for mode in ("forward", "training") if mode in measured}
+        device: {
+            mode: _logarithms(measured[mode])
+            for mode in ("forward", "training")
+            if mode in measured
+        }
         for device, measured in found.items()
     }
 

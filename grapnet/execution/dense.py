@@ -13,13 +13,18 @@ from grapnet.core.relations import Topology
 from . import kernels, native
 from .plan import Plan, in_transform
 
-NARROW = 16  # children up to which a rectangle of one row a child runs faster than one of one row a parent
-LARGE = 1 << 15  # relations from which compiled kernels, which cost some microseconds to call, write a rectangle
+# children up to which a rectangle of one row a child runs faster than one of one row a parent
+NARROW = 16
+LARGE = (
+    1 << 15
+)  # relations from which compiled kernels, which cost some microseconds to call, write a rectangle
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Computes the whole rectangle; a full transition is a view of its values and costs what `nn.Linear` costs."""
+    """Computes the whole rectangle; a full transition is a view of its values and costs what
+    `nn.Linear` costs.
+    """
 
     most_cells: int = 2**28  # of a rectangle that has to be written
 
@@ -53,16 +58,24 @@ class FullPlan:
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         matrix = values if values.dim() == 2 else values.view(self.values_shape)
-        return linear(x, matrix.t().contiguous(), bias) if self._narrow else torch.addmm(bias, x, matrix)
+        return (
+            linear(x, matrix.t().contiguous(), bias)
+            if self._narrow
+            else torch.addmm(bias, x, matrix)
+        )
 
 
 class RectanglePlan:
-    """Some relations are missing: their cells are zero. Compiled kernels write a large rectangle without an index."""
+    """Some relations are missing: their cells are zero. Compiled kernels write a large rectangle
+    without an index.
+    """
 
     def __init__(self, topology: Topology, narrow: bool) -> None:
         self.topology, self._narrow = topology, narrow
         shape = (topology.n_parents, topology.n_children)
-        self._shape = shape[::-1] if narrow else shape  # one row a child when there are few, otherwise one a parent
+        self._shape = (
+            shape[::-1] if narrow else shape
+        )  # one row a child when there are few, otherwise one a parent
         large = topology.n_relations >= LARGE and topology.child.device.type == "cpu"
         self._cells = None if large and not native.missing else self._find_cells()
 
@@ -70,10 +83,14 @@ class RectanglePlan:
         cells, (rows, columns) = self._cells, self._shape
         if cells is None and not in_transform():
             topology = self.topology
-            matrix = kernels.fill(values, topology.ptr, topology.child, topology.n_children, self._narrow)
+            matrix = kernels.fill(
+                values, topology.ptr, topology.child, topology.n_children, self._narrow
+            )
         else:
             cells = self._find_cells() if cells is None else cells
-            matrix = values.new_zeros(rows * columns).index_add(0, cells, values).view(rows, columns)
+            matrix = (
+                values.new_zeros(rows * columns).index_add(0, cells, values).view(rows, columns)
+            )
         return linear(x, matrix, bias) if self._narrow else torch.addmm(bias, x, matrix)
 
     def _find_cells(self) -> Tensor:

@@ -9,7 +9,9 @@ from torch import nn
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Switches dropout and gradients off inside the block; every part has its own mode again afterwards."""
+    """Switches dropout and gradients off inside the block; every part has its own mode again
+    afterwards.
+    """
     modes = [(part, part.training) for part in module.modules()]
     try:
         module.eval()

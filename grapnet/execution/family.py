@@ -16,12 +16,16 @@ from .dense import FullPlan
 from .plan import Plan, in_transform
 
 LARGE = 1 << 16  # activations from which it pays to write a product where it belongs
-TILE = 64  # members and children of a family from which a GPU's half-precision tiles are well filled
+TILE = (
+    64  # members and children of a family from which a GPU's half-precision tiles are well filled
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Families:
-    """The families of equal size of one transition: which nodes, which children, where their values are."""
+    """The families of equal size of one transition: which nodes, which children, where their values
+    are.
+    """
 
     members: Tensor  # [families, size] rows of the upper layer
     children: Tensor  # [families, degree] rows of the lower layer
@@ -54,15 +58,17 @@ class Family:
 class FamilyPlan:
     """The blocks of one topology.
 
-    Where every child is in one family and all families have one size, the block is the result. Otherwise the blocks
-    stand feature by feature, so that each is whole rows to add.
+    Where every child is in one family and all families have one size, the block is the result.
+    Otherwise the blocks stand feature by feature, so that each is whole rows to add.
     """
 
     def __init__(self, topology: Topology, groups: list[Families]) -> None:
         device, self.n_children = topology.child.device, topology.n_children
         self._blocks = [_Block(families, topology) for families in groups]
         none = torch.empty(0, dtype=torch.int64, device=device)
-        self._target = torch.cat([none, *(families.children.reshape(-1) for families in groups)])  # of stacked rows
+        self._target = torch.cat(
+            [none, *(families.children.reshape(-1) for families in groups)]
+        )  # of stacked rows
         rows = torch.arange(self.n_children, device=device)
         self._in_order = torch.equal(self._target, rows)
         seen = torch.bincount(self._target, minlength=self.n_children)
@@ -74,7 +80,9 @@ class FamilyPlan:
             return torch.addmm(bias, x[:, :0], values.view(0, self.n_children))
         if self._in_order and len(self._blocks) == 1:
             return self._blocks[0].row_by_row(x, values, bias)
-        stacked = torch.cat([block.by_feature(x, values) for block in self._blocks])  # [messages, batch]
+        stacked = torch.cat(
+            [block.by_feature(x, values) for block in self._blocks]
+        )  # [messages, batch]
         if self._in_order:
             z = stacked
         elif self._once:
@@ -90,29 +98,47 @@ class _Block:
     def __init__(self, families: Families, topology: Topology) -> None:
         self._shape = families.shape
         first, places = int(families.positions.reshape(-1)[0]), families.positions.reshape(-1)
-        one_piece = torch.equal(places, first + torch.arange(len(places), dtype=places.dtype, device=places.device))
+        one_piece = torch.equal(
+            places, first + torch.arange(len(places), dtype=places.dtype, device=places.device)
+        )
         self._slice, self._places = slice(first, first + len(places)), None if one_piece else places
         rows = families.members.reshape(-1)
-        self._members = None if torch.equal(rows, torch.arange(topology.n_parents, device=rows.device)) else rows
+        self._members = (
+            None
+            if torch.equal(rows, torch.arange(topology.n_parents, device=rows.device))
+            else rows
+        )
 
     def row_by_row(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """Returns the messages with the biases of their children, [batch, families · degree]."""
         x, values = self._gathered(x, values)
-        plain = not (in_transform() or torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type))
+        plain = not (
+            in_transform()
+            or torch.compiler.is_compiling()
+            or torch.is_autocast_enabled(x.device.type)
+        )
         if plain and x.numel() >= LARGE:
             return _BlockProduct.apply(x, values, bias, self._shape)
         said, weights = _split(x, self._shape[0]), values.view(self._shape)
-        return torch.baddbmm(bias.view(len(weights), 1, -1), said, weights).transpose(0, 1).reshape(len(x), len(bias))
+        return (
+            torch.baddbmm(bias.view(len(weights), 1, -1), said, weights)
+            .transpose(0, 1)
+            .reshape(len(x), len(bias))
+        )
 
     def by_feature(self, x: Tensor, values: Tensor) -> Tensor:
         """Returns the messages, [families · degree, batch]."""
         x, values = self._gathered(x, values)
         families, _, degree = self._shape
         weights = values.view(self._shape).transpose(1, 2)
-        return torch.bmm(weights, _split(x, families).transpose(1, 2)).view(families * degree, len(x))
+        return torch.bmm(weights, _split(x, families).transpose(1, 2)).view(
+            families * degree, len(x)
+        )
 
     def _gathered(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns what the members say, [batch, families · size], and their values, family by family."""
+        """Returns what the members say, [batch, families · size], and their values, family by
+        family.
+        """
         if self._places is not None:
             values = values.index_select(0, self._places)
         elif self._slice.stop - self._slice.start < len(values):
@@ -121,19 +147,24 @@ class _Block:
 
 
 class _BlockProduct(Function):
-    """The batched product written where it belongs in [batch, families · degree], not beside it and then copied.
+    """The batched product written where it belongs in [batch, families · degree], not beside it and
+    then copied.
 
     On large blocks the copies of result and gradient cost as much as the products themselves.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor, shape: tuple[int, int, int]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, values: Tensor, bias: Tensor, shape: tuple[int, int, int]
+    ) -> Tensor:
         ctx.save_for_backward(x, values)
         ctx.shape = shape
         families, size, degree = shape
         z = x.new_empty(len(x), families * degree)
         if x.is_cuda and x.element_size() == 2 and min(size, degree) >= TILE and _has_triton():
-            from .gpu_blocks import block_product  # baddbmm writes the biases first, which takes as long as the product
+            from .gpu_blocks import (
+                block_product,
+            )  # baddbmm writes the biases first, which takes as long as the product
 
             block_product(x, values, bias, shape, z)
         else:
@@ -158,7 +189,9 @@ class _BlockProduct(Function):
 
 
 def _column_sums(dz: Tensor) -> Tensor:
-    """Returns the sums over the batch; a GPU's matrix units read half precision faster than its reduction does."""
+    """Returns the sums over the batch; a GPU's matrix units read half precision faster than its
+    reduction does.
+    """
     if dz.is_cuda and dz.element_size() == 2 and not torch.is_grad_enabled():
         return torch.mv(dz.t(), dz.new_ones(len(dz)))
     return dz.sum(0)
@@ -175,17 +208,23 @@ def _split(x: Tensor, families: int) -> Tensor:
 
 
 def find_families(topology: Topology) -> list[Families]:
-    """Returns the families of a transition, those of equal size together; a node without children has none."""
+    """Returns the families of a transition, those of equal size together; a node without children
+    has none.
+    """
     return [_families(topology, members, degree) for members, degree in group_members(topology)]
 
 
 def group_members(topology: Topology) -> list[tuple[Tensor, int]]:
-    """Returns, for every size of family, the rows of their members [families, size], and how many children each has."""
+    """Returns, for every size of family, the rows of their members [families, size], and how many
+    children each has.
+    """
     degrees = topology.degrees.long()
     rows = (degrees > 0).nonzero().view(-1)
     if len(rows) == 0:
         return []
-    _, family = torch.unique(torch.stack([degrees, _set_hashes(topology)])[:, rows], dim=1, return_inverse=True)
+    _, family = torch.unique(
+        torch.stack([degrees, _set_hashes(topology)])[:, rows], dim=1, return_inverse=True
+    )
     order = family.argsort(stable=True)
     rows, sizes = rows[order], torch.bincount(family)
     starts = sizes.cumsum(0) - sizes
@@ -213,11 +252,17 @@ def _families(topology: Topology, members: Tensor, degree: int) -> Families:
 
 
 def _set_hashes(topology: Topology) -> Tensor:
-    """Returns a number for every parent that depends on which children it has, not on their order."""
+    """Returns a number for every parent that depends on which children it has, not on their
+    order.
+    """
     if topology.child.device.type == "cpu" and not native.missing:
         return native.family_hashes(topology.ptr, topology.child)
-    mixed = torch.arange(1, topology.n_children + 1, device=topology.child.device) * -0x61C8864680B583EB
+    mixed = (
+        torch.arange(1, topology.n_children + 1, device=topology.child.device) * -0x61C8864680B583EB
+    )
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):  # as in splitmix64
         mixed = (mixed ^ (mixed >> shift)) * factor  # all of it wraps around, as it may
-    total = torch.cat([mixed.new_zeros(1), (mixed ^ (mixed >> 31)).index_select(0, topology.child).cumsum(0)])
+    total = torch.cat(
+        [mixed.new_zeros(1), (mixed ^ (mixed >> 31)).index_select(0, topology.child).cumsum(0)]
+    )
     return total[topology.ptr.long()].diff()

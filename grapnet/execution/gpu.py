@@ -1,4 +1,6 @@
-"""The sparse backend on a GPU: Triton kernels over feature-major activations. Imported only where Triton is."""
+"""The sparse backend on a GPU: Triton kernels over feature-major activations. Imported only where
+Triton is.
+"""
 
 from typing import Any
 
@@ -32,7 +34,9 @@ def _gather_sum(
     BATCH: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """z[j, :] = bias[j] + Σ_e values[position[e]] · x[source[e], :] over the relations e of list j, or without bias."""
+    """z[j, :] = bias[j] + Σ_e values[position[e]] · x[source[e], :] over the relations e of list j,
+    or without bias.
+    """
     row = tl.program_id(0)
     samples = tl.program_id(1) * BATCH + tl.arange(0, BATCH)
     inside = samples < batch
@@ -42,8 +46,14 @@ def _gather_sum(
         e = first + tl.arange(0, RELATIONS)
         exists = e < stop
         origin = tl.load(source + e, mask=exists, other=0).to(tl.int64)
-        weight = tl.load(values + tl.load(position + e, mask=exists, other=0), mask=exists, other=0).to(ACC)
-        rows = tl.load(x + origin[:, None] * batch + samples[None, :], mask=exists[:, None] & inside[None, :], other=0)
+        weight = tl.load(
+            values + tl.load(position + e, mask=exists, other=0), mask=exists, other=0
+        ).to(ACC)
+        rows = tl.load(
+            x + origin[:, None] * batch + samples[None, :],
+            mask=exists[:, None] & inside[None, :],
+            other=0,
+        )
         total += tl.sum(weight[:, None] * rows.to(ACC), axis=0)
     if WITH_BIAS:
         total += tl.load(bias + row).to(ACC)
@@ -52,7 +62,16 @@ def _gather_sum(
 
 @triton.jit
 def _dots(
-    x, dz, parent, child, gradient, count, batch, RELATIONS: tl.constexpr, BATCH: tl.constexpr, ACC: tl.constexpr
+    x,
+    dz,
+    parent,
+    child,
+    gradient,
+    count,
+    batch,
+    RELATIONS: tl.constexpr,
+    BATCH: tl.constexpr,
+    ACC: tl.constexpr,
 ):
     """gradient[e] = Σ_b x[parent[e], b] · dz[child[e], b]."""
     e = tl.program_id(0) * RELATIONS + tl.arange(0, RELATIONS)
@@ -70,7 +89,9 @@ def _dots(
 
 
 class GpuPlan:
-    """The gather for one topology on a GPU: relations by child for the forward, by parent for the backward."""
+    """The gather for one topology on a GPU: relations by child for the forward, by parent for the
+    backward.
+    """
 
     def __init__(self, topology: Topology, *, feature_major: bool = True) -> None:
         self.topology, self._feature_major = topology, feature_major
@@ -79,7 +100,9 @@ class GpuPlan:
         self.in_position, self.in_parent = order.int(), self.parent[order]
         counts = torch.bincount(topology.child, minlength=topology.n_children).cumsum(0)
         self.in_ptr = torch.cat([counts.new_zeros(1), counts]).int()
-        self.position = torch.arange(topology.n_relations, dtype=torch.int32, device=topology.child.device)
+        self.position = torch.arange(
+            topology.n_relations, dtype=torch.int32, device=topology.child.device
+        )
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         if in_transform():
@@ -97,7 +120,9 @@ class GpuPlan:
 
     def gathered(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """Returns what the children receive, [n_children, batch], from x [n_parents, batch]."""
-        return _launch_sum(x, values, bias, self.in_ptr, self.in_parent, self.in_position, self.topology.n_children)
+        return _launch_sum(
+            x, values, bias, self.in_ptr, self.in_parent, self.in_position, self.topology.n_children
+        )
 
     def scattered(self, dz: Tensor, values: Tensor) -> Tensor:
         """Returns the gradient of the parents, [n_parents, batch], from dz [n_children, batch]."""
@@ -108,7 +133,11 @@ class GpuPlan:
         """Returns the gradient of the values, [n_relations]."""
         gradient, count = torch.empty_like(values), len(values)
         if count:
-            sizes: dict[str, Any] = {"RELATIONS": RELATIONS, "BATCH": BATCH, "ACC": _accumulator(values)}
+            sizes: dict[str, Any] = {
+                "RELATIONS": RELATIONS,
+                "BATCH": BATCH,
+                "ACC": _accumulator(values),
+            }
             _dots[(triton.cdiv(count, RELATIONS),)](  # pyright: ignore[reportIndexIssue]
                 x, dz, self.parent, self.topology.child, gradient, count, x.shape[1], **sizes
             )
@@ -116,7 +145,9 @@ class GpuPlan:
 
 
 class _RelationSum(Function):
-    """The sum with its gradients; where a second derivative is wanted, the first is left to plain operations."""
+    """The sum with its gradients; where a second derivative is wanted, the first is left to plain
+    operations.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor, plan: GpuPlan) -> Tensor:
@@ -149,15 +180,34 @@ def _plain_gradients(
 
 
 def _launch_sum(
-    x: Tensor, values: Tensor, bias: Tensor | None, ptr: Tensor, source: Tensor, position: Tensor, rows: int
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    ptr: Tensor,
+    source: Tensor,
+    position: Tensor,
+    rows: int,
 ) -> Tensor:
     batch = x.shape[1]
     z = torch.empty(rows, batch, dtype=x.dtype, device=x.device)
     if z.numel():
-        sizes: dict[str, Any] = {"RELATIONS": RELATIONS, "BATCH": BATCH, "ACC": _accumulator(values)}
+        sizes: dict[str, Any] = {
+            "RELATIONS": RELATIONS,
+            "BATCH": BATCH,
+            "ACC": _accumulator(values),
+        }
         grid = (rows, triton.cdiv(batch, BATCH))
         _gather_sum[grid](  # pyright: ignore[reportIndexIssue]
-            x, values, values if bias is None else bias, ptr, source, position, z, batch, bias is not None, **sizes
+            x,
+            values,
+            values if bias is None else bias,
+            ptr,
+            source,
+            position,
+            z,
+            batch,
+            bias is not None,
+            **sizes,
         )
     return z
 

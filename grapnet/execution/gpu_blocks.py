@@ -1,4 +1,6 @@
-"""The products of families on a GPU with their biases, in one Triton kernel. Imported only where Triton is."""
+"""The products of families on a GPU with their biases, in one Triton kernel. Imported only where
+Triton is.
+"""
 
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
@@ -23,7 +25,9 @@ def _tile(
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """z[b, f, j] = bias[f, j] + Σ_i x[b, f, i] · values[f, i, j], a tile of one family f a program."""
+    """z[b, f, j] = bias[f, j] + Σ_i x[b, f, i] · values[f, i, j], a tile of one family f a
+    program.
+    """
     family = tl.program_id(2).to(INDEX)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(INDEX)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -87,7 +91,9 @@ def _one_shape(
     _tile(x, values, bias, z, batch, families, size, degree, True, INDEX, ROWS, COLUMNS, DEPTH)
 
 
-def block_product(x: Tensor, values: Tensor, bias: Tensor, shape: tuple[int, int, int], z: Tensor) -> None:
+def block_product(
+    x: Tensor, values: Tensor, bias: Tensor, shape: tuple[int, int, int], z: Tensor
+) -> None:
     """Writes the messages and biases of families of one size into z.
 
     Args:
@@ -99,7 +105,8 @@ def block_product(x: Tensor, values: Tensor, bias: Tensor, shape: tuple[int, int
     """
     (families, size, degree), batch = shape, len(x)
     x, values, bias = x.contiguous(), values.contiguous(), bias.contiguous()
-    # Whole tiles are compiled for their shape, a tenth faster; shapes that come and go with edits share one kernel.
+    # Whole tiles are compiled for their shape, a tenth faster; shapes that come and go with edits
+    # share one kernel.
     even = batch % ROWS == 0 and degree % COLUMNS == 0 and size % DEPTH == 0
     kernel, stages = (_one_shape, 2) if even else (_any_shape, 3)
     index = tl.int32 if max(x.numel(), values.numel(), z.numel()) < 2**31 else tl.int64

@@ -1,7 +1,8 @@
 """The compiled kernels of the sparse and dense backends, as differentiable operators of torch.
 
-`torch.compile` and dispatch modes see the operators `torch.ops.grapnet.*`; eager code reaches the same kernels
-directly, which saves 20 microseconds a call. Derivatives of every order exist; rules for `torch.func` do not.
+`torch.compile` and dispatch modes see the operators `torch.ops.grapnet.*`; eager code reaches the
+same kernels directly, which saves 20 microseconds a call. Derivatives of every order exist; rules
+for `torch.func` do not.
 """
 
 from collections.abc import Callable
@@ -29,27 +30,68 @@ def relation_sum(
     entries: Tensor,
     row_major: bool,
 ) -> Tensor:
-    """Returns z[b, j] = bias[j] + Σ_i x[b, i] · w_ij, [batch, n_children], row by row or feature by feature."""
+    """Returns z[b, j] = bias[j] + Σ_i x[b, i] · w_ij, [batch, n_children], row by row or feature by
+    feature.
+    """
     return _run(
-        torch.ops.grapnet.relation_sum.default, _RelationSum, x, values, bias, ptr, child, in_ptr, entries, row_major
+        torch.ops.grapnet.relation_sum.default,
+        _RelationSum,
+        x,
+        values,
+        bias,
+        ptr,
+        child,
+        in_ptr,
+        entries,
+        row_major,
     )
 
 
 def relation_gradients(
-    x: Tensor, dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor
+    x: Tensor,
+    dz: Tensor,
+    values: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    entries: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of `relation_sum` for x, in the layout of x, for the values and for the bias."""
+    """Returns the gradients of `relation_sum` for x, in the layout of x, for the values and for the
+    bias.
+    """
     return _run(
-        torch.ops.grapnet.relation_gradients.default, _RelationGradients, x, dz, values, ptr, child, in_ptr, entries
+        torch.ops.grapnet.relation_gradients.default,
+        _RelationGradients,
+        x,
+        dz,
+        values,
+        ptr,
+        child,
+        in_ptr,
+        entries,
     )
 
 
 def input_gradient(
-    dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor, row_major: bool
+    dz: Tensor,
+    values: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    entries: Tensor,
+    row_major: bool,
 ) -> Tensor:
     """Returns the gradient of `relation_sum` for x alone."""
     return _run(
-        torch.ops.grapnet.input_gradient.default, _InputGradient, dz, values, ptr, child, in_ptr, entries, row_major
+        torch.ops.grapnet.input_gradient.default,
+        _InputGradient,
+        dz,
+        values,
+        ptr,
+        child,
+        in_ptr,
+        entries,
+        row_major,
     )
 
 
@@ -61,12 +103,16 @@ def weight_gradient(
 
 
 def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
-    """Returns the values as a rectangle, [n_parents, n_children] or transposed, 0 where there is no relation."""
+    """Returns the values as a rectangle, [n_parents, n_children] or transposed, 0 where there is no
+    relation.
+    """
     return _run(_ops.fill.default, _Fill, values, ptr, child, n_children, transposed)
 
 
 def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
-    """Returns the values of the relations from a rectangle, [n_parents, n_children] or transposed."""
+    """Returns the values of the relations from a rectangle, [n_parents, n_children] or
+    transposed.
+    """
     return _run(_ops.pick.default, _Pick, rectangle, ptr, child, transposed)
 
 
@@ -80,7 +126,9 @@ def _run(operator: Any, function: type[Function], *inputs: Any) -> Any:
 
 
 def is_watched(*tensors: Tensor) -> bool:
-    """Says whether a trace, a dispatch mode or a subclass of Tensor wants to see the operators that run."""
+    """Says whether a trace, a dispatch mode or a subclass of Tensor wants to see the operators that
+    run.
+    """
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
         return True
     return not _PLAIN.issuperset(map(type, tensors))
@@ -114,7 +162,13 @@ class _RelationSum(Function):
 class _RelationGradients(Function):
     @staticmethod
     def forward(
-        x: Tensor, dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor
+        x: Tensor,
+        dz: Tensor,
+        values: Tensor,
+        ptr: Tensor,
+        child: Tensor,
+        in_ptr: Tensor,
+        entries: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
         return native.gradients(x, dz, values, ptr, child, in_ptr, not native.is_by_feature(x))
 
@@ -129,7 +183,9 @@ class _RelationGradients(Function):
         row_major = not native.is_by_feature(dz)
         on_x = input_gradient(dz, on_dw, *wiring, row_major=not native.is_by_feature(x))
         on_dz = relation_sum(on_dx, values, on_dbias, *wiring, row_major=row_major)
-        on_dz = on_dz + relation_sum(x, on_dw, torch.zeros_like(on_dbias), *wiring, row_major=row_major)
+        on_dz = on_dz + relation_sum(
+            x, on_dw, torch.zeros_like(on_dbias), *wiring, row_major=row_major
+        )
         on_values, _ = weight_gradient(on_dx, dz, *wiring)
         return on_x, on_dz, on_values, None, None, None, None
 
@@ -137,7 +193,13 @@ class _RelationGradients(Function):
 class _InputGradient(Function):
     @staticmethod
     def forward(
-        dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor, row_major: bool
+        dz: Tensor,
+        values: Tensor,
+        ptr: Tensor,
+        child: Tensor,
+        in_ptr: Tensor,
+        entries: Tensor,
+        row_major: bool,
     ) -> Tensor:
         return native.gradients(None, dz, values, ptr, child, in_ptr, row_major)[0]
 
@@ -149,7 +211,13 @@ class _InputGradient(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (on_dx,) = grads
         dz, values, *wiring = ctx.saved_tensors
-        on_dz = relation_sum(on_dx, values, dz.new_zeros(dz.shape[1]), *wiring, row_major=not native.is_by_feature(dz))
+        on_dz = relation_sum(
+            on_dx,
+            values,
+            dz.new_zeros(dz.shape[1]),
+            *wiring,
+            row_major=not native.is_by_feature(dz),
+        )
         on_values, _ = weight_gradient(on_dx, dz, *wiring)
         return on_dz, on_values, None, None, None, None, None
 
@@ -216,14 +284,26 @@ def _sum_shape(
 
 
 def _gradient_shapes(
-    x: Tensor, dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor
+    x: Tensor,
+    dz: Tensor,
+    values: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    entries: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dx = native.empty_activations(dz, dz.shape[0], ptr.shape[0] - 1, not native.is_by_feature(x))
     return dx, dz.new_empty(child.shape[0]), dz.new_empty(dz.shape[1])
 
 
 def _input_shape(
-    dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor, row_major: bool
+    dz: Tensor,
+    values: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    entries: Tensor,
+    row_major: bool,
 ) -> Tensor:
     return native.empty_activations(dz, dz.shape[0], ptr.shape[0] - 1, row_major)
 
@@ -234,7 +314,9 @@ def _weight_shapes(
     return dz.new_empty(child.shape[0]), dz.new_empty(dz.shape[1])
 
 
-def _filled_shape(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
+def _filled_shape(
+    values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool
+) -> Tensor:
     return values.new_empty(native.rectangle_shape(ptr, n_children, transposed))
 
 

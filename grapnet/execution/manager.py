@@ -38,7 +38,8 @@ class BoundPlan:
         """Runs the plan; raises StaleTopologyError once the relations moved."""
         if self.store.structure is not self.structure or self.store.child is not self.child:
             raise StaleTopologyError(
-                "this plan was made before the transition was edited or moved; ask again: net.execution.plan(t)"
+                "this plan was made before the transition was edited or moved; ask again:"
+                " net.execution.plan(t)"
             )
         return self.plan(x, values, bias)
 
@@ -57,7 +58,8 @@ class FamilyReport:
 
 
 class Execution:
-    """`net.execution`: chooses a backend for every transition and keeps its plan until relations move.
+    """`net.execution`: chooses a backend for every transition and keeps its plan until relations
+    move.
 
     Examples:
         >>> import grapnet as gn
@@ -69,7 +71,9 @@ class Execution:
 
     def __init__(self, graph: Graph) -> None:
         self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
-        self._unmet: dict[int, str] = {}  # by transition: the backend that was asked for and that nobody registered
+        self._unmet: dict[
+            int, str
+        ] = {}  # by transition: the backend that was asked for and that nobody registered
         self.bind(graph)
 
     def bind(self, graph: Graph) -> None:
@@ -94,19 +98,23 @@ class Execution:
         """Lets go of every plan, as when the net has moved to another device."""
         stores, layers = list(self.graph.transitions), list(self.graph.layers)
         self.sensory = layers[0]
-        modules, topologies = list(zip(stores, layers[1:], strict=True)), [store.topology for store in stores]
+        modules, topologies = (
+            list(zip(stores, layers[1:], strict=True)),
+            [store.topology for store in stores],
+        )
         self._install(Plans(self._chosen, modules, topologies, stores[0].weight.dtype))
 
     def use(self, name: str, transition: int | None = None, **options: Any) -> None:
         """Runs one transition, or all of them, with the backend called `name` from now on.
 
         Args:
-            name: "auto", which picks what measurements let expect to be fastest; a backend of the sum; or "attention",
-                which computes something else and brings Parameters of its own: `net.columns`, also in the group of an
-                attached optimizer that holds the transition's weight. They leave with the next choice.
+            name: "auto", which picks what measurements let expect to be fastest; a backend of the
+                sum; or "attention", which computes something else and brings Parameters of its own:
+                `net.columns`, also in the group of an attached optimizer that holds the
+                transition's weight. They leave with the next choice.
             transition: which one; all when left out.
-            options: what the backend can be told, such as `most_cells` of "dense", or `keys`, `queries`, `bound` and
-                `generator` of "attention", where they start it afresh.
+            options: what the backend can be told, such as `most_cells` of "dense", or `keys`,
+                `queries`, `bound` and `generator` of "attention", where they start it afresh.
 
         Raises:
             PlanError: there is no such backend or it cannot run; all choices stay as they were.
@@ -122,42 +130,65 @@ class Execution:
         self._unmet = {t: unmet for t, unmet in self._unmet.items() if t not in numbers}
 
     def choices(self) -> list[str]:
-        """Returns the name of the backend chosen for every transition, registered or not; see `unmet`."""
-        return [self._unmet.get(t, AUTO if backend is None else backend.name) for t, backend in enumerate(self._chosen)]
+        """Returns the name of the backend chosen for every transition, registered or not; see
+        `unmet`.
+        """
+        return [
+            self._unmet.get(t, AUTO if backend is None else backend.name)
+            for t, backend in enumerate(self._chosen)
+        ]
 
     @property
     def unmet(self) -> dict[int, str]:
-        """Choices made elsewhere of backends that are not registered here, by transition; auto runs these."""
+        """Choices made elsewhere of backends that are not registered here, by transition; auto runs
+        these.
+        """
         return dict(self._unmet)
 
     def choose(self, names: Sequence[str]) -> None:
-        """Takes over choices made elsewhere; what refuses or lacks its columns here is left to auto.
+        """Takes over choices made elsewhere; what refuses or lacks its columns here is left to
+        auto.
 
-        A name that nobody registered stays the choice, is told by `unmet` and `describe`, and auto runs in its place.
+        A name that nobody registered stays the choice, is told by `unmet` and `describe`, and auto
+        runs in its place.
         """
         chosen, plans = list(self._chosen), self._present()
         for t, name in enumerate(names[: len(chosen)]):
             able = name in BACKENDS and name not in plans.refused(t)
-            able |= name == Attention.name and all(column in self.graph.columns for column in Attention.names(t))
+            able |= name == Attention.name and all(
+                column in self.graph.columns for column in Attention.names(t)
+            )
             chosen[t] = self._made(name if able else AUTO, t, {})
         self._change(chosen)
         known = {AUTO, Attention.name, *BACKENDS}
         self._unmet = {t: name for t, name in enumerate(names[: len(chosen)]) if name not in known}
 
     def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
-        """Returns, for every transition, which backend runs it at a batch size, why, and which ones cannot."""
+        """Returns, for every transition, which backend runs it at a batch size, why, and which ones
+        cannot.
+        """
         plans, rows = self._present(), []
         for t, chosen in enumerate(self.choices()):
             backend, why = plans.backend(t, batch_class(batch), training)
             if t in self._unmet:
                 why = f"asked for {chosen!r}, which is not registered here; auto instead: {why}"
             relations, refused = plans.topologies[t].n_relations, plans.refused(t)
-            rows.append({"transition": t, "relations": relations, "chosen": chosen, "runs": backend.name, "why": why})
+            rows.append(
+                {
+                    "transition": t,
+                    "relations": relations,
+                    "chosen": chosen,
+                    "runs": backend.name,
+                    "why": why,
+                }
+            )
             rows[-1]["refused"] = refused
         return rows
 
     def families(self, transition: int) -> list[FamilyReport]:
-        """Returns the nodes of a transition that share their children, the largest families first."""
+        """Returns the nodes of a transition that share their children, the largest families
+        first.
+        """
         (t,), found = self._numbers(transition), []
         for families in find_families(self.graph.transitions[t].topology):
             for members, children in zip(families.members, families.children, strict=True):
@@ -165,19 +196,26 @@ class Execution:
         return sorted(found, key=lambda family: -family.block[0] * family.block[1])
 
     def plan(self, transition: int, batch: int = 256, *, training: bool = True) -> BoundPlan:
-        """Returns the plan that runs a transition at a batch size; it refuses to run after an edit."""
+        """Returns the plan that runs a transition at a batch size; it refuses to run after an
+        edit.
+        """
         (t,) = self._numbers(transition)
         store = self.graph.transitions[t]
-        return BoundPlan(self.steps(batch, training=training)[t].plan, store, store.structure, store.child)
+        return BoundPlan(
+            self.steps(batch, training=training)[t].plan, store, store.structure, store.child
+        )
 
     def steps(self, batch: int, *, training: bool) -> list[Step]:
-        """Returns what a forward pass runs, one step a transition; plans made for other relations are never used."""
+        """Returns what a forward pass runs, one step a transition; plans made for other relations
+        are never used.
+        """
         if is_exporting():
             return self._exported_steps()
         if is_tracing():
             raise PlanError(
-                "torch.jit.trace, which torch.onnx.export(dynamo=False) uses too, does not see all that backends do. "
-                "Trace a snapshot instead: gn.snapshot(model) or net.snapshot(); or say dynamo=True"
+                "torch.jit.trace, which torch.onnx.export(dynamo=False) uses too, does not see all"
+                " that backends do. Trace a snapshot instead: gn.snapshot(model) or net.snapshot();"
+                " or say dynamo=True"
             )
         key = batch_class(batch), training
         for store, structure, child in self._made_for:
@@ -191,13 +229,17 @@ class Execution:
         return line.steps
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
-        """Makes again, for the relations to come, the plans that were in use; raises when a chosen backend refuses."""
+        """Makes again, for the relations to come, the plans that were in use; raises when a chosen
+        backend refuses.
+        """
         coming = self._present().after(commit) if commit.wirings else self._plans
         return lambda: self._install(coming)
 
     def _exported_steps(self) -> list[Step]:
         if any(store.structure is not structure for store, structure, _ in self._made_for):
-            raise PlanError("the relations have moved since the net last ran; run it once, then export it")
+            raise PlanError(
+                "the relations have moved since the net last ran; run it once, then export it"
+            )
         return exported_steps(self._plans)
 
     def _made(self, name: str, t: int, options: dict[str, Any]) -> Backend | None:
@@ -206,12 +248,20 @@ class Execution:
         return None if name == AUTO else BACKENDS[name](**options)
 
     def _change(self, chosen: list[Backend | None]) -> None:
-        """Puts choices into effect, and with them the columns that they need; an error leaves all as it was."""
+        """Puts choices into effect, and with them the columns that they need; an error leaves all
+        as it was.
+        """
         plans = self._present()
-        kept = {key: plan for key, plan in plans.made.items() if key[1] in chosen or not isinstance(key[1], Attention)}
+        kept = {
+            key: plan
+            for key, plan in plans.made.items()
+            if key[1] in chosen or not isinstance(key[1], Attention)
+        }
         plans = Plans(chosen, plans.modules, plans.topologies, plans.dtype, kept, plans.shapes)
         plans.require()
-        self.graph.set_columns([column for b in chosen if isinstance(b, Attention) for column in b.columns])
+        self.graph.set_columns(
+            [column for b in chosen if isinstance(b, Attention) for column in b.columns]
+        )
         self._chosen = chosen
         self._install(plans)
 
@@ -221,7 +271,10 @@ class Execution:
 
     def _present(self) -> Plans:
         """Returns the plans after making sure that they are for the present relations."""
-        if any(s.structure is not structure or s.child is not child for s, structure, child in self._made_for):
+        if any(
+            s.structure is not structure or s.child is not child
+            for s, structure, child in self._made_for
+        ):
             self.refresh()
         return self._plans
 
@@ -255,4 +308,7 @@ def _require_known(name: str, options: dict[str, Any]) -> None:
     known = everyone[name]
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise PlanError(f"{name} has no option {', '.join(unknown)}; its options are: {', '.join(known) or 'none'}")
+        raise PlanError(
+            f"{name} has no option {', '.join(unknown)}; its options are:"
+            f" {', '.join(known) or 'none'}"
+        )

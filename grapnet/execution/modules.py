@@ -1,4 +1,6 @@
-"""A graph as plain torch modules: one nn.Linear a transition, and the activations of the layer after it."""
+"""A graph as plain torch modules: one nn.Linear a transition, and the activations of the layer
+after it.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -34,7 +36,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "identity": nn.Identity,
 }
 
-_ADJUSTED: dict[str, tuple[type[nn.Module], str]] = {  # kind of a name with a number -> its module, and what it sets
+_ADJUSTED: dict[
+    str, tuple[type[nn.Module], str]
+] = {  # kind of a name with a number -> its module, and what it sets
     "leaky_relu": (nn.LeakyReLU, "negative_slope"),
     "elu": (nn.ELU, "alpha"),
     "softplus": (nn.Softplus, "beta"),
@@ -48,7 +52,9 @@ class Net(Protocol):
 
 
 class NamedActivation(nn.Module):
-    """Runs a registered activation that torch has no module for; its file holds the name, never the function."""
+    """Runs a registered activation that torch has no module for; its file holds the name, never the
+    function.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -70,7 +76,9 @@ class NamedActivation(nn.Module):
 
 
 class MixedActivation(nn.Module):
-    """Runs a layer whose nodes have different activations: one call a kind, then the rows back in order."""
+    """Runs a layer whose nodes have different activations: one call a kind, then the rows back in
+    order.
+    """
 
     order: Tensor
 
@@ -83,20 +91,27 @@ class MixedActivation(nn.Module):
 
     def forward(self, z: Tensor) -> Tensor:
         """Applies to every column of z [..., n] the activation of its node."""
-        parts = [kind(z.index_select(-1, self.get_buffer(f"rows_{n}"))) for n, kind in enumerate(self.kinds)]
+        parts = [
+            kind(z.index_select(-1, self.get_buffer(f"rows_{n}")))
+            for n, kind in enumerate(self.kinds)
+        ]
         return torch.cat(parts, dim=-1).index_select(-1, self.order)
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def build(net: Net, most_cells: int, *, trainable: bool) -> list[nn.Module]:
-    """Returns the modules of the net in order; raises PlanError, before making any, when one would be too large."""
+    """Returns the modules of the net in order; raises PlanError, before making any, when one would
+    be too large.
+    """
     graph = net.execution.graph
     refuse(net, most_cells)
     modules: list[nn.Module] = _dropouts(graph.layers[0]) if trainable else []
     for transition, layer in zip(graph.transitions, computed_layers(graph), strict=True):
         activation = activation_module(layer)
-        modules += [_linear(transition, layer, trainable)] + ([] if activation is None else [activation])
+        modules += [_linear(transition, layer, trainable)] + (
+            [] if activation is None else [activation]
+        )
         modules += _dropouts(layer) if trainable else []
     return modules
 
@@ -104,7 +119,10 @@ def build(net: Net, most_cells: int, *, trainable: bool) -> list[nn.Module]:
 def _linear(transition: Transition, layer: Layer, trainable: bool) -> nn.Linear:
     linear = nn.Linear(1, 1, device="meta")  # draws no random numbers, and warns of no empty matrix
     linear.in_features, linear.out_features = len(transition.ptr) - 1, transition.n_children
-    for name, shape in (("weight", (linear.out_features, linear.in_features)), ("bias", (linear.out_features,))):
+    for name, shape in (
+        ("weight", (linear.out_features, linear.in_features)),
+        ("bias", (linear.out_features,)),
+    ):
         zeros = torch.zeros(shape, dtype=transition.weight.dtype, device=transition.weight.device)
         setattr(linear, name, nn.Parameter(zeros, requires_grad=trainable))
     write(linear, transition, layer)
@@ -114,7 +132,9 @@ def _linear(transition: Transition, layer: Layer, trainable: bool) -> nn.Linear:
 
 
 def has_no_bias(layer: Layer) -> bool:
-    """Says whether every bias is zero and frozen, which is how a layer stands for an `nn.Linear` without one."""
+    """Says whether every bias is zero and frozen, which is how a layer stands for an `nn.Linear`
+    without one.
+    """
     return len(layer.frozen_at) == layer.size > 0 and not bool(layer.frozen_values.any())
 
 
@@ -129,7 +149,8 @@ def refuse(net: Net, most_cells: int) -> None:
     for t, name in enumerate(net.execution.choices()):
         if name == "attention":
             raise PlanError(
-                f"transition {t} runs with attention, which no matrix can stand for: a snapshot or module needs a "
+                f"transition {t} runs with attention, which no matrix can stand for: a snapshot or"
+                " module needs a "
                 f'backend of the sum. Choose one first: net.execution.use("auto", transition={t})'
             )
     for t, transition in enumerate(graph.transitions):
@@ -137,20 +158,25 @@ def refuse(net: Net, most_cells: int) -> None:
         if cells > most_cells:
             size = cells * transition.weight.element_size() / 2**30
             raise PlanError(
-                f"the matrix of transition {t} would hold {cells:,} cells (limit {most_cells:,}) for "
-                f"{transition.size:,} relations. Run the net itself, or, if {size:,.1f} GiB are there for it, pass "
-                f"most_cells={cells}"
+                f"the matrix of transition {t} would hold {cells:,} cells (limit {most_cells:,})"
+                f" for {transition.size:,} relations. Run the net itself, or, if {size:,.1f} GiB"
+                f" are there for it, pass most_cells={cells}"
             )
 
 
 def require_in_effect(graph: Graph) -> None:
     """Raises while a trial waits for its commit, as a forward pass of the net does."""
     if graph.open_trial:
-        raise EditError("this trial's operations have not taken effect yet; call edit.commit() before a snapshot")
+        raise EditError(
+            "this trial's operations have not taken effect yet; call edit.commit() before a"
+            " snapshot"
+        )
 
 
 def computed_layers(graph: Graph) -> list[Layer]:
-    """Returns every layer but the sensory one, in the order of the transitions that lead to them."""
+    """Returns every layer but the sensory one, in the order of the transitions that lead to
+    them.
+    """
     return [layer for layer in graph.layers if not layer.is_sensory]
 
 
@@ -184,12 +210,19 @@ def is_written(linear: nn.Module | None, transition: Transition, layer: Layer) -
         if not torch.equal(weight[children, parents], values):
             return False
         nonzero += int(values.count_nonzero())
-    return int(weight.count_nonzero()) == nonzero and torch.equal(linear.bias, layer.values().to(weight))
+    return int(weight.count_nonzero()) == nonzero and torch.equal(
+        linear.bias, layer.values().to(weight)
+    )
 
 
 def activation_module(layer: Layer) -> nn.Module | None:
-    """Returns the module that applies a layer's activations, None where there is nothing to apply."""
-    kinds = [(str(name), rows.long().to(layer.frozen_at.device)) for name, rows in layer.activation_names.kinds()]
+    """Returns the module that applies a layer's activations, None where there is nothing to
+    apply.
+    """
+    kinds = [
+        (str(name), rows.long().to(layer.frozen_at.device))
+        for name, rows in layer.activation_names.kinds()
+    ]
     if not kinds or [name for name, _ in kinds] == ["identity"]:
         return None
     return _function_module(kinds[0][0]) if len(kinds) == 1 else MixedActivation(kinds)
@@ -210,17 +243,27 @@ def activation_name(module: nn.Module) -> str | None:
     for kind, (cls, attribute) in _ADJUSTED.items():
         if type(module) is cls and _says(module) != _says(MODULES[kind]()):
             name = adjusted_name(kind, getattr(module, attribute))
-            return name if is_activation(name) and _says(module) == _says(_function_module(name)) else None
+            return (
+                name
+                if is_activation(name) and _says(module) == _says(_function_module(name))
+                else None
+            )
     return next((name for name, make in MODULES.items() if _says(make()) == _says(module)), None)
 
 
 def _says(module: nn.Module) -> tuple[type[nn.Module], dict[str, Any]]:
-    """Returns what an activation computes: its class and its settings, whether or not it writes in place."""
-    return type(module), {k: v for k, v in vars(module).items() if k[0] != "_" and k not in ("training", "inplace")}
+    """Returns what an activation computes: its class and its settings, whether or not it writes in
+    place.
+    """
+    return type(module), {
+        k: v for k, v in vars(module).items() if k[0] != "_" and k not in ("training", "inplace")
+    }
 
 
 def same_activation(one: nn.Module | None, other: nn.Module) -> bool:
     """Says whether two activation modules do the same."""
     if one is None or repr(one) != repr(other):
         return False
-    return all(torch.equal(a, b.to(a.device)) for a, b in zip(one.buffers(), other.buffers(), strict=True))
+    return all(
+        torch.equal(a, b.to(a.device)) for a, b in zip(one.buffers(), other.buffers(), strict=True)
+    )

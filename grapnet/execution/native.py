@@ -1,7 +1,7 @@
 """The compiled extension: loaded if it is there, and called only with memory that it can read.
 
-Activations are [batch, n], laid out row by row or feature by feature (`x.t().is_contiguous()`); anything else is copied
-first. Every tensor is checked before its address leaves Python.
+Activations are [batch, n], laid out row by row or feature by feature (`x.t().is_contiguous()`);
+anything else is copied first. Every tensor is checked before its address leaves Python.
 """
 
 import importlib
@@ -29,12 +29,17 @@ missing = ""  # why the kernels cannot run; empty when they can
 try:
     _native = importlib.import_module("grapnet.execution._kernels")
 except ImportError as error:
-    missing = f"the compiled kernels are not installed ({error}); install a C++ compiler, then grapnet again"
+    missing = (
+        f"the compiled kernels are not installed ({error}); install a C++ compiler, then grapnet"
+        " again"
+    )
 
 
 @cache
 def warn_missing() -> None:
-    """Warns, once in a process, that a sparse transition runs slowly because the kernels are missing."""
+    """Warns, once in a process, that a sparse transition runs slowly because the kernels are
+    missing.
+    """
     warnings.warn(f"a sparse transition runs slowly: {missing}", stacklevel=2)
 
 
@@ -49,7 +54,9 @@ def use_variant(name: str) -> None:
 
 
 class ByChild(NamedTuple):
-    """The relations of a topology in the order of their children, and of the parents within a child."""
+    """The relations of a topology in the order of their children, and of the parents within a
+    child.
+    """
 
     in_ptr: Tensor  # [n_children + 1] int32
     entries: Tensor  # [n_relations] parent and slot, 16 + 16 bits (int32) or 32 + 32 (int64)
@@ -58,9 +65,14 @@ class ByChild(NamedTuple):
 def order_by_child(topology: Topology) -> ByChild:
     """Sorts the relations of a topology by child."""
     _check_wiring(topology.ptr, topology.child)
-    wide = topology.n_parents > _NARROW or int(topology.degrees.max() if topology.n_parents else 0) > _NARROW
+    wide = (
+        topology.n_parents > _NARROW
+        or int(topology.degrees.max() if topology.n_parents else 0) > _NARROW
+    )
     in_ptr = topology.ptr.new_empty(topology.n_children + 1)
-    entries = memory.room(in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations)
+    entries = memory.room(
+        in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations
+    )
     _loaded().order_by_child(*_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr())
     return ByChild(in_ptr, entries)
 
@@ -76,7 +88,10 @@ def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChil
     _check_wiring(topology.ptr, topology.child)
     _check_order(*order, topology.n_children, topology.n_relations)
     _check("removed", removed, _POSITIONS, len(removed))
-    in_ptr, entries = torch.empty_like(order.in_ptr), memory.room(order.entries, len(order.entries) - len(removed))
+    in_ptr, entries = (
+        torch.empty_like(order.in_ptr),
+        memory.room(order.entries, len(order.entries) - len(removed)),
+    )
     old = (order.in_ptr.data_ptr(), order.entries.data_ptr(), order.entries.dtype == torch.int64)
     gone = (removed.data_ptr(), len(removed))
     new = (in_ptr.data_ptr(), entries.data_ptr())
@@ -85,7 +100,9 @@ def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChil
 
 
 def family_hashes(ptr: Tensor, child: Tensor) -> Tensor:
-    """Returns for every parent a 64-bit hash of its set of children, whatever their order, [n_parents] int64."""
+    """Returns for every parent a 64-bit hash of its set of children, whatever their order,
+    [n_parents] int64.
+    """
     n_parents, _ = _check_wiring(ptr, child)
     hashes = torch.empty(n_parents, dtype=torch.int64, device="cpu")
     threads = torch.get_num_threads()
@@ -99,7 +116,8 @@ def reads(values: Tensor) -> bool:
 
 
 def largest_of_rows(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -> Tensor:
-    """Returns the ascending positions of the largest values of every row, int32; of equals the first come in.
+    """Returns the ascending positions of the largest values of every row, int32; of equals the
+    first come in.
 
     Args:
         values: the rows, one after the other.
@@ -144,9 +162,15 @@ def relation_sum(
 
 
 def sum_over_own_wiring(
-    x: Tensor, values: Tensor, bias: Tensor, wiring: tuple[Tensor, Tensor, Tensor, Tensor], row_major: bool
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    wiring: tuple[Tensor, Tensor, Tensor, Tensor],
+    row_major: bool,
 ) -> Tensor:
-    """Returns what `relation_sum` does, for a plan that made the order itself: its wiring is not checked again."""
+    """Returns what `relation_sum` does, for a plan that made the order itself: its wiring is not
+    checked again.
+    """
     ptr, child, in_ptr, entries = wiring
     n_parents, n_relations, n_children = ptr.shape[0] - 1, child.shape[0], in_ptr.shape[0] - 1
     dtype = values.dtype
@@ -181,9 +205,17 @@ def sum_over_own_wiring(
 
 
 def gradients(
-    x: Tensor | None, dz: Tensor, values: Tensor | None, ptr: Tensor, child: Tensor, in_ptr: Tensor, row_major: bool
+    x: Tensor | None,
+    dz: Tensor,
+    values: Tensor | None,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    row_major: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx where values are given, and dw and dbias where x is; the others come back empty."""
+    """Returns dx where values are given, and dw and dbias where x is; the others come back
+    empty.
+    """
     (n_parents, n_relations), n_children = _check_wiring(ptr, child), in_ptr.numel() - 1
     dz = _matrix("dz", dz, n_children, dz.dtype if dz.dtype in _DTYPES else torch.float32)
     batch = dz.shape[0]
@@ -236,7 +268,11 @@ def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed
 def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
     """Returns the values of the relations from a rectangle."""
     n_parents, n_relations = _check_wiring(ptr, child)
-    if rectangle.dim() != 2 or rectangle.shape[1 if transposed else 0] != n_parents or not rectangle.is_cpu:
+    if (
+        rectangle.dim() != 2
+        or rectangle.shape[1 if transposed else 0] != n_parents
+        or not rectangle.is_cpu
+    ):
         given = f"{list(rectangle.shape)} on {rectangle.device}"
         raise PlanError(f"the rectangle is {given}, the kernel needs {n_parents} parents on cpu")
     values = rectangle.new_empty(n_relations)
@@ -247,12 +283,19 @@ def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Ten
 
 
 def rectangle_shape(ptr: Tensor, n_children: int, transposed: bool) -> tuple[int, int]:
-    """Returns the rows and columns of a rectangle: one row a parent, or one a child when transposed."""
+    """Returns the rows and columns of a rectangle: one row a parent, or one a child when
+    transposed.
+    """
     return (n_children, ptr.shape[0] - 1) if transposed else (ptr.shape[0] - 1, n_children)
 
 
 def _touch_rectangle(
-    kernel: Callable[..., None], values: Tensor, ptr: Tensor, child: Tensor, rectangle: Tensor, transposed: bool
+    kernel: Callable[..., None],
+    values: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    rectangle: Tensor,
+    transposed: bool,
 ) -> None:
     n_parents, n_children = rectangle.t().shape if transposed else rectangle.shape
     if values.element_size() not in (2, 4, 8):
@@ -277,19 +320,34 @@ def _loaded() -> ModuleType:
 
 
 def _addressed(topology: Topology) -> tuple[int, int, int, int]:
-    return topology.ptr.data_ptr(), topology.child.data_ptr(), topology.n_parents, topology.n_children
+    return (
+        topology.ptr.data_ptr(),
+        topology.child.data_ptr(),
+        topology.n_parents,
+        topology.n_children,
+    )
 
 
 def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], length: int) -> None:
     """Raises unless a 1-D tensor can be handed to a kernel."""
-    if tensor.shape == (length,) and tensor.dtype in dtypes and tensor.is_cpu and tensor.is_contiguous():
+    if (
+        tensor.shape == (length,)
+        and tensor.dtype in dtypes
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    ):
         return
     wanted = f"[{length}] {' or '.join(map(str, dtypes))} without gaps on cpu"
-    raise PlanError(f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, the kernel needs {wanted}")
+    raise PlanError(
+        f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, the kernel needs"
+        f" {wanted}"
+    )
 
 
 def _check_wiring(ptr: Tensor, child: Tensor) -> tuple[int, int]:
-    """Returns how many parents and relations there are, or raises when a kernel cannot read them."""
+    """Returns how many parents and relations there are, or raises when a kernel cannot read
+    them.
+    """
     n_parents, n_relations = ptr.numel() - 1, child.numel()
     _check("ptr", ptr, _POSITIONS, max(0, n_parents) + 1)
     _check("child", child, _POSITIONS, n_relations)
@@ -320,7 +378,9 @@ def empty_activations(like: Tensor, batch: int, width: int, row_major: bool) -> 
 
 
 def _reused_activations(like: Tensor, batch: int, width: int, row_major: bool) -> Tensor:
-    """Returns such room where an earlier step had it: the first touch of fresh pages costs as much as a sparse sum."""
+    """Returns such room where an earlier step had it: the first touch of fresh pages costs as much
+    as a sparse sum.
+    """
     if batch * width * like.element_size() < memory.LARGE:
         return empty_activations(like, batch, width, row_major)
     rows, columns = (batch, width) if row_major else (width, batch)

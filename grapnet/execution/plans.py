@@ -26,7 +26,9 @@ AUTO = "auto"
 
 
 class Step(NamedTuple):
-    """What a forward pass does at one transition: run the plan, then the activations of the layer that it enters."""
+    """What a forward pass does at one transition: run the plan, then the activations of the layer
+    that it enters.
+    """
 
     transition: Transition
     layer: Layer
@@ -45,11 +47,12 @@ class Line:
 def register_backend(backend: type[Backend]) -> None:
     """Makes a backend known to `net.execution.use` under its `name`; `auto` does not pick it.
 
-    A class that was defined again, as by running a cell of a notebook twice, takes the place of the one before; nets
-    that have chosen that one keep it until they are told to `use` the name again.
+    A class that was defined again, as by running a cell of a notebook twice, takes the place of the
+    one before; nets that have chosen that one keep it until they are told to `use` the name again.
 
     Args:
-        backend: a frozen dataclass with a `name`, `refusals`, `prepare`, and a default for every field.
+        backend: a frozen dataclass with a `name`, `refusals`, `prepare`, and a default for every
+            field.
 
     Raises:
         TypeError: it is no such class; nothing was registered.
@@ -58,7 +61,9 @@ def register_backend(backend: type[Backend]) -> None:
     _require_backend(backend)
     present = BACKENDS.get(backend.name, backend)
     if backend.name in (AUTO, Attention.name) or _origin(present) != _origin(backend):
-        raise ValueError(f"a backend called {backend.name!r} exists already; give this one another name")
+        raise ValueError(
+            f"a backend called {backend.name!r} exists already; give this one another name"
+        )
     BACKENDS[backend.name] = backend
 
 
@@ -86,7 +91,10 @@ class Plans:
         backends = {name: known() for name, known in BACKENDS.items()}
         if (chosen := self.chosen[t]) is not None:
             backends[chosen.name] = chosen
-        reasons = {name: backend.refusals(self.topologies[t], self.dtype) for name, backend in backends.items()}
+        reasons = {
+            name: backend.refusals(self.topologies[t], self.dtype)
+            for name, backend in backends.items()
+        }
         return {name: found for name, found in reasons.items() if found}
 
     def backend(self, t: int, batch: int, training: bool) -> tuple[Backend, str]:
@@ -103,7 +111,9 @@ class Plans:
         device = self.topologies[t].child.device.type
         name, why = fastest(shape, able, device=device, batch=batch, training=training)
         if native.missing and device == "cpu":
-            wanted, _ = fastest(shape, [*able, Sparse.name], device=device, batch=batch, training=training)
+            wanted, _ = fastest(
+                shape, [*able, Sparse.name], device=device, batch=batch, training=training
+            )
             if wanted == Sparse.name:
                 native.warn_missing()
         return BACKENDS[name](), why
@@ -115,26 +125,40 @@ class Plans:
         return self.shapes[t]
 
     def line(self, batch: int, training: bool) -> Line:
-        """Makes what a forward pass runs; a result stays feature-major only where the next plan reads it so."""
+        """Makes what a forward pass runs; a result stays feature-major only where the next plan
+        reads it so.
+        """
         self.require()
         if self.topologies[0].child.is_meta:
             raise PlanError(
-                "this net is on the meta device, where nobody knows which relations it has, so it cannot run. Load it "
-                "from a checkpoint, gn.load(path), or make it on a device that holds numbers"
+                "this net is on the meta device, where nobody knows which relations it has, so it"
+                " cannot run. Load it from a checkpoint, gn.load(path), or make it on a device that"
+                " holds numbers"
             )
-        with temporarily_clear_interpreter_stack(), torch.inference_mode(False), torch.no_grad():  # as if called alone
-            plans = [self._plan(t, self._choice(t, batch, training)[0]) for t in range(len(self.topologies))]
+        with (
+            temporarily_clear_interpreter_stack(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):  # as if called alone
+            plans = [
+                self._plan(t, self._choice(t, batch, training)[0])
+                for t in range(len(self.topologies))
+            ]
         for t, plan in enumerate(plans):
             reader = plans[t + 1] if t + 1 < len(plans) else None
             if is_feature_major(plan) and not is_feature_major(reader):
                 plans[t] = plan.row_major()
         ends = zip(self.modules, plans, strict=True)
-        steps = [Step(*modules, plan, getattr(plan, "values_shape", (-1,))) for modules, plan in ends]
+        steps = [
+            Step(*modules, plan, getattr(plan, "values_shape", (-1,))) for modules, plan in ends
+        ]
         self.lines[batch, training] = line = Line(steps)
         return line
 
     def after(self, commit: Commit) -> "Plans":
-        """Returns the plans for the wiring that a commit brings: those in use are made, or moved, at once."""
+        """Returns the plans for the wiring that a commit brings: those in use are made, or moved,
+        at once.
+        """
         topologies = [commit.wirings.get(t, topology) for t, topology in enumerate(self.topologies)]
         coming = Plans(self.chosen, self.modules, topologies, self.dtype)
         coming.require()
@@ -157,25 +181,41 @@ class Plans:
 
 def _keeps_rows(commit: Commit, t: int) -> bool:
     """Says whether both layers of a transition keep all their rows."""
-    return t in commit.relations and all(n not in commit.nodes or commit.nodes[n].is_identity for n in (t, t + 1))
+    return t in commit.relations and all(
+        n not in commit.nodes or commit.nodes[n].is_identity for n in (t, t + 1)
+    )
 
 
 def _require_backend(backend: Any) -> None:
-    """Raises TypeError, naming what is missing, for anything but a class that the Backend protocol describes."""
+    """Raises TypeError, naming what is missing, for anything but a class that the Backend protocol
+    describes.
+    """
     if not isinstance(backend, type):
         raise TypeError(f"a backend is registered as a class, got {backend!r}")
-    missing = [] if isinstance(getattr(backend, "name", None), str) else ['a string `name: ClassVar[str] = "…"`']
+    missing = (
+        []
+        if isinstance(getattr(backend, "name", None), str)
+        else ['a string `name: ClassVar[str] = "…"`']
+    )
     signatures = ("refusals(self, topology, dtype)", "prepare(self, topology)")
     missing += [s for s in signatures if not callable(getattr(backend, s.partition("(")[0], None))]
     if missing:
         raise TypeError(f"the backend {backend.__name__} lacks {' and '.join(missing)}")
     if not is_dataclass(backend) or not backend.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
         raise TypeError(
-            f"the backend {backend.__name__} is no frozen dataclass; write @dataclass(frozen=True) above it"
+            f"the backend {backend.__name__} is no frozen dataclass; write @dataclass(frozen=True)"
+            " above it"
         )
-    bare = [f.name for f in fields(backend) if f.init and f.default is MISSING and f.default_factory is MISSING]
+    bare = [
+        f.name
+        for f in fields(backend)
+        if f.init and f.default is MISSING and f.default_factory is MISSING
+    ]
     if bare:
-        raise TypeError(f"options of a backend have defaults, and {backend.__name__} has none for {', '.join(bare)}")
+        raise TypeError(
+            f"options of a backend have defaults, and {backend.__name__} has none for"
+            f" {', '.join(bare)}"
+        )
 
 
 def _origin(backend: type) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from grapnet.core.activation import activation_function
 from grapnet.core.graph import Graph
 from grapnet.core.relations import Topology
 
-# Messages (batch × relations) made at once; larger pieces leave the cache and run two to three times slower.
+# Messages (batch × relations) made at once; larger pieces leave the cache and run two to three
+# times slower.
 CELLS = 1 << 20
 
 
@@ -42,17 +43,27 @@ class ReferencePlan:
         if self.topology.n_relations <= size:
             return self._sum(x, values, 0) + bias
         z = bias
-        for number, part in enumerate(values.split(size)):  # each piece is made again in the backward, not kept
-            z = z + checkpoint(self._sum, x, part, number * size, use_reentrant=False, preserve_rng_state=False)
+        for number, part in enumerate(
+            values.split(size)
+        ):  # each piece is made again in the backward, not kept
+            z = z + checkpoint(
+                self._sum, x, part, number * size, use_reentrant=False, preserve_rng_state=False
+            )
         return z
 
     def _sum(self, x: Tensor, values: Tensor, start: int) -> Tensor:
         """Returns what the relations from `start` on contribute, [batch, n_children]."""
         stop = start + len(values)
-        parents = self.topology.parents(start, stop) if self._parents is None else self._parents[start:stop]
+        parents = (
+            self.topology.parents(start, stop)
+            if self._parents is None
+            else self._parents[start:stop]
+        )
         messages = x.index_select(1, parents) * values  # [batch, relations]
         children = self.topology.child[start:stop].long().expand(len(x), -1)
-        return messages.new_zeros(len(x), self.topology.n_children).scatter_add(1, children, messages)
+        return messages.new_zeros(len(x), self.topology.n_children).scatter_add(
+            1, children, messages
+        )
 
 
 def walk(graph: Graph, x: Tensor) -> Tensor:
@@ -67,7 +78,9 @@ def walk(graph: Graph, x: Tensor) -> Tensor:
         for column, node in enumerate(upper):
             messages = x[:, column, None] * node.W_alloc  # [batch, degree]
             for slot, uid in enumerate(node.children.uids.tolist()):
-                received[uid] = received[uid] + messages[:, slot] if uid in received else messages[:, slot]
+                received[uid] = (
+                    received[uid] + messages[:, slot] if uid in received else messages[:, slot]
+                )
         columns = []
         for node in lower:
             bias = node.bias

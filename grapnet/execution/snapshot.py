@@ -1,4 +1,6 @@
-"""Snapshots: the net as plain torch modules, for inference, for export and to be trained elsewhere."""
+"""Snapshots: the net as plain torch modules, for inference, for export and to be trained
+elsewhere.
+"""
 
 import weakref
 from typing import Any
@@ -26,7 +28,8 @@ from .traces import Traces
 
 
 class Snapshot(nn.Sequential):
-    """The net as it was when `net.snapshot()` was called: `nn.Linear` layers and activations that nothing trains.
+    """The net as it was when `net.snapshot()` was called: `nn.Linear` layers and activations that
+    nothing trains.
 
     It shares no memory with the net and stays as it is while the net goes on.
 
@@ -61,16 +64,18 @@ class Snapshot(nn.Sequential):
         return snapshot.eval()
 
     def is_stale(self, net: Net, *, exact: bool = False) -> bool:
-        """Says whether the net was edited, or its coordinates changed, since the snapshot was taken.
+        """Says whether the net was edited, or its coordinates changed, since the snapshot was
+        taken.
 
-        An edit counts even when an undo or the end of a trial brought everything back. Changed coordinates are noticed
-        by the traces they leave in torch, without reading them: version counters, replaced memory, optimizer steps.
-        No trace is left by writing through `weight.data`, a numpy array or the replay of a CUDA graph, and only
-        `exact=True` sees that.
+        An edit counts even when an undo or the end of a trial brought everything back. Changed
+        coordinates are noticed by the traces they leave in torch, without reading them: version
+        counters, replaced memory, optimizer steps. No trace is left by writing through
+        `weight.data`, a numpy array or the replay of a CUDA graph, and only `exact=True` sees that.
 
-        Asked about another net, or after a copy or a file, a snapshot knows no traces. It then compares version,
-        activations and every coordinate, and is stale unless all are equal. It also reads when an optimizer that
-        stepped since is gone, because that may have been the net's.
+        Asked about another net, or after a copy or a file, a snapshot knows no traces. It then
+        compares version, activations and every coordinate, and is stale unless all are equal. It
+        also reads when an optimizer that stepped since is gone, because that may have been the
+        net's.
 
         Args:
             net: the net to compare with.
@@ -90,26 +95,37 @@ class Snapshot(nn.Sequential):
     @torch.inference_mode(False)
     @torch.no_grad()
     def update(self, net: Net) -> bool:
-        """Writes the net's present coordinates into the matrices; False, and nothing done, where that is not enough.
+        """Writes the net's present coordinates into the matrices; False, and nothing done, where
+        that is not enough.
 
-        It is not enough after an edit, or when the net has moved to another device or dtype: take another snapshot.
+        It is not enough after an edit, or when the net has moved to another device or dtype: take
+            another snapshot.
         """
         graph = net.execution.graph
-        fits = self._seen is not None and self._seen.graph() is graph and self._seen.structure is graph.structure
+        fits = (
+            self._seen is not None
+            and self._seen.graph() is graph
+            and self._seen.structure is graph.structure
+        )
         linears = [module for module in self if isinstance(module, nn.Linear)]
         if not fits or any(
-            _place(a.weight) != _place(b.weight) for a, b in zip(linears, graph.transitions, strict=True)
+            _place(a.weight) != _place(b.weight)
+            for a, b in zip(linears, graph.transitions, strict=True)
         ):
             return False
         refuse(net, max(linear.weight.numel() for linear in linears))
-        for linear, transition, layer in zip(linears, graph.transitions, computed_layers(graph), strict=True):
+        for linear, transition, layer in zip(
+            linears, graph.transitions, computed_layers(graph), strict=True
+        ):
             write(linear, transition, layer)
         self._seen = Traces.of(graph)
         return True
 
     @torch.no_grad()
     def _holds(self, graph: Graph) -> bool:
-        """Says whether the modules are those that a snapshot of this graph would have, value by value."""
+        """Says whether the modules are those that a snapshot of this graph would have, value by
+        value.
+        """
         modules = iter(self)
         for transition, layer in zip(graph.transitions, computed_layers(graph), strict=True):
             if not is_written(next(modules, None), transition, layer):
@@ -129,9 +145,10 @@ class Snapshot(nn.Sequential):
 class SnapshotController:
     """Runs a net through a snapshot that it keeps up to date.
 
-    Before a call it refreshes the snapshot when `Snapshot.is_stale` says so: in place when only coordinates changed, as
-    another snapshot after an edit. The net knows nothing of it, and it does not keep the net alive: once the net is
-    gone a call raises PlanError, because nobody knows what happened after the last refresh; `snapshot` is still there.
+    Before a call it refreshes the snapshot when `Snapshot.is_stale` says so: in place when only
+    coordinates changed, as another snapshot after an edit. The net knows nothing of it, and it does
+    not keep the net alive: once the net is gone a call raises PlanError, because nobody knows what
+    happened after the last refresh; `snapshot` is still there.
 
     Args:
         net: the net to run; of a model with nets inside, one of them.
@@ -139,7 +156,8 @@ class SnapshotController:
 
     Attributes:
         snapshot: the last one, as of the last call.
-        refreshes: how often a call or `refresh()` found the snapshot outdated, or was told to renew it.
+        refreshes: how often a call or `refresh()` found the snapshot outdated, or was told to renew
+            it.
         rebuilds: how many of them made another snapshot.
 
     Examples:
@@ -155,8 +173,9 @@ class SnapshotController:
     def __init__(self, net: Net, *, most_cells: int = MOST_CELLS) -> None:
         if not isinstance(net, Graph):
             raise TypeError(
-                f"a SnapshotController runs one net, got {with_article(type(net).__name__)}. Give it the net inside "
-                "and run the rest of the model around it; or take gn.snapshot(model) again when the model has changed"
+                f"a SnapshotController runs one net, got {with_article(type(net).__name__)}. Give"
+                " it the net inside and run the rest of the model around it; or take"
+                " gn.snapshot(model) again when the model has changed"
             )
         self._net, self._most_cells = weakref.ref(net), most_cells
         self.refreshes = self.rebuilds = 0
@@ -168,8 +187,8 @@ class SnapshotController:
         net = self._net()
         if net is None:
             raise PlanError(
-                "the net of this controller is gone; its state at the last refresh is controller.snapshot "
-                f"(version {self.snapshot.version})"
+                "the net of this controller is gone; its state at the last refresh is"
+                f" controller.snapshot (version {self.snapshot.version})"
             )
         return net
 

@@ -1,4 +1,6 @@
-"""The sparse backend: compiled kernels that gather over the relations, vectorised over the batch."""
+"""The sparse backend: compiled kernels that gather over the relations, vectorised over the
+batch.
+"""
 
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,7 +16,8 @@ from . import kernels, native
 from .plan import Plan, in_transform
 from .reference import ReferencePlan
 
-# Carrying an order looks up every relation of the owners that lose one; building it again touches every relation.
+# Carrying an order looks up every relation of the owners that lose one; building it again touches
+# every relation.
 _LOOKUPS = 1 / 16
 _DTYPES = {
     "cpu": (torch.float32, torch.float64),
@@ -32,12 +35,22 @@ class Sparse:
         """Returns the reasons why it cannot run this topology; none when it can."""
         device = topology.child.device.type
         if device not in _DTYPES:
-            return [f"the weights are on {device}, the kernels are built for {' and '.join(_DTYPES)}"]
-        lacking = native.missing if device == "cpu" else "" if find_spec("triton") else "Triton is not installed"
+            return [
+                f"the weights are on {device}, the kernels are built for {' and '.join(_DTYPES)}"
+            ]
+        lacking = (
+            native.missing
+            if device == "cpu"
+            else ""
+            if find_spec("triton")
+            else "Triton is not installed"
+        )
         refusals = [lacking] if lacking else []
         if dtype not in _DTYPES[device]:
             known = ", ".join(map(str, _DTYPES[device]))
-            refusals.append(f"the weights are {dtype}, the kernels on {device} are built for {known}")
+            refusals.append(
+                f"the weights are {dtype}, the kernels on {device} are built for {known}"
+            )
         return refusals
 
     def prepare(self, topology: Topology) -> Plan:
@@ -56,7 +69,8 @@ class SparsePlan:
     Attributes:
         topology: the relations by parent.
         order: the relations by child.
-        feature_major: whether the output comes as the transpose of a contiguous [n_children, batch].
+        feature_major: whether the output comes as the transpose of a contiguous [n_children,
+            batch].
     """
 
     topology: Topology

@@ -27,14 +27,18 @@ class Traces:
 
     @classmethod
     def of(cls, graph: Graph) -> "Traces | None":
-        """Returns the present ones; None when torch keeps none, as for a net made under inference mode."""
+        """Returns the present ones; None when torch keeps none, as for a net made under inference
+        mode.
+        """
         vectors = _vectors(graph)
         if any(vector.is_inference() for vector in vectors):
             return None
         return cls(weakref.ref(graph), graph.structure, tuple(map(_Mark, vectors)), _STEPS.watch())
 
     def moved(self, graph: Graph) -> bool | None:
-        """Says whether the graph was edited, or its coordinates written, since; None if only reading can tell."""
+        """Says whether the graph was edited, or its coordinates written, since; None if only
+        reading can tell.
+        """
         if graph.structure is not self.structure:
             return True
         vectors = _vectors(graph)
@@ -51,10 +55,14 @@ class _Mark:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._state = weakref.ref(tensor), _state(tensor)
-        self._storage = StorageWeakRef(tensor.untyped_storage())  # while we hold this its address is not used again
+        self._storage = StorageWeakRef(
+            tensor.untyped_storage()
+        )  # while we hold this its address is not used again
 
     def is_on(self, tensor: Tensor) -> bool:
-        """Says whether it is the same tensor, on the same memory, and nothing was written through it."""
+        """Says whether it is the same tensor, on the same memory, and nothing was written through
+        it.
+        """
         same = self._tensor() is tensor and self._storage.cdata == tensor.untyped_storage()._cdata
         return same and self._state == _state(tensor)
 
@@ -64,18 +72,29 @@ def _state(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _vectors(graph: Graph) -> list[Tensor]:
-    """Returns every tensor that holds coordinates; asked before every call, so the empty ones are left out."""
+    """Returns every tensor that holds coordinates; asked before every call, so the empty ones are
+    left out.
+    """
     stores = (*graph.transitions, *(layer for layer in graph.layers if not layer.is_sensory))
-    return [vector for store in stores for vector in (store.parameter, store.frozen_values) if vector.numel()]
+    return [
+        vector
+        for store in stores
+        for vector in (store.parameter, store.frozen_values)
+        if vector.numel()
+    ]
 
 
 class _Steps:
-    """When each optimizer last stepped: torch's fused ones write Parameters and leave their version counters alone."""
+    """When each optimizer last stepped: torch's fused ones write Parameters and leave their version
+    counters alone.
+    """
 
     def __init__(self) -> None:
         self._count = 0
         self._last: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # by id
-        self._last_of_gone = 0  # the last step of an optimizer that is no more: nobody knows what it had
+        self._last_of_gone = (
+            0  # the last step of an optimizer that is no more: nobody knows what it had
+        )
         self._hook: Any = None
 
     def watch(self) -> int:
@@ -85,12 +104,19 @@ class _Steps:
         return self._count
 
     def touched(self, vectors: Sequence[Tensor], since: int) -> bool | None:
-        """Says whether an optimizer of these tensors stepped after the step numbered `since`; None for perhaps."""
+        """Says whether an optimizer of these tensors stepped after the step numbered `since`; None
+        for perhaps.
+        """
         if self._count == since:
             return False
         wanted = {id(vector) for vector in vectors}
         stepped = [reference() for reference, step in self._last.values() if step > since]
-        groups = [group for optimizer in stepped if optimizer is not None for group in optimizer.param_groups]
+        groups = [
+            group
+            for optimizer in stepped
+            if optimizer is not None
+            for group in optimizer.param_groups
+        ]
         if any(id(parameter) in wanted for group in groups for parameter in group["params"]):
             return True
         return None if self._last_of_gone > since else False

@@ -14,7 +14,8 @@ R = TypeVar("R")
 
 
 def untraced(function: Callable[P, R]) -> Callable[P, R]:
-    """Does what `torch.compiler.disable` does, but spares processes that compile nothing its import of a second.
+    """Does what `torch.compiler.disable` does, but spares processes that compile nothing its import
+    of a second.
 
     Example:
         >>> @untraced
@@ -35,13 +36,17 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         return apart[0](*args, **kwargs)
 
     marked: Any = call
-    marked._torchdynamo_disable = True  # a trace stops before `call`, as before anything that is disabled
+    marked._torchdynamo_disable = (
+        True  # a trace stops before `call`, as before anything that is disabled
+    )
     _skip(marked.__code__)
     return call
 
 
 def _skip(code: CodeType) -> None:
-    """Keeps torch's compiler from compiling the frames of a code, where this torch can be told without loading it."""
+    """Keeps torch's compiler from compiling the frames of a code, where this torch can be told
+    without loading it.
+    """
     frames: Any = eval_frame
     if hasattr(frames, "set_code_exec_strategy"):  # otherwise they are compiled, which takes longer
         action = frames._FrameAction

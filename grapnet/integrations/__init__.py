@@ -1,1 +1,3 @@
-"""Adapters to other libraries: one file an ecosystem, each an optional extra, imported only when asked for."""
+"""Adapters to other libraries: one file an ecosystem, each an optional extra, imported only when
+asked for.
+"""

@@ -5,17 +5,18 @@ from types import ModuleType
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Returns an optional module; raises ImportError, naming the `pip install` to run, when it is not there.
+    """Returns an optional module; raises ImportError, naming the `pip install` to run, when it is
+    not there.
 
     Args:
         module: its name, such as "transformers" or "sklearn.base".
         extra: which of our extras brings it.
 
     Examples:
-        >>> require("no_such_library", "plot")
+        >>> require("no_such_library", "plot")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        ImportError: this needs no_such_library, which is not installed. Run: pip install "grapnet[plot]"
+        ImportError: this needs no_such_library, which is not installed. ...
     """
     try:
         return importlib.import_module(module)
@@ -24,5 +25,6 @@ def require(module: str, extra: str) -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != top:
             raise  # it is there, and something that it needs is not
         raise ImportError(
-            f'this needs {top}, which is not installed. Run: pip install "grapnet[{extra}]"', name=top
+            f'this needs {top}, which is not installed. Run: pip install "grapnet[{extra}]"',
+            name=top,
         ) from None

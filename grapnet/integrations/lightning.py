@@ -1,4 +1,6 @@
-"""RulesCallback: rules in a Lightning Trainer, and Lightning's own checkpoints of modules whose nets were edited."""
+"""RulesCallback: rules in a Lightning Trainer, and Lightning's own checkpoints of modules whose
+nets were edited.
+"""
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -26,20 +28,24 @@ __all__ = ["RulesCallback", "load_nets", "nets_in", "save_nets"]
 
 
 class RulesCallback(L.Callback):
-    """Applies rules to the nets inside a LightningModule, and makes checkpoints survive what they change.
+    """Applies rules to the nets inside a LightningModule, and makes checkpoints survive what they
+    change.
 
-    The trainer's optimizers follow every edit, whoever makes it. Rules are applied after the training batch in which
-    an optimizer has stepped, before validation and before `ModelCheckpoint` saves; `step` is 0 after the first, also
-    with `accumulate_grad_batches`. Recorders see training batches alone. Every checkpoint of the trainer holds the nets
-    as they are wired and the state of the rules. `fit`, `validate`, `test` and `predict` with `ckpt_path=` put those
-    nets into the module before Lightning loads the weights and asks for optimizers: the nets are other objects
+    The trainer's optimizers follow every edit, whoever makes it. Rules are applied after the
+    training batch in which an optimizer has stepped, before validation and before `ModelCheckpoint`
+    saves; `step` is 0 after the first, also with `accumulate_grad_batches`. Recorders see training
+    batches alone. Every checkpoint of the trainer holds the nets as they are wired and the state of
+    the rules. `fit`, `validate`, `test` and `predict` with `ckpt_path=` put those nets into the
+    module before Lightning loads the weights and asks for optimizers: the nets are other objects
     afterwards, so find them through the module.
 
     Args:
         rules: the manager of the only net, or managers by the names of nets in the module, such as
             `{"model.head": manager}`. None to edit by other means, or not at all.
-        every: what a step is to the rules: an optimizer step, or an epoch. An epoch that was cut short is none.
-        task: asked after the last batch of an epoch; what it returns, unless that is None, is the task that has ended.
+        every: what a step is to the rules: an optimizer step, or an epoch. An epoch that was cut
+            short is none.
+        task: asked after the last batch of an epoch; what it returns, unless that is None, is the
+            task that has ended.
         survivors: as for `gn.attach`.
         newborn: as for `gn.attach`.
 
@@ -62,8 +68,12 @@ class RulesCallback(L.Callback):
     ) -> None:
         if every not in ("step", "epoch"):
             raise ValueError(f'every is "step" or "epoch", got {every!r}')
-        if isinstance(rules, Mapping) and len({id(manager) for manager in rules.values()}) < len(rules):
-            raise ValueError("a manager keeps the schedules and the evidence of one net; give every net its own")
+        if isinstance(rules, Mapping) and len({id(manager) for manager in rules.values()}) < len(
+            rules
+        ):
+            raise ValueError(
+                "a manager keeps the schedules and the evidence of one net; give every net its own"
+            )
         self.rules, self.every, self.task = rules, every, task
         self.survivors: Literal["keep", "renew"] = survivors
         self.newborn: Literal["zero", "mean"] = newborn
@@ -82,7 +92,10 @@ class RulesCallback(L.Callback):
         there = f"{type(module).__name__} has {', '.join(map(repr, nets)) or 'none'}"
         if isinstance(self.rules, gn.RuleManager):
             if len(nets) != 1:
-                raise ValueError(f"one manager is for one net, and {there}; give managers by name: {{name: manager}}")
+                raise ValueError(
+                    f"one manager is for one net, and {there}; give managers by name: {{name:"
+                    " manager}"
+                )
             return dict.fromkeys(nets, self.rules)
         managers = dict(self.rules or {})
         for name in managers:
@@ -98,16 +111,19 @@ class RulesCallback(L.Callback):
         """
         if not isinstance(trainer.strategy, SingleDeviceStrategy):
             raise ValueError(
-                f"rules run on one device, and this trainer uses {type(trainer.strategy).__name__}, which wraps the "
-                "parameters that an edit changes. Say Trainer(devices=1, strategy='auto'), or train with "
-                "gn.Distributed in a loop of your own"
+                f"rules run on one device, and this trainer uses {type(trainer.strategy).__name__},"
+                " which wraps the parameters that an edit changes. Say Trainer(devices=1,"
+                " strategy='auto'), or train with gn.Distributed in a loop of your own"
             )
         others: list[Any] = vars(trainer).get("callbacks", [])  # which Lightning sets from outside
-        averaging = [type(callback).__name__ for callback in others if isinstance(callback, _AVERAGING)]
+        averaging = [
+            type(callback).__name__ for callback in others if isinstance(callback, _AVERAGING)
+        ]
         if averaging:
             raise ValueError(
-                f"{averaging[0]} averages a copy that does not follow edits, relation by relation with others than its "
-                "own. Average in a hook of your own, with an AveragedModel and gn.attach(averaged, net)"
+                f"{averaging[0]} averages a copy that does not follow edits, relation by relation"
+                " with others than its own. Average in a hook of your own, with an AveragedModel"
+                " and gn.attach(averaged, net)"
             )
         for hook in (on_save_checkpoint, on_load_checkpoint):
             setattr(pl_module, hook.__name__, MethodType(hook, pl_module))
@@ -116,16 +132,20 @@ class RulesCallback(L.Callback):
         """Attaches the optimizers to the nets whose Parameters they hold."""
         self.managers(pl_module)  # raises before anything is trained
         held = [
-            {id(p) for group in optimizer.param_groups for p in group["params"]} for optimizer in trainer.optimizers
+            {id(p) for group in optimizer.param_groups for p in group["params"]}
+            for optimizer in trainer.optimizers
         ]
         strangers = set().union(*held) - {id(parameter) for parameter in pl_module.parameters()}
         for name, net in nets_in(pl_module).items():
             mine = {id(parameter) for parameter in net.parameters() if parameter.requires_grad}
-            followers = [o for o, theirs in zip(trainer.optimizers, held, strict=True) if mine & theirs]
+            followers = [
+                o for o, theirs in zip(trainer.optimizers, held, strict=True) if mine & theirs
+            ]
             if mine and strangers and not followers:
                 raise gn.OptimizerError(
-                    f"no optimizer holds the parameters of the net at {name!r}, and one holds parameters that are not "
-                    "in the module: it was made before a checkpoint was loaded. Make it in configure_optimizers"
+                    f"no optimizer holds the parameters of the net at {name!r}, and one holds"
+                    " parameters that are not in the module: it was made before a checkpoint was"
+                    " loaded. Make it in configure_optimizers"
                 )
             for optimizer in followers:
                 gn.attach(optimizer, net, survivors=self.survivors, newborn=self.newborn)
@@ -138,7 +158,12 @@ class RulesCallback(L.Callback):
             manager.start(pl_module.get_submodule(name), self.step)  # pyright: ignore[reportArgumentType]
 
     def on_train_batch_end(
-        self, trainer: "L.Trainer", pl_module: "L.LightningModule", outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: "L.Trainer",
+        pl_module: "L.LightningModule",
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
         """Applies the rules that are due, if an optimizer has stepped or a task has ended."""
         stepped, self._global_step = trainer.global_step != self._global_step, trainer.global_step
@@ -163,7 +188,9 @@ class RulesCallback(L.Callback):
     on_test_end = on_predict_end = on_validation_end
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the number of the next step; the nets and the rules have their own place in a checkpoint."""
+        """Returns the number of the next step; the nets and the rules have their own place in a
+        checkpoint.
+        """
         return {"step": self.step}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -182,18 +209,24 @@ class RulesCallback(L.Callback):
         """Gives the rules the state they had; the nets are back in the module already."""
         managers = self.managers(pl_module)
         for name, manager in managers.items():
-            manager.start(nets_in(pl_module)[name])  # leaves the recorders of a net that was there before
+            manager.start(
+                nets_in(pl_module)[name]
+            )  # leaves the recorders of a net that was there before
         load_rules(checkpoint, managers)
 
 
 def on_save_checkpoint(module: "L.LightningModule", checkpoint: dict[str, Any]) -> None:
-    """Puts the nets into a checkpoint that has none, one of weights alone; then calls the hook of the class."""
+    """Puts the nets into a checkpoint that has none, one of weights alone; then calls the hook of
+    the class.
+    """
     if KEY not in checkpoint:
         save_nets(module, checkpoint)
     type(module).on_save_checkpoint(module, checkpoint)
 
 
 def on_load_checkpoint(module: "L.LightningModule", checkpoint: dict[str, Any]) -> None:
-    """Puts the nets of a checkpoint into the module before its weights; then calls the hook of the class."""
+    """Puts the nets of a checkpoint into the module before its weights; then calls the hook of the
+    class.
+    """
     load_nets(module, checkpoint)
     type(module).on_load_checkpoint(module, checkpoint)

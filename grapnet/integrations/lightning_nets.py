@@ -1,4 +1,6 @@
-"""Nets inside a module, in and out of a checkpoint that somebody else writes: a dict of plain data and tensors."""
+"""Nets inside a module, in and out of a checkpoint that somebody else writes: a dict of plain data
+and tensors.
+"""
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +20,8 @@ KEY = "grapnet"  # under which a checkpoint holds the nets
 
 
 def nets_in(module: nn.Module) -> dict[str, gn.GrapNet]:
-    """Returns the nets anywhere inside a module by the names where they stand; one that stands twice comes once.
+    """Returns the nets anywhere inside a module by the names where they stand; one that stands
+    twice comes once.
 
     Examples:
         >>> list(nets_in(nn.ModuleDict({"encoder": nn.Linear(8, 4), "head": gn.GrapNet([4, 2])})))
@@ -27,8 +30,11 @@ def nets_in(module: nn.Module) -> dict[str, gn.GrapNet]:
     return {name: part for name, part in module.named_modules() if isinstance(part, gn.GrapNet)}
 
 
-def save_nets(module: nn.Module, checkpoint: dict[str, Any], rules: Mapping[str, gn.RuleManager] | None = None) -> None:
-    """Puts the nets of a module into a checkpoint as they are wired, each as the bytes of a file of `gn.save`.
+def save_nets(
+    module: nn.Module, checkpoint: dict[str, Any], rules: Mapping[str, gn.RuleManager] | None = None
+) -> None:
+    """Puts the nets of a module into a checkpoint as they are wired, each as the bytes of a file of
+    `gn.save`.
 
     Args:
         module: the module.
@@ -36,31 +42,39 @@ def save_nets(module: nn.Module, checkpoint: dict[str, Any], rules: Mapping[str,
         rules: managers by the names of nets, whose state goes with them.
 
     Raises:
-        CheckpointError: a trial is in effect, a net has a forward, modules or buffers of its own, two nets share a
-            Parameter, or the state of a rule is not data; the checkpoint is as it was.
+        CheckpointError: a trial is in effect, a net has a forward, modules or buffers of its own,
+            two nets share a Parameter, or the state of a rule is not data; the checkpoint is as it
+            was.
     """
     managers, parts = rules or {}, []
     _require_apart(nets_in(module))
     for name, net in nets_in(module).items():
         extras = {"rules": managers[name]} if name in managers else {}
         parts.append(
-            {"name": name, "origin": describe_origin(net), "rules": bool(extras), "file": _pack(name, net, extras)}
+            {
+                "name": name,
+                "origin": describe_origin(net),
+                "rules": bool(extras),
+                "file": _pack(name, net, extras),
+            }
         )
     checkpoint[KEY] = parts
 
 
 def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.GrapNet]:
-    """Puts the nets of a checkpoint back where they stood, whatever shape stands there, and returns them by name.
+    """Puts the nets of a checkpoint back where they stood, whatever shape stands there, and returns
+    them by name.
 
-    They are other objects than those that stood there, with other Parameters, and take over device, mode and
-    `requires_grad`. A net that was grafted goes over the dense modules too. A checkpoint without nets changes nothing.
-    Where the saved module had compiled parts and this one has not, or the other way round, the names in the
-    checkpoint's own `state_dict` become those of this module.
+    They are other objects than those that stood there, with other Parameters, and take over device,
+    mode and `requires_grad`. A net that was grafted goes over the dense modules too. A checkpoint
+    without nets changes nothing. Where the saved module had compiled parts and this one has not, or
+    the other way round, the names in the checkpoint's own `state_dict` become those of this module.
 
     Raises:
         CheckpointError: a net is damaged, or cannot be put where it stood; the module is as it was.
-        ConversionError: the module has other parts where a net stood, a net with hooks or something of its own that
-            would be lost, or a part compiled by `torch.compile(part)`; the module is as it was.
+        ConversionError: the module has other parts where a net stood, a net with hooks or something
+            of its own that would be lost, or a part compiled by `torch.compile(part)`; the module
+            is as it was.
     """
     found: dict[str, gn.GrapNet] = {}
     installs: list[Callable[[], None]] = []
@@ -80,7 +94,8 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
 
 
 def load_rules(checkpoint: Mapping[str, Any], rules: Mapping[str, gn.RuleManager]) -> None:
-    """Gives managers, by the names of their nets, the state they had; one that was not saved starts afresh.
+    """Gives managers, by the names of their nets, the state they had; one that was not saved starts
+    afresh.
 
     Raises:
         CheckpointError: the rules are not those that were saved.
@@ -95,12 +110,16 @@ def load_rules(checkpoint: Mapping[str, Any], rules: Mapping[str, gn.RuleManager
 
 
 def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:
-    """Raises CheckpointError when two nets share a Parameter, of which each would come back with its own."""
+    """Raises CheckpointError when two nets share a Parameter, of which each would come back with
+    its own.
+    """
     owners: dict[int, str] = {}
     for name, net in nets.items():
         for parameter in net.parameters():
             if owners.setdefault(id(parameter), name) != name:
-                raise gn.CheckpointError(f"the nets at {owners[id(parameter)]!r} and {name!r} share a Parameter")
+                raise gn.CheckpointError(
+                    f"the nets at {owners[id(parameter)]!r} and {name!r} share a Parameter"
+                )
 
 
 def _pack(name: str, net: gn.GrapNet, extras: dict[str, Any]) -> Tensor:

@@ -1,4 +1,6 @@
-"""GrapNetClassifier and GrapNetRegressor: nets as scikit-learn estimators, to be edited once they are fitted."""
+"""GrapNetClassifier and GrapNetRegressor: nets as scikit-learn estimators, to be edited once they
+are fitted.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -26,8 +28,9 @@ except ModuleNotFoundError:
 class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
     """A classifier whose net has one output node a class, and can be edited afterwards: `net_`.
 
-    Equal data and an equal `random_state` give equal nets, and torch's global random state is left alone. A `fit` that
-    raises leaves the estimator as it was; a `partial_fit` that raises keeps the steps that it made.
+    Equal data and an equal `random_state` give equal nets, and torch's global random state is left
+    alone. A `fit` that raises leaves the estimator as it was; a `partial_fit` that raises keeps the
+    steps that it made.
 
     Args:
         hidden_layer_sizes: how many nodes each hidden layer has; none for a linear model.
@@ -35,31 +38,35 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         density: the share of all possible relations to start with.
         distribution: "uniform" or "erk", how that share is spread over the transitions.
         dropout: the probability with which a hidden node says 0 in training.
-        optimizer: "adam", "adamw", "sgd" (Nesterov momentum 0.9), or what makes one when called with groups of
-            Parameters and `lr`, such as `torch.optim.RMSprop`.
+        optimizer: "adam", "adamw", "sgd" (Nesterov momentum 0.9), or what makes one when called
+            with groups of Parameters and `lr`, such as `torch.optim.RMSprop`.
         learning_rate: its step size.
         weight_decay: its weight decay; biases are spared.
         batch_size: samples a training step, at most.
         max_epochs: how often `fit` goes over the data.
-        early_stopping: whether `fit` holds out samples and stops when their loss does not fall. The net stays as it is
-            then: going back to an earlier one could undo what rules did.
+        early_stopping: whether `fit` holds out samples and stops when their loss does not fall. The
+            net stays as it is then: going back to an earlier one could undo what rules did.
         validation_fraction: the share of samples to hold out.
         n_iter_no_change: after how many epochs without improvement to stop.
         tol: what counts as an improvement.
-        rules: what changes the structure while it trains: a sequence of rules or pairs (rule, schedule), of which every
-            fit takes copies; or a `RuleManager` that has not worked yet, with names and budgets, to be copied.
-            Schedules count training steps, of which an epoch has n_samples / batch_size, rounded up.
-        execution: a backend for all transitions ("auto", "dense", "sparse", "family", "attention", …), or one for each.
-        dtype: "float32" or "float64"; None computes in what the features are: float32 in float32, all else in float64.
+        rules: what changes the structure while it trains: a sequence of rules or pairs (rule,
+            schedule), of which every fit takes copies; or a `RuleManager` that has not worked yet,
+            with names and budgets, to be copied. Schedules count training steps, of which an epoch
+            has n_samples / batch_size, rounded up.
+        execution: a backend for all transitions ("auto", "dense", "sparse", "family", "attention",
+            …), or one for each.
+        dtype: "float32" or "float64"; None computes in what the features are: float32 in float32,
+            all else in float64.
         device: where to train.
         random_state: an int for repeatable results.
         verbose: 1 prints a line an epoch.
-        class_weight: a dict from class to weight; "balanced" weighs classes by the inverse of their frequency.
+        class_weight: a dict from class to weight; "balanced" weighs classes by the inverse of their
+            frequency.
 
     Attributes:
         classes_: the labels, in the order of the output nodes.
-        net_, optimizer_, rules_: the net, the optimizer that follows it, and the manager of the rules.
-        n_iter_, n_steps_: how many epochs and steps were trained.
+        net_, optimizer_, rules_: the net, the optimizer that follows it, and the manager of the
+        rules. n_iter_, n_steps_: how many epochs and steps were trained.
         loss_curve_: the mean loss of every epoch; `validation_loss_curve_` with early stopping.
         n_features_in_, feature_names_in_: the features seen.
 
@@ -67,7 +74,9 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         >>> from sklearn.datasets import load_iris
         >>> from grapnet.rules import At, PruneWeakest
         >>> x, y = load_iris(return_X_y=True)
-        >>> model = GrapNetClassifier((32,), rules=[(PruneWeakest(0.5), At(50))], random_state=0).fit(x, y)
+        >>> model = GrapNetClassifier(
+        ...     (32,), rules=[(PruneWeakest(0.5), At(50))], random_state=0
+        ... ).fit(x, y)
         >>> model.net_, model.score(x, y) > 0.9
         (GrapNet(4-32-3, 112 relations, 0 frozen, version 1), True)
         >>> with model.net_.edit(reason="without the weakest ten") as edit:
@@ -139,7 +148,13 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
             x, y = self._read(X, y, reset=True)
             check_classification_targets(y)
             self.classes_, labels = np.unique(y, return_inverse=True)
-            self._fit(x, labels, self._weights_of(x, labels, sample_weight), len(self.classes_), cross_entropies)
+            self._fit(
+                x,
+                labels,
+                self._weights_of(x, labels, sample_weight),
+                len(self.classes_),
+                cross_entropies,
+            )
         return self
 
     def partial_fit(
@@ -151,7 +166,8 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         *,
         task: Any = None,
     ) -> Self:
-        """Goes over the samples once, with the net as it is: trained, edited, or made by the first call.
+        """Goes over the samples once, with the net as it is: trained, edited, or made by the first
+        call.
 
         Args:
             X: as for `fit`.
@@ -163,11 +179,15 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         first = not hasattr(self, "training_")
         with unchanged_on_error(self):
             if first and classes is None:
-                raise ValueError("classes must be passed on the first call to partial_fit: all labels there will be")
+                raise ValueError(
+                    "classes must be passed on the first call to partial_fit: all labels there"
+                    " will be"
+                )
             if self.class_weight == "balanced":
                 raise ValueError(
-                    'class_weight="balanced" needs all data at once, and partial_fit has a part. Give the weights: '
-                    'dict(zip(classes, compute_class_weight("balanced", classes=classes, y=y)))'
+                    'class_weight="balanced" needs all data at once, and partial_fit has a part.'
+                    ' Give the weights: dict(zip(classes, compute_class_weight("balanced",'
+                    " classes=classes, y=y)))"
                 )
             x, y = self._read(X, y, reset=first)
             check_classification_targets(y)
@@ -175,7 +195,9 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
                 self.classes_ = unique_labels(classes)
                 self._begin(x, len(self.classes_))
             elif classes is not None and not np.array_equal(unique_labels(classes), self.classes_):
-                raise ValueError(f"classes are {classes} here, and were {self.classes_} in the first call")
+                raise ValueError(
+                    f"classes are {classes} here, and were {self.classes_} in the first call"
+                )
             labels = self._labels(y)
             samples = Samples(x, labels, self._weights_of(x, labels, sample_weight), self.net_)
             self._epoch(samples, cross_entropies, task)
@@ -187,7 +209,9 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         return self.classes_[places]
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Returns the probability of every class, [n_samples, n_classes], in the order of `classes_`."""
+        """Returns the probability of every class, [n_samples, n_classes], in the order of
+        `classes_`.
+        """
         return self._outputs(X).softmax(1).numpy()
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
@@ -195,12 +219,14 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         return self._outputs(X).log_softmax(1).numpy()
 
     def _labels(self, y: np.ndarray) -> np.ndarray:
-        """Returns the places of labels in `classes_`; raises ValueError for labels that are not there."""
+        """Returns the places of labels in `classes_`; raises ValueError for labels that are not
+        there.
+        """
         unknown = np.setdiff1d(y, self.classes_)
         if len(unknown):
             raise ValueError(
-                f"y contains labels {unknown} that are not among the classes {self.classes_} of the first call. Name "
-                "all classes there: partial_fit(X, y, classes=…)"
+                f"y contains labels {unknown} that are not among the classes {self.classes_} of the"
+                " first call. Name all classes there: partial_fit(X, y, classes=…)"
             )
         return np.searchsorted(self.classes_, y)
 
@@ -209,19 +235,25 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         weights = self._weights(x, sample_weight)
         if self.class_weight is None:
             return weights
-        of_classes = compute_class_weight(self.class_weight, classes=self.classes_, y=self.classes_[labels])
+        of_classes = compute_class_weight(
+            self.class_weight, classes=self.classes_, y=self.classes_[labels]
+        )
         return of_classes[labels] * (1 if weights is None else weights)
 
 
 class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
-    """A regressor with squared error, whose net has one output node a target and can be edited afterwards: `net_`.
+    """A regressor with squared error, whose net has one output node a target and can be edited
+    afterwards: `net_`.
 
-    Targets are learned as they are: scale them when they are large, for instance with `TransformedTargetRegressor`. All
-    parameters and attributes are those of `GrapNetClassifier`, except `class_weight` and `classes_`.
+    Targets are learned as they are: scale them when they are large, for instance with
+    `TransformedTargetRegressor`. All parameters and attributes are those of `GrapNetClassifier`,
+    except `class_weight` and `classes_`.
 
     Examples:
         >>> x = np.linspace(-2, 2, 200).reshape(-1, 1)
-        >>> model = GrapNetRegressor((32,), learning_rate=0.02, random_state=0).fit(x, np.sin(x[:, 0]))
+        >>> model = GrapNetRegressor((32,), learning_rate=0.02, random_state=0).fit(
+        ...     x, np.sin(x[:, 0])
+        ... )
         >>> model.score(x, np.sin(x[:, 0])) > 0.95
         True
     """
@@ -240,7 +272,8 @@ class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None, *, task: Any = None) -> Self:
-        """Goes over the samples once, with the net as it is: trained, edited, or made by the first call.
+        """Goes over the samples once, with the net as it is: trained, edited, or made by the first
+        call.
 
         Args:
             X: as for `fit`.
@@ -275,7 +308,9 @@ class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
             self._one_target = y.ndim == 1
         targets = y.reshape(len(y), -1).astype(np.float64)
         if not reset and targets.shape[1] != self.training_.ends[1]:
-            raise ValueError(f"y has {targets.shape[1]} targets, and the first call had {self.training_.ends[1]}")
+            raise ValueError(
+                f"y has {targets.shape[1]} targets, and the first call had {self.training_.ends[1]}"
+            )
         return x, targets
 
 

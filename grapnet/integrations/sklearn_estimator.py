@@ -1,4 +1,6 @@
-"""What the estimators share: parameters, one way to train for `fit` and `partial_fit`, and a net to edit in between."""
+"""What the estimators share: parameters, one way to train for `fit` and `partial_fit`, and a net to
+edit in between.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,7 +86,9 @@ class GrapNetEstimator(BaseEstimator):
 
     @property
     def net_(self) -> gn.GrapNet:
-        """The fitted net: edit it, run it, save it; `partial_fit` and `predict` go on with what you made of it."""
+        """The fitted net: edit it, run it, save it; `partial_fit` and `predict` go on with what you
+        made of it.
+        """
         return self.training_.net
 
     @property
@@ -94,7 +98,9 @@ class GrapNetEstimator(BaseEstimator):
 
     @property
     def rules_(self) -> RuleManager:
-        """The manager of the rules: inject, replace or disable some between two calls of `partial_fit`."""
+        """The manager of the rules: inject, replace or disable some between two calls of
+        `partial_fit`.
+        """
         return self.training_.rules
 
     @property
@@ -113,8 +119,12 @@ class GrapNetEstimator(BaseEstimator):
         return tags
 
     def _read(self, x: Any, y: Any = "no_validation", *, reset: bool, **options: Any) -> Any:
-        """Returns checked features, and targets when there are some; float32 stays, all else becomes float64."""
-        return validate_data(self, x, y, reset=reset, accept_sparse="csr", dtype=(np.float64, np.float32), **options)
+        """Returns checked features, and targets when there are some; float32 stays, all else
+        becomes float64.
+        """
+        return validate_data(
+            self, x, y, reset=reset, accept_sparse="csr", dtype=(np.float64, np.float32), **options
+        )
 
     def _weights(self, x: Any, sample_weight: Any) -> np.ndarray | None:
         """Returns checked weights of the samples, or None when all weigh the same."""
@@ -126,7 +136,9 @@ class GrapNetEstimator(BaseEstimator):
         return weights
 
     def _begin(self, x: Any, n_outputs: int) -> np.random.RandomState:
-        """Makes net, optimizer and rules for data like these; returns the source of random numbers."""
+        """Makes net, optimizer and rules for data like these; returns the source of random
+        numbers.
+        """
         hidden = self._checked_parameters()
         random = check_random_state(self.random_state)
         of_net, of_rules = (int(seed) for seed in random.randint(np.iinfo(np.int32).max, size=2))
@@ -151,18 +163,22 @@ class GrapNetEstimator(BaseEstimator):
         vars(self).pop("validation_loss_curve_", None)
         return random
 
-    def _fit(self, x: Any, targets: np.ndarray, weights: np.ndarray | None, n_outputs: int, loss: Loss) -> None:
+    def _fit(
+        self, x: Any, targets: np.ndarray, weights: np.ndarray | None, n_outputs: int, loss: Loss
+    ) -> None:
         """Trains a net of its own, and warns of rules that were scheduled behind the last step."""
         self._train(x, targets, weights, n_outputs, loss)
         left = self.rules_.never_due(self.n_steps_)
         if left:
             warnings.warn(
-                f"rules were never due: {', '.join(left)}. The fit made {self.n_steps_} steps, numbered from 0, and "
-                "schedules count steps, not epochs",
+                f"rules were never due: {', '.join(left)}. The fit made {self.n_steps_} steps,"
+                " numbered from 0, and schedules count steps, not epochs",
                 stacklevel=3,
             )
 
-    def _train(self, x: Any, targets: np.ndarray, weights: np.ndarray | None, n_outputs: int, loss: Loss) -> None:
+    def _train(
+        self, x: Any, targets: np.ndarray, weights: np.ndarray | None, n_outputs: int, loss: Loss
+    ) -> None:
         """Trains for `max_epochs`, or until the loss of held-out samples stops to fall."""
         random = self._begin(x, n_outputs)
         if not self.early_stopping:
@@ -172,10 +188,14 @@ class GrapNetEstimator(BaseEstimator):
             return
         labels = targets if np.issubdtype(targets.dtype, np.integer) else None
         parts = train_test_split(
-            np.arange(x.shape[0]), test_size=self.validation_fraction, stratify=labels, random_state=random
+            np.arange(x.shape[0]),
+            test_size=self.validation_fraction,
+            stratify=labels,
+            random_state=random,
         )
         learned, held = (
-            Samples(x[rows], targets[rows], None if weights is None else weights[rows], self.net_) for rows in parts
+            Samples(x[rows], targets[rows], None if weights is None else weights[rows], self.net_)
+            for rows in parts
         )
         self.validation_loss_curve_, best, since = [], np.inf, 0
         while len(self.loss_curve_) < self.max_epochs and since < self.n_iter_no_change:
@@ -196,7 +216,9 @@ class GrapNetEstimator(BaseEstimator):
         return self.training_.outputs(self._read(x, reset=False))
 
     def _checked_parameters(self) -> list[int]:
-        """Returns the sizes of the hidden layers; raises ValueError for parameters that nothing else checks."""
+        """Returns the sizes of the hidden layers; raises ValueError for parameters that nothing
+        else checks.
+        """
         given: Any = self.hidden_layer_sizes
         hidden = list(given) if isinstance(given, Iterable) else [given]
         for size in hidden:
@@ -206,9 +228,13 @@ class GrapNetEstimator(BaseEstimator):
         _require_number("learning_rate", self.learning_rate, Real, 0, above=True)
         _require_number("weight_decay", self.weight_decay, Real, 0)
         if not isinstance(self.validation_fraction, Real) or not 0 < self.validation_fraction < 1:
-            raise ValueError(f"validation_fraction lies between 0 and 1, got {self.validation_fraction!r}")
+            raise ValueError(
+                f"validation_fraction lies between 0 and 1, got {self.validation_fraction!r}"
+            )
         if self.dtype is not None and self.dtype not in _DTYPES:
-            raise ValueError(f'dtype is None (as the features are), "float32" or "float64", got {self.dtype!r}')
+            raise ValueError(
+                f'dtype is None (as the features are), "float32" or "float64", got {self.dtype!r}'
+            )
         return [int(size) for size in hidden]
 
 
@@ -224,8 +250,16 @@ def unchanged_on_error(estimator: GrapNetEstimator) -> Iterator[None]:
         raise
 
 
-def _require_number(name: str, value: Any, kind: type, least: float, *, above: bool = False) -> None:
+def _require_number(
+    name: str, value: Any, kind: type, least: float, *, above: bool = False
+) -> None:
     """Raises ValueError for a parameter that is no number of a kind, or too small."""
-    if not isinstance(value, kind) or isinstance(value, bool) or not (value > least if above else value >= least):
+    if (
+        not isinstance(value, kind)
+        or isinstance(value, bool)
+        or not (value > least if above else value >= least)
+    ):
         what = "whole numbers" if kind is Integral else "numbers"
-        raise ValueError(f"{name} takes {what} {'above' if above else 'from'} {least}, got {value!r}")
+        raise ValueError(
+            f"{name} takes {what} {'above' if above else 'from'} {least}, got {value!r}"
+        )

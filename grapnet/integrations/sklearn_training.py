@@ -1,4 +1,6 @@
-"""What the estimators train: a net, an optimizer that follows it, and rules that change it, over mini-batches."""
+"""What the estimators train: a net, an optimizer that follows it, and rules that change it, over
+mini-batches.
+"""
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +26,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
 _ADVICE = (
-    "Lower learning_rate, or scale the features (and, for regression, the targets), for instance with StandardScaler"
+    "Lower learning_rate, or scale the features (and, for regression, the targets), for instance"
+    " with StandardScaler"
 )
 ROWS_AT_ONCE = 8192  # of a prediction, so that its memory does not grow with the data
 
@@ -39,7 +42,9 @@ class Samples:
         net: the net that they are for.
     """
 
-    def __init__(self, x: Any, targets: np.ndarray, weights: np.ndarray | None, net: gn.GrapNet) -> None:
+    def __init__(
+        self, x: Any, targets: np.ndarray, weights: np.ndarray | None, net: gn.GrapNet
+    ) -> None:
         if weights is not None:
             present = weights > 0
             if not present.any():
@@ -50,8 +55,14 @@ class Samples:
         whole = np.issubdtype(targets.dtype, np.integer)
         self._dtype = net.transitions[0].weight.dtype
         self._x = x if hasattr(x, "toarray") else tensor_of(x, self._dtype).to(net.device)
-        self._targets = torch.as_tensor(targets, dtype=torch.int64 if whole else self._dtype, device=net.device)
-        self._weights = None if weights is None else torch.as_tensor(weights, dtype=self._dtype, device=net.device)
+        self._targets = torch.as_tensor(
+            targets, dtype=torch.int64 if whole else self._dtype, device=net.device
+        )
+        self._weights = (
+            None
+            if weights is None
+            else torch.as_tensor(weights, dtype=self._dtype, device=net.device)
+        )
 
     def __len__(self) -> int:
         return len(self._targets)
@@ -93,7 +104,8 @@ class Training:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.__post_init__()  # what follows a net holds it weakly, and stays behind when it is copied
+        # what follows a net holds it weakly, and stays behind when it is copied
+        self.__post_init__()
 
     def epoch(self, samples: Samples, loss: Loss, batch_size: int, task: Any = None) -> float:
         """Goes over the samples once, in random order, and returns their mean loss.
@@ -113,7 +125,9 @@ class Training:
             for number, rows in enumerate(batches, start=1):
                 total += len(rows) * self._step(samples, rows, loss, dropping)
                 with dropping:  # rules may run the net
-                    self.rules.apply(self.net, self.steps, task=task if number == len(batches) else None)
+                    self.rules.apply(
+                        self.net, self.steps, task=task if number == len(batches) else None
+                    )
                 self.steps += 1
         finally:
             self.net.eval()
@@ -123,7 +137,9 @@ class Training:
         self._require_finite(samples.batch(batches[-1])[0])
         return mean
 
-    def _step(self, samples: Samples, rows: Tensor, loss: Loss, dropping: AbstractContextManager[Any]) -> Tensor:
+    def _step(
+        self, samples: Samples, rows: Tensor, loss: Loss, dropping: AbstractContextManager[Any]
+    ) -> Tensor:
         x, targets, weights = samples.batch(rows)
         self.optimizer.zero_grad()
         with dropping:
@@ -152,14 +168,18 @@ class Training:
 
     @torch.no_grad()
     def outputs(self, x: Any) -> Tensor:
-        """Returns what the net computes for x [n, n_features], an array or a CSR matrix: [n, n_outputs] on the CPU."""
+        """Returns what the net computes for x [n, n_features], an array or a CSR matrix: [n,
+        n_outputs] on the CPU.
+        """
         self._require_ends()
         parts = []
         with self._predicting() as net:
             for start in range(0, x.shape[0], ROWS_AT_ONCE):
                 rows = x[start : start + ROWS_AT_ONCE]
                 rows = rows.toarray() if hasattr(rows, "toarray") else rows
-                parts.append(net(tensor_of(rows, net.transitions[0].weight.dtype).to(net.device)).cpu())
+                parts.append(
+                    net(tensor_of(rows, net.transitions[0].weight.dtype).to(net.device)).cpu()
+                )
         return torch.cat(parts)
 
     @contextmanager
@@ -179,15 +199,17 @@ class Training:
         with self._predicting() as net:
             outputs = net(x)
         if not all(bool(numbers.isfinite().all()) for numbers in (outputs, *self.net.parameters())):
-            raise ValueError(f"the net computes numbers that are not finite after {self.steps} steps. {_ADVICE}")
+            raise ValueError(
+                f"the net computes numbers that are not finite after {self.steps} steps. {_ADVICE}"
+            )
 
     def _require_ends(self) -> None:
         found = self.net.sizes[0], self.net.sizes[-1]
         if found != self.ends:
             raise ValueError(
-                f"net_ has {found[0]} sensory and {found[1]} output nodes, and the data need {self.ends[0]} and "
-                f"{self.ends[1]}: a feature or a class each. Cut relations instead, or call fit for other data; "
-                "net_.undo() takes the last edit back"
+                f"net_ has {found[0]} sensory and {found[1]} output nodes, and the data need"
+                f" {self.ends[0]} and {self.ends[1]}: a feature or a class each. Cut relations"
+                " instead, or call fit for other data; net_.undo() takes the last edit back"
             )
 
 
@@ -203,15 +225,21 @@ def make_optimizer(
 
     Args:
         net: whose Parameters.
-        kind: "adam", "adamw", "sgd" (Nesterov momentum 0.9), or what makes one: called with groups and `lr`.
+        kind: "adam", "adamw", "sgd" (Nesterov momentum 0.9), or what makes one: called with groups
+            and `lr`.
         learning_rate: the step size.
         weight_decay: of the weights.
     """
     if isinstance(kind, str) and kind not in OPTIMIZERS:
-        raise ValueError(f"optimizer is {', '.join(map(repr, OPTIMIZERS))} or what makes one, got {kind!r}")
+        raise ValueError(
+            f"optimizer is {', '.join(map(repr, OPTIMIZERS))} or what makes one, got {kind!r}"
+        )
     weights = [p for p in net.parameters() if p.dim() > 1]
     biases = [p for p in net.parameters() if p.dim() == 1]
-    groups = [{"params": weights, "weight_decay": weight_decay}, {"params": biases, "weight_decay": 0.0}]
+    groups = [
+        {"params": weights, "weight_decay": weight_decay},
+        {"params": biases, "weight_decay": 0.0},
+    ]
     return (OPTIMIZERS[kind] if isinstance(kind, str) else kind)(groups, lr=learning_rate)
 
 
@@ -219,20 +247,29 @@ def make_manager(rules: Sequence[Any] | RuleManager | None, seed: int) -> RuleMa
     """Returns a manager with copies of rules, so that no fit changes what the user gave.
 
     Args:
-        rules: each a rule or a pair (rule, schedule); or a manager that has not worked yet, to be copied.
+        rules: each a rule or a pair (rule, schedule); or a manager that has not worked yet, to be
+            copied.
         seed: of the manager's generator; a given manager has its own.
     """
     if isinstance(rules, RuleManager):
         if rules.state_dict()["next_step"] is not None:
-            raise ValueError("rules is a RuleManager that has worked on a net already; give one that has only rules")
+            raise ValueError(
+                "rules is a RuleManager that has worked on a net already; give one that has only"
+                " rules"
+            )
         return copy.deepcopy(rules)
     if not (rules is None or isinstance(rules, Sequence)):
-        raise TypeError(f"rules is a sequence of rules or of pairs (rule, schedule), or a RuleManager; got {rules!r}")
+        raise TypeError(
+            "rules is a sequence of rules or of pairs (rule, schedule), or a RuleManager; got"
+            f" {rules!r}"
+        )
     manager = RuleManager(seed=seed)
     for given in rules or ():
         pair = tuple(given) if isinstance(given, tuple | list) else (given,)
         if not 1 <= len(pair) <= 2:
-            raise ValueError(f"one of the rules is a rule or a pair (rule, schedule), got {given!r}")
+            raise ValueError(
+                f"one of the rules is a rule or a pair (rule, schedule), got {given!r}"
+            )
         manager.inject(copy.deepcopy(pair[0]), **({"schedule": pair[1]} if len(pair) == 2 else {}))
     return manager
 
@@ -242,17 +279,19 @@ def run_with(net: gn.GrapNet, execution: str | Sequence[str], generator: torch.G
     names = [execution] * len(net.transitions) if isinstance(execution, str) else list(execution)
     if len(names) != len(net.transitions):
         raise ValueError(
-            f"execution names one backend, or one for each of {len(net.transitions)} transitions, got {execution!r}"
+            f"execution names one backend, or one for each of {len(net.transitions)} transitions,"
+            f" got {execution!r}"
         )
     for t, name in enumerate(names):
         net.execution.use(name, t, **({"generator": generator} if name == "attention" else {}))
 
 
 class _DroppingFrom(TorchFunctionMode):
-    """Makes dropout, which knows only torch's global random state, draw from a generator, in this thread alone.
+    """Makes dropout, which knows only torch's global random state, draw from a generator, in this
+    thread alone.
 
-    Threads that train beside each other, or draw numbers of their own, then neither wait for one another nor change
-    what is dropped here.
+    Threads that train beside each other, or draw numbers of their own, then neither wait for one
+    another nor change what is dropped here.
     """
 
     def __init__(self, generator: torch.Generator, device: torch.device) -> None:

@@ -1,4 +1,6 @@
-"""The feed-forward blocks of a model, found by what their modules are made of and what their forwards do."""
+"""The feed-forward blocks of a model, found by what their modules are made of and what their
+forwards do.
+"""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,12 +16,18 @@ from grapnet.convert import Chain, Part
 from .transformers_probe import activation_of, computes_linear, read_forward, why_units_are_bound
 
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_PAIRS = (("fc1", "fc2"), ("linear1", "linear2"), ("lin1", "lin2"), ("ffn", "ffn_output"))  # in layers with attention
+_PAIRS = (
+    ("fc1", "fc2"),
+    ("linear1", "linear2"),
+    ("lin1", "lin2"),
+    ("ffn", "ffn_output"),
+)  # in layers with attention
 
 LOOKED_FOR = (
-    "two Linears (or Conv1Ds) of one module, from its width to the hidden one and back, as in GPT-2's and ViT's mlp; "
-    "three, with a gate, as in Llama's; a layer with `intermediate` and `output`, as BERT's; one with fc1 and fc2, as "
-    "OPT's; torch's own TransformerEncoderLayer and TransformerDecoderLayer"
+    "two Linears (or Conv1Ds) of one module, from its width to the hidden one and back, as in"
+    " GPT-2's and ViT's mlp; three, with a gate, as in Llama's; a layer with `intermediate` and"
+    " `output`, as BERT's; one with fc1 and fc2, as OPT's; torch's own TransformerEncoderLayer and"
+    " TransformerDecoderLayer"
 )
 
 
@@ -29,8 +37,10 @@ class Block:
 
     Attributes:
         name: in the model.
-        places: the names of its nets; of several the last one reads the hidden units that the others compute.
-        chains: what becomes these nets, by the names of the anchors; None when they are nets already.
+        places: the names of its nets; of several the last one reads the hidden units that the
+            others compute.
+        chains: what becomes these nets, by the names of the anchors; None when they are nets
+            already.
         refusal: why it cannot become nets, None when it can.
         packed: whether the first of two nets has two nodes for every hidden unit.
     """
@@ -43,7 +53,9 @@ class Block:
 
 
 def blocks_of(model: nn.Module) -> list[Block]:
-    """Returns the feed-forward blocks of a model in the order of its modules, with those that are nets already."""
+    """Returns the feed-forward blocks of a model in the order of its modules, with those that are
+    nets already.
+    """
     found = (_read(name, module) for name, module in model.named_modules())
     return [block for block in found if block is not None]
 
@@ -52,7 +64,10 @@ def _read(name: str, module: nn.Module) -> Block | None:
     if isinstance(module, gn.GrapNet):
         return _from_net(name, module)
     return (
-        _torch_layer(name, module) or _layer_in_two(name, module) or _one_module(name, module) or _layer(name, module)
+        _torch_layer(name, module)
+        or _layer_in_two(name, module)
+        or _one_module(name, module)
+        or _layer(name, module)
     )
 
 
@@ -70,18 +85,29 @@ def _torch_layer(name: str, module: nn.Module) -> Block | None:
         return None
     layer: Any = module
     activation = activation_of(layer.activation)
-    plain = type(layer.dropout) is nn.Dropout and all(_is_linear(one) for one in (layer.linear1, layer.linear2))
+    plain = type(layer.dropout) is nn.Dropout and all(
+        _is_linear(one) for one in (layer.linear1, layer.linear2)
+    )
     if activation is None or not plain:
         return None
     first = Part("linear1", False, activation, "activation", float(layer.dropout.p), "dropout")
-    chain = Chain((first, Part("linear2")), place="linear1", emptied=("activation", "dropout", "linear2"))
+    chain = Chain(
+        (first, Part("linear2")), place="linear1", emptied=("activation", "dropout", "linear2")
+    )
     return Block(name, (_joined(name, "linear1"),), {name: chain})
 
 
 def _layer_in_two(name: str, module: nn.Module) -> Block | None:
-    """Reads layers like BERT's: `intermediate` is a Linear and the activation, and `output` begins with the other."""
+    """Reads layers like BERT's: `intermediate` is a Linear and the activation, and `output` begins
+    with the other.
+    """
     inner, outer = (module._modules.get(part) for part in ("intermediate", "output"))
-    if inner is None or outer is None or isinstance(inner, gn.GrapNet) or isinstance(outer, gn.GrapNet):
+    if (
+        inner is None
+        or outer is None
+        or isinstance(inner, gn.GrapNet)
+        or isinstance(outer, gn.GrapNet)
+    ):
         return None
     firsts, seconds = _linears(inner), _linears(outer)
     if len(firsts) != 1 or len(seconds) != 1:
@@ -90,7 +116,9 @@ def _layer_in_two(name: str, module: nn.Module) -> Block | None:
     if firsts[first] != seconds[second][::-1]:
         return None
     paths = _joined("intermediate", first), _joined("output", second)
-    reading = read_forward(inner, first, None, []) if _is_linear(inner.get_submodule(first)) else None
+    reading = (
+        read_forward(inner, first, None, []) if _is_linear(inner.get_submodule(first)) else None
+    )
     if reading is None or not _is_linear(outer.get_submodule(second)):
         return _bound(name, module, inner, seconds[second]) or _apart(name, module, paths)
     activation_path = _joined("intermediate", path) if (path := _activation_path(inner)) else None
@@ -103,7 +131,9 @@ def _one_module(name: str, module: nn.Module) -> Block | None:
     """Reads a module that is a feed-forward block and nothing else, with a gate or without."""
     linears = _linears(module)
     others = {n: child for n, child in module.named_children() if n not in linears}
-    if len(linears) not in (2, 3) or any(True for child in others.values() for _ in child.children()):
+    if len(linears) not in (2, 3) or any(
+        True for child in others.values() for _ in child.children()
+    ):
         return None
     dropouts = [n for n, child in others.items() if type(child) is nn.Dropout]
     activation_path, refusal = _activation_path(module), None
@@ -130,16 +160,22 @@ def _one_module(name: str, module: nn.Module) -> Block | None:
 
 
 def _layer(name: str, module: nn.Module) -> Block | None:
-    """Reads a layer that holds the two Linears beside its attention; what its forward does between them stays there."""
+    """Reads a layer that holds the two Linears beside its attention; what its forward does between
+    them stays there.
+    """
     linears = _linears(module)
     for first, second in _PAIRS:
         if first in linears and second in linears and linears[first] == linears[second][::-1]:
-            return _bound(name, module, module, linears[second]) or _apart(name, module, (first, second))
+            return _bound(name, module, module, linears[second]) or _apart(
+                name, module, (first, second)
+            )
     return None
 
 
 def _bound(name: str, module: nn.Module, inner: nn.Module, widths: tuple[int, int]) -> Block | None:
-    """Returns a refusal when a child of `inner` has a parameter for every hidden unit, such as a LayerNorm of them."""
+    """Returns a refusal when a child of `inner` has a parameter for every hidden unit, such as a
+    LayerNorm of them.
+    """
     hidden, width = widths
     for path, child in inner.named_children():
         own = () if path in _linears(inner) or hidden == width else child.parameters(recurse=False)
@@ -150,7 +186,13 @@ def _bound(name: str, module: nn.Module, inner: nn.Module, widths: tuple[int, in
 
 def _alone(module: nn.Module) -> Block:
     kind = type(module).__name__
-    return Block("", refusal=f"this {kind} is a block itself and cannot be replaced in place; give the model it is in")
+    return Block(
+        "",
+        refusal=(
+            f"this {kind} is a block itself and cannot be replaced in place; give the model it"
+            " is in"
+        ),
+    )
 
 
 def _refused(name: str, module: nn.Module, why: str) -> Block:
@@ -158,7 +200,9 @@ def _refused(name: str, module: nn.Module, why: str) -> Block:
 
 
 def _apart(name: str, module: nn.Module, paths: tuple[str, ...]) -> Block:
-    """Returns the block in which every Linear is a net of its own, called by the forward that is there."""
+    """Returns the block in which every Linear is a net of its own, called by the forward that is
+    there.
+    """
     places = tuple(_joined(name, path) for path in paths)
     modules = [module.get_submodule(path) for path in paths]
     nets = [isinstance(one, gn.GrapNet) for one in modules]
@@ -166,25 +210,39 @@ def _apart(name: str, module: nn.Module, paths: tuple[str, ...]) -> Block:
         return Block(name, places)
     if any(nets):
         some = ", ".join(repr(place) for place, is_net in zip(places, nets, strict=True) if is_net)
-        return _refused(name, module, f"{some} is a net already, and the rest is not; gn.ungraft it first")
-    parts = {place: Part("", _is_transposed(one)) for place, one in zip(places, modules, strict=True)}
+        return _refused(
+            name, module, f"{some} is a net already, and the rest is not; gn.ungraft it first"
+        )
+    parts = {
+        place: Part("", _is_transposed(one)) for place, one in zip(places, modules, strict=True)
+    }
     return Block(name, places, {place: Chain((part,)) for place, part in parts.items()})
 
 
 def _roles(linears: dict[str, tuple[int, int]]) -> Iterator[tuple[dict[str, int], str]]:
-    """Yields which Linears may compute the hidden units, with their rows for each, and which may read them."""
+    """Yields which Linears may compute the hidden units, with their rows for each, and which may
+    read them.
+    """
     for out in reversed(linears):
         hidden, width = linears[out]
-        into = {name: made // hidden if hidden else 1 for name, (_, made) in linears.items() if name != out}
+        into = {
+            name: made // hidden if hidden else 1
+            for name, (_, made) in linears.items()
+            if name != out
+        }
         fit = all(linears[name] == (width, copies * hidden) for name, copies in into.items())
         if fit and list(into.values()) in ([1], [2], [1, 1]):
             yield into, out
-            if hidden == 0 and len(into) == 1:  # an emptied block does not show how many rows a unit has
+            if (
+                hidden == 0 and len(into) == 1
+            ):  # an emptied block does not show how many rows a unit has
                 yield dict.fromkeys(into, 2), out
 
 
 def _linears(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Returns the children that are Linears, Conv1Ds or nets that stand for one, with their widths (in, out)."""
+    """Returns the children that are Linears, Conv1Ds or nets that stand for one, with their widths
+    (in, out).
+    """
     found = {}
     for name, child in module.named_children():
         if isinstance(child, gn.GrapNet):
@@ -197,13 +255,17 @@ def _linears(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Says whether a module is an `nn.Linear`, or a Conv1D of Hugging Face, whose matrix is a Parameter."""
+    """Says whether a module is an `nn.Linear`, or a Conv1D of Hugging Face, whose matrix is a
+    Parameter.
+    """
     weight = _matrix(module)
     if weight is None or is_lazy(weight) or weight.dim() != 2 or "forward" in vars(module):
         return False
     if type(module).forward is nn.Linear.forward or _is_transposed(module):
         return True
-    return isinstance(module, nn.Linear) and "weight" in module._parameters and computes_linear(module)
+    return (
+        isinstance(module, nn.Linear) and "weight" in module._parameters and computes_linear(module)
+    )
 
 
 def _matrix(module: nn.Module) -> Any:
@@ -212,7 +274,9 @@ def _matrix(module: nn.Module) -> Any:
 
 
 def _is_transposed(module: nn.Module) -> bool:
-    """Says whether a module is a Conv1D, whose weight is [in, out]; whoever has one has imported its library."""
+    """Says whether a module is a Conv1D, whose weight is [in, out]; whoever has one has imported
+    its library.
+    """
     library = sys.modules.get("transformers.pytorch_utils")
     return library is not None and type(module) is library.Conv1D
 
@@ -236,7 +300,9 @@ def _part(
     activation_path: str | None = None,
     dropout_path: str | None = None,
 ) -> Part:
-    dropout = 0.0 if dropout_path is None else float(getattr(module.get_submodule(dropout_path), "p"))  # noqa: B009
+    dropout = 0.0
+    if dropout_path is not None:
+        dropout = float(getattr(module.get_submodule(dropout_path), "p"))  # noqa: B009
     transposed = _is_transposed(module.get_submodule(path))
     return Part(path, transposed, activation, activation_path, dropout, dropout_path)
 

@@ -1,7 +1,9 @@
-"""What a feed-forward module computes, found out by running its forward with small stand-ins for its Linears.
+"""What a feed-forward module computes, found out by running its forward with small stand-ins for
+its Linears.
 
-A probe runs on the CPU in double precision, in training and in eval mode, on numbers up to ten million, with none of
-the module's weights; neither the module nor the random numbers of the program change.
+A probe runs on the CPU in double precision, in training and in eval mode, on numbers up to ten
+million, with none of the module's weights; neither the module nor the random numbers of the program
+change.
 """
 
 import copy
@@ -35,7 +37,8 @@ _ACTIVATIONS = (
     "softplus",
     "identity",
 )
-_CLOSE = 1e-11  # in double precision: the same formula with its constants written down to ten digits still agrees
+# in double precision: the same formula with its constants written down to ten digits still agrees
+_CLOSE = 1e-11
 _POSITIONS = 64  # of the input, so that forwards that take it in chunks find whole ones
 _FEATURES = 3  # of the input on which activations are told apart
 _UNITS = 8  # hidden ones, in a probe
@@ -50,10 +53,13 @@ class Reading:
     after: str | None  # the Dropout after the second Linear
 
 
-def read_forward(module: nn.Module, first: str, second: str | None, dropouts: Sequence[str]) -> Reading | None:
+def read_forward(
+    module: nn.Module, first: str, second: str | None, dropouts: Sequence[str]
+) -> Reading | None:
     """Returns how a module computes, when a net can do just that; None for anything else.
 
-    Dropout that is not a child of the module shows here, because the forward runs as in training as well.
+    Dropout that is not a child of the module shows here, because the forward runs as in training as
+    well.
 
     Args:
         module: the module.
@@ -66,9 +72,16 @@ def read_forward(module: nn.Module, first: str, second: str | None, dropouts: Se
     x = _grid()
     names = [name for child in module.children() for name in _named(child)]
     for between, after in _roles(dropouts):
-        stand_ins = {first: _Affine(1, 0.5), between: _Affine(3, 0), second: _Affine(1, 7), after: _Affine(5, 0)}
+        stand_ins = {
+            first: _Affine(1, 0.5),
+            between: _Affine(3, 0),
+            second: _Affine(1, 7),
+            after: _Affine(5, 0),
+        }
         children = {name: one for name, one in stand_ins.items() if name is not None}
-        found = _in_both_modes(lambda training, children=children: _run(module, children, x, training=training))
+        found = _in_both_modes(
+            lambda training, children=children: _run(module, children, x, training=training)
+        )
         if found is None or found.shape != x.shape:
             return None
         activated = (found / (5 if after else 1) - (7 if second else 0)) / (3 if between else 1)
@@ -79,13 +92,17 @@ def read_forward(module: nn.Module, first: str, second: str | None, dropouts: Se
 
 
 def activation_of(function: Any) -> str | None:
-    """Returns the activation of nodes that equals a function or a module, None when there is none."""
+    """Returns the activation of nodes that equals a function or a module, None when there is
+    none.
+    """
     if isinstance(function, nn.Module) and _holds_more(function, ()):
         return None
     z, names = _grid(), _named(function) if isinstance(function, nn.Module) else []
 
     def run(training: bool) -> Any:
-        called = copy.deepcopy(function).train(training) if isinstance(function, nn.Module) else function
+        called = (
+            copy.deepcopy(function).train(training) if isinstance(function, nn.Module) else function
+        )
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             return called(z.clone())
 
@@ -93,12 +110,16 @@ def activation_of(function: Any) -> str | None:
     return None if found is None or found.shape != z.shape else _same_as(found, z, names)
 
 
-def why_units_are_bound(module: nn.Module, into: Mapping[str, int], out: str, width: int) -> str | None:
+def why_units_are_bound(
+    module: nn.Module, into: Mapping[str, int], out: str, width: int
+) -> str | None:
     """Says why hidden units cannot be taken out of a module one by one; None when they can.
 
     Args:
-        module: the module; its forward is the one that nets in place of its Linears would be called by.
-        into: the children that compute the hidden units, and how many rows of each belong to one unit.
+        module: the module; its forward is the one that nets in place of its Linears would be called
+            by.
+        into: the children that compute the hidden units, and how many rows of each belong to one
+            unit.
         out: the child that reads them.
         width: of the module's input and output.
     """
@@ -109,7 +130,9 @@ def why_units_are_bound(module: nn.Module, into: Mapping[str, int], out: str, wi
     some, others = every[[0, 2, 3, 6]], every[[1, 4, 5, 7]]
 
     def without(made: Tensor, read: Tensor) -> Any:
-        makers: dict[str, nn.Module] = {n: _Matrix(n, rows[:, made].flatten(0, 1)) for n, rows in makes.items()}
+        makers: dict[str, nn.Module] = {
+            n: _Matrix(n, rows[:, made].flatten(0, 1)) for n, rows in makes.items()
+        }
         reader = _Matrix(out, reads[:, read], None if len(made) == len(read) else read)
         return _run(module, {**makers, out: reader}, x, training=False)
 
@@ -121,7 +144,10 @@ def why_units_are_bound(module: nn.Module, into: Mapping[str, int], out: str, wi
     except _NoSuchAttributeError as error:
         return f"its forward reads {error}, which a net in that place does not have"
     except Exception as error:  # whatever a foreign forward does
-        return f"its forward does not run with nets in place of its Linears ({type(error).__name__}: {error})"
+        return (
+            f"its forward does not run with nets in place of its Linears ({type(error).__name__}:"
+            f" {error})"
+        )
     if not isinstance(removed, Tensor) or not isinstance(unread, Tensor):
         return f"its forward returns {type(removed).__name__}, no tensor"
     if removed.shape != unread.shape or not torch.allclose(removed, unread, rtol=1e-9, atol=1e-9):
@@ -130,12 +156,16 @@ def why_units_are_bound(module: nn.Module, into: Mapping[str, int], out: str, wi
 
 
 def computes_linear(module: nn.Linear) -> bool:
-    """Says whether the forward of a class made from `nn.Linear` still multiplies by the weight and adds the bias."""
+    """Says whether the forward of a class made from `nn.Linear` still multiplies by the weight and
+    adds the bias.
+    """
     generator = torch.Generator().manual_seed(0)
     x, weight = _normal(generator, 1, _POSITIONS, 4), _normal(generator, 3, 4)
     bias = None if module.bias is None else _normal(generator, 3)
     given = {"weight": weight, "bias": bias}
-    found = _in_both_modes(lambda training: _run(module, {}, x, training=training, parameters=given))
+    found = _in_both_modes(
+        lambda training: _run(module, {}, x, training=training, parameters=given)
+    )
     expected = nn.functional.linear(x, weight, bias)
     return found is not None and found.shape == expected.shape and torch.allclose(found, expected)
 
@@ -146,7 +176,9 @@ class _Affine(nn.Module):
     def __init__(self, scale: float, shift: float) -> None:
         super().__init__()
         self.scale, self.shift = scale, shift
-        self.weight = torch.empty(0, dtype=torch.float64, device="cpu")  # forwards ask for its dtype
+        self.weight = torch.empty(
+            0, dtype=torch.float64, device="cpu"
+        )  # forwards ask for its dtype
 
     def forward(self, z: Tensor) -> Tensor:
         if z.shape[-1] != _FEATURES:
@@ -159,7 +191,9 @@ class _NoSuchAttributeError(AttributeError):
 
 
 class _Matrix(nn.Module):
-    """Stands in for a net in place of a Linear, and like a net has no `weight`; it may read some columns only."""
+    """Stands in for a net in place of a Linear, and like a net has no `weight`; it may read some
+    columns only.
+    """
 
     def __init__(self, name: str, matrix: Tensor, columns: Tensor | None = None) -> None:
         super().__init__()
@@ -173,7 +207,9 @@ class _Matrix(nn.Module):
 
 
 def _in_both_modes(run: Callable[[bool], Any]) -> Tensor | None:
-    """Returns what comes out in training and in eval mode; None where that differs, fails, or is single precision."""
+    """Returns what comes out in training and in eval mode; None where that differs, fails, or is
+    single precision.
+    """
     try:
         found, calm = run(True), run(False)
     except Exception:  # whatever a foreign forward does with an input that it did not expect
@@ -197,15 +233,24 @@ def _run(
     training: bool,
     parameters: Mapping[str, Tensor | None] | None = None,
 ) -> Any:
-    """Returns the forward of a module whose children, and parameters if given, are stand-ins or copies of its own."""
+    """Returns the forward of a module whose children, and parameters if given, are stand-ins or
+    copies of its own.
+    """
     given = dict(parameters or {})
     children = {
-        name: stand_ins[name] if name in stand_ins else _copied(c, training) for name, c in module._modules.items()
+        name: stand_ins[name] if name in stand_ins else _copied(c, training)
+        for name, c in module._modules.items()
     }
-    own = {name: _own(value) for name, value in vars(module).items() if name not in ("_modules", "_parameters")}
+    own = {
+        name: _own(value)
+        for name, value in vars(module).items()
+        if name not in ("_modules", "_parameters")
+    }
     held = {name: _own(value) for name, value in module._parameters.items() if name not in given}
     twin = object.__new__(type(module))
-    vars(twin).update({**own, "_modules": children, "_parameters": {**held, **given}, "training": training})
+    vars(twin).update(
+        {**own, "_modules": children, "_parameters": {**held, **given}, "training": training}
+    )
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return type(module).forward(twin, x.clone())
 
@@ -215,7 +260,9 @@ def _copied(child: nn.Module | None, training: bool) -> nn.Module | None:
 
 
 def _own(value: Any) -> Any:
-    """Returns copies of tensors, in double precision on the CPU, and of containers with what they hold."""
+    """Returns copies of tensors, in double precision on the CPU, and of containers with what they
+    hold.
+    """
     if isinstance(value, Tensor):
         copied = value.detach().cpu().clone()
         return copied.double() if copied.is_floating_point() else copied
@@ -259,7 +306,9 @@ def _roles(dropouts: Sequence[str]) -> Iterator[tuple[str | None, str | None]]:
 def _named(module: nn.Module) -> list[str]:
     """Returns the activation of a torch module, its number included, as for "leaky_relu(0.2)"."""
     try:
-        return [read_chain(nn.Sequential(nn.Linear(1, 1, device="meta"), module)).parts[-1].activation]
+        return [
+            read_chain(nn.Sequential(nn.Linear(1, 1, device="meta"), module)).parts[-1].activation
+        ]
     except gn.ConversionError:
         return []
 
@@ -276,7 +325,12 @@ def _nodes(activation: str) -> Callable[[Tensor], Tensor]:
     """Returns what a node with this activation computes of its input."""
     relation = [([0], [0], [1.0])]
     generator = torch.Generator().manual_seed(0)  # a net draws, even when all it gets is given
-    kind = {"activation": [activation], "device": "cpu", "dtype": torch.float64, "generator": generator}
+    kind = {
+        "activation": [activation],
+        "device": "cpu",
+        "dtype": torch.float64,
+        "generator": generator,
+    }
     net = gn.GrapNet.from_relations([1, 1], relation, biases=[[0.0]], **kind)
     return lambda z: net(z.reshape(-1, 1)).detach().reshape(z.shape)
 

@@ -1,4 +1,6 @@
-"""What trains a graph, or any model: optimizers that follow, losses, replay, streams, metrics and closed forms."""
+"""What trains a graph, or any model: optimizers that follow, losses, replay, streams, metrics and
+closed forms.
+"""
 
 from .losses import DER as DER
 from .losses import ERACE as ERACE

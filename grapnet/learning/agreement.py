@@ -1,4 +1,6 @@
-"""What processes tell each other about a graph: its commits as bytes, and a digest of its structure."""
+"""What processes tell each other about a graph: its commits as bytes, and a digest of its
+structure.
+"""
 
 import hashlib
 import json
@@ -22,7 +24,9 @@ from grapnet.core.wording import with_article
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """One commit on its way to other processes, and how many commits its graph kept for undo at the time."""
+    """One commit on its way to other processes, and how many commits its graph kept for undo at the
+    time.
+    """
 
     commit: Commit
     undo_limit: int
@@ -37,18 +41,41 @@ class Letter:
     undo_limit: int
 
 
-_PARTS = (Change, LayerChange, TransitionChange, NodeRecord, Relabel, Pairs, VectorChange, Shift, IndexMap, Labels)
+_PARTS = (
+    Change,
+    LayerChange,
+    TransitionChange,
+    NodeRecord,
+    Relabel,
+    Pairs,
+    VectorChange,
+    Shift,
+    IndexMap,
+    Labels,
+)
 _KINDS = {kind.__name__: kind for kind in (Letter, Sent, Commit, *_PARTS)}
-_Found = dict[int, tuple[int, Tensor]]  # tensors by identity, so that what two parts share travels once
+_Found = dict[
+    int, tuple[int, Tensor]
+]  # tensors by identity, so that what two parts share travels once
 _PLAIN = (type(None), bool, int, float, str)
 _NUMBERS = {
     str(dtype).removeprefix("torch."): dtype
-    for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.bool)
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.bool,
+    )
 }
 
 
 class Outbox:
-    """Keeps the commits of one graph, with the values they brought, until they have been sent; trials leave none."""
+    """Keeps the commits of one graph, with the values they brought, until they have been sent;
+    trials leave none.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -68,12 +95,15 @@ class Outbox:
 
 
 def repeat(graph: Graph, letter: Letter) -> None:
-    """Carries out on a graph what an equal one in another process went through, undo and redo as such.
+    """Carries out on a graph what an equal one in another process went through, undo and redo as
+    such.
 
-    So attached optimizers get back, from their own process, the state that restored coordinates had.
+    So attached optimizers get back, from their own process, the state that restored coordinates
+    had.
 
     Raises:
-        HistoryError: the graph was not equal; the commits before the one that is named were carried out.
+        HistoryError: the graph was not equal; the commits before the one that is named were carried
+            out.
     """
     journal = graph.journal
     for sent in letter.sent:
@@ -93,7 +123,9 @@ def repeat(graph: Graph, letter: Letter) -> None:
 
 
 def digest(graphs: Sequence[Graph]) -> str:
-    """Returns the SHA-256 of graphs' structure: versions, uids, owners, activations, wiring, what is frozen."""
+    """Returns the SHA-256 of graphs' structure: versions, uids, owners, activations, wiring, what
+    is frozen.
+    """
     total = hashlib.sha256()
     for graph in graphs:
         _add_structure(total, graph)
@@ -101,7 +133,9 @@ def digest(graphs: Sequence[Graph]) -> str:
 
 
 def pack(value: Any) -> Tensor:
-    """Returns commits, and whatever they are made of, as one uint8 tensor: their shape as JSON, then the numbers."""
+    """Returns commits, and whatever they are made of, as one uint8 tensor: their shape as JSON,
+    then the numbers.
+    """
     found: _Found = {}
     tree = _described(value, found)
     tensors = [tensor for _, tensor in found.values()]
@@ -113,7 +147,9 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(message: Tensor) -> Any:
-    """Returns what `pack` was given, its tensors on the CPU; makes nothing but plain data and parts of commits."""
+    """Returns what `pack` was given, its tensors on the CPU; makes nothing but plain data and parts
+    of commits.
+    """
     message = message.cpu()
     start = 8 + int.from_bytes(message[:8].numpy().tobytes(), "little")
     tree, table = json.loads(message[8:start].numpy().tobytes())
@@ -121,25 +157,39 @@ def unpack(message: Tensor) -> Any:
     for name, shape in table:
         dtype = _NUMBERS[name]
         stop = start + int(np.prod(shape)) * dtype.itemsize
-        tensors.append(message[start:stop].clone().view(dtype).reshape(shape))  # a copy begins where dtype may
+        tensors.append(
+            message[start:stop].clone().view(dtype).reshape(shape)
+        )  # a copy begins where dtype may
         start = stop
     return _built(tree, tensors)
 
 
 def _outgoing(commit: Commit) -> Commit:
-    """Returns a commit as it is sent: with the values that came; each process has those that went by itself."""
+    """Returns a commit as it is sent: with the values that came; each process has those that went
+    by itself.
+    """
     if commit.undoes is not None:
         return Commit(commit.version, commit.reason, Change({}, {}), undoes=commit.undoes)
     layers = {
-        n: replace(c, biases=c.biases and _arriving(c.biases), columns={k: _arriving(v) for k, v in c.columns.items()})
+        n: replace(
+            c,
+            biases=c.biases and _arriving(c.biases),
+            columns={k: _arriving(v) for k, v in c.columns.items()},
+        )
         for n, c in commit.change.layers.items()
     }
-    wires = {t: replace(c, weights=_arriving(c.weights)) for t, c in commit.change.transitions.items()}
-    return Commit(commit.version, commit.reason, Change(layers, wires), commit.by, commit.operations)
+    wires = {
+        t: replace(c, weights=_arriving(c.weights)) for t, c in commit.change.transitions.items()
+    }
+    return Commit(
+        commit.version, commit.reason, Change(layers, wires), commit.by, commit.operations
+    )
 
 
 def _arriving(vector: VectorChange) -> VectorChange:
-    return replace(vector, gone_values=None, born_gradients=None, gone_gradients=None, flip_gradients=None)
+    return replace(
+        vector, gone_values=None, born_gradients=None, gone_gradients=None, flip_gradients=None
+    )
 
 
 def _described(value: Any, tensors: _Found) -> Any:
@@ -152,7 +202,11 @@ def _described(value: Any, tensors: _Found) -> Any:
     if isinstance(value, list | tuple):
         return {type(value).__name__: [_described(item, tensors) for item in value]}
     if isinstance(value, dict):
-        return {"dict": [[_described(key, tensors), _described(item, tensors)] for key, item in value.items()]}
+        return {
+            "dict": [
+                [_described(key, tensors), _described(item, tensors)] for key, item in value.items()
+            ]
+        }
     name = type(value).__name__
     if not is_dataclass(value) or _KINDS.get(name) is not type(value):
         raise TypeError(f"commits hold plain data and tensors, not {with_article(name)}")
@@ -194,7 +248,9 @@ def _add_structure(total: "hashlib._Hash", graph: Graph) -> None:
         if name.endswith("frozen_at"):
             _add(total, name, buffer)
     for name, parameter in graph.named_parameters():
-        total.update(f"{name} {parameter.dtype} {list(parameter.shape)} {parameter.requires_grad}".encode())
+        total.update(
+            f"{name} {parameter.dtype} {list(parameter.shape)} {parameter.requires_grad}".encode()
+        )
 
 
 def _add(total: "hashlib._Hash", title: str, *tensors: Tensor) -> None:

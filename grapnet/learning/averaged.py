@@ -1,4 +1,6 @@
-"""Averaged copies of a net (EMA, SWA): they follow its edits, and one that was left behind refuses to average."""
+"""Averaged copies of a net (EMA, SWA): they follow its edits, and one that was left behind refuses
+to average.
+"""
 
 import copy as copying
 import functools
@@ -23,7 +25,8 @@ _compared: "weakref.WeakKeyDictionary[AveragedModel, tuple[int, int]]" = weakref
 def attach_copy(module: nn.Module, net: Graph) -> None:
     """Makes the copy of `net` that `module` is, or holds, go through the commits of `net`.
 
-    Where the copy's journal has not gone the same way, it takes over the net's, so that `gn.save` can write the copy.
+    Where the copy's journal has not gone the same way, it takes over the net's, so that `gn.save`
+    can write the copy.
     """
     for part in module.modules():
         if isinstance(part, AveragedModel):
@@ -31,7 +34,11 @@ def attach_copy(module: nn.Module, net: Graph) -> None:
     copy = find_copy(module, net)
     detach_copy(copy, net)
     if copy.version != net.version or way_back(copy.journal) != way_back(net.journal):
-        copy.journal, copy.version, copy.next_uid = copying.deepcopy(net.journal), net.version, net.next_uid
+        copy.journal, copy.version, copy.next_uid = (
+            copying.deepcopy(net.journal),
+            net.version,
+            net.next_uid,
+        )
     follower = CopyFollower(copy, net)
     _following.setdefault(copy, []).append(follower)
     net.follow(follower)
@@ -47,10 +54,14 @@ def detach_copy(module: nn.Module, net: Graph) -> None:
 
 
 def find_copy(module: nn.Module, net: Graph) -> Graph:
-    """Returns the one graph in `module` that has the nodes and relations of `net`; raises OptimizerError otherwise."""
+    """Returns the one graph in `module` that has the nodes and relations of `net`; raises
+    OptimizerError otherwise.
+    """
     found = _graphs(module)
     if any(graph is net for graph in found):
-        raise OptimizerError("this module holds the net itself, not a copy of it; copy it first: copy.deepcopy(net)")
+        raise OptimizerError(
+            "this module holds the net itself, not a copy of it; copy it first: copy.deepcopy(net)"
+        )
     differences = [difference(graph, net) for graph in found]
     copies = [graph for graph, reason in zip(found, differences, strict=True) if not reason]
     if len(copies) > 1:
@@ -60,10 +71,14 @@ def find_copy(module: nn.Module, net: Graph) -> Graph:
         )
     if not copies:
         reason = f" ({differences[0]})" if len(found) == 1 else ""
-        what = f"none of the {len(found)} nets in this module is a copy of the net{reason}" if found else ""
+        what = (
+            f"none of the {len(found)} nets in this module is a copy of the net{reason}"
+            if found
+            else ""
+        )
         raise OptimizerError(
-            f"{what or 'this module holds no GrapNet'}. Copy the net and attach the copy before editing: "
-            "averaged = AveragedModel(net); gn.attach(averaged, net)"
+            f"{what or 'this module holds no GrapNet'}. Copy the net and attach the copy before"
+            " editing: averaged = AveragedModel(net); gn.attach(averaged, net)"
         )
     return copies[0]
 
@@ -94,13 +109,14 @@ def _graphs(module: nn.Module) -> list[Graph]:
 def _refuse_averaged_wiring(averaged: AveragedModel) -> None:
     if averaged.use_buffers:
         raise OptimizerError(
-            "this AveragedModel averages buffers, and the wiring of a net is in buffers, where rounding breaks it. "
-            "Make it with use_buffers=False"
+            "this AveragedModel averages buffers, and the wiring of a net is in buffers, where"
+            " rounding breaks it. Make it with use_buffers=False"
         )
 
 
 def refuse_left_behind(averaged: AveragedModel, model: nn.Module) -> None:
-    """Raises OptimizerError when coordinates of a net in `model` have moved and its copy has not followed.
+    """Raises OptimizerError when coordinates of a net in `model` have moved and its copy has not
+    followed.
 
     Costs one comparison if no net was edited since the last call.
     """
@@ -111,8 +127,9 @@ def refuse_left_behind(averaged: AveragedModel, model: nn.Module) -> None:
         _refuse_averaged_wiring(averaged)
         if not _has_followed(copy, net):
             raise OptimizerError(
-                f"this averaged copy is at version {copy.version} and has not followed the net to {net.version}. "
-                "Attach it before editing: gn.attach(averaged, net); or make a new one now"
+                f"this averaged copy is at version {copy.version} and has not followed the net to"
+                f" {net.version}. Attach it before editing: gn.attach(averaged, net); or make a new"
+                " one now"
             )
     _compared[averaged] = seen
 
@@ -126,7 +143,9 @@ def _has_followed(copy: Graph, net: Graph) -> bool:
 
 def _moves(change: Change) -> bool:
     """Says whether coordinates come, leave, freeze or thaw."""
-    vectors = [c.biases for c in change.layers.values() if c.biases] + [c.weights for c in change.transitions.values()]
+    vectors = [c.biases for c in change.layers.values() if c.biases] + [
+        c.weights for c in change.transitions.values()
+    ]
     return any(not vector.index.is_identity or len(vector.flips) for vector in vectors)
 
 
@@ -135,7 +154,8 @@ def _guarded(
 ) -> Callable[[AveragedModel, nn.Module], None]:
     """Wraps the one method through which averages are taken.
 
-    Frozen coordinates are averaged too, by the same rule: they are buffers, which torch would copy from the model.
+    Frozen coordinates are averaged too, by the same rule: they are buffers, which torch would copy
+        from the model.
     """
 
     @functools.wraps(update)
@@ -164,5 +184,6 @@ def _listed(tensors: list[Tensor]) -> nn.ParameterList:
     return nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in tensors)
 
 
-# torch has no hook for it, and as many relations grown as cut would be averaged with those of others in silence.
+# torch has no hook for it, and as many relations grown as cut would be averaged with those of
+# others in silence.
 AveragedModel.update_parameters = _guarded(AveragedModel.update_parameters)  # pyright: ignore[reportAttributeAccessIssue]

@@ -27,15 +27,18 @@ class CopyFollower:
         self._trial: Commit | None = None  # what the trial in effect did to the copy
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
-        """Prepares the commit on the copy; raises, before anything has changed, when the copy cannot go through it."""
+        """Prepares the commit on the copy; raises, before anything has changed, when the copy
+        cannot go through it.
+        """
         copy = self.copy()
         if copy is None:
             return lambda: None
         copy.require_no_edit("let a copy follow the net")
         if copy.version != graph.version:
             raise OptimizerError(
-                f"this copy is at version {copy.version} and the net at {graph.version}: it was edited by itself, or a "
-                "follower failed at the end of a trial. Detach it: gn.detach(copy, net); and attach a new copy"
+                f"this copy is at version {copy.version} and the net at {graph.version}: it was"
+                " edited by itself, or a follower failed at the end of a trial. Detach it:"
+                " gn.detach(copy, net); and attach a new copy"
             )
         kind, change = _kind(graph, commit), self._change(copy, commit)
         receipt = Commit(
@@ -60,15 +63,21 @@ class CopyFollower:
 
         return install
 
-    def prepare_columns(self, graph: Graph, coming: Sequence[Column], leaving: Sequence[Column]) -> Callable[[], None]:
-        """Raises OptimizerError: a copy does not learn by itself with which backend the net is to run."""
+    def prepare_columns(
+        self, graph: Graph, coming: Sequence[Column], leaving: Sequence[Column]
+    ) -> Callable[[], None]:
+        """Raises OptimizerError: a copy does not learn by itself with which backend the net is to
+        run.
+        """
         raise OptimizerError(
-            "a copy follows this net and cannot take Parameters that come or leave with a backend. Detach it first: "
-            "gn.detach(copy, net); then attach a new copy"
+            "a copy follows this net and cannot take Parameters that come or leave with a backend."
+            " Detach it first: gn.detach(copy, net); then attach a new copy"
         )
 
     def _change(self, copy: Graph, commit: Commit) -> Change:
-        """Returns the net's change, with the copy's own values where it folds biases or takes another commit back."""
+        """Returns the net's change, with the copy's own values where it folds biases or takes
+        another commit back.
+        """
         if commit.undoes is None:
             return _with_own_constants(copy, commit.change)
         earlier = [c for c in copy.journal.commits if c.version == commit.undoes]
@@ -83,7 +92,9 @@ _RECORD = {"edit": Journal.record, "undo": Journal.record_undo, "redo": Journal.
 
 
 def _kind(graph: Graph, commit: Commit) -> str:
-    """Says what a commit that is being prepared is: "edit", "undo", "redo", "trial" or the "end" of one."""
+    """Says what a commit that is being prepared is: "edit", "undo", "redo", "trial" or the "end" of
+    one.
+    """
     if commit.undoes is None:
         return "trial" if graph.open_trial else "edit"
     if commit.ends_trial:
@@ -96,13 +107,17 @@ def _kind(graph: Graph, commit: Commit) -> str:
 
 def way_back(journal: Journal) -> tuple[list[int], list[int]]:
     """Returns the versions that undo, and redo, would take back, the next one last."""
-    undoable, redoable = ([journal.commits[n].version for n in s] for s in (journal.undoable, journal.redoable))
+    undoable, redoable = (
+        [journal.commits[n].version for n in s] for s in (journal.undoable, journal.redoable)
+    )
     return undoable, redoable
 
 
 @torch.no_grad()
 def _with_own_constants(copy: Graph, change: Change) -> Change:
-    """Returns a change in which parentless nodes leave what they send in the copy, not what in the net."""
+    """Returns a change in which parentless nodes leave what they send in the copy, not what in the
+    net.
+    """
     layers, shifts = dict(change.layers), dict[int, Tensor]()
     for n, upper in sorted(change.layers.items()):
         if upper.folded is not None:
@@ -112,7 +127,9 @@ def _with_own_constants(copy: Graph, change: Change) -> Change:
 
 
 def _shifted(copy: Graph, number: int, change: LayerChange | None, shift: Tensor) -> LayerChange:
-    """Returns what happens to a layer (None: nothing) with `shift` added to the biases that stay and are trainable."""
+    """Returns what happens to a layer (None: nothing) with `shift` added to the biases that stay
+    and are trainable.
+    """
     layer, change = copy.layers[number], change or _untouched(copy, number)
     assert change.biases is not None
     biases = change.biases.to(copy.device)
@@ -129,7 +146,9 @@ def _shifted(copy: Graph, number: int, change: LayerChange | None, shift: Tensor
 def _untouched(copy: Graph, number: int) -> LayerChange:
     layer, none = copy.layers[number], empty_positions()
     index = IndexMap(len(layer), len(layer), none, none)
-    nobody = NodeRecord(layer.uid[:0], layer.owner_names.select(none), layer.activation_names.select(none))
+    nobody = NodeRecord(
+        layer.uid[:0], layer.owner_names.select(none), layer.activation_names.select(none)
+    )
     return LayerChange(index, nobody, nobody, VectorChange.of_free(index.to(copy.device)))
 
 
@@ -139,12 +158,16 @@ def _moves_alike(one: Change, other: Change) -> bool:
 
 
 def _moves_same(
-    one: Mapping[int, LayerChange | TransitionChange], other: Mapping[int, LayerChange | TransitionChange]
+    one: Mapping[int, LayerChange | TransitionChange],
+    other: Mapping[int, LayerChange | TransitionChange],
 ) -> bool:
-    alone = [(one.get(n) or other[n]).index for n in one.keys() ^ other.keys()]  # a copy may fold where the net has 0
+    alone = [
+        (one.get(n) or other[n]).index for n in one.keys() ^ other.keys()
+    ]  # a copy may fold where the net has 0
     pairs = [(one[n].index, other[n].index) for n in one.keys() & other.keys()]
     return all(index.is_identity for index in alone) and all(
-        a.old_size == b.old_size and equal(a.removed, b.removed) and equal(a.inserted, b.inserted) for a, b in pairs
+        a.old_size == b.old_size and equal(a.removed, b.removed) and equal(a.inserted, b.inserted)
+        for a, b in pairs
     )
 
 

@@ -22,16 +22,18 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"  # where DDP looks for names to l
 
 
 class Distributed(nn.Module):
-    """Trains a module that holds GrapNets in several processes, and keeps their graphs equal through edits.
+    """Trains a module that holds GrapNets in several processes, and keeps their graphs equal
+    through edits.
 
-    Edit on rank 0 alone, by any means, and then call `synchronize()` on every rank. Making one is a collective call
-    too: parameters and frozen values become those of rank 0, and the graphs must be equal. A state dict's names begin
-    with "module.", as DDP's do; parameters are the module's own.
+    Edit on rank 0 alone, by any means, and then call `synchronize()` on every rank. Making one is a
+    collective call too: parameters and frozen values become those of rank 0, and the graphs must be
+    equal. A state dict's names begin with "module.", as DDP's do; parameters are the module's own.
 
     Args:
         module: a GrapNet, or any module with some inside.
-        ddp_options: what DistributedDataParallel takes besides the module. It never sees the buffers of a net, which
-            are wiring and frozen values, so its options for buffers are about the rest of the module.
+        ddp_options: what DistributedDataParallel takes besides the module. It never sees the
+            buffers of a net, which are wiring and frozen values, so its options for buffers are
+            about the rest of the module.
 
     Raises:
         ValueError: the module holds no GrapNet.
@@ -44,18 +46,22 @@ class Distributed(nn.Module):
         nets = [part for part in module.modules() if isinstance(part, GrapNet)]
         if not nets:
             raise ValueError(
-                f"this {type(module).__name__} holds no GrapNet; wrap it with torch's DistributedDataParallel itself"
+                f"this {type(module).__name__} holds no GrapNet; wrap it with torch's"
+                " DistributedDataParallel itself"
             )
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
-                "torch.distributed has not been initialised; call torch.distributed.init_process_group(...) in every "
-                "process first, or train the module without Distributed where there is only one"
+                "torch.distributed has not been initialised; call"
+                " torch.distributed.init_process_group(...) in every process first, or train the"
+                " module without Distributed where there is only one"
             )
         mesh, group = ddp_options.get("device_mesh"), ddp_options.get("process_group")
         self.module = module
         self.training = module.training
         self._nets = nets
-        self._ranks = _Ranks(mesh.get_group() if mesh is not None else group or dist.group.WORLD, nets[0])
+        self._ranks = _Ranks(
+            mesh.get_group() if mesh is not None else group or dist.group.WORLD, nets[0]
+        )
         self._outboxes = [Outbox(net) for net in nets]
         self._options = ddp_options
         self._comm_hook: tuple[Any, Callable[..., Any]] | None = None
@@ -77,7 +83,8 @@ class Distributed(nn.Module):
         """Runs the module; gradients are averaged over the ranks during backward.
 
         Raises:
-            StaleTopologyError: a net was edited, or its parameters were exchanged, since the last `synchronize()`.
+            StaleTopologyError: a net was edited, or its parameters were exchanged, since the last
+                `synchronize()`.
         """
         if not self._wrapper.is_current(self.nets):
             versions = ", ".join(
@@ -85,20 +92,24 @@ class Distributed(nn.Module):
                 for before, net in zip(self._wrapper.versions, self.nets, strict=True)
             )
             raise StaleTopologyError(
-                f"a net was edited, in a trial perhaps, or got other Parameters ({versions}), so its gradients would "
-                "not be averaged over the ranks. Call synchronize() on every rank after editing"
+                f"a net was edited, in a trial perhaps, or got other Parameters ({versions}), so"
+                " its gradients would not be averaged over the ranks. Call synchronize() on every"
+                " rank after editing"
             )
         return self.ddp(*args, **kwargs)
 
     def synchronize(self) -> None:
-        """Carries out rank 0's edits on all ranks and makes ready to go on training; every rank must call it.
+        """Carries out rank 0's edits on all ranks and makes ready to go on training; every rank
+        must call it.
 
-        The same edits made on every rank, as by `load_state_dict`, are taken as they are. Without any edit it costs one
-        number sent around.
+        The same edits made on every rank, as by `load_state_dict`, are taken as they are. Without
+        any edit it costs one number sent around.
 
         Raises:
-            TopologyError: the graphs differ, or one could not follow; it is raised on all ranks, now and from then on.
-            EditError: a rank has an edit open or is in inference mode; it is raised on all ranks, nothing was changed.
+            TopologyError: the graphs differ, or one could not follow; it is raised on all ranks,
+                now and from then on.
+            EditError: a rank has an edit open or is in inference mode; it is raised on all ranks,
+                nothing was changed.
         """
         if self._difference:
             raise TopologyError(self._difference)
@@ -140,7 +151,9 @@ class Distributed(nn.Module):
         return self
 
     def _letters(self) -> tuple[Tensor | None, str]:
-        """Returns rank 0's commits as they are sent, and what stands in the way of synchronizing, in words."""
+        """Returns rank 0's commits as they are sent, and what stands in the way of synchronizing,
+        in words.
+        """
         try:
             for net in self.nets:
                 net.require_no_edit("synchronize")
@@ -152,7 +165,9 @@ class Distributed(nn.Module):
         return None, ""
 
     def _last_reason(self) -> str:
-        return next((box.sent[-1].commit.reason for box in reversed(self._outboxes) if box.sent), "")
+        return next(
+            (box.sent[-1].commit.reason for box in reversed(self._outboxes) if box.sent), ""
+        )
 
     def _repeat(self, letters: Tensor) -> str:
         """Follows rank 0 and returns what went wrong, in words."""
@@ -165,35 +180,59 @@ class Distributed(nn.Module):
         return ""
 
     def _require_ready(self, reports: list[dict[str, Any]]) -> None:
-        busy = [f"rank {n}: {report['trouble']}" for n, report in enumerate(reports) if report["trouble"]]
+        busy = [
+            f"rank {n}: {report['trouble']}"
+            for n, report in enumerate(reports)
+            if report["trouble"]
+        ]
         if busy:
-            raise EditError(f"the ranks cannot synchronize now, and nothing was changed ({'; '.join(busy)})")
+            raise EditError(
+                f"the ranks cannot synchronize now, and nothing was changed ({'; '.join(busy)})"
+            )
         edited = [n for n, report in enumerate(reports) if n and report["pending"]]
         if edited and len({report["pending"] for report in reports}) > 1:
-            told = ", ".join(f"{reports[n]['pending']} on rank {n} (the last: {reports[n]['last']!r})" for n in edited)
-            self._differ(f"edits belong on rank 0, and since the last synchronize() there were commits {told}")
+            told = ", ".join(
+                f"{reports[n]['pending']} on rank {n} (the last: {reports[n]['last']!r})"
+                for n in edited
+            )
+            self._differ(
+                "edits belong on rank 0, and since the last synchronize() there were commits"
+                f" {told}"
+            )
 
     def _compare(self, trouble: str) -> None:
-        """Raises TopologyError on all ranks when one has a graph unlike rank 0's, or could not follow it."""
-        reports = self._ranks.gather({"trouble": trouble, "digest": digest(self.nets), "nets": repr(self.nets)})
-        told = [f"rank {n} could not follow: {r['trouble']}" for n, r in enumerate(reports) if r["trouble"]]
+        """Raises TopologyError on all ranks when one has a graph unlike rank 0's, or could not
+        follow it.
+        """
+        reports = self._ranks.gather(
+            {"trouble": trouble, "digest": digest(self.nets), "nets": repr(self.nets)}
+        )
+        told = [
+            f"rank {n} could not follow: {r['trouble']}"
+            for n, r in enumerate(reports)
+            if r["trouble"]
+        ]
         told += [
             f"rank {n} has {r['nets']}"
             for n, r in enumerate(reports)
             if not r["trouble"] and r["digest"] != reports[0]["digest"]
         ]
         if told:
-            self._differ(f"the graphs differ from rank 0's, {reports[0]['nets']}: {'; '.join(told)}")
+            self._differ(
+                f"the graphs differ from rank 0's, {reports[0]['nets']}: {'; '.join(told)}"
+            )
 
     def _differ(self, difference: str) -> None:
         self._difference = (
-            f"{difference}. The graphs of this model can no longer be trained together: load one checkpoint on all "
-            "ranks, wrap it again, and edit on rank 0 alone"
+            f"{difference}. The graphs of this model can no longer be trained together: load one"
+            " checkpoint on all ranks, wrap it again, and edit on rank 0 alone"
         )
         raise TopologyError(self._difference)
 
     def _rebuilt(self) -> "_Wrapper":
-        self.__dict__.pop("_wrapper", None)  # the old one lets go of the gradients before the next takes hold of them
+        self.__dict__.pop(
+            "_wrapper", None
+        )  # the old one lets go of the gradients before the next takes hold of them
         for net in self.nets:
             for name, buffer in net.named_buffers():
                 if name.endswith("frozen_values") and len(buffer):
@@ -204,7 +243,9 @@ class Distributed(nn.Module):
         return wrapper
 
     def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a Distributed belongs to its processes; copy or average its .module instead")
+        raise TypeError(
+            "a Distributed belongs to its processes; copy or average its .module instead"
+        )
 
 
 class _Wrapper:
@@ -214,7 +255,11 @@ class _Wrapper:
         self.versions = [net.version for net in nets]
         self._structures = [net.structure for net in nets]
         ids = {id(buffer) for net in nets for buffer in net.buffers()}
-        names = [name for name, buffer in module.named_buffers(remove_duplicate=False) if id(buffer) in ids]
+        names = [
+            name
+            for name, buffer in module.named_buffers(remove_duplicate=False)
+            if id(buffer) in ids
+        ]
         with _ignoring(module, names):
             self.ddp = DistributedDataParallel(module, **options)
         self.ddp.train(module.training)
@@ -223,11 +268,16 @@ class _Wrapper:
         self._accumulators = _accumulators(self._parameters)
 
     def is_current(self, nets: list[GrapNet]) -> bool:
-        """Says whether the hooks of this wrapper still sit where the gradients of the nets arrive, if any will."""
-        if any(net.structure is not token for net, token in zip(nets, self._structures, strict=True)):
+        """Says whether the hooks of this wrapper still sit where the gradients of the nets arrive,
+        if any will.
+        """
+        if any(
+            net.structure is not token for net, token in zip(nets, self._structures, strict=True)
+        ):
             return False
         return _same(_columns(nets), self._columns) and (
-            not torch.is_grad_enabled() or _same(_accumulators(self._parameters), self._accumulators)
+            not torch.is_grad_enabled()
+            or _same(_accumulators(self._parameters), self._accumulators)
         )
 
 
@@ -252,7 +302,9 @@ class _Ranks:
 
     def gather(self, report: dict[str, Any]) -> list[dict[str, Any]]:
         """Returns what every rank says of itself, in the order of ranks."""
-        told = {key: _short(value) if isinstance(value, str) else value for key, value in report.items()}
+        told = {
+            key: _short(value) if isinstance(value, str) else value for key, value in report.items()
+        }
         text = json.dumps(told).encode().ljust(_REPORT)
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         found = [torch.empty_like(mine) for _ in range(self._size)]
@@ -273,7 +325,9 @@ class _Ranks:
 
 @contextlib.contextmanager
 def _ignoring(module: nn.Module, names: list[str]) -> Iterator[None]:
-    """Tells the DDP that is made inside the block which buffers to leave alone, besides what the user told it."""
+    """Tells the DDP that is made inside the block which buffers to leave alone, besides what the
+    user told it.
+    """
     given = module.__dict__.get(_IGNORED)
     setattr(module, _IGNORED, [*names, *(given or ())])
     try:
@@ -284,7 +338,9 @@ def _ignoring(module: nn.Module, names: list[str]) -> Iterator[None]:
 
 @torch.enable_grad()
 def _accumulators(parameters: list[nn.Parameter]) -> list[Any]:
-    """Returns the nodes of autograd where the gradients of Parameters arrive; an edit or a cast makes others."""
+    """Returns the nodes of autograd where the gradients of Parameters arrive; an edit or a cast
+    makes others.
+    """
     views = [p.view_as(p).grad_fn if p.requires_grad else None for p in parameters]
     return [view and view.next_functions[0][0] for view in views]
 

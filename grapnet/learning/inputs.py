@@ -6,7 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)  # that torch can count with
+_WHOLE = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)  # that torch can count with
 
 
 def require_examples(x: Any, y: Any, logits: Any = None) -> None:
@@ -19,9 +25,13 @@ def require_examples(x: Any, y: Any, logits: Any = None) -> None:
     parts = {"x": x, "y": y} if logits is None else {"x": x, "y": y, "logits": logits}
     for name, part in parts.items():
         if not isinstance(part, Tensor):
-            raise TypeError(f"{name} is a tensor, got {type(part).__name__}; torch.as_tensor({name}) makes one")
+            raise TypeError(
+                f"{name} is a tensor, got {type(part).__name__}; torch.as_tensor({name}) makes one"
+            )
     if y.dtype not in _WHOLE:
-        raise TypeError(f"y holds class numbers, which are whole, got {y.dtype}; y.long() makes them so")
+        raise TypeError(
+            f"y holds class numbers, which are whole, got {y.dtype}; y.long() makes them so"
+        )
     if y.dim() != 1:
         hint = "; of one-hot rows take y.argmax(1)" if y.dim() == 2 else ""
         raise ValueError(f"y is [n], one class number an example, got {list(y.shape)}{hint}")
@@ -41,10 +51,17 @@ def class_groups(tasks: Any) -> list[tuple[int, ...]]:
         groups = [tuple(operator.index(number) for number in group) for group in tasks]
     except TypeError:
         raise TypeError(
-            f"the classes of tasks come in groups, such as [(0, 1), (2, 3)] or stream.classes, got {tasks!r}"
+            "the classes of tasks come in groups, such as [(0, 1), (2, 3)] or stream.classes, got"
+            f" {tasks!r}"
         ) from None
-    if not groups or not all(groups) or any(not 0 <= number < 2**63 for group in groups for number in group):
-        raise ValueError(f"every task has classes, which are numbers from 0 to 2^63 - 1, got {groups}")
+    if (
+        not groups
+        or not all(groups)
+        or any(not 0 <= number < 2**63 for group in groups for number in group)
+    ):
+        raise ValueError(
+            f"every task has classes, which are numbers from 0 to 2^63 - 1, got {groups}"
+        )
     return groups
 
 

@@ -1,4 +1,6 @@
-"""What a continual learner is measured by: accuracies after every task, forgetting, and drift of old coordinates."""
+"""What a continual learner is measured by: accuracies after every task, forgetting, and drift of
+old coordinates.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +14,16 @@ from grapnet.execution.evaluating import evaluating
 
 from .inputs import class_groups, require_examples, whole
 
-SHOWN = 5  # tasks at either end of the table that stands for a matrix, where it has more than twice as many
+# tasks at either end of the table that stands for a matrix, where it has more than twice as many
+SHOWN = 5
 
 
 class Evaluation(NamedTuple):
     """Shares of right answers, from 0 to 1.
 
     Attributes:
-        overall: over the images of all evaluated tasks, with an argmax over the seen classes: it knows no task.
+        overall: over the images of all evaluated tasks, with an argmax over the seen classes: it
+            knows no task.
         seen: the same for the images of every task.
         local: for the images of every task, with an argmax within its classes: it is told the task.
     """
@@ -40,8 +44,8 @@ def evaluate(
 ) -> Evaluation:
     """Returns how often a model is right on the images of these tasks.
 
-    A module is put in `eval` mode for it and back into its own. Where several logits are largest, the first class
-    as listed wins.
+    A module is put in `eval` mode for it and back into its own. Where several logits are largest,
+    the first class as listed wins.
 
     Args:
         model: maps inputs to logits [batch, n_classes].
@@ -52,8 +56,10 @@ def evaluate(
         batch: how many images go through the model at a time.
 
     Raises:
-        TypeError: x or y is no tensor, y holds other than whole numbers, or tasks are not groups of them.
-        ValueError: a task has no images, or a class that was not seen or that the model has no logit for.
+        TypeError: x or y is no tensor, y holds other than whole numbers, or tasks are not groups of
+            them.
+        ValueError: a task has no images, or a class that was not seen or that the model has no
+            logit for.
     """
     require_examples(x, y)
     groups = class_groups(tasks)
@@ -67,7 +73,9 @@ def evaluate(
             raise ValueError(f"there is no image of the classes {list(classes)}")
     logits = _logits(model, x, whole(batch, "batch"))
     if logits.dim() != 2 or logits.shape[1] <= max(seen):
-        raise ValueError(f"class {max(seen)} needs logits [n, {max(seen) + 1}] or more, got {list(logits.shape)}")
+        raise ValueError(
+            f"class {max(seen)} needs logits [n, {max(seen) + 1}] or more, got {list(logits.shape)}"
+        )
     right, local = [], []
     for classes, rows in zip(groups, places, strict=True):
         right.append((_answers(logits[rows], seen) == y[rows]).double())
@@ -101,9 +109,10 @@ class AccuracyMatrix:
             raise TypeError(f"a row is what evaluate(…) returns after a task, got {row!r}")
         if len(row.seen) != len(self.rows) + 1 or len(row.local) != len(row.seen):
             raise ValueError(
-                f"this matrix has {len(self.rows)} rows, so the next is of {len(self.rows) + 1} tasks, got one of "
-                f"{len(row.seen)} (seen) and {len(row.local)} (local). Add a row after every task; a run that goes on "
-                "brings the earlier ones back first: gn.save(…, matrix=matrix), gn.restore(path, matrix=matrix)"
+                f"this matrix has {len(self.rows)} rows, so the next is of {len(self.rows) + 1}"
+                f" tasks, got one of {len(row.seen)} (seen) and {len(row.local)} (local). Add a row"
+                " after every task; a run that goes on brings the earlier ones back first:"
+                " gn.save(…, matrix=matrix), gn.restore(path, matrix=matrix)"
             )
         self.rows.append(row)
 
@@ -112,7 +121,9 @@ class AccuracyMatrix:
         return {"rows": [row._asdict() for row in self.rows]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the rows of `state_dict()`, in place of its own; what is no such state changes nothing."""
+        """Takes over the rows of `state_dict()`, in place of its own; what is no such state changes
+        nothing.
+        """
         loaded = AccuracyMatrix()
         for row in state["rows"]:
             loaded.add(Evaluation(**row))
@@ -130,11 +141,15 @@ class AccuracyMatrix:
 
     @property
     def forgetting(self) -> float:
-        """The mean, over all tasks but the last, of its best earlier seen-class accuracy minus its final one."""
+        """The mean, over all tasks but the last, of its best earlier seen-class accuracy minus its
+        final one.
+        """
         if len(self.rows) < 2:
             return 0.0
         final = self._last.seen
-        return fmean(max(row.seen[n] for row in self.rows[n:-1]) - final[n] for n in range(len(final) - 1))
+        return fmean(
+            max(row.seen[n] for row in self.rows[n:-1]) - final[n] for n in range(len(final) - 1)
+        )
 
     def table(self, kind: Literal["seen", "local"] = "seen") -> Tensor:
         """Returns the accuracies [tasks, tasks], float64; NaN for tasks that were still to come."""
@@ -156,7 +171,9 @@ class AccuracyMatrix:
             lines.append(_line(f"after {place}", cells, f"{100 * row.overall:.1f}", gap))
         lines[SHOWN + 1 : SHOWN + 1] = ["  …"] if gap else []
         return (
-            "\n".join(["AccuracyMatrix(seen-class accuracy in per cent", *lines, ")"]) if shown else "AccuracyMatrix()"
+            "\n".join(["AccuracyMatrix(seen-class accuracy in per cent", *lines, ")"])
+            if shown
+            else "AccuracyMatrix()"
         )
 
     @property
@@ -167,7 +184,9 @@ class AccuracyMatrix:
 
 
 class Drift(NamedTuple):
-    """How far coordinates moved: the largest and the mean absolute change, and how many they are."""
+    """How far coordinates moved: the largest and the mean absolute change, and how many they
+    are.
+    """
 
     largest: float
     mean: float
@@ -175,7 +194,8 @@ class Drift(NamedTuple):
 
 
 def structural_drift(before: Tensor | Iterable[Tensor], after: Tensor | Iterable[Tensor]) -> Drift:
-    """Returns how far the coordinates of old nodes moved since their task ended; exactly 0 for frozen ones.
+    """Returns how far the coordinates of old nodes moved since their task ended; exactly 0 for
+    frozen ones.
 
     Args:
         before: copies of the coordinates, such as `[nodes.incoming().weights.detach().clone(), …]`.
@@ -188,15 +208,21 @@ def structural_drift(before: Tensor | Iterable[Tensor], after: Tensor | Iterable
         >>> structural_drift(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
         Drift(largest=0.5, mean=0.25, coordinates=2)
     """
-    then, since = ([given] if isinstance(given, Tensor) else list(given) for given in (before, after))
+    then, since = (
+        [given] if isinstance(given, Tensor) else list(given) for given in (before, after)
+    )
     for part in (*then, *since):
         if not isinstance(part, Tensor):
             raise TypeError(f"coordinates are a tensor, or several, got a {type(part).__name__}")
     shapes = [[list(part.shape) for part in parts] for parts in (then, since)]
     if shapes[0] != shapes[1] or not sum(part.numel() for part in then):
-        raise ValueError(f"drift compares the same coordinates, got {shapes[0]} before and {shapes[1]} after")
+        raise ValueError(
+            f"drift compares the same coordinates, got {shapes[0]} before and {shapes[1]} after"
+        )
     pairs = zip(then, since, strict=True)
-    change = torch.cat([(b.detach().double() - a.detach().double()).abs().flatten().cpu() for a, b in pairs])
+    change = torch.cat(
+        [(b.detach().double() - a.detach().double()).abs().flatten().cpu() for a, b in pairs]
+    )
     return Drift(float(change.max()), float(change.mean()), len(change))
 
 
@@ -206,9 +232,13 @@ def _logits(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, batch: int
 
 
 def _line(title: str, cells: list[str], last: str, gap: bool) -> str:
-    """Returns a line of the table that stands for a matrix, with a gap in its middle where tasks are left out."""
+    """Returns a line of the table that stands for a matrix, with a gap in its middle where tasks
+    are left out.
+    """
     middle = ["…" if cells[SHOWN] else ""] if gap else []
-    return f"  {title:<8}" + "".join(f"{cell:>7}" for cell in (*cells[:SHOWN], *middle, *cells[SHOWN:], last))
+    return f"  {title:<8}" + "".join(
+        f"{cell:>7}" for cell in (*cells[:SHOWN], *middle, *cells[SHOWN:], last)
+    )
 
 
 def _answers(logits: Tensor, classes: Sequence[int]) -> Tensor:

@@ -1,4 +1,6 @@
-"""ClosedFormReadout: the outgoing relations of a layer by ridge regression, from statistics that follow commits."""
+"""ClosedFormReadout: the outgoing relations of a layer by ridge regression, from statistics that
+follow commits.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -25,15 +27,18 @@ LateNodes = Literal["refuse", "silent", "leave out"]
 
 
 class ClosedFormReadout:
-    """Solves for the relations that leave one layer, and the biases they lead to, from statistics of a stream.
+    """Solves for the relations that leave one layer, and the biases they lead to, from statistics
+    of a stream.
 
-    The targets are about what the children receive, which is the output of the net where they are linear. Every child
-    is solved over its own parents; frozen relations and biases stay, and what they explain is taken from the targets.
+    The targets are about what the children receive, which is the output of the net where they are
+    linear. Every child is solved over its own parents; frozen relations and biases stay, and what
+    they explain is taken from the targets.
 
-    What leads to the layer has to stay as it is while samples come in. Of commits: a node that leaves takes exactly its
-    own sums along; one that comes, or whose incoming relations, bias or activation a commit changes, has no past
-    (`late_nodes` says what then); a child that comes had targets 0. What a trial sees is forgotten when it ends. Undo
-    brings back what a node had, unless samples came in since: then it has no past.
+    What leads to the layer has to stay as it is while samples come in. Of commits: a node that
+    leaves takes exactly its own sums along; one that comes, or whose incoming relations, bias or
+    activation a commit changes, has no past (`late_nodes` says what then); a child that comes had
+    targets 0. What a trial sees is forgotten when it ends. Undo brings back what a node had, unless
+    samples came in since: then it has no past.
 
     Args:
         net: the net to solve for; frozen incoming relations are the usual case, and not required.
@@ -41,10 +46,12 @@ class ClosedFormReadout:
         ridge: the penalty on the weights; see `GramStatistics.solve`.
         standardize: apply it as if every node were divided by its standard deviation.
         per_class: keep classes apart, so that `forget` can let one go; see `GramStatistics`.
-        late_nodes: what `solve` does with nodes that lack a past: "refuse" raises, "silent" counts them as having said
-            0 until they came, "leave out" gives their outgoing relations the weight 0. Where classes come one after the
-            other, silence tells the early ones apart by when they came: leave such nodes out.
-        dtype: what to keep the sums in; see `GramStatistics`. A ridge below 6e-8 · samples · √nodes needs float64.
+        late_nodes: what `solve` does with nodes that lack a past: "refuse" raises, "silent" counts
+            them as having said 0 until they came, "leave out" gives their outgoing relations the
+            weight 0. Where classes come one after the other, silence tells the early ones apart by
+            when they came: leave such nodes out.
+        dtype: what to keep the sums in; see `GramStatistics`. A ridge below 6e-8 · samples · √nodes
+            needs float64.
 
     Examples:
         >>> net = GrapNet([1, 8, 2], generator=torch.Generator().manual_seed(0))
@@ -67,17 +74,29 @@ class ClosedFormReadout:
         late_nodes: LateNodes = "refuse",
         dtype: torch.dtype = torch.float64,
     ) -> None:
-        if not -len(net.layers) <= layer < len(net.layers) or layer % len(net.layers) == len(net.layers) - 1:
-            raise ValueError(f"the layers with outgoing relations are 0 to {len(net.layers) - 2}, got {layer}")
+        if (
+            not -len(net.layers) <= layer < len(net.layers)
+            or layer % len(net.layers) == len(net.layers) - 1
+        ):
+            raise ValueError(
+                f"the layers with outgoing relations are 0 to {len(net.layers) - 2}, got {layer}"
+            )
         if not (math.isfinite(ridge) and ridge >= 0):
             raise ValueError(f"ridge is a number from 0, got {ridge!r}")
         if late_nodes not in ("refuse", "silent", "leave out"):
             raise ValueError(f'late_nodes is "refuse", "silent" or "leave out", got {late_nodes!r}')
         self.net, self.layer, self.ridge = net, layer % len(net.layers), ridge
-        self.standardize, self.per_class, self.late_nodes, self.dtype = standardize, per_class, late_nodes, dtype
+        self.standardize, self.per_class, self.late_nodes, self.dtype = (
+            standardize,
+            per_class,
+            late_nodes,
+            dtype,
+        )
         self._uids: list[Tensor]  # of the layer's nodes and of their children
         self._below: list[float]  # sums over what led to the layer when the samples came in
-        self._kept: dict[int, GramStatistics] = {}  # version -> what was there before its commit, for the way back
+        self._kept: dict[
+            int, GramStatistics
+        ] = {}  # version -> what was there before its commit, for the way back
         self._trial: int | None = None  # version of the trial that is under way
         self._shared: bool  # whether the end of a trial brings back the very same object
         self.clear()
@@ -94,28 +113,39 @@ class ClosedFormReadout:
         self._uids = [layer.uid for layer in self._ends(self.net)]
         self._below = sums_below(self.net, self.layer)
         before = {version: held for version, held in self._kept.items() if version == self._trial}
-        self._kept = {version: self._empty(held.n_features, held.n_outputs) for version, held in before.items()}
+        self._kept = {
+            version: self._empty(held.n_features, held.n_outputs)
+            for version, held in before.items()
+        }
 
     def features(self, x: Tensor) -> Tensor:
-        """Returns what the layer says to inputs [..., sensory nodes], without gradients and without dropout."""
+        """Returns what the layer says to inputs [..., sensory nodes], without gradients and without
+        dropout.
+        """
         heard, layer = [], self.net.layers[self.layer]
         hook = layer.register_forward_hook(lambda module, args, said: heard.append(said))
         try:
-            with torch.no_grad(), torch.autocast(x.device.type, enabled=False), _evaluating(self.net):
+            with (
+                torch.no_grad(),
+                torch.autocast(x.device.type, enabled=False),
+                _evaluating(self.net),
+            ):
                 self.net(x)
         finally:
             hook.remove()
         return heard[0].reshape(*x.shape[:-1], len(layer))
 
     def update(self, x: Tensor, y: Tensor) -> None:
-        """Takes samples in: inputs of the net, and labels (rows of the children) or targets [..., children]."""
+        """Takes samples in: inputs of the net, and labels (rows of the children) or targets [...,
+        children].
+        """
         self.add(self.features(x), y)
 
     def downdate(self, x: Tensor, y: Tensor) -> None:
         """Takes samples out that `update` took in.
 
-        What a float32 net says of a sample depends in its last digits on how samples are batched. Where that matters,
-        keep `features(x)` and use `remove`.
+        What a float32 net says of a sample depends in its last digits on how samples are batched.
+        Where that matters, keep `features(x)` and use `remove`.
         """
         self.remove(self.features(x), y)
 
@@ -136,36 +166,51 @@ class ClosedFormReadout:
 
     @torch.no_grad()
     def solve(self) -> Solution:
-        """Writes the weights of the layer's outgoing relations and the children's biases, and returns them dense.
+        """Writes the weights of the layer's outgoing relations and the children's biases, and
+        returns them dense.
 
         A relation that does not exist has weight 0 there.
 
         Raises:
-            GrapNetError: nothing was seen, nodes lack a past, or what leads to the layer has changed; nothing was
-                written.
+            GrapNetError: nothing was seen, nodes lack a past, or what leads to the layer has
+                changed; nothing was written.
         """
         self._require_current()
         if self.net.execution.choices()[self.layer] == Attention.name:
-            raise GrapNetError(f"transition {self.layer} runs with attention; a closed form exists only for the sum")
+            raise GrapNetError(
+                f"transition {self.layer} runs with attention; a closed form exists only for"
+                " the sum"
+            )
         wired = Wired.of(self.net, self.layer, self._statistics.device)
         gram, cross = self._statistics.gram(), self._statistics.cross()
         solvable = wired.free & ~self._left_out(wired)
-        found = ridge_solution(gram, cross, self.ridge, standardize=self.standardize, free=solvable, fixed=wired.held)
+        found = ridge_solution(
+            gram, cross, self.ridge, standardize=self.standardize, free=solvable, fixed=wired.held
+        )
         wired.write(self.net, self.layer, found)
         return Solution(found[:-1].t().contiguous(), found[-1])
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
-        """Moves the statistics with the nodes; the present ones stay as they are, for the way back."""
+        """Moves the statistics with the nodes; the present ones stay as they are, for the way
+        back.
+        """
         statistics = None if commit.undoes is None else self._kept.get(commit.undoes)
         if statistics is None:
             statistics = moved(self._statistics, graph, commit, self.layer)
-        kept = {version: held for version, held in self._kept.items() if graph.journal.keeps(version)}
+        kept = {
+            version: held for version, held in self._kept.items() if graph.journal.keeps(version)
+        }
         if not commit.ends_trial:
             kept[commit.version] = self._statistics
         trial, fits = commit.version if graph.open_trial else None, self._fits()
 
         def install() -> None:
-            self._statistics, self._kept, self._trial, self._shared = statistics, kept, trial, trial is not None
+            self._statistics, self._kept, self._trial, self._shared = (
+                statistics,
+                kept,
+                trial,
+                trial is not None,
+            )
             self._uids = [layer.uid for layer in self._ends(graph)]
             if fits:
                 self._below = sums_below(graph, self.layer)
@@ -175,23 +220,40 @@ class ClosedFormReadout:
     def state_dict(self) -> dict[str, Any]:
         """Returns what it has seen, with the uids of the nodes; not what undo would bring back."""
         uids, below = [u.clone() for u in self._uids], list(self._below)
-        return {"layer": self.layer, "uids": uids, "below": below, "statistics": self._statistics.state_dict()}
+        return {
+            "layer": self.layer,
+            "uids": uids,
+            "below": below,
+            "statistics": self._statistics.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned of a readout of the same nodes.
 
         Raises:
-            CheckpointError: the state is of another layer, of other nodes or not one of a readout; nothing was changed.
+            CheckpointError: the state is of another layer, of other nodes or not one of a readout;
+                nothing was changed.
         """
         if not isinstance(state, dict) or state.keys() != {"layer", "uids", "below", "statistics"}:
-            raise CheckpointError("the state of a closed-form readout holds layer, uids, below and statistics")
+            raise CheckpointError(
+                "the state of a closed-form readout holds layer, uids, below and statistics"
+            )
         uids, below = state["uids"], state["below"]
         present = [layer.uid for layer in self._ends(self.net)]
-        lists = isinstance(uids, list) and len(uids) == 2 and all(isinstance(u, Tensor) for u in uids)
+        lists = (
+            isinstance(uids, list) and len(uids) == 2 and all(isinstance(u, Tensor) for u in uids)
+        )
         if state["layer"] != self.layer or not lists or not all(map(torch.equal, uids, present)):
-            raise CheckpointError(f"the state is about other nodes than those of layer {self.layer} and their children")
-        if not isinstance(below, list) or not all(isinstance(n, float) and math.isfinite(n) for n in below):
-            raise CheckpointError("below, in the state of a closed-form readout, is a list of finite numbers")
+            raise CheckpointError(
+                f"the state is about other nodes than those of layer {self.layer} and their"
+                " children"
+            )
+        if not isinstance(below, list) or not all(
+            isinstance(n, float) and math.isfinite(n) for n in below
+        ):
+            raise CheckpointError(
+                "below, in the state of a closed-form readout, is a list of finite numbers"
+            )
         statistics = self._empty(*map(len, present))
         statistics.load_state_dict(state["statistics"])
         self.clear()
@@ -204,22 +266,33 @@ class ClosedFormReadout:
         """Says whether what leads to the layer is what it was when the samples came in."""
         present = sums_below(self.net, self.layer)
         same = len(present) == len(self._below)
-        return same and all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(present, self._below, strict=True))
+        return same and all(
+            math.isclose(a, b, rel_tol=1e-9) for a, b in zip(present, self._below, strict=True)
+        )
 
     def _require_current(self) -> None:
-        """Raises when the statistics are about other nodes, or about nodes that said other things."""
-        if not all(torch.equal(mine, layer.uid) for mine, layer in zip(self._uids, self._ends(self.net), strict=True)):
+        """Raises when the statistics are about other nodes, or about nodes that said other
+        things.
+        """
+        if not all(
+            torch.equal(mine, layer.uid)
+            for mine, layer in zip(self._uids, self._ends(self.net), strict=True)
+        ):
             raise GrapNetError(
-                "this readout has not followed the net's edits, as a copy does not; make one for the net"
+                "this readout has not followed the net's edits, as a copy does not; make one for"
+                " the net"
             )
         if not self._fits():
             raise GrapNetError(
-                f"the relations or biases that lead to layer {self.layer} have other values than when the samples came "
-                "in, so the sums are about other features. Freeze them while samples come in; clear() to start again"
+                f"the relations or biases that lead to layer {self.layer} have other values than"
+                " when the samples came in, so the sums are about other features. Freeze them"
+                " while samples come in; clear() to start again"
             )
 
     def _change(self, change: Callable[[GramStatistics], None]) -> None:
-        """Writes into the statistics; outside a trial, what undo could bring back is then let go."""
+        """Writes into the statistics; outside a trial, what undo could bring back is then let
+        go.
+        """
         if self._statistics.count == 0:
             self._below = sums_below(self.net, self.layer)
         self._require_current()
@@ -231,10 +304,14 @@ class ClosedFormReadout:
 
     def _empty(self, n_features: int, n_outputs: int) -> GramStatistics:
         device = self.net.device
-        return GramStatistics(n_features, n_outputs, per_class=self.per_class, device=device, dtype=self.dtype)
+        return GramStatistics(
+            n_features, n_outputs, per_class=self.per_class, device=device, dtype=self.dtype
+        )
 
     def _left_out(self, wired: Wired) -> Tensor:
-        """Says which coordinates get weight 0 because their parent lacks a past; raises when that is not wanted."""
+        """Says which coordinates get weight 0 because their parent lacks a past; raises when that
+        is not wanted.
+        """
         lacking, late = self._statistics.lacking, torch.zeros_like(wired.free)
         if lacking is None or self.late_nodes == "silent":
             return late
@@ -242,13 +319,14 @@ class ClosedFormReadout:
         nodes = f"{int((lacking > 0).sum())} nodes of layer {self.layer}"
         if self.late_nodes == "refuse":
             raise GrapNetError(
-                f"{nodes} came, or had what leads to them edited, after samples had come in, and lack that past. "
-                'Choose late_nodes="silent" or "leave out", or clear() and show the samples again'
+                f"{nodes} came, or had what leads to them edited, after samples had come in, and"
+                ' lack that past. Choose late_nodes="silent" or "leave out", or clear() and show'
+                " the samples again"
             )
         if bool((late & (wired.held != 0)).any()):
             raise GrapNetError(
-                f"some of the {nodes} that lack a past own frozen relations, and what those explained of it is not "
-                'known. Unfreeze them, or choose late_nodes="silent"'
+                f"some of the {nodes} that lack a past own frozen relations, and what those"
+                ' explained of it is not known. Unfreeze them, or choose late_nodes="silent"'
             )
         return late
 

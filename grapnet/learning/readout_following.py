@@ -1,4 +1,6 @@
-"""How the statistics of a layer follow a commit: who left, who came, and who says something else from there on."""
+"""How the statistics of a layer follow a commit: who left, who came, and who says something else
+from there on.
+"""
 
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from .readout_statistics import GramStatistics
 
 
 def moved(statistics: GramStatistics, graph: Graph, commit: Commit, layer: int) -> GramStatistics:
-    """Returns the statistics of a layer and its children after a commit; the same ones when it does not touch them."""
+    """Returns the statistics of a layer and its children after a commit; the same ones when it does
+    not touch them.
+    """
     parents, children = (commit.nodes.get(n) for n in (layer, layer + 1))
     changed = changed_rows(graph, commit, layer)
     still = all(index is None or index.is_identity for index in (parents, children))
@@ -23,7 +27,9 @@ def moved(statistics: GramStatistics, graph: Graph, commit: Commit, layer: int) 
 
 
 def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
-    """Says which nodes of a layer, by their rows after a commit, compute something else than before it."""
+    """Says which nodes of a layer, by their rows after a commit, compute something else than before
+    it.
+    """
     above = torch.zeros(0, dtype=torch.bool, device="cpu")  # of the layer before
     for number in range(layer + 1):
         change = commit.change.layers.get(number)
@@ -46,7 +52,9 @@ def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
 
 @torch.no_grad()
 def sums_below(graph: Graph, layer: int) -> list[float]:
-    """Returns two numbers for every vector of coordinates that leads to a layer, which change when one of them does."""
+    """Returns two numbers for every vector of coordinates that leads to a layer, which change when
+    one of them does.
+    """
     stores = [*graph.transitions[:layer], *graph.layers[1 : layer + 1]]
     found = []
     for store in stores:

@@ -19,7 +19,8 @@ class Samples(NamedTuple):
         """Returns features [..., n_features] with labels [...] or targets [..., n_outputs].
 
         Raises:
-            ValueError: shapes do not fit, a label is none of the outputs, or a number is not finite.
+            ValueError: shapes do not fit, a label is none of the outputs, or a number is not
+                finite.
         """
         if not h.dim() or h.shape[-1] != n_features:
             raise ValueError(f"features are of shape [..., {n_features}], got {list(h.shape)}")
@@ -34,12 +35,18 @@ class Samples(NamedTuple):
             given = y.double().reshape(count, n_outputs)
         else:
             raise ValueError(
-                f"features of shape {list(h.shape)} go with whole-number labels {list(h.shape[:-1])} or targets "
-                f"[..., {n_outputs}], got y of shape {list(y.shape)} and {y.dtype}"
+                f"features of shape {list(h.shape)} go with whole-number labels"
+                f" {list(h.shape[:-1])} or targets [..., {n_outputs}], got y of shape"
+                f" {list(y.shape)} and {y.dtype}"
             )
         if not all(bool(part.isfinite().all()) for part in (features, given) if part is not None):
-            raise ValueError("features or targets hold numbers that are not finite; one would spoil all sums for ever")
-        return cls(torch.cat([features, features.new_ones(count, 1)], dim=1), labels, given, n_outputs)
+            raise ValueError(
+                "features or targets hold numbers that are not finite; one would spoil all sums for"
+                " ever"
+            )
+        return cls(
+            torch.cat([features, features.new_ones(count, 1)], dim=1), labels, given, n_outputs
+        )
 
     def targets(self) -> Tensor:
         """Returns the targets [n, n_outputs], one-hot where labels were given."""

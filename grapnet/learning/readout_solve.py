@@ -1,4 +1,6 @@
-"""Linear readouts from Gram statistics: ridge regression, nearest class mean, linear discriminant."""
+"""Linear readouts from Gram statistics: ridge regression, nearest class mean, linear
+discriminant.
+"""
 
 import math
 import warnings
@@ -12,7 +14,12 @@ from grapnet.core.errors import GrapNetError
 if TYPE_CHECKING:
     from .readout_statistics import GramStatistics
 
-JITTER = (0.0, 1e-12, 1e-10, 1e-8)  # added to a unit diagonal, one after the other until the matrix has a root
+JITTER = (
+    0.0,
+    1e-12,
+    1e-10,
+    1e-8,
+)  # added to a unit diagonal, one after the other until the matrix has a root
 
 
 class Solution(NamedTuple):
@@ -35,7 +42,8 @@ def ridge_solution(
     free: Tensor | None = None,
     fixed: Tensor | None = None,
 ) -> Tensor:
-    """Returns the coordinates [n_features + 1, n_outputs] that minimise squared error plus ridge, the bias row last.
+    """Returns the coordinates [n_features + 1, n_outputs] that minimise squared error plus ridge,
+    the bias row last.
 
     Outputs with the same free coordinates share one factorisation.
 
@@ -45,7 +53,8 @@ def ridge_solution(
         ridge: the penalty on the weights; the bias has none.
         standardize: multiply it by the variance of each feature.
         free: which coordinates to solve for, bool of the shape of `cross`; all by default.
-        fixed: the values of the others, 0 by default; what they explain is taken from the targets first.
+        fixed: the values of the others, 0 by default; what they explain is taken from the targets
+            first.
 
     Raises:
         GrapNetError: there are no samples, or no root of the matrix can be found.
@@ -75,7 +84,8 @@ def ridge_solution(
 
 
 def nearest_class_mean(statistics: "GramStatistics", *, standardize: bool = False) -> Solution:
-    """Returns the linear readout that is largest for the class whose mean is nearest; -inf for a class without samples.
+    """Returns the linear readout that is largest for the class whose mean is nearest; -inf for a
+    class without samples.
 
     Args:
         statistics: of samples with labels.
@@ -90,12 +100,16 @@ def nearest_class_mean(statistics: "GramStatistics", *, standardize: bool = Fals
     return Solution(weight, torch.where(counts > 0, -0.5 * (weight * means).sum(1), -torch.inf))
 
 
-def linear_discriminant(statistics: "GramStatistics", shrinkage: float = 1e-4, *, priors: bool = True) -> Solution:
-    """Returns the linear discriminant of classes with one shared covariance; -inf for a class without samples.
+def linear_discriminant(
+    statistics: "GramStatistics", shrinkage: float = 1e-4, *, priors: bool = True
+) -> Solution:
+    """Returns the linear discriminant of classes with one shared covariance; -inf for a class
+    without samples.
 
     Args:
         statistics: of samples with labels.
-        shrinkage: the share, 0 to 1, of a multiple of the identity with the same trace in the covariance.
+        shrinkage: the share, 0 to 1, of a multiple of the identity with the same trace in the
+            covariance.
         priors: count how frequent the classes were; otherwise all are equally likely.
     """
     if not 0 <= shrinkage <= 1:
@@ -114,7 +128,8 @@ def linear_discriminant(statistics: "GramStatistics", shrinkage: float = 1e-4, *
 def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
     """Solves a symmetric positive system by Cholesky, with its diagonal scaled to 1.
 
-    A matrix without a root in float64 gets as little added to that diagonal as helps, and a RuntimeWarning says so.
+    A matrix without a root in float64 gets as little added to that diagonal as helps, and a
+    RuntimeWarning says so.
 
     Raises:
         GrapNetError: nothing in `JITTER` helps.
@@ -131,11 +146,13 @@ def solve_positive(matrix: Tensor, right: Tensor) -> Tensor:
             break
     else:
         raise GrapNetError(
-            f"the Gram matrix has no root even with {JITTER[-1]:g} on its diagonal; choose a larger ridge"
+            f"the Gram matrix has no root even with {JITTER[-1]:g} on its diagonal; choose a larger"
+            " ridge"
         )
     if jitter:
         warnings.warn(
-            f"the Gram matrix is singular in float64: {jitter:g} of its diagonal was added. Choose a larger ridge",
+            f"the Gram matrix is singular in float64: {jitter:g} of its diagonal was added. Choose"
+            " a larger ridge",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -150,7 +167,9 @@ def _variances(gram: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _class_means(statistics: "GramStatistics") -> tuple[Tensor, Tensor]:
-    """Returns the mean of every class [n_outputs, n_features], 0 where it has no samples, and the counts as floats."""
+    """Returns the mean of every class [n_outputs, n_features], 0 where it has no samples, and the
+    counts as floats.
+    """
     counts = statistics.class_counts.double()
     if not bool(counts.any()):
         raise GrapNetError("nothing was seen yet, so no class has a mean; add samples first")

@@ -11,12 +11,18 @@ from grapnet.core.errors import CheckpointError
 class SymmetricSum:
     """Σ h hᵀ as n(n+1)/2 numbers in two rectangles (LAPACK's rectangular full packed format).
 
-    The square falls into two blocks on the diagonal and one below it. The lower half of the first block and the upper
-    half of the second fill one rectangle, so adding a batch is three matrix products and no index. The numbers rest in
-    `dtype`; what is added and what is returned is float64.
+    The square falls into two blocks on the diagonal and one below it. The lower half of the first
+    block and the upper half of the second fill one rectangle, so adding a batch is three matrix
+    products and no index. The numbers rest in `dtype`; what is added and what is returned is
+    float64.
     """
 
-    def __init__(self, size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(
+        self,
+        size: int,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self.size = size
         self._cut = first = (size + 1) // 2
         self._below = torch.zeros(size - first, first, dtype=dtype, device=device)
@@ -61,9 +67,15 @@ class SymmetricSum:
         return found
 
     def rearranged(self, source: Tensor) -> "SymmetricSum":
-        """Returns the sum of other rows: `source` names the present row of each, -1 for one that is all zero."""
+        """Returns the sum of other rows: `source` names the present row of each, -1 for one that is
+        all zero.
+        """
         known = (source >= 0).double()
-        square = self.square()[source.clamp(min=0)][:, source.clamp(min=0)].mul_(known).mul_(known[:, None])
+        square = (
+            self.square()[source.clamp(min=0)][:, source.clamp(min=0)]
+            .mul_(known)
+            .mul_(known[:, None])
+        )
         found = SymmetricSum(len(source), square.device, self._below.dtype)
         cut = found._cut
         found._below.copy_(square[cut:, :cut])
@@ -83,11 +95,19 @@ class SymmetricSum:
         return {"below": self._below.clone(), "halves": self._halves.clone()}
 
     def load_state_dict(self, state: Any) -> None:
-        """Takes over what `state_dict` returned; raises CheckpointError when it is of another size or not finite."""
+        """Takes over what `state_dict` returned; raises CheckpointError when it is of another size
+        or not finite.
+        """
         for name, mine in (("below", self._below), ("halves", self._halves)):
             found = state.get(name) if isinstance(state, dict) else None
-            if not isinstance(found, Tensor) or found.shape != mine.shape or found.dtype != mine.dtype:
-                raise CheckpointError(f"{name} of a sum is not a {mine.dtype} tensor of shape {list(mine.shape)}")
+            if (
+                not isinstance(found, Tensor)
+                or found.shape != mine.shape
+                or found.dtype != mine.dtype
+            ):
+                raise CheckpointError(
+                    f"{name} of a sum is not a {mine.dtype} tensor of shape {list(mine.shape)}"
+                )
             if not bool(found.isfinite().all()):
                 raise CheckpointError(f"{name} of a sum holds numbers that are not finite")
         self._below.copy_(state["below"])

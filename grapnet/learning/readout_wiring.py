@@ -1,4 +1,6 @@
-"""Wired: which coordinates of a layer's outgoing relations a closed form may choose, and where they are stored."""
+"""Wired: which coordinates of a layer's outgoing relations a closed form may choose, and where they
+are stored.
+"""
 
 from typing import NamedTuple
 
@@ -11,7 +13,9 @@ from grapnet.core.values import Coordinates
 
 
 class Wired(NamedTuple):
-    """The relations that leave a layer and the biases they lead to, as rectangles with the biases in the last row."""
+    """The relations that leave a layer and the biases they lead to, as rectangles with the biases
+    in the last row.
+    """
 
     parents: Tensor  # [n_relations] int64 rows
     children: Tensor  # [n_relations] int64 rows
@@ -24,10 +28,15 @@ class Wired(NamedTuple):
         relations, children = graph.transitions[layer], graph.layers[layer + 1]
         topology = relations.topology
         parent, child = topology.parents().to(device).long(), topology.child.to(device).long()
-        held = torch.zeros(topology.n_parents + 1, topology.n_children, dtype=torch.float64, device=device)
+        held = torch.zeros(
+            topology.n_parents + 1, topology.n_children, dtype=torch.float64, device=device
+        )
         free = torch.zeros_like(held, dtype=torch.bool)
         held[parent, child], held[-1] = relations.values().to(held), children.values().to(held)
-        free[parent, child], free[-1] = _free_bits(relations).to(device), _free_bits(children).to(device)
+        free[parent, child], free[-1] = (
+            _free_bits(relations).to(device),
+            _free_bits(children).to(device),
+        )
         return cls(parent, child, free, held.masked_fill_(free, 0.0))
 
     def write(self, graph: Graph, layer: int, found: Tensor) -> None:

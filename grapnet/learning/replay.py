@@ -1,4 +1,6 @@
-"""Replay memories: a bounded sample of what a stream brought, drawn from a seed and never from the model."""
+"""Replay memories: a bounded sample of what a stream brought, drawn from a seed and never from the
+model.
+"""
 
 from collections import Counter
 from collections.abc import Callable
@@ -12,7 +14,9 @@ from .inputs import require_examples, whole
 
 
 class Batch(NamedTuple):
-    """Inputs [batch, ...], class numbers [batch], and the logits that were stored with them, if any."""
+    """Inputs [batch, ...], class numbers [batch], and the logits that were stored with them, if
+    any.
+    """
 
     x: Tensor
     y: Tensor
@@ -32,11 +36,12 @@ class Memory(Protocol):
 
 
 class ReservoirMemory:
-    """Keeps a uniform sample of all rows that were offered (reservoir sampling, Vitter's algorithm R).
+    """Keeps a uniform sample of all rows that were offered (reservoir sampling, Vitter's algorithm
+    R).
 
-    Storing and sampling draw from generators of their own, and every offered row takes the same number of draws. So
-    what is stored depends on the seed and on the rows in their order, whatever is sampled in between and however the
-    rows come in batches.
+    Storing and sampling draw from generators of their own, and every offered row takes the same
+    number of draws. So what is stored depends on the seed and on the rows in their order, whatever
+    is sampled in between and however the rows come in batches.
 
     Args:
         capacity: how many rows are kept.
@@ -53,7 +58,9 @@ class ReservoirMemory:
 
     def __init__(self, capacity: int, *, seed: int) -> None:
         self.capacity, seed = whole(capacity, "capacity"), whole(seed, "seed", least=0)
-        self._stored: Batch | None = None  # [capacity, ...] each, of which the first len(self) rows count
+        self._stored: Batch | None = (
+            None  # [capacity, ...] each, of which the first len(self) rows count
+        )
         self._labels: list[int] = []  # of the stored rows
         self._counts: Counter[int] = Counter()  # of these labels
         self._offered: Counter[int] = Counter()  # rows, by class
@@ -63,7 +70,10 @@ class ReservoirMemory:
         return len(self._labels)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(capacity={self.capacity}, stored={len(self)}, offered={self.offered})"
+        return (
+            f"{type(self).__name__}(capacity={self.capacity}, stored={len(self)},"
+            f" offered={self.offered})"
+        )
 
     @property
     def offered(self) -> int:
@@ -84,7 +94,11 @@ class ReservoirMemory:
     def numbers(self) -> int:
         """How many numbers the stored inputs and logits are; labels are not counted."""
         content = self.content
-        return 0 if content is None else sum(p.numel() for p in (content.x, content.logits) if p is not None)
+        return (
+            0
+            if content is None
+            else sum(p.numel() for p in (content.x, content.logits) if p is not None)
+        )
 
     @property
     def bytes(self) -> int:
@@ -95,7 +109,8 @@ class ReservoirMemory:
         """Offers rows one after the other; whether one is kept, and in whose place, is drawn.
 
         Args:
-            x: inputs [batch, ...]; copies are kept, on the device and in the dtype of the first ones.
+            x: inputs [batch, ...]; copies are kept, on the device and in the dtype of the first
+                ones.
             y: class numbers [batch].
             logits: [batch, n_classes], for DER; with every call or with none.
 
@@ -108,10 +123,14 @@ class ReservoirMemory:
         require_examples(x, y, logits)
         rows = _each(Batch(x, y, logits), Tensor.detach)
         if self._stored is not None and _shapes(rows) != _shapes(self._stored):
-            raise ValueError(f"the memory keeps rows of {_shapes(self._stored)}, got {_shapes(rows)}")
+            raise ValueError(
+                f"the memory keeps rows of {_shapes(self._stored)}, got {_shapes(rows)}"
+            )
         if self._stored is None:
             self._stored = _each(rows, lambda part: part.new_empty(self.capacity, *part.shape[1:]))
-        chances = torch.rand(len(y), self._draws, dtype=torch.float64, generator=self._storing, device="cpu")
+        chances = torch.rand(
+            len(y), self._draws, dtype=torch.float64, generator=self._storing, device="cpu"
+        )
         written: dict[int, int] = {}  # place -> row; a later row takes the place of an earlier one
         for row, (label, drawn) in enumerate(zip(y.tolist(), chances.tolist(), strict=True)):
             self._offered[label] += 1
@@ -121,21 +140,30 @@ class ReservoirMemory:
                 self._counts[label] += 1
                 self._labels[place : place + 1] = [label]
                 written[place] = row
-        places, taken = torch.tensor(list(written), dtype=torch.long), torch.tensor([*written.values()]).long()
+        places, taken = (
+            torch.tensor(list(written), dtype=torch.long),
+            torch.tensor([*written.values()]).long(),
+        )
         for stored, given in zip(self._stored, rows, strict=True):
             if stored is not None and given is not None:
                 stored[places.to(stored.device)] = given[taken.to(given.device)].to(stored)
 
     def sample(self, n: int) -> Batch | None:
-        """Returns `n` different stored rows, or all of them where there are fewer; None while the memory is empty."""
+        """Returns `n` different stored rows, or all of them where there are fewer; None while the
+        memory is empty.
+        """
         n = whole(n, "n, the rows of a sample,", least=0)
         if not len(self) or self._stored is None:
             return None
-        rows = torch.randperm(len(self), generator=self._sampling, device="cpu")[:n].to(self._stored.y.device)
+        rows = torch.randperm(len(self), generator=self._sampling, device="cpu")[:n].to(
+            self._stored.y.device
+        )
         return _each(self._stored, lambda part: part[rows])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns copies of the rows and of the generators: a memory that loads them goes on bit for bit."""
+        """Returns copies of the rows and of the generators: a memory that loads them goes on bit
+        for bit.
+        """
         parts = {} if self.content is None else self.content._asdict()
         return {
             "capacity": self.capacity,
@@ -149,15 +177,19 @@ class ReservoirMemory:
         """Takes over what `state_dict` returned.
 
         Raises:
-            ValueError: it is the state of a memory of another capacity, or is damaged; nothing was changed.
+            ValueError: it is the state of a memory of another capacity, or is damaged; nothing was
+                changed.
         """
         if state["capacity"] != self.capacity:
             raise ValueError(
-                f"the state is that of a memory of capacity {state['capacity']}, and this one has {self.capacity}"
+                f"the state is that of a memory of capacity {state['capacity']}, and this one has"
+                f" {self.capacity}"
             )
         content = Batch(**state["content"]) if state["content"] else None
         size = 0 if content is None else len(content.y)
-        if size > self.capacity or any(len(part) != size for part in content or () if part is not None):
+        if size > self.capacity or any(
+            len(part) != size for part in content or () if part is not None
+        ):
             raise ValueError(f"the stored parts are not of one length up to {self.capacity}")
         storing, sampling = (torch.Generator() for _ in range(2))
         storing.set_state(state["storing"])
@@ -166,7 +198,11 @@ class ReservoirMemory:
         self._storing, self._sampling = storing, sampling
         self._labels = [] if content is None else content.y.tolist()
         self._counts = Counter(self._labels)
-        self._stored = None if content is None else _each(content, lambda part: _with_room(part, self.capacity))
+        self._stored = (
+            None
+            if content is None
+            else _each(content, lambda part: _with_room(part, self.capacity))
+        )
 
     def _place(self, label: int, drawn: list[float]) -> int | None:
         """Returns which place of a full memory the row just offered takes, if any."""
@@ -175,11 +211,13 @@ class ReservoirMemory:
 
 
 class BalancedMemory(ReservoirMemory):
-    """Keeps a uniform sample of every class, all of the same size as far as each was offered often enough.
+    """Keeps a uniform sample of every class, all of the same size as far as each was offered often
+    enough.
 
-    Once it is full, a class that stores at least two rows fewer than the largest takes the place of a random row of the
-    largest ones; any other row competes with its own class (Chrysakis and Moens, 2020). So once every class was offered
-    as many rows as its share, their counts differ by at most one.
+    Once it is full, a class that stores at least two rows fewer than the largest takes the place of
+    a random row of the largest ones; any other row competes with its own class (Chrysakis and
+    Moens, 2020). So once every class was offered as many rows as its share, their counts differ by
+    at most one.
 
     Examples:
         >>> memory = BalancedMemory(7, seed=0)
@@ -208,7 +246,11 @@ def _generator(seed: int, purpose: int) -> torch.Generator:
 
 
 def _each(batch: Batch, function: Callable[[Tensor], Tensor]) -> Batch:
-    return Batch(function(batch.x), function(batch.y), None if batch.logits is None else function(batch.logits))
+    return Batch(
+        function(batch.x),
+        function(batch.y),
+        None if batch.logits is None else function(batch.logits),
+    )
 
 
 def _with_room(part: Tensor, capacity: int) -> Tensor:
@@ -220,5 +262,7 @@ def _with_room(part: Tensor, capacity: int) -> Tensor:
 
 def _shapes(batch: Batch) -> str:
     """Returns the shapes of one row, as in "x [64], y []"."""
-    shapes = {name: list(part.shape[1:]) for name, part in batch._asdict().items() if part is not None}
+    shapes = {
+        name: list(part.shape[1:]) for name, part in batch._asdict().items() if part is not None
+    }
     return ", ".join(f"{name} {shape}" for name, shape in shapes.items())

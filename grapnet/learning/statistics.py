@@ -18,7 +18,9 @@ class Summary(NamedTuple):
 
 
 class Paired(NamedTuple):
-    """Mean and standard deviation of differences, their confidence interval, and p of a two-sided paired t-test."""
+    """Mean and standard deviation of differences, their confidence interval, and p of a two-sided
+    paired t-test.
+    """
 
     mean: float
     std: float
@@ -50,7 +52,8 @@ def summary(values: Sequence[float], *, population: bool = False) -> Summary:
 def paired(a: Sequence[float], b: Sequence[float], *, confidence: float = 0.95) -> Paired:
     """Compares two methods seed by seed: the differences a − b, with Student's interval and test.
 
-    Where all differences are the same, the interval is that point, and p is 0, or 1 when they are 0.
+    Where all differences are the same, the interval is that point, and p is 0, or 1 when they are
+    0.
 
     Args:
         a: one value a seed.
@@ -89,6 +92,7 @@ def _scipy_special() -> Any:
         from scipy import special
     except ModuleNotFoundError:
         raise ImportError(
-            'this needs scipy, which is not installed. Run: pip install "grapnet[studies]"', name="scipy"
+            'this needs scipy, which is not installed. Run: pip install "grapnet[studies]"',
+            name="scipy",
         ) from None
     return special

@@ -1,4 +1,6 @@
-"""Class-incremental streams: the same images in the same batches for every method, and one loop over them."""
+"""Class-incremental streams: the same images in the same batches for every method, and one loop
+over them.
+"""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,27 +53,32 @@ class Task:
         return -(-len(self.rows) // self.batch)
 
     def __repr__(self) -> str:
-        of = f"classes={self.classes}, seen={self.seen}, samples={len(self.rows)}, batch={self.batch}"
+        of = (
+            f"classes={self.classes}, seen={self.seen}, samples={len(self.rows)},"
+            f" batch={self.batch}"
+        )
         return f"Task(number={self.number}, {of})"
 
 
 class TaskStream(Sequence[Task]):
     """A class-incremental stream: task after task, each with classes of its own, shown once.
 
-    Which images of a class are used depends on the seed and the class; their order depends on the seed and the task.
-    Nothing else is drawn, so every method gets the same batches, and `stream[3:]` is what a run that stopped after
-    three tasks goes on with.
+    Which images of a class are used depends on the seed and the class; their order depends on the
+    seed and the task. Nothing else is drawn, so every method gets the same batches, and
+    `stream[3:]` is what a run that stopped after three tasks goes on with.
 
     Args:
         x: inputs [n, ...].
         y: class numbers [n].
-        tasks: the classes of every task, or how many tasks share the classes of `y` in ascending order.
+        tasks: the classes of every task, or how many tasks share the classes of `y` in ascending
+            order.
         batch: rows of a batch.
         seed: of the subset and the order.
         per_class: how many rows of every class are used; all of them without.
 
     Raises:
-        TypeError: x or y is no tensor, y holds other than whole numbers, or tasks are not groups of them.
+        TypeError: x or y is no tensor, y holds other than whole numbers, or tasks are not groups of
+            them.
         ValueError: a class comes twice, or has fewer rows than asked for.
 
     Examples:
@@ -97,7 +104,11 @@ class TaskStream(Sequence[Task]):
         batch, seed = whole(batch, "batch"), whole(seed, "seed", least=0)
         per_class = None if per_class is None else whole(per_class, "per_class")
         self._x, self._y, labels = x, y, y.cpu().numpy()
-        groups = _divided(np.unique(labels).tolist(), int(tasks)) if isinstance(tasks, Integral) else tasks
+        groups = (
+            _divided(np.unique(labels).tolist(), int(tasks))
+            if isinstance(tasks, Integral)
+            else tasks
+        )
         self.classes = class_groups(groups)
         seen = [number for group in self.classes for number in group]
         if len(set(seen)) < len(seen):
@@ -109,14 +120,19 @@ class TaskStream(Sequence[Task]):
                 np.concatenate([self._used[c] for c in classes])
             )
             upto = tuple(c for group in self.classes[: number + 1] for c in group)
-            self._tasks.append(Task(number, classes, upto, torch.from_numpy(rows).to(x.device), batch, x, y))
+            self._tasks.append(
+                Task(number, classes, upto, torch.from_numpy(rows).to(x.device), batch, x, y)
+            )
 
     def __len__(self) -> int:
         return len(self._tasks)
 
     def __repr__(self) -> str:
         samples = sum(map(len, self._used.values()))
-        return f"TaskStream(tasks={len(self)}, classes={len(self._used)}, samples={samples}, batch={self[0].batch})"
+        return (
+            f"TaskStream(tasks={len(self)}, classes={len(self._used)}, samples={samples},"
+            f" batch={self[0].batch})"
+        )
 
     @overload
     def __getitem__(self, index: int) -> Task: ...
@@ -135,7 +151,9 @@ class TaskStream(Sequence[Task]):
 
 
 class Step(NamedTuple):
-    """One update of a run: its number from 0 on, its task, and its loss (detached, still on its device)."""
+    """One update of a run: its number from 0 on, its task, and its loss (detached, still on its
+    device).
+    """
 
     number: int
     task: Task
@@ -145,7 +163,8 @@ class Step(NamedTuple):
 class Run(NamedTuple):
     """What a run over a stream took: updates in all, and the seconds of every task.
 
-    The seconds of a task count `before_task`, so growth is in them, and leave `after_task` out, so evaluation is not.
+    The seconds of a task count `before_task`, so growth is in them, and leave `after_task` out, so
+    evaluation is not.
     """
 
     updates: int
@@ -167,16 +186,17 @@ def train_on_stream(
 ) -> Run:
     """Trains a model in one pass over a stream, with replay.
 
-    Every update draws its own replayed batch. A batch goes into the memory after its updates, so it is never replayed
-    beside itself; logits are stored where `objective.keeps_logits`, as they are before these updates. The mode of the
-    model (`train`, `eval`) is the caller's.
+    Every update draws its own replayed batch. A batch goes into the memory after its updates, so it
+    is never replayed beside itself; logits are stored where `objective.keeps_logits`, as they are
+    before these updates. The mode of the model (`train`, `eval`) is the caller's.
 
     Args:
         model: maps inputs to logits [batch, n_classes].
         stream: a `TaskStream`, or the tasks of one that are left.
         objective: what an update minimises, such as `ExperienceReplay()`.
         memory: what is replayed from; None replays nothing.
-        optimizer: of the model's parameters; `optimizer.state.clear()` in a hook renews a plain one.
+        optimizer: of the model's parameters; `optimizer.state.clear()` in a hook renews a plain
+            one.
         replay_batch: rows of a replayed batch.
         updates_per_batch: how many updates every batch of the stream gets.
         before_task: called before the first batch of a task: the place to grow.
@@ -184,11 +204,16 @@ def train_on_stream(
         after_task: called after the last batch of a task: the place to freeze and to evaluate.
 
     Raises:
-        TypeError: a single task, the class of an objective, or something that is no memory was given.
-        ValueError: the objective compares with stored logits, and there is no memory; or a number is too small.
+        TypeError: a single task, the class of an objective, or something that is no memory was
+            given.
+        ValueError: the objective compares with stored logits, and there is no memory; or a number
+            is too small.
     """
     _require_parts(stream, objective, memory)
-    replay_batch, updates_per_batch = whole(replay_batch, "replay_batch"), whole(updates_per_batch, "updates_per_batch")
+    replay_batch, updates_per_batch = (
+        whole(replay_batch, "replay_batch"),
+        whole(updates_per_batch, "updates_per_batch"),
+    )
     number, seconds = 0, []
     for task in stream:
         start = time.perf_counter()
@@ -217,23 +242,36 @@ def train_on_stream(
 
 
 def _require_parts(stream: Any, objective: Any, memory: Any) -> None:
-    """Raises for what is easily given in the place of something else, and for an objective without its memory."""
+    """Raises for what is easily given in the place of something else, and for an objective without
+    its memory.
+    """
     if isinstance(stream, Task):
-        raise TypeError("a run goes over a stream, or over a list of tasks: [task]; got a single task")
+        raise TypeError(
+            "a run goes over a stream, or over a list of tasks: [task]; got a single task"
+        )
     if isinstance(objective, type):
-        raise TypeError(f"an objective is an object, {objective.__name__}(…) with its settings, not the class")
+        raise TypeError(
+            f"an objective is an object, {objective.__name__}(…) with its settings, not the class"
+        )
     if memory is not None and not (hasattr(memory, "sample") and hasattr(memory, "add")):
-        raise TypeError(f"a memory has add and sample, as ReservoirMemory(200, seed=0), or is None; got {memory!r}")
+        raise TypeError(
+            "a memory has add and sample, as ReservoirMemory(200, seed=0), or is None; got"
+            f" {memory!r}"
+        )
     if memory is None and getattr(objective, "keeps_logits", False):
         raise ValueError(
-            f"{type(objective).__name__} compares with logits that a memory has stored, and without one it would train "
-            "without that term; give a memory, or train with ExperienceReplay()"
+            f"{type(objective).__name__} compares with logits that a memory has stored, and without"
+            " one it would train without that term; give a memory, or train with"
+            " ExperienceReplay()"
         )
 
 
 def _divided(classes: list[int], tasks: int) -> list[list[int]]:
     if tasks < 1 or not classes or len(classes) % tasks:
-        raise ValueError(f"{len(classes)} classes do not make {tasks} tasks of the same size; name the classes of each")
+        raise ValueError(
+            f"{len(classes)} classes do not make {tasks} tasks of the same size; name the classes"
+            " of each"
+        )
     each = len(classes) // tasks
     return [classes[first : first + each] for first in range(0, len(classes), each)]
 
@@ -242,5 +280,11 @@ def _subset(labels: np.ndarray, number: int, seed: int, per_class: int | None) -
     """Returns the rows of a class that the stream uses."""
     rows = np.flatnonzero(labels == number)
     if len(rows) < (per_class or 1):
-        raise ValueError(f"class {number} has {len(rows)} rows, fewer than the {per_class or 1} of the stream")
-    return rows if per_class is None else np.random.default_rng([seed, 0, number]).permutation(rows)[:per_class]
+        raise ValueError(
+            f"class {number} has {len(rows)} rows, fewer than the {per_class or 1} of the stream"
+        )
+    return (
+        rows
+        if per_class is None
+        else np.random.default_rng([seed, 0, number]).permutation(rows)[:per_class]
+    )

@@ -1,4 +1,5 @@
-"""Pictures of nets and of their edits: every function draws into `ax`, or a figure of its own, and returns the axes.
+"""Pictures of nets and of their edits: every function draws into `ax`, or a figure of its own, and
+returns the axes.
 
 Nothing here touches pyplot, and matplotlib is imported when something is drawn.
 """

@@ -1,4 +1,6 @@
-"""The bands between the boxes of two neighbouring layers, and their numbers where there is room for them."""
+"""The bands between the boxes of two neighbouring layers, and their numbers where there is room for
+them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,7 +51,9 @@ class Ends:
 
 
 def draw_bands(ax: "Axes", bands: Sequence[Band], start: Ends, end: Ends) -> None:
-    """Draws every band, wide as its relations are many, and writes its number where that covers no other."""
+    """Draws every band, wide as its relations are many, and writes its number where that covers no
+    other.
+    """
     if not bands:
         return
     scale = _scale(bands, start, end)
@@ -62,17 +66,46 @@ def draw_bands(ax: "Axes", bands: Sequence[Band], start: Ends, end: Ends) -> Non
         free = wide * (1 - band.frozen / max(band.count, 1))
         if band.count:
             gid = f"band {band.upper}-{band.lower}: {band.count}"
-            _fill(ax, (start.x, y, end.x, z), wide, gid=gid, facecolor=color, alpha=faded, linewidth=0, zorder=1)
+            _fill(
+                ax,
+                (start.x, y, end.x, z),
+                wide,
+                gid=gid,
+                facecolor=color,
+                alpha=faded,
+                linewidth=0,
+                zorder=1,
+            )
         if band.frozen:
             lower = (start.x, y - free / 2, end.x, z - free / 2)
-            style = {"facecolor": "none", "edgecolor": ink(ax), "hatch": "/////", "linewidth": 0, "alpha": faded}
+            style = {
+                "facecolor": "none",
+                "edgecolor": ink(ax),
+                "hatch": "/////",
+                "linewidth": 0,
+                "alpha": faded,
+            }
             _fill(ax, lower, wide - free, gid=f"frozen {band.frozen}", zorder=1.5, **style)
         if band.cut:
             _draw_cut(ax, band, _curve(start.x, y, end.x, z), wide)
         curves.append(_curve(start.x, y, end.x, z))
-    paper = {"facecolor": ground(ax), "alpha": 0.75, "edgecolor": "none", "boxstyle": "round,pad=0.15"}
-    style = {"ha": "center", "va": "center", "fontsize": NUMBER, "zorder": 5, "bbox": paper, "in_layout": False}
-    texts = [ax.text(0, 0, "", color=ink(ax) if band.count else cut_color(ax), **style) for band in bands]
+    paper = {
+        "facecolor": ground(ax),
+        "alpha": 0.75,
+        "edgecolor": "none",
+        "boxstyle": "round,pad=0.15",
+    }
+    style = {
+        "ha": "center",
+        "va": "center",
+        "fontsize": NUMBER,
+        "zorder": 5,
+        "bbox": paper,
+        "in_layout": False,
+    }
+    texts = [
+        ax.text(0, 0, "", color=ink(ax) if band.count else cut_color(ax), **style) for band in bands
+    ]
     whenever_drawn(ax, partial(_write, ax, bands, curves, texts))
 
 
@@ -87,7 +120,9 @@ def _scale(bands: Sequence[Band], start: Ends, end: Ends) -> float:
 
 
 def _stack(bands: Sequence[Band], scale: float, side: Ends, boxes: Sequence[int]) -> list[float]:
-    """Returns the height of every band's middle where it meets its box; those of a box lie below each other."""
+    """Returns the height of every band's middle where it meets its box; those of a box lie below
+    each other.
+    """
     wide = [max(band.count * scale, THINNEST) for band in bands]
     found = [0.0] * len(bands)
     for n, (low, high) in enumerate(side.boxes):
@@ -112,13 +147,17 @@ def _fill(ax: "Axes", ends: tuple[float, float, float, float], wide: float, **st
 
 
 def _draw_cut(ax: "Axes", band: Band, curve: tuple[np.ndarray, np.ndarray], wide: float) -> None:
-    """Draws the dotted line of a cut where red is seen: in a lane of ground through a band, or below a thin one."""
+    """Draws the dotted line of a cut where red is seen: in a lane of ground through a band, or
+    below a thin one.
+    """
     point = inches(ax)[1] / 72
     if band.count and wide >= 9 * point:
         ax.plot(*curve, color=ground(ax), linewidth=3.4, zorder=2)
     elif band.count:
         curve = curve[0], curve[1] - wide / 2 - 2 * point
-    ax.plot(*curve, color=cut_color(ax), linestyle=":", linewidth=1.5, zorder=2.1, gid=f"cut {band.cut}")
+    ax.plot(
+        *curve, color=cut_color(ax), linestyle=":", linewidth=1.5, zorder=2.1, gid=f"cut {band.cut}"
+    )
 
 
 def _color(band: Band, start: Ends, end: Ends) -> str:
@@ -133,8 +172,12 @@ def _write(
     texts: Sequence["Text"],
     _: Any,
 ) -> None:
-    """Writes the numbers, those of the most relations first, each where it covers none of those before."""
-    letter, line = (inch * NUMBER * size for inch, size in zip(inches(ax), (LETTER, LINE), strict=True))
+    """Writes the numbers, those of the most relations first, each where it covers none of those
+    before.
+    """
+    letter, line = (
+        inch * NUMBER * size for inch, size in zip(inches(ax), (LETTER, LINE), strict=True)
+    )
     taken: list[tuple[float, float, float]] = []
     for k in sorted(range(len(bands)), key=lambda k: -(bands[k].count + bands[k].cut)):
         half = letter * len(bands[k].text) / 2

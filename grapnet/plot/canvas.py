@@ -1,4 +1,6 @@
-"""Where pictures are drawn: axes of a figure that belongs to nobody, in a light or a dark theme, and their files."""
+"""Where pictures are drawn: axes of a figure that belongs to nobody, in a light or a dark theme,
+and their files.
+"""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -18,7 +20,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
 
 PICTURES = (".png", ".svg", ".pdf")
-THEMES = {"light": "#ffffff", "dark": "#14171c"}  # grounds; everything else is drawn to be read on its ground
+THEMES = {
+    "light": "#ffffff",
+    "dark": "#14171c",
+}  # grounds; everything else is drawn to be read on its ground
 DARK_INK, LIGHT_INK = "#1f2328", "#e6e8eb"
 
 
@@ -42,8 +47,8 @@ def save(drawn: "Axes | FigureBase", path: Path | str, *, dpi: int = 150) -> Pat
     """Writes a picture, whole or not at all, and returns where; texts of an SVG stay texts.
 
     Args:
-        drawn: axes that a function of this module returned, or their figure; of a subfigure, all of its figure is
-            written.
+        drawn: axes that a function of this module returned, or their figure; of a subfigure, all of
+            its figure is written.
         path: a name that ends in .png, .svg or .pdf.
         dpi: dots per inch of a PNG.
 
@@ -52,28 +57,46 @@ def save(drawn: "Axes | FigureBase", path: Path | str, *, dpi: int = 150) -> Pat
     """
     path = Path(path)
     if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{path} is no picture that can be written: its name must end in {', '.join(PICTURES)}")
+        raise ValueError(
+            f"{path} is no picture that can be written: its name must end in {', '.join(PICTURES)}"
+        )
     kind = path.suffix.lower().removeprefix(".")
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind, {})
-    texts = require("matplotlib", "plot").rc_context({"svg.fonttype": "none", "svg.hashsalt": "grapnet"})
-    how = {"dpi": dpi, "bbox_inches": "tight", "bbox_extra_artists": _seen(_root(drawn)), "pad_inches": 0.12}
+    texts = require("matplotlib", "plot").rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "grapnet"}
+    )
+    how = {
+        "dpi": dpi,
+        "bbox_inches": "tight",
+        "bbox_extra_artists": _seen(_root(drawn)),
+        "pad_inches": 0.12,
+    }
     with texts, whole(path) as partial:
         _root(drawn).savefig(partial, format=kind, metadata=undated, **how)
     return path
 
 
 def axes_for(ax: "Axes | None", width: float, height: float) -> "Axes":
-    """Returns `ax`, or the axes of a figure of its own, of so many inches; raises TypeError for several."""
+    """Returns `ax`, or the axes of a figure of its own, of so many inches; raises TypeError for
+    several.
+    """
     if ax is not None:
         if not isinstance(ax, require("matplotlib.axes", "plot").Axes):
-            raise TypeError(f"ax= is one Axes, such as axes[0, 0] of plt.subplots(2, 2), got {type(ax).__name__}")
+            raise TypeError(
+                "ax= is one Axes, such as axes[0, 0] of plt.subplots(2, 2), got"
+                f" {type(ax).__name__}"
+            )
         return ax
-    figure = require("matplotlib.figure", "plot").Figure(figsize=(width, height), layout="constrained")
+    figure = require("matplotlib.figure", "plot").Figure(
+        figsize=(width, height), layout="constrained"
+    )
     return figure.subplots()
 
 
 def ground(ax: "Axes") -> str:
-    """Returns the colour behind what is drawn: of the axes, and where they let it through of what they lie in."""
+    """Returns the colour behind what is drawn: of the axes, and where they let it through of what
+    they lie in.
+    """
     to_hex = require("matplotlib.colors", "plot").to_hex
     color = np.ones(3)
     for part in (*_down_to(ax.figure, _root(ax)), ax):
@@ -88,13 +111,19 @@ def _root(drawn: "Axes | FigureBase") -> "Figure":
 
 
 def _seen(figure: "Figure") -> list[Any]:
-    """Returns what a picture must be large enough for: what the layout knows, and texts and legends besides."""
-    beside = [part for ax in figure.axes for part in (*ax.texts, ax.get_legend()) if part is not None]
+    """Returns what a picture must be large enough for: what the layout knows, and texts and legends
+    besides.
+    """
+    beside = [
+        part for ax in figure.axes for part in (*ax.texts, ax.get_legend()) if part is not None
+    ]
     return [*figure.get_default_bbox_extra_artists(), *beside]
 
 
 def _down_to(part: "FigureBase", figure: "FigureBase") -> "list[FigureBase]":
-    """Returns the figures from one to a part of it, each inside of the one before it; none where it is no part."""
+    """Returns the figures from one to a part of it, each inside of the one before it; none where it
+    is no part.
+    """
     if part is figure:
         return [figure]
     inside = next((found for one in figure.subfigs if (found := _down_to(part, one))), [])
@@ -111,8 +140,12 @@ def cut_color(ax: "Axes") -> str:
     return CUT_ON_DARK if is_dark(ground(ax)) else CUT
 
 
-def dress(ax: "Axes", title: str = "", x: str = "", y: str = "", *, pad: float | None = None) -> None:
-    """Titles and labels axes in a colour that is read on their ground; `pad` points lie below the title."""
+def dress(
+    ax: "Axes", title: str = "", x: str = "", y: str = "", *, pad: float | None = None
+) -> None:
+    """Titles and labels axes in a colour that is read on their ground; `pad` points lie below the
+    title.
+    """
     color = ink(ax)
     _set_title(ax, title, pad)
     ax.set_xlabel(x, color=color)
@@ -125,7 +158,9 @@ def dress(ax: "Axes", title: str = "", x: str = "", y: str = "", *, pad: float |
 
 def whole_numbers(axis: "Axis", most: int = 9) -> None:
     """Gives an axis at most so many ticks, at whole numbers."""
-    locator = require("matplotlib.ticker", "plot").MaxNLocator(nbins=most, integer=True, min_n_ticks=1)
+    locator = require("matplotlib.ticker", "plot").MaxNLocator(
+        nbins=most, integer=True, min_n_ticks=1
+    )
     axis.set_major_locator(locator)
     axis.set_major_formatter(counted)
 
@@ -135,15 +170,21 @@ def counted(value: float, _: float | None = None) -> str:
     return f"{round(value):,}" if value == round(value) else ""
 
 
-def legend(ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = False, columns: int = 4) -> None:
-    """Puts a legend below the axes or between them and their title; of too many entries it says how many."""
+def legend(
+    ax: "Axes", entries: Iterable[tuple[str, Any]], *, above: bool = False, columns: int = 4
+) -> None:
+    """Puts a legend below the axes or between them and their title; of too many entries it says how
+    many.
+    """
     entries = list(entries)
     if not entries:
         return
     names, handles = [shortened(name, 30) for name, _ in entries], [handle for _, handle in entries]
     room = ax.get_window_extent()
     columns = _fitting(names, min(columns, len(names)), room.width / ax.figure.dpi)
-    lines = max(2, int(0.4 * room.height / ax.figure.dpi / 0.19))  # of a low picture no more than is left of it
+    lines = max(
+        2, int(0.4 * room.height / ax.figure.dpi / 0.19)
+    )  # of a low picture no more than is left of it
     most = columns * min(lines, 4 if columns > 1 else 7)
     if len(names) > most:
         names[most - 1 :] = [f"… and {len(names) - most + 1} more"]
@@ -177,18 +218,24 @@ def _keep_free_below(ax: "Axes", points: float) -> None:
 
 
 def _set_title(ax: "Axes", title: str, pad: float | None = None) -> None:
-    """Titles axes, in smaller letters where it would else be wider than they are, and with fewer below 6.5 points.
+    """Titles axes, in smaller letters where it would else be wider than they are, and with fewer
+    below 6.5 points.
 
-    A layout keeps the middle of a title above its axes: one of twice their width would make them ever narrower.
+    A layout keeps the middle of a title above its axes: one of twice their width would make them
+        ever narrower.
     """
-    wide = 1.2 * ax.get_window_extent().width / ax.figure.dpi  # inches: layouts leave axes more than they begin with
+    wide = (
+        1.2 * ax.get_window_extent().width / ax.figure.dpi
+    )  # inches: layouts leave axes more than they begin with
     fits = 72 * wide / (0.56 * max(len(title), 1))  # points
     title = shortened(title, max(8, int(len(title) * fits / 6.5)))
     ax.set_title(title, loc="left", color=ink(ax), fontsize=min(10.5, max(fits, 6.5)), pad=pad)
 
 
 def _fitting(names: Sequence[str], most: int, wide: float) -> int:
-    """Returns into how many columns, filled one after the other, names fit that have so many inches."""
+    """Returns into how many columns, filled one after the other, names fit that have so many
+    inches.
+    """
     for columns in range(most, 1, -1):
         longest = [max(map(len, part)) for part in np.array_split(names, columns)]
         if 0.064 * sum(longest) + 0.43 * columns <= wide:
@@ -197,7 +244,8 @@ def _fitting(names: Sequence[str], most: int, wide: float) -> int:
 
 
 def shortened(name: str, most: int) -> str:
-    """Returns a name on one line of at most so many characters, with its start and its end; `$` starts no formula.
+    """Returns a name on one line of at most so many characters, with its start and its end; `$`
+    starts no formula.
 
     Examples:
         >>> shortened("experiment of May, task 3", 16)

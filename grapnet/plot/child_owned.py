@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 FEWEST, MOST = 3, 9  # cells of a row
 NARROWEST = 0.24  # inches that a cell should have at least
 BESIDE = 4.2  # cells between a row of the rectangle and the list
-ROLES = {  # of texts: points at most, and the room of each in cells, 0 for half of the picture; a role has one size
+# of texts: points at most, and the room of each in cells, 0 for half of the picture; a role has one
+# size
+ROLES = {
     "heading": (9.5, 0.0, 0.55),
     "caption": (8.5, 0.0, 0.55),
     "moment": (8.0, 0.0, 0.5),
@@ -54,13 +56,15 @@ class Cell:
 def deletion(
     net: GrapNet, *, node: GrapNode | int | None = None, slots: Any = None, ax: "Axes | None" = None
 ) -> "Axes":
-    """Draws what a cut does to a node's children and W_alloc, beside what masking does to its row of a dense matrix.
+    """Draws what a cut does to a node's children and W_alloc, beside what masking does to its row
+    of a dense matrix.
 
     The cut is a real one, in a trial edit: the net is as before when the picture is drawn.
 
     Args:
         net: to cut in.
-        node: whose relations, as a node or its uid; without, one that has few enough children to show them all.
+        node: whose relations, as a node or its uid; without, one that has few enough children to
+            show them all.
         slots: which of its relations to cut; the smallest one without.
         ax: to draw into; a figure of its own without.
 
@@ -83,11 +87,17 @@ def deletion(
     ax.set_xlim(-0.1, right + shown + 1.3)
     ax.set_ylim(-0.4, 6.6)
     gone, width = set(before.children) - set(after.children), len(lower)
-    dress(ax, f"{len(gone):,} of the {_counted(len(before.children), 'relation')} of node {node.uid} cut")
+    dress(
+        ax,
+        f"{len(gone):,} of the {_counted(len(before.children), 'relation')} of node {node.uid} cut",
+    )
     ax.set_axis_off()
     bits = f"{_counted(width, 'weight')} and {_counted(width, 'mask bit')} stored"
     dense = _dense_cells(lower.uid, before, gone, shown)
-    masked = [replace(cell, text="0", kind="cut") if cell.head in map(str, gone) else cell for cell in dense]
+    masked = [
+        replace(cell, text="0", kind="cut") if cell.head in map(str, gone) else cell
+        for cell in dense
+    ]
     _heading(ax, 0.0, "masked dense row", "the coordinate stays, with a 0")
     _draw_dense(ax, 3.3, "before", dense, f"{_counted(width, 'weight')} stored")
     _draw_dense(ax, 0.4, "after", masked, bits)
@@ -95,7 +105,13 @@ def deletion(
     _draw_owned(ax, right, 3.3, "before", _owned_cells(before, gone, shown), len(before.children))
     _draw_owned(ax, right, 0.4, "after", _owned_cells(after, set(), shown), len(after.children))
     for role, (_, wide, high) in ROLES.items():
-        fit(ax, [text for text in ax.texts if text.get_gid() == role], wide or shown + 1.3, high, least=3.5)
+        fit(
+            ax,
+            [text for text in ax.texts if text.get_gid() == role],
+            wide or shown + 1.3,
+            high,
+            least=3.5,
+        )
     return ax
 
 
@@ -115,7 +131,11 @@ def _chosen(net: GrapNet, node: GrapNode | int | None) -> GrapNode:
     for number, store in enumerate(net.transitions):
         degrees = store.topology.degrees.cpu()
         distance = torch.where(degrees > 0, (degrees - 6).abs(), 2**31 - 1)
-        if len(distance) and int(distance.min()) < 2**31 - 1 and (best is None or int(distance.min()) < best[0]):
+        if (
+            len(distance)
+            and int(distance.min()) < 2**31 - 1
+            and (best is None or int(distance.min()) < best[0])
+        ):
             row = int(distance.argmin())
             best = int(distance[row]), int(net.layers[number].uid[row])
     if best is None:
@@ -133,7 +153,10 @@ def _counted(count: int, noun: str) -> str:
 
 def _written(weight: float) -> str:
     """Returns a weight in at most six characters."""
-    size, text = abs(weight), f"{abs(weight):.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    size, text = (
+        abs(weight),
+        f"{abs(weight):.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e"),
+    )
     if 0.1 <= size < 100:
         text = f"{size:.2f}"
     elif 0.0005 <= size < 0.1:
@@ -142,18 +165,33 @@ def _written(weight: float) -> str:
 
 
 def _dense_cells(uids: Tensor, row: Row, gone: set[int], most: int) -> list[Cell]:
-    """Returns the row of a rectangle: a number for every node of the next layer, whether it is a child or not."""
+    """Returns the row of a rectangle: a number for every node of the next layer, whether it is a
+    child or not.
+    """
     owned = dict(zip(row.children, row.weights, strict=True))
     shown = _shortened(uids.tolist() if len(uids) <= most else row.children, gone, most)
-    cells = [Cell(_written(owned[uid]), str(uid)) if uid in owned else Cell("0", str(uid), "empty") for uid in shown]
-    return [*cells, Cell(f"+{len(uids) - len(shown):,}", "", "more")] if len(shown) < len(uids) else cells
+    cells = [
+        Cell(_written(owned[uid]), str(uid)) if uid in owned else Cell("0", str(uid), "empty")
+        for uid in shown
+    ]
+    return (
+        [*cells, Cell(f"+{len(uids) - len(shown):,}", "", "more")]
+        if len(shown) < len(uids)
+        else cells
+    )
 
 
 def _owned_cells(row: Row, gone: set[int], most: int) -> list[Cell]:
     owned = dict(zip(row.children, row.weights, strict=True))
     shown = _shortened(row.children, gone, most)
-    cells = [Cell(_written(owned[uid]), str(uid), "cut" if uid in gone else "kept") for uid in shown]
-    return [*cells, Cell(f"+{len(owned) - len(shown):,}", "", "more")] if len(shown) < len(owned) else cells
+    cells = [
+        Cell(_written(owned[uid]), str(uid), "cut" if uid in gone else "kept") for uid in shown
+    ]
+    return (
+        [*cells, Cell(f"+{len(owned) - len(shown):,}", "", "more")]
+        if len(shown) < len(owned)
+        else cells
+    )
 
 
 def _shortened(uids: list[int], gone: set[int], most: int) -> list[int]:
@@ -167,7 +205,9 @@ def _shortened(uids: list[int], gone: set[int], most: int) -> list[int]:
 
 
 def _write(ax: "Axes", role: str, x: float, y: float, words: str, **style: Any) -> "Text":
-    return ax.text(x, y, words, gid=role, fontsize=ROLES[role][0], **{"color": ink(ax), "va": "top", **style})
+    return ax.text(
+        x, y, words, gid=role, fontsize=ROLES[role][0], **{"color": ink(ax), "va": "top", **style}
+    )
 
 
 def _heading(ax: "Axes", x: float, title: str, text: str) -> None:
@@ -195,10 +235,15 @@ def _draw_owned(ax: "Axes", x: float, y: float, title: str, cells: list[Cell], c
     _write(ax, "caption", x, y - 0.2, stored)
 
 
-def _draw_cells(ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *, plain: bool = False) -> None:
+def _draw_cells(
+    ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *, plain: bool = False
+) -> None:
     """Draws boxes side by side, with their texts; `plain` texts have no sign to show."""
     color, box = ink(ax), require("matplotlib.patches", "plot").Rectangle
-    outlines = {"cut": {"edgecolor": cut_color(ax), "hatch": "////", "linewidth": 1.4}, "more": {"linestyle": ":"}}
+    outlines = {
+        "cut": {"edgecolor": cut_color(ax), "hatch": "////", "linewidth": 1.4},
+        "more": {"linestyle": ":"},
+    }
     for n, cell in enumerate(cells):
         wide = 1.3 if cell.kind == "more" else 1.0
         style: dict[str, Any] = {"facecolor": "none", "edgecolor": color, "linewidth": 0.8}
@@ -207,7 +252,9 @@ def _draw_cells(ax: "Axes", x: float, y: float, cells: list[Cell], name: str, *,
         signed = cell.kind == "kept" and not plain
         shade = (NEGATIVE if cell.text.startswith("−") else POSITIVE) if signed else color
         role = "more" if cell.kind == "more" else "child" if plain else "weight"
-        text = _write(ax, role, x + n + wide / 2, y + 0.33, cell.text, ha="center", va="center", color=shade)
+        text = _write(
+            ax, role, x + n + wide / 2, y + 0.33, cell.text, ha="center", va="center", color=shade
+        )
         if cell.kind == "cut":  # the number is read above the hatching
             text.set_bbox({"facecolor": ground(ax), "edgecolor": "none", "pad": 1.0})
         text.set_alpha(0.45 if cell.kind == "empty" else None)

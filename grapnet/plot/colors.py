@@ -7,7 +7,9 @@ LineStyle = str | tuple[float, tuple[float, ...]]  # as matplotlib has it
 NOBODY = "#8c8c8c"  # of nodes without an owner
 POSITIVE, NEGATIVE = "#7a68c0", "#c97a16"  # of weights
 CUT, CUT_ON_DARK = "#e5383b", "#ff7a70"
-_COLORS = (  # in the order in which as few as there are differ most; tests measure it for every kind of colour vision
+# in the order in which as few as there are differ most; tests measure it for every kind of colour
+# vision
+_COLORS = (
     *("#0072b2", "#e69f00", "#44bbbb", "#884466", "#446600", "#9999ff", "#ee3355"),
     *("#3300ee", "#9966ff", "#ccbbee", "#cc00aa", "#99ccbb", "#005533", "#aa0044"),
     *("#bb7700", "#aacc66", "#bb9977", "#554477", "#777744", "#8833ff", "#7700aa"),
@@ -27,18 +29,25 @@ def owner_colors(owners: Iterable[str | None]) -> dict[str | None, str]:
         {'task-1': '#0072b2', None: '#8c8c8c', 'task-2': '#e69f00'}
     """
     numbers = _numbers(owners).items()
-    return {owner: NOBODY if number is None else _COLORS[number % len(_COLORS)] for owner, number in numbers}
+    return {
+        owner: NOBODY if number is None else _COLORS[number % len(_COLORS)]
+        for owner, number in numbers
+    }
 
 
 def owner_styles(owners: Iterable[str | None]) -> dict[str | None, LineStyle]:
-    """Returns the style of an owner's line, in order of appearance: the first seven are solid, the next dashed, …
+    """Returns the style of an owner's line, in order of appearance: the first seven are solid, the
+    next dashed, …
 
     Examples:
         >>> styles = owner_styles([None, *"abcdefgh"])
         >>> styles[None], styles["a"], styles["g"], styles["h"]
         ('-', '-', '-', '--')
     """
-    return {owner: _STYLES[(number or 0) // _CLEAR % len(_STYLES)] for owner, number in _numbers(owners).items()}
+    return {
+        owner: _STYLES[(number or 0) // _CLEAR % len(_STYLES)]
+        for owner, number in _numbers(owners).items()
+    }
 
 
 def is_dark(color: str) -> bool:

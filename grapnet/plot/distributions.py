@@ -68,7 +68,10 @@ def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) ->
     repeats = [store.topology.degrees.cpu().numpy() for store in net.transitions]
     split, colors = _split(net, values, by, repeats=repeats)
     finite = {name: part[np.isfinite(part)] for name, part in split.items()}
-    reach = max((float(np.abs(part).max()) for part in finite.values() if len(part)), default=0.0) or 1.0
+    reach = (
+        max((float(np.abs(part).max()) for part in finite.values() if len(part)), default=0.0)
+        or 1.0
+    )
     fewest = min((len(part) for part in finite.values() if len(part)), default=0)
     bins = np.linspace(-reach, reach, int(np.clip(fewest**0.5, 12, MOST_BINS)) + 1)
     ax = axes_for(ax, 6.4, 4.0)
@@ -100,23 +103,38 @@ def _split(
         codes = layer.codes if repeats is None else layer.codes.repeat(repeats[t])
         for code, name in enumerate(layer.names):
             found.setdefault(name, []).append(part[codes == code])
-    return {name: np.concatenate(parts) for name, parts in found.items()}, owner_colors(all_names(names))
+    return {name: np.concatenate(parts) for name, parts in found.items()}, owner_colors(
+        all_names(names)
+    )
 
 
 def _draw(
     ax: "Axes", split: Parts, bins: np.ndarray, colors: Mapping[str | None, str]
 ) -> list[tuple[str, "StepPatch"]]:
-    """Draws one stepped line a part, and one for all but the largest of too many; returns the entries of the legend."""
+    """Draws one stepped line a part, and one for all but the largest of too many; returns the
+    entries of the legend.
+    """
     largest = sorted(split, key=lambda name: -len(split[name]))[:MOST_LINES]
-    others, styles = [values for name, values in split.items() if name not in largest], owner_styles(colors)
-    lines = [(title_of(name), split[name], colors[name], styles[name]) for name in split if name in largest]
+    others, styles = (
+        [values for name, values in split.items() if name not in largest],
+        owner_styles(colors),
+    )
+    lines = [
+        (title_of(name), split[name], colors[name], styles[name])
+        for name in split
+        if name in largest
+    ]
     if others:
         lines.append((f"{len(others):,} others", np.concatenate(others), NOBODY, ":"))
     most, entries, thicker = 0, [], min(0.7, 3 / max(1, len(lines)))
     for later, (title, values, color, style) in zip(range(len(lines))[::-1], lines, strict=True):
         counts, _ = np.histogram(values, bins)
         most = max(most, int(counts.max(initial=0)))
-        look = {"color": color, "linestyle": style, "linewidth": 1.4 + thicker * later}  # seen below equal later ones
+        look = {
+            "color": color,
+            "linestyle": style,
+            "linewidth": 1.4 + thicker * later,
+        }  # seen below equal later ones
         entries.append((title, ax.stairs(counts, bins, label=title, baseline=None, **look)))
     if most > 30:
         ax.set_yscale("symlog", linthresh=1)

@@ -26,13 +26,17 @@ REASONS = 12  # edits up to which each shows its reason
 Scores = Mapping[int, float] | Iterable[tuple[int, float]]
 
 
-def timeline(history: GrapNet | Sequence[Commit], scores: Scores | None = None, *, ax: "Axes | None" = None) -> "Axes":
-    """Draws a mark for every edit, by kind, on the line of what was scored or of how many relations there were.
+def timeline(
+    history: GrapNet | Sequence[Commit], scores: Scores | None = None, *, ax: "Axes | None" = None
+) -> "Axes":
+    """Draws a mark for every edit, by kind, on the line of what was scored or of how many relations
+    there were.
 
     Args:
-        history: a net, or its commits. Commits alone say how the number of relations changed, not what it was.
-        scores: versions with their accuracy from 0 to 1, as a mapping or as pairs; a version may come again, for what
-            training does between two edits. The number of relations without.
+        history: a net, or its commits. Commits alone say how the number of relations changed, not
+            what it was.
+        scores: versions with their accuracy from 0 to 1, as a mapping or as pairs; a version may
+            come again, for what training does between two edits. The number of relations without.
         ax: to draw into; a figure of its own without.
     """
     commits = list(history.history if isinstance(history, GrapNet) else history)
@@ -42,16 +46,29 @@ def timeline(history: GrapNet | Sequence[Commit], scores: Scores | None = None, 
         versions, values = points
         label = "accuracy in per cent"
     else:
-        versions, values = _relations(commits, history.count().relations if isinstance(history, GrapNet) else None)
+        versions, values = _relations(
+            commits, history.count().relations if isinstance(history, GrapNet) else None
+        )
         label = "relations" if isinstance(history, GrapNet) else "relations more than at the start"
     step = "default" if points is not None else "steps-post"
     dot = "o" if len(versions) == 1 else ""  # a line of one point is not seen
-    ax.plot(versions, values, dot + "-", color=ink(ax), linewidth=1.2, alpha=0.6, drawstyle=step, gid="line", zorder=1)
+    ax.plot(
+        versions,
+        values,
+        dot + "-",
+        color=ink(ax),
+        linewidth=1.2,
+        alpha=0.6,
+        drawstyle=step,
+        gid="line",
+        zorder=1,
+    )
     entries = _mark(ax, commits, versions, values)
     names = ", ".join(f"{len(handle.get_offsets()):,} {kind}" for kind, handle in entries.items())
     dress(
         ax,
-        f"{len(commits):,} edit{'' if len(commits) == 1 else 's'}" + (f": {names}" if names else ""),
+        f"{len(commits):,} edit{'' if len(commits) == 1 else 's'}"
+        + (f": {names}" if names else ""),
         "version",
         label,
     )
@@ -68,16 +85,28 @@ def kind_of(commit: Commit) -> str:
     """Returns which kind of edit a commit is."""
     if commit.undoes is not None:  # the graph itself gave the reason, and begins it with its verb
         return "redo" if commit.reason.startswith("redo: ") else "undo"
-    counts, asked = commit.change.counts(), {str(done.get("operation")) for done in commit.operations}
+    counts, asked = (
+        commit.change.counts(),
+        {str(done.get("operation")) for done in commit.operations},
+    )
     if commit.has_details:
-        came, went = (counts[f"nodes_{verb}"] + counts[f"relations_{verb}"] > 0 for verb in ("added", "removed"))
+        came, went = (
+            counts[f"nodes_{verb}"] + counts[f"relations_{verb}"] > 0
+            for verb in ("added", "removed")
+        )
         turned = counts["coordinates_turned"] > 0
     else:
         came, went = bool(asked & {"add_nodes", "connect"}), bool(asked & {"cut", "remove_nodes"})
         turned = bool(asked & {"freeze", "unfreeze"})
     if came or went:
         return "rewire" if came and went else "grow" if came else "cut"
-    return "rename" if not turned else "unfreeze" if "freeze" not in asked and "unfreeze" in asked else "freeze"
+    return (
+        "rename"
+        if not turned
+        else "unfreeze"
+        if "freeze" not in asked and "unfreeze" in asked
+        else "freeze"
+    )
 
 
 def _checked(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
@@ -85,12 +114,15 @@ def _checked(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
     odd = [pair for pair in given if np.shape(pair) != (2,)]
     if odd:
         raise TypeError(
-            f"scores are pairs (version, accuracy), or a mapping from one to the other; {odd[0]!r} is no pair"
+            f"scores are pairs (version, accuracy), or a mapping from one to the other; {odd[0]!r}"
+            " is no pair"
         )
     pairs = sorted(given, key=lambda pair: pair[0])
     table = np.array(pairs, dtype=float).reshape(-1, 2)
     if not len(table) or not np.isfinite(table).all():
-        raise ValueError("scores are versions with an accuracy each, at least one and all of them numbers")
+        raise ValueError(
+            "scores are versions with an accuracy each, at least one and all of them numbers"
+        )
     return table[:, 0], 100 * table[:, 1]
 
 
@@ -112,10 +144,14 @@ def _relations(commits: Sequence[Commit], last: int | None) -> tuple[np.ndarray,
     return np.array(versions[::-1], dtype=float), found if last is not None else found - found[0]
 
 
-def _mark(ax: "Axes", commits: Sequence[Commit], versions: np.ndarray, values: np.ndarray) -> dict[str, Any]:
+def _mark(
+    ax: "Axes", commits: Sequence[Commit], versions: np.ndarray, values: np.ndarray
+) -> dict[str, Any]:
     """Draws one mark a commit, on the line; where the line is unknown, at its nearest end."""
     places: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    first = dict(zip(versions[::-1].tolist(), values[::-1].tolist(), strict=True))  # scored first: what the edit left
+    first = dict(
+        zip(versions[::-1].tolist(), values[::-1].tolist(), strict=True)
+    )  # scored first: what the edit left
     for commit in commits:
         height = first.get(commit.version, float(np.interp(commit.version, versions, values)))
         places[kind_of(commit)].append((commit.version, height))
@@ -124,7 +160,9 @@ def _mark(ax: "Axes", commits: Sequence[Commit], versions: np.ndarray, values: n
         if found:
             marker, color = KINDS[kind]
             x, y = zip(*found, strict=True)
-            entries[kind] = ax.scatter(x, y, marker=marker, color=color, s=42 if len(commits) <= 60 else 12, zorder=3)
+            entries[kind] = ax.scatter(
+                x, y, marker=marker, color=color, s=42 if len(commits) <= 60 else 12, zorder=3
+            )
     return entries
 
 
@@ -134,6 +172,9 @@ def _ticks(ax: "Axes", commits: Sequence[Commit]) -> None:
         whole_numbers(ax.xaxis)
         return
     close = ax.get_window_extent().width / ax.figure.dpi < 0.45 * len(commits)  # inches
-    texts = [f"{commit.version} {shortened(commit.reason, 20 if close else 26)}".strip() for commit in commits]
+    texts = [
+        f"{commit.version} {shortened(commit.reason, 20 if close else 26)}".strip()
+        for commit in commits
+    ]
     turned = {"rotation": 60 if close else 32, "ha": "right", "rotation_mode": "anchor"}
     ax.set_xticks([commit.version for commit in commits], texts, fontsize=7.5, **turned)

@@ -1,4 +1,6 @@
-"""Texts that fit into their room: how much that is, is known when a figure is drawn, after its layout."""
+"""Texts that fit into their room: how much that is, is known when a figure is drawn, after its
+layout.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -10,12 +12,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-LETTER, LINE = 0.0088, 0.02  # inches that a letter is wide and a line high, for every point of its size
+LETTER, LINE = (
+    0.0088,
+    0.02,
+)  # inches that a letter is wide and a line high, for every point of its size
 Settle = Callable[[Any], None]  # is given the renderer, None where nothing is drawn yet
 
 
 def inches(ax: "Axes") -> tuple[float, float]:
-    """Returns what an inch is in the units of either axis; axes are at least a pixel wide and high."""
+    """Returns what an inch is in the units of either axis; axes are at least a pixel wide and
+    high.
+    """
     room, dpi = ax.get_window_extent(), ax.figure.dpi
     (left, right), (low, high) = ax.get_xlim(), ax.get_ylim()
     return abs(right - left) * dpi / max(room.width, 1), abs(high - low) * dpi / max(room.height, 1)
@@ -24,7 +31,8 @@ def inches(ax: "Axes") -> tuple[float, float]:
 def whenever_drawn(ax: "Axes", settle: Settle) -> None:
     """Calls `settle` at once, and each time before anything in these axes is drawn.
 
-    What it settles takes no part in the layout, which would else change with the axes that it makes.
+    What it settles takes no part in the layout, which would else change with the axes that it
+    makes.
     """
     settle(None)
     watch = _watch()
@@ -33,17 +41,28 @@ def whenever_drawn(ax: "Axes", settle: Settle) -> None:
 
 
 def fit(
-    ax: "Axes", texts: Sequence["Text"], wide: float, high: float, *, least: float = 5.0, shorter: str = ""
+    ax: "Axes",
+    texts: Sequence["Text"],
+    wide: float,
+    high: float,
+    *,
+    least: float = 5.0,
+    shorter: str = "",
 ) -> None:
-    """Writes texts in one size, at most their own, such that none is larger than so many units of the axes.
+    """Writes texts in one size, at most their own, such that none is larger than so many units of
+    the axes.
 
-    Where that is less than `least` points, each of them is the `shorter` text, or empty where that does not fit either.
+    Where that is less than `least` points, each of them is the `shorter` text, or empty where that
+    does not fit either.
     """
     if texts:
         forms = [[text.get_text() for text in texts], [shorter] * len(texts), [""] * len(texts)]
         for text in texts:
             text.set_in_layout(False)  # they lie inside of the axes
-        whenever_drawn(ax, partial(_settle, ax, texts, forms, (wide, high), float(texts[0].get_fontsize()), least))
+        whenever_drawn(
+            ax,
+            partial(_settle, ax, texts, forms, (wide, high), float(texts[0].get_fontsize()), least),
+        )
 
 
 def _settle(
@@ -57,7 +76,9 @@ def _settle(
 ) -> None:
     if renderer is None:
         return
-    wide, high = (units / inch * ax.figure.dpi for units, inch in zip(room, inches(ax), strict=True))  # pixels
+    wide, high = (
+        units / inch * ax.figure.dpi for units, inch in zip(room, inches(ax), strict=True)
+    )  # pixels
     for form in forms:
         size = largest
         while size >= least:
@@ -68,7 +89,9 @@ def _settle(
                 share = min(share, wide / max(found.width, 1e-9), high / max(found.height, 1e-9))
             if share == 1:
                 return
-            size *= 0.99 * share  # letters are set on whole pixels: small ones are wider than their size says
+            size *= (
+                0.99 * share
+            )  # letters are set on whole pixels: small ones are wider than their size says
 
 
 def _watch() -> Any:

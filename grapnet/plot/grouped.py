@@ -1,4 +1,6 @@
-"""A large net drawn group by group: a box for nodes that belong together, a band for all relations between two."""
+"""A large net drawn group by group: a box for nodes that belong together, a band for all relations
+between two.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +39,9 @@ class Groups:
 
 
 def make_groups(net: GrapNet, names: Sequence[Names]) -> list[Groups]:
-    """Returns the boxes of every layer: by name where there are any, else by family, else one for all."""
+    """Returns the boxes of every layer: by name where there are any, else by family, else one for
+    all.
+    """
     found = []
     for number, part in enumerate(names):
         if part.has_any:
@@ -64,21 +68,32 @@ def draw_groups(
     entries: dict[str, Any] = {}
     owners: dict[str, tuple[str, Any]] = {}
     for number, (part, places) in enumerate(zip(groups, boxes, strict=True)):
-        for title, name, size, (low, high) in zip(part.titles, part.names, part.sizes, places, strict=True):
+        for title, name, size, (low, high) in zip(
+            part.titles, part.names, part.sizes, places, strict=True
+        ):
             _draw_box(ax, (number, low, high), shortened(title, 12), size, colors.get(name, NOBODY))
             if name is not None:
                 owners.setdefault(name, (title_of(name), _patch(colors[name])))
     frozen = False
     for t, (parents, children) in enumerate(cuts.rows):
-        bands = _bands(groups[t], groups[t + 1], wires(net, t, marked), parents, children, marked is not None)
+        bands = _bands(
+            groups[t], groups[t + 1], wires(net, t, marked), parents, children, marked is not None
+        )
         frozen |= any(band.frozen for band in bands)
         shades = [[colors.get(name, NOBODY) for name in part.names] for part in groups[t : t + 2]]
-        draw_bands(ax, bands, Ends(t + HALF, boxes[t], shades[0]), Ends(t + 1 - HALF, boxes[t + 1], shades[1]))
+        draw_bands(
+            ax,
+            bands,
+            Ends(t + HALF, boxes[t], shades[0]),
+            Ends(t + 1 - HALF, boxes[t + 1], shades[1]),
+        )
     if frozen:
         entries["frozen"] = _patch(ground(ax), hatch="/////", edgecolor=ink(ax))
     if len(cuts) or cuts.lost:
         gone = f", {cuts.lost:,} with a node" if cuts.lost else ""
-        line = require("matplotlib.lines", "plot").Line2D([], [], color=cut_color(ax), linestyle=":")
+        line = require("matplotlib.lines", "plot").Line2D(
+            [], [], color=cut_color(ax), linestyle=":"
+        )
         entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = line
     legend(ax, [*entries.items(), *owners.values()])
 
@@ -94,27 +109,47 @@ def _by_name(part: Names) -> Groups:
     place[kept] = np.arange(MOST_GROUPS - 1)
     codes = place[codes]
     titles = [*(titles[n] for n in kept), f"{len(part.names) - len(kept)} others"]
-    return Groups(titles, [*(part.names[n] for n in kept), None], np.bincount(codes, minlength=MOST_GROUPS), codes)
+    return Groups(
+        titles,
+        [*(part.names[n] for n in kept), None],
+        np.bincount(codes, minlength=MOST_GROUPS),
+        codes,
+    )
 
 
 def _families(net: GrapNet, number: int) -> np.ndarray:
-    """Returns which family each node of a layer is in, the first one first; 0 for all where they say nothing.
+    """Returns which family each node of a layer is in, the first one first; 0 for all where they
+    say nothing.
 
-    `net.execution.families` lists them all with their nodes, which takes seconds where there are thousands.
+    `net.execution.families` lists them all with their nodes, which takes seconds where there are
+    thousands.
     """
     whole = np.zeros(net.sizes[number], dtype=np.int64)
     if number == len(net.transitions) or len(whole) == 0:
         return whole
     topology = net.transitions[number].topology
-    if len(np.unique(topology.degrees.cpu().numpy())) > FEW_FAMILIES:  # nodes of one family have as many children
+    if (
+        len(np.unique(topology.degrees.cpu().numpy())) > FEW_FAMILIES
+    ):  # nodes of one family have as many children
         return whole
-    keys = _keys(topology.parents().cpu().numpy(), topology.child.cpu().numpy(), len(whole), topology.n_children)
+    keys = _keys(
+        topology.parents().cpu().numpy(),
+        topology.child.cpu().numpy(),
+        len(whole),
+        topology.n_children,
+    )
     _, first, codes = np.unique(keys, return_index=True, return_inverse=True)
-    return first.argsort().argsort()[codes] if len(first) <= min(FEW_FAMILIES, len(whole) - 1) else whole
+    return (
+        first.argsort().argsort()[codes]
+        if len(first) <= min(FEW_FAMILIES, len(whole) - 1)
+        else whole
+    )
 
 
 def _keys(parents: np.ndarray, children: np.ndarray, n_parents: int, n_children: int) -> np.ndarray:
-    """Returns a number a node that is the same for nodes with the same children: a sum of random 52-bit numbers."""
+    """Returns a number a node that is the same for nodes with the same children: a sum of random
+    52-bit numbers.
+    """
     numbers = np.random.default_rng(0).integers(0, 2**52, n_children)
     keys = np.zeros(n_parents, dtype=np.int64)
     np.add.at(keys, parents, numbers[children])
@@ -122,7 +157,9 @@ def _keys(parents: np.ndarray, children: np.ndarray, n_parents: int, n_children:
 
 
 def _boxes(part: Groups) -> list[tuple[float, float]]:
-    """Returns (low, high) of every box, from the top down; larger groups are higher, and none is too low to read."""
+    """Returns (low, high) of every box, from the top down; larger groups are higher, and none is
+    too low to read.
+    """
     gap = min(0.05, 0.3 / max(len(part), 1))
     shares = np.sqrt(np.maximum(part.sizes, 1))
     least = 0.6 / max(len(part), 1)
@@ -135,31 +172,55 @@ def _boxes(part: Groups) -> list[tuple[float, float]]:
 
 
 def _bands(
-    upper: Groups, lower: Groups, part: Wires, gone_parents: np.ndarray, gone_children: np.ndarray, some: bool
+    upper: Groups,
+    lower: Groups,
+    part: Wires,
+    gone_parents: np.ndarray,
+    gone_children: np.ndarray,
+    some: bool,
 ) -> list[Band]:
     """Returns every pair of groups that has relations, or had."""
     width, cells = len(lower), len(upper) * len(lower)
     pairs = upper.codes[part.parents] * width + lower.codes[part.children]
     gone = upper.codes[gone_parents] * width + lower.codes[gone_children]
     counts, frozen, marked, cut = (
-        np.bincount(which, minlength=cells) for which in (pairs, pairs[part.frozen], pairs[part.marked], gone)
+        np.bincount(which, minlength=cells)
+        for which in (pairs, pairs[part.frozen], pairs[part.marked], gone)
     )
     return [
-        Band(n // width, n % width, int(counts[n]), int(frozen[n]), int(cut[n]), int(marked[n]) if some else None)
+        Band(
+            n // width,
+            n % width,
+            int(counts[n]),
+            int(frozen[n]),
+            int(cut[n]),
+            int(marked[n]) if some else None,
+        )
         for n in range(cells)
         if counts[n] or cut[n]
     ]
 
 
-def _draw_box(ax: "Axes", place: tuple[int, float, float], title: str, size: int, color: str) -> None:
+def _draw_box(
+    ax: "Axes", place: tuple[int, float, float], title: str, size: int, color: str
+) -> None:
     """Draws a box, with its name and its size where there is room for them."""
     number, low, high = place
     box = require("matplotlib.patches", "plot").FancyBboxPatch(
-        (number - HALF, low), 2 * HALF, high - low, boxstyle="round,pad=0,rounding_size=0.02", zorder=3
+        (number - HALF, low),
+        2 * HALF,
+        high - low,
+        boxstyle="round,pad=0,rounding_size=0.02",
+        zorder=3,
     )
     box.set(facecolor=color, edgecolor=ground(ax), gid="group")
     ax.add_patch(box)
-    style = {"ha": "center", "va": "center", "fontsize": 7.5, "color": "white" if is_dark(color) else "black"}
+    style = {
+        "ha": "center",
+        "va": "center",
+        "fontsize": 7.5,
+        "color": "white" if is_dark(color) else "black",
+    }
     text = ax.text(number, (low + high) / 2, f"{title}\n{size:,}", zorder=4, **style)
     fit(ax, [text], 1.9 * HALF, high - low, shorter=title)
 

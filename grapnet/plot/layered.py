@@ -31,29 +31,37 @@ def graph(
 ) -> "Axes":
     """Draws the layers from left to right, with who owns what, what is frozen and what was cut.
 
-    Up to 60 nodes and 800 relations are drawn one by one: a line's colour is the sign of its weight, its width the
-    size, and frozen ones are dashed; weights that are not finite have a colour of their own. Above, a box stands for
-    the nodes of one owner (without owners: for those with the same children) and a band for all relations between two
-    boxes, as wide as they are many; its frozen part is hatched.
+    Up to 60 nodes and 800 relations are drawn one by one: a line's colour is the sign of its
+    weight, its width the size, and frozen ones are dashed; weights that are not finite have a
+    colour of their own. Above, a box stands for the nodes of one owner (without owners: for those
+    with the same children) and a band for all relations between two boxes, as wide as they are
+    many; its frozen part is hatched.
 
     Args:
         net: to draw.
         ax: to draw into; a figure of its own without.
         color_by: "owner" or "activation".
         highlight: relations, or nodes with all of theirs, that stand out; everything else fades.
-        cut_since: a version; relations that were cut since then and are still gone are drawn dotted in red. A Commit
-            stands for the version before it.
+        cut_since: a version; relations that were cut since then and are still gone are drawn dotted
+            in red. A Commit stands for the version before it.
 
     Raises:
-        HistoryError: there is no such version, or the journal no longer knows what was cut since then.
+        HistoryError: there is no such version, or the journal no longer knows what was cut since
+            then.
     """
     require_net(net)
-    names, marked, cuts = names_of(net, color_by), marked_relations(net, highlight), cuts_since(net, cut_since)
+    names, marked, cuts = (
+        names_of(net, color_by),
+        marked_relations(net, highlight),
+        cuts_since(net, cut_since),
+    )
     count = net.count()
     few = count.nodes <= MOST_NODES and count.relations + len(cuts) <= MOST_RELATIONS
     groups = [] if few else make_groups(net, names)
     highest = max(net.sizes) * 0.13 if few else max(map(len, groups)) * 0.62
-    ax = axes_for(ax, min(24.0, 1.8 + 2.5 * len(net.transitions)), min(9.0, max(3.4, highest + 0.8)))
+    ax = axes_for(
+        ax, min(24.0, 1.8 + 2.5 * len(net.transitions)), min(9.0, max(3.4, highest + 0.8))
+    )
     ax.set_xlim(-0.4, len(net.transitions) + 0.4)
     ax.set_ylim(-0.02, 1.02)
     if few:
@@ -71,15 +79,23 @@ def graph(
 
 
 def _head(net: GrapNet, ax: "Axes") -> None:
-    """Writes above every layer what it is and how many nodes it has; only above some where they are close."""
+    """Writes above every layer what it is and how many nodes it has; only above some where they are
+    close.
+    """
     last = len(net.transitions)
     heads, texts = [], []
     for number in range(last + 1):
         kind = "sensory" if number == 0 else "output" if number == last else f"hidden {number}"
         heads.append(f"{kind}\n{net.sizes[number]:,}")
-        place = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points"}
+        place = {
+            "xycoords": ("data", "axes fraction"),
+            "xytext": (0, 3),
+            "textcoords": "offset points",
+        }
         style = {"ha": "center", "va": "bottom", "fontsize": HEAD, "color": ink(ax)}
-        texts.append(ax.annotate("", (number, 1.0), in_layout=False, **place, **style))  # the title leaves room
+        texts.append(
+            ax.annotate("", (number, 1.0), in_layout=False, **place, **style)
+        )  # the title leaves room
     whenever_drawn(ax, partial(_settle_heads, ax, texts, heads))
 
 

@@ -20,17 +20,28 @@ BROKEN = 1.01  # how large a weight that is not finite is drawn; the largest fin
 WRITTEN = 16  # nodes of a layer up to which each shows its uid
 
 
-def draw_nodes(net: GrapNet, ax: "Axes", names: Sequence[Names], marked: RelationSet | None, cuts: Cuts) -> None:
+def draw_nodes(
+    net: GrapNet, ax: "Axes", names: Sequence[Names], marked: RelationSet | None, cuts: Cuts
+) -> None:
     """Draws every node as a dot and every relation as a line."""
     heights = [_heights(part.codes) for part in names]
     entries = _draw_relations(net, ax, heights, marked)
     lines = [
-        segments(t, heights[t][parents], heights[t + 1][children]) for t, (parents, children) in enumerate(cuts.rows)
+        segments(t, heights[t][parents], heights[t + 1][children])
+        for t, (parents, children) in enumerate(cuts.rows)
     ]
     if len(cuts) or cuts.lost:
         gone = f", {cuts.lost:,} with a node" if cuts.lost else ""
-        style = {"colors": cut_color(ax), "linewidths": 1.1, "linestyles": ":", "zorder": 2, "gid": "cut"}
-        entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = _collection(ax, np.concatenate(lines), **style)
+        style = {
+            "colors": cut_color(ax),
+            "linewidths": 1.1,
+            "linestyles": ":",
+            "zorder": 2,
+            "gid": "cut",
+        }
+        entries[f"cut ({len(cuts) + cuts.lost:,}{gone})"] = _collection(
+            ax, np.concatenate(lines), **style
+        )
     legend(ax, [*entries.items(), *_draw_nodes(net, ax, names, heights, marked)])
 
 
@@ -42,27 +53,39 @@ def segments(transition: int, start: np.ndarray, end: np.ndarray) -> np.ndarray:
 
 
 def _heights(codes: np.ndarray) -> np.ndarray:
-    """Returns where the nodes of a layer are, from 1 at the top to 0; those of one name lie together."""
+    """Returns where the nodes of a layer are, from 1 at the top to 0; those of one name lie
+    together.
+    """
     places = np.empty(len(codes))
     places[np.argsort(codes, kind="stable")] = (np.arange(len(codes)) + 0.5) / max(len(codes), 1)
     return 1 - places
 
 
 def _draw_nodes(
-    net: GrapNet, ax: "Axes", names: Sequence[Names], heights: Sequence[np.ndarray], marked: RelationSet | None
+    net: GrapNet,
+    ax: "Axes",
+    names: Sequence[Names],
+    heights: Sequence[np.ndarray],
+    marked: RelationSet | None,
 ) -> list[tuple[str, Any]]:
-    """Draws the dots and returns the entries of their names in the legend; none where no node has a name."""
+    """Draws the dots and returns the entries of their names in the legend; none where no node has a
+    name.
+    """
     colors = owner_colors(all_names(names))
     widest = max(net.sizes)
     size = 190.0 if widest <= WRITTEN else max(18.0, 190.0 * WRITTEN / widest / 1.6)
-    touched = None if marked is None else set(marked.parents.tolist()) | set(marked.children.tolist())
+    touched = (
+        None if marked is None else set(marked.parents.tolist()) | set(marked.children.tolist())
+    )
     for number, (layer, part) in enumerate(zip(net.layers, names, strict=True)):
         uids, bright = layer.uid.tolist(), np.ones(len(layer))
         if touched is not None:
             bright = np.array([1.0 if uid in touched else 0.25 for uid in uids])
         for code, name in enumerate(part.names):
             rows = np.flatnonzero(part.codes == code)
-            dots = ax.scatter(np.full(len(rows), number), heights[number][rows], s=size, c=colors[name], zorder=3)
+            dots = ax.scatter(
+                np.full(len(rows), number), heights[number][rows], s=size, c=colors[name], zorder=3
+            )
             dots.set_alpha(bright[rows].tolist())
             dots.set_edgecolor(ground(ax))
             text = "white" if is_dark(colors[name]) else "black"
@@ -71,14 +94,21 @@ def _draw_nodes(
                 style = {"ha": "center", "va": "center", "fontsize": 6, "color": text, "zorder": 4}
                 ax.annotate(str(uids[row]), place, in_layout=False, **style)
     present = dict.fromkeys(name for part in names for name in part.names)
-    return [(title_of(name), _dot(colors[name])) for name in present] if any(part.has_any for part in names) else []
+    return (
+        [(title_of(name), _dot(colors[name])) for name in present]
+        if any(part.has_any for part in names)
+        else []
+    )
 
 
 def _draw_relations(
     net: GrapNet, ax: "Axes", heights: Sequence[np.ndarray], marked: RelationSet | None
 ) -> dict[str, Any]:
     found = [wires(net, t, marked) for t in range(len(net.transitions))]
-    largest = max((float(np.abs(part.weights).max()) for part in found if len(part.weights)), default=0.0) or 1.0
+    largest = (
+        max((float(np.abs(part.weights).max()) for part in found if len(part.weights)), default=0.0)
+        or 1.0
+    )
     dashes = (0, (3, 1.6))
     for t, part in enumerate(found):
         lines = segments(t, heights[t][part.parents], heights[t + 1][part.children])
@@ -86,7 +116,9 @@ def _draw_relations(
         colors = np.where(part.finite, np.where(part.weights >= 0, POSITIVE, NEGATIVE), ink(ax))
         for frozen, style in ((False, "-"), (True, dashes)):
             chosen = np.flatnonzero(part.frozen == frozen)
-            chosen = chosen[sizes[chosen].argsort(kind="stable")]  # the strongest lie above the others
+            chosen = chosen[
+                sizes[chosen].argsort(kind="stable")
+            ]  # the strongest lie above the others
             kind = {"linestyles": [style], "zorder": 1, "gid": "frozen" if frozen else "free"}
             kind["colors"] = colors[chosen].tolist()
             kind["alpha"] = np.where(part.marked[chosen], 0.85, FADED)
@@ -111,7 +143,9 @@ def _collection(ax: "Axes", lines: np.ndarray, **style: Any) -> Any:
 
 
 def _stroke(color: str, style: Any) -> Any:
-    return require("matplotlib.lines", "plot").Line2D([], [], color=color, linestyle=style, linewidth=1.8)
+    return require("matplotlib.lines", "plot").Line2D(
+        [], [], color=color, linestyle=style, linewidth=1.8
+    )
 
 
 def _dot(color: str) -> Any:

@@ -19,11 +19,12 @@ MOST_CELLS = 600  # along each side; larger rectangles are binned
 
 
 def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) -> "Axes":
-    """Draws which parent has which child: rows grouped by owner, else by family, and the sign of weights as colour.
+    """Draws which parent has which child: rows grouped by owner, else by family, and the sign of
+    weights as colour.
 
-    A cell is the more opaque the larger the weight. Of a layer with more than 600 nodes a cell stands for several: it
-    is the more opaque the more of its pairs are related, and has the colour of the sign of their sum. A cell with a
-    weight that is not finite has a colour of its own.
+    A cell is the more opaque the larger the weight. Of a layer with more than 600 nodes a cell
+    stands for several: it is the more opaque the more of its pairs are related, and has the colour
+    of the sign of their sum. A cell with a weight that is not finite has a colour of its own.
 
     Args:
         net: to draw.
@@ -32,13 +33,23 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     """
     require_net(net)
     if not 0 <= transition < len(net.transitions):
-        raise ValueError(f"the net has transitions 0 to {len(net.transitions) - 1}, got {transition!r}")
-    part, groups = wires(net, transition), make_groups(net, names_of(net, "owner"))[transition : transition + 2]
+        raise ValueError(
+            f"the net has transitions 0 to {len(net.transitions) - 1}, got {transition!r}"
+        )
+    part, groups = (
+        wires(net, transition),
+        make_groups(net, names_of(net, "owner"))[transition : transition + 2],
+    )
     rows, columns = (_places(group) for group in groups)
     ax = axes_for(ax, 6.4, 5.2)
     if len(rows) and len(columns):
         image = _image(part, rows, columns, ink(ax))
-        ax.imshow(image, aspect="auto", interpolation="nearest", extent=(0.0, len(columns), float(len(rows)), 0.0))
+        ax.imshow(
+            image,
+            aspect="auto",
+            interpolation="nearest",
+            extent=(0.0, len(columns), float(len(rows)), 0.0),
+        )
     size = f"{len(rows):,} × {len(columns):,}"
     share = f"{100 * len(part.weights) / max(len(rows) * len(columns), 1):.3g} %"
     broken = int((~part.finite).sum())
@@ -74,7 +85,9 @@ def _image(part: Wires, rows: np.ndarray, columns: np.ndarray, broken_color: str
     sides = [_cells(places) for places in (rows, columns)]
     (row_cells, high), (column_cells, wide) = ((cells, int(cells.max()) + 1) for cells in sides)
     at = row_cells[part.parents] * wide + column_cells[part.children]
-    pairs = np.outer(np.bincount(row_cells), np.bincount(column_cells)).ravel()  # that every cell stands for
+    pairs = np.outer(
+        np.bincount(row_cells), np.bincount(column_cells)
+    ).ravel()  # that every cell stands for
     counts, sums = (np.bincount(at, of, high * wide) for of in (None, part.weights))
     broken = np.bincount(at[~part.finite], minlength=high * wide) > 0
     to_rgb = require("matplotlib.colors", "plot").to_rgb
@@ -95,7 +108,9 @@ def _cells(places: np.ndarray) -> np.ndarray:
 
 
 def _separate(ax: "Axes", group: Groups, *, upright: bool) -> None:
-    """Draws a line between two groups and names those that have room for it; a side of one group keeps its numbers."""
+    """Draws a line between two groups and names those that have room for it; a side of one group
+    keeps its numbers.
+    """
     axis: Any = ax.xaxis if upright else ax.yaxis
     whole_numbers(axis, 6)
     if len(group) < 2:

@@ -27,20 +27,30 @@ def accuracy_matrix(
     tasks: Sequence[str] | None = None,
     ax: "Axes | None" = None,
 ) -> "Axes":
-    """Draws how well every task was known after every task: a row is the task just learnt, a column one evaluated.
+    """Draws how well every task was known after every task: a row is the task just learnt, a column
+    one evaluated.
 
     Args:
-        matrix: of a stream, or the accuracies themselves, [tasks, tasks] from 0 to 1, NaN where there is none.
+        matrix: of a stream, or the accuracies themselves, [tasks, tasks] from 0 to 1, NaN where
+            there is none.
         kind: "seen" answers among all classes seen so far, "local" among those of the task.
         tasks: their names; numbers without.
         ax: to draw into; a figure of its own without.
     """
     if kind not in ("seen", "local"):
         raise ValueError(f'kind is "seen" or "local", got {kind!r}')
-    table = np.asarray(matrix.table(kind) if isinstance(matrix, AccuracyMatrix) else matrix, dtype=float)
+    table = np.asarray(
+        matrix.table(kind) if isinstance(matrix, AccuracyMatrix) else matrix, dtype=float
+    )
     if table.ndim != 2 or table.shape[0] != table.shape[1] or not len(table):
-        raise ValueError(f"an accuracy matrix is square and not empty, got the shape {list(table.shape)}")
-    names = [str(n + 1) for n in range(len(table))] if tasks is None else [shortened(name, 18) for name in tasks]
+        raise ValueError(
+            f"an accuracy matrix is square and not empty, got the shape {list(table.shape)}"
+        )
+    names = (
+        [str(n + 1) for n in range(len(table))]
+        if tasks is None
+        else [shortened(name, 18) for name in tasks]
+    )
     if len(names) != len(table):
         raise ValueError(f"the matrix has {len(table)} tasks, got {len(names)} names")
     ax = axes_for(ax, min(10.0, 2.6 + 0.55 * len(table)), min(9.0, 1.8 + 0.45 * len(table)))
@@ -53,11 +63,18 @@ def accuracy_matrix(
         bar = ax.figure.colorbar(image, ax=ax, format=_per_cent)
         bar.ax.tick_params(colors=ink(ax))
     turned = tasks is not None and max(map(len, names)) > 4
-    ax.set_xticks(range(len(names)), names, rotation=40 if turned else 0, ha="right" if turned else "center")
+    ax.set_xticks(
+        range(len(names)), names, rotation=40 if turned else 0, ha="right" if turned else "center"
+    )
     ax.set_yticks(range(len(names)), names)
     dress(ax, "accuracy in per cent", "task evaluated", "after learning task")
-    letters = 2.5 if turned else max(map(len, names)) + 1  # turned ones need the width of little more than a line
-    whenever_drawn(ax, partial(_thin_out, ax, ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator(), letters))
+    letters = (
+        2.5 if turned else max(map(len, names)) + 1
+    )  # turned ones need the width of little more than a line
+    whenever_drawn(
+        ax,
+        partial(_thin_out, ax, ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator(), letters),
+    )
     return ax
 
 
@@ -66,9 +83,14 @@ def _per_cent(share: float, _: float | None = None) -> str:
 
 
 def _thin_out(ax: "Axes", across: Any, down: Any, letters: float, _: Any) -> None:
-    """Leaves as many ticks as have room for their names, every n-th; `across` and `down` say where they are."""
+    """Leaves as many ticks as have room for their names, every n-th; `across` and `down` say where
+    they are.
+    """
     size, room = require("matplotlib", "plot").rcParams["font.size"], ax.get_window_extent()
-    for locator, length, needed in ((across, room.width, letters * LETTER), (down, room.height, LINE)):
+    for locator, length, needed in (
+        (across, room.width, letters * LETTER),
+        (down, room.height, LINE),
+    ):
         locator.set_params(nbins=max(1, int(length / ax.figure.dpi / (size * needed))))
 
 

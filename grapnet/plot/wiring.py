@@ -9,7 +9,10 @@ import torch
 
 from grapnet import Commit, GrapNet, GrapNode, NodeSet, RelationSet
 
-COLUMNS = {"owner": "owner_names", "activation": "activation_names"}  # what nodes can be coloured by
+COLUMNS = {
+    "owner": "owner_names",
+    "activation": "activation_names",
+}  # what nodes can be coloured by
 UNOWNED = "no owner"  # what nodes without a name are called
 Marked = NodeSet | RelationSet | GrapNode
 
@@ -28,7 +31,9 @@ class Wires:
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """Relations that are gone, as rows of the layers that they led between, and those whose nodes are gone too."""
+    """Relations that are gone, as rows of the layers that they led between, and those whose nodes
+    are gone too.
+    """
 
     rows: list[tuple[np.ndarray, np.ndarray]]  # one pair of arrays a transition
     lost: int
@@ -53,12 +58,18 @@ class Names:
 def require_net(net: object) -> None:
     """Raises TypeError for what is no net."""
     if not isinstance(net, GrapNet):
-        way = "; gn.from_module(module) makes a net of a stack of Linears" if isinstance(net, torch.nn.Module) else ""
+        way = (
+            "; gn.from_module(module) makes a net of a stack of Linears"
+            if isinstance(net, torch.nn.Module)
+            else ""
+        )
         raise TypeError(f"what is drawn is a GrapNet, got {type(net).__name__}{way}")
 
 
 def wires(net: GrapNet, transition: int, marked: RelationSet | None = None) -> Wires:
-    """Returns the relations of a transition; those in `marked` are marked, all of them without it."""
+    """Returns the relations of a transition; those in `marked` are marked, all of them without
+    it.
+    """
     store = net.transitions[transition]
     frozen = np.zeros(store.size, dtype=bool)
     frozen[store.frozen_at.cpu().numpy()] = True
@@ -70,13 +81,17 @@ def wires(net: GrapNet, transition: int, marked: RelationSet | None = None) -> W
     parents = store.topology.parents().cpu().numpy()
     weights = store.values().detach().double().cpu().numpy()
     finite = np.isfinite(weights)
-    return Wires(parents, store.child.cpu().numpy(), np.where(finite, weights, 0), finite, frozen, bits)
+    return Wires(
+        parents, store.child.cpu().numpy(), np.where(finite, weights, 0), finite, frozen, bits
+    )
 
 
 def names_of(net: GrapNet, color_by: str) -> list[Names]:
     """Returns what the nodes of every layer are called, by owner or by activation."""
     if color_by not in COLUMNS:
-        raise ValueError(f"color_by is {' or '.join(repr(name) for name in COLUMNS)}, got {color_by!r}")
+        raise ValueError(
+            f"color_by is {' or '.join(repr(name) for name in COLUMNS)}, got {color_by!r}"
+        )
     found = []
     for layer in net.layers:
         labels = getattr(layer, COLUMNS[color_by])
@@ -87,13 +102,16 @@ def names_of(net: GrapNet, color_by: str) -> list[Names]:
 
 
 def all_names(names: Sequence[Names]) -> Iterator[str | None]:
-    """Yields every name in use, hidden layers first, so that what they own has the first colours."""
+    """Yields every name in use, hidden layers first, so that what they own has the first
+    colours.
+    """
     for part in (*names[1:-1], names[0], names[-1]):
         yield from part.names
 
 
 def title_of(name: str | None) -> str:
-    """Returns what a picture calls the nodes of one name; a name that says nothing by itself stands in quotes.
+    """Returns what a picture calls the nodes of one name; a name that says nothing by itself stands
+    in quotes.
 
     Examples:
         >>> title_of("task-1"), title_of(None), title_of("no owner"), title_of("")
@@ -105,23 +123,31 @@ def title_of(name: str | None) -> str:
 
 
 def marked_relations(net: GrapNet, highlight: Marked | None) -> RelationSet | None:
-    """Returns the relations that are to stand out: those given, or all that nodes have; None for no difference."""
+    """Returns the relations that are to stand out: those given, or all that nodes have; None for no
+    difference.
+    """
     if highlight is None or isinstance(highlight, RelationSet):
         _require_of(net, highlight)
         return highlight
     nodes = highlight.as_set() if isinstance(highlight, GrapNode) else highlight
     if not isinstance(nodes, NodeSet):
-        raise TypeError(f"highlight is a RelationSet, a NodeSet or a GrapNode, got {type(highlight).__name__}")
+        raise TypeError(
+            f"highlight is a RelationSet, a NodeSet or a GrapNode, got {type(highlight).__name__}"
+        )
     _require_of(net, nodes)
     return nodes.incoming() | nodes.outgoing()
 
 
 def cuts_since(net: GrapNet, since: int | Commit | None) -> Cuts:
-    """Returns what the journal says was cut since a version, or since just before a commit, and is still gone."""
+    """Returns what the journal says was cut since a version, or since just before a commit, and is
+    still gone.
+    """
     none: Any = np.empty(0, dtype=np.int64)
     if since is None:
         return Cuts([(none, none)] * len(net.transitions), 0)
-    pairs = net.diff(since.version - 1 if isinstance(since, Commit) else since).relations_removed  # [n, 2] uids
+    pairs = net.diff(
+        since.version - 1 if isinstance(since, Commit) else since
+    ).relations_removed  # [n, 2] uids
     rows, found = [], 0
     for upper, lower in zip(net.layers, list(net.layers)[1:], strict=False):
         parents, children = upper.rows(pairs[:, 0]).numpy(), lower.rows(pairs[:, 1]).numpy()

@@ -41,7 +41,9 @@ class Absent:
     exclude: Tensor | None  # sorted positions of relations that do not count as present
 
     def by_parent(self, cells: int) -> Iterator[tuple[int, Tensor]]:
-        """Yields some upper nodes' |gradients| at a time, flat, and the number of their first pair."""
+        """Yields some upper nodes' |gradients| at a time, flat, and the number of their first
+        pair.
+        """
         n_upper, n_lower = self.gradients.shape
         step = max(1, cells // max(1, n_lower))
         for start in range(0, n_upper if n_lower else 0, step):
@@ -49,12 +51,16 @@ class Absent:
             sizes = self.gradients.parents(slice(start, stop)).abs_().view(-1)
             if self.topology is not None:
                 first, last = int(self.topology.ptr[start]), int(self.topology.ptr[stop])
-                pairs = (self.topology.parents(first, last).long() - start) * n_lower + self.topology.child[first:last]
+                pairs = (
+                    self.topology.parents(first, last).long() - start
+                ) * n_lower + self.topology.child[first:last]
                 sizes.index_fill_(0, self._present(pairs, first), PRESENT)
             yield start * n_lower, sizes
 
     def by_child(self, cells: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yields some lower nodes' |gradients| at a time, [rows, n_upper], and which rows they are."""
+        """Yields some lower nodes' |gradients| at a time, [rows, n_upper], and which rows they
+        are.
+        """
         n_upper, n_lower = self.gradients.shape
         step = max(1, cells // max(1, n_upper))
         parents = None if self.topology is None else self.topology.parents()
@@ -72,29 +78,40 @@ class Absent:
             yield rows, sizes
 
     def _present(self, pairs: Tensor, first: int) -> Tensor:
-        """Returns the pairs of relations from position `first` on without those that do not count."""
+        """Returns the pairs of relations from position `first` on without those that do not
+        count.
+        """
         if self.exclude is None:
             return pairs
-        low, high = torch.searchsorted(self.exclude, torch.tensor([first, first + len(pairs)], device=pairs.device))
+        low, high = torch.searchsorted(
+            self.exclude, torch.tensor([first, first + len(pairs)], device=pairs.device)
+        )
         keep = torch.ones(len(pairs), dtype=torch.bool, device=pairs.device)
         keep[self.exclude[int(low) : int(high)].long() - first] = False
         return pairs[keep]
 
 
 def largest_of_all(absent: Absent, count: int, cells: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` absent pairs with the largest |gradients|, in order of their numbers, and those.
+    """Returns the `count` absent pairs with the largest |gradients|, in order of their numbers, and
+    those.
 
-    The number of a pair is parent row · n_lower + child row. A running best of `count` pairs lets every further chunk
-    bring only what beats its last.
+    The number of a pair is parent row · n_lower + child row. A running best of `count` pairs lets
+    every further chunk bring only what beats its last.
     """
     numbers, sizes, least = None, None, torch.tensor(PRESENT)
     for offset, chunk in absent.by_parent(cells) if count else ():
         least = least.to(chunk)
-        found = flatnonzero(chunk > torch.maximum(least, _low_bar(chunk, count) if sizes is None else least))
+        found = flatnonzero(
+            chunk > torch.maximum(least, _low_bar(chunk, count) if sizes is None else least)
+        )
         if sizes is None and len(found) < count:  # the bar was too high
             found = flatnonzero(chunk > least)
         more = chunk.index_select(0, found)
-        numbers = found.long() + offset if numbers is None else torch.cat([numbers, found.long() + offset])
+        numbers = (
+            found.long() + offset
+            if numbers is None
+            else torch.cat([numbers, found.long() + offset])
+        )
         sizes = more if sizes is None else torch.cat([sizes, more])
         if len(sizes) >= count:
             best = first_largest(sizes, count)
@@ -104,15 +121,23 @@ def largest_of_all(absent: Absent, count: int, cells: int) -> tuple[Tensor, Tens
 
 
 def _low_bar(sizes: Tensor, count: int) -> Tensor:
-    """Returns a value that most likely at least `count` of the sizes exceed, and few more, from every 64th of them."""
+    """Returns a value that most likely at least `count` of the sizes exceed, and few more, from
+    every 64th of them.
+    """
     sample = sizes[::64].contiguous()
     expected = count / max(1, len(sizes)) * len(sample)
     rank = int(expected + 5 * expected**0.5) + 8  # five standard deviations on the safe side
-    return kth_smallest(sample, len(sample) - rank + 1) if rank <= len(sample) else sizes.new_tensor(PRESENT)
+    return (
+        kth_smallest(sample, len(sample) - rank + 1)
+        if rank <= len(sample)
+        else sizes.new_tensor(PRESENT)
+    )
 
 
 def largest_of_each(absent: Absent, quotas: Tensor, cells: int) -> tuple[Tensor, Tensor]:
-    """Returns for every child as many absent pairs with the largest |gradients| as its quota says, like the above."""
+    """Returns for every child as many absent pairs with the largest |gradients| as its quota says,
+    like the above.
+    """
     n_upper, n_lower = absent.gradients.shape
     numbers, sizes = ([part] for part in _none(absent))
     for rows, chunk in absent.by_child(cells):
@@ -132,9 +157,13 @@ def largest_of_each(absent: Absent, quotas: Tensor, cells: int) -> tuple[Tensor,
 
 
 def _first_of_rows(chunk: Tensor, wanted: Tensor, most: int) -> Tensor:
-    """Returns flat positions of every row's largest, [rows, 1] of them, without those that are PRESENT."""
+    """Returns flat positions of every row's largest, [rows, 1] of them, without those that are
+    PRESENT.
+    """
     columns = chunk.shape[1]
-    values, at = chunk.topk(min(most + 1, columns), dim=1)  # one more, to see whether the last has an equal
+    values, at = chunk.topk(
+        min(most + 1, columns), dim=1
+    )  # one more, to see whether the last has an equal
     chosen = (torch.arange(values.shape[1], device=at.device) < wanted) & (values >= 0)
     last = values.gather(1, (wanted - 1).clamp(min=0))
     following = values.gather(1, wanted.clamp(max=values.shape[1] - 1))
@@ -150,7 +179,9 @@ def _first_of_rows(chunk: Tensor, wanted: Tensor, most: int) -> Tensor:
 def largest_among(
     absent: Absent, parents: Tensor, children: Tensor, count: int | None, quotas: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the same among given pairs of rows; pairs that are present, or given twice, do not count."""
+    """Returns the same among given pairs of rows; pairs that are present, or given twice, do not
+    count.
+    """
     n_lower = max(1, absent.gradients.shape[1])
     numbers = (parents * n_lower + children).unique()
     if absent.topology is not None and len(numbers):
@@ -181,11 +212,15 @@ def first_largest(sizes: Tensor, count: int) -> Tensor:
 
 
 def _first_of_each(sizes: Tensor, children: Tensor, quotas: Tensor) -> Tensor:
-    """Returns the ascending positions of every child's largest, as many as its quota says; of equals the first."""
+    """Returns the ascending positions of every child's largest, as many as its quota says; of
+    equals the first.
+    """
     order = sizes.argsort(descending=True, stable=True)
     order = order[children[order].argsort(stable=True)]  # child by child, the largest of each first
     counts = torch.bincount(children, minlength=len(quotas))
-    rank = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    rank = torch.arange(len(order), device=order.device) - (
+        counts.cumsum(0) - counts
+    ).repeat_interleave(counts)
     return order[rank < quotas.repeat_interleave(counts)].sort().values
 
 

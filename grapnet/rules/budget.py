@@ -11,7 +11,9 @@ from grapnet.core.relation_set import RelationSet
 from grapnet.core.remap import kth_smallest, require_ranks
 from grapnet.network import GrapNet
 
-_SINGLE_ROUNDS = 4  # rounds that look only at the nodes that would fall short, before all nodes are looked at
+_SINGLE_ROUNDS = (
+    4  # rounds that look only at the nodes that would fall short, before all nodes are looked at
+)
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,9 @@ class Budget:
             if number is None and name == "edits":
                 continue
             if not isinstance(number, int) or isinstance(number, bool) or number < 0:
-                raise EditError(f"a budget's {name} is a whole number, not negative, got {number!r}")
+                raise EditError(
+                    f"a budget's {name} is a whole number, not negative, got {number!r}"
+                )
 
     def tightened(self, other: "Budget | None") -> "Budget":
         """Returns the budget that keeps within both.
@@ -48,7 +52,11 @@ class Budget:
         if other is None:
             return self
         edits = [budget.edits for budget in (self, other) if budget.edits is not None]
-        return Budget(min(edits, default=None), max(self.parents, other.parents), max(self.children, other.children))
+        return Budget(
+            min(edits, default=None),
+            max(self.parents, other.parents),
+            max(self.children, other.children),
+        )
 
 
 def weakest_within(
@@ -62,9 +70,10 @@ def weakest_within(
 ) -> RelationSet:
     """Returns the `count` weakest of some relations, or fewer, that can be cut within a budget.
 
-    A node that would fall short keeps its strongest ones, as many as it needs, and weaker relations of other nodes are
-    taken instead. A relation that is kept for its parent's sake is not counted for its child, so a few more may stay
-    than is strictly necessary. Relations outside of the set stay, and count as parents and children.
+    A node that would fall short keeps its strongest ones, as many as it needs, and weaker relations
+    of other nodes are taken instead. A relation that is kept for its parent's sake is not counted
+    for its child, so a few more may stay than is strictly necessary. Relations outside of the set
+    stay, and count as parents and children.
 
     Args:
         net: the net they are in.
@@ -83,7 +92,9 @@ def weakest_within(
     """
     if count < 0:
         raise ValueError(f"count must not be negative, got {count}")
-    key = relations.weights.detach().abs() if key is None else key.detach().reshape(-1).to(net.device)
+    key = (
+        relations.weights.detach().abs() if key is None else key.detach().reshape(-1).to(net.device)
+    )
     if len(key) != len(relations):
         raise ValueError(f"key has {len(key)} entries for {len(relations)} relations")
     if not frozen and any(len(transition.frozen_at) for transition in net.transitions):
@@ -107,7 +118,8 @@ def enforce(
     cuts: int | None = None,
     connections: int | None = None,
 ) -> None:
-    """Takes back cuts of an open edit until it keeps within a budget, those of the largest |weight| first.
+    """Takes back cuts of an open edit until it keeps within a budget, those of the largest |weight|
+    first.
 
     Relations that the edit connects do not make up for those that it cuts.
 
@@ -126,8 +138,8 @@ def enforce(
     cuts, connections = (budget.edits if limit is None else limit for limit in (cuts, connections))
     if connections is not None and edit.n_connections > connections:
         raise EditError(
-            f"{rule} brings the edit to {edit.n_connections:,} connected relations, and the budget allows "
-            f"{connections:,}; connect fewer, or give a larger Budget(edits=…)"
+            f"{rule} brings the edit to {edit.n_connections:,} connected relations, and the budget"
+            f" allows {connections:,}; connect fewer, or give a larger Budget(edits=…)"
         )
     everything = edit.cuts
     asked = everything if settled is None else everything - settled
@@ -145,13 +157,17 @@ def enforce(
 
 @dataclass(eq=False)
 class _Side:
-    """One end of some relations: the number of each one's node, and how many of them each node can spare."""
+    """One end of some relations: the number of each one's node, and how many of them each node can
+    spare.
+    """
 
     nodes: Tensor  # [n_relations] int64
     spare: Tensor  # [n_nodes] int64
 
 
-def _sides(net: GrapNet, cut: RelationSet, budget: Budget, among: RelationSet | None = None) -> list[_Side]:
+def _sides(
+    net: GrapNet, cut: RelationSet, budget: Budget, among: RelationSet | None = None
+) -> list[_Side]:
     """Returns the ends whose minimum matters.
 
     Args:
@@ -169,7 +185,9 @@ def _sides(net: GrapNet, cut: RelationSet, budget: Budget, among: RelationSet | 
         total = torch.zeros(sum(sizes), dtype=torch.int64, device=net.device)
         for t, transition in enumerate(net.transitions):
             topology, first = transition.topology, offsets[t + end]
-            total[first : first + sizes[t + end]] = topology.fan_in() if end else topology.degrees.long()
+            total[first : first + sizes[t + end]] = (
+                topology.fan_in() if end else topology.degrees.long()
+            )
         nodes = _nodes(net, cut if among is None else among, end, offsets)
         spare = (total - least).clamp_(min=0)
         if among is not None and len(among) < len(cut):
@@ -179,12 +197,16 @@ def _sides(net: GrapNet, cut: RelationSet, budget: Budget, among: RelationSet | 
 
 
 def _nodes(net: GrapNet, relations: RelationSet, end: int, offsets: list[int]) -> Tensor:
-    """Returns for every relation the number of its parent (end 0) or child (end 1), counted through all layers."""
+    """Returns for every relation the number of its parent (end 0) or child (end 1), counted through
+    all layers.
+    """
     found = []
     for t, at in relations.positions_by_transition().items():
         topology = net.transitions[t].topology
         if isinstance(at, range):
-            rows = topology.child[at.start : at.stop] if end else topology.parents(at.start, at.stop)
+            rows = (
+                topology.child[at.start : at.stop] if end else topology.parents(at.start, at.stop)
+            )
         else:
             rows = topology.child.index_select(0, at) if end else topology.parents_at(at)
         found.append(rows.long() + offsets[t + end])
@@ -192,7 +214,9 @@ def _nodes(net: GrapNet, relations: RelationSet, end: int, offsets: list[int]) -
 
 
 def _weakest_marks(key: Tensor, count: int, sides: list[_Side]) -> Tensor:
-    """Marks the weakest `count` relations of which no node loses more than it can spare, [n_relations]."""
+    """Marks the weakest `count` relations of which no node loses more than it can spare,
+    [n_relations].
+    """
     stays = torch.zeros(len(key), dtype=torch.bool, device=key.device)
     candidates = [torch.bincount(side.nodes, minlength=len(side.spare)) for side in sides]
     looked_at = [torch.zeros_like(side.spare, dtype=torch.bool) for side in sides]
@@ -223,7 +247,9 @@ def _smallest_marks(key: Tensor, stays: Tensor, count: int) -> Tensor:
 
 
 def _strongest(key: Tensor, nodes: Tensor, quota: Tensor, eligible: Tensor | None = None) -> Tensor:
-    """Marks of the relations of every node as many as its quota, those of the largest key first, [n_relations]."""
+    """Marks of the relations of every node as many as its quota, those of the largest key first,
+    [n_relations].
+    """
     wanted = quota[nodes] > 0
     at = (wanted if eligible is None else wanted & eligible).nonzero().view(-1)
     at = at[key[at].argsort(descending=True, stable=True)]

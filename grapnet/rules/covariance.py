@@ -21,12 +21,14 @@ NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
 
 @dataclass(frozen=True)
 class CovarianceSifter:
-    """Cuts the weakest child targets of every family, and removes the hidden nodes that this leaves without parents.
+    """Cuts the weakest child targets of every family, and removes the hidden nodes that this leaves
+    without parents.
 
-    A family is the nodes that have the same children, perhaps one node alone. The score of a child is the mean over the
-    members of |correlation| between their activations and its own; where either is constant, that is 0. A target is cut
-    from all members or from none, so that a family stays one: targets with a frozen relation stay, and a budget spares
-    whole targets, the strongest first.
+    A family is the nodes that have the same children, perhaps one node alone. The score of a child
+    is the mean over the members of |correlation| between their activations and its own; where
+    either is constant, that is 0. A target is cut from all members or from none, so that a family
+    stays one: targets with a frozen relation stay, and a budget spares whole targets, the strongest
+    first.
 
     Attributes:
         transitions: which ones, by default all between hidden layers.
@@ -58,13 +60,18 @@ class CovarianceSifter:
 
     def recorders(self, net: GrapNet) -> dict[str, Recorder]:
         """Returns one recorder of the two ends of each transition."""
-        return {_evidence(t): CovarianceRecorder(t, t + 1, window=self.window) for t in self._numbers(net)}
+        return {
+            _evidence(t): CovarianceRecorder(t, t + 1, window=self.window)
+            for t in self._numbers(net)
+        }
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Writes the cuts and the removal of orphans."""
         numbers = self._numbers(net)
         targets = {t: _scored(net, t, now) for t in numbers}
-        weak = _within(net, targets, [self._weakest(part, now.budget) for part in targets.values()], now.budget)
+        weak = _within(
+            net, targets, [self._weakest(part, now.budget) for part in targets.values()], now.budget
+        )
         cut = [t for t, marks in zip(numbers, weak, strict=True) if marks.any()]
         for t, marks in zip(numbers, weak, strict=True):
             if t in cut:
@@ -85,7 +92,9 @@ class CovarianceSifter:
         """Marks the targets that are to go, a budget of relations and of parents left aside."""
         quota = (self.fraction * targets.degrees + 1e-9).astype(np.int64)
         quota = np.minimum(quota, np.maximum(targets.degrees - budget.children, 0))
-        return weakest_of_each(targets.scores, targets.families, quota) & np.isfinite(targets.scores)
+        return weakest_of_each(targets.scores, targets.families, quota) & np.isfinite(
+            targets.scores
+        )
 
     def _numbers(self, net: GrapNet) -> list[int]:
         return chosen_transitions(net, self.transitions, range(1, len(net.transitions) - 1))
@@ -107,39 +116,72 @@ def _scored(net: GrapNet, t: int, now: Moment) -> _Targets:
     topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
     parent, child = topology.parents().cpu().long(), topology.child.cpu().long()
     families = net.execution.families(t)
-    rows = net.layers[t].rows(torch.cat([NO_NODES, *(family.members.uids for family in families)])).numpy()
+    rows = (
+        net.layers[t]
+        .rows(torch.cat([NO_NODES, *(family.members.uids for family in families)]))
+        .numpy()
+    )
     sizes = np.array([len(family.members) for family in families], dtype=np.int64)
-    family_of = np.zeros(len(net.layers[t]), dtype=np.int64)  # a node without children is never asked for its own
+    family_of = np.zeros(
+        len(net.layers[t]), dtype=np.int64
+    )  # a node without children is never asked for its own
     family_of[rows] = np.repeat(np.arange(len(sizes)), sizes)
-    first = torch.from_numpy(rows[sizes.cumsum() - sizes])  # one member of each family: its children are the targets
+    first = torch.from_numpy(
+        rows[sizes.cumsum() - sizes]
+    )  # one member of each family: its children are the targets
     at = topology.owned_by(first.to(topology.ptr.device)).cpu().numpy()
     pairs = family_of[parent.numpy()] * topology.n_children + child.numpy()
-    number = np.empty(len(sizes) * topology.n_children, dtype=np.int32)  # of the target that a pair is
+    number = np.empty(
+        len(sizes) * topology.n_children, dtype=np.int32
+    )  # of the target that a pair is
     number[pairs[at]] = np.arange(len(at), dtype=np.int32)
     of_relation = number[pairs]
     family, target = np.divmod(pairs[at], max(topology.n_children, 1))
-    correlation = seen_evidence(now, _evidence(t), "CovarianceSifter").correlation()[parent, child].abs().cpu().numpy()
+    correlation = (
+        seen_evidence(now, _evidence(t), "CovarianceSifter")
+        .correlation()[parent, child]
+        .abs()
+        .cpu()
+        .numpy()
+    )
     scores = np.bincount(of_relation, correlation, len(at)) / sizes[family]
     scores[of_relation[relations.frozen.cpu().numpy()]] = np.inf
-    return _Targets(family, target, scores, sizes[family], np.bincount(family, minlength=len(sizes)), of_relation)
+    return _Targets(
+        family,
+        target,
+        scores,
+        sizes[family],
+        np.bincount(family, minlength=len(sizes)),
+        of_relation,
+    )
 
 
 def _evidence(t: int) -> str:
     return f"correlation of transition {t}"
 
 
-def _within(net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget) -> list[np.ndarray]:
-    """Returns the marks of weak targets, transition by transition, without those that the budget spares."""
+def _within(
+    net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget
+) -> list[np.ndarray]:
+    """Returns the marks of weak targets, transition by transition, without those that the budget
+    spares.
+    """
     if not targets or (budget.edits is None and budget.parents == 0):
         return weak
     parts = [(t, part, marks) for (t, part), marks in zip(targets.items(), weak, strict=True)]
-    scores, sizes = (np.concatenate([part[field][marks] for _, part, marks in parts]) for field in (2, 3))
+    scores, sizes = (
+        np.concatenate([part[field][marks] for _, part, marks in parts]) for field in (2, 3)
+    )
     order, kept = scores.argsort(kind="stable"), np.ones(len(scores), dtype=bool)
     if budget.parents:
         fan_in = [net.transitions[t].topology.fan_in().cpu().numpy() for t in targets]
         starts = np.cumsum([0, *map(len, fan_in)])
-        child = np.concatenate([p.children[marks] + s for (_, p, marks), s in zip(parts, starts, strict=False)])
-        kept = np.concatenate(fan_in)[child] - _running_totals(child, sizes, order) >= budget.parents
+        child = np.concatenate(
+            [p.children[marks] + s for (_, p, marks), s in zip(parts, starts, strict=False)]
+        )
+        kept = (
+            np.concatenate(fan_in)[child] - _running_totals(child, sizes, order) >= budget.parents
+        )
     if budget.edits is not None:
         kept &= _running_totals(np.zeros_like(sizes), sizes * kept, order) <= budget.edits
     ends = np.cumsum([marks.sum() for marks in weak])
@@ -149,7 +191,9 @@ def _within(net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], 
 
 
 def _running_totals(groups: np.ndarray, sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Returns for every entry the sum of the sizes in its group up to and including it, taken in `order`."""
+    """Returns for every entry the sum of the sizes in its group up to and including it, taken in
+    `order`.
+    """
     order = order[np.argsort(groups[order], kind="stable")]
     totals, numbers = sizes[order].cumsum(), groups[order]
     opens = np.diff(numbers, prepend=-1) > 0  # the first of its group

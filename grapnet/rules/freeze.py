@@ -14,8 +14,9 @@ from .rule import Moment
 class FreezeOwner:
     """Freezes the nodes of an owner, or those of the task that just ended.
 
-    It freezes the relations that are there; those that a frozen node gains later are trainable until it runs again. An
-    owner that no node has is refused: what a misspelt name leaves trainable would be noticed too late.
+    It freezes the relations that are there; those that a frozen node gains later are trainable
+    until it runs again. An owner that no node has is refused: what a misspelt name leaves trainable
+    would be noticed too late.
 
     Attributes:
         owner: the tag; None takes that of the task that `RuleManager.apply` is told.
@@ -43,9 +44,13 @@ class FreezeOwner:
 
     def __post_init__(self) -> None:
         if self.owner is not None and not isinstance(self.owner, str):
-            raise EditError(f"an owner is a string, or None for the task that just ended, got {self.owner!r}")
+            raise EditError(
+                f"an owner is a string, or None for the task that just ended, got {self.owner!r}"
+            )
         if not (self.incoming or self.outgoing or self.bias):
-            raise EditError("FreezeOwner with incoming, outgoing and bias all False would freeze nothing")
+            raise EditError(
+                "FreezeOwner with incoming, outgoing and bias all False would freeze nothing"
+            )
         owner_of(self.tag, 0)
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:

@@ -1,4 +1,6 @@
-"""RuleManager: which rules change a net, when, in what order and how much, one transaction an apply."""
+"""RuleManager: which rules change a net, when, in what order and how much, one transaction an
+apply.
+"""
 
 import copy
 import operator
@@ -17,7 +19,15 @@ from grapnet.network import GrapNet
 from .budget import Budget
 from .preview import Preview, preview
 from .recorder_set import RecorderSet
-from .roster import Entry, Roster, require_budget, require_net, require_rule, require_same, require_schedule
+from .roster import (
+    Entry,
+    Roster,
+    require_budget,
+    require_net,
+    require_rule,
+    require_same,
+    require_schedule,
+)
 from .rule import Moment, Rule
 from .schedule import Every, Schedule
 from .settings import describe, set_state, state_of, title
@@ -25,12 +35,14 @@ from .turn import in_words, said_of, take_turn
 
 
 class RuleManager:
-    """Holds rules in order and applies those that are due, all of them in one transaction; every net has its own.
+    """Holds rules in order and applies those that are due, all of them in one transaction; every
+    net has its own.
 
-    Everything random comes from a generator of its own, so that runs with equal seeds make equal commits. The generator
-    moves on with every `apply` in which a rule drew from it, also when nothing was changed; a dry run and an `apply`
-    that raises leave it where it was. A copy, pickled or not, has what the recorders have seen, for the first net that
-    it is given, and watches nothing until `start(net)`.
+    Everything random comes from a generator of its own, so that runs with equal seeds make equal
+    commits. The generator moves on with every `apply` in which a rule drew from it, also when
+    nothing was changed; a dry run and an `apply` that raises leave it where it was. A copy, pickled
+    or not, has what the recorders have seen, for the first net that it is given, and watches
+    nothing until `start(net)`.
 
     Args:
         seed: of the generator.
@@ -88,7 +100,9 @@ class RuleManager:
         return name
 
     def replace(self, name: str, rule: Rule) -> Rule:
-        """Puts another rule in the place of one, with its schedule and budget, and returns the old one."""
+        """Puts another rule in the place of one, with its schedule and budget, and returns the old
+        one.
+        """
         require_rule(rule)
         entry = self._roster[name]
         other = replace(entry, rule=rule)
@@ -129,11 +143,18 @@ class RuleManager:
         return self._roster[name].enabled
 
     def never_due(self, steps: int) -> list[str]:
-        """Returns the names of enabled rules that cannot be due at any of the first `steps` steps."""
-        return [entry.name for entry in self._roster.enabled if not entry.schedule.may_be_due(0, steps - 1)]
+        """Returns the names of enabled rules that cannot be due at any of the first `steps`
+        steps.
+        """
+        return [
+            entry.name
+            for entry in self._roster.enabled
+            if not entry.schedule.may_be_due(0, steps - 1)
+        ]
 
     def start(self, net: GrapNet, step: int | None = None) -> None:
-        """Lets the recorders watch that the next steps need; call it before training begins or goes on.
+        """Lets the recorders watch that the next steps need; call it before training begins or goes
+        on.
 
         Args:
             net: the net.
@@ -146,20 +167,30 @@ class RuleManager:
 
     @contextmanager
     def recording(self, net: GrapNet) -> Iterator[None]:
-        """Lets all recorders of enabled rules watch inside the block: run the data through the net there."""
+        """Lets all recorders of enabled rules watch inside the block: run the data through the net
+        there.
+        """
         self._adopt(self._made(net))
         with self._recorders.watching([(entry.name, entry.rule) for entry in self._roster.enabled]):
             yield
 
     @contextmanager
     def pausing(self) -> Iterator[None]:
-        """Lets no recorder watch inside the block, as while the net is validated; those go on that watched before."""
+        """Lets no recorder watch inside the block, as while the net is validated; those go on that
+        watched before.
+        """
         with self._recorders.pausing():
             yield
 
     @overload
     def apply(
-        self, net: GrapNet, step: int | None = ..., *, task: Any = ..., dry_run: Literal[False] = ..., probe: None = ...
+        self,
+        net: GrapNet,
+        step: int | None = ...,
+        *,
+        task: Any = ...,
+        dry_run: Literal[False] = ...,
+        probe: None = ...,
     ) -> Commit | None: ...
     @overload
     def apply(
@@ -180,23 +211,26 @@ class RuleManager:
         dry_run: bool = False,
         probe: Tensor | None = None,
     ) -> Commit | Preview | None:
-        """Applies the enabled rules that are due, in order, as one commit; call it after `optimizer.step()`.
+        """Applies the enabled rules that are due, in order, as one commit; call it after
+        `optimizer.step()`.
 
         Args:
             net: the net.
-            step: the number of the training step; the one after the last by default, 0 at first. The journal tells
-                only a step that was given.
+            step: the number of the training step; the one after the last by default, 0 at first.
+                The journal tells only a step that was given.
             task: the task that begins or has ended, for rules and schedules that go by tasks.
-            dry_run: only say what would happen. Like every edit it belongs between two training steps: a backward
-                through a forward pass of before it raises.
+            dry_run: only say what would happen. Like every edit it belongs between two training
+                steps: a backward through a forward pass of before it raises.
             probe: inputs on which a dry run compares the output.
 
         Returns:
-            The commit, or None when no rule was due or nothing was to change; a Preview for a dry run.
+            The commit, or None when no rule was due or nothing was to change; a Preview for a dry
+            run.
 
         Raises:
-            Exception: whatever a rule raises, with a note that names it. Net, optimizers, generator, recorders, and the
-                state of rules that have `state_dict` and `load_state_dict` are as before.
+            Exception: whatever a rule raises, with a note that names it. Net, optimizers,
+                generator, recorders, and the state of rules that have `state_dict` and
+                `load_state_dict` are as before.
         """
         require_net(net)
         now, said = Moment(self._step(step), task), said_of(step, task)
@@ -213,11 +247,16 @@ class RuleManager:
         if dry_run:
             with recorders.aside(), self._rewound(due, always=True):
                 waiting = "" if due else self._roster.waiting(now.step)
-                return preview(net, names, write, generator=self._generator, probe=probe, waiting=waiting)
+                return preview(
+                    net, names, write, generator=self._generator, probe=probe, waiting=waiting
+                )
         commit = None
         if due:
             by = ", ".join(names)
-            with self._rewound(due), net.edit(by + in_words(said), by=by, generator=self._generator) as edit:
+            with (
+                self._rewound(due),
+                net.edit(by + in_words(said), by=by, generator=self._generator) as edit,
+            ):
                 write(edit)
                 commit = edit.commit()
         self._adopt(recorders)
@@ -227,7 +266,8 @@ class RuleManager:
         return commit
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain data and tensors: the rules with their settings and states, and where the generator is.
+        """Returns plain data and tensors: the rules with their settings and states, and where the
+        generator is.
 
         Recorders are part of it as far as they have `state_dict` and `load_state_dict`.
         """
@@ -250,12 +290,14 @@ class RuleManager:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the order, the switches and the states of rules that were injected like those that were saved.
+        """Takes over the order, the switches and the states of rules that were injected like those
+        that were saved.
 
         Call `start(net)` afterwards, so that those recorders watch which did when it was saved.
 
         Raises:
-            CheckpointError: the rules differ in name, class, settings, schedule or budget; nothing was changed.
+            CheckpointError: the rules differ in name, class, settings, schedule or budget; nothing
+                was changed.
         """
         require_same("the manager's budget", state["budget"], describe(self.budget))
         self._roster.require_fit({part["name"]: part for part in state["rules"]})
@@ -279,7 +321,10 @@ class RuleManager:
         return self._roster[name].rule
 
     def __repr__(self) -> str:
-        rows = [f"  {e.name}: {e.rule!r}, {e.schedule!r}{'' if e.enabled else ', disabled'}" for e in self._roster]
+        rows = [
+            f"  {e.name}: {e.rule!r}, {e.schedule!r}{'' if e.enabled else ', disabled'}"
+            for e in self._roster
+        ]
         return "\n".join(["RuleManager(", *rows, ")"]) if rows else "RuleManager()"
 
     def _step(self, step: int | None) -> int:
@@ -302,7 +347,9 @@ class RuleManager:
                     set_state(rule, state)
 
     def _made(self, net: GrapNet) -> RecorderSet:
-        """Returns recorders on a net for all enabled rules, made before anything happens, since that may raise."""
+        """Returns recorders on a net for all enabled rules, made before anything happens, since
+        that may raise.
+        """
         recorders = self._recorders.on(net)
         for entry in self._roster.enabled:
             recorders.of(entry.name, entry.rule)
@@ -315,11 +362,15 @@ class RuleManager:
             self._recorders = recorders
 
     def _arm(self, step: int) -> None:
-        """Lets those recorders watch whose rule may be due within their window, beginning with `step`."""
+        """Lets those recorders watch whose rule may be due within their window, beginning with
+        `step`.
+        """
         self._next_step = step
         for entry in self._roster.enabled:
             may_be_due = entry.schedule.may_be_due
-            self._recorders.arm(entry.name, entry.rule, lambda r, may=may_be_due: may(step, step + r.window - 1))
+            self._recorders.arm(
+                entry.name, entry.rule, lambda r, may=may_be_due: may(step, step + r.window - 1)
+            )
 
     def _arm_again(self) -> None:
         """Lets recorders of rules that came while a net trains watch from now on."""
@@ -327,7 +378,9 @@ class RuleManager:
             self._arm(self._next_step)
 
     def _arm_new(self, name: str, back: Callable[[], None]) -> None:
-        """Arms the recorders of a rule that has come; if that raises, calls `back` and leaves those it had."""
+        """Arms the recorders of a rule that has come; if that raises, calls `back` and leaves those
+        it had.
+        """
         try:
             with self._recorders.renewed(name):
                 self._arm_again()
@@ -343,6 +396,8 @@ class RuleManager:
             set_state(entry.rule, part["state"])
             if not entry.enabled:
                 self._recorders.drop(entry.name)
-        self._recorders.load_state_dict({part["name"]: part["recorders"] for part in state["rules"]})
+        self._recorders.load_state_dict(
+            {part["name"]: part["recorders"] for part in state["rules"]}
+        )
         self._next_step = state["next_step"]
         self._arm_again()

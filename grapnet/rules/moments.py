@@ -15,8 +15,8 @@ from .watcher import checked
 class Moments:
     """Sums over samples of how far every node is from its origin, a point close to its mean.
 
-    The origin is the mean of the node's first batch, or its very value if that is constant: large means cancel
-    nothing, and what never changes has sums of exactly 0.
+    The origin is the mean of the node's first batch, or its very value if that is constant: large
+    means cancel nothing, and what never changes has sums of exactly 0.
     """
 
     counts: Tensor  # [n] int64, samples of each node
@@ -62,7 +62,9 @@ class Moments:
 
     @property
     def variance(self) -> Tensor:
-        """The variance of every node over its samples (divided by their number), exactly 0 if it is constant."""
+        """The variance of every node over its samples (divided by their number), exactly 0 if it is
+        constant.
+        """
         counts = self.counts.clamp(min=1)
         return (self.second / counts - (self.first / counts).square()).clamp(min=0)
 
@@ -71,11 +73,15 @@ class Moments:
         if index is None:
             return self
         settled = self.settled and len(index.inserted) == 0
-        return Moments(*(index.carry(tensor) for tensor in self.tensors().values()), settled=settled)
+        return Moments(
+            *(index.carry(tensor) for tensor in self.tensors().values()), settled=settled
+        )
 
     def copied(self) -> "Moments":
         """Returns an independent copy."""
-        return Moments(*(tensor.clone() for tensor in self.tensors().values()), settled=self.settled)
+        return Moments(
+            *(tensor.clone() for tensor in self.tensors().values()), settled=self.settled
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Returns what a state dict holds."""
@@ -85,4 +91,6 @@ class Moments:
         """Returns them on a device."""
         if self.first.device == device:
             return self
-        return Moments(*(tensor.to(device) for tensor in self.tensors().values()), settled=self.settled)
+        return Moments(
+            *(tensor.to(device) for tensor in self.tensors().values()), settled=self.settled
+        )

@@ -14,15 +14,16 @@ from .together import refuse_attention
 
 @dataclass(frozen=True)
 class RemoveOrphans:
-    """Removes hidden nodes without parents, and those that this leaves without, when the edit commits.
+    """Removes hidden nodes without parents, and those that this leaves without, when the edit
+    commits.
 
-    What other rules cut in the same edit counts, whichever comes first. The relations that leave with a node are not
-    cuts, so a budget of edits, parents or children does not hold them back.
+    What other rules cut in the same edit counts, whichever comes first. The relations that leave
+    with a node are not cuts, so a budget of edits, parents or children does not hold them back.
 
     Attributes:
-        fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the function stays. A
-            child whose bias is frozen makes the commit raise EditError, and so does, at once, a transition from such a
-            layer that runs with attention.
+        fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the
+            function stays. A child whose bias is frozen makes the commit raise EditError, and so
+            does, at once, a transition from such a layer that runs with attention.
         layers: numbers of hidden layers; all of them by default.
 
     Examples:
@@ -43,7 +44,9 @@ class RemoveOrphans:
             return
         numbers = (self.layers,) if isinstance(self.layers, int) else tuple(self.layers)
         if not all(isinstance(number, int) for number in numbers):
-            raise EditError(f"the layers to clear of orphans are given as numbers, got {self.layers!r}")
+            raise EditError(
+                f"the layers to clear of orphans are given as numbers, got {self.layers!r}"
+            )
         object.__setattr__(self, "layers", numbers)
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
@@ -53,6 +56,13 @@ class RemoveOrphans:
         given = hidden if self.layers is None else cast("tuple[int, ...]", self.layers)
         numbers = [number % len(net.layers) for number in given]
         for number in numbers if self.fold_bias else ():
-            refuse_attention(net, number, "fold_bias=True", f"leave layer {number} out of layers=, or do not fold")
-        present = sum(int((net.transitions[number - 1].topology.fan_in() == 0).sum()) for number in numbers)
+            refuse_attention(
+                net,
+                number,
+                "fold_bias=True",
+                f"leave layer {number} out of layers=, or do not fold",
+            )
+        present = sum(
+            int((net.transitions[number - 1].topology.fan_in() == 0).sum()) for number in numbers
+        )
         edit.remark(f"orphans before the edit: {present}", orphans=present)

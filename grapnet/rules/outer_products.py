@@ -1,4 +1,6 @@
-"""OuterProducts: sums of hᵀ·dz over backward passes, one number for every pair of nodes, computed when asked for."""
+"""OuterProducts: sums of hᵀ·dz over backward passes, one number for every pair of nodes, computed
+when asked for.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,18 +10,24 @@ from torch import Tensor
 
 from grapnet.core.remap import IndexMap
 
-CELLS = 2**22  # of the rectangle that are computed at a time: fewer rows make the matrix product slower
+CELLS = (
+    2**22
+)  # of the rectangle that are computed at a time: fewer rows make the matrix product slower
 GATHER = 256  # a gradient alone costs as much as this many in a matrix product
 
 
 @dataclass(eq=False)
 class OuterProducts:
-    """Sums over backward passes of hᵀ·dz, as the factors or, where that is smaller, as the product."""
+    """Sums over backward passes of hᵀ·dz, as the factors or, where that is smaller, as the
+    product.
+    """
 
     shape: tuple[int, int]  # n_upper, n_lower
     count: int = 0
     task: int = -1  # which backward pass was the last
-    factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # h [batch, n_upper], dz [batch, n_lower]
+    factors: list[tuple[Tensor, Tensor]] = field(
+        default_factory=list
+    )  # h [batch, n_upper], dz [batch, n_lower]
     matrix: Tensor | None = None  # [n_upper, n_lower], of factors that are not kept
 
     def __getstate__(self) -> dict[str, Any]:
@@ -74,7 +82,9 @@ class OuterProducts:
         place, order = place.sort()
         step = max(1, CELLS // max(1, self.shape[1]))
         for start in range(0, len(owners), step):
-            first, last = torch.searchsorted(place, torch.tensor([start, start + step], device=place.device)).tolist()
+            first, last = torch.searchsorted(
+                place, torch.tensor([start, start + step], device=place.device)
+            ).tolist()
             cells, chosen = self.parents(owners[start : start + step]), order[first:last]
             found[chosen] = cells[place[first:last] - start, children[chosen]]
         return found
@@ -86,7 +96,9 @@ class OuterProducts:
         for start in range(0, len(parents), step):
             p, c = parents[start : start + step], children[start : start + step]
             part = torch.linalg.vecdot(said.index_select(0, p), received.index_select(0, c))
-            found[start : start + step] = (part if self.matrix is None else part + self.matrix[p, c]) / self.count
+            found[start : start + step] = (
+                part if self.matrix is None else part + self.matrix[p, c]
+            ) / self.count
 
     def to(self, device: torch.device) -> "OuterProducts":
         """Returns them on a device."""
@@ -109,7 +121,9 @@ class OuterProducts:
         factors = [(_moved(h, upper), _moved(dz, lower)) for h, dz in self.factors]
         matrix = self.matrix if upper is None or self.matrix is None else upper.carry(self.matrix)
         matrix = None if matrix is None else _moved(matrix, lower)
-        sizes = [size if i is None else i.new_size for size, i in zip(self.shape, indexes, strict=True)]
+        sizes = [
+            size if i is None else i.new_size for size, i in zip(self.shape, indexes, strict=True)
+        ]
         return OuterProducts((sizes[0], sizes[1]), self.count, self.task, factors, matrix)
 
     def copied(self) -> "OuterProducts":
@@ -124,7 +138,9 @@ class OuterProducts:
 
 
 def has_finite_product(said: Tensor, received: Tensor) -> bool:
-    """Says whether every number of hᵀ·dz is finite; the product is computed only where a sum could overflow."""
+    """Says whether every number of hᵀ·dz is finite; the product is computed only where a sum could
+    overflow.
+    """
     if not said.numel() or not received.numel():
         return True
     h, dz = said.abs().amax(), received.abs().amax()

@@ -24,10 +24,11 @@ class Preview:
         cut: how many relations would go, those of removed nodes included.
         connected: how many would come.
         orphans: how many hidden nodes would have no parents.
-        output_change: the largest |difference| of an output on the probe, without dropout; None without a probe,
-            without outputs, and when their number would change.
+        output_change: the largest |difference| of an output on the probe, without dropout; None
+            without a probe, without outputs, and when their number would change.
         operations: what was asked for, as it would stand in the journal.
-        waiting: when no rule was due, at which step that was and which one comes next; empty otherwise.
+        waiting: when no rule was due, at which step that was and which one comes next; empty
+            otherwise.
     """
 
     rules: tuple[str, ...]
@@ -61,7 +62,12 @@ class Preview:
         return self.after.flops - self.before.flops
 
     def __str__(self) -> str:
-        rows = [("nodes", "nodes"), ("relations", "relations"), ("parameters", "trainable"), ("flops", "flops")]
+        rows = [
+            ("nodes", "nodes"),
+            ("relations", "relations"),
+            ("parameters", "trainable"),
+            ("flops", "flops"),
+        ]
         lines = [
             f"dry run of {', '.join(self.rules)}" if self.rules else f"dry run: {self.waiting}",
             f"{'':<12}{'before':>14}{'after':>14}{'change':>14}",
@@ -70,7 +76,9 @@ class Preview:
             before, after = getattr(self.before, name), getattr(self.after, name)
             lines.append(f"{label:<12}{before:>14,}{after:>14,}{after - before:>+14,}")
         output = "" if self.output_change is None else f", output change {self.output_change:.3g}"
-        lines.append(f"cut {self.cut:,}, connected {self.connected:,}, orphans {self.orphans:,}{output}")
+        lines.append(
+            f"cut {self.cut:,}, connected {self.connected:,}, orphans {self.orphans:,}{output}"
+        )
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -113,7 +121,8 @@ def preview(
                 waiting=waiting,
             )
     finally:
-        net.next_uid = next_uid  # the commit that follows gives newborn nodes the same uids as without a dry run
+        # the commit that follows gives newborn nodes the same uids as without a dry run
+        net.next_uid = next_uid
 
 
 def _output(net: GrapNet, probe: Tensor | None) -> Tensor | None:

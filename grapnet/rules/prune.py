@@ -19,7 +19,8 @@ from .rule import Moment
 
 @dataclass(frozen=True)
 class GradualSchedule:
-    """The cubic ramp of Zhu and Gupta (2017): from `initial` to `final` sparsity, fast at first and slow at the end.
+    """The cubic ramp of Zhu and Gupta (2017): from `initial` to `final` sparsity, fast at first and
+    slow at the end.
 
     Attributes:
         final: the sparsity from step `end` on.
@@ -40,9 +41,14 @@ class GradualSchedule:
 
     def __post_init__(self) -> None:
         if not 0 <= self.initial <= self.final <= 1:
-            raise EditError(f"a ramp goes from 0 or more up to at most 1, got {self.initial!r} to {self.final!r}")
+            raise EditError(
+                f"a ramp goes from 0 or more up to at most 1, got {self.initial!r} to"
+                f" {self.final!r}"
+            )
         if not self.begin < self.end:
-            raise EditError(f"a ramp ends after it begins, got steps {self.begin!r} to {self.end!r}")
+            raise EditError(
+                f"a ramp ends after it begins, got steps {self.begin!r} to {self.end!r}"
+            )
 
     def sparsity(self, step: int) -> float:
         """Returns the sparsity to have at a step."""
@@ -58,12 +64,12 @@ class PruneWeakest:
 
     Attributes:
         fraction: cut this share of the present relations at every call; or
-        sparsity: cut until this share of all possible relations is absent, a number or a `GradualSchedule`. Nothing is
-            cut when it is already.
+        sparsity: cut until this share of all possible relations is absent, a number or a
+            `GradualSchedule`. Nothing is cut when it is already.
         transitions: numbers of the transitions to cut in; all of them by default.
-        scope: "global" ranks all relations together; "transition" and "node" give each transition, or each node among
-            the relations it owns, its own share, rounded. With "node", a relation that the budget protects is not
-            replaced by the next one.
+        scope: "global" ranks all relations together; "transition" and "node" give each transition,
+            or each node among the relations it owns, its own share, rounded. With "node", a
+            relation that the budget protects is not replaced by the next one.
 
     Examples:
         >>> import grapnet as gn
@@ -113,13 +119,19 @@ class PruneWeakest:
         if len(weakest):
             edit.cut(weakest)
         largest = float(weakest.weights.detach().abs().max()) if len(weakest) else 0.0
-        edit.remark(f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest)
+        edit.remark(
+            f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest
+        )
 
     def _quota(self, present: np.ndarray, possible: int, step: int) -> np.ndarray:
         """Returns how many of the present relations to cut, where so many are possible."""
         if self.fraction is not None:
             return np.round(self.fraction * present).astype(np.int64)
-        sparsity = self.sparsity.sparsity(step) if isinstance(self.sparsity, GradualSchedule) else self.sparsity
+        sparsity = (
+            self.sparsity.sparsity(step)
+            if isinstance(self.sparsity, GradualSchedule)
+            else self.sparsity
+        )
         return np.maximum(present - (possible - round(float(sparsity or 0) * possible)), 0)
 
     def _of_each_node(self, net: GrapNet, relations: RelationSet, t: int, step: int) -> RelationSet:
@@ -135,10 +147,11 @@ class PruneWeakest:
 
 
 def weakest_of_each(keys: np.ndarray, owners: np.ndarray, quota: np.ndarray) -> np.ndarray:
-    """Says which keys are among the `quota[owner]` smallest of their owner; the first of equals come first.
+    """Says which keys are among the `quota[owner]` smallest of their owner; the first of equals
+    come first.
 
-    Owners are ascending. Those of similar degree are sorted together, as the rows of a rectangle: ten times faster than
-    one sort by owner and key.
+    Owners are ascending. Those of similar degree are sorted together, as the rows of a rectangle:
+    ten times faster than one sort by owner and key.
     """
     degrees = np.bincount(owners, minlength=len(quota))
     quota = np.minimum(quota, degrees)

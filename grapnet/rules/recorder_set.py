@@ -14,10 +14,11 @@ from .settings import same
 
 
 class RecorderSet:
-    """Makes every rule's recorders once, when they are first needed, and keeps only a weak reference to the net.
+    """Makes every rule's recorders once, when they are first needed, and keeps only a weak
+    reference to the net.
 
-    A recorder that has `bind` follows the net from then on, watching or not. A copy of the set has the states of the
-    recorders and no net.
+    A recorder that has `bind` follows the net from then on, watching or not. A copy of the set has
+    the states of the recorders and no net.
 
     Args:
         net: whom they watch; without one it only holds saved states.
@@ -26,7 +27,11 @@ class RecorderSet:
     """
 
     def __init__(
-        self, net: GrapNet | None = None, saved: Mapping[str, Mapping[str, Any]] | None = None, *, second: bool = False
+        self,
+        net: GrapNet | None = None,
+        saved: Mapping[str, Mapping[str, Any]] | None = None,
+        *,
+        second: bool = False,
     ) -> None:
         self._net = None if net is None else weakref.ref(net)
         self._second = second
@@ -40,13 +45,19 @@ class RecorderSet:
         return None if self._net is None else self._net()
 
     def on(self, net: GrapNet) -> "RecorderSet":
-        """Returns this set, or an empty one when it is about another net; saved states go to the first net."""
+        """Returns this set, or an empty one when it is about another net; saved states go to the
+        first net.
+        """
         if self.net is net:
             return self
-        return RecorderSet(net, self._saved if self._net is None else None, second=self.net is not None)
+        return RecorderSet(
+            net, self._saved if self._net is None else None, second=self.net is not None
+        )
 
     def of(self, name: str, rule: Rule) -> dict[str, Recorder]:
-        """Returns the recorders of a rule, by the names that it gave them; none for a rule that needs none."""
+        """Returns the recorders of a rule, by the names that it gave them; none for a rule that
+        needs none.
+        """
         if name in self._recorders:
             return self._recorders[name]
         net = self.net
@@ -59,31 +70,38 @@ class RecorderSet:
             try:
                 _restore(made[key], state)
             except CheckpointError as error:
-                error.add_note(f"raised for recorder {key!r} of rule {name!r}; disable() and enable() let it forget")
+                error.add_note(
+                    f"raised for recorder {key!r} of rule {name!r}; disable() and enable() let it"
+                    " forget"
+                )
                 raise
         self._saved.pop(name, None)
         self._recorders[name] = made
         return made
 
     def seen(self, name: str, rule: Rule) -> dict[str, Recorder]:
-        """Returns the recorders of a rule that is due; raises GrapNetError when one of them has seen nothing."""
+        """Returns the recorders of a rule that is due; raises GrapNetError when one of them has
+        seen nothing.
+        """
         recorders = self.of(name, rule)
         for key, recorder in recorders.items():
             if getattr(recorder, "count", None) == 0:
                 if left_out := getattr(recorder, "left_out", 0):
                     raise GrapNetError(
-                        f"rule {name!r} is due, and its recorder {key!r} has left out all {left_out} gradients that it "
-                        "was shown, which were not finite. Lower the scale of the loss, or let it watch more steps"
+                        f"rule {name!r} is due, and its recorder {key!r} has left out all"
+                        f" {left_out} gradients that it was shown, which were not finite. Lower the"
+                        " scale of the loss, or let it watch more steps"
                     )
                 if self._second:
                     raise GrapNetError(
-                        f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this net: a manager keeps "
-                        "the schedules and the evidence of one net, and this one has turned to it from another. Give "
-                        "every net a manager of its own"
+                        f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this"
+                        " net: a manager keeps the schedules and the evidence of one net, and this"
+                        " one has turned to it from another. Give every net a manager of its own"
                     )
                 raise GrapNetError(
-                    f"rule {name!r} is due, and its recorder {key!r} has seen nothing. Call manager.start(net) before "
-                    "the first step, or run data through the net inside `with manager.recording(net):`"
+                    f"rule {name!r} is due, and its recorder {key!r} has seen nothing. Call"
+                    " manager.start(net) before the first step, or run data through the net inside"
+                    " `with manager.recording(net):`"
                 )
         return recorders
 
@@ -113,7 +131,9 @@ class RecorderSet:
 
     @contextmanager
     def renewed(self, name: str) -> Iterator[None]:
-        """Lets a rule get other recorders inside the block; if that raises, it has those from before, as they were."""
+        """Lets a rule get other recorders inside the block; if that raises, it has those from
+        before, as they were.
+        """
         recorders, saved = self._recorders.pop(name, None), self._saved.pop(name, None)
         watching = {pair for pair in self._watching if pair[0] == name}
         self._watching -= watching
@@ -135,7 +155,9 @@ class RecorderSet:
 
     @contextmanager
     def watching(self, rules: Iterable[tuple[str, Rule]]) -> Iterator[None]:
-        """Lets all recorders of some rules watch inside the block; afterwards those watch that did before."""
+        """Lets all recorders of some rules watch inside the block; afterwards those watch that did
+        before.
+        """
         before, rules = set(self._watching), list(rules)
         try:
             for name, rule in rules:
@@ -158,7 +180,9 @@ class RecorderSet:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Keeps a trial from the recorders: they do not watch it, and have seen afterwards what they had before."""
+        """Keeps a trial from the recorders: they do not watch it, and have seen afterwards what
+        they had before.
+        """
         states = copy.deepcopy(self.state_dict())
         with self.pausing():
             try:
@@ -179,12 +203,16 @@ class RecorderSet:
         return {**self._saved, **made}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Gives recorders their states back; those that are not made yet take theirs over when they are."""
+        """Gives recorders their states back; those that are not made yet take theirs over when they
+        are.
+        """
         for name, recorders in self._recorders.items():
             for key, recorder in recorders.items():
                 recorder.clear()
                 _restore(recorder, state.get(name, {}).get(key))
-        self._saved = {name: dict(states) for name, states in state.items() if name not in self._recorders}
+        self._saved = {
+            name: dict(states) for name, states in state.items() if name not in self._recorders
+        }
 
     def __getstate__(self) -> dict[str, Any]:
         return {"saved": self.state_dict()}
@@ -194,7 +222,9 @@ class RecorderSet:
 
     def _put_back(self, before: set[tuple[str, str]]) -> None:
         net = self.net
-        before = {(name, key) for name, key in before if key in self._recorders.get(name, {})}  # others were let go of
+        before = {
+            (name, key) for name, key in before if key in self._recorders.get(name, {})
+        }  # others were let go of
         for name, key in sorted(self._watching - before):
             self._recorders[name][key].disarm()
         for name, key in sorted(before - self._watching):

@@ -39,8 +39,9 @@ class Activations:
 class ActivationRecorder(Watcher[Activations]):
     """Streams the mean, the variance and the firing rate of what every node of a layer says.
 
-    Every sample counts alike, however batches are cut; every forward pass counts, with gradients or without. A node has
-    the samples since it came (`counts`); one that came after the last of them has 0 everywhere.
+    Every sample counts alike, however batches are cut; every forward pass counts, with gradients or
+    without. A node has the samples since it came (`counts`); one that came after the last of them
+    has 0 everywhere.
 
     Args:
         layer: which layer; 0 is what the net is given.
@@ -51,7 +52,12 @@ class ActivationRecorder(Watcher[Activations]):
         >>> recorder = ActivationRecorder(0)
         >>> recorder.arm(net)
         >>> _ = net(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
-        >>> recorder.count, recorder.mean.tolist(), recorder.variance.tolist(), recorder.firing_rate.tolist()
+        >>> (
+        ...     recorder.count,
+        ...     recorder.mean.tolist(),
+        ...     recorder.variance.tolist(),
+        ...     recorder.firing_rate.tolist(),
+        ... )
         (2, [2.0, 0.0], [1.0, 0.0], [1.0, 0.0])
     """
 
@@ -76,7 +82,9 @@ class ActivationRecorder(Watcher[Activations]):
 
     @property
     def variance(self) -> Tensor:
-        """The variance of every node, divided by the number of samples, [n] float64; exactly 0 if it is constant."""
+        """The variance of every node, divided by the number of samples, [n] float64; exactly 0 if
+        it is constant.
+        """
         return self._seen().moments.variance
 
     @property
@@ -112,19 +120,30 @@ class Covariances:
     @classmethod
     def of(cls, upper: Tensor, lower: Tensor) -> "Covariances":
         """Returns those of no samples, for two layers that say things like these."""
-        products = torch.zeros(upper.shape[-1], lower.shape[-1], dtype=torch.float64, device=upper.device)
+        products = torch.zeros(
+            upper.shape[-1], lower.shape[-1], dtype=torch.float64, device=upper.device
+        )
         return cls(0, Moments.of(upper), Moments.of(lower), products)
 
     def see(self, upper: Tensor, lower: Tensor) -> None:
         """Adds a batch of what both layers said."""
         device = upper.device
-        self.upper, self.lower, self.products = self.upper.to(device), self.lower.to(device), self.products.to(device)
+        self.upper, self.lower, self.products = (
+            self.upper.to(device),
+            self.lower.to(device),
+            self.products.to(device),
+        )
         self.products.addmm_(self.upper.see(upper).t(), self.lower.see(lower))
         self.samples += len(upper)
 
     def covariance(self) -> Tensor:
-        """Returns [n_upper, n_lower], 0 where a node has not been there from the first sample to the last."""
-        parts = [torch.where(m.counts == self.samples, m.first / self.samples, 0) for m in (self.upper, self.lower)]
+        """Returns [n_upper, n_lower], 0 where a node has not been there from the first sample to
+        the last.
+        """
+        parts = [
+            torch.where(m.counts == self.samples, m.first / self.samples, 0)
+            for m in (self.upper, self.lower)
+        ]
         whole = [(m.counts == self.samples).double() for m in (self.upper, self.lower)]
         found = (self.products / self.samples).sub_(torch.outer(*parts))
         return found.mul_(whole[0][:, None]).mul_(whole[1])
@@ -134,11 +153,15 @@ class Covariances:
         upper, lower = indexes
         products = self.products if upper is None else upper.carry(self.products)
         products = products if lower is None else lower.carry(products.t()).t().contiguous()
-        return Covariances(self.samples, self.upper.carried(upper), self.lower.carried(lower), products)
+        return Covariances(
+            self.samples, self.upper.carried(upper), self.lower.carried(lower), products
+        )
 
     def copied(self) -> "Covariances":
         """Returns an independent copy."""
-        return Covariances(self.samples, self.upper.copied(), self.lower.copied(), self.products.clone())
+        return Covariances(
+            self.samples, self.upper.copied(), self.lower.copied(), self.products.clone()
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns it as numbers and tensors."""
@@ -147,16 +170,19 @@ class Covariances:
 
 
 class CovarianceRecorder(Watcher[Covariances]):
-    """Streams the covariance between what the nodes of two layers say, by default of the two ends of a transition.
+    """Streams the covariance between what the nodes of two layers say, by default of the two ends
+    of a transition.
 
-    Every forward pass counts, with gradients or without. A node that came after the first sample, or was away in
-    between, has covariance 0 with every other until `clear()`: pairs of different samples would not compare.
+    Every forward pass counts, with gradients or without. A node that came after the first sample,
+    or was away in between, has covariance 0 with every other until `clear()`: pairs of different
+    samples would not compare.
 
     Args:
         upper: one layer.
         lower: the other, which may be the same one; the next one by default.
         window: how many steps before its rule is due it watches.
-        most_cells: the most pairs of nodes to keep sums of, 8 bytes each; more raise GrapNetError when it is armed.
+        most_cells: the most pairs of nodes to keep sums of, 8 bytes each; more raise GrapNetError
+            when it is armed.
 
     Examples:
         >>> net = GrapNet([2, 3])
@@ -167,11 +193,15 @@ class CovarianceRecorder(Watcher[Covariances]):
         [[1.0, 0.0], [0.0, 0.0]]
     """
 
-    def __init__(self, upper: int, lower: int | None = None, *, window: int = 1, most_cells: int = 2**26) -> None:
+    def __init__(
+        self, upper: int, lower: int | None = None, *, window: int = 1, most_cells: int = 2**26
+    ) -> None:
         lower = upper + 1 if lower is None else lower
         super().__init__((upper, lower), window)
         self.upper, self.lower, self.most_cells = upper, lower, most_cells
-        self._waiting: Tensor | None = None  # what the first of the two layers said in the pass under way
+        self._waiting: Tensor | None = (
+            None  # what the first of the two layers said in the pass under way
+        )
 
     @property
     def count(self) -> int:
@@ -202,10 +232,15 @@ class CovarianceRecorder(Watcher[Covariances]):
         if other is not None and len(other) == len(output):
             upper, lower = (output, other) if self.upper > self.lower else (other, output)
             with plainly(output.device):
-                self._writable(lambda: Covariances.of(upper, lower)).see(upper.detach(), lower.detach())
+                self._writable(lambda: Covariances.of(upper, lower)).see(
+                    upper.detach(), lower.detach()
+                )
 
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> Covariances:
-        upper, lower = (Moments.restored(_part(seen, n), s) for n, s in zip(("upper", "lower"), sizes, strict=True))
+        upper, lower = (
+            Moments.restored(_part(seen, n), s)
+            for n, s in zip(("upper", "lower"), sizes, strict=True)
+        )
         products = checked(seen.get("products"), sizes, torch.float64, "products")
         return Covariances(_whole(seen, "samples"), upper, lower, products)
 
@@ -213,8 +248,8 @@ class CovarianceRecorder(Watcher[Covariances]):
         cells = len(net.layers[self.upper]) * len(net.layers[self.lower])
         if cells > self.most_cells:
             raise GrapNetError(
-                f"layers {self.upper} and {self.lower} have {cells:,} pairs of nodes (limit {self.most_cells:,}); "
-                "raise most_cells= if there is memory for 8 bytes each"
+                f"layers {self.upper} and {self.lower} have {cells:,} pairs of nodes (limit"
+                f" {self.most_cells:,}); raise most_cells= if there is memory for 8 bytes each"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +257,9 @@ class CovarianceRecorder(Watcher[Covariances]):
 
 
 def _is_new(output: Tensor) -> bool:
-    """Says whether there are samples in it, other than those that checkpointing computes again inside a backward."""
+    """Says whether there are samples in it, other than those that checkpointing computes again
+    inside a backward.
+    """
     return len(output) > 0 and _current_graph_task_id() == -1
 
 

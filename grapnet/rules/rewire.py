@@ -29,19 +29,23 @@ Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
 
 @dataclass(frozen=True)
 class Rewire:
-    """Drops the weakest relations of each transition and grows as many absent ones: none has more or fewer afterwards.
+    """Drops the weakest relations of each transition and grows as many absent ones: none has more
+    or fewer afterwards.
 
-    SET is `Rewire()`, RigL `Rewire(grow="gradient", decay_until=T)`, SRigL that with `fan_in="constant"`. A frozen
-    relation is never dropped and does not count; what is dropped does not come back in the same call. Beside the rules
-    before it in the same edit, it handles neither what they cut, nor pairs they connect, nor nodes they remove.
+    SET is `Rewire()`, RigL `Rewire(grow="gradient", decay_until=T)`, SRigL that with
+    `fan_in="constant"`. A frozen relation is never dropped and does not count; what is dropped does
+    not come back in the same call. Beside the rules before it in the same edit, it handles neither
+    what they cut, nor pairs they connect, nor nodes they remove.
 
     Attributes:
         transitions: which ones, all of them by default; a full one is left alone.
         fraction: how many of the relations that may be dropped, rounded.
-        grow: "random" takes absent relations all alike, "gradient" those with the largest |gradient|.
-        decay_until: the step by which the fraction has gone down to 0 along a cosine; it stays as it is without.
-        fan_in: "free" compares all relations of a transition, "constant" those of each child, which keeps its number
-            of parents.
+        grow: "random" takes absent relations all alike, "gradient" those with the largest
+            |gradient|.
+        decay_until: the step by which the fraction has gone down to 0 along a cosine; it stays as
+            it is without.
+        fan_in: "free" compares all relations of a transition, "constant" those of each child, which
+            keeps its number of parents.
         weights: what grown relations start with, "zero" or "linear".
         window: over how many steps gradients are averaged.
 
@@ -65,7 +69,9 @@ class Rewire:
         object.__setattr__(self, "transitions", given_transitions(self.transitions))
         if not 0 <= self.fraction <= 1:
             raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
-        if self.decay_until is not None and (not isinstance(self.decay_until, int) or self.decay_until < 1):
+        if self.decay_until is not None and (
+            not isinstance(self.decay_until, int) or self.decay_until < 1
+        ):
             raise EditError(f"decay_until is a step from 1, or None, got {self.decay_until!r}")
         if not isinstance(self.window, int) or self.window < 1:
             raise EditError(f"window is a number of steps from 1, got {self.window!r}")
@@ -75,7 +81,9 @@ class Rewire:
             ("weights", ("zero", "linear")),
         ):
             if getattr(self, name) not in known:
-                raise EditError(f'{name} is "{known[0]}" or "{known[1]}", got {getattr(self, name)!r}')
+                raise EditError(
+                    f'{name} is "{known[0]}" or "{known[1]}", got {getattr(self, name)!r}'
+                )
 
     def recorders(self, net: GrapNet) -> dict[str, Recorder]:
         """Returns one recorder of gradients a transition, none for random growth."""
@@ -87,7 +95,11 @@ class Rewire:
         """Returns which fraction is dropped at a step."""
         if self.decay_until is None:
             return self.fraction
-        return self.fraction / 2 * (1 + math.cos(math.pi * min(step, self.decay_until) / self.decay_until))
+        return (
+            self.fraction
+            / 2
+            * (1 + math.cos(math.pi * min(step, self.decay_until) / self.decay_until))
+        )
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Writes the cuts and as many connections."""
@@ -98,9 +110,13 @@ class Rewire:
         budget = _beside(edit.cuts, now.budget)
         for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
             if count:
-                self._rewire(net, edit, now, t, weakest_within(net, relations, count, budget), taken[t])
+                self._rewire(
+                    net, edit, now, t, weakest_within(net, relations, count, budget), taken[t]
+                )
 
-    def _rewire(self, net: GrapNet, edit: Edit, now: Moment, t: int, dropped: RelationSet, taken: Tensor) -> None:
+    def _rewire(
+        self, net: GrapNet, edit: Edit, now: Moment, t: int, dropped: RelationSet, taken: Tensor
+    ) -> None:
         """Cuts `dropped` and connects as many absent pairs of transition t that are not taken."""
         if len(dropped) == 0:
             return
@@ -109,18 +125,26 @@ class Rewire:
             lost = torch.bincount(_children(topology, dropped, t), minlength=topology.n_children)
         if self.grow == "random":
             rows = _random_absent(topology, len(dropped), lost, taken, edit.generator)
-            parents, children = (net.layers[n].uid[r] for n, r in zip((t, t + 1), rows, strict=True))
+            parents, children = (
+                net.layers[n].uid[r] for n, r in zip((t, t + 1), rows, strict=True)
+            )
         else:
             recorder = seen_evidence(now, _evidence(t), 'Rewire(grow="gradient")')
-            parents, children, gradients = _steepest_absent(net, t, recorder, len(dropped), lost, taken)
+            parents, children, gradients = _steepest_absent(
+                net, t, recorder, len(dropped), lost, taken
+            )
             details["smallest_grown_gradient"] = float(gradients.min())
         assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
         details["largest_dropped_weight"] = float(dropped.weights.detach().abs().max())
         edit.cut(dropped)
         edit.connect(parents, children, pairs="aligned", weights=self.weights)
-        edit.remark(f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details)
+        edit.remark(
+            f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
+        )
 
-    def _candidates(self, net: GrapNet, edit: Edit, t: int, fraction: float, taken: Tensor) -> tuple[RelationSet, int]:
+    def _candidates(
+        self, net: GrapNet, edit: Edit, t: int, fraction: float, taken: Tensor
+    ) -> tuple[RelationSet, int]:
         """Returns relations to choose from, and how many of them to drop."""
         topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
         if len(net.transitions[t].frozen_at):
@@ -157,12 +181,21 @@ def _shared_out(counts: list[int], most: int | None) -> list[int]:
 
 
 def _beside(earlier: RelationSet, budget: Budget) -> Budget:
-    """Returns a budget that is kept together with what the edit cuts already, whichever nodes that is."""
+    """Returns a budget that is kept together with what the edit cuts already, whichever nodes that
+    is.
+    """
     if len(earlier) == 0 or budget.parents == budget.children == 0:
         return budget
-    taken = [int(uids.unique(return_counts=True)[1].max()) for uids in (earlier.children, earlier.parents)]
+    taken = [
+        int(uids.unique(return_counts=True)[1].max())
+        for uids in (earlier.children, earlier.parents)
+    ]
     return Budget(
-        budget.edits, *(least and least + n for least, n in zip((budget.parents, budget.children), taken, strict=True))
+        budget.edits,
+        *(
+            least and least + n
+            for least, n in zip((budget.parents, budget.children), taken, strict=True)
+        ),
     )
 
 
@@ -178,14 +211,18 @@ def _weakest_of_each(relations: RelationSet, children: Tensor, quotas: Tensor) -
     keys, child = relations.weights.detach().abs().cpu(), children.numpy()
     require_ranks(keys)
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32)).numpy()
-    small = np.uint16 if len(quotas) <= 2**16 else np.int32  # 16 bits are sorted by radix, many times faster
+    small = (
+        np.uint16 if len(quotas) <= 2**16 else np.int32
+    )  # 16 bits are sorted by radix, many times faster
     order = np.argsort(child.astype(small), kind="stable")
     if native.missing:
         chosen = weakest_of_each(keys[order], child[order], quotas.numpy())
     else:
         ptr = torch.zeros(len(quotas) + 1, dtype=torch.int32, device="cpu")
         ptr[1:] = torch.bincount(children, minlength=len(quotas)).cumsum(0)
-        chosen = native.largest_of_rows(torch.from_numpy(-keys[order]), ptr, quotas, least=-math.inf).numpy()
+        chosen = native.largest_of_rows(
+            torch.from_numpy(-keys[order]), ptr, quotas, least=-math.inf
+        ).numpy()
     marks = np.zeros(len(child), dtype=bool)
     marks[order[chosen]] = True
     return relations[torch.from_numpy(marks)]
@@ -199,7 +236,9 @@ def _of_each(pairs: Tensor, n_children: int) -> Tensor:
 def _steepest_absent(
     net: GrapNet, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the absent pairs of the largest |gradient| that are not taken, as uids, and those gradients."""
+    """Returns the absent pairs of the largest |gradient| that are not taken, as uids, and those
+    gradients.
+    """
     if len(taken) == 0:
         return recorder.largest_absent(count, per_child=per_child, ranked=False)
     n_children = net.sizes[t + 1]
@@ -220,9 +259,14 @@ def _steepest_absent(
 
 
 def _random_absent(
-    topology: Topology, count: int, per_child: Tensor | None, taken: Tensor, generator: torch.Generator | None
+    topology: Topology,
+    count: int,
+    per_child: Tensor | None,
+    taken: Tensor,
+    generator: torch.Generator | None,
 ) -> Pairs:
-    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each child if given.
+    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each
+    child if given.
 
     Absent pairs that are taken count as present.
     """
@@ -231,23 +275,32 @@ def _random_absent(
     if len(taken):
         parent = np.concatenate([parent, taken.numpy() // n_children])
         child = np.concatenate([child, (taken.numpy() % n_children).astype(child.dtype)])
-    # Pairs are numbered child by child where each child has its own number to grow, parent by parent otherwise.
-    present = parent * n_children + child if per_child is None else child * np.int64(n_parents) + parent
+    # Pairs are numbered child by child where each child has its own number to grow, parent by
+    # parent otherwise.
+    present = (
+        parent * n_children + child if per_child is None else child * np.int64(n_parents) + parent
+    )
     present.sort(kind="stable")  # close to sorted, which a stable sort sees
     if per_child is None:
         absent, quotas = np.array([n_parents * n_children - len(present)]), np.array([count])
     else:
         absent, quotas = n_parents - np.bincount(child, minlength=n_children), per_child.numpy()
     numbers = _distinct(absent, quotas, generator)  # among the absent pairs only
-    before = present - np.arange(len(present))  # how many absent pairs stand before each present one
+    before = present - np.arange(
+        len(present)
+    )  # how many absent pairs stand before each present one
     cells = numbers + np.searchsorted(before, numbers, side="right")
     if per_child is not None:
         cells = np.sort(cells % n_parents * n_children + cells // n_parents)
     return torch.from_numpy(cells // n_children), torch.from_numpy(cells % n_children)
 
 
-def _distinct(sizes: np.ndarray, quotas: np.ndarray, generator: torch.Generator | None) -> np.ndarray:
-    """Returns sorted distinct numbers: `quotas[g]` of those of group g, which owns the next `sizes[g]` numbers."""
+def _distinct(
+    sizes: np.ndarray, quotas: np.ndarray, generator: torch.Generator | None
+) -> np.ndarray:
+    """Returns sorted distinct numbers: `quotas[g]` of those of group g, which owns the next
+    `sizes[g]` numbers.
+    """
     starts = sizes.cumsum() - sizes
     spared = 2 * quotas > sizes  # quicker to draw what is left out
     wanted = np.where(spared, sizes - quotas, quotas)
@@ -255,7 +308,11 @@ def _distinct(sizes: np.ndarray, quotas: np.ndarray, generator: torch.Generator 
     drawn, missing = np.empty(0, dtype=np.int64), wanted
     while missing.any():  # draw with repetition, keep the distinct ones, top up
         group = np.repeat(np.arange(len(sizes)), missing)
-        numbers = torch.rand(len(group), dtype=torch.float64, generator=generator, device=source).cpu().numpy()
+        numbers = (
+            torch.rand(len(group), dtype=torch.float64, generator=generator, device=source)
+            .cpu()
+            .numpy()
+        )
         drawn = np.concatenate([drawn, starts[group] + (numbers * sizes[group]).astype(np.int64)])
         drawn.sort(kind="stable")
         drawn = drawn[np.diff(drawn, prepend=-1) > 0]
@@ -263,7 +320,9 @@ def _distinct(sizes: np.ndarray, quotas: np.ndarray, generator: torch.Generator 
     if not spared.any():
         return drawn
     group = np.searchsorted(starts, drawn, side="right") - 1
-    rest = np.setdiff1d(_ranges(starts[spared], sizes[spared]), drawn[spared[group]], assume_unique=True)
+    rest = np.setdiff1d(
+        _ranges(starts[spared], sizes[spared]), drawn[spared[group]], assume_unique=True
+    )
     return np.sort(np.concatenate([drawn[~spared[group]], rest]))
 
 

@@ -34,14 +34,21 @@ class Entry:
         self.injected = arguments(self.rule)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update({"injected": {}, **state})  # an entry that was pickled before they were kept has none
+        vars(self).update(
+            {"injected": {}, **state}
+        )  # an entry that was pickled before they were kept has none
 
     def description(self) -> dict[str, Any]:
         """Returns what must be equal for a saved state to fit, as plain data."""
-        return {"rule": describe(self.rule), "schedule": describe(self.schedule), "budget": describe(self.budget)}
+        return {
+            "rule": describe(self.rule),
+            "schedule": describe(self.schedule),
+            "budget": describe(self.budget),
+        }
 
     def unchanged(self, state: Any) -> dict[str, Any]:
-        """Returns the arguments of the rule that are as they were when it was injected, so none that it counts in.
+        """Returns the arguments of the rule that are as they were when it was injected, so none
+        that it counts in.
 
         Args:
             state: of the rule; what comes back with it is left out as well.
@@ -76,7 +83,8 @@ class Roster:
             raise RuleError(f"say before= or after=, not both; got {before!r} and {after!r}")
         if entry.name in self.names:
             raise RuleError(
-                f"a rule is called {entry.name!r} already ({self.known()}); replace() puts another in its place"
+                f"a rule is called {entry.name!r} already ({self.known()}); replace() puts another"
+                " in its place"
             )
         place = len(self) if after is None else self._place(after) + 1
         self._entries.insert(place if before is None else self._place(before), entry)
@@ -94,7 +102,9 @@ class Roster:
         names = list(names)
         entries = [self[name] for name in names]
         if sorted(names) != sorted(self.names):
-            raise RuleError(f"an order names every rule once ({self.known()}), got {', '.join(names) or 'none'}")
+            raise RuleError(
+                f"an order names every rule once ({self.known()}), got {', '.join(names) or 'none'}"
+            )
         self._entries = entries
 
     def free_name(self, wanted: str) -> str:
@@ -106,7 +116,9 @@ class Roster:
 
     def known(self) -> str:
         """Says in words which rules there are."""
-        return f"the manager has {', '.join(self.names)}" if self._entries else "the manager has none"
+        return (
+            f"the manager has {', '.join(self.names)}" if self._entries else "the manager has none"
+        )
 
     def waiting(self, step: int) -> str:
         """Says in words, for a step at which no rule is due, which one comes next, and when."""
@@ -122,17 +134,22 @@ class Roster:
         """Raises CheckpointError when saved entries, by name, are not like these."""
         if sorted(saved) != sorted(self.names):
             raise CheckpointError(
-                f"the state holds the rules {', '.join(saved) or 'none'}, and {self.known()}. Inject the same rules "
-                "under the same names, and load it then"
+                f"the state holds the rules {', '.join(saved) or 'none'}, and {self.known()}."
+                " Inject the same rules under the same names, and load it then"
             )
         for entry in self:
             for what, present in entry.description().items():
                 require_same(f"the {what} of {entry.name!r}", saved[entry.name][what], present)
             held = saved[entry.name].get("arguments", {})
-            both = held.keys() & entry.injected.keys()  # one that is missing has changed since, or another name
+            both = (
+                held.keys() & entry.injected.keys()
+            )  # one that is missing has changed since, or another name
             _refuse(
                 f"the rule of {entry.name!r}",
-                differing({name: held[name] for name in both}, {name: entry.injected[name] for name in both}),
+                differing(
+                    {name: held[name] for name in both},
+                    {name: entry.injected[name] for name in both},
+                ),
             )
 
     def __len__(self) -> int:
@@ -165,7 +182,10 @@ def require_net(net: Any) -> None:
     """Raises TypeError for what is not a net itself."""
     if not isinstance(net, GrapNet):
         kind = with_article(type(net).__name__)
-        raise TypeError(f"the net comes first: manager.apply(net, step); got {kind}. Give the GrapNet, not a wrapper")
+        raise TypeError(
+            f"the net comes first: manager.apply(net, step); got {kind}. Give the GrapNet, not a"
+            " wrapper"
+        )
 
 
 def require_rule(rule: Any) -> None:
@@ -178,11 +198,17 @@ def require_rule(rule: Any) -> None:
 
 def require_schedule(schedule: Any) -> None:
     """Raises TypeError for what cannot be a schedule."""
-    if inspect.isclass(schedule) or not (hasattr(schedule, "is_due") and hasattr(schedule, "may_be_due")):
-        raise TypeError(f"schedule= takes a schedule, such as Every(100) or At(0), got {schedule!r}")
+    if inspect.isclass(schedule) or not (
+        hasattr(schedule, "is_due") and hasattr(schedule, "may_be_due")
+    ):
+        raise TypeError(
+            f"schedule= takes a schedule, such as Every(100) or At(0), got {schedule!r}"
+        )
 
 
 def require_budget(budget: Any) -> None:
     """Raises TypeError for what is no budget."""
     if not isinstance(budget, Budget):
-        raise TypeError(f"budget= takes a Budget, such as Budget(edits=100, parents=1), got {budget!r}")
+        raise TypeError(
+            f"budget= takes a Budget, such as Budget(edits=100, parents=1), got {budget!r}"
+        )

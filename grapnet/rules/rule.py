@@ -12,11 +12,12 @@ from .budget import Budget
 
 @runtime_checkable
 class Recorder(Protocol):
-    """Gathers evidence while a net trains: armed by the manager only for the steps that a rule needs.
+    """Gathers evidence while a net trains: armed by the manager only for the steps that a rule
+    needs.
 
-    A recorder follows the commits of the net it watches, so that what it has seen belongs to the right nodes. Where it
-    has a `count`, the manager refuses to call its rule while that is 0; where it has `state_dict` and
-    `load_state_dict`, what it has seen is part of a checkpoint.
+    A recorder follows the commits of the net it watches, so that what it has seen belongs to the
+    right nodes. Where it has a `count`, the manager refuses to call its rule while that is 0; where
+    it has `state_dict` and `load_state_dict`, what it has seen is part of a checkpoint.
     """
 
     window: int  # how many steps before its rule is due it watches
@@ -54,8 +55,8 @@ class Moment:
 class Rule(Protocol):
     """Settings, usually a frozen dataclass, plus one method.
 
-    It reads the net as it was when the edit began, writes operations into the edit, and draws whatever is random from
-    `edit.generator`. It never commits.
+    It reads the net as it was when the edit began, writes operations into the edit, and draws
+    whatever is random from `edit.generator`. It never commits.
     """
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
@@ -68,5 +69,7 @@ class RecordingRule(Rule, Protocol):
     """A rule that needs evidence."""
 
     def recorders(self, net: GrapNet) -> dict[str, Recorder]:
-        """Returns the recorders that it wants armed, by the names under which `now.evidence` has them."""
+        """Returns the recorders that it wants armed, by the names under which `now.evidence` has
+        them.
+        """
         ...

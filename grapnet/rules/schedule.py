@@ -13,11 +13,15 @@ class Schedule(Protocol):
     """When a rule is due; a frozen dataclass whose fields a checkpoint can hold."""
 
     def is_due(self, step: int, task: Any) -> bool:
-        """Says whether the rule is to run at this step; `task` is what `RuleManager.apply` was told, or None."""
+        """Says whether the rule is to run at this step; `task` is what `RuleManager.apply` was
+        told, or None.
+        """
         ...
 
     def may_be_due(self, first: int, last: int) -> bool:
-        """Says whether the rule could be due at a step from first to last: recorders are armed while it could."""
+        """Says whether the rule could be due at a step from first to last: recorders are armed
+        while it could.
+        """
         ...
 
 
@@ -66,7 +70,11 @@ class At:
     steps: tuple[int, ...]
 
     def __init__(self, *steps: SupportsIndex | Iterable[SupportsIndex]) -> None:
-        flat = {operator.index(s) for given in steps for s in (given if isinstance(given, Iterable) else (given,))}
+        flat = {
+            operator.index(s)
+            for given in steps
+            for s in (given if isinstance(given, Iterable) else (given,))
+        }
         object.__setattr__(self, "steps", tuple(sorted(flat)))
 
     def is_due(self, step: int, task: Any) -> bool:
@@ -83,8 +91,9 @@ class At:
 class EveryTask:
     """Whenever `RuleManager.apply` is told a task, at steps from `start` to `until`.
 
-    It is for rules that run before a task, as growth does, and for those that run after it, as freezing does: tell the
-    manager the task at that moment. Recorders are armed all the time, since nobody knows when that will be.
+    It is for rules that run before a task, as growth does, and for those that run after it, as
+    freezing does: tell the manager the task at that moment. Recorders are armed all the time, since
+    nobody knows when that will be.
     """
 
     start: int = 0
@@ -103,7 +112,8 @@ class EveryTask:
 
 
 def next_step(schedule: Schedule, step: int) -> int | None:
-    """Returns the first step from `step` on at which a rule may be due, None when there is none that anyone reaches.
+    """Returns the first step from `step` on at which a rule may be due, None when there is none
+    that anyone reaches.
 
     Examples:
         >>> next_step(Every(100, start=50), 51), next_step(At(3), 4)
@@ -114,7 +124,12 @@ def next_step(schedule: Schedule, step: int) -> int | None:
         reach *= 2
         if reach > _FARTHEST:
             return None
-    return bisect_left(range(step, step + reach), True, key=lambda last: schedule.may_be_due(step, last)) + step
+    return (
+        bisect_left(
+            range(step, step + reach), True, key=lambda last: schedule.may_be_due(step, last)
+        )
+        + step
+    )
 
 
 def _is_whole(number: Any) -> bool:
@@ -123,4 +138,7 @@ def _is_whole(number: Any) -> bool:
 
 def _require_steps(start: Any, until: Any) -> None:
     if not _is_whole(start) or not (until is None or _is_whole(until)):
-        raise ValueError(f"start and until are numbers of steps, and until may be None; got {start!r} and {until!r}")
+        raise ValueError(
+            f"start and until are numbers of steps, and until may be None; got {start!r} and"
+            f" {until!r}"
+        )

@@ -1,4 +1,6 @@
-"""Settings and states of rules and schedules as plain data that a checkpoint holds and that can be compared."""
+"""Settings and states of rules and schedules as plain data that a checkpoint holds and that can be
+compared.
+"""
 
 import inspect
 import re
@@ -12,8 +14,14 @@ import torch
 from torch import Tensor
 
 _PLAIN = (type(None), bool, int, float, str, np.generic)
-_EXACT: dict[type, Callable[[Any], Any]] = {int: int.__int__, float: float.__float__, str: str.__str__}
-MOST = 64  # entries of a list that is compared; a quarter of it in one that stands inside of another
+_EXACT: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+}
+MOST = (
+    64  # entries of a list that is compared; a quarter of it in one that stands inside of another
+)
 
 
 def title(thing: Any) -> str:
@@ -29,13 +37,18 @@ def describe(thing: Any) -> dict[str, Any]:
         >>> describe(Every(100, until=500))
         {'class': 'Every', 'settings': {'steps': 100, 'start': 0, 'until': 500}}
     """
-    return {"class": title(thing), "settings": {name: _plain(getattr(thing, name)) for name in _field_names(thing)}}
+    return {
+        "class": title(thing),
+        "settings": {name: _plain(getattr(thing, name)) for name in _field_names(thing)},
+    }
 
 
 def arguments(thing: Any) -> dict[str, Any]:
-    """Returns the arguments that an object was made with, as far as it keeps them under their names, few and plain.
+    """Returns the arguments that an object was made with, as far as it keeps them under their
+    names, few and plain.
 
-    Those of a dataclass are its fields, which `describe` tells. A `functools.partial` keeps its function and arguments.
+    Those of a dataclass are its fields, which `describe` tells. A `functools.partial` keeps its
+    function and arguments.
 
     Examples:
         >>> def halve(net, edit, now, layer=0): ...
@@ -70,7 +83,11 @@ def differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
 
 def state_of(rule: Any) -> Any:
     """Returns the state of a rule that keeps one and takes it back; None of any other."""
-    return rule.state_dict() if hasattr(rule, "state_dict") and hasattr(rule, "load_state_dict") else None
+    return (
+        rule.state_dict()
+        if hasattr(rule, "state_dict") and hasattr(rule, "load_state_dict")
+        else None
+    )
 
 
 def set_state(rule: Any, state: Any) -> None:
@@ -97,9 +114,13 @@ def _plain(value: Any) -> Any:
 
 
 def _exact(value: Any) -> Any:
-    """Returns a number or a text of a class of its own, such as a member of an IntEnum, as Python's."""
+    """Returns a number or a text of a class of its own, such as a member of an IntEnum, as
+    Python's.
+    """
     made = [
-        plain(value) for kind, plain in _EXACT.items() if isinstance(value, kind) and type(value) not in (kind, bool)
+        plain(value)
+        for kind, plain in _EXACT.items()
+        if isinstance(value, kind) and type(value) not in (kind, bool)
     ]
     return made[0] if made else value
 
@@ -110,16 +131,25 @@ def _key(key: Any) -> Any:
 
 
 def _is_small(value: Any, most: int = MOST) -> bool:
-    """Says whether a value is a number, a text or nothing, or a short list, dict or dataclass of such."""
+    """Says whether a value is a number, a text or nothing, or a short list, dict or dataclass of
+    such.
+    """
     if type(value) in (list, tuple, dict):
-        if len(value) > most or (type(value) is dict and not all(type(key) is str for key in value)):
+        if len(value) > most or (
+            type(value) is dict and not all(type(key) is str for key in value)
+        ):
             return False
-        return all(_is_small(item, most // 4) for item in (value.values() if type(value) is dict else value))
+        return all(
+            _is_small(item, most // 4)
+            for item in (value.values() if type(value) is dict else value)
+        )
     if names := _field_names(value):
         return most > 0 and all(_is_small(getattr(value, name), most // 4) for name in names)
     if isinstance(value, int):
         return abs(value) < 2**63
-    return value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= 1000)
+    return (
+        value is None or isinstance(value, float) or (isinstance(value, str) and len(value) <= 1000)
+    )
 
 
 def _argument_names(kind: type) -> list[str]:
@@ -130,7 +160,9 @@ def _argument_names(kind: type) -> list[str]:
 
 
 def _field_names(thing: Any) -> list[str]:
-    """Returns the names of the fields that a dataclass has values for; none of any other object, or of a class."""
+    """Returns the names of the fields that a dataclass has values for; none of any other object, or
+    of a class.
+    """
     if isinstance(thing, type) or not is_dataclass(thing):
         return []
     return [field.name for field in fields(thing) if hasattr(thing, field.name)]

@@ -23,17 +23,20 @@ MOST_ROUNDS = 30  # of clustering; it settles after a few
 
 @dataclass(frozen=True)
 class SplitIntoFamilies:
-    """Splits a transition into families: parents that move together get children of their own, and the rest is cut.
+    """Splits a transition into families: parents that move together get children of their own, and
+    the rest is cut.
 
-    Parents are put into groups of equal size, as far as the numbers allow, so that correlation² inside of them is
-    large. Each group gets an equal share of the children, so that the |weight| that stays is large. What leads from one
-    group to the children of another is cut, the weakest first where a budget does not allow all of it; frozen relations
-    stay. A full transition then runs as one block a family; a ragged one has gaps in its blocks unless `fill` is set.
+    Parents are put into groups of equal size, as far as the numbers allow, so that correlation²
+    inside of them is large. Each group gets an equal share of the children, so that the |weight|
+    that stays is large. What leads from one group to the children of another is cut, the weakest
+    first where a budget does not allow all of it; frozen relations stay. A full transition then
+    runs as one block a family; a ragged one has gaps in its blocks unless `fill` is set.
 
     Attributes:
         transition: its number.
         families: how many.
-        fill: connect what is missing inside of the blocks, with weight 0, unless the same edit does so already.
+        fill: connect what is missing inside of the blocks, with weight 0, unless the same edit does
+            so already.
         window: for how many steps activations are recorded.
 
     Examples:
@@ -70,15 +73,17 @@ class SplitIntoFamilies:
         t = self._number(net)
         if min(net.sizes[t], net.sizes[t + 1]) < self.families:
             raise EditError(
-                f"transition {t} leads from {net.sizes[t]} to {net.sizes[t + 1]} nodes, too few for {self.families} "
-                "families"
+                f"transition {t} leads from {net.sizes[t]} to {net.sizes[t + 1]} nodes, too few for"
+                f" {self.families} families"
             )
         topology, relations = net.transitions[t].topology, net.layers[t].outgoing()
         parents, children = topology.parents().cpu().long(), topology.child.cpu().long()
         weights = relations.weights.detach().abs().double().cpu()
         upper = _clustered(_coactivation(now), self.families)  # [parents] the group of each
         n_children = topology.n_children
-        held = torch.bincount(upper[parents] * n_children + children, weights, self.families * n_children).double()
+        held = torch.bincount(
+            upper[parents] * n_children + children, weights, self.families * n_children
+        ).double()
         lower = _balanced(held.view(self.families, n_children).t())  # [children] the group of each
         inside = upper[parents] == lower[children]
         outside = relations[~inside]
@@ -94,18 +99,27 @@ class SplitIntoFamilies:
             kept_weight=float(weights[inside].sum() / weights.sum().clamp(min=1e-300)),
         )
 
-    def _fill(self, net: GrapNet, edit: Edit, t: int, upper: Tensor, lower: Tensor, most: int | None) -> int:
+    def _fill(
+        self, net: GrapNet, edit: Edit, t: int, upper: Tensor, lower: Tensor, most: int | None
+    ) -> int:
         """Connects pairs inside of the blocks that are absent; returns how many."""
         parents, children = _absent_inside(net.transitions[t].topology, upper, lower, self.families)
         free = ~contains(taken_pairs(net, edit, t), parents * net.sizes[t + 1] + children)
         parents, children = parents[free][:most], children[free][:most]
-        edit.connect(net.layers[t].uid[parents], net.layers[t + 1].uid[children], pairs="aligned", weights="zero")
+        edit.connect(
+            net.layers[t].uid[parents],
+            net.layers[t + 1].uid[children],
+            pairs="aligned",
+            weights="zero",
+        )
         return len(parents)
 
     def _number(self, net: GrapNet) -> int:
         count, t = len(net.transitions), self.transition
         if not -count <= t < count:
-            raise EditError(f"the net has transitions 0 to {count - 1}, so there is no transition {t}")
+            raise EditError(
+                f"the net has transitions 0 to {count - 1}, so there is no transition {t}"
+            )
         return t % count
 
 
@@ -116,11 +130,15 @@ def _coactivation(now: Moment) -> Tensor:
 
 
 def _clustered(affinity: Tensor, k: int) -> Tensor:
-    """Returns the group of every node, all of nearly equal size, so that affinity inside of groups is large: k-means.
+    """Returns the group of every node, all of nearly equal size, so that affinity inside of groups
+    is large: k-means.
 
-    Each group starts from a node of large affinity to others and small affinity to the nodes chosen before it.
+    Each group starts from a node of large affinity to others and small affinity to the nodes chosen
+    before it.
     """
-    near = torch.zeros(len(affinity), dtype=affinity.dtype, device="cpu")  # to the closest chosen node
+    near = torch.zeros(
+        len(affinity), dtype=affinity.dtype, device="cpu"
+    )  # to the closest chosen node
     chosen: list[int] = []
     for _ in range(k):
         appeal = affinity.sum(1) * (1 - near)
@@ -142,9 +160,11 @@ def _clustered(affinity: Tensor, k: int) -> Tensor:
 
 
 def _balanced(scores: Tensor) -> Tensor:
-    """Returns a group for each row of `scores` [n, groups]: sizes differ by at most one, and the sum is large.
+    """Returns a group for each row of `scores` [n, groups]: sizes differ by at most one, and the
+    sum is large.
 
-    Rows go to the group they like best; one that too many like keeps those who would lose most elsewhere.
+    Rows go to the group they like best; one that too many like keeps those who would lose most
+    elsewhere.
     """
     n, k = scores.shape
     room = torch.tensor([n // k + (g < n % k) for g in range(k)], device="cpu")
@@ -163,7 +183,9 @@ def _balanced(scores: Tensor) -> Tensor:
     return groups
 
 
-def _absent_inside(topology: Topology, upper: Tensor, lower: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def _absent_inside(
+    topology: Topology, upper: Tensor, lower: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
     """Returns the rows of parents and children of one group that have no relation."""
     parents, children = topology.parents().cpu().long(), topology.child.cpu().long()
     inside = upper[parents] == lower[children]
@@ -173,7 +195,9 @@ def _absent_inside(topology: Topology, upper: Tensor, lower: Tensor, k: int) -> 
         rows, columns = (upper == group).nonzero().view(-1), (lower == group).nonzero().view(-1)
         here = upper[parents] == group
         absent = torch.ones(len(rows), len(columns), dtype=torch.bool, device="cpu")
-        absent[torch.searchsorted(rows, parents[here]), torch.searchsorted(columns, children[here])] = False
+        absent[
+            torch.searchsorted(rows, parents[here]), torch.searchsorted(columns, children[here])
+        ] = False
         row, column = absent.nonzero(as_tuple=True)
         found.append((rows[row], columns[column]))
     return torch.cat([row for row, _ in found]), torch.cat([column for _, column in found])

@@ -15,9 +15,15 @@ from .rule import Moment
 
 
 def said_of(step: int | None, task: Any) -> dict[str, Any]:
-    """Returns what a caller said about the moment, as the journal keeps it: no step unless one was given."""
+    """Returns what a caller said about the moment, as the journal keeps it: no step unless one was
+    given.
+    """
     steps = {} if step is None else {"step": operator.index(step)}
-    return steps if task is None else {**steps, "task": task if isinstance(task, str | int | float) else str(task)}
+    return (
+        steps
+        if task is None
+        else {**steps, "task": task if isinstance(task, str | int | float) else str(task)}
+    )
 
 
 def in_words(said: Mapping[str, Any]) -> str:
@@ -30,8 +36,11 @@ def in_words(said: Mapping[str, Any]) -> str:
     return " at " + ", ".join(f"{name} {value}" for name, value in said.items()) if said else ""
 
 
-def take_turn(net: GrapNet, edit: Edit, entry: Entry, budget: Budget, now: Moment, said: Mapping[str, Any]) -> None:
-    """Lets one rule write into the edit, and holds it to its budget and, with those before it, to the manager's.
+def take_turn(
+    net: GrapNet, edit: Edit, entry: Entry, budget: Budget, now: Moment, said: Mapping[str, Any]
+) -> None:
+    """Lets one rule write into the edit, and holds it to its budget and, with those before it, to
+    the manager's.
 
     Args:
         net: the net of the edit.
@@ -52,8 +61,8 @@ def take_turn(net: GrapNet, edit: Edit, entry: Entry, budget: Budget, now: Momen
         entry.rule(net, edit, replace(now, budget=Budget(left, within.parents, within.children)))
         if edit.receipt is not None:
             raise EditError(
-                "a rule writes into the edit and leaves it to the manager to commit it; this one has committed "
-                f"version {net.version}, which net.undo() takes back"
+                "a rule writes into the edit and leaves it to the manager to commit it; this one"
+                f" has committed version {net.version}, which net.undo() takes back"
             )
         rule = f"rule {entry.name!r}"
         enforce(net, edit, within, rule=rule, settled=settled, cuts=cuts, connections=connections)

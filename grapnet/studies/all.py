@@ -1,6 +1,7 @@
 """Every study of the package, and the command that runs them one after the other.
 
-`python -m grapnet.studies.all --fast` shows in seconds that all of them work; without --fast it makes the results.
+`python -m grapnet.studies.all --fast` shows in seconds that all of them work; without --fast it
+makes the results.
 """
 
 import argparse
@@ -44,8 +45,10 @@ class Registered:
         table: sets a result beside the paper's, as Markdown.
         missed: returns one line for every bar that a result misses.
         draw: draws a result into axes of matplotlib.
-        run: writes its JSON and prints its table; gets whether to be fast, the file, and what the command passes on.
-        made: returns a result; gets whether to be fast, how many seeds to run (None: all) and what `command.run` takes.
+        run: writes its JSON and prints its table; gets whether to be fast, the file, and what the
+            command passes on.
+        made: returns a result; gets whether to be fast, how many seeds to run (None: all) and what
+            `command.run` takes.
     """
 
     name: str
@@ -71,27 +74,34 @@ def registered(name: str) -> Registered:
         return command.main(study, [*(["--fast"] if fast else []), *written, *arguments])
 
     def made(fast: bool, seeds: int | None = None, **how: Any) -> dict[str, Any]:
-        return command.run(study, command.with_seeds(study.fast if fast else study.settings, seeds), **how)
+        return command.run(
+            study, command.with_seeds(study.fast if fast else study.settings, seeds), **how
+        )
 
-    about, settings = _first_line(study.settings), _as_read(study.settings)
+    about, settings = _summary(study.settings), _as_read(study.settings)
     return Registered(name, about, settings, study.table, study.missed, study.draw, run, made)
 
 
 def _run_tiny_transformer(fast: bool, path: Path | None, arguments: Sequence[str]) -> int:
-    """Runs the one study that has no seeds, so that nothing can be resumed or spread over processes."""
+    """Runs the one study that has no seeds, so that nothing can be resumed or spread over
+    processes.
+    """
     written = [] if path is None else ["--json", str(path)]
     drawn = arguments[arguments.index("--plot") :][:2] if "--plot" in arguments else []
     return tiny_transformer.main([*(["--fast"] if fast else []), *written, *drawn])
 
 
 def _made_tiny_transformer(fast: bool, seeds: int | None = None, **how: Any) -> dict[str, Any]:
-    """Makes the result of the one study that has no seeds; `how` finds nothing to spread, keep or follow."""
+    """Makes the result of the one study that has no seeds; `how` finds nothing to spread, keep or
+    follow.
+    """
     settings = tiny_transformer.FAST if fast else tiny_transformer.Settings()
     return json.loads(json.dumps(tiny_transformer.run(settings)))
 
 
-def _first_line(documented: Any) -> str:
-    return (documented.__doc__ or "").strip().splitlines()[0]
+def _summary(documented: Any) -> str:
+    paragraph = (documented.__doc__ or "").strip().partition("\n\n")[0]
+    return " ".join(paragraph.split())
 
 
 def _as_read(settings: Any) -> dict[str, Any]:
@@ -100,7 +110,7 @@ def _as_read(settings: Any) -> dict[str, Any]:
 
 _TINY_TRANSFORMER = Registered(
     "tiny_transformer",
-    _first_line(tiny_transformer),
+    _summary(tiny_transformer),
     _as_read(tiny_transformer.Settings()),
     tiny_transformer.table,
     tiny_transformer.missed,
@@ -117,12 +127,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grapnet.studies.all", description=__doc__)
-    parser.add_argument("studies", nargs="*", metavar="STUDY", help=f"all when none is named: {', '.join(NAMES)}")
-    parser.add_argument("--fast", action="store_true", help="show in seconds that they work, in this one process")
-    parser.add_argument("--results", type=Path, metavar="FOLDER", help="write one JSON a study there")
+    parser.add_argument(
+        "studies", nargs="*", metavar="STUDY", help=f"all when none is named: {', '.join(NAMES)}"
+    )
+    parser.add_argument(
+        "--fast", action="store_true", help="show in seconds that they work, in this one process"
+    )
+    parser.add_argument(
+        "--results", type=Path, metavar="FOLDER", help="write one JSON a study there"
+    )
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw one SVG a study there")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time")
-    parser.add_argument("--resume", type=Path, metavar="FOLDER", help="keep finished seeds there, and go on from them")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="seeds at a time"
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="FOLDER",
+        help="keep finished seeds there, and go on from them",
+    )
     given = parser.parse_args(arguments)
     if unknown := [name for name in given.studies if name not in NAMES]:
         parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(NAMES)}")

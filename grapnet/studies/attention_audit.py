@@ -1,9 +1,11 @@
-"""The relation-attention audit: the policy against a rectangle of all pairs, before and after relations are deleted.
+"""The relation-attention audit: the policy against a rectangle of all pairs, before and after
+relations are deleted.
 
 A student that runs with attention then learns the answers of a teacher that does. `python -m
-grapnet.studies.attention_audit --json FILE` writes both beside the paper's figures. Sizes, epochs and learning rate
-were chosen with seeds 0 to 5 and 50 to 54, which the study does not use. What did not work there: students without
-hidden nodes reach 66 to 98 % of the test rows, 84 to 89 % in the mean, as some get stuck where they began.
+grapnet.studies.attention_audit --json FILE` writes both beside the paper's figures. Sizes, epochs
+and learning rate were chosen with seeds 0 to 5 and 50 to 54, which the study does not use. What did
+not work there: students without hidden nodes reach 66 to 98 % of the test rows, 84 to 89 % in the
+mean, as some get stuck where they began.
 """
 
 from collections.abc import Callable
@@ -22,16 +24,27 @@ from .command import Study, main
 from .drawing import Group, Row, Value, dots
 
 PAPER = {"difference": 0.0, "cut": 5, "before": 34.38, "after": 92.19}  # per cent of 64 test rows
-BARS = {"float32": 1e-6, "float64": 1e-14, "before": 40.0, "after": 92.0}  # rounding, and the two accuracies
+BARS = {
+    "float32": 1e-6,
+    "float64": 1e-14,
+    "before": 40.0,
+    "after": 92.0,
+}  # rounding, and the two accuracies
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 KINDS = ("forward", "loss", "weight", "key", "query")  # the last three are gradients
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Attention against its definition with every pair, and a student of it, from chance to its teacher's answers."""
+    """Attention against its definition with every pair, and a student of it, from chance to its
+    teacher's answers.
+    """
 
-    sizes: tuple[int, ...] = (12, 10, 8)  # of the audited net, whose transitions all run with attention
+    sizes: tuple[int, ...] = (
+        12,
+        10,
+        8,
+    )  # of the audited net, whose transitions all run with attention
     density: float = 0.7
     batch: int = 32
     cut: int = 5  # relations that are deleted
@@ -60,14 +73,19 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def dense_attention(net: gn.GrapNet, x: Tensor) -> Tensor:
-    """Returns what a net with attention computes, by its definition: a softmax over all pairs, -inf without relation.
+    """Returns what a net with attention computes, by its definition: a softmax over all pairs, -inf
+    without relation.
 
     Args:
         net: all its transitions run with attention, and every node has a parent.
         x: one row a sample, [batch, sensory nodes].
     """
     for t, (upper, lower) in enumerate(pairwise(net.layers)):
-        relations, keys, queries = upper.outgoing(), net.columns[f"key_{t}"].value, net.columns[f"query_{t}"].value
+        relations, keys, queries = (
+            upper.outgoing(),
+            net.columns[f"key_{t}"].value,
+            net.columns[f"query_{t}"].value,
+        )
         pairs = upper.rows(relations.parents).long(), lower.rows(relations.children).long()
         weights = x.new_zeros(len(upper), len(lower)).index_put(pairs, relations.weights)
         missing = torch.full_like(weights, -torch.inf).index_put(pairs, x.new_zeros(len(relations)))
@@ -78,11 +96,21 @@ def dense_attention(net: gn.GrapNet, x: Tensor) -> Tensor:
 
 
 def _audit(settings: Settings, seed: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns how far the policy is from the rectangle, before and after relations were deleted for good."""
+    """Returns how far the policy is from the rectangle, before and after relations were deleted for
+    good.
+    """
     generator = torch.Generator().manual_seed(seed)
-    net = gn.GrapNet(settings.sizes, activation="tanh", density=settings.density, dtype=dtype, generator=generator)
+    net = gn.GrapNet(
+        settings.sizes,
+        activation="tanh",
+        density=settings.density,
+        dtype=dtype,
+        generator=generator,
+    )
     net.execution.use("attention", generator=generator)
-    x = torch.randn(settings.batch, settings.sizes[0], generator=generator, dtype=torch.float64).to(dtype)
+    x = torch.randn(settings.batch, settings.sizes[0], generator=generator, dtype=torch.float64).to(
+        dtype
+    )
     found: dict[str, Any] = {"relations": [net.count().relations], "before": _differences(net, x)}
     relations = net.layers[0].outgoing()
     chosen = torch.randperm(len(relations), generator=generator)[: settings.cut]
@@ -97,45 +125,66 @@ def _differences(net: gn.GrapNet, x: Tensor) -> dict[str, dict[str, float]]:
     """Returns the largest differences of every kind, and the largest values, which are not 0."""
     policy, rectangle = _measured(net, net, x), _measured(net, lambda h: dense_attention(net, h), x)
     return {
-        "differences": {kind: float((policy[kind] - rectangle[kind]).abs().max()) for kind in KINDS},
+        "differences": {
+            kind: float((policy[kind] - rectangle[kind]).abs().max()) for kind in KINDS
+        },
         "largest": {kind: float(rectangle[kind].abs().max()) for kind in KINDS},
     }
 
 
 def _measured(net: gn.GrapNet, forward: Callable[[Tensor], Tensor], x: Tensor) -> dict[str, Tensor]:
-    """Returns output, loss, and the gradients of all weights, keys and queries, each as one vector."""
+    """Returns output, loss, and the gradients of all weights, keys and queries, each as one
+    vector.
+    """
     output = forward(x)
     loss = (output - torch.linspace(-1, 1, output.shape[1], dtype=x.dtype)).square().mean()
     named = dict(net.named_parameters())
     kinds = {"weight": ".weight", "key": ".key_", "query": ".query_"}
-    wanted = {kind: [p for name, p in named.items() if part in name] for kind, part in kinds.items()}
+    wanted = {
+        kind: [p for name, p in named.items() if part in name] for kind, part in kinds.items()
+    }
     gradients = iter(torch.autograd.grad(loss, [p for group in wanted.values() for p in group]))
-    found = {kind: torch.cat([next(gradients).flatten() for _ in group]) for kind, group in wanted.items()}
+    found = {
+        kind: torch.cat([next(gradients).flatten() for _ in group])
+        for kind, group in wanted.items()
+    }
     return {"forward": output.detach(), "loss": loss.detach(), **found}
 
 
 def _taught(settings: Settings, seed: int, kind: str) -> dict[str, float]:
-    """Returns a student's accuracies, in per cent; the control of the same size and weights runs with the sum."""
+    """Returns a student's accuracies, in per cent; the control of the same size and weights runs
+    with the sum.
+    """
     x, y = _lessons(settings, seed)
     student = _attended(settings.student, 1.0, torch.Generator().manual_seed(seed + 1_000_000))
     student.execution.use("attention" if kind == "attention" else "auto")
     parts = dict(zip(("train", "test", "more"), _parts(settings, x, y), strict=True))
     found = {"before": _accuracy(student, *parts["test"])}
-    optimizer, order = torch.optim.Adam(student.parameters(), lr=settings.lr), torch.Generator().manual_seed(seed)
+    optimizer, order = (
+        torch.optim.Adam(student.parameters(), lr=settings.lr),
+        torch.Generator().manual_seed(seed),
+    )
     for _ in range(settings.epochs):
         for rows in torch.randperm(settings.train, generator=order).split(settings.student_batch):
             optimizer.zero_grad()
             cross_entropy(student(x[rows]), y[rows]).backward()
             optimizer.step()
-    found |= {"after": _accuracy(student, *parts["test"]), "train": _accuracy(student, *parts["train"])}
+    found |= {
+        "after": _accuracy(student, *parts["test"]),
+        "train": _accuracy(student, *parts["train"]),
+    }
     return {**found, "more": _accuracy(student, *parts["more"])}
 
 
 def _lessons(settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
-    """Returns rows from N(0, 1) and the teacher's answers; its mean outputs are level, so no answer is rare."""
+    """Returns rows from N(0, 1) and the teacher's answers; its mean outputs are level, so no answer
+    is rare.
+    """
     generator = torch.Generator().manual_seed(seed)
     teacher = _attended(settings.teacher, settings.bound, generator)
-    x = torch.randn(settings.train + settings.test + settings.more, settings.teacher[0], generator=generator)
+    x = torch.randn(
+        settings.train + settings.test + settings.more, settings.teacher[0], generator=generator
+    )
     with torch.no_grad():
         teacher.layers[-1].biases = teacher.layers[-1].biases - teacher(x[: settings.train]).mean(0)
         return x, teacher(x).argmax(1)
@@ -158,7 +207,9 @@ def _accuracy(model: gn.GrapNet, x: Tensor, y: Tensor) -> float:
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Returns the largest differences over the seeds, and the mean accuracies with their extremes."""
+    """Returns the largest differences over the seeds, and the mean accuracies with their
+    extremes.
+    """
     ones = list(seeds.values())
     audit = {}
     for dtype in DTYPES:
@@ -168,32 +219,55 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
             for when in ("before", "after")
         }
         audit[dtype]["smallest gradient"] = min(
-            a[when]["largest"][kind] for a in audits for when in ("before", "after") for kind in KINDS[2:]
+            a[when]["largest"][kind]
+            for a in audits
+            for when in ("before", "after")
+            for kind in KINDS[2:]
         )
     training: dict[str, dict[str, dict[str, float]]] = {}
     for kind in ("attention", "sum"):
         runs = [one["training"][kind] for one in ones]
         columns = {key: [run[key] for run in runs] for key in runs[0]}
-        training[kind] = {k: {"mean": fmean(v), "lowest": min(v), "highest": max(v)} for k, v in columns.items()}
-    relations = sorted({tuple(one["audit"][dtype]["relations"]) for one in ones for dtype in DTYPES})
+        training[kind] = {
+            k: {"mean": fmean(v), "lowest": min(v), "highest": max(v)} for k, v in columns.items()
+        }
+    relations = sorted(
+        {tuple(one["audit"][dtype]["relations"]) for one in ones for dtype in DTYPES}
+    )
     return {"audit": audit, "relations": relations, "training": training}
 
 
 def table(result: dict[str, Any]) -> str:
     """Returns the differences and the accuracies as two tables, ours beside the paper's."""
     summary = result["summary"]
-    lines = ["| difference | float32 | float32, after cuts | float64 | float64, after cuts | paper |"]
+    lines = [
+        "| difference | float32 | float32, after cuts | float64 | float64, after cuts | paper |"
+    ]
     lines.append("|---|---:|---:|---:|---:|---:|")
     for kind in KINDS:
-        cells = [f"{summary['audit'][dtype][when][kind]:.1e}" for dtype in DTYPES for when in ("before", "after")]
-        lines.append(f"| {kind}{' gradient' if kind in KINDS[2:] else ''} | {' | '.join(cells)} | 0 |")
+        cells = [
+            f"{summary['audit'][dtype][when][kind]:.1e}"
+            for dtype in DTYPES
+            for when in ("before", "after")
+        ]
+        lines.append(
+            f"| {kind}{' gradient' if kind in KINDS[2:] else ''} | {' | '.join(cells)} | 0 |"
+        )
     counts = ", ".join(f"{before} → {after}" for before, after in summary["relations"])
     lines += [f"| relations | {counts} | | | | five deleted |", ""]
-    lines.append(f"| student | before | after | lowest after | {result['settings']['more']:,} further rows | paper |")
+    lines.append(
+        f"| student | before | after | lowest after | {result['settings']['more']:,} further rows |"
+        " paper |"
+    )
     lines.append("|---|---:|---:|---:|---:|---:|")
     for kind, paper in (("attention", f"{PAPER['before']} → {PAPER['after']}"), ("sum", "")):
         found = summary["training"][kind]
-        cells = [found["before"]["mean"], found["after"]["mean"], found["after"]["lowest"], found["more"]["mean"]]
+        cells = [
+            found["before"]["mean"],
+            found["after"]["mean"],
+            found["after"]["lowest"],
+            found["more"]["mean"],
+        ]
         name = "attention" if kind == "attention" else "control: the sum"
         lines.append(f"| {name} | {' | '.join(f'{cell:.2f}' for cell in cells)} | {paper} |")
     return "\n".join(lines)
@@ -201,40 +275,68 @@ def table(result: dict[str, Any]) -> str:
 
 def missed(result: dict[str, Any]) -> list[str]:
     """Returns one line for every bar that the result misses."""
-    lines, summary = (["a fast run reaches no bar"] if result["settings"]["fast"] else []), result["summary"]
+    lines, summary = (
+        (["a fast run reaches no bar"] if result["settings"]["fast"] else []),
+        result["summary"],
+    )
     for dtype in DTYPES:
         found, bar = summary["audit"][dtype], BARS[dtype]
         for when in ("before", "after"):
             for kind in KINDS:
                 if not found[when][kind] <= bar:
-                    lines.append(f"{kind} {when} the cuts in {dtype}: {found[when][kind]:.1e}, the bar is {bar:.1e}")
+                    lines.append(
+                        f"{kind} {when} the cuts in {dtype}: {found[when][kind]:.1e}, the bar is"
+                        f" {bar:.1e}"
+                    )
         if not found["smallest gradient"] > 0:
             lines.append(f"gradients in {dtype}: some of weights, keys or queries are all 0")
-    lines += [f"relations: {a} became {b}" for a, b in summary["relations"] if a - b != PAPER["cut"]]
+    lines += [
+        f"relations: {a} became {b}" for a, b in summary["relations"] if a - b != PAPER["cut"]
+    ]
     student = summary["training"]["attention"]
     if not student["before"]["mean"] < BARS["before"]:
-        lines.append(f"student before: {student['before']['mean']:.2f} %, the bar is below {BARS['before']:.0f} %")
+        lines.append(
+            f"student before: {student['before']['mean']:.2f} %, the bar is below"
+            f" {BARS['before']:.0f} %"
+        )
     if not student["after"]["mean"] >= BARS["after"]:
-        lines.append(f"student after: {student['after']['mean']:.2f} %, the bar is {BARS['after']:.0f} %")
+        lines.append(
+            f"student after: {student['after']['mean']:.2f} %, the bar is {BARS['after']:.0f} %"
+        )
     return lines
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
-    """Draws the students' accuracies before and after training, and says how far the policy is from its definition."""
+    """Draws the students' accuracies before and after training, and says how far the policy is from
+    its definition.
+    """
     summary, rows = result["summary"], []
     for kind, name in (("attention", "attention"), ("sum", "control: the sum")):
         found = {
-            key: Value(one["mean"], one["lowest"], one["highest"]) for key, one in summary["training"][kind].items()
+            key: Value(one["mean"], one["lowest"], one["highest"])
+            for key, one in summary["training"][kind].items()
         }
         values = {
             "before training": found["before"],
             f"after it, {result['settings']['more']:,} further rows": found["more"],
             f"after it, {result['settings']['test']} test rows": found["after"],
         }
-        rows.append(Row(name, values, [Value(PAPER["before"]), Value(PAPER["after"])] if kind == "attention" else []))
-    largest = [max(max(summary["audit"][dtype][w].values()) for w in ("before", "after")) for dtype in DTYPES]
+        rows.append(
+            Row(
+                name,
+                values,
+                [Value(PAPER["before"]), Value(PAPER["after"])] if kind == "attention" else [],
+            )
+        )
+    largest = [
+        max(max(summary["audit"][dtype][w].values()) for w in ("before", "after"))
+        for dtype in DTYPES
+    ]
     before, after = (summary["training"]["attention"][when]["mean"] for when in ("before", "after"))
-    title = f"The student goes from {before:.1f} to {after:.1f} %; before and after cuts the policy differs from its "
+    title = (
+        f"The student goes from {before:.1f} to {after:.1f} %; before and after cuts the policy"
+        " differs from its "
+    )
     title += f"definition by at most {largest[0]:.0e} in float32, {largest[1]:.0e} in float64"
     lines = {"bar before": BARS["before"], "bar after": BARS["after"]}
     label = "answers like the teacher's in per cent, lowest to highest seed"

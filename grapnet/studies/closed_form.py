@@ -1,13 +1,15 @@
-"""Our own head on the one-pass 7×7 Fashion-MNIST stream: fixed random nodes whose readout is solved, beside controls.
+"""Our own head on the one-pass 7×7 Fashion-MNIST stream: fixed random nodes whose readout is
+solved, beside controls.
 
-`python -m grapnet.studies.closed_form --json FILE` writes what it finds. The head stores sums over the stream and no
-image; the controls store images. Learning rates, updates and ridges are chosen for every head and seed on training
-images that the head was not trained on.
+`python -m grapnet.studies.closed_form --json FILE` writes what it finds. The head stores sums over
+the stream and no image; the controls store images. Learning rates, updates and ridges are chosen
+for every head and seed on training images that the head was not trained on.
 
-What limits it (seed 20, before the settings were fixed): replay that stores as many bytes as float64 sums of 1,000
-nodes keeps 20,059 images, a third of the stream. With logit adjustment and 16 updates a batch it reached 86.05 on the
-test images, and 84.55 with 4, against our 85.06 (85.07 from float32 sums) and 86.73 with 3,000 nodes; so that row
-chooses among more updates. As many bytes as those of 3,000 nodes would hold every image: that row is left out.
+What limits it (seed 20, before the settings were fixed): replay that stores as many bytes as
+float64 sums of 1,000 nodes keeps 20,059 images, a third of the stream. With logit adjustment and 16
+updates a batch it reached 86.05 on the test images, and 84.55 with 4, against our 85.06 (85.07 from
+float32 sums) and 86.73 with 3,000 nodes; so that row chooses among more updates. As many bytes as
+those of 3,000 nodes would hold every image: that row is left out.
 """
 
 from dataclasses import dataclass
@@ -49,7 +51,8 @@ class Settings:
     seeds: tuple[int, ...] = tuple(range(20, 30))
     data: str = "fashion"  # or "made-up": patterns of the same shape, for a run without the images
     few: int = 500  # images a class of the short stream
-    trial: int = 3000  # images a class that choices for the full stream are trained on; the others judge them
+    # images a class that choices for the full stream are trained on; the others judge them
+    trial: int = 3000
     judged: int = 10_000  # about how many of these do
     few_heads: tuple[Head, ...] = (  # the bar is about the first
         Head("softplus", 210, "float32"),
@@ -64,13 +67,21 @@ class Settings:
         Head("silu", 256, "float32"),
         Head("silu", 3000, seeds=3),
     )
-    spread: float = 2 / 7  # standard deviation of the random incoming weights; that of the biases is 1
+    spread: float = (
+        2 / 7
+    )  # standard deviation of the random incoming weights; that of the biases is 1
     ridges: tuple[float, ...] = (0.1, 1.0, 10.0)  # to choose from
     memory: int = 500  # images the replay of the paper stores: 24,500 numbers
     batch: int = 64  # of the stream and of the replay
-    few_grid: Grid = ((5e-4, 1.5e-3, 5e-3, 1.5e-2), (1, 4, 16))  # learning rates of Adam and updates a batch
+    few_grid: Grid = (
+        (5e-4, 1.5e-3, 5e-3, 1.5e-2),
+        (1, 4, 16),
+    )  # learning rates of Adam and updates a batch
     full_grid: Grid = ((2e-4, 7e-4, 2e-3), (1, 4))
-    large_grid: Grid = ((7e-4, 2e-3), (4, 16))  # of the full stream, where as many bytes are stored as by our head
+    large_grid: Grid = (
+        (7e-4, 2e-3),
+        (4, 16),
+    )  # of the full stream, where as many bytes are stored as by our head
     epochs: int = 20  # of offline training
     offline_updates: int = 2500  # at least so many, where the stream is short
 
@@ -112,17 +123,23 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
         for head in heads:
             if head.seeds is None or seed in settings.seeds[: head.seeds]:
                 others = head is heads[0]
-                rows |= solved_rows(choice, head, seed, settings.ridges, settings.spread, others=others)
+                rows |= solved_rows(
+                    choice, head, seed, settings.ridges, settings.spread, others=others
+                )
         found[name] = rows | _controls(settings, name, choice, heads[0], rows[heads[0].name], seed)
     return found
 
 
 def images(data: str, seed: int) -> tuple[Batch, Batch]:
-    """Returns the 7×7 training and test images; made-up ones are noisy copies of a pattern a class."""
+    """Returns the 7×7 training and test images; made-up ones are noisy copies of a pattern a
+    class.
+    """
     if data == "fashion":
         pictures = [load_fashion(part) for part in ("train", "test")]
     else:
-        generator = torch.Generator().manual_seed(10_000 + seed)  # else a model of the seed is drawn like the patterns
+        generator = torch.Generator().manual_seed(
+            10_000 + seed
+        )  # else a model of the seed is drawn like the patterns
         patterns = torch.randint(0, 76, (10, 28, 28), generator=generator)
         pictures = []
         for count in (60, 20):  # a class
@@ -136,14 +153,19 @@ def images(data: str, seed: int) -> tuple[Batch, Batch]:
 def _controls(
     settings: Settings, name: str, choice: Choice, head: Head, ours: dict[str, Any], seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Returns the rows of replay with as many nodes, of closed forms on the inputs, and of offline training."""
+    """Returns the rows of replay with as many nodes, of closed forms on the inputs, and of offline
+    training.
+    """
     inputs = choice.test.x.shape[1]
     grid = settings.few_grid if name == "few" else settings.full_grid
     memories = {f"{settings.memory:,} images": (settings.memory, grid)}
     if name == "full":
         content = choice.stream[0].content
         row_bytes = (content.x.nbytes + content.y.nbytes) // len(content.y)
-        memories["as many bytes as the closed form"] = (ours["bytes"] // row_bytes, settings.large_grid)
+        memories["as many bytes as the closed form"] = (
+            ours["bytes"] // row_bytes,
+            settings.large_grid,
+        )
     rows = {}
     losses: dict[Loss, str] = {"seen": "ER", "adjusted": "logit-adjusted ER"}
     for loss, title in losses.items():
@@ -168,20 +190,29 @@ def _controls(
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Returns mean and spread of every row of both streams, and the first head against each."""
     heads = {"few": settings.few_heads[0].name, "full": settings.full_heads[0].name}
-    return {name: compared([numbers[name] for numbers in seeds.values()], heads[name]) for name in STREAMS}
+    return {
+        name: compared([numbers[name] for numbers in seeds.values()], heads[name])
+        for name in STREAMS
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """Returns one Markdown table a stream."""
     lines = []
     for stream, title in STREAMS.items():
-        lines += [f"### One-pass 7×7 Split Fashion-MNIST, {title}", "", *markdown(result["summary"][stream]), ""]
+        lines += [
+            f"### One-pass 7×7 Split Fashion-MNIST, {title}",
+            "",
+            *markdown(result["summary"][stream]),
+            "",
+        ]
     lines.append(
-        f"Paper, 500 images a class: GrapNet plastic {PAPER['plastic, 500 a class']}, "
-        f"dense-256 {PAPER['dense-256, 500 a class']}, with {PAPER['stored numbers']:,} stored numbers. Ours keeps "
-        "sums and no image; the incoming relations of its nodes are random and fixed from the start. Learning rates, "
-        "updates a batch and ridges are chosen for every head and seed on training images that it did not learn. "
-        "Offline training sees all images at once, again and again: it is what forgetting and one pass cost."
+        f"Paper, 500 images a class: GrapNet plastic {PAPER['plastic, 500 a class']}, dense-256"
+        f" {PAPER['dense-256, 500 a class']}, with {PAPER['stored numbers']:,} stored numbers. Ours"
+        " keeps sums and no image; the incoming relations of its nodes are random and fixed from"
+        " the start. Learning rates, updates a batch and ridges are chosen for every head and seed"
+        " on training images that it did not learn. Offline training sees all images at once,"
+        " again and again: it is what forgetting and one pass cost."
     )
     if result["settings"]["data"] != "fashion":
         lines += ["", "Made-up images: these numbers say nothing about Fashion-MNIST."]
@@ -192,17 +223,22 @@ def missed(result: dict[str, Any]) -> list[str]:
     """Returns a line for every bar that the result misses."""
     settings = result["settings"]
     if settings["data"] != "fashion" or len(settings["seeds"]) < 10:
-        return ["this was a fast run or one of few seeds: the bars are about ten seeds of Fashion-MNIST"]
+        return [
+            "this was a fast run or one of few seeds: the bars are about ten seeds of Fashion-MNIST"
+        ]
     lines = []
     for stream, bar in BARS.items():
         name, row = next(iter(result["summary"][stream].items()))
         if not row["seen_class"]["mean"] >= bar:
-            lines.append(f"{stream}: {name} reaches {row['seen_class']['mean']:.2f}, the bar is {bar:.2f}")
+            lines.append(
+                f"{stream}: {name} reaches {row['seen_class']['mean']:.2f}, the bar is {bar:.2f}"
+            )
         if row["images"]:
             lines.append(f"{stream}: {name} stores {row['images']:,} images, and is to store none")
         if stream == "few" and row["numbers"] > PAPER["stored numbers"]:
             lines.append(
-                f"few: {name} stores {row['numbers']:,} numbers, the replay memory {PAPER['stored numbers']:,}"
+                f"few: {name} stores {row['numbers']:,} numbers, the replay memory"
+                f" {PAPER['stored numbers']:,}"
             )
     return lines
 
@@ -214,11 +250,17 @@ def draw(result: dict[str, Any], axes: Any) -> None:
     lines[STREAMS["few"]]["the paper's plastic head"] = PAPER["plastic, 500 a class"]
     said = []
     for stream, words in STREAMS.items():
-        ours, *others = ((name, row["seen_class"]["mean"], row["images"]) for name, row in found[stream].items())
-        best = max(mean for name, mean, images in others if images and not name.startswith("offline"))
+        ours, *others = (
+            (name, row["seen_class"]["mean"], row["images"]) for name, row in found[stream].items()
+        )
+        best = max(
+            mean for name, mean, images in others if images and not name.startswith("offline")
+        )
         said.append(f"{ours[1]:.1f} on {words} (best replay {best:.1f})")
     title = f"A solved readout without a stored image: {', '.join(said)}"
-    stream_bars(axes, {words: found[stream] for stream, words in STREAMS.items()}, title=title, lines=lines)
+    stream_bars(
+        axes, {words: found[stream] for stream, words in STREAMS.items()}, title=title, lines=lines
+    )
 
 
 STUDY = Study("closed_form", Settings(), FAST, one_seed, summarise, table, missed, draw)

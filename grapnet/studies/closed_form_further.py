@@ -1,23 +1,31 @@
-"""Further than plain random nodes: what else a solved readout can stand on, in one pass over 7×7 Fashion-MNIST.
+"""Further than plain random nodes: what else a solved readout can stand on, in one pass over 7×7
+Fashion-MNIST.
 
-`python -m grapnet.studies.closed_form_further --json FILE` writes what it finds. Nodes are really cut and grown by
-edits, and the readout's sums follow them. Ridges, shares and learning rates are chosen on training images that were not
-learned. Nodes that are learned on, differences from, or compressed by the first task use its images twice.
+`python -m grapnet.studies.closed_form_further --json FILE` writes what it finds. Nodes are really
+cut and grown by edits, and the readout's sums follow them. Ridges, shares and learning rates are
+chosen on training images that were not learned. Nodes that are learned on, differences from, or
+compressed by the first task use its images twice.
 
-What was tried before the settings were fixed, on held-out training images of seeds 0 to 2, where plain nodes reach
-85.63, 85.69 and 85.91 (1,000 silu, 5,000 images a class) and 81.81, 81.61 and 81.94 (210 softplus, 500 a class):
+What was tried before the settings were fixed, on held-out training images of seeds 0 to 2, where
+plain nodes reach 85.63, 85.69 and 85.91 (1,000 silu, 5,000 images a class) and 81.81, 81.61 and
+81.94 (210 softplus, 500 a class):
 
-- Other nodes, seed 0, 1,000 of them: windows of 2×2 to 6×6 84.7, 85.2, 85.2, 85.4, 85.7; smooth weights 85.1, 85.4;
-  weights shaped by the covariance of the first task 84.0 to 85.6; differences of images 84.2, of all tasks 84.4; biases
-  at images 85.7; right angles 85.8, 85.8, 86.0 (few images: 81.8, 81.9, 81.3); softplus 85.7, gelu 85.6, sin 85.4, tanh
-  85.3, relu 85.0; half products of two inputs 85.4; the inputs beside the nodes 85.6; two random layers 85.5.
-- Learned nodes, seed 0: those of a net trained on all tasks at once, which no stream allows, give no more than 86.1;
-  of the first task 85.7, half of them 85.8; of a replayed net 85.7, even with the sums that it could not have.
-- Two heads of the same numbers, seed 1, few images: 81.0. Mirrored images in the sums, seed 0: 84.8; brightened: 85.5.
-- Sifting from 630 to 210 nodes by |w| · deviation 82.4, 82.4, 81.9, by loss 82.7, 82.5, 82.5; by loss after the last
-  task only 83.0, 82.8, 82.6, after the first only 81.9, 82.0, 81.5, which is no better than at random. From 1,500 to
-  1,000 nodes it gained 0.31 and 0.05 on the test images of seeds 0 and 1; from 3,000 0.55, 0.65, and 0.35 on seed 2.
-- The ridge chosen on 500 stored images that left the sums for it: +0.00, +0.04 and +0.06 on the test images.
+- Other nodes, seed 0, 1,000 of them: windows of 2×2 to 6×6 84.7, 85.2, 85.2, 85.4, 85.7; smooth
+  weights 85.1, 85.4; weights shaped by the covariance of the first task 84.0 to 85.6; differences
+  of images 84.2, of all tasks 84.4; biases at images 85.7; right angles 85.8, 85.8, 86.0 (few
+  images: 81.8, 81.9, 81.3); softplus 85.7, gelu 85.6, sin 85.4, tanh 85.3, relu 85.0; half products
+  of two inputs 85.4; the inputs beside the nodes 85.6; two random layers 85.5.
+- Learned nodes, seed 0: those of a net trained on all tasks at once, which no stream allows, give
+  no more than 86.1; of the first task 85.7, half of them 85.8; of a replayed net 85.7, even with
+  the sums that it could not have.
+- Two heads of the same numbers, seed 1, few images: 81.0. Mirrored images in the sums, seed 0:
+  84.8; brightened: 85.5.
+- Sifting from 630 to 210 nodes by |w| · deviation 82.4, 82.4, 81.9, by loss 82.7, 82.5, 82.5; by
+  loss after the last task only 83.0, 82.8, 82.6, after the first only 81.9, 82.0, 81.5, which is no
+  better than at random. From 1,500 to 1,000 nodes it gained 0.31 and 0.05 on the test images of
+  seeds 0 and 1; from 3,000 0.55, 0.65, and 0.35 on seed 2.
+- The ridge chosen on 500 stored images that left the sums for it: +0.00, +0.04 and +0.06 on the
+  test images.
 """
 
 import time
@@ -45,7 +53,17 @@ from .closed_form import STREAMS, images
 from .command import Study, main
 from .drawing import stream_bars
 from .further_heads import EstimatedPast, Logits, Way, best_of, score, take_in
-from .stream_heads import TASKS, Choice, Head, compared, dense, markdown, random_net, replay_row, trained
+from .stream_heads import (
+    TASKS,
+    Choice,
+    Head,
+    compared,
+    dense,
+    markdown,
+    random_net,
+    replay_row,
+    trained,
+)
 
 DRAWINGS: dict[str, heads.Draw] = {
     "nodes related to 5×5 windows": heads.windows,
@@ -73,16 +91,27 @@ ROWS = (*DRAWINGS, SIFTED, AT_RANDOM, KEPT, *WAYS.values(), *HYBRIDS)  # besides
 
 @dataclass(frozen=True)
 class Settings:
-    """What else than plainly drawn nodes a solved readout can stand on, and what replay adds to it."""
+    """What else than plainly drawn nodes a solved readout can stand on, and what replay adds to
+    it.
+    """
 
     seeds: tuple[int, ...] = tuple(range(20, 30))
     data: str = "fashion"  # or "made-up": patterns of the same shape, for a run without the images
     few: int = 500  # images a class of the short stream
-    trial: int = 1000  # images a class that choices for the full stream are made with; the others judge them
+    trial: int = (
+        1000  # images a class that choices for the full stream are made with; the others judge them
+    )
     judged: int = 10_000  # about how many of these do
-    head: tuple[Head, Head] = (Head("softplus", 210, "float32"), Head("silu", 1000))  # of the short and the full stream
-    start: tuple[int, int] = (630, 3000)  # nodes that sifting begins with; it ends with those of the head
-    steps: int = 8  # in which the nodes of a task are sifted out, the others being looked at again after each
+    head: tuple[Head, Head] = (
+        Head("softplus", 210, "float32"),
+        Head("silu", 1000),
+    )  # of the short and the full stream
+    start: tuple[int, int] = (
+        630,
+        3000,
+    )  # nodes that sifting begins with; it ends with those of the head
+    # in which the nodes of a task are sifted out, the others being looked at again after each
+    steps: int = 8
     turnover: float = 0.2  # share of the nodes that is replaced after every task but the last
     ridges: tuple[float, ...] = (0.1, 1.0, 10.0)  # to choose from
     memory: int = 500  # images, where some are stored
@@ -91,8 +120,17 @@ class Settings:
     rate: float = 2e-3  # of its Adam
     updates: tuple[int, int] = (8, 1)  # a batch, of that head
     scale: float = 10.0  # from solved targets, which are 0 and 1, to logits
-    shares: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3)  # of the other head in an average, to choose from
-    tuning_rates: tuple[float, ...] = (1e-5, 1e-4, 1e-3)  # of Adam, for tuning the solved readout, to choose from
+    shares: tuple[float, ...] = (
+        0.05,
+        0.1,
+        0.2,
+        0.3,
+    )  # of the other head in an average, to choose from
+    tuning_rates: tuple[float, ...] = (
+        1e-5,
+        1e-4,
+        1e-3,
+    )  # of Adam, for tuning the solved readout, to choose from
     tuning: int = 200  # updates
 
 
@@ -125,9 +163,14 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     train, test = images(settings.data, seed)
     found = {}
     for place, name in enumerate(STREAMS):
-        counts = (settings.few,) * 2 if name == "few" else (int(train.y.bincount().min()), settings.trial)
+        counts = (
+            (settings.few,) * 2
+            if name == "few"
+            else (int(train.y.bincount().min()), settings.trial)
+        )
         stream, trial = (
-            TaskStream(train.x, train.y, tasks=TASKS, batch=settings.batch, seed=seed, per_class=n) for n in counts
+            TaskStream(train.x, train.y, tasks=TASKS, batch=settings.batch, seed=seed, per_class=n)
+            for n in counts
         )
         left = trial.left_out
         thin = max(1, len(left.y) // settings.judged)
@@ -160,7 +203,9 @@ def _plain_net(setup: Setup, nodes: int) -> gn.GrapNet:
 
 
 def _readout(setup: Setup, net: gn.GrapNet, ridge: float) -> ClosedFormReadout:
-    return ClosedFormReadout(net, ridge=ridge, late_nodes="silent", dtype=getattr(torch, setup.head.sums))
+    return ClosedFormReadout(
+        net, ridge=ridge, late_nodes="silent", dtype=getattr(torch, setup.head.sums)
+    )
 
 
 def _chosen(setup: Setup, net: gn.GrapNet) -> ClosedFormReadout:
@@ -169,7 +214,9 @@ def _chosen(setup: Setup, net: gn.GrapNet) -> ClosedFormReadout:
     for task in setup.choice.trial:
         take_in(readout, task.content)
     said, sums = readout.features(held_out.x), readout.statistics
-    readout.ridge = max(setup.settings.ridges, key=lambda ridge: score(sums.solve(ridge)(said), held_out.y))
+    readout.ridge = max(
+        setup.settings.ridges, key=lambda ridge: score(sums.solve(ridge)(said), held_out.y)
+    )
     return readout
 
 
@@ -182,9 +229,14 @@ def _learnt(
 ) -> tuple[ClosedFormReadout, dict[str, Any]]:
     """Returns a readout that was solved after every task of the stream, and its row.
 
-    `between` is called when a task has come in, before it is solved; `past` is that of the nodes which it grows.
+    `between` is called when a task has come in, before it is solved; `past` is that of the nodes
+    which it grows.
     """
-    readout, matrix, test = past.readout if past else _readout(setup, net, ridge), AccuracyMatrix(), setup.choice.test
+    readout, matrix, test = (
+        past.readout if past else _readout(setup, net, ridge),
+        AccuracyMatrix(),
+        setup.choice.test,
+    )
     seconds, most = 0.0, 0
     for task in setup.choice.stream:
         start = time.perf_counter()
@@ -195,8 +247,18 @@ def _learnt(
         past.solve(ridge) if past else readout.solve()
         seconds += time.perf_counter() - start
         matrix.add(evaluate(net, test.x, test.y, TASKS[: task.number + 1], task.seen))
-    measured = {name: 100 * getattr(matrix, name) for name in ("seen_class", "task_local", "forgetting")}
-    row = measured | _stored(readout) | {"most_numbers": most, "seconds": seconds, "chosen": {"ridge": ridge}}
+    measured = {
+        name: 100 * getattr(matrix, name) for name in ("seen_class", "task_local", "forgetting")
+    }
+    row = (
+        measured
+        | _stored(readout)
+        | {
+            "most_numbers": most,
+            "seconds": seconds,
+            "chosen": {"ridge": ridge},
+        }
+    )
     return readout, row
 
 
@@ -206,18 +268,26 @@ def _sifted(setup: Setup, ridge: float, *, at_random: bool) -> dict[str, Any]:
 
     def between(task: Task, readout: ClosedFormReadout) -> None:
         sums = readout.statistics
-        count = sums.n_features - setup.start + (setup.start - setup.head.nodes) * (task.number + 1) // tasks
+        count = (
+            sums.n_features
+            - setup.start
+            + (setup.start - setup.head.nodes) * (task.number + 1) // tasks
+        )
         if at_random:
             rows = torch.randperm(sums.n_features, generator=generator)[:count].sort().values
         else:
-            rows = heads.weakest(sums.gram(), sums.cross(), ridge, count, steps=setup.settings.steps)
+            rows = heads.weakest(
+                sums.gram(), sums.cross(), ridge, count, steps=setup.settings.steps
+            )
         heads.remove(readout.net, rows)
 
     return _learnt(setup, _plain_net(setup, setup.start), ridge, between)[1]
 
 
 def _turned_over(setup: Setup, ridge: float, way: Way) -> dict[str, Any]:
-    """Returns the row of a head whose least useful nodes make room for better drawn ones after every task."""
+    """Returns the row of a head whose least useful nodes make room for better drawn ones after
+    every task.
+    """
     settings, net = setup.settings, _plain_net(setup, setup.head.nodes)
     past = EstimatedPast(_readout(setup, net, ridge), way)
     memory, generator = _memory(setup), torch.Generator().manual_seed(setup.seed)
@@ -232,32 +302,51 @@ def _turned_over(setup: Setup, ridge: float, way: Way) -> dict[str, Any]:
         with torch.no_grad():
             residual = nn.functional.one_hot(stored.y, net.sizes[-1]) - net(stored.x)
         rows = heads.weakest(*past.sums(), ridge, count, steps=settings.steps)
-        heads.replace(net, rows, *heads.better_drawn(stored, residual, count, setup.head.activation, generator))
+        heads.replace(
+            net,
+            rows,
+            *heads.better_drawn(stored, residual, count, setup.head.activation, generator),
+        )
         past.replaced(rows, stored)
 
     return _with(_learnt(setup, net, ridge, between, past)[1], memory)
 
 
-def _hybrids(setup: Setup, trial: ClosedFormReadout, readout: ClosedFormReadout) -> dict[str, dict[str, Any]]:
-    """Returns the rows of the plain head together with stored images, or with sums of the inputs by class."""
+def _hybrids(
+    setup: Setup, trial: ClosedFormReadout, readout: ClosedFormReadout
+) -> dict[str, dict[str, Any]]:
+    """Returns the rows of the plain head together with stored images, or with sums of the inputs by
+    class.
+    """
     settings, choice, stored = setup.settings, setup.choice, _stored(readout)
     streams, readouts = (choice.trial, choice.stream), (trial, readout)
     memories = _memory(setup), _memory(setup)
-    inputs = tuple(GramStatistics(choice.test.x.shape[1], 10, per_class=True, dtype=readout.dtype) for _ in range(2))
+    inputs = tuple(
+        GramStatistics(choice.test.x.shape[1], 10, per_class=True, dtype=readout.dtype)
+        for _ in range(2)
+    )
     for stream, memory, sums in zip(streams, memories, inputs, strict=True):
         for task in stream:
             memory.add(task.content.x, task.content.y)
             sums.add(task.content.x, task.content.y)
     how = {"updates": settings.tuning, "batch": settings.batch, "scale": settings.scale}
     tuned = {
-        rate: [heads.tuned(*side, rate=rate, **how) for side in zip(readouts, memories, strict=True)]
+        rate: [
+            heads.tuned(*side, rate=rate, **how) for side in zip(readouts, memories, strict=True)
+        ]
         for rate in settings.tuning_rates
     }
     own = [_solved(found) for found in readouts]
-    others = [_replayed(setup, stream) for stream in streams], [heads.quadratic_discriminant(sums) for sums in inputs]
+    others = (
+        [_replayed(setup, stream) for stream in streams],
+        [heads.quadratic_discriminant(sums) for sums in inputs],
+    )
     shares = [
         {
-            share: [heads.averaged(*pair, share, settings.scale) for pair in zip(own, other, strict=True)]
+            share: [
+                heads.averaged(*pair, share, settings.scale)
+                for pair in zip(own, other, strict=True)
+            ]
             for share in settings.shares
         }
         for other in others
@@ -268,7 +357,9 @@ def _hybrids(setup: Setup, trial: ClosedFormReadout, readout: ClosedFormReadout)
         best_of(choice, shares[1], "share"),
     )
     kept = (memories[1], memories[1], inputs[1])
-    return {name: _with(stored | row, more) for name, row, more in zip(HYBRIDS, rows, kept, strict=True)}
+    return {
+        name: _with(stored | row, more) for name, row, more in zip(HYBRIDS, rows, kept, strict=True)
+    }
 
 
 def _solved(readout: ClosedFormReadout) -> Logits:
@@ -301,7 +392,12 @@ def table(result: dict[str, Any]) -> str:
     settings, lines = result["settings"], []
     for (stream, title), start in zip(STREAMS.items(), settings["start"], strict=True):
         rows, most = result["summary"][stream], result["summary"]["at first"][stream]
-        lines += [f"### Further than plain random nodes: 7×7 Split Fashion-MNIST, {title}", "", *markdown(rows), ""]
+        lines += [
+            f"### Further than plain random nodes: 7×7 Split Fashion-MNIST, {title}",
+            "",
+            *markdown(rows),
+            "",
+        ]
         lines += [f"More nodes are {start:,}; sifting stores {most:,} numbers at first.", ""]
     if settings["data"] != "fashion":
         lines += ["Made-up images: these numbers say nothing about Fashion-MNIST."]
@@ -309,25 +405,41 @@ def table(result: dict[str, Any]) -> str:
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """Returns a line for every row that is missing, and where sifting does not lead what it is to lead."""
+    """Returns a line for every row that is missing, and where sifting does not lead what it is to
+    lead.
+    """
     settings, lines = result["settings"], []
     if settings["data"] != "fashion" or len(settings["seeds"]) < 10:
-        return ["this was a fast run or one of few seeds: what it claims is about ten seeds of Fashion-MNIST"]
+        return [
+            "this was a fast run or one of few seeds: what it claims is about ten seeds of"
+            " Fashion-MNIST"
+        ]
     for stream in STREAMS:
         rows = result["summary"][stream]
         lines += [f"{stream}: there is no row {name!r}" for name in ROWS if name not in rows]
         for other in (next(iter(rows)), AT_RANDOM):
             pair = [rows[name]["seen_class"]["mean"] for name in (SIFTED, other) if name in rows]
             if len(pair) == 2 and not pair[0] > pair[1]:
-                lines.append(f"{stream}: sifting out the least useful reaches {pair[0]:.2f}, {other} {pair[1]:.2f}")
+                lines.append(
+                    f"{stream}: sifting out the least useful reaches {pair[0]:.2f}, {other}"
+                    f" {pair[1]:.2f}"
+                )
     return lines
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
     """Draws the seen-class accuracy of every head on both streams, and what it stores."""
     streams = {words: result["summary"][stream] for stream, words in STREAMS.items()}
-    lines = {words: {"plain head": next(iter(rows.values()))["seen_class"]["mean"]} for words, rows in streams.items()}
-    stream_bars(axes, streams, title="Other nodes than plainly drawn ones, and what replay adds", lines=lines)
+    lines = {
+        words: {"plain head": next(iter(rows.values()))["seen_class"]["mean"]}
+        for words, rows in streams.items()
+    }
+    stream_bars(
+        axes,
+        streams,
+        title="Other nodes than plainly drawn ones, and what replay adds",
+        lines=lines,
+    )
 
 
 def _memory(setup: Setup) -> ReservoirMemory:

@@ -1,6 +1,8 @@
-"""The forms in which studies draw what they found: rows of dots or bars, with whiskers and the paper's intervals.
+"""The forms in which studies draw what they found: rows of dots or bars, with whiskers and the
+paper's intervals.
 
-matplotlib is imported only when something is drawn; figures belong to nobody's global state and need no screen.
+matplotlib is imported only when something is drawn; figures belong to nobody's global state and
+need no screen.
 """
 
 import argparse
@@ -22,7 +24,9 @@ Limits = tuple[float | None, float | None]  # None: where the values end
 
 _INCHES = (5.5, 0.28)  # of the axes, whatever their labels need: width, and height of a line
 _BLUE, _SKY, _ORANGE, _GREY = "#0072B2", "#56B4E9", "#D55E00", "#999999"  # Okabe and Ito's
-_MARKS: tuple[dict[str, Any], ...] = (  # of different shapes and fills, for those who see no colours
+_MARKS: tuple[
+    dict[str, Any], ...
+] = (  # of different shapes and fills, for those who see no colours
     {"marker": "o", "markersize": 5, "color": "black", "markerfacecolor": "white"},
     {"marker": "^", "markersize": 5, "color": _ORANGE},
     {"marker": "s", "markersize": 4.5, "color": _SKY, "markeredgecolor": "black"},
@@ -33,7 +37,9 @@ _APART = {1: 0.0, 2: 0.28, 3: 0.25, 4: 0.2}  # of a line, between the series of 
 
 
 class Value(NamedTuple):
-    """A number and the ends of its whisker or of its box; without ends it is known exactly, or once."""
+    """A number and the ends of its whisker or of its box; without ends it is known exactly, or
+    once.
+    """
 
     mean: float
     low: float | None = None
@@ -77,7 +83,9 @@ def spread(figure: Sequence[float]) -> Value:
     return Value(mean, mean - std, mean + std)
 
 
-def dots(axes: "Axes", groups: Sequence[Group], *, title: str, label: str, limits: Limits = (None, None)) -> None:
+def dots(
+    axes: "Axes", groups: Sequence[Group], *, title: str, label: str, limits: Limits = (None, None)
+) -> None:
     """Draws one mark a value, with its whisker, over the paper's strokes and boxes.
 
     Args:
@@ -87,12 +95,17 @@ def dots(axes: "Axes", groups: Sequence[Group], *, title: str, label: str, limit
         label: of the values.
         limits: of the axis; whiskers may leave them.
     """
-    series = list(dict.fromkeys(name for group in groups for row in group.rows for name in row.values))
+    series = list(
+        dict.fromkeys(name for group in groups for row in group.rows for name in row.values)
+    )
     marks = dict(zip(series, (_MARKS[n] for n in _CHOSEN[len(series)]), strict=True))
     for y, row in _lines(axes, groups):
         _draw_paper(axes, y, row)
         for name, value in row.values.items():
-            style, at = marks[name], y + _APART[len(series)] * (series.index(name) - (len(series) - 1) / 2)
+            style, at = (
+                marks[name],
+                y + _APART[len(series)] * (series.index(name) - (len(series) - 1) / 2),
+            )
             axes.plot([value.mean], [at], linestyle="none", label=name, zorder=3, **style)
             _draw_whisker(axes, at, value, style["color"])
     _finish(axes, title, label, limits)
@@ -139,11 +152,13 @@ def stream_bars(
     lines: Mapping[str, Mapping[str, float]],
     papers: Mapping[str, Mapping[str, Sequence[float]]] | None = None,
 ) -> None:
-    """Draws the seen-class accuracies of heads on streams as bars, and at their right what each stores.
+    """Draws the seen-class accuracies of heads on streams as bars, and at their right what each
+    stores.
 
     Args:
         axes: to draw into.
-        streams: by heading, the rows as `stream_heads.compared` returns them; the first of each is ours.
+        streams: by heading, the rows as `stream_heads.compared` returns them; the first of each is
+            ours.
         title: what the study found, in a sentence.
         lines: by heading, vertical lines by name.
         papers: by heading, published mean and standard deviation by row.
@@ -172,9 +187,14 @@ def shares(axes: "Axes") -> None:
 
 
 def differences(axes: "Axes") -> None:
-    """Gives rounding errors a logarithmic axis with an exact 0 at its left; called once they are drawn."""
+    """Gives rounding errors a logarithmic axis with an exact 0 at its left; called once they are
+    drawn.
+    """
     found = [float(x) for line in axes.get_lines() for x in line.get_xdata() if x > 0]  # pyright: ignore
-    smallest, largest = (f"{value:e}".partition("e")[2] for value in (min(found, default=1e-16), max(found, default=1)))
+    smallest, largest = (
+        f"{value:e}".partition("e")[2]
+        for value in (min(found, default=1e-16), max(found, default=1))
+    )
     low, high = int(smallest), int(largest) + 1
     axes.set_xscale("symlog", linthresh=10.0**low, linscale=0.8)
     step = max(1, (high - low + 5) // 6)
@@ -185,10 +205,14 @@ def differences(axes: "Axes") -> None:
 
 
 def picture_path(text: str) -> Path:
-    """Returns the path of a picture, as a type of argparse: it says at once what would fail when all seeds are done."""
+    """Returns the path of a picture, as a type of argparse: it says at once what would fail when
+    all seeds are done.
+    """
     path = Path(text)
     if path.suffix.lower() not in PICTURES:
-        raise argparse.ArgumentTypeError(f"{text} is no picture that can be written: end it in {', '.join(PICTURES)}")
+        raise argparse.ArgumentTypeError(
+            f"{text} is no picture that can be written: end it in {', '.join(PICTURES)}"
+        )
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder")
     try:
@@ -199,14 +223,18 @@ def picture_path(text: str) -> Path:
 
 
 def drawn(draw: Draw, result: dict[str, Any]) -> "Figure":
-    """Returns the picture of a result, as high as its lines need; that of a fast run says that it is one."""
+    """Returns the picture of a result, as high as its lines need; that of a fast run says that it
+    is one.
+    """
     figure: Figure = require("matplotlib.figure", "studies").Figure()
     axes = figure.add_axes((0, 0, 1, 1))  # labels lie outside: `plot.save` makes room for them
     draw(result, axes)
     settings = result["settings"]
     if settings.get("fast") or "made-up" in settings.values():
         axes.set_title(
-            f"{axes.get_title('left')}\nA fast run: no number here means anything.", loc="left", fontsize=10.5
+            f"{axes.get_title('left')}\nA fast run: no number here means anything.",
+            loc="left",
+            fontsize=10.5,
         )
     low, high = axes.get_ylim()
     figure.set_size_inches(_INCHES[0], max(1.0, _INCHES[1] * abs(high - low)))
@@ -214,18 +242,32 @@ def drawn(draw: Draw, result: dict[str, Any]) -> "Figure":
 
 
 def _lines(axes: "Axes", groups: Sequence[Group]) -> Iterator[tuple[int, Row]]:
-    """Yields every row with its line, counted from the top, and writes names, notes, headings and vertical lines."""
+    """Yields every row with its line, counted from the top, and writes names, notes, headings and
+    vertical lines.
+    """
     names, y = {}, 0
     for group in groups:
         if group.title:
-            axes.text(0.008, y, group.title, transform=axes.get_yaxis_transform(), va="center", weight="bold", zorder=4)
+            axes.text(
+                0.008,
+                y,
+                group.title,
+                transform=axes.get_yaxis_transform(),
+                va="center",
+                weight="bold",
+                zorder=4,
+            )
             y += 1
         ends = y - 0.5, y + len(group.rows) - 0.5
         for (name, x), style in zip(group.lines.items(), ("--", ":", "-."), strict=False):
-            axes.plot([x, x], ends, linestyle=style, color="black", linewidth=1, label=name, zorder=2)
+            axes.plot(
+                [x, x], ends, linestyle=style, color="black", linewidth=1, label=name, zorder=2
+            )
         for row in group.rows:
             names[y] = row.name
-            axes.text(1.015, y, row.note, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5)
+            axes.text(
+                1.015, y, row.note, transform=axes.get_yaxis_transform(), va="center", fontsize=8.5
+            )
             yield y, row
             y += 1
     axes.set_yticks(list(names), list(names.values()))
@@ -234,15 +276,39 @@ def _lines(axes: "Axes", groups: Sequence[Group]) -> Iterator[tuple[int, Row]]:
 
 def _draw_whisker(axes: "Axes", y: float, value: Value, color: str) -> None:
     if value.low is not None and value.high is not None:
-        axes.plot([value.low, value.high], [y, y], color=color, linewidth=1.2, marker="|", markersize=4, zorder=2.5)
+        axes.plot(
+            [value.low, value.high],
+            [y, y],
+            color=color,
+            linewidth=1.2,
+            marker="|",
+            markersize=4,
+            zorder=2.5,
+        )
 
 
 def _draw_paper(axes: "Axes", y: float, row: Row) -> None:
     for one in row.paper:
         if one.low is not None and one.high is not None:
-            axes.barh(y, one.high - one.low, left=one.low, height=0.8, color="black", alpha=0.2, zorder=1.5)
+            axes.barh(
+                y,
+                one.high - one.low,
+                left=one.low,
+                height=0.8,
+                color="black",
+                alpha=0.2,
+                zorder=1.5,
+            )
         ends = [y - 0.4, y + 0.4]
-        axes.plot([one.mean] * 2, ends, color="black", linewidth=2, label="paper", zorder=2, solid_capstyle="butt")
+        axes.plot(
+            [one.mean] * 2,
+            ends,
+            color="black",
+            linewidth=2,
+            label="paper",
+            zorder=2,
+            solid_capstyle="butt",
+        )
 
 
 def _finish(axes: "Axes", title: str, label: str, limits: Limits) -> None:
@@ -257,7 +323,12 @@ def _finish(axes: "Axes", title: str, label: str, limits: Limits) -> None:
         axes.spines[side].set_visible(False)
     named = {text: handle for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
     if named:  # below the label, however high the axes are
-        below = {"loc": "upper left", "bbox_to_anchor": (0, 0), "borderaxespad": 4.2, "frameon": False}
+        below = {
+            "loc": "upper left",
+            "bbox_to_anchor": (0, 0),
+            "borderaxespad": 4.2,
+            "frameon": False,
+        }
         axes.legend(list(named.values()), list(named), ncols=2, fontsize=9, **below)
 
 

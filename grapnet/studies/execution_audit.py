@@ -1,8 +1,10 @@
-"""The execution audit: other ways to run the same graph compute the same, and how much faster they are.
+"""The execution audit: other ways to run the same graph compute the same, and how much faster they
+are.
 
-`python -m grapnet.studies.execution_audit --json FILE` writes differences and ratios of times beside the paper's. What
-is compared takes turns in one process, and a ratio is the median over the rounds of the ratio within a round. The paper
-does not say how large the values were that differ by 2.24e-8; ours stand as a share of the largest, too.
+`python -m grapnet.studies.execution_audit --json FILE` writes differences and ratios of times
+beside the paper's. What is compared takes turns in one process, and a ratio is the median over the
+rounds of the ratio within a round. The paper does not say how large the values were that differ by
+2.24e-8; ours stand as a share of the largest, too.
 """
 
 import time
@@ -43,7 +45,8 @@ PAPER = {
 BARS = {
     "float32": 1e-6,  # the largest difference that is rounding, as a share of the largest value
     "float64": 1e-14,
-    "points": 0.0,  # by which accuracy and forgetting may differ in float64, where rounding decides about no image
+    # by which accuracy and forgetting may differ in float64, where rounding decides about no image
+    "points": 0.0,
     "stream": 1.15,  # the grown head's training time over that of dense-256
     "task": 1.3,  # the same for every task
 }
@@ -55,7 +58,9 @@ Images = tuple[Tensor, Tensor, Tensor, Tensor]  # rows and classes to train on, 
 
 @dataclass(frozen=True)
 class Settings:
-    """Family, auto, snapshot and compiled execution against the reference, on the paper's stream (R1)."""
+    """Family, auto, snapshot and compiled execution against the reference, on the paper's stream
+    (R1).
+    """
 
     data: str = "fashion"  # or "made-up"
     nodes: int = 48  # grown a task
@@ -96,13 +101,22 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     objectives = {"ER": ExperienceReplay(), "DER++": DERpp(settings.alpha, settings.beta)}
     return {
         "exact": {
-            name: family_differences(x.to(dtype), y, nodes=settings.nodes, cut=settings.cut, seed=seed)
+            name: family_differences(
+                x.to(dtype), y, nodes=settings.nodes, cut=settings.cut, seed=seed
+            )
             for name, dtype in DTYPES.items()
         },
-        "training": {name: _training(settings, images, seed, objective) for name, objective in objectives.items()},
+        "training": {
+            name: _training(settings, images, seed, objective)
+            for name, objective in objectives.items()
+        },
         "whole stream": _whole_stream(settings, images, seed),
-        "snapshot": snapshot_ratios(settings.transition, settings.batch, settings.forward_rounds, seed),
-        "compiled": compiled_ratios(settings.sparse, settings.density, settings.batch, settings.forward_rounds, seed),
+        "snapshot": snapshot_ratios(
+            settings.transition, settings.batch, settings.forward_rounds, seed
+        ),
+        "compiled": compiled_ratios(
+            settings.sparse, settings.density, settings.batch, settings.forward_rounds, seed
+        ),
     }
 
 
@@ -116,7 +130,8 @@ def _images(settings: Settings) -> Images:
         squares = torch.randint(160, (10, 7, 7), generator=generator)  # one picture a class
         means = squares.repeat_interleave(4, 1).repeat_interleave(4, 2)
         x, test_x = (
-            (means[of] + torch.randint(96, (len(of), 28, 28), generator=generator)).byte() for of in (y, test_y)
+            (means[of] + torch.randint(96, (len(of), 28, 28), generator=generator)).byte()
+            for of in (y, test_y)
         )
     return normalise(downsample(x)), y, normalise(downsample(test_x)), test_y
 
@@ -129,14 +144,20 @@ def _training(settings: Settings, images: Images, seed: int, objective: Any) -> 
         _trained(settings, images, seed, objective, case, matrix)
         return {"seen": 100 * matrix.seen_class, "forgetting": 100 * matrix.forgetting}
 
-    scores = {case: scored(images, case) for case in CASES}  # these runs warm up what is timed afterwards
+    scores = {
+        case: scored(images, case) for case in CASES
+    }  # these runs warm up what is timed afterwards
     doubled = images[0].double(), images[1], images[2].double(), images[3]
     exact_scores = {case: scored(doubled, case) for case in BACKENDS}
     rounds = [
-        {case: _trained(settings, images, seed, objective, case) for case in CASES} for _ in range(settings.rounds)
+        {case: _trained(settings, images, seed, objective, case) for case in CASES}
+        for _ in range(settings.rounds)
     ]
     seconds = {case: median(sum(one[case].tasks) for one in rounds) for case in CASES}
-    faster = {case: median(sum(one["reference"].tasks) / sum(one[case].tasks) for one in rounds) for case in CASES}
+    faster = {
+        case: median(sum(one["reference"].tasks) / sum(one[case].tasks) for one in rounds)
+        for case in CASES
+    }
     return {
         "scores": scores,
         "float64 scores": exact_scores,
@@ -150,19 +171,26 @@ def _whole_stream(settings: Settings, images: Images, seed: int) -> dict[str, An
     """Returns the training times over dense where every image of the training set comes once."""
     whole = replace(settings, per_class=None)
     rounds = [
-        {case: _trained(whole, images, seed, ExperienceReplay(), case) for case in ("auto", "dense")}
+        {
+            case: _trained(whole, images, seed, ExperienceReplay(), case)
+            for case in ("auto", "dense")
+        }
         for _ in range(settings.whole_rounds)
     ]
     return _over_dense(rounds)
 
 
 def _over_dense(rounds: list[dict[str, "Trained"]]) -> dict[str, Any]:
-    """Returns the training time of the head run by auto over that of dense: stream, tasks, and without the growth."""
+    """Returns the training time of the head run by auto over that of dense: stream, tasks, and
+    without the growth.
+    """
     pairs = [(one["auto"], one["dense"]) for one in rounds]
     return {
         "stream": median(sum(net.tasks) / sum(dense.tasks) for net, dense in pairs),
         "tasks": [median(net.tasks[t] / dense.tasks[t] for net, dense in pairs) for t in range(5)],
-        "without growth": median((sum(net.tasks) - net.growth) / sum(dense.tasks) for net, dense in pairs),
+        "without growth": median(
+            (sum(net.tasks) - net.growth) / sum(dense.tasks) for net, dense in pairs
+        ),
     }
 
 
@@ -174,16 +202,28 @@ class Trained(NamedTuple):
 
 
 def _trained(
-    settings: Settings, images: Images, seed: int, objective: Any, case: str, matrix: AccuracyMatrix | None = None
+    settings: Settings,
+    images: Images,
+    seed: int,
+    objective: Any,
+    case: str,
+    matrix: AccuracyMatrix | None = None,
 ) -> Trained:
-    """Trains a head in one pass over the stream and returns the seconds that it took; fills the matrix if given."""
-    stream = TaskStream(*images[:2], tasks=5, batch=settings.batch, seed=seed, per_class=settings.per_class)
+    """Trains a head in one pass over the stream and returns the seconds that it took; fills the
+    matrix if given.
+    """
+    stream = TaskStream(
+        *images[:2], tasks=5, batch=settings.batch, seed=seed, per_class=settings.per_class
+    )
     torch.manual_seed(seed)
     if case == "dense":
         model = nn.Sequential(nn.Linear(49, 256), nn.ReLU(), nn.Linear(256, 10))
     else:
         model = gn.GrapNet([49, 0, 10], dtype=images[0].dtype)
-    optimizer, generator = torch.optim.Adam(model.parameters(), lr=settings.lr), torch.Generator().manual_seed(seed)
+    optimizer, generator = (
+        torch.optim.Adam(model.parameters(), lr=settings.lr),
+        torch.Generator().manual_seed(seed),
+    )
     if isinstance(model, gn.GrapNet):
         model.execution.use(case)
         gn.attach(optimizer, model, survivors="renew")
@@ -202,7 +242,14 @@ def _trained(
 
     memory, n = ReservoirMemory(settings.memory, seed=seed), settings.batch
     run = train_on_stream(
-        model, stream, objective, memory, optimizer, replay_batch=n, before_task=before, after_task=after
+        model,
+        stream,
+        objective,
+        memory,
+        optimizer,
+        replay_batch=n,
+        before_task=before,
+        after_task=after,
     )
     return Trained(run.seconds, sum(growth))
 
@@ -211,10 +258,16 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
     """Returns the largest differences over the seeds, and the means of accuracies and ratios."""
     ones = list(seeds.values())
     exact = {
-        dtype: {when: _worst([one["exact"][dtype][when] for one in ones]) for when in ("before", "after")}
+        dtype: {
+            when: _worst([one["exact"][dtype][when] for one in ones])
+            for when in ("before", "after")
+        }
         for dtype in DTYPES
     }
-    training = {name: _training_summary([one["training"][name] for one in ones]) for name in ones[0]["training"]}
+    training = {
+        name: _training_summary([one["training"][name] for one in ones])
+        for name in ones[0]["training"]
+    }
     snapshot = {key: fmean(one["snapshot"][key] for one in ones) for key in ones[0]["snapshot"]}
     compiled = ones[0]["compiled"]
     if "missing" not in compiled:
@@ -233,17 +286,25 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
 def _worst(found: list[dict[str, float]]) -> dict[str, float]:
     shares = {"forward": "largest output", "gradient": "largest gradient"}
     worst = {kind: max(one[kind] for one in found) for kind in shares}
-    return worst | {f"{kind} share": max(one[kind] / one[size] for one in found) for kind, size in shares.items()}
+    return worst | {
+        f"{kind} share": max(one[kind] / one[size] for one in found)
+        for kind, size in shares.items()
+    }
 
 
 def _training_summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     scores = {
-        case: {key: fmean(run["scores"][case][key] for run in runs) for key in ("seen", "forgetting")} for case in CASES
+        case: {
+            key: fmean(run["scores"][case][key] for run in runs) for key in ("seen", "forgetting")
+        }
+        for case in CASES
     }
 
     def gap(kind: str) -> float:
         pairs = [(run[kind][case], run[kind]["reference"]) for run in runs for case in BACKENDS]
-        return max(abs(one[key] - other[key]) for one, other in pairs for key in ("seen", "forgetting"))
+        return max(
+            abs(one[key] - other[key]) for one, other in pairs for key in ("seen", "forgetting")
+        )
 
     return {
         "scores": scores,
@@ -256,28 +317,62 @@ def _training_summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _mean_over_dense(found: list[dict[str, Any]]) -> dict[str, Any]:
     means = {key: fmean(one[key] for one in found) for key in ("stream", "without growth")}
-    return {**means, "tasks": [fmean(task) for task in zip(*(one["tasks"] for one in found), strict=True)]}
+    return {
+        **means,
+        "tasks": [fmean(task) for task in zip(*(one["tasks"] for one in found), strict=True)],
+    }
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the differences, the training runs and the forward passes as tables, ours beside the paper's."""
+    """Returns the differences, the training runs and the forward passes as tables, ours beside the
+    paper's.
+    """
     summary = result["summary"]
-    lines = ["| family against reference | float32 | float32, after cuts | float64 | float64, after cuts | paper |"]
+    lines = [
+        "| family against reference | float32 | float32, after cuts | float64 | float64, after cuts"
+        " | paper |"
+    ]
     lines.append("|---|---:|---:|---:|---:|---:|")
     for kind in ("forward", "gradient"):
-        cells = [summary["exact"][dtype][when][kind] for dtype in DTYPES for when in ("before", "after")]
-        lines.append(f"| {kind} | {' | '.join(f'{cell:.2e}' for cell in cells)} | {PAPER[kind]:.2e} |")
-        cells = [summary["exact"][dtype][when][f"{kind} share"] for dtype in DTYPES for when in ("before", "after")]
-        lines.append(f"| {kind}, share of the largest | {' | '.join(f'{cell:.2e}' for cell in cells)} | |")
-    lines += ["", "| head | run by | seen-class | forgetting | seconds | times faster than reference | paper |"]
+        cells = [
+            summary["exact"][dtype][when][kind] for dtype in DTYPES for when in ("before", "after")
+        ]
+        lines.append(
+            f"| {kind} | {' | '.join(f'{cell:.2e}' for cell in cells)} | {PAPER[kind]:.2e} |"
+        )
+        cells = [
+            summary["exact"][dtype][when][f"{kind} share"]
+            for dtype in DTYPES
+            for when in ("before", "after")
+        ]
+        lines.append(
+            f"| {kind}, share of the largest | {' | '.join(f'{cell:.2e}' for cell in cells)} | |"
+        )
+    lines += [
+        "",
+        (
+            "| head | run by | seen-class | forgetting | seconds | times faster than reference |"
+            " paper |"
+        ),
+    ]
     lines.append("|---|---|---:|---:|---:|---:|---:|")
     for name, found in summary["training"].items():
         for case in CASES:
             score, paper = found["scores"][case], f"{PAPER[name]}" if case == "family" else ""
-            head, by = (f"dense-256+{name}", "torch") if case == "dense" else (f"GrapNet+{name}", case)
-            cells = f"{score['seen']:.2f} | {score['forgetting']:.2f} | {found['seconds'][case]:.3f}"
+            head, by = (
+                (f"dense-256+{name}", "torch") if case == "dense" else (f"GrapNet+{name}", case)
+            )
+            cells = (
+                f"{score['seen']:.2f} | {score['forgetting']:.2f} | {found['seconds'][case]:.3f}"
+            )
             lines.append(f"| {head} | {by} | {cells} | {found['faster'][case]:.2f} | {paper} |")
-    lines += ["", "| accuracy or forgetting of family and auto, points from the reference's | float32 | float64 |"]
+    lines += [
+        "",
+        (
+            "| accuracy or forgetting of family and auto, points from the reference's | float32 |"
+            " float64 |"
+        ),
+    ]
     lines.append("|---|---:|---:|")
     for name, found in summary["training"].items():
         cells = " | ".join(f"{found['largest gap'][dtype]:.2f}" for dtype in DTYPES)
@@ -286,46 +381,87 @@ def table(result: dict[str, Any]) -> str:
     times = {f"GrapNet+{name}": found["over dense"] for name, found in summary["training"].items()}
     for name, over in {**times, "GrapNet+ER, all images": summary["whole stream"]}.items():
         cells = f"{over['stream']:.2f}, {max(over['tasks']):.2f}, {over['without growth']:.2f}"
-        said = f"training time of {name} over dense-256: stream, slowest task, stream without the growth"
+        said = (
+            f"training time of {name} over dense-256: stream, slowest task, stream without the"
+            " growth"
+        )
         lines.append(f"| {said} | {cells} | about {PAPER['dense']:.0f} |")
-    for than, paper in (("walk", PAPER["snapshot"]), ("reference", ""), ("live net", ""), ("nn.Linear", "")):
-        lines.append(f"| snapshot faster than {than}, forward | {summary['snapshot'][than]:.2f} | {paper} |")
+    for than, paper in (
+        ("walk", PAPER["snapshot"]),
+        ("reference", ""),
+        ("live net", ""),
+        ("nn.Linear", ""),
+    ):
+        lines.append(
+            f"| snapshot faster than {than}, forward | {summary['snapshot'][than]:.2f} | {paper} |"
+        )
     compiled = summary["compiled"]
     if "missing" in compiled:
         return "\n".join(
-            [*lines, f"| compiled relations | not measured: {compiled['missing']} | {PAPER['compiled']} |"]
+            [
+                *lines,
+                (
+                    f"| compiled relations | not measured: {compiled['missing']} |"
+                    f" {PAPER['compiled']} |"
+                ),
+            ]
         )
     for than, paper in (("walk", PAPER["compiled"]), ("reference", "")):
-        lines.append(f"| compiled relations faster than {than}, forward | {compiled[than]:.2f} | {paper} |")
+        lines.append(
+            f"| compiled relations faster than {than}, forward | {compiled[than]:.2f} | {paper} |"
+        )
     return "\n".join(lines)
 
 
 def missed(result: dict[str, Any]) -> list[str]:
-    """Returns one line for every bar that the result misses; compiled relations that are not installed miss none."""
-    lines, summary = (["a fast run reaches no bar"] if result["settings"]["fast"] else []), result["summary"]
+    """Returns one line for every bar that the result misses; compiled relations that are not
+    installed miss none.
+    """
+    lines, summary = (
+        (["a fast run reaches no bar"] if result["settings"]["fast"] else []),
+        result["summary"],
+    )
     for dtype in DTYPES:
         for when, found in summary["exact"][dtype].items():
             for kind in ("forward", "gradient"):
                 if not found[f"{kind} share"] <= BARS[dtype]:
                     lines.append(
-                        f"{kind} {when} the cuts in {dtype}: {found[f'{kind} share']:.1e} of the largest value"
+                        f"{kind} {when} the cuts in {dtype}: {found[f'{kind} share']:.1e} of the"
+                        " largest value"
                     )
     for name, found in summary["training"].items():
         gap = found["largest gap"]["float64"]
         if not gap <= BARS["points"]:
-            lines.append(f"{name}: accuracy or forgetting differ by {gap:.2f} points between backends in float64")
+            lines.append(
+                f"{name}: accuracy or forgetting differ by {gap:.2f} points between backends in"
+                " float64"
+            )
         if not found["faster"]["family"] >= PAPER[name]:
-            lines.append(f"{name}: family is {found['faster']['family']:.2f} times faster, the paper {PAPER[name]}")
+            lines.append(
+                f"{name}: family is {found['faster']['family']:.2f} times faster, the paper"
+                f" {PAPER[name]}"
+            )
     over = summary["training"]["ER"]["over dense"]
     if not over["stream"] <= BARS["stream"]:
-        lines.append(f"training time over dense: {over['stream']:.2f} over the stream, the bar is {BARS['stream']}")
+        lines.append(
+            f"training time over dense: {over['stream']:.2f} over the stream, the bar is"
+            f" {BARS['stream']}"
+        )
     if not max(over["tasks"]) <= BARS["task"]:
-        lines.append(f"training time over dense: {max(over['tasks']):.2f} at one task, the bar is {BARS['task']}")
+        lines.append(
+            f"training time over dense: {max(over['tasks']):.2f} at one task, the bar is"
+            f" {BARS['task']}"
+        )
     if not summary["snapshot"]["walk"] >= PAPER["snapshot"]:
-        lines.append(f"snapshot: {summary['snapshot']['walk']:.1f} times faster, the paper {PAPER['snapshot']}")
+        lines.append(
+            f"snapshot: {summary['snapshot']['walk']:.1f} times faster, the paper"
+            f" {PAPER['snapshot']}"
+        )
     compiled = summary["compiled"]
     if "missing" not in compiled and not compiled["walk"] >= PAPER["compiled"]:
-        lines.append(f"compiled: {compiled['walk']:.2f} times faster, the paper {PAPER['compiled']}")
+        lines.append(
+            f"compiled: {compiled['walk']:.2f} times faster, the paper {PAPER['compiled']}"
+        )
     return lines
 
 
@@ -343,19 +479,30 @@ def draw(result: dict[str, Any], axes: Any) -> None:
     dense += [row(f"{name}, its slowest task", max(found["tasks"])) for name, found in over.items()]
     live, forward = [], []
     for name, found in summary["training"].items():
-        live.append(row(f"GrapNet+{name} by family", 1 / found["faster"]["family"], 1 / PAPER[name]))
+        live.append(
+            row(f"GrapNet+{name} by family", 1 / found["faster"]["family"], 1 / PAPER[name])
+        )
         live.append(row(f"GrapNet+{name} by auto", 1 / found["faster"]["auto"]))
     for kind in ("snapshot", "compiled"):
-        for than in (than for than in ("walk", "reference", "live net", "nn.Linear") if than in summary[kind]):
+        for than in (
+            than for than in ("walk", "reference", "live net", "nn.Linear") if than in summary[kind]
+        ):
             paper = 1 / PAPER[kind] if than == "walk" else None
             forward.append(row(f"{kind} over {than}", 1 / summary[kind][than], paper))
     groups = [
-        Group("training, over dense-256", dense, {"as fast": 1.0, "bar of the whole stream": BARS["stream"]}),
+        Group(
+            "training, over dense-256",
+            dense,
+            {"as fast": 1.0, "bar of the whole stream": BARS["stream"]},
+        ),
         Group("training, over the reference", live, {"as fast": 1.0}),
         Group("one forward pass", forward, {"as fast": 1.0}),
     ]
     slow, quick = over["GrapNet+ER"]["stream"], summary["training"]["ER"]["faster"]["family"]
-    title = f"Training takes {slow:.2f} times as long as dense-256; family runs {quick:.1f} times as fast as reference"
+    title = (
+        f"Training takes {slow:.2f} times as long as dense-256; family runs {quick:.1f} times as"
+        " fast as reference"
+    )
     dots(axes, groups, title=title, label="time as a share of the other's (left is faster)")
     shares(axes)
 

@@ -1,4 +1,6 @@
-"""The paper's grown head, and how far its family blocks are from the reference in values and gradients."""
+"""The paper's grown head, and how far its family blocks are from the reference in values and
+gradients.
+"""
 
 from typing import Any
 
@@ -16,8 +18,11 @@ def grow(net: gn.GrapNet, task: int, nodes: int, generator: torch.Generator | No
         GrowForTask(layer=1, nodes=nodes, classes_per_task=2)(net, edit, Moment(task=task))
 
 
-def family_differences(x: Tensor, y: Tensor, *, nodes: int, cut: float, seed: int) -> dict[str, Any]:
-    """Returns how far family is from the reference on the head of five tasks, before and after relations are cut.
+def family_differences(
+    x: Tensor, y: Tensor, *, nodes: int, cut: float, seed: int
+) -> dict[str, Any]:
+    """Returns how far family is from the reference on the head of five tasks, before and after
+    relations are cut.
 
     Args:
         x: inputs [batch, 49], in the dtype to compute in.
@@ -26,7 +31,10 @@ def family_differences(x: Tensor, y: Tensor, *, nodes: int, cut: float, seed: in
         cut: share of the relations of each transition to cut, the weakest.
         seed: of the weights.
     """
-    net, generator = gn.GrapNet([x.shape[1], 0, 10], dtype=x.dtype), torch.Generator().manual_seed(seed)
+    net, generator = (
+        gn.GrapNet([x.shape[1], 0, 10], dtype=x.dtype),
+        torch.Generator().manual_seed(seed),
+    )
     for task in range(5):
         grow(net, task, nodes, generator)
     found: dict[str, Any] = {"families": [len(net.execution.families(t)) for t in (0, 1)]}
@@ -44,7 +52,9 @@ def _differences(net: gn.GrapNet, x: Tensor, y: Tensor) -> dict[str, float]:
     for backend in ("family", "reference"):
         net.execution.use(backend)
         output = net(x)
-        gradients = torch.autograd.grad(seen_class_cross_entropy(output, y, range(10)), list(net.parameters()))
+        gradients = torch.autograd.grad(
+            seen_class_cross_entropy(output, y, range(10)), list(net.parameters())
+        )
         results.append((output.detach(), torch.cat([gradient.flatten() for gradient in gradients])))
     (output, gradient), (expected, expected_gradient) = results
     return {

@@ -16,12 +16,15 @@ class Figure:
         name: what it measures.
         paper: what is printed.
         ours: finds it in the numbers of a seed.
-        std: that is printed beside it: the published interval is then one standard deviation to either side.
+        std: that is printed beside it: the published interval is then one standard deviation to
+            either side.
         interval: that is printed beside it, of 95 % confidence.
         p: that is printed beside a difference, of a paired t-test.
         exact: whether it is a count or a zero, which has to come out the same.
-        largest: whether it is a rounding error: ours is the largest over the seeds and has to be no larger.
-        population: whether the printed deviation divides by the number of seeds; ours then does so too.
+        largest: whether it is a rounding error: ours is the largest over the seeds and has to be no
+            larger.
+        population: whether the printed deviation divides by the number of seeds; ours then does so
+            too.
         digits: that are printed after the point.
     """
 
@@ -38,7 +41,9 @@ class Figure:
 
     @property
     def published(self) -> tuple[float, float] | None:
-        """Between which numbers ours has to lie to agree with the paper; None where it prints no interval."""
+        """Between which numbers ours has to lie to agree with the paper; None where it prints no
+        interval.
+        """
         if self.interval is not None:
             return self.interval
         if self.std is not None:
@@ -69,6 +74,8 @@ def at(*path: str | int) -> Callable[[Numbers], float]:
     return read
 
 
-def minus(one: Callable[[Numbers], float], other: Callable[[Numbers], float]) -> Callable[[Numbers], float]:
+def minus(
+    one: Callable[[Numbers], float], other: Callable[[Numbers], float]
+) -> Callable[[Numbers], float]:
     """Returns what reads a difference."""
     return lambda numbers: one(numbers) - other(numbers)

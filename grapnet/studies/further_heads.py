@@ -1,4 +1,6 @@
-"""Hidden nodes other than plainly drawn ones for a solved head, and how nodes are sifted and replaced between tasks."""
+"""Hidden nodes other than plainly drawn ones for a solved head, and how nodes are sifted and
+replaced between tasks.
+"""
 
 import copy
 import math
@@ -9,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.learning import Batch, ClosedFormReadout, GramStatistics, Memory, logit_adjusted_cross_entropy
+from grapnet.learning import (
+    Batch,
+    ClosedFormReadout,
+    GramStatistics,
+    Memory,
+    logit_adjusted_cross_entropy,
+)
 
 from .stream_heads import Choice, Head, dense
 
@@ -22,7 +30,9 @@ Draw = Callable[[Head, Batch, int], gn.GrapNet]  # from the content of the first
 
 
 class Layer(NamedTuple):
-    """A hidden layer: weights [parents, nodes], biases [nodes], and which of the relations exist; all by default."""
+    """A hidden layer: weights [parents, nodes], biases [nodes], and which of the relations exist;
+    all by default.
+    """
 
     weights: Tensor
     biases: Tensor
@@ -31,12 +41,18 @@ class Layer(NamedTuple):
 
 
 def fixed_net(layers: Sequence[Layer], classes: int = 10) -> gn.GrapNet:
-    """Returns a net of fixed hidden layers, the last related to every class with weight 0, to be solved for."""
+    """Returns a net of fixed hidden layers, the last related to every class with weight 0, to be
+    solved for.
+    """
     nodes = len(layers[-1].biases)
     out = Layer(torch.zeros(nodes, classes), torch.zeros(classes), "identity")
     relations = []
     for layer in (*layers, out):
-        related = torch.ones_like(layer.weights, dtype=torch.bool) if layer.related is None else layer.related
+        related = (
+            torch.ones_like(layer.weights, dtype=torch.bool)
+            if layer.related is None
+            else layer.related
+        )
         parents, children = related.nonzero(as_tuple=True)
         relations.append((parents, children, layer.weights[related]))
     net = gn.GrapNet.from_relations(
@@ -58,21 +74,34 @@ def windows(head: Head, first: Batch, seed: int, *, width: int = 5) -> gn.GrapNe
     inside = (place >= corner) & (place < corner + width)  # [rows or columns, nodes, side]
     related = (inside[0][:, :, None] & inside[1][:, None, :]).flatten(1).t().contiguous()
     weights = torch.randn(SIDE * SIDE, head.nodes, generator=generator) * (NORM / width)
-    return fixed_net([Layer(weights, torch.randn(head.nodes, generator=generator), head.activation, related)])
+    return fixed_net(
+        [Layer(weights, torch.randn(head.nodes, generator=generator), head.activation, related)]
+    )
 
 
 def differences(head: Head, first: Batch, seed: int, *, steepness: float = 4.0) -> gn.GrapNet:
-    """Returns a net whose incoming weights are differences of two images of the first task, biased to between them."""
+    """Returns a net whose incoming weights are differences of two images of the first task, biased
+    to between them.
+    """
     generator = _generator(seed)
-    one, other = (first.x[torch.randint(0, len(first.x), (head.nodes,), generator=generator)] for _ in range(2))
+    one, other = (
+        first.x[torch.randint(0, len(first.x), (head.nodes,), generator=generator)]
+        for _ in range(2)
+    )
     apart = one - other
     weights = steepness * apart / apart.square().sum(1, keepdim=True).clamp(min=1)
     between = other + torch.rand(head.nodes, 1, generator=generator) * apart
-    return fixed_net([Layer(weights.t().contiguous(), -(between * weights).sum(1), head.activation)])
+    return fixed_net(
+        [Layer(weights.t().contiguous(), -(between * weights).sum(1), head.activation)]
+    )
 
 
-def half_learned(head: Head, first: Batch, seed: int, *, rate: float = 2e-3, epochs: int = 10) -> gn.GrapNet:
-    """Returns a net half of whose nodes were trained on the first task, before its samples come in a second time."""
+def half_learned(
+    head: Head, first: Batch, seed: int, *, rate: float = 2e-3, epochs: int = 10
+) -> gn.GrapNet:
+    """Returns a net half of whose nodes were trained on the first task, before its samples come in
+    a second time.
+    """
     torch.manual_seed(seed)
     count, inputs = head.nodes // 2, first.x.shape[1]
     model = dense(inputs, count, ACTIVATIONS[head.activation])
@@ -88,8 +117,12 @@ def half_learned(head: Head, first: Batch, seed: int, *, rate: float = 2e-3, epo
     return fixed_net([Layer(weights, biases, head.activation)])
 
 
-def compressed(head: Head, first: Batch, seed: int, *, times: int = 3, looked_at: int = 2000) -> gn.GrapNet:
-    """Returns a net of more random nodes, and linear ones that are their principal directions on the first task."""
+def compressed(
+    head: Head, first: Batch, seed: int, *, times: int = 3, looked_at: int = 2000
+) -> gn.GrapNet:
+    """Returns a net of more random nodes, and linear ones that are their principal directions on
+    the first task.
+    """
     torch.manual_seed(seed)
     weights, biases = _drawn(first.x.shape[1], times * head.nodes, _generator(seed))
     said = ACTIVATIONS[head.activation]()(first.x[:looked_at] @ weights + biases)
@@ -101,8 +134,8 @@ def compressed(head: Head, first: Batch, seed: int, *, times: int = 3, looked_at
 def weakest(gram: Tensor, cross: Tensor, ridge: float, count: int, *, steps: int) -> Tensor:
     """Returns the rows of the nodes, ascending, whose removal makes the ridge loss grow least.
 
-    The loss grows by |w|² / [(gram + ridge)⁻¹]ᵢᵢ when node i goes and the others are solved for again. After every step
-    inverse and weights become exactly those without the nodes that went.
+    The loss grows by |w|² / [(gram + ridge)⁻¹]ᵢᵢ when node i goes and the others are solved for
+    again. After every step inverse and weights become exactly those without the nodes that went.
 
     Args:
         gram: Σ [h, 1] [h, 1]ᵀ.
@@ -121,22 +154,31 @@ def weakest(gram: Tensor, cross: Tensor, ridge: float, count: int, *, steps: int
         out = growth.argsort()[: min(count, at_a_time)]
         stay = torch.ones(len(left), dtype=torch.bool)
         stay[out] = False
-        share = torch.linalg.solve(inverse[out][:, out], torch.cat([inverse[out][:, stay], weights[out]], 1))
+        share = torch.linalg.solve(
+            inverse[out][:, out], torch.cat([inverse[out][:, stay], weights[out]], 1)
+        )
         lost = inverse[stay][:, out] @ share
-        inverse, weights = inverse[stay][:, stay] - lost[:, : len(lost)], weights[stay] - lost[:, len(lost) :]
+        inverse, weights = (
+            inverse[stay][:, stay] - lost[:, : len(lost)],
+            weights[stay] - lost[:, len(lost) :],
+        )
         gone.append(left[out])
         left, count = left[stay], count - len(out)
     return torch.cat(gone).sort().values if gone else left[:0]
 
 
 def remove(net: gn.GrapNet, rows: Tensor) -> None:
-    """Removes nodes of the hidden layer; what follows the net carries the statistics of the others over."""
+    """Removes nodes of the hidden layer; what follows the net carries the statistics of the others
+    over.
+    """
     with net.edit(reason="sift the random nodes") as edit:
         edit.remove_nodes(net.layers[1][rows])
 
 
 def replace(net: gn.GrapNet, rows: Tensor, weights: Tensor, biases: Tensor) -> None:
-    """Replaces nodes of the hidden layer by fixed ones with these incoming weights [inputs, nodes], at its end."""
+    """Replaces nodes of the hidden layer by fixed ones with these incoming weights [inputs, nodes],
+    at its end.
+    """
     with net.edit(reason="replace the weakest nodes") as edit:
         edit.remove_nodes(net.layers[1][rows])
         grown = edit.add_nodes(1, len(biases), bias=biases)
@@ -147,13 +189,15 @@ def replace(net: gn.GrapNet, rows: Tensor, weights: Tensor, biases: Tensor) -> N
 
 
 class EstimatedPast:
-    """What is guessed about the sums that replaced nodes have missed, in addition to those of a readout.
+    """What is guessed about the sums that replaced nodes have missed, in addition to those of a
+    readout.
 
     Args:
         readout: which counts late nodes as silent.
-        way: "silent" guesses nothing. "stored" sums over the stored images, as if each stood for many of its class.
-            "survivors" fits the nodes by the surviving ones on the stored images and takes what that says of all sums;
-            what was not fitted counts as noise, so that the whole remains a sum of squares.
+        way: "silent" guesses nothing. "stored" sums over the stored images, as if each stood for
+            many of its class. "survivors" fits the nodes by the surviving ones on the stored images
+            and takes what that says of all sums; what was not fitted counts as noise, so that the
+            whole remains a sum of squares.
     """
 
     def __init__(self, readout: ClosedFormReadout, way: Way) -> None:
@@ -170,7 +214,11 @@ class EstimatedPast:
         gram[old[:, None], old], cross[old] = self._gram[left][:, left], self._cross[left]
         self._gram, self._cross = gram, cross
         if self._way != "silent":
-            told = self._by_stored(stored) if self._way == "stored" else self._by_survivors(stored, old)
+            told = (
+                self._by_stored(stored)
+                if self._way == "stored"
+                else self._by_survivors(stored, old)
+            )
             late = slice(size - count, size)
             gram[late], gram[:, late], cross[late] = told[0][late], told[0][:, late], told[1][late]
 
@@ -184,7 +232,9 @@ class EstimatedPast:
         gram, cross = self.sums()
         gram.diagonal()[:-1] += ridge
         found, net = torch.linalg.solve(gram, cross).float(), self.readout.net
-        net.layers[1].outgoing().weights = found[:-1].flatten()  # every node relates to every class, in order
+        net.layers[1].outgoing().weights = found[
+            :-1
+        ].flatten()  # every node relates to every class, in order
         net.layers[2].biases = found[-1]
 
     def _seen(self) -> tuple[Tensor, Tensor]:
@@ -196,8 +246,13 @@ class EstimatedPast:
 
     def _by_stored(self, stored: Batch) -> tuple[Tensor, Tensor]:
         said, counts = self._said(stored), self.readout.statistics.class_counts
-        weighted = said * (counts / stored.y.bincount(minlength=len(counts)).clamp(min=1))[stored.y][:, None]
-        return weighted.t() @ said, weighted.t() @ nn.functional.one_hot(stored.y, len(counts)).double()
+        weighted = (
+            said
+            * (counts / stored.y.bincount(minlength=len(counts)).clamp(min=1))[stored.y][:, None]
+        )
+        return weighted.t() @ said, weighted.t() @ nn.functional.one_hot(
+            stored.y, len(counts)
+        ).double()
 
     def _by_survivors(self, stored: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
         said, (gram, cross) = self._said(stored), self.sums()
@@ -207,7 +262,9 @@ class EstimatedPast:
         for penalty in (1e-2, 1e-1, 1.0, 10.0):
             inverse = torch.linalg.inv(known @ known.t() + penalty * torch.eye(len(known)).double())
             dual = inverse @ wanted
-            fits.append((dual / inverse.diagonal()[:, None], known.t() @ dual))  # what leaving one out gets wrong
+            fits.append(
+                (dual / inverse.diagonal()[:, None], known.t() @ dual)
+            )  # what leaving one out gets wrong
         wrong, fit = min(fits, key=lambda found: float(found[0].square().sum()))
         gram[late] = fit.t() @ gram[old]  # of the surviving ones; the rest follows from symmetry
         gram[:, late] = gram[late].t()
@@ -221,7 +278,9 @@ class EstimatedPast:
 def better_drawn(
     stored: Batch, residual: Tensor, count: int, activation: str, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Returns the weights and biases of those of ten times as many drawn nodes that best follow what is left over."""
+    """Returns the weights and biases of those of ten times as many drawn nodes that best follow
+    what is left over.
+    """
     weights, biases = _drawn(stored.x.shape[1], 10 * count, generator)
     said = ACTIVATIONS[activation]()(stored.x @ weights + biases)
     said = said - said.mean(0)
@@ -231,7 +290,9 @@ def better_drawn(
 
 
 def quadratic_discriminant(statistics: GramStatistics, shrinkage: float = 0.05) -> Logits:
-    """Returns the discriminant of classes with a covariance each, from sums that are kept apart by class."""
+    """Returns the discriminant of classes with a covariance each, from sums that are kept apart by
+    class.
+    """
     parts = []
     for label in range(statistics.n_outputs):
         alone = statistics.copied()
@@ -245,15 +306,25 @@ def quadratic_discriminant(statistics: GramStatistics, shrinkage: float = 0.05) 
 
     def logits(x: Tensor) -> Tensor:
         apart = [(x.double() - mean, inverse, size) for mean, inverse, size in parts]
-        return torch.stack([-0.5 * (((d @ inverse) * d).sum(1) + size) for d, inverse, size in apart], 1).float()
+        return torch.stack(
+            [-0.5 * (((d @ inverse) * d).sum(1) + size) for d, inverse, size in apart], 1
+        ).float()
 
     return logits
 
 
 def tuned(
-    readout: ClosedFormReadout, memory: Memory, *, rate: float, updates: int, batch: int, scale: float
+    readout: ClosedFormReadout,
+    memory: Memory,
+    *,
+    rate: float,
+    updates: int,
+    batch: int,
+    scale: float,
 ) -> gn.GrapNet:
-    """Returns a copy of a solved net whose readout was then trained on stored images, with logit adjustment."""
+    """Returns a copy of a solved net whose readout was then trained on stored images, with logit
+    adjustment.
+    """
     readout.solve()
     net = copy.deepcopy(readout.net)
     optimizer = torch.optim.Adam(net.parameters(), lr=rate)
@@ -262,13 +333,17 @@ def tuned(
         if replay is not None:
             counts = replay.y.bincount(minlength=net.sizes[-1])
             optimizer.zero_grad()
-            logit_adjusted_cross_entropy(scale * net(replay.x), replay.y, replay.y.unique(), counts).backward()
+            logit_adjusted_cross_entropy(
+                scale * net(replay.x), replay.y, replay.y.unique(), counts
+            ).backward()
             optimizer.step()
     return net
 
 
 def best_of(choice: Choice, options: Mapping[float, Sequence[Logits]], what: str) -> dict[str, Any]:
-    """Returns the test accuracy of what does best on held-out images; an option is made of the trial and the stream."""
+    """Returns the test accuracy of what does best on held-out images; an option is made of the
+    trial and the stream.
+    """
     with torch.no_grad():
         held_out, test = choice.held_out, choice.test
         best = max(options, key=lambda key: score(options[key][0](held_out.x), held_out.y))
@@ -287,7 +362,9 @@ def take_in(readout: ClosedFormReadout, content: Batch) -> None:
 
 
 def averaged(own: Logits, other: Logits, share: float, scale: float) -> Logits:
-    """Returns the mean of the log-probabilities of a solved head, whose targets are 0 and 1, and of another head."""
+    """Returns the mean of the log-probabilities of a solved head, whose targets are 0 and 1, and of
+    another head.
+    """
     return lambda x: (1 - share) * (scale * own(x)).log_softmax(1) + share * other(x).log_softmax(1)
 
 

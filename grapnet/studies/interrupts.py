@@ -8,10 +8,14 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Lets Ctrl-C wait until the block is done, so that no part of it is left without the others."""
+    """Lets Ctrl-C wait until the block is done, so that no part of it is left without the
+    others.
+    """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
-        yield  # Python interrupts the main thread alone, and a handler from elsewhere is not ours to replace
+        # Python interrupts the main thread alone, and a handler from elsewhere is not ours to
+        # replace
+        yield
         return
     came: list[int] = []
     signal.signal(signal.SIGINT, lambda number, _: came.append(number))
@@ -25,7 +29,9 @@ def held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_from_processes() -> Iterator[None]:
-    """Makes the processes that are started in the block never see Ctrl-C: it is for this one to end them."""
+    """Makes the processes that are started in the block never see Ctrl-C: it is for this one to end
+    them.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return

@@ -1,6 +1,8 @@
-"""Localization (the paper's Table 1): cutting a task's relations takes that task away, and nothing else.
+"""Localization (the paper's Table 1): cutting a task's relations takes that task away, and nothing
+else.
 
-`python -m grapnet.studies.localization --json FILE` writes what it finds beside the paper's figures.
+`python -m grapnet.studies.localization --json FILE` writes what it finds beside the paper's
+figures.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +30,13 @@ from grapnet.rules import GrowForTask, Moment
 from .command import Study, main
 from .drawing import Group, Row, Value, dots, spread
 
-PAPER = {"base": (98.26, 0.25), "target": (48.26, 0.25), "other": (0.0, 0.0), "margin": (48.26, 0.25), "p": 6.8e-22}
+PAPER = {
+    "base": (98.26, 0.25),
+    "target": (48.26, 0.25),
+    "other": (0.0, 0.0),
+    "margin": (48.26, 0.25),
+    "p": 6.8e-22,
+}
 TASKS = ((0, 1), (2, 3), (4, 5), (6, 7), (8, 9))
 CUTS = 96  # 48 nodes with a relation to each of two classes
 SEEDS = 10
@@ -46,7 +54,9 @@ Choice = Callable[[gn.GrapNet, int], Any]  # the relations that a cut of a task 
 
 @dataclass(frozen=True)
 class Settings:
-    """Table 1: relations owned by one task are cut; its accuracy falls to chance, and the others' stay."""
+    """Table 1: relations owned by one task are cut; its accuracy falls to chance, and the others'
+    stay.
+    """
 
     data: str = "fashion"  # or "made-up": images of the same shape that need no file
     nodes: int = 48  # that every task gets
@@ -65,15 +75,17 @@ def fashion_images(data: str) -> tuple[Data, Data]:
     """Returns the training and the test images [n, 28, 28] uint8 with their classes.
 
     Args:
-        data: "fashion", or "made-up" for ten noisy patterns that need no file: 80 images to train on and 40 to test
-            of every class, the same at every call.
+        data: "fashion", or "made-up" for ten noisy patterns that need no file: 80 images to train
+            on and 40 to test of every class, the same at every call.
     """
     if data == "fashion":
         return load_fashion("train"), load_fashion("test")
     if data != "made-up":
         raise ValueError(f'data is "fashion" or "made-up", got {data!r}')
     generator = torch.Generator().manual_seed(0)
-    patterns = torch.rand(10, 7, 7, generator=generator).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    patterns = (
+        torch.rand(10, 7, 7, generator=generator).repeat_interleave(4, 1).repeat_interleave(4, 2)
+    )
 
     def drawn(each: int) -> Data:
         y = torch.arange(10).repeat(each)
@@ -98,21 +110,30 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     cuts = {key: _audit(net, test, choose) for key, net, choose in audits}
     return {
         "relations": {"apart": apart.count().relations, "grown": grown.count().relations},
-        "base": {"apart": _accuracies(apart, test)["local"], "grown": _accuracies(grown, test)["local"]},
+        "base": {
+            "apart": _accuracies(apart, test)["local"],
+            "grown": _accuracies(grown, test)["local"],
+        },
         "base_seen": _accuracies(grown, test)["overall"],
         "cuts": cuts,
     }
 
 
 def _apart(settings: Settings, train: Data, seed: int) -> gn.GrapNet:
-    """Returns a head whose nodes speak for their task's two classes only, each task trained alone."""
+    """Returns a head whose nodes speak for their task's two classes only, each task trained
+    alone.
+    """
     torch.manual_seed(seed)
     net = gn.GrapNet([49, 0, 10])
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
-    gn.attach(optimizer, net, survivors="renew")  # without momentum of earlier tasks, what has no gradient stays put
+    gn.attach(
+        optimizer, net, survivors="renew"
+    )  # without momentum of earlier tasks, what has no gradient stays put
     grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=2)
     generator = torch.Generator().manual_seed(seed)
-    stream = TaskStream(*train, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class)
+    stream = TaskStream(
+        *train, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class
+    )
     for task in stream:
         with net.edit(reason=f"nodes for task {task.number}", generator=generator) as edit:
             grow(net, edit, Moment(task=task.number))
@@ -126,7 +147,9 @@ def _apart(settings: Settings, train: Data, seed: int) -> gn.GrapNet:
 
 
 def _grown(settings: Settings, train: Data, seed: int) -> gn.GrapNet:
-    """Returns the plastic head of Table 2: nodes relate to every class seen so far, trained in one pass with replay."""
+    """Returns the plastic head of Table 2: nodes relate to every class seen so far, trained in one
+    pass with replay.
+    """
     torch.manual_seed(seed)
     net = gn.GrapNet([49, 0, 10])
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
@@ -138,10 +161,18 @@ def _grown(settings: Settings, train: Data, seed: int) -> gn.GrapNet:
         with net.edit(reason=f"nodes for task {task.number}", generator=generator) as edit:
             grow(net, edit, Moment(task=task.number))
 
-    stream = TaskStream(*train, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class)
+    stream = TaskStream(
+        *train, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class
+    )
     memory = ReservoirMemory(settings.memory, seed=seed)
     train_on_stream(
-        net, stream, ExperienceReplay(), memory, optimizer, replay_batch=settings.batch, before_task=before_task
+        net,
+        stream,
+        ExperienceReplay(),
+        memory,
+        optimizer,
+        replay_batch=settings.batch,
+        before_task=before_task,
     )
     return net
 
@@ -167,8 +198,12 @@ def _drawn(seed: int) -> Choice:
 
 
 def _audit(net: gn.GrapNet, test: Data, choose: Choice) -> dict[str, Any]:
-    """Returns what each task's cut removed from storage, the accuracies after it, and whether undo restored the net."""
-    found: dict[str, list[Any]] = {key: [] for key in ("removed", "after", "moved", "seen_drop", "restored")}
+    """Returns what each task's cut removed from storage, the accuracies after it, and whether undo
+    restored the net.
+    """
+    found: dict[str, list[Any]] = {
+        key: [] for key in ("removed", "after", "moved", "seen_drop", "restored")
+    }
     before, stored, logits = _accuracies(net, test), _stored(net), _logits(net, test)
     for task in range(len(TASKS)):
         with net.edit(reason=f"audit of task {task}") as edit:
@@ -180,20 +215,34 @@ def _audit(net: gn.GrapNet, test: Data, choose: Choice) -> dict[str, Any]:
         found["moved"].append(float((_logits(net, test) - logits)[:, others].abs().max()))
         found["seen_drop"].append(before["overall"] - after["overall"])
         net.undo()
-        found["restored"].append(_accuracies(net, test) == before and torch.equal(_logits(net, test), logits))
-    drops = [[b - a for b, a in zip(before["local"], after, strict=True)] for after in found["after"]]
+        found["restored"].append(
+            _accuracies(net, test) == before and torch.equal(_logits(net, test), logits)
+        )
+    drops = [
+        [b - a for b, a in zip(before["local"], after, strict=True)] for after in found["after"]
+    ]
     return {
         **found,
         "target": [row[task] for task, row in enumerate(drops)],
-        "other": [fmean(drop for n, drop in enumerate(row) if n != task) for task, row in enumerate(drops)],
-        "other_largest": max(abs(d) for task, row in enumerate(drops) for n, d in enumerate(row) if n != task),
+        "other": [
+            fmean(drop for n, drop in enumerate(row) if n != task) for task, row in enumerate(drops)
+        ],
+        "other_largest": max(
+            abs(d) for task, row in enumerate(drops) for n, d in enumerate(row) if n != task
+        ),
     }
 
 
 def _stored(net: gn.GrapNet) -> list[int]:
-    """Returns how many relations the graph holds: child references, coordinates, and weights of a dense snapshot."""
+    """Returns how many relations the graph holds: child references, coordinates, and weights of a
+    dense snapshot.
+    """
     weights = sum(transition.weight.numel() for transition in net.transitions)
-    dense = sum(int(part.weight.count_nonzero()) for part in net.snapshot() if isinstance(part, torch.nn.Linear))
+    dense = sum(
+        int(part.weight.count_nonzero())
+        for part in net.snapshot()
+        if isinstance(part, torch.nn.Linear)
+    )
     return [sum(len(transition.child) for transition in net.transitions), weights, dense]
 
 
@@ -208,7 +257,9 @@ def _logits(net: gn.GrapNet, test: Data) -> Tensor:
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Returns mean and standard deviation over the seeds of every figure of the table, and the exact claims."""
+    """Returns mean and standard deviation over the seeds of every figure of the table, and the
+    exact claims.
+    """
     runs = list(seeds.values())
     rows: dict[str, dict[str, Any]] = {}
     for key in ROWS:
@@ -232,7 +283,12 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
         }
     accuracies = {accuracy for run in runs for accuracy in _own(run["cuts"]["owned"])}
     relations = sorted({tuple(run["relations"].values()) for run in runs})
-    return {"n": len(runs), "relations": relations, "target_after": sorted(accuracies), "rows": rows}
+    return {
+        "n": len(runs),
+        "relations": relations,
+        "target_after": sorted(accuracies),
+        "rows": rows,
+    }
 
 
 def _own(cut: dict[str, Any]) -> list[float]:
@@ -249,29 +305,42 @@ def table(result: dict[str, Any]) -> str:
     found = result["summary"]["rows"]
     owned, n = found["owned"], result["summary"]["n"]
     lines = [f"| figure, {n} seeds | ours | paper |", "|---|---:|---:|"]
-    names = {"base": "base pair accuracy", "target": "target-pair drop", "other": "non-target-pair drop"}
+    names = {
+        "base": "base pair accuracy",
+        "target": "target-pair drop",
+        "other": "non-target-pair drop",
+    }
     for key, name in {**names, "margin": "localization margin"}.items():
         lines.append(f"| {name} | {_shown(owned[key])} | {_shown(PAPER[key])} |")
     lines += [f"| p of the margin | {owned['p']:.1e} | {PAPER['p']:.1e} |", ""]
     lines += [
-        "| cut of a task | relations | target pair after | its drop | other pairs' drop | largest | seen-class drop |",
+        (
+            "| cut of a task | relations | target pair after | its drop | other pairs' drop |"
+            " largest | seen-class drop |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for key, name in ROWS.items():
         row = found[key]
         counts = sorted({removed[0] for removed in row["removed"]})
         size = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        first, last = " | ".join(_shown(row[figure]) for figure in ("after", "target", "other")), row["seen_drop"]
+        first, last = (
+            " | ".join(_shown(row[figure]) for figure in ("after", "target", "other")),
+            row["seen_drop"],
+        )
         lines.append(f"| {name} | {size} | {first} | {row['other_largest']:.2f} | {_shown(last)} |")
     restored = all(row["restored"] for row in found.values())
     by_task = ", ".join(f"{accuracy:.2f}" for accuracy in found["grown_pair"]["after_by_task"])
     lines += [
         "",
-        f"Undo restored every accuracy and logit bit for bit: {'yes' if restored else 'NO'}. "
-        "Isolation comes from the wiring: nodes that speak for one pair only can be cut without touching the others. "
-        "On the grown head the nodes of later tasks speak for old classes too, so a pair without its own task's "
-        f"relations keeps (task by task) {by_task}, and cutting all that a task owns changes earlier pairs by up to "
-        f"{found['grown_owned']['other_largest']:.2f} points.",
+        (
+            f"Undo restored every accuracy and logit bit for bit: {'yes' if restored else 'NO'}."
+            " Isolation comes from the wiring: nodes that speak for one pair only can be cut"
+            " without touching the others. On the grown head the nodes of later tasks speak for"
+            " old classes too, so a pair without its own task's relations keeps (task by task)"
+            f" {by_task}, and cutting all that a task owns changes earlier pairs by up to"
+            f" {found['grown_owned']['other_largest']:.2f} points."
+        ),
     ]
     return "\n".join(lines)
 
@@ -285,29 +354,52 @@ def missed(result: dict[str, Any]) -> list[str]:
     settings, found = result["settings"], result["summary"]
     lines, owned = [], found["rows"]["owned"]
     if settings["data"] != "fashion" or len(settings["seeds"]) < SEEDS:
-        lines.append(f"data: {settings['data']}, {len(settings['seeds'])} seeds; the bars are for Fashion-MNIST and 10")
+        lines.append(
+            f"data: {settings['data']}, {len(settings['seeds'])} seeds; the bars are for"
+            " Fashion-MNIST and 10"
+        )
     if owned["removed"] != [[CUTS] * 3]:
-        lines.append(f"removed: {owned['removed']} references, coordinates and weights a task, the bar is {CUTS} each")
+        lines.append(
+            f"removed: {owned['removed']} references, coordinates and weights a task, the bar is"
+            f" {CUTS} each"
+        )
     if found["target_after"] != [50.0]:
-        lines.append(f"target: pairs are at {found['target_after']} after their cut, the bar is 50.00")
+        lines.append(
+            f"target: pairs are at {found['target_after']} after their cut, the bar is 50.00"
+        )
     if owned["other_largest"] != 0:
-        lines.append(f"other pairs: one changed by {owned['other_largest']:.2f}, the bar is exactly 0.00")
+        lines.append(
+            f"other pairs: one changed by {owned['other_largest']:.2f}, the bar is exactly 0.00"
+        )
     if found["rows"]["random"]["removed"] != [[CUTS] * 3]:
-        lines.append(f"control: the random cut removed {found['rows']['random']['removed']}, not {CUTS}")
-    lines += [f"undo: {ROWS[key]} was not restored" for key, row in found["rows"].items() if not row["restored"]]
+        lines.append(
+            f"control: the random cut removed {found['rows']['random']['removed']}, not {CUTS}"
+        )
+    lines += [
+        f"undo: {ROWS[key]} was not restored"
+        for key, row in found["rows"].items()
+        if not row["restored"]
+    ]
     return lines
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
-    """Draws pair accuracies before and after every cut, those of the cut task apart from the others'."""
+    """Draws pair accuracies before and after every cut, those of the cut task apart from the
+    others'.
+    """
     found, groups = result["summary"]["rows"], []
-    for title, head in (("nodes speak for their own pair (Table 1)", ""), ("grown R1 head (Table 2)", "grown_")):
+    for title, head in (
+        ("nodes speak for their own pair (Table 1)", ""),
+        ("grown R1 head (Table 2)", "grown_"),
+    ):
         rows = []
         for key in (key for key in ROWS if key.startswith("grown_") == bool(head)):
             row = found[key]
             values = {
                 "all pairs before the cut": spread(row["base"]),
-                "the other pairs after it": spread((row["base"][0] - row["other"][0], row["other"][1])),
+                "the other pairs after it": spread(
+                    (row["base"][0] - row["other"][0], row["other"][1])
+                ),
                 "the task's own pair after it": spread(row["after"]),
             }
             (base, std), (drop, _) = PAPER["base"], PAPER["target"]
@@ -316,8 +408,16 @@ def draw(result: dict[str, Any], axes: Any) -> None:
             rows.append(Row(ROWS[key].removeprefix("R1 head: "), values, paper, note))
         groups.append(Group(title, rows, {"chance": 50.0}))
     owned, control = (found[key]["target"][0] for key in ("owned", "random"))
-    title = f"Cutting a task's own relations costs its pair {owned:.1f} points, a random cut of as many {control:.1f}"
-    dots(axes, groups, title=title, label="accuracy within a pair of classes, in per cent, ± standard deviation")
+    title = (
+        f"Cutting a task's own relations costs its pair {owned:.1f} points, a random cut of as many"
+        f" {control:.1f}"
+    )
+    dots(
+        axes,
+        groups,
+        title=title,
+        label="accuracy within a pair of classes, in per cent, ± standard deviation",
+    )
 
 
 STUDY = Study("localization", Settings(), FAST, one_seed, summarise, table, missed, draw)

@@ -1,6 +1,7 @@
 """MLP equivalence: stacks of dense layers, copied into nets, compute and learn what they did.
 
-`python -m grapnet.studies.mlp_equivalence --json FILE` writes the largest differences beside the paper's.
+`python -m grapnet.studies.mlp_equivalence --json FILE` writes the largest differences beside the
+paper's.
 """
 
 from collections.abc import Callable
@@ -19,15 +20,27 @@ from .drawing import Group, Row, Value, differences, dots
 PAPER = {"values": 1.2e-7}  # "up to", across linear, ReLU and GELU MLPs; their sizes are not told
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ACTIVATIONS = {"linear": nn.Identity, "ReLU": nn.ReLU, "GELU": nn.GELU}
-PATHS = ("auto", "reference", "family", "walk", "snapshot")  # a snapshot is detached: it has no gradients
+PATHS = (
+    "auto",
+    "reference",
+    "family",
+    "walk",
+    "snapshot",
+)  # a snapshot is detached: it has no gradients
 GRADIENTS = ("weights", "biases", "inputs")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Copies MLPs into nets by gn.from_module and compares values and gradients, whatever runs the nets."""
+    """Copies MLPs into nets by gn.from_module and compares values and gradients, whatever runs the
+    nets.
+    """
 
-    sizes: tuple[tuple[int, ...], ...] = ((49, 64, 10), (16, 32, 16), (12, 24, 24, 6))  # of the MLPs
+    sizes: tuple[tuple[int, ...], ...] = (
+        (49, 64, 10),
+        (16, 32, 16),
+        (12, 24, 24, 6),
+    )  # of the MLPs
     batch: int = 64  # inputs from N(0, 1)
     seeds: tuple[int, ...] = tuple(range(10))  # of weights and inputs
     fast: bool = False  # what the tests run: it reaches no bar
@@ -37,16 +50,29 @@ FAST = Settings(sizes=((6, 8, 3),), batch=8, seeds=(0, 1), fast=True)
 
 
 def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
-    """Returns the largest differences of one seed: dtype, activation, path, then values and gradients."""
+    """Returns the largest differences of one seed: dtype, activation, path, then values and
+    gradients.
+    """
     return {
-        dtype: {activation: _largest_of_sizes(settings, seed, dtype, activation) for activation in ACTIVATIONS}
+        dtype: {
+            activation: _largest_of_sizes(settings, seed, dtype, activation)
+            for activation in ACTIVATIONS
+        }
         for dtype in DTYPES
     }
 
 
-def _largest_of_sizes(settings: Settings, seed: int, dtype: str, activation: str) -> dict[str, dict[str, float]]:
-    found = [_compare(mlp(sizes, activation, dtype, seed), settings.batch, seed) for sizes in settings.sizes]
-    return {path: {kind: max(one[path][kind] for one in found) for kind in kinds} for path, kinds in found[0].items()}
+def _largest_of_sizes(
+    settings: Settings, seed: int, dtype: str, activation: str
+) -> dict[str, dict[str, float]]:
+    found = [
+        _compare(mlp(sizes, activation, dtype, seed), settings.batch, seed)
+        for sizes in settings.sizes
+    ]
+    return {
+        path: {kind: max(one[path][kind] for one in found) for kind in kinds}
+        for path, kinds in found[0].items()
+    }
 
 
 def mlp(sizes: tuple[int, ...], activation: str, dtype: str, seed: int) -> nn.Sequential:
@@ -59,17 +85,27 @@ def mlp(sizes: tuple[int, ...], activation: str, dtype: str, seed: int) -> nn.Se
 
 
 def _compare(dense: nn.Sequential, batch: int, seed: int) -> dict[str, dict[str, float]]:
-    """Returns how far the net is from its MLP, for everything that can run it, and how large the MLP's numbers are."""
+    """Returns how far the net is from its MLP, for everything that can run it, and how large the
+    MLP's numbers are.
+    """
     net = gn.from_module(dense)
     linears = [module for module in dense if isinstance(module, nn.Linear)]
     generator, example = torch.Generator().manual_seed(seed), linears[0].weight
-    x = torch.randn(batch, linears[0].in_features, generator=generator, dtype=torch.float64).to(example)
-    target = torch.randn(batch, linears[-1].out_features, generator=generator, dtype=torch.float64).to(example)
+    x = torch.randn(batch, linears[0].in_features, generator=generator, dtype=torch.float64).to(
+        example
+    )
+    target = torch.randn(
+        batch, linears[-1].out_features, generator=generator, dtype=torch.float64
+    ).to(example)
     values, inputs = _step(dense, x, target)
     expected = {
         "values": values,
-        "weights": torch.cat([linear.weight.grad.flatten() for linear in linears if linear.weight.grad is not None]),
-        "biases": torch.cat([linear.bias.grad for linear in linears if linear.bias.grad is not None]),
+        "weights": torch.cat(
+            [linear.weight.grad.flatten() for linear in linears if linear.weight.grad is not None]
+        ),
+        "biases": torch.cat(
+            [linear.bias.grad for linear in linears if linear.bias.grad is not None]
+        ),
         "inputs": inputs,
     }
     found = {"MLP": {kind: float(numbers.abs().max()) for kind, numbers in expected.items()}}
@@ -84,7 +120,9 @@ def _compare(dense: nn.Sequential, batch: int, seed: int) -> dict[str, dict[str,
 
 
 def _step(model: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the output and the gradient of the inputs, after a backward of the mean square of what is missing."""
+    """Returns the output and the gradient of the inputs, after a backward of the mean square of
+    what is missing.
+    """
     x = x.clone().requires_grad_()
     output = model(x)
     (output - target).square().mean().backward()
@@ -93,7 +131,9 @@ def _step(model: Callable[[Tensor], Tensor], x: Tensor, target: Tensor) -> tuple
 
 
 def _gradients(net: gn.GrapNet) -> dict[str, Tensor]:
-    """Returns the gradients of a net in the order of the MLP's: every matrix [out, in], by the nodes' names."""
+    """Returns the gradients of a net in the order of the MLP's: every matrix [out, in], by the
+    nodes' names.
+    """
     weights, biases = [], []
     for upper, lower in pairwise(net.layers):
         relations = upper.outgoing()
@@ -116,7 +156,10 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
     return {
         dtype: {
             activation: {
-                path: {kind: max(one[dtype][activation][path][kind] for one in seeds.values()) for kind in kinds}
+                path: {
+                    kind: max(one[dtype][activation][path][kind] for one in seeds.values())
+                    for kind in kinds
+                }
                 for path, kinds in paths.items()
             }
             for activation, paths in activations.items()
@@ -128,31 +171,48 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
 def bar(result: dict[str, Any], dtype: str, activation: str, kind: str) -> float:
     """Returns the largest difference that is rounding: what two orders of the same sums may make.
 
-    A sum of n numbers ends up about √n roundings, of half a unit in the last place each, away from the exact one
-    (Higham and Mary, 2019, who call more than a few times that unlikely). With two sums that is √n units, which add up
-    layer by layer; gradients have the layers twice, and the sum over the batch. A unit is that of the largest number.
-    So the bar does not depend on the order in which the BLAS of a machine adds, as a fixed one would.
+    A sum of n numbers ends up about √n roundings, of half a unit in the last place each, away from
+    the exact one (Higham and Mary, 2019, who call more than a few times that unlikely). With two
+    sums that is √n units, which add up layer by layer; gradients have the layers twice, and the sum
+    over the batch. A unit is that of the largest number. So the bar does not depend on the order in
+    which the BLAS of a machine adds, as a fixed one would.
     """
-    forward = [sum((parents + 1) ** 0.5 for parents in sizes[:-1]) for sizes in result["settings"]["sizes"]]
+    forward = [
+        sum((parents + 1) ** 0.5 for parents in sizes[:-1]) for sizes in result["settings"]["sizes"]
+    ]
     back = [sum(children**0.5 for children in sizes[1:]) for sizes in result["settings"]["sizes"]]
     batch = result["settings"]["batch"] ** 0.5
-    units = max(forward) if kind == "values" else max(map(sum, zip(forward, back, strict=True))) + batch
-    return units * torch.finfo(DTYPES[dtype]).eps * result["summary"][dtype][activation]["MLP"][kind]
+    units = (
+        max(forward) if kind == "values" else max(map(sum, zip(forward, back, strict=True))) + batch
+    )
+    return (
+        units * torch.finfo(DTYPES[dtype]).eps * result["summary"][dtype][activation]["MLP"][kind]
+    )
 
 
 def table(result: dict[str, Any]) -> str:
-    """Returns the largest differences as a table, ours beside the paper's, and what the check allows."""
-    lines = ["| MLP | run by | values, float32 | gradients, float32 | values, float64 | gradients, float64 | paper |"]
+    """Returns the largest differences as a table, ours beside the paper's, and what the check
+    allows.
+    """
+    lines = [
+        "| MLP | run by | values, float32 | gradients, float32 | values, float64 | gradients,"
+        " float64 | paper |"
+    ]
     lines.append("|---|---|---:|---:|---:|---:|---:|")
     for activation in ACTIVATIONS:
         for path in PATHS:
             cells = [_cell(result["summary"][dtype][activation][path]) for dtype in DTYPES]
             lines.append(f"| {activation} | {path} | {' | '.join(cells)} | {PAPER['values']:.1e} |")
-    allowed = [max(bar(result, dtype, activation, "values") for activation in ACTIVATIONS) for dtype in DTYPES]
+    allowed = [
+        max(bar(result, dtype, activation, "values") for activation in ACTIVATIONS)
+        for dtype in DTYPES
+    ]
+    named = [f"{most:.1e} in {dtype}" for most, dtype in zip(allowed, DTYPES, strict=True)]
     note = (
-        "The bars are what rounding can make of sums in another order, by the depth and width of the MLPs: for values "
-        f"{' and '.join(f'{most:.1e} in {dtype}' for most, dtype in zip(allowed, DTYPES, strict=True))}. "
-        f"The paper's {PAPER['values']:.1e} is no bar here; what is set beside the paper is judged by it."
+        "The bars are what rounding can make of sums in another order, by the depth and width of"
+        f" the MLPs: for values {' and '.join(named)}."
+        f" The paper's {PAPER['values']:.1e} is no bar here; what is set beside the paper is judged"
+        " by it."
     )
     return "\n".join([*lines, "", note])
 
@@ -172,12 +232,16 @@ def missed(result: dict[str, Any]) -> list[str]:
                     allowed = bar(result, dtype, activation, kind)
                     if not difference <= allowed:
                         place = f"{kind} of {activation} MLPs run by {path} in {dtype}"
-                        lines.append(f"{place} differ by {difference:.1e}, the bar is {allowed:.1e}")
+                        lines.append(
+                            f"{place} differ by {difference:.1e}, the bar is {allowed:.1e}"
+                        )
     return lines
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
-    """Draws the largest differences of values and gradients, whatever runs the net, beside the paper's."""
+    """Draws the largest differences of values and gradients, whatever runs the net, beside the
+    paper's.
+    """
     groups, largest = [], dict.fromkeys(DTYPES, 0.0)
     for activation in ACTIVATIONS:
         rows = []
@@ -190,7 +254,9 @@ def draw(result: dict[str, Any], axes: Any) -> None:
                     values[f"gradients, {dtype}"] = Value(max(gradients))
                 largest[dtype] = max(largest[dtype], *found.values())
             rows.append(Row(f"run by {path}", values, [Value(PAPER["values"])]))
-        bars = {f"bar of values, {dtype}": bar(result, dtype, activation, "values") for dtype in DTYPES}
+        bars = {
+            f"bar of values, {dtype}": bar(result, dtype, activation, "values") for dtype in DTYPES
+        }
         groups.append(Group(f"{activation} MLP", rows, bars))
     found = " and ".join(f"{value:.0e} in {dtype}" for dtype, value in largest.items())
     title = f"MLPs copied into nets differ by {found} at most"

@@ -1,4 +1,5 @@
-"""One-vs-rest on Fashion-MNIST at 28×28: ten tasks in sequence, each with nodes of its own that freeze when it ends.
+"""One-vs-rest on Fashion-MNIST at 28×28: ten tasks in sequence, each with nodes of its own that
+freeze when it ends.
 
 `python -m grapnet.studies.one_vs_rest --json FILE` writes what it finds beside the paper's figures.
 """
@@ -21,7 +22,10 @@ from .command import Study, main
 from .drawing import Group, Row, Value, dots, spread
 from .localization import fashion_images
 
-PAPER = {"frozen": {"accuracy": 87.19, "forgetting": 0.0}, "sequential": {"accuracy": 66.69, "forgetting": 26.18}}
+PAPER = {
+    "frozen": {"accuracy": 87.19, "forgetting": 0.0},
+    "sequential": {"accuracy": 66.69, "forgetting": 26.18},
+}
 BARS = {"frozen": 3.0, "sequential": 5.0}  # points around the paper's accuracy
 SEEDS = 10
 TASKS = 10
@@ -71,11 +75,15 @@ class Learner(NamedTuple):
 
 
 def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
-    """Returns accuracy after the last task, accuracy when each task was just learnt, and forgetting, in per cent."""
+    """Returns accuracy after the last task, accuracy when each task was just learnt, and
+    forgetting, in per cent.
+    """
     tasks, found = _tasks(settings, seed), {}
     for key, renew in (("sequential", False), ("renewed", True)):
         torch.manual_seed(seed)
-        mlp = nn.Sequential(nn.Linear(784, settings.hidden), nn.ReLU(), nn.Linear(settings.hidden, TASKS))
+        mlp = nn.Sequential(
+            nn.Linear(784, settings.hidden), nn.ReLU(), nn.Linear(settings.hidden, TASKS)
+        )
         found[key] = _plain(settings, tasks, mlp, renew=renew)
     found["frozen"] = _grown(settings, tasks, seed, survivors="renew", freeze=True)
     found["unfrozen"] = _grown(settings, tasks, seed, survivors="renew", freeze=False)
@@ -86,12 +94,15 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 class _SideBySide(nn.Module):
-    """A dense net for every task, each with one output; with Adam renewed at every task they share nothing."""
+    """A dense net for every task, each with one output; with Adam renewed at every task they share
+    nothing.
+    """
 
     def __init__(self, nodes: int) -> None:
         super().__init__()
         self.nets = nn.ModuleList(
-            nn.Sequential(nn.Linear(784, nodes), nn.ReLU(), nn.Linear(nodes, 1)) for _ in range(TASKS)
+            nn.Sequential(nn.Linear(784, nodes), nn.ReLU(), nn.Linear(nodes, 1))
+            for _ in range(TASKS)
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +110,9 @@ class _SideBySide(nn.Module):
 
 
 def _tasks(settings: Settings, seed: int) -> list[Task]:
-    """Returns the ten tasks of a seed, the same for every method; tests hold all images of the class."""
+    """Returns the ten tasks of a seed, the same for every method; tests hold all images of the
+    class.
+    """
     (images, y), (test_images, test_y) = fashion_images(settings.data)
     found = []
     for number in range(TASKS):
@@ -122,7 +135,9 @@ def _balanced(positive: Tensor, each: int, generator: torch.Generator) -> Tensor
     return rows[torch.randperm(len(rows), generator=generator)]
 
 
-def _plain(settings: Settings, tasks: Sequence[Task], model: nn.Module, *, renew: bool) -> dict[str, Any]:
+def _plain(
+    settings: Settings, tasks: Sequence[Task], model: nn.Module, *, renew: bool
+) -> dict[str, Any]:
     """Returns the figures of a model whose parts are all there from the start."""
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.lr)
 
@@ -135,14 +150,23 @@ def _plain(settings: Settings, tasks: Sequence[Task], model: nn.Module, *, renew
 
 
 def _grown(
-    settings: Settings, tasks: Sequence[Task], seed: int, *, survivors: Literal["keep", "renew"], freeze: bool
+    settings: Settings,
+    tasks: Sequence[Task],
+    seed: int,
+    *,
+    survivors: Literal["keep", "renew"],
+    freeze: bool,
 ) -> dict[str, Any]:
-    """Returns the figures of a net that grows nodes for every task, and how far the coordinates of old ones moved."""
+    """Returns the figures of a net that grows nodes for every task, and how far the coordinates of
+    old ones moved.
+    """
     torch.manual_seed(seed)
     net = gn.GrapNet([784, 0, TASKS])
     with net.edit(reason="an output a task") as edit:
         for number in range(TASKS):
-            edit.set_owner(net.layers[2][number : number + 1], f"task-{number}")  # its bias freezes with the task
+            edit.set_owner(
+                net.layers[2][number : number + 1], f"task-{number}"
+            )  # its bias freezes with the task
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     gn.attach(optimizer, net, survivors=survivors)
     grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=1)
@@ -159,7 +183,9 @@ def _grown(
                 FreezeOwner()(net, edit, Moment(task=task))
 
     figures = _run(settings, tasks, Learner(net, optimizer, begin, end))
-    drift = max(structural_drift(then, _coordinates(net, task)).largest for task, then in kept.items())
+    drift = max(
+        structural_drift(then, _coordinates(net, task)).largest for task, then in kept.items()
+    )
     return {**figures, "parameters": net.count().relations + net.count().biases, "drift": drift}
 
 
@@ -187,7 +213,9 @@ def _run(settings: Settings, tasks: Sequence[Task], learner: Learner) -> dict[st
         "accuracy": 100 * matrix.seen_class,
         "learnt": 100 * fmean(learnt),
         "forgetting": 100 * matrix.forgetting,
-        "largest_change": 100 * max(changes),  # of any task since it was learnt: gains cannot hide losses here
+        "largest_change": (
+            100 * max(changes)
+        ),  # of any task since it was learnt: gains cannot hide losses here
         "by_task": [100 * share for share in final],
     }
 
@@ -199,7 +227,9 @@ def _share(model: Callable[[Tensor], Tensor], task: Task) -> float:
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Returns mean and standard deviation over the seeds for every method, and the largest forgetting and drift."""
+    """Returns mean and standard deviation over the seeds for every method, and the largest
+    forgetting and drift.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for key in ROWS:
         runs = [run[key] for run in seeds.values()]
@@ -211,17 +241,26 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
         if "drift" in runs[0]:
             rows[key]["largest_drift"] = max(run["drift"] for run in runs)
     contrasts = {
-        f"frozen − {key}": paired(*([run[one]["accuracy"] for run in seeds.values()] for one in ("frozen", key)))
+        f"frozen − {key}": paired(
+            *([run[one]["accuracy"] for run in seeds.values()] for one in ("frozen", key))
+        )
         for key in ("sequential", "separate")
     }
-    return {"n": len(seeds), "rows": rows, "contrasts": {key: value._asdict() for key, value in contrasts.items()}}
+    return {
+        "n": len(seeds),
+        "rows": rows,
+        "contrasts": {key: value._asdict() for key, value in contrasts.items()},
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """Returns every method beside the paper's figures."""
     found = result["summary"]
     lines = [
-        f"| method, {found['n']} seeds | parameters | accuracy | paper | forgetting | paper | largest drift |",
+        (
+            f"| method, {found['n']} seeds | parameters | accuracy | paper | forgetting | paper |"
+            " largest drift |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for key, name in ROWS.items():
@@ -237,8 +276,8 @@ def table(result: dict[str, Any]) -> str:
         interval = "{mean:+.2f} [{low:.2f}, {high:.2f}], p = {p:.1e}".format(**contrast)
         lines.append(f"{key}: {interval}.")
     lines.append(
-        "Nothing is shared, so nothing is forgotten: ten separate dense nets forget as little, and without freezing "
-        "the old nodes move only where Adam keeps their momentum."
+        "Nothing is shared, so nothing is forgotten: ten separate dense nets forget as little, and"
+        " without freezing the old nodes move only where Adam keeps their momentum."
     )
     return "\n".join(lines)
 
@@ -247,22 +286,33 @@ def missed(result: dict[str, Any]) -> list[str]:
     """Returns one line for every bar that the result misses."""
     settings, rows, lines = result["settings"], result["summary"]["rows"], []
     if settings["data"] != "fashion" or len(settings["seeds"]) < SEEDS:
-        lines.append(f"data: {settings['data']}, {len(settings['seeds'])} seeds; the bars are for Fashion-MNIST and 10")
+        lines.append(
+            f"data: {settings['data']}, {len(settings['seeds'])} seeds; the bars are for"
+            " Fashion-MNIST and 10"
+        )
     for key, bar in BARS.items():
         accuracy, paper = rows[key]["accuracy"][0], PAPER[key]["accuracy"]
         if not abs(accuracy - paper) <= bar:
             lines.append(f"{key}: accuracy {accuracy:.2f}, the bar is {paper} ± {bar:.0f}")
     if rows["frozen"]["largest_forgetting"] != 0:
-        lines.append(f"forgetting: {rows['frozen']['largest_forgetting']:.2f} when frozen, the bar is exactly 0.00")
+        lines.append(
+            f"forgetting: {rows['frozen']['largest_forgetting']:.2f} when frozen, the bar is"
+            " exactly 0.00"
+        )
     if rows["frozen"]["largest_change"] != 0:
-        lines.append(f"change: a frozen task moved by {rows['frozen']['largest_change']:.2f}, the bar is exactly 0.00")
+        lines.append(
+            f"change: a frozen task moved by {rows['frozen']['largest_change']:.2f}, the bar is"
+            " exactly 0.00"
+        )
     if rows["frozen"]["largest_drift"] != 0:
         lines.append(f"drift: a frozen coordinate moved by {rows['frozen']['largest_drift']:.1e}")
     return lines
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
-    """Draws the accuracy of every method when a task was just learnt and after the tenth: the gap is forgetting."""
+    """Draws the accuracy of every method when a task was just learnt and after the tenth: the gap
+    is forgetting.
+    """
     found, rows = result["summary"]["rows"], []
     for key, name in ROWS.items():
         row = found[key]
@@ -275,7 +325,10 @@ def draw(result: dict[str, Any], axes: Any) -> None:
     frozen, sequential, separate = (
         f"{found[key]['forgetting'][0] + 0.0:.2f}" for key in ("frozen", "sequential", "separate")
     )
-    title = f"Points forgotten over ten tasks: {frozen} by frozen nodes, {sequential} by the sequential MLP, "
+    title = (
+        f"Points forgotten over ten tasks: {frozen} by frozen nodes, {sequential} by the sequential"
+        " MLP, "
+    )
     title += f"{separate} by ten separate nets"
     label = "accuracy of one class against the rest in per cent, ± standard deviation"
     dots(axes, [Group("", rows, {"chance": 50.0})], title=title, label=label)

@@ -12,7 +12,8 @@ _STARTS = {"|": "table", "- ": "ul", "#": "h", "<svg": "svg"}
 
 
 def page(markdown: str, title: str) -> str:
-    """Returns the page: headings, paragraphs, lists and tables, with bold and code inside of them, and pictures.
+    """Returns the page: headings, paragraphs, lists and tables, with bold and code inside of them,
+    and pictures.
 
     Pictures are lines that begin with `<svg`, which stay as they are; everything else is escaped.
 
@@ -20,7 +21,11 @@ def page(markdown: str, title: str) -> str:
         >>> "<td class=right>&lt;2</td>" in page("| a | b |\\n|---|---:|\\n| **x** | <2 |", "t")
         True
     """
-    blocks = [_block(kind, list(lines)) for kind, lines in itertools.groupby(markdown.splitlines(), _kind) if kind]
+    blocks = [
+        _block(kind, list(lines))
+        for kind, lines in itertools.groupby(markdown.splitlines(), _kind)
+        if kind
+    ]
     return whole(title, blocks)
 
 

@@ -1,13 +1,16 @@
-"""The covariance sifter (3,950 → 3,750 relations in the paper): 200 relations go, and the accuracy stays.
+"""The covariance sifter (3,950 → 3,750 relations in the paper): 200 relations go, and the accuracy
+stays.
 
 `python -m grapnet.studies.sifter --json FILE` writes what it finds beside the paper's figures.
 
-The paper gives the counts only. A net of 49-50-50-10 whose middle transition has 20 children a node fits them, if 4 of
-20 go and no node is lost. That last part does not happen by itself: a child that one of its families hardly moves with
-is weak in the others too. Where every family lost its 4 weakest of 20, with 5, 10 or 25 families (children in 2, 4 or
-10 of them), each of twelve runs also lost 2 to 9 nodes. So the sifter looks at more targets and gets a budget: 200
-cuts, and no node loses its last parents; the row without a budget stands beside it. The epochs were chosen on held-out
-training images with seeds 0 to 4, so that the accuracy before the edit is near the paper's.
+The paper gives the counts only. A net of 49-50-50-10 whose middle transition has 20 children a node
+fits them, if 4 of 20 go and no node is lost. That last part does not happen by itself: a child that
+one of its families hardly moves with is weak in the others too. Where every family lost its 4
+weakest of 20, with 5, 10 or 25 families (children in 2, 4 or 10 of them), each of twelve runs also
+lost 2 to 9 nodes. So the sifter looks at more targets and gets a budget: 200 cuts, and no node
+loses its last parents; the row without a budget stands beside it. The epochs were chosen on
+held-out training images with seeds 0 to 4, so that the accuracy before the edit is near the
+paper's.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,11 +47,15 @@ Change = Callable[[gn.GrapNet, torch.optim.Optimizer], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """The sifter run: a net trains, its families lose the children they hardly move with, and it trains on."""
+    """The sifter run: a net trains, its families lose the children they hardly move with, and it
+    trains on.
+    """
 
     data: str = "fashion"  # or "made-up": images of the same shape that need no file
     width: int = 50  # of both hidden layers
-    families: int = 5  # of the middle transition; each begins where the one before it has its middle
+    families: int = (
+        5  # of the middle transition; each begins where the one before it has its middle
+    )
     degree: int = 20  # children of each node of it
     fraction: float = 0.4  # of a family's children that may go
     cuts: int = 200  # that the budget allows in all
@@ -65,7 +72,9 @@ FAST = replace(Settings(), data="made-up", per_class=60, before=2, after=1, seed
 
 @dataclass(frozen=True)
 class RandomSifter:
-    """Cuts as a CovarianceSifter does, families, budget and orphans alike, by scores that are drawn: the control."""
+    """Cuts as a CovarianceSifter does, families, budget and orphans alike, by scores that are
+    drawn: the control.
+    """
 
     sifter: CovarianceSifter
 
@@ -73,7 +82,9 @@ class RandomSifter:
         """Lets the sifter write its cuts."""
         watched: dict[str, Any] = dict(self.sifter.recorders(net))
         drawn = {
-            name: _Drawn(torch.rand(net.sizes[ends.upper], net.sizes[ends.lower], generator=edit.generator))
+            name: _Drawn(
+                torch.rand(net.sizes[ends.upper], net.sizes[ends.lower], generator=edit.generator)
+            )
             for name, ends in watched.items()
         }
         self.sifter(net, edit, replace(now, evidence=drawn))
@@ -92,7 +103,9 @@ class _Drawn:
 
 def full_pairs(n_parents: int, n_children: int) -> tuple[Tensor, Tensor]:
     """Returns the rows of parents and children of a full transition."""
-    return torch.arange(n_parents).repeat_interleave(n_children), torch.arange(n_children).repeat(n_parents)
+    return torch.arange(n_parents).repeat_interleave(n_children), torch.arange(n_children).repeat(
+        n_parents
+    )
 
 
 def family_pairs(width: int, families: int, degree: int) -> tuple[Tensor, Tensor]:
@@ -110,7 +123,9 @@ def family_pairs(width: int, families: int, degree: int) -> tuple[Tensor, Tensor
 
 
 def sift(rule: Rule, x: Tensor, *, seed: int, budget: Budget | None = None) -> Change:
-    """Returns the change that a rule makes after the net has run the training rows `x` for its recorders."""
+    """Returns the change that a rule makes after the net has run the training rows `x` for its
+    recorders.
+    """
 
     def change(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> None:
         manager = RuleManager(seed=seed)
@@ -142,9 +157,11 @@ def trained_around(
     lr: float,
     seed: int,
 ) -> dict[str, Any]:
-    """Returns test accuracies in per cent before a change, right after it and after training on, and what it removed.
+    """Returns test accuracies in per cent before a change, right after it and after training on,
+    and what it removed.
 
-    Equal seeds give equal minibatches, so that all runs from equal nets are the same up to the change.
+    Equal seeds give equal minibatches, so that all runs from equal nets are the same up to the
+    change.
     """
     optimizer = torch.optim.Adam(net.parameters(), lr=lr)
     gn.attach(optimizer, net, survivors="renew")
@@ -174,11 +191,16 @@ def _accuracy(net: gn.GrapNet, test: Data) -> float:
 
 
 def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
-    """Returns the accuracies and counts of every row, all from one net and one set of training images."""
+    """Returns the accuracies and counts of every row, all from one net and one set of training
+    images.
+    """
     (images, y), (test_images, test_y) = fashion_images(settings.data)
     drawn = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
     rows = torch.cat([drawn[y[drawn] == label][: settings.per_class] for label in range(10)])
-    train, test = (normalise(downsample(images[rows])), y[rows]), (normalise(downsample(test_images)), test_y)
+    train, test = (
+        (normalise(downsample(images[rows])), y[rows]),
+        (normalise(downsample(test_images)), test_y),
+    )
     budget = Budget(edits=settings.cuts, parents=1)
     sifter, plain = CovarianceSifter(fraction=settings.fraction), CovarianceSifter(fraction=0.2)
     changes = {
@@ -191,7 +213,14 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     epochs = settings.before, settings.after
     return {
         row: trained_around(
-            _net(settings, seed), train, test, change, epochs=epochs, batch=settings.batch, lr=settings.lr, seed=seed
+            _net(settings, seed),
+            train,
+            test,
+            change,
+            epochs=epochs,
+            batch=settings.batch,
+            lr=settings.lr,
+            seed=seed,
         )
         for row, change in changes.items()
     }
@@ -199,7 +228,11 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
 def _net(settings: Settings, seed: int) -> gn.GrapNet:
     width = settings.width
-    wiring = [full_pairs(49, width), family_pairs(width, settings.families, settings.degree), full_pairs(width, 10)]
+    wiring = [
+        full_pairs(49, width),
+        family_pairs(width, settings.families, settings.degree),
+        full_pairs(width, 10),
+    ]
     generator = torch.Generator().manual_seed(seed)
     return gn.GrapNet.from_relations([49, width, width, 10], wiring, generator=generator)
 
@@ -213,38 +246,63 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
 
     rows = {
         row: {
-            **{when: list(summary(values(row, when))[:2]) for when in ("before", "edited", "after")},
-            **{what: sorted({tuple(run[row][what]) for run in runs}) for what in ("relations", "nodes")},
+            **{
+                when: list(summary(values(row, when))[:2]) for when in ("before", "edited", "after")
+            },
+            **{
+                what: sorted({tuple(run[row][what]) for run in runs})
+                for what in ("relations", "nodes")
+            },
         }
         for row in ROWS
     }
     contrasts = {
         "after − before": paired(values("covariance", "after"), values("covariance", "before")),
-        "sifter − no edit, at the end": paired(values("covariance", "after"), values("none", "after")),
-        "sifter − random, at the end": paired(values("covariance", "after"), values("random", "after")),
-        "sifter − random, right after the edit": paired(values("covariance", "edited"), values("random", "edited")),
+        "sifter − no edit, at the end": paired(
+            values("covariance", "after"), values("none", "after")
+        ),
+        "sifter − random, at the end": paired(
+            values("covariance", "after"), values("random", "after")
+        ),
+        "sifter − random, right after the edit": paired(
+            values("covariance", "edited"), values("random", "edited")
+        ),
     }
-    return {"n": len(runs), "rows": rows, "contrasts": {name: one._asdict() for name, one in contrasts.items()}}
+    return {
+        "n": len(runs),
+        "rows": rows,
+        "contrasts": {name: one._asdict() for name, one in contrasts.items()},
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """Returns every row beside the paper's run, then the paired differences."""
     found = result["summary"]
     lines = [
-        f"| run, {found['n']} seeds | relations left | nodes lost | before | right after | after training on |",
+        (
+            f"| run, {found['n']} seeds | relations left | nodes lost | before | right after |"
+            " after training on |"
+        ),
         "|---|---:|---:|---:|---:|---:|",
-        f"| paper, one run | {PAPER['relations'][1]:,} of {PAPER['relations'][0]:,} | – | {PAPER['before']} | – "
-        f"| {PAPER['after']} |",
+        (
+            f"| paper, one run | {PAPER['relations'][1]:,} of {PAPER['relations'][0]:,} | – |"
+            f" {PAPER['before']} | – | {PAPER['after']} |"
+        ),
     ]
     for row, name in ROWS.items():
         one = found["rows"][row]
         left = _range([after for _, after in one["relations"]])
         lost = _range([before - after for before, after in one["nodes"]])
-        accuracies = " | ".join(f"{one[when][0]:.2f} ± {one[when][1]:.2f}" for when in ("before", "edited", "after"))
+        accuracies = " | ".join(
+            f"{one[when][0]:.2f} ± {one[when][1]:.2f}" for when in ("before", "edited", "after")
+        )
         lines.append(f"| {name} | {left} | {lost} | {accuracies} |")
     lines += ["", "| difference in points | mean [95 %] | p |", "|---|---:|---:|"]
     for name, one in found["contrasts"].items():
-        lines.append(f"| {name} | {one['mean']:+.2f} [{one['low']:.2f}, {one['high']:.2f}] | {one['p']:.1e} |")
+        lines.append(
+            f"| {name} | {one['mean']:+.2f} [{one['low']:.2f}, {one['high']:.2f}] |"
+            f" {one['p']:.1e} |"
+        )
     return "\n".join(lines)
 
 
@@ -258,11 +316,17 @@ def missed(result: dict[str, Any]) -> list[str]:
     settings, found = result["settings"], result["summary"]
     lines = []
     if settings["data"] != "fashion" or len(settings["seeds"]) < SEEDS:
-        lines.append(f"data: {settings['data']}, {len(settings['seeds'])} seeds; the bars are for Fashion-MNIST and 10")
+        lines.append(
+            f"data: {settings['data']}, {len(settings['seeds'])} seeds; the bars are for"
+            " Fashion-MNIST and 10"
+        )
     for row in ("covariance", "random"):
         one = found["rows"][row]
         if one["relations"] != [list(PAPER["relations"])]:
-            lines.append(f"relations: {row} went from and to {one['relations']}, the bar is {PAPER['relations']}")
+            lines.append(
+                f"relations: {row} went from and to {one['relations']}, the bar is"
+                f" {PAPER['relations']}"
+            )
         if any(before != after for before, after in one["nodes"]):
             lines.append(f"nodes: {row} lost some, {one['nodes']}, the bar is none")
     for name in ("after − before", "sifter − no edit, at the end"):
@@ -283,9 +347,22 @@ def draw(result: dict[str, Any], axes: Any) -> None:
             "after training on": spread(one["after"]),
         }
         paper = [Value(PAPER["before"]), Value(PAPER["after"])] if row == "covariance" else []
-        rows.append(Row(name, values, paper, f"{_range([after for _, after in one['relations']])} relations left"))
-    change, control = (found["contrasts"][f"sifter − {other}, at the end"]["mean"] for other in ("no edit", "random"))
-    title = f"200 relations fewer: {change:+.2f} points against no edit, {control:+.2f} against a random cut"
+        rows.append(
+            Row(
+                name,
+                values,
+                paper,
+                f"{_range([after for _, after in one['relations']])} relations left",
+            )
+        )
+    change, control = (
+        found["contrasts"][f"sifter − {other}, at the end"]["mean"]
+        for other in ("no edit", "random")
+    )
+    title = (
+        f"200 relations fewer: {change:+.2f} points against no edit, {control:+.2f} against a"
+        " random cut"
+    )
     label = "test accuracy in per cent, ± standard deviation (paper: before and after)"
     dots(axes, [Group("", rows)], title=title, label=label)
 

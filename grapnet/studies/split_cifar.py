@@ -1,17 +1,19 @@
-"""Split CIFAR-10 on the features of a frozen ResNet-18 (Table 3), with the heads and controls that the paper lacks.
+"""Split CIFAR-10 on the features of a frozen ResNet-18 (Table 3), with the heads and controls that
+the paper lacks.
 
-`python -m grapnet.studies.split_cifar --json FILE` writes what it finds. The features are read from the file that
-GRAPNET_CIFAR_FEATURES names; `python -m grapnet.studies.cifar_features` makes such a file. Those that ours were
-measured on are not torchvision's, on which the paper's numbers were, so ours stand beside the paper's and are not
-expected to equal them.
+`python -m grapnet.studies.split_cifar --json FILE` writes what it finds. The features are read from
+the file that GRAPNET_CIFAR_FEATURES names; `python -m grapnet.studies.cifar_features` makes such a
+file. Those that ours were measured on are not torchvision's, on which the paper's numbers were, so
+ours stand beside the paper's and are not expected to equal them.
 
-What was tried (seeds 0, 1 and 20, before the settings were fixed): the paper says neither how long its stream is nor
-how its features are scaled. With 500, 1,000 or 5,000 images a class, features as they are or standardised and Adam at
-1e-3 or 2e-3, its order of the four heads does not come out on these features: the MLP or the linear head leads the
-grown ones. Random nodes need no scaling of the features; 1,000 of them are level with ridge regression on the features
-themselves, 2,000 are ahead. Sums in float64 give the same accuracy as in float32 (83.57 and 83.56, seed 20) and weigh
-twice as much: replay given that many bytes (7,871 images, logit-adjusted and tuned) reached 83.33, and 82.12 with the
-bytes of the float32 sums (3,935 images).
+What was tried (seeds 0, 1 and 20, before the settings were fixed): the paper says neither how long
+its stream is nor how its features are scaled. With 500, 1,000 or 5,000 images a class, features as
+they are or standardised and Adam at 1e-3 or 2e-3, its order of the four heads does not come out on
+these features: the MLP or the linear head leads the grown ones. Random nodes need no scaling of the
+features; 1,000 of them are level with ridge regression on the features themselves, 2,000 are ahead.
+Sums in float64 give the same accuracy as in float32 (83.57 and 83.56, seed 20) and weigh twice as
+much: replay given that many bytes (7,871 images, logit-adjusted and tuned) reached 83.33, and 82.12
+with the bytes of the float32 sums (3,935 images).
 """
 
 import os
@@ -71,13 +73,17 @@ PAPER = {  # mean and standard deviation over five seeds, on torchvision's featu
         "forgetting": (28.26, 2.74),
     },
 }
-BAR, LARGEST_P = 82.5, 1e-3  # of our closed form on the full stream, and of its lead over every head with replay
+BAR, LARGEST_P = (
+    82.5,
+    1e-3,
+)  # of our closed form on the full stream, and of its lead over every head with replay
 STREAMS = {"few": "500 images a class", "full": "all 5,000 images a class"}
 VARIABLE = "GRAPNET_CIFAR_FEATURES"  # of the environment: the path of the features
-SHA256 = "6cc6bee53f4e568c6476758bde7016461e39084909673019f866fb66e507fce6"  # of those that `NOTE` is about
+# of those that `NOTE` is about
+SHA256 = "6cc6bee53f4e568c6476758bde7016461e39084909673019f866fb66e507fce6"
 NOTE = (
-    "Not torchvision's features: an ImageNet ResNet-18 whose batch-norm statistics come from a third party's "
-    "fine-tuning, in 8 bits a value. The paper's numbers are from torchvision's."
+    "Not torchvision's features: an ImageNet ResNet-18 whose batch-norm statistics come from a"
+    " third party's fine-tuning, in 8 bits a value. The paper's numbers are from torchvision's."
 )
 
 
@@ -88,7 +94,8 @@ class Settings:
     seeds: tuple[int, ...] = tuple(range(20, 30))
     features: str = ""  # path of their file; without it that of `VARIABLE`; or "made-up"
     few: int = 500  # images a class of the short stream
-    trial: int = 2500  # images a class that choices for the full stream are trained on; the others judge them
+    # images a class that choices for the full stream are trained on; the others judge them
+    trial: int = 2500
     judged: int = 10_000  # about how many of these do
     heads: tuple[Head, ...] = (  # solved for; the bar is about the first
         Head("silu", 2000, "float32"),
@@ -100,7 +107,11 @@ class Settings:
     batch: int = 64  # of the stream and of the replay
     rate: float = 2e-3  # of Adam, for the paper's heads, as on Fashion-MNIST
     nodes: int = 48  # grown for every task
-    linear_rates: tuple[float, ...] = (2e-4, 7e-4, 2e-3)  # of Adam, for the tuned linear heads to choose from
+    linear_rates: tuple[float, ...] = (
+        2e-4,
+        7e-4,
+        2e-3,
+    )  # of Adam, for the tuned linear heads to choose from
     dense_rates: tuple[float, ...] = (7e-5, 2e-4, 7e-4)  # those of the tuned MLPs
     grown_rates: tuple[float, ...] = (7e-4, 2e-3, 5e-3)  # those of the tuned GrapNets
     updates: tuple[int, ...] = (1, 4)  # a batch, for the tuned heads to choose from
@@ -127,13 +138,17 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     inputs = {"as they are": (train, test), "standardised": _standardised(train, test)}
     found: dict[str, Any] = {}
     for name, count, trial in (("few", settings.few, settings.few), ("full", most, settings.trial)):
-        choices = {title: _choice(settings, *parts, seed, count, trial) for title, parts in inputs.items()}
+        choices = {
+            title: _choice(settings, *parts, seed, count, trial) for title, parts in inputs.items()
+        }
         plain = choices["as they are"]
         rows, first = {}, settings.heads[0]
         for head in settings.heads:
             if head.seeds is None or seed in settings.seeds[: head.seeds]:
                 spread = train.x.shape[1] ** -0.5
-                rows |= solved_rows(plain, head, seed, settings.ridges, spread, others=head is first)
+                rows |= solved_rows(
+                    plain, head, seed, settings.ridges, spread, others=head is first
+                )
         rows |= statistics_rows(plain, settings.ridges)
         for title, build in _paper_heads(settings, train.x.shape[1], seed).items():
             how = {"memory": settings.memory, "rate": settings.rate, "updates": 1}
@@ -143,19 +158,30 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def features(path: str, seed: int) -> tuple[Batch, Batch, str]:
-    """Returns the training and test features and where they come from; "made-up" gives noisy class means."""
+    """Returns the training and test features and where they come from; "made-up" gives noisy class
+    means.
+    """
     if path == "made-up":
-        generator = torch.Generator().manual_seed(10_000 + seed)  # a model of this seed would be drawn like the means
+        generator = torch.Generator().manual_seed(
+            10_000 + seed
+        )  # a model of this seed would be drawn like the means
         means, parts = torch.rand(10, 512, generator=generator), []
         for count in (24, 10):  # a class
             y = torch.arange(10).repeat_interleave(count)
-            parts.append(Batch((means[y] + torch.randn(len(y), 512, generator=generator)).relu(), y))
+            parts.append(
+                Batch((means[y] + torch.randn(len(y), 512, generator=generator)).relu(), y)
+            )
         return parts[0], parts[1], "made-up features"
     path = path or os.environ.get(VARIABLE, "")
     if not Path(path).is_file():
         wrong = f"{path} is no file of CIFAR-10 features" if path else f"{VARIABLE} is not set"
-        error = MissingDataError(f"{wrong}; python -m grapnet.studies.cifar_features makes such a file")
-        error.commands = ("python -m grapnet.studies.cifar_features --out features.npz", f"export {VARIABLE}=FILE.npz")
+        error = MissingDataError(
+            f"{wrong}; python -m grapnet.studies.cifar_features makes such a file"
+        )
+        error.commands = (
+            "python -m grapnet.studies.cifar_features --out features.npz",
+            f"export {VARIABLE}=FILE.npz",
+        )
         raise error
     found = load_features(path)
     return Batch(found.x_train, found.y_train), Batch(found.x_test, found.y_test), found.about
@@ -182,9 +208,16 @@ def grown(inputs: int, nodes: int, seed: int, rate: float, *, frozen: bool) -> L
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Returns mean and spread of every row of both streams, and our closed form against each."""
-    found = {name: compared([numbers[name] for numbers in seeds.values()], settings.heads[0].name) for name in STREAMS}
+    found = {
+        name: compared([numbers[name] for numbers in seeds.values()], settings.heads[0].name)
+        for name in STREAMS
+    }
     about = next(iter(seeds.values()))["about"]
-    made_up = "Made-up features: these numbers say nothing about CIFAR-10." if settings.features == "made-up" else ""
+    made_up = (
+        "Made-up features: these numbers say nothing about CIFAR-10."
+        if settings.features == "made-up"
+        else ""
+    )
     return found | {"about": about, "note": NOTE if SHA256 in about else made_up}
 
 
@@ -193,15 +226,26 @@ def table(result: dict[str, Any]) -> str:
     summary, lines = result["summary"], []
     whose = "features that are not torchvision's" if summary["note"] == NOTE else "features"
     for stream, title in STREAMS.items():
-        lines += [f"### Split CIFAR-10, {whose}, one pass over {title}", "", *markdown(summary[stream]), ""]
+        lines += [
+            f"### Split CIFAR-10, {whose}, one pass over {title}",
+            "",
+            *markdown(summary[stream]),
+            "",
+        ]
     lines += [f"### Paper's Table 3 beside the same heads on {whose}", ""]
-    lines += ["| head | parameters | measure | paper | ours, few | ours, full |", "|---|---|---|---|---|---|"]
+    lines += [
+        "| head | parameters | measure | paper | ours, few | ours, full |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, printed in PAPER.items():
         for measure in ("task_local", "seen_class", "forgetting"):
             mean, std = printed[measure]
             ours = [summary[stream][name][measure] for stream in STREAMS]
             cells = " | ".join(f"{found['mean']:.2f} ± {found['std']:.2f}" for found in ours)
-            lines.append(f"| {name} | {summary['full'][name]['parameters']:,} | {measure} | {mean} ± {std} | {cells} |")
+            lines.append(
+                f"| {name} | {summary['full'][name]['parameters']:,} | {measure} | {mean} ± {std} |"
+                f" {cells} |"
+            )
     lines += ["", *(line for line in (summary["note"], summary["about"]) if line)]
     return "\n".join(lines)
 
@@ -210,7 +254,10 @@ def missed(result: dict[str, Any]) -> list[str]:
     """Returns a line for every bar that the result misses."""
     settings = result["settings"]
     if settings["features"] == "made-up" or len(settings["seeds"]) < 10:
-        return ["this was a fast run or one of few seeds: the bars are about ten seeds of CIFAR-10 features"]
+        return [
+            "this was a fast run or one of few seeds: the bars are about ten seeds of CIFAR-10"
+            " features"
+        ]
     rows, lines = result["summary"]["full"], []
     name, ours = next(iter(rows.items()))
     if not ours["seen_class"]["mean"] >= BAR:
@@ -221,19 +268,27 @@ def missed(result: dict[str, Any]) -> list[str]:
             lines.append(f"{other} is {ahead['mean']:.2f} below {name} with p = {ahead['p']:.1e}")
     for title, printed in PAPER.items():
         if rows[title]["parameters"] != printed["parameters"]:
-            lines.append(f"{title} has {rows[title]['parameters']:,} parameters, the paper's {printed['parameters']:,}")
+            lines.append(
+                f"{title} has {rows[title]['parameters']:,} parameters, the paper's"
+                f" {printed['parameters']:,}"
+            )
     return lines
 
 
 def _standardised(train: Batch, test: Batch) -> tuple[Batch, Batch]:
-    """Returns inputs scaled by the whole training set, which a stream does not know: a gift to the tuned heads."""
+    """Returns inputs scaled by the whole training set, which a stream does not know: a gift to the
+    tuned heads.
+    """
     one, other = standardise(train.x, test.x)
     return Batch(one, train.y), Batch(other, test.y)
 
 
-def _choice(settings: Settings, train: Batch, test: Batch, seed: int, count: int, trial: int) -> Choice:
+def _choice(
+    settings: Settings, train: Batch, test: Batch, seed: int, count: int, trial: int
+) -> Choice:
     stream, short = (
-        TaskStream(train.x, train.y, tasks=5, batch=settings.batch, seed=seed, per_class=n) for n in (count, trial)
+        TaskStream(train.x, train.y, tasks=5, batch=settings.batch, seed=seed, per_class=n)
+        for n in (count, trial)
     )
     left = short.left_out
     thin = max(1, len(left.y) // settings.judged)
@@ -250,9 +305,16 @@ def _paper_heads(settings: Settings, inputs: int, seed: int) -> dict[str, Build]
     }
 
 
-def _tuned(settings: Settings, choices: dict[str, Choice], seed: int, stored: int) -> dict[str, dict[str, Any]]:
-    """Returns the rows of replay with all choices made on held-out images; one stores as many bytes as our head."""
-    test, heads = choices["as they are"].test, _paper_heads(settings, choices["as they are"].test.x.shape[1], seed)
+def _tuned(
+    settings: Settings, choices: dict[str, Choice], seed: int, stored: int
+) -> dict[str, dict[str, Any]]:
+    """Returns the rows of replay with all choices made on held-out images; one stores as many bytes
+    as our head.
+    """
+    test, heads = (
+        choices["as they are"].test,
+        _paper_heads(settings, choices["as they are"].test.x.shape[1], seed),
+    )
     as_many = stored // ((test.x.nbytes + test.y.nbytes) // len(test.y))
     rows: list[tuple[str, Loss, int, str]] = [
         (name, loss, settings.memory, f"{settings.memory:,} images")
@@ -275,12 +337,17 @@ def _tuned(settings: Settings, choices: dict[str, Choice], seed: int, stored: in
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
-    """Draws the seen-class accuracy of every head on both streams, what it stores, and the paper's where it has one."""
+    """Draws the seen-class accuracy of every head on both streams, what it stores, and the paper's
+    where it has one.
+    """
     found = result["summary"]
     printed = {name: row["seen_class"] for name, row in PAPER.items()}
     name, ours = next(iter(found["full"].items()))
     others = [row["seen_class"]["mean"] for row in found["full"].values() if row["images"]]
-    title = f"{name}: {ours['seen_class']['mean']:.1f} on all images, the best head with replay {max(others):.1f}"
+    title = (
+        f"{name}: {ours['seen_class']['mean']:.1f} on all images, the best head with replay"
+        f" {max(others):.1f}"
+    )
     title += " (features that are not torchvision's)" if found["note"] == NOTE else ""
     stream_bars(
         axes,

@@ -1,11 +1,13 @@
-"""Table 2: matched one-pass Split Fashion-MNIST, and beside it the controls that say what the gain is made of.
+"""Table 2: matched one-pass Split Fashion-MNIST, and beside it the controls that say what the gain
+is made of.
 
     python -m grapnet.studies.split_fashion
 
-The paper leaves its settings out. Two regimes fit its numbers: Adam 2e-3, in which dense heads start from what
-nn.Linear draws and keep one Adam while the grown ones renew theirs with every task; and plain SGD 0.03. Ten seeds that
-served to find neither of them are used. The controls give every topology both initialisations, with the optimizer kept
-and renewed; and one more table chooses the learning rate of every head on training images that the stream leaves out.
+The paper leaves its settings out. Two regimes fit its numbers: Adam 2e-3, in which dense heads
+start from what nn.Linear draws and keep one Adam while the grown ones renew theirs with every task;
+and plain SGD 0.03. Ten seeds that served to find neither of them are used. The controls give every
+topology both initialisations, with the optimizer kept and renewed; and one more table chooses the
+learning rate of every head on training images that the stream leaves out.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +21,8 @@ from .command import Study, main
 from .drawing import Group, Row, dots, spread
 from .split_fashion_heads import Head, Regime, by_rate, images, in_turns, learned
 
-PAPER = {  # task-local, seen-class and forgetting in per cent, each with its standard deviation, and seconds
+# task-local, seen-class and forgetting in per cent, each with its standard deviation, and seconds
+PAPER = {
     "Dense ER-64, reservoir": (90.91, 3.51, 48.48, 3.84, 47.86, 5.23, 0.25),
     "Dense ER-256, reservoir": (96.45, 0.53, 51.08, 2.51, 52.24, 2.76, 0.26),
     "Dense ER-256, balanced": (96.41, 0.55, 50.19, 1.84, 53.90, 2.10, 0.27),
@@ -35,7 +38,11 @@ PAPER_CONTRASTS = {  # plastic − dense, as far as the paper gives it
 }
 KINDS = ("task_local", "seen_class", "forgetting")
 PARAMETERS = {"Dense ER-64": 3850, "Dense ER-256": 15370, "GrapNet-48": 13450}
-DENSE, FROZEN, PLASTIC = "Dense ER-256, reservoir", "GrapNet-48 frozen, reservoir", "GrapNet-48 plastic, reservoir"
+DENSE, FROZEN, PLASTIC = (
+    "Dense ER-256, reservoir",
+    "GrapNet-48 frozen, reservoir",
+    "GrapNet-48 plastic, reservoir",
+)
 GROWN = Head("grown", initial="grapnet", renewed=True)
 ROWS = {
     "Dense ER-64, reservoir": Head("dense", 64),
@@ -74,13 +81,26 @@ class Settings:
     per_class: int = 500  # images of every class, shown once
     regime: Regime = field(default_factory=Regime)  # what all heads share
     sgd: float = 0.03  # learning rate of the second regime
-    rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)  # to choose from, for every head alike
+    rates: tuple[float, ...] = (
+        5e-4,
+        1e-3,
+        2e-3,
+        4e-3,
+        8e-3,
+        1.6e-2,
+        3.2e-2,
+    )  # to choose from, for every head alike
     turns: int = 20  # runs in which the training time is compared
     data: Literal["fashion-mnist", "made-up"] = "fashion-mnist"
 
 
 FAST = Settings(
-    seeds=(20, 21), per_class=20, regime=Regime(batch=20, capacity=60), rates=(2e-3, 8e-3), turns=1, data="made-up"
+    seeds=(20, 21),
+    per_class=20,
+    regime=Regime(batch=20, capacity=60),
+    rates=(2e-3, 8e-3),
+    turns=1,
+    data="made-up",
 )
 
 
@@ -88,7 +108,9 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Computes every table for one seed."""
     train, test = images("train", settings.data), images("test", settings.data)
     regime, tasks = settings.regime, settings.regime.tasks
-    stream = TaskStream(*train, tasks=tasks, batch=regime.batch, seed=seed, per_class=settings.per_class)
+    stream = TaskStream(
+        *train, tasks=tasks, batch=regime.batch, seed=seed, per_class=settings.per_class
+    )
 
     def reached(head: Head, shared: Regime = regime) -> dict[str, float]:
         return learned(head, shared, stream, test, seed)
@@ -107,14 +129,21 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     return {
         "rows": rows,
         "controls": controls,
-        "sgd": {name: reached(ROWS[name], plain)["seen_class"] for name in (DENSE, FROZEN, PLASTIC)},
-        "tuned": {name: by_rate(head, regime, settings.rates, stream, test, seed) for name, head in TUNED.items()},
+        "sgd": {
+            name: reached(ROWS[name], plain)["seen_class"] for name in (DENSE, FROZEN, PLASTIC)
+        },
+        "tuned": {
+            name: by_rate(head, regime, settings.rates, stream, test, seed)
+            for name, head in TUNED.items()
+        },
         "time": in_turns((ROWS[DENSE], ROWS[PLASTIC]), regime, stream, seed, settings.turns),
     }
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
-    """Computes means, contrasts and ratios over the seeds, and the sentence that the controls teach."""
+    """Computes means, contrasts and ratios over the seeds, and the sentence that the controls
+    teach.
+    """
     runs = list(seeds.values())
 
     def over(*path: str) -> list[float]:
@@ -129,24 +158,36 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
         for name in ROWS
     }
     contrasts = {
-        f"{kind}, {memory}": paired(
-            over("rows", f"GrapNet-48 plastic, {memory}", key), over("rows", f"Dense ER-256, {memory}", key)
-        )._asdict()
+        f"{kind}, {memory}": (
+            paired(
+                over("rows", f"GrapNet-48 plastic, {memory}", key),
+                over("rows", f"Dense ER-256, {memory}", key),
+            )._asdict()
+        )
         for memory in ("reservoir", "balanced")
         for kind, key in (("seen-class", "seen_class"), ("forgetting", "forgetting"))
     }
     result = {
         "rows": rows,
         "contrasts": contrasts,
-        "controls": {name: {way: summary(over("controls", name, way))[:2] for way in WAYS} for name in TOPOLOGIES},
+        "controls": {
+            name: {way: summary(over("controls", name, way))[:2] for way in WAYS}
+            for name in TOPOLOGIES
+        },
         "parts": _parts(lambda topology, way: over("controls", topology, way)),
         "sgd": {name: summary(over("sgd", name))[:2] for name in (DENSE, FROZEN, PLASTIC)},
         "tuned": _chosen(runs),
         "time": {
-            "tasks": [median(run["time"]["ratios"][n] for run in runs) for n in range(len(settings.regime.tasks))],
+            "tasks": [
+                median(run["time"]["ratios"][n] for run in runs)
+                for n in range(len(settings.regime.tasks))
+            ],
             "stream": median(over("time", "stream")),
             "worst": max(over("time", "stream")),
-            "milliseconds": {who: 1e3 * fmean(sum(run["time"][who]) for run in runs) for who in ("dense", "grown")},
+            "milliseconds": {
+                who: 1e3 * fmean(sum(run["time"][who]) for run in runs)
+                for who in ("dense", "grown")
+            },
         },
     }
     return {**result, "sentence": sentence(result)}
@@ -158,40 +199,62 @@ def sentence(result: dict[str, Any]) -> str:
     gain = controls["GrapNet"][RENEWED][0] - controls["dense-256"][KEPT][0]
     alone, same = parts["topology: GrapNet − dense-256, both PyTorch's way"], parts[SAME]
     start = (
-        f"GrapNet's {gain:+.1f} points over dense-256 as PyTorch makes it become {same['mean']:+.1f} "
-        f"[{same['low']:.1f}, {same['high']:.1f}] once dense-256 starts from weights of the same scale and renews its "
-        f"Adam with every task ({controls['dense-256'][RENEWED][0]:.1f} against {controls['GrapNet'][RENEWED][0]:.1f})"
+        f"GrapNet's {gain:+.1f} points over dense-256 as PyTorch makes it become"
+        f" {same['mean']:+.1f} [{same['low']:.1f}, {same['high']:.1f}] once dense-256 starts from"
+        " weights of the same scale and renews its Adam with every task"
+        f" ({controls['dense-256'][RENEWED][0]:.1f} against {controls['GrapNet'][RENEWED][0]:.1f})"
     )
     if same["low"] > 0:
-        said = "larger initial outgoing weights and the renewed optimizer explain the rest of the gain"
+        said = (
+            "larger initial outgoing weights and the renewed optimizer explain the rest of the gain"
+        )
     else:
         level = "behind" if same["high"] < 0 else "level at best"
         said = (
-            f"the gain comes from larger initial outgoing weights and the renewed optimizer, beside which the topology "
-            f"is {level}"
+            "the gain comes from larger initial outgoing weights and the renewed optimizer, beside"
+            f" which the topology is {level}"
         )
-    return f"{start}: {said}; with nn.Linear's weights and one Adam the topology alone is worth {alone['mean']:+.1f}."
+    return (
+        f"{start}: {said}; with nn.Linear's weights and one Adam the topology alone is worth"
+        f" {alone['mean']:+.1f}."
+    )
 
 
 def table(result: dict[str, Any]) -> str:
     """Sets the result beside the paper's."""
     found, count = result["summary"], len(result["settings"]["seeds"])
-    made_up = "" if result["settings"]["data"] == "fashion-mnist" else ", made-up images: no number means anything"
+    made_up = (
+        ""
+        if result["settings"]["data"] == "fashion-mnist"
+        else ", made-up images: no number means anything"
+    )
     return "\n\n".join(
         [
-            f"Split Fashion-MNIST at 7×7, one pass, {count} seeds{made_up}. In brackets: the paper.",
+            (
+                f"Split Fashion-MNIST at 7×7, one pass, {count} seeds{made_up}. In brackets: the"
+                " paper."
+            ),
             _rows_table(found),
             _lines("plastic − dense-256", found["contrasts"], PAPER_CONTRASTS),
             f"**What the controls teach.** {found['sentence']}",
-            _grid(("topology", *WAYS), {n: [_shown(ways[w]) for w in WAYS] for n, ways in found["controls"].items()}),
+            _grid(
+                ("topology", *WAYS),
+                {n: [_shown(ways[w]) for w in WAYS] for n, ways in found["controls"].items()},
+            ),
             _lines("what the gain is made of", found["parts"], {}),
             _grid(
                 ("learning rate chosen on images left out", "rate", "seen-class"),
-                {name: [f"{row['rate']:g}", _shown(row["seen_class"])] for name, row in found["tuned"].items()},
+                {
+                    name: [f"{row['rate']:g}", _shown(row["seen_class"])]
+                    for name, row in found["tuned"].items()
+                },
             ),
             _grid(
                 (f"plain SGD {result['settings']['sgd']:g}", "seen-class", "paper"),
-                {name: [_shown(pair), f"{PAPER[name][2]:.2f}"] for name, pair in found["sgd"].items()},
+                {
+                    name: [_shown(pair), f"{PAPER[name][2]:.2f}"]
+                    for name, pair in found["sgd"].items()
+                },
             ),
             _time_line(found["time"]),
         ]
@@ -215,9 +278,14 @@ def missed(result: dict[str, Any]) -> list[str]:
             lines.append(f"{name}: {mean:.2f} is more than 3 points from the paper's {published}")
     gain = found["contrasts"]["seen-class, reservoir"]
     if not (gain["mean"] > 8 and gain["p"] < 1e-4):
-        lines.append(f"plastic − dense: {gain['mean']:+.2f}, p = {gain['p']:.1e}, not above 8 points with p < 1e-4")
+        lines.append(
+            f"plastic − dense: {gain['mean']:+.2f}, p = {gain['p']:.1e}, not above 8 points with p"
+            " < 1e-4"
+        )
     if found["rows"][FROZEN]["drift"] != 0:
-        lines.append(f"drift of frozen nodes: {found['rows'][FROZEN]['drift']} instead of exactly 0")
+        lines.append(
+            f"drift of frozen nodes: {found['rows'][FROZEN]['drift']} instead of exactly 0"
+        )
     for number, ratio in enumerate(found["time"]["tasks"]):
         if not ratio <= 1.3:
             lines.append(f"time of task {number + 1}: {ratio:.2f} times dense, above 1.3")
@@ -227,7 +295,9 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 
 def _parts(seen: Callable[[str, str], Sequence[float]]) -> dict[str, Any]:
-    """Returns what each step from the default dense head to the grown one is worth, all other things equal."""
+    """Returns what each step from the default dense head to the grown one is worth, all other
+    things equal.
+    """
     plain, related = "dense-256", "growth, old nodes also related to new classes"
     steps = {
         "initial weights alone: dense-256": ((plain, "GrapNet init, kept"), (plain, KEPT)),
@@ -241,12 +311,19 @@ def _parts(seen: Callable[[str, str], Sequence[float]]) -> dict[str, Any]:
 
 
 def _chosen(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns for every head the learning rate with the best mean on images left out, and what it reaches on test."""
+    """Returns for every head the learning rate with the best mean on images left out, and what it
+    reaches on test.
+    """
     chosen = {}
     for name in TUNED:
-        by_rate = {rate: [run["tuned"][name][rate] for run in runs] for rate in runs[0]["tuned"][name]}
+        by_rate = {
+            rate: [run["tuned"][name][rate] for run in runs] for rate in runs[0]["tuned"][name]
+        }
         best = max(by_rate, key=lambda rate: fmean(held_out for held_out, _ in by_rate[rate]))
-        chosen[name] = {"rate": float(best), "seen_class": summary([test for _, test in by_rate[best]])[:2]}
+        chosen[name] = {
+            "rate": float(best),
+            "seen_class": summary([test for _, test in by_rate[best]])[:2],
+        }
     return chosen
 
 
@@ -267,26 +344,41 @@ def _rows_table(found: dict[str, Any]) -> str:
             f"{row['seconds'][0]:.3f} s ({published[-1]:.2f} s)",
             f"{row['drift']:.2g}" if name.startswith("GrapNet") else "–",
         ]
-    titles = ("method", "parameters", "task-local", "seen-class", "forgetting", "training", "largest drift")
+    titles = (
+        "method",
+        "parameters",
+        "task-local",
+        "seen-class",
+        "forgetting",
+        "training",
+        "largest drift",
+    )
     return _grid(titles, rows)
 
 
 def _lines(title: str, contrasts: dict[str, Any], published: dict[str, str]) -> str:
-    rows = {name: [str(Paired(**one)), *([published[name]] if published else [])] for name, one in contrasts.items()}
+    rows = {
+        name: [str(Paired(**one)), *([published[name]] if published else [])]
+        for name, one in contrasts.items()
+    }
     return _grid((title, "difference [95 %]", *(["paper"] if published else [])), rows)
 
 
 def _time_line(time: dict[str, Any]) -> str:
     tasks = " / ".join(f"{ratio:.2f}" for ratio in time["tasks"])
     return (
-        f"Training time of GrapNet plastic, times dense-256's (in turns, one process, one thread): {tasks} at tasks 1 "
-        f"to {len(time['tasks'])}, {time['stream']:.2f} over the stream (worst seed {time['worst']:.2f}; paper 13.73): "
-        f"{time['milliseconds']['grown']:.1f} ms against {time['milliseconds']['dense']:.1f} ms."
+        "Training time of GrapNet plastic, times dense-256's (in turns, one process, one thread):"
+        f" {tasks} at tasks 1 to {len(time['tasks'])}, {time['stream']:.2f} over the stream (worst"
+        f" seed {time['worst']:.2f}; paper 13.73): {time['milliseconds']['grown']:.1f} ms against"
+        f" {time['milliseconds']['dense']:.1f} ms."
     )
 
 
 def _grid(titles: Sequence[str], rows: dict[str, list[str]]) -> str:
-    lines = [" | ".join(cells) for cells in (titles, ["---"] * len(titles), *([n, *row] for n, row in rows.items()))]
+    lines = [
+        " | ".join(cells)
+        for cells in (titles, ["---"] * len(titles), *([n, *row] for n, row in rows.items()))
+    ]
     return "\n".join(f"| {line} |" for line in lines)
 
 
@@ -297,13 +389,23 @@ def _shown(pair: Sequence[float]) -> str:
 def draw(result: dict[str, Any], axes: Any) -> None:
     """Draws seen-class accuracies: the six rows over the paper's, then the controls."""
     found, ours = result["summary"], "seen-class accuracy"
-    table2 = [Row(n, {ours: spread(r["seen_class"])}, [spread(PAPER[n][2:4])]) for n, r in found["rows"].items()]
+    table2 = [
+        Row(n, {ours: spread(r["seen_class"])}, [spread(PAPER[n][2:4])])
+        for n, r in found["rows"].items()
+    ]
     groups = [Group("the paper's six rows", table2)]
     for name, ways in found["controls"].items():
-        groups.append(Group(f"control: {name}", [Row(way, {ours: spread(ways[way])}) for way in WAYS]))
-    tuned = [Row(f"{n}, rate {r['rate']:g}", {ours: spread(r["seen_class"])}) for n, r in found["tuned"].items()]
+        groups.append(
+            Group(f"control: {name}", [Row(way, {ours: spread(ways[way])}) for way in WAYS])
+        )
+    tuned = [
+        Row(f"{n}, rate {r['rate']:g}", {ours: spread(r["seen_class"])})
+        for n, r in found["tuned"].items()
+    ]
     groups.append(Group("control: learning rate chosen on images left out", tuned))
-    plain = [Row(n, {ours: spread(pair)}, [spread(PAPER[n][2:4])]) for n, pair in found["sgd"].items()]
+    plain = [
+        Row(n, {ours: spread(pair)}, [spread(PAPER[n][2:4])]) for n, pair in found["sgd"].items()
+    ]
     groups.append(Group(f"plain SGD {result['settings']['sgd']:g}", plain))
     gain, same = found["contrasts"]["seen-class, reservoir"]["mean"], found["parts"][SAME]["mean"]
     title = f"GrapNet plastic − dense-256: {gain:+.1f} points in the paper's setting, "

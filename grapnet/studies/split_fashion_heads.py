@@ -1,4 +1,6 @@
-"""The heads of the Split Fashion-MNIST study: dense, grown, and the controls in between, each over the same stream."""
+"""The heads of the Split Fashion-MNIST study: dense, grown, and the controls in between, each over
+the same stream.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -48,11 +50,13 @@ class Head:
     """One row of a table.
 
     Attributes:
-        topology: "dense"; "final" has all nodes and relations of the grown head from the start; "related" grows, and
-            relates the nodes of earlier tasks to the classes of the coming one as well; "grown" is the paper's.
+        topology: "dense"; "final" has all nodes and relations of the grown head from the start;
+            "related" grows, and relates the nodes of earlier tasks to the classes of the coming one
+            as well; "grown" is the paper's.
         width: hidden nodes of a dense head.
-        initial: "linear" draws what nn.Linear draws; "grapnet" draws U(±1/√(relations the owner gains in a growth)),
-            with zero biases, and a dense head gets the same scales by fifths of its layer.
+        initial: "linear" draws what nn.Linear draws; "grapnet" draws U(±1/√(relations the owner
+            gains in a growth)), with zero biases, and a dense head gets the same scales by fifths
+            of its layer.
         renewed: whether the optimizer starts afresh with every task.
         frozen: whether the nodes of earlier tasks stay as they are.
         memory: how images enter the memory.
@@ -69,15 +73,23 @@ class Head:
 class Learner:
     """A head with its optimizer and memory, on its way through a stream."""
 
-    def __init__(self, head: Head, regime: Regime, seed: int, *, inputs: int = 49, classes: int = 10) -> None:
+    def __init__(
+        self, head: Head, regime: Regime, seed: int, *, inputs: int = 49, classes: int = 10
+    ) -> None:
         torch.manual_seed(seed)
         self.head, self.regime = head, regime
-        self.memory = (ReservoirMemory if head.memory == "reservoir" else BalancedMemory)(regime.capacity, seed=seed)
+        self.memory = (ReservoirMemory if head.memory == "reservoir" else BalancedMemory)(
+            regime.capacity, seed=seed
+        )
         self.generator = torch.Generator().manual_seed(seed)
         scale = "linear" if head.initial == "linear" else "alloc"
-        self.grow = GrowForTask(layer=1, nodes=regime.nodes, outputs=regime.outputs, weights=scale, bias=scale)
+        self.grow = GrowForTask(
+            layer=1, nodes=regime.nodes, outputs=regime.outputs, weights=scale, bias=scale
+        )
         if head.topology == "dense":
-            self.model = nn.Sequential(nn.Linear(inputs, head.width), nn.ReLU(), nn.Linear(head.width, classes))
+            self.model = nn.Sequential(
+                nn.Linear(inputs, head.width), nn.ReLU(), nn.Linear(head.width, classes)
+            )
             if head.initial == "grapnet":
                 _draw_as_grown(self.model, regime)
         else:
@@ -86,12 +98,16 @@ class Learner:
             for number in range(len(regime.tasks)):
                 self._change(number)
         adam = regime.optimizer == "adam"
-        self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(self.model.parameters(), lr=regime.lr)
+        self.optimizer = (torch.optim.Adam if adam else torch.optim.SGD)(
+            self.model.parameters(), lr=regime.lr
+        )
         if head.topology in ("related", "grown"):
             gn.attach(self.optimizer, self.model, survivors="renew" if head.renewed else "keep")
 
     def learn(self, tasks: Iterable[Task]) -> list[float]:
-        """Trains on these tasks and returns the seconds of each; growing and freezing are in them."""
+        """Trains on these tasks and returns the seconds of each; growing and freezing are in
+        them.
+        """
         run = train_on_stream(
             self.model,
             tasks,
@@ -135,25 +151,39 @@ class Learner:
                 FreezeOwner()(net, edit, Moment(task=number - 1))
             if head.topology == "related" and number:
                 edit.connect(
-                    net.layers[1], net.layers[2].uid[list(self.regime.tasks[number])], weights=self.grow.weights
+                    net.layers[1],
+                    net.layers[2].uid[list(self.regime.tasks[number])],
+                    weights=self.grow.weights,
                 )
             self.grow(net, edit, Moment(task=number))
 
 
-def learned(head: Head, regime: Regime, stream: Iterable[Task], test: Images, seed: int) -> dict[str, float]:
-    """Returns what one head reaches on a stream, in per cent, with its parameters, seconds and drift.
+def learned(
+    head: Head, regime: Regime, stream: Iterable[Task], test: Images, seed: int
+) -> dict[str, float]:
+    """Returns what one head reaches on a stream, in per cent, with its parameters, seconds and
+    drift.
 
-    The drift is the largest change of any coordinate of a node since the task that it was grown for ended; it counts
-    the coordinates that were there, and is 0 for heads that do not grow.
+    The drift is the largest change of any coordinate of a node since the task that it was grown for
+    ended; it counts the coordinates that were there, and is 0 for heads that do not grow.
     """
-    learner, matrix, seconds, then, drift = Learner(head, regime, seed), AccuracyMatrix(), 0.0, [], 0.0
+    learner, matrix, seconds, then, drift = (
+        Learner(head, regime, seed),
+        AccuracyMatrix(),
+        0.0,
+        [],
+        0.0,
+    )
     grows = head.topology == "grown"
     for task in stream:
         seconds += sum(learner.learn([task]))
         matrix.add(evaluate(learner.model, *test, regime.tasks[: task.number + 1], task.seen))
         then.append(learner.nodes_of(task.number) if grows else [])
     if grows:
-        drift = max(structural_drift(old, learner.nodes_of(number)).largest for number, old in enumerate(then))
+        drift = max(
+            structural_drift(old, learner.nodes_of(number)).largest
+            for number, old in enumerate(then)
+        )
     return {
         "parameters": learner.parameters,
         "task_local": 100 * matrix.task_local,
@@ -167,12 +197,16 @@ def learned(head: Head, regime: Regime, stream: Iterable[Task], test: Images, se
 def by_rate(
     head: Head, regime: Regime, rates: Iterable[float], stream: TaskStream, test: Images, seed: int
 ) -> dict[str, tuple[float, float]]:
-    """Returns the seen-class accuracy on training images that the stream leaves out, and on test, by learning rate."""
+    """Returns the seen-class accuracy on training images that the stream leaves out, and on test,
+    by learning rate.
+    """
     found = {}
     for rate in rates:
         learner = Learner(head, replace(regime, lr=rate), seed)
         learner.learn(stream)
-        left_out, tested = (evaluate(learner.model, x, y, regime.tasks) for x, y in (stream.left_out[:2], test))
+        left_out, tested = (
+            evaluate(learner.model, x, y, regime.tasks) for x, y in (stream.left_out[:2], test)
+        )
         found[f"{rate:g}"] = (100 * left_out.overall, 100 * tested.overall)
     return found
 
@@ -180,10 +214,12 @@ def by_rate(
 def in_turns(
     heads: tuple[Head, Head], regime: Regime, stream: TaskStream, seed: int, turns: int
 ) -> dict[str, list[float] | float]:
-    """Compares the training time of a dense and a grown head, task by task in turns in this process.
+    """Compares the training time of a dense and a grown head, task by task in turns in this
+    process.
 
-    Who goes first alternates; a turn before the counted ones pays for what a process does once. Returned are the median
-    seconds of every task, the median of the turns' ratios (grown to dense) at every task, and that over the stream.
+    Who goes first alternates; a turn before the counted ones pays for what a process does once.
+    Returned are the median seconds of every task, the median of the turns' ratios (grown to dense)
+    at every task, and that over the stream.
     """
     seconds = torch.zeros(turns + 1, 2, len(stream), dtype=torch.float64)
     for turn in range(turns + 1):
@@ -201,7 +237,9 @@ def in_turns(
 
 
 def images(part: str, data: str) -> Images:
-    """Returns 7×7 images as rows of 49 normalised numbers, and their classes; "made-up" ones need no data set."""
+    """Returns 7×7 images as rows of 49 normalised numbers, and their classes; "made-up" ones need
+    no data set.
+    """
     pictures, classes = load_fashion(part) if data == "fashion-mnist" else _made_up(part)
     return normalise(downsample(pictures)), classes
 
@@ -211,16 +249,22 @@ def _made_up(part: str) -> Images:
     coarse = torch.rand(10, 1, 7, 7, generator=torch.Generator().manual_seed(0))
     patterns = nn.functional.interpolate(coarse, scale_factor=4).squeeze(1)  # [10, 28, 28]
     classes = torch.arange(1000 if part == "train" else 500) % 10
-    noise = torch.rand(len(classes), 28, 28, generator=torch.Generator().manual_seed(1 + (part == "test")))
+    noise = torch.rand(
+        len(classes), 28, 28, generator=torch.Generator().manual_seed(1 + (part == "test"))
+    )
     return ((patterns[classes] + noise) * 127).to(torch.uint8), classes
 
 
 def _draw_as_grown(model: nn.Sequential, regime: Regime) -> None:
-    """Gives a dense head the scales of a grown one: incoming 1/√48, outgoing 1/√2 to 1/√10 by fifths of its layer."""
+    """Gives a dense head the scales of a grown one: incoming 1/√48, outgoing 1/√2 to 1/√10 by
+    fifths of its layer.
+    """
     above, below, tasks = model[0], model[2], len(regime.tasks)
     assert isinstance(above, nn.Linear)
     assert isinstance(below, nn.Linear)
-    seen = torch.tensor([len(classes) for classes in regime.tasks]).cumsum(0)  # classes that a task's nodes relate to
+    seen = torch.tensor([len(classes) for classes in regime.tasks]).cumsum(
+        0
+    )  # classes that a task's nodes relate to
     fifth = torch.arange(below.in_features) * tasks // below.in_features  # [width], of the layer
     with torch.no_grad():
         above.weight.uniform_(-1, 1).mul_(regime.nodes**-0.5)

@@ -1,6 +1,8 @@
-"""Heads on a class-incremental stream: solved, discriminant, replayed and trained offline, each as a row of numbers.
+"""Heads on a class-incremental stream: solved, discriminant, replayed and trained offline, each as
+a row of numbers.
 
-Every head is given the same `Choice`: its settings are chosen on training images that it was not trained on.
+Every head is given the same `Choice`: its settings are chosen on training images that it was not
+trained on.
 """
 
 import time
@@ -58,8 +60,12 @@ class Choice(NamedTuple):
     test: Batch
 
 
-def random_net(inputs: int, head: Head, seed: int, *, spread: float, classes: int = 10) -> gn.GrapNet:
-    """Returns a net with fixed random hidden nodes and outgoing relations of weight 0, to be solved for."""
+def random_net(
+    inputs: int, head: Head, seed: int, *, spread: float, classes: int = 10
+) -> gn.GrapNet:
+    """Returns a net with fixed random hidden nodes and outgoing relations of weight 0, to be solved
+    for.
+    """
     generator = torch.Generator().manual_seed(9000 + seed)
     weights = torch.randn(inputs, head.nodes, generator=generator) * spread
     biases = torch.randn(head.nodes, generator=generator)
@@ -78,9 +84,17 @@ def random_net(inputs: int, head: Head, seed: int, *, spread: float, classes: in
 
 
 def solved_rows(
-    choice: Choice, head: Head, seed: int, ridges: Sequence[float], spread: float, *, others: bool = True
+    choice: Choice,
+    head: Head,
+    seed: int,
+    ridges: Sequence[float],
+    spread: float,
+    *,
+    others: bool = True,
 ) -> dict[str, dict[str, Any]]:
-    """Returns the row of a head that is solved after every task, and, with `others`, of a discriminant on its nodes."""
+    """Returns the row of a head that is solved after every task, and, with `others`, of a
+    discriminant on its nodes.
+    """
     inputs = choice.held_out.x.shape[1]
     net, dtype = random_net(inputs, head, seed, spread=spread), getattr(torch, head.sums)
     readout = ClosedFormReadout(net, dtype=dtype)
@@ -105,7 +119,9 @@ def solved_rows(
         features = readout.features(choice.test.x)
         for name, solution in _discriminants(statistics).items():
             score = 100 * _accuracy(solution(features), choice.test.y)
-            rows[f"{name} on {head.nodes} {head.activation} nodes, {head.sums} sums"] = {"seen_class": score} | stored
+            rows[f"{name} on {head.nodes} {head.activation} nodes, {head.sums} sums"] = {
+                "seen_class": score
+            } | stored
     return rows
 
 
@@ -119,16 +135,22 @@ def statistics_rows(choice: Choice, ridges: Sequence[float]) -> dict[str, dict[s
     solutions = {ridge: trial.solve(ridge, standardize=True) for ridge in ridges}
     ridge = max(ridges, key=lambda r: _accuracy(solutions[r](choice.held_out.x), choice.held_out.y))
     stored = {"numbers": statistics.numbers, "bytes": statistics.bytes, "images": 0}
-    found = _discriminants(statistics) | {"ridge regression": statistics.solve(ridge, standardize=True)}
+    found = _discriminants(statistics) | {
+        "ridge regression": statistics.solve(ridge, standardize=True)
+    }
     rows: dict[str, dict[str, Any]] = {}
     for name, solution in found.items():
-        rows[f"{name} on the inputs"] = {"seen_class": 100 * _accuracy(solution(test.x), test.y)} | stored
+        rows[f"{name} on the inputs"] = {
+            "seen_class": 100 * _accuracy(solution(test.x), test.y)
+        } | stored
     rows["ridge regression on the inputs"]["chosen"] = {"ridge": ridge}
     return rows
 
 
 class Learner(NamedTuple):
-    """A model that a stream trains, its optimizer, and what happens to it before and after every task."""
+    """A model that a stream trains, its optimizer, and what happens to it before and after every
+    task.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -145,7 +167,15 @@ def trained(model: nn.Module, rate: float) -> Learner:
 
 
 def replay_row(
-    stream: TaskStream, test: Batch, build: Build, seed: int, *, memory: int, rate: float, updates: int, loss: Loss
+    stream: TaskStream,
+    test: Batch,
+    build: Build,
+    seed: int,
+    *,
+    memory: int,
+    rate: float,
+    updates: int,
+    loss: Loss,
 ) -> dict[str, Any]:
     """Returns the row of a model that is trained with replay from a reservoir."""
     torch.manual_seed(seed)
@@ -168,7 +198,11 @@ def replay_row(
         after_task=after_task,
     )
     stored = {"numbers": kept.numbers, "bytes": kept.bytes, "images": len(kept)}
-    extra = {"parameters": _count(learner.model), "updates": run.updates, "seconds": sum(run.seconds)}
+    extra = {
+        "parameters": _count(learner.model),
+        "updates": run.updates,
+        "seconds": sum(run.seconds),
+    }
     return _row(matrix) | stored | extra
 
 
@@ -182,7 +216,8 @@ def tuned_replay(
     rates: Sequence[float],
     updates: Sequence[int],
 ) -> dict[str, Any]:
-    """Returns the row of replay with what did best on held-out images: inputs, learning rate and updates a batch.
+    """Returns the row of replay with what did best on held-out images: inputs, learning rate and
+    updates a batch.
 
     Args:
         choices: the same stream with its inputs in several forms, by name.
@@ -197,7 +232,9 @@ def tuned_replay(
     def row(name: str, rate: float, count: int, *, trial: bool) -> dict[str, Any]:
         chosen = choices[name]
         stream, test = (chosen.trial, chosen.held_out) if trial else (chosen.stream, chosen.test)
-        return replay_row(stream, test, build, seed, memory=memory, rate=rate, updates=count, loss=loss)
+        return replay_row(
+            stream, test, build, seed, memory=memory, rate=rate, updates=count, loss=loss
+        )
 
     options = [(name, rate, count) for name in choices for rate in rates for count in updates]
     best = max(options, key=lambda option: row(*option, trial=True)["seen_class"])
@@ -206,14 +243,25 @@ def tuned_replay(
 
 
 def joint_row(
-    choice: Choice, build: Callable[[], nn.Module], seed: int, *, rates: Sequence[float], epochs: int, least: int
+    choice: Choice,
+    build: Callable[[], nn.Module],
+    seed: int,
+    *,
+    rates: Sequence[float],
+    epochs: int,
+    least: int,
 ) -> dict[str, Any]:
-    """Returns the row of training on all images at once, again and again, with the best learning rate."""
+    """Returns the row of training on all images at once, again and again, with the best learning
+    rate.
+    """
 
     def learnt(stream: TaskStream, test: Batch, rate: float) -> dict[str, Any]:
         torch.manual_seed(seed)
         model, batch = build(), 2 * stream[0].batch
-        x, y = torch.cat([task.content.x for task in stream]), torch.cat([task.content.y for task in stream])
+        x, y = (
+            torch.cat([task.content.x for task in stream]),
+            torch.cat([task.content.y for task in stream]),
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=rate)
         for _ in range(max(epochs, -(-least * batch // len(y)))):
             for rows in torch.randperm(len(y)).split(batch):
@@ -221,19 +269,28 @@ def joint_row(
                 nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
                 optimizer.step()
         found = evaluate(model, test.x, test.y, TASKS)
-        return {"seen_class": 100 * found.overall, "images": len(y), "numbers": x.numel(), "bytes": x.nbytes + y.nbytes}
+        return {
+            "seen_class": 100 * found.overall,
+            "images": len(y),
+            "numbers": x.numel(),
+            "bytes": x.nbytes + y.nbytes,
+        }
 
     best = max(rates, key=lambda rate: learnt(choice.trial, choice.held_out, rate)["seen_class"])
     return learnt(choice.stream, choice.test, best) | {"chosen": {"rate": best}}
 
 
-def dense(inputs: int, nodes: int, activation: Callable[[], nn.Module] = nn.ReLU, classes: int = 10) -> nn.Module:
+def dense(
+    inputs: int, nodes: int, activation: Callable[[], nn.Module] = nn.ReLU, classes: int = 10
+) -> nn.Module:
     """Returns a net with one hidden layer, drawn like `nn.Linear` draws."""
     return nn.Sequential(nn.Linear(inputs, nodes), activation(), nn.Linear(nodes, classes))
 
 
 def compared(seeds: Sequence[dict[str, dict[str, Any]]], ours: str) -> dict[str, dict[str, Any]]:
-    """Returns, for every row, its means over the seeds that have it and how far the row `ours` lies above it."""
+    """Returns, for every row, its means over the seeds that have it and how far the row `ours` lies
+    above it.
+    """
     found = {}
     for name in seeds[0]:
         rows = [(rows[name], rows[ours]["seen_class"]) for rows in seeds if name in rows]
@@ -243,10 +300,20 @@ def compared(seeds: Sequence[dict[str, dict[str, Any]]], ours: str) -> dict[str,
             if values:
                 means[measure] = summary(values, population=len(values) < 2)._asdict()
         first = rows[0][0]
-        kept = {key: first[key] for key in ("numbers", "bytes", "images", "parameters", "updates") if key in first}
-        chosen = Counter(", ".join(f"{k} {v}" for k, v in row.get("chosen", {}).items()) for row, _ in rows)
+        kept = {
+            key: first[key]
+            for key in ("numbers", "bytes", "images", "parameters", "updates")
+            if key in first
+        }
+        chosen = Counter(
+            ", ".join(f"{k} {v}" for k, v in row.get("chosen", {}).items()) for row, _ in rows
+        )
         scores = [row["seen_class"] for row, _ in rows]
-        ahead = paired([own for _, own in rows], scores)._asdict() if name != ours and len(rows) > 1 else None
+        ahead = (
+            paired([own for _, own in rows], scores)._asdict()
+            if name != ours and len(rows) > 1
+            else None
+        )
         found[name] = means | kept | {"chosen": dict(chosen), "ahead": ahead}
     return found
 
@@ -254,8 +321,10 @@ def compared(seeds: Sequence[dict[str, dict[str, Any]]], ours: str) -> dict[str,
 def markdown(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Returns the lines of a table of rows."""
     lines = [
-        "| head | seen-class | forgetting | numbers stored | bytes | images stored | seconds | seeds "
-        "| most often chosen | ours ahead by |",
+        (
+            "| head | seen-class | forgetting | numbers stored | bytes | images stored | seconds |"
+            " seeds | most often chosen | ours ahead by |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
@@ -264,13 +333,18 @@ def markdown(rows: dict[str, dict[str, Any]]) -> list[str]:
         gap = (
             "–"
             if ahead is None
-            else f"{ahead['mean']:+.2f} [{ahead['low']:.2f}, {ahead['high']:.2f}], p = {ahead['p']:.1e}"
+            else (
+                f"{ahead['mean']:+.2f} [{ahead['low']:.2f}, {ahead['high']:.2f}], p ="
+                f" {ahead['p']:.1e}"
+            )
         )
         chosen = max(row["chosen"], key=row["chosen"].__getitem__) or "–"
         sizes = " | ".join(f"{row[key]:,}" for key in ("numbers", "bytes", "images"))
         mean = f"{score['mean']:.2f} ± {score['std']:.2f}"
         took = f"{row['seconds']['mean']:.1f}" if "seconds" in row else "–"
-        lines.append(f"| {name} | {mean} | {lost} | {sizes} | {took} | {score['n']} | {chosen} | {gap} |")
+        lines.append(
+            f"| {name} | {mean} | {lost} | {sizes} | {took} | {score['n']} | {chosen} | {gap} |"
+        )
     return lines
 
 
@@ -292,7 +366,9 @@ def _accuracy(logits: Tensor, y: Tensor) -> float:
 
 
 def _row(matrix: AccuracyMatrix) -> dict[str, Any]:
-    return {name: 100 * getattr(matrix, name) for name in ("seen_class", "task_local", "forgetting")}
+    return {
+        name: 100 * getattr(matrix, name) for name in ("seen_class", "task_local", "forgetting")
+    }
 
 
 def _pairs(parents: int, children: int) -> tuple[Tensor, Tensor]:
@@ -300,7 +376,9 @@ def _pairs(parents: int, children: int) -> tuple[Tensor, Tensor]:
 
 
 def _count(model: nn.Module) -> int:
-    """Returns how many parameters a model has, frozen ones included, which a net keeps outside of `parameters()`."""
+    """Returns how many parameters a model has, frozen ones included, which a net keeps outside of
+    `parameters()`.
+    """
     if isinstance(model, gn.GrapNet):
         return model.count().trainable + model.count().frozen
     return sum(parameter.numel() for parameter in model.parameters())

@@ -1,4 +1,5 @@
-"""All studies beside the paper: every published figure, ours with its spread and interval, the controls, the bars.
+"""All studies beside the paper: every published figure, ours with its spread and interval, the
+controls, the bars.
 
 `python -m grapnet.studies.tables --check` exits 1 and names what the results in results/ miss.
 """
@@ -25,19 +26,22 @@ from .published import ARTEFACTS
 PLACES = ("features",)  # settings that say where a machine keeps its data, not what is done with it
 LARGEST = 1e100  # of what a result holds
 MEANING = (
-    "Ours is mean ± standard deviation over the seeds, with the 95 % confidence interval of the mean (Student's t); of "
-    "rounding errors it is the largest. The published interval is the paper's confidence interval where it prints one, "
-    "one of its standard deviations to either side of its mean where it prints that, the number itself for counts and "
-    "zeros, and at most the number for rounding errors. A figure passes when ours lies in it."
+    "Ours is mean ± standard deviation over the seeds, with the 95 % confidence interval of the"
+    " mean (Student's t); of rounding errors it is the largest. The published interval is the"
+    " paper's confidence interval where it prints one, one of its standard deviations to either"
+    " side of its mean where it prints that, the number itself for counts and zeros, and at most"
+    " the number for rounding errors. A figure passes when ours lies in it."
 )
 SEEN = (
-    "Boxes are the published intervals, strokes the paper's means; dots with whiskers are ours with 95 % intervals, "
-    "hollow where the mean lies outside. Every line has its own scale."
+    "Boxes are the published intervals, strokes the paper's means; dots with whiskers are ours with"
+    " 95 % intervals, hollow where the mean lies outside. Every line has its own scale."
 )
 
 
 class Row(NamedTuple):
-    """A figure with ours: values by seed, and whether it agrees with the paper (None: there is no interval)."""
+    """A figure with ours: values by seed, and whether it agrees with the paper (None: there is no
+    interval).
+    """
 
     figure: Figure
     values: list[float]
@@ -73,12 +77,13 @@ class Report:
 
 
 def report(name: str, *folders: Path) -> Report:
-    """Reads the result of a study and judges it; whatever is wrong with the file is in the report, not raised.
+    """Reads the result of a study and judges it; whatever is wrong with the file is in the report,
+    not raised.
 
     Args:
         name: of the study.
-        folders: where to look, the first one first: a result of other settings than a full run's, or one that cannot be
-            read, counts only where no folder has a better one.
+        folders: where to look, the first one first: a result of other settings than a full run's,
+            or one that cannot be read, counts only where no folder has a better one.
     """
     paths = [path for folder in folders if (path := folder / f"{name}.json").exists()]
     if not paths:
@@ -98,7 +103,15 @@ def _judged(name: str, path: Path) -> Report:
         other = differences(study.settings, result["settings"])
         problems = [f"made with other settings: {', '.join(other)}"] if other else []
         seeds = list(result["seeds"].values()) if "seeds" in result else [result]
-    except (ImportError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (
+        ImportError,
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         return Report(name, artefact, [], "", [f"{path} cannot be read: {_why(error)}"], [], path)
     rows = []
     for figure in artefact.figures:
@@ -111,7 +124,9 @@ def _judged(name: str, path: Path) -> Report:
     return Report(name, artefact, rows, table, problems + lost + unjudged, missed, path, result)
 
 
-def markdown(reports: Sequence[Report], *, pictures: bool = False, plots: bool = False, sources: bool = False) -> str:
+def markdown(
+    reports: Sequence[Report], *, pictures: bool = False, plots: bool = False, sources: bool = False
+) -> str:
     """Returns everything as one Markdown document.
 
     Args:
@@ -135,7 +150,8 @@ def markdown(reports: Sequence[Report], *, pictures: bool = False, plots: bool =
 
 
 def differences(wanted: dict[str, Any], found: dict[str, Any], *, inside: str = "") -> list[str]:
-    """Returns what of the settings a result was made with is not as wanted; where a machine keeps its data is left out.
+    """Returns what of the settings a result was made with is not as wanted; where a machine keeps
+    its data is left out.
 
     Args:
         wanted: of a full run, as JSON has them.
@@ -143,7 +159,9 @@ def differences(wanted: dict[str, Any], found: dict[str, Any], *, inside: str = 
         inside: what to put before every name.
 
     Examples:
-        >>> differences({"seeds": [1, 2], "regime": {"lr": 0.1}}, {"seeds": [1], "regime": {"lr": 0.2}})
+        >>> differences(
+        ...     {"seeds": [1, 2], "regime": {"lr": 0.1}}, {"seeds": [1], "regime": {"lr": 0.2}}
+        ... )
         ['seeds [1] instead of [1, 2]', 'regime.lr 0.2 instead of 0.1']
     """
     lines = []
@@ -157,7 +175,9 @@ def differences(wanted: dict[str, Any], found: dict[str, Any], *, inside: str = 
 
 
 def _plot(one: Report) -> str:
-    """Returns the plot of a result on one line; nothing where the result is not of the study's form."""
+    """Returns the plot of a result on one line; nothing where the result is not of the study's
+    form.
+    """
     if one.result is None:
         return ""
     try:
@@ -167,18 +187,27 @@ def _plot(one: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the tables of all studies; with --check the exit code says whether every bar was reached."""
+    """Prints the tables of all studies; with --check the exit code says whether every bar was
+    reached.
+    """
     return as_command("tables", lambda: _main(arguments))
 
 
 def _main(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m grapnet.studies.tables", description=__doc__)
-    parser.add_argument("--results", type=Path, default=Path("results"), metavar="FOLDER", help="where the JSON lie")
+    parser.add_argument(
+        "--results", type=Path, default=Path("results"), metavar="FOLDER", help="where the JSON lie"
+    )
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables there")
     parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write them there as one page that needs nothing else"
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write them there as one page that needs nothing else",
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 and name each bar that was missed")
+    parser.add_argument(
+        "--check", action="store_true", help="exit 1 and name each bar that was missed"
+    )
     given = parser.parse_args(arguments)
     reports = [report(name, given.results) for name in studies.NAMES]
     text = markdown(reports)
@@ -187,7 +216,11 @@ def _main(arguments: Sequence[str] | None) -> int:
     for path, content in ((given.markdown, text), (given.html, as_page)):
         if path is not None:
             write_text(path, content)
-    lines = [f"{one.name}: {line}" for one in reports for line in [*one.problems, *one.missed]] if given.check else []
+    lines = (
+        [f"{one.name}: {line}" for one in reports for line in [*one.problems, *one.missed]]
+        if given.check
+        else []
+    )
     for line in lines:
         print(f"MISSED {line}", file=sys.stderr)
     return 1 if lines else 0
@@ -198,7 +231,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _sound(text: str) -> float | int:
-    """Returns a number of a result; raises ValueError for one whose square nothing can compute with."""
+    """Returns a number of a result; raises ValueError for one whose square nothing can compute
+    with.
+    """
     number = float(text) if set(text) & set(".eE") else int(text)
     if abs(number) > LARGEST:
         raise ValueError(f"{text[:20]} is no number that a study measures")
@@ -216,12 +251,16 @@ def _row(figure: Figure, seeds: Sequence[dict[str, Any]]) -> Row:
     if figure.exact:
         return Row(figure, values, ours, all(value == figure.paper for value in values))
     if figure.largest:
-        return Row(figure, values, ours, float(f"{ours:.1e}") <= high)  # the paper prints two digits
+        return Row(
+            figure, values, ours, float(f"{ours:.1e}") <= high
+        )  # the paper prints two digits
     low, mean, high = (round(number, figure.digits) for number in (low, ours, high))
     return Row(figure, values, ours, low <= mean <= high)
 
 
-def _told(tell: Callable[[dict[str, Any]], Any], result: dict[str, Any], nothing: Any, what: str) -> tuple[Any, Any]:
+def _told(
+    tell: Callable[[dict[str, Any]], Any], result: dict[str, Any], nothing: Any, what: str
+) -> tuple[Any, Any]:
     """Returns what a study says of a result, and a problem where the result is not of its form."""
     try:
         return tell(result), []
@@ -230,7 +269,10 @@ def _told(tell: Callable[[dict[str, Any]], Any], result: dict[str, Any], nothing
 
 
 def _overview(reports: Sequence[Report]) -> str:
-    lines = ["| study | published intervals met | figures without one | bars |", "|---|---:|---:|---|"]
+    lines = [
+        "| study | published intervals met | figures without one | bars |",
+        "|---|---:|---:|---|",
+    ]
     for one in reports:
         agree, of, without = counts(one)
         count = len(one.problems) + len(one.missed)
@@ -240,7 +282,9 @@ def _overview(reports: Sequence[Report]) -> str:
 
 
 def counts(one: Report) -> tuple[int, int, int]:
-    """Returns how many figures meet the published interval, how many have one, and how many have none."""
+    """Returns how many figures meet the published interval, how many have one, and how many have
+    none.
+    """
     judged = [row.agrees for row in one.rows if row.agrees is not None]
     return sum(judged), len(judged), len(one.rows) - len(judged)
 
@@ -251,12 +295,16 @@ def _answer(one: Report) -> str:
         return "There is no result."
     agree, of, without = counts(one)
     missed = len(one.problems) + len(one.missed)
-    told = f"Published intervals met: {agree} of {of}" + (f" ({without} more figures have none)" if without else "")
+    told = f"Published intervals met: {agree} of {of}" + (
+        f" ({without} more figures have none)" if without else ""
+    )
     return f"{told}. Bars missed: {missed or 'none'}."
 
 
 def _comparison(rows: Sequence[Row]) -> str:
-    titles = "| figure | paper | published interval | ours | 95 % interval | seeds | against the paper |"
+    titles = (
+        "| figure | paper | published interval | ours | 95 % interval | seeds | against the paper |"
+    )
     lines = [titles, "|---|---:|---:|---:|---:|---:|---|"]
     for row in rows:
         figure = row.figure
@@ -264,7 +312,14 @@ def _comparison(rows: Sequence[Row]) -> str:
         printed += [] if figure.std is None else [f" ± {figure.std:.2f}"]
         printed += [] if figure.p is None else [f", p = {figure.p:.1e}"]
         verdict = {True: "pass", False: "**fail**", None: "–"}[row.agrees]
-        cells = (figure.name, "".join(printed), _interval(figure), *_ours(row), f"{len(row.values)}", verdict)
+        cells = (
+            figure.name,
+            "".join(printed),
+            _interval(figure),
+            *_ours(row),
+            f"{len(row.values)}",
+            verdict,
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -288,14 +343,25 @@ def _bar(row: Row) -> Bar | None:
         return None
     low, high = figure.published
     spread = paired(row.values, [0.0] * n)
-    return Bar(figure.name, (low, figure.paper, high), (spread.low, row.ours, spread.high), bool(row.agrees))
+    return Bar(
+        figure.name,
+        (low, figure.paper, high),
+        (spread.low, row.ours, spread.high),
+        bool(row.agrees),
+    )
 
 
 def _interval(figure: Figure) -> str:
     if figure.published is None:
         return "–"
     low, high = (_number(figure, bound) for bound in figure.published)
-    return f"at most {high}" if figure.largest else f"exactly {high}" if figure.exact else f"[{low}, {high}]"
+    return (
+        f"at most {high}"
+        if figure.largest
+        else f"exactly {high}"
+        if figure.exact
+        else f"[{low}, {high}]"
+    )
 
 
 def _number(figure: Figure, value: float) -> str:

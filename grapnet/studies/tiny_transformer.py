@@ -1,6 +1,8 @@
-"""The Tiny Transformer audit: an FFN becomes a net, trains as it would have, and then loses relations for good.
+"""The Tiny Transformer audit: an FFN becomes a net, trains as it would have, and then loses
+relations for good.
 
-`python -m grapnet.studies.tiny_transformer --json FILE` writes what it finds beside the paper's figures.
+`python -m grapnet.studies.tiny_transformer --json FILE` writes what it finds beside the paper's
+figures.
 """
 
 import copy
@@ -28,7 +30,12 @@ PAPER = {
 
 BARS = {  # the largest differences that are rounding
     "float32": {"ffn_forward": 2.4e-7, "logits": 2.4e-7, "ffn_gradients": 1e-7},
-    "float64": {"ffn_forward": 1e-12, "logits": 1e-12, "ffn_gradients": 1e-12, "other_gradients": 1e-12},
+    "float64": {
+        "ffn_forward": 1e-12,
+        "logits": 1e-12,
+        "ffn_gradients": 1e-12,
+        "other_gradients": 1e-12,
+    },
 }
 
 
@@ -54,7 +61,9 @@ FAST = Settings(train=256, epochs=2)
 
 
 class TinyTransformer(nn.Module):
-    """One block of self-attention and FFN over embedded tokens, and a readout of the first position."""
+    """One block of self-attention and FFN over embedded tokens, and a readout of the first
+    position.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -63,7 +72,9 @@ class TinyTransformer(nn.Module):
         self.position = nn.Parameter(torch.randn(settings.length, width) / 10)
         self.attention = nn.MultiheadAttention(width, settings.heads, batch_first=True)
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
-        self.ffn: nn.Module = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+        self.ffn: nn.Module = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
+        )
         self.readout = nn.Linear(width, 2)
 
     def attended(self, tokens: Tensor) -> Tensor:
@@ -99,9 +110,16 @@ Data = tuple[Tensor, Tensor, Tensor, Tensor]  # tokens and labels to train on, a
 
 def _data(settings: Settings) -> Data:
     generator = torch.Generator().manual_seed(settings.seed)
-    tokens = torch.randint(settings.tokens, (settings.train + settings.test, settings.length), generator=generator)
+    tokens = torch.randint(
+        settings.tokens, (settings.train + settings.test, settings.length), generator=generator
+    )
     labels = (tokens[:, 1:] == tokens[:, :1]).any(1).long()
-    return tokens[: settings.train], labels[: settings.train], tokens[settings.train :], labels[settings.train :]
+    return (
+        tokens[: settings.train],
+        labels[: settings.train],
+        tokens[settings.train :],
+        labels[settings.train :],
+    )
 
 
 def _models(settings: Settings, dtype: torch.dtype) -> tuple[TinyTransformer, TinyTransformer]:
@@ -125,7 +143,9 @@ def _compare(settings: Settings, data: Data, dtype: torch.dtype) -> dict[str, fl
     for output in outputs:
         cross_entropy(output, labels).backward()
     plain = gn.ungraft(grafted)["ffn"]
-    ours, theirs = ({name: p.grad for name, p in model.named_parameters()} for model in (grafted, dense))
+    ours, theirs = (
+        {name: p.grad for name, p in model.named_parameters()} for model in (grafted, dense)
+    )
     assert plain is grafted.ffn
     for kind in ("ffn_gradients", "other_gradients"):
         names = [name for name in theirs if name.startswith("ffn.") == (kind == "ffn_gradients")]
@@ -152,7 +172,10 @@ def _train_both(settings: Settings, data: Data) -> dict[str, Any]:
 
 
 def _train(
-    model: TinyTransformer, settings: Settings, data: Data, optimizer: torch.optim.Optimizer | None = None
+    model: TinyTransformer,
+    settings: Settings,
+    data: Data,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
     optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=settings.lr)
     generator = torch.Generator().manual_seed(settings.seed)
@@ -164,7 +187,9 @@ def _train(
 
 
 def _cut(settings: Settings, data: Data) -> dict[str, Any]:
-    """Returns how many relations are left, wherever a relation can be counted, after the weakest were cut."""
+    """Returns how many relations are left, wherever a relation can be counted, after the weakest
+    were cut.
+    """
     dense, _ = _models(settings, torch.float64)
     optimizer = torch.optim.Adam(dense.parameters(), lr=settings.lr)
     _train(dense, replace(settings, epochs=1), data, optimizer)
@@ -179,7 +204,9 @@ def _cut(settings: Settings, data: Data) -> dict[str, Any]:
     views["gradient"] = sum(weight.grad.numel() for weight in weights if weight.grad is not None)
     for key in ("exp_avg", "exp_avg_sq"):
         views[f"optimizer {key}"] = sum(optimizer.state[weight][key].numel() for weight in weights)
-    views["snapshot"] = sum(int((m.weight != 0).sum()) for m in net.snapshot() if isinstance(m, nn.Linear))
+    views["snapshot"] = sum(
+        int((m.weight != 0).sum()) for m in net.snapshot() if isinstance(m, nn.Linear)
+    )
     h, errors = dense.attended(data[2]).detach(), {}
     net.execution.use("reference")
     expected = net(h)
@@ -188,7 +215,9 @@ def _cut(settings: Settings, data: Data) -> dict[str, Any]:
         if backend in refused:
             continue
         net.execution.use(backend)
-        views[f"{backend} plan"] = sum(row["relations"] for row in net.execution.describe() if row["runs"] == backend)
+        views[f"{backend} plan"] = sum(
+            row["relations"] for row in net.execution.describe() if row["runs"] == backend
+        )
         errors[backend] = _largest(net(h), expected)
         views[f"{backend} gradient"] = _moved_by(net, h)
     return {"before": before, "left": views, "backend_errors": errors}
@@ -214,7 +243,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _main(arguments: Sequence[str] | None) -> int:
     given = options("tiny_transformer", __doc__).parse_args(arguments)
     settings = FAST if given.fast else Settings()
-    return told("tiny_transformer", given, lambda: run(settings), table=table, missed=missed, draw=draw)
+    return told(
+        "tiny_transformer", given, lambda: run(settings), table=table, missed=missed, draw=draw
+    )
 
 
 def missed(result: dict[str, Any]) -> list[str]:
@@ -223,14 +254,26 @@ def missed(result: dict[str, Any]) -> list[str]:
     for dtype, bars in BARS.items():
         for key, bar in bars.items():
             if not result["exact"][dtype][key] <= bar:
-                found.append(f"{key} in {dtype} differ by {result['exact'][dtype][key]:.1e}, the bar is {bar:.1e}")
+                found.append(
+                    f"{key} in {dtype} differ by {result['exact'][dtype][key]:.1e}, the bar is"
+                    f" {bar:.1e}"
+                )
     right = result["training"]["right"]
     if right["dense"] != right["grafted"] or not result["training"]["same_predictions"]:
-        found.append(f"accuracy: {right['dense']} right answers before, {right['grafted']} with the net")
+        found.append(
+            f"accuracy: {right['dense']} right answers before, {right['grafted']} with the net"
+        )
     left = result["cut"]["before"] - result["settings"]["cut"]
     if result["cut"]["before"] != PAPER["relations"] or left != PAPER["relations_left"]:
-        found.append(f"relations: {result['cut']['before']} before and {left} after, the paper has 1,024 and 992")
-    found += [f"{view} holds {n} relations of {left}" for view, n in result["cut"]["left"].items() if n != left]
+        found.append(
+            f"relations: {result['cut']['before']} before and {left} after, the paper has 1,024"
+            " and 992"
+        )
+    found += [
+        f"{view} holds {n} relations of {left}"
+        for view, n in result["cut"]["left"].items()
+        if n != left
+    ]
     for backend, error in result["cut"]["backend_errors"].items():
         if not error <= 1e-12:
             found.append(f"{backend} differs from the reference by {error:.1e}")
@@ -241,29 +284,52 @@ def table(result: dict[str, Any]) -> str:
     """Returns the figures as a table, ours beside the paper's."""
     exact, training, left = result["exact"], result["training"], result["cut"]["left"]
     lines = ["| figure | float32 | float64 | paper |", "|---|---:|---:|---:|"]
-    for key, name in (("ffn_forward", "FFN forward"), ("logits", "logits"), ("ffn_gradients", "FFN gradients")):
-        lines.append(f"| {name} | {exact['float32'][key]:.1e} | {exact['float64'][key]:.1e} | {PAPER[key]:.1e} |")
+    for key, name in (
+        ("ffn_forward", "FFN forward"),
+        ("logits", "logits"),
+        ("ffn_gradients", "FFN gradients"),
+    ):
+        lines.append(
+            f"| {name} | {exact['float32'][key]:.1e} | {exact['float64'][key]:.1e} |"
+            f" {PAPER[key]:.1e} |"
+        )
     dense, grafted = (f"{training['accuracy'][name]:.2%}" for name in ("dense", "grafted"))
-    lines.append(f"| test accuracy, dense and grafted | | {dense}, {grafted} | {PAPER['accuracy']:.2%}, both |")
+    lines.append(
+        f"| test accuracy, dense and grafted | | {dense}, {grafted} | {PAPER['accuracy']:.2%},"
+        " both |"
+    )
     found = " or ".join(sorted({str(count) for count in left.values()}))
-    lines.append(f"| relations left of {result['cut']['before']} | | {found} | {PAPER['relations_left']} |")
+    lines.append(
+        f"| relations left of {result['cut']['before']} | | {found} | {PAPER['relations_left']} |"
+    )
     return "\n".join(lines)
 
 
 def draw(result: dict[str, Any], axes: Any) -> None:
-    """Draws the largest differences between the FFN and its net, and says what training and the cut gave."""
+    """Draws the largest differences between the FFN and its net, and says what training and the cut
+    gave.
+    """
     names = {"ffn_forward": "FFN forward", "logits": "logits", "ffn_gradients": "FFN gradients"}
     rows = []
     for key, name in {**names, "other_gradients": "other gradients"}.items():
         values = {dtype: Value(result["exact"][dtype][key]) for dtype in ("float64", "float32")}
         rows.append(Row(name, values, [Value(PAPER[key])] if key in PAPER else []))
     cut, accuracy = result["cut"], result["training"]["accuracy"]
-    errors = [Row(f"run by {name}", {"float64": Value(error)}) for name, error in cut["backend_errors"].items()]
+    errors = [
+        Row(f"run by {name}", {"float64": Value(error)})
+        for name, error in cut["backend_errors"].items()
+    ]
     left = " or ".join(sorted({f"{count:,}" for count in cut["left"].values()}))
-    title = f"Test accuracy {accuracy['grafted']:.2%} with the FFN as a net, {accuracy['dense']:.2%} dense; after the "
+    title = (
+        f"Test accuracy {accuracy['grafted']:.2%} with the FFN as a net, {accuracy['dense']:.2%}"
+        " dense; after the "
+    )
     title += f"cut {left} of {cut['before']:,} relations are left, wherever they are counted"
     bars = {f"bar of {dtype}": bars["logits"] for dtype, bars in BARS.items()}
-    groups = [Group("net against dense FFN, untrained", rows, bars), Group("after the cut, against reference", errors)]
+    groups = [
+        Group("net against dense FFN, untrained", rows, bars),
+        Group("after the cut, against reference", errors),
+    ]
     dots(axes, groups, title=title, label="largest difference")
     differences(axes)
 

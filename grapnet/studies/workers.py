@@ -22,11 +22,12 @@ def computed(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yields every seed with its numbers as they are done.
 
-    A seed that fails is raised once the others are done. On any other error, Ctrl-C among them, the processes are ended
-    at once.
+    A seed that fails is raised once the others are done. On any other error, Ctrl-C among them, the
+    processes are ended at once.
 
     Args:
-        one_seed: computes the numbers of a seed, as plain data; a function of a module, for processes to import.
+        one_seed: computes the numbers of a seed, as plain data; a function of a module, for
+            processes to import.
         settings: its first argument.
         seeds: its second.
         processes: how many seeds run at a time; 1 is this process.
@@ -37,7 +38,9 @@ def computed(
         return
     spawn = multiprocessing.get_context("spawn")
     others = set(multiprocessing.active_children())
-    with ProcessPoolExecutor(min(processes, len(seeds)), spawn, initializer=_end_with_parent) as pool:
+    with ProcessPoolExecutor(
+        min(processes, len(seeds)), spawn, initializer=_end_with_parent
+    ) as pool:
         try:
             with held_back(), kept_from_processes():
                 running, failed = {pool.submit(one, seed): seed for seed in seeds}, []
@@ -56,7 +59,9 @@ def computed(
 
 
 def _end_with_parent() -> None:
-    """Makes a process end when the one that started it does, in whatever way: a pool alone would leave it waiting."""
+    """Makes a process end when the one that started it does, in whatever way: a pool alone would
+    leave it waiting.
+    """
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()

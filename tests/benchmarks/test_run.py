@@ -11,7 +11,9 @@ from benchmarks.timing import threads
 
 @pytest.fixture(autouse=True)
 def _one_thread(monkeypatch):
-    """Lets no benchmark use a second thread, which would wait and wait for a core that other tests keep busy."""
+    """Lets no benchmark use a second thread, which would wait and wait for a core that other tests
+    keep busy.
+    """
     for benchmark in (execution, graft):
         monkeypatch.setattr(benchmark, "threads", lambda count: threads(1))
 
@@ -31,7 +33,9 @@ def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
 def full_result() -> dict:
     """Returns a result that reaches every bar."""
     return {
-        "rows": {row: {"relations": 2**22, "ratios": dict(edits.BARS)} for row in ("4e6", *edits.PLANS)},
+        "rows": {
+            row: {"relations": 2**22, "ratios": dict(edits.BARS)} for row in ("4e6", *edits.PLANS)
+        },
         "huge": {"relations": 10**8, **edits.HUGE_BARS},
     }
 
@@ -66,7 +70,12 @@ def test_the_execution_benchmark_runs_and_its_check_can_fail(tmp_path, monkeypat
     assert run.main() == 1
     assert "small sizes" in capsys.readouterr().err
     rows = json.loads(path.read_text())["rows"]
-    assert {row["against"] for row in rows} >= {"nn.Linear", "torch.sparse CSR", "nn.utils.prune", "dense backend"}
+    assert {row["against"] for row in rows} >= {
+        "nn.Linear",
+        "torch.sparse CSR",
+        "nn.utils.prune",
+        "dense backend",
+    }
     assert all(row["faster"] > 0 for row in rows)
     at_the_bars = [{**row, "faster": row["must"] or 1.0} for row in rows]
     full = {"rows": at_the_bars, "settings": {"fast": False}}
@@ -87,7 +96,9 @@ def test_the_costs_benchmark_writes_what_auto_reads(tmp_path, monkeypatch):
     on_file = json.loads(costs.COSTS.read_text())["devices"]
     assert set(measured) >= set(on_file) >= {"cpu", "cuda"}
     for device in measured.values():
-        assert set(device["training"]) == set(device["forward"]) == {"sparse", "reference", "family"}
+        assert (
+            set(device["training"]) == set(device["forward"]) == {"sparse", "reference", "family"}
+        )
 
 
 @pytest.mark.parametrize("name", edits.HUGE_BARS)
@@ -112,7 +123,13 @@ def test_the_benchmark_of_rules_runs_and_its_check_can_fail(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(("recurring", "key"), [(True, "dense_steps"), (False, "seconds")])
 def test_each_slow_rule_is_named(recurring, key):
-    row = {"rule": "Rewire", "recurring": recurring, "relations": 10**6, "seconds": 0.1, "dense_steps": 0.1}
+    row = {
+        "rule": "Rewire",
+        "recurring": recurring,
+        "relations": 10**6,
+        "seconds": 0.1,
+        "dense_steps": 0.1,
+    }
     assert rules.missed({"rows": [row]}) == []
     (line,) = rules.missed({"rows": [{**row, key: 2.1}]})
     assert line.startswith("Rewire")
@@ -129,6 +146,10 @@ def test_the_benchmark_of_grafts_runs_and_its_check_can_fail(tmp_path, monkeypat
     settings = {"device": "cpu", "width": graft.WIDTH}
     at_the_bars = [{**row, "times_faster": 2.0 if row["cut"] else 1 / 1.05} for row in rows]
     assert graft.missed({"settings": settings, "rows": at_the_bars}) == []
-    for cut, worse in ((0.9, {"times_faster": 1.99}), (0.0, {"times_faster": 0.95}), (0.5, {"step_error": 1e-4})):
+    for cut, worse in (
+        (0.9, {"times_faster": 1.99}),
+        (0.0, {"times_faster": 0.95}),
+        (0.5, {"step_error": 1e-4}),
+    ):
         slow = [{**row, **worse} if row["cut"] == cut else row for row in at_the_bars]
         assert len(graft.missed({"settings": settings, "rows": slow})) == 2

@@ -23,7 +23,9 @@ NOTE = struct.Struct("<?q")  # finished?, number of the save
 
 
 class Library:
-    """Saves and loads with gn.save and gn.load; the content of a save is its number, 62,750 times."""
+    """Saves and loads with gn.save and gn.load; the content of a save is its number, 62,750
+    times.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.net = path, gn.GrapNet([250, 250])
@@ -70,7 +72,9 @@ def save_for_ever(library: Library, first: int, pipe: int) -> None:
 
 
 def kill_one(library: Library, first: int, notes: int, wait: float) -> tuple[int, int | None]:
-    """Kills a process that saves `wait` seconds after some of its notes; returns its last begun and finished save."""
+    """Kills a process that saves `wait` seconds after some of its notes; returns its last begun and
+    finished save.
+    """
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -100,7 +104,9 @@ def main(folder: Path, kills: int, library: Library) -> dict[str, Any]:
     library.save(1)
     once, safe = time.perf_counter() - start, 1
     for n in range(1, kills + 1):
-        begun, finished = kill_one(library, 1000 * n, rng.choice([1, 3]), rng.uniform(0, 1.2 * once))
+        begun, finished = kill_one(
+            library, 1000 * n, rng.choice([1, 3]), rng.uniform(0, 1.2 * once)
+        )
         safe = safe if finished is None else finished
         found = library.number()
         partial = list(folder.glob(".*partial"))

@@ -1,4 +1,6 @@
-"""A checkpoint with something of everything in it, and the file format as a stranger would read and write it."""
+"""A checkpoint with something of everything in it, and the file format as a stranger would read and
+write it.
+"""
 
 import copy
 import hashlib
@@ -14,9 +16,24 @@ from torch.optim.lr_scheduler import StepLR
 import grapnet as gn
 
 Objects = dict[str, Any]
-DTYPES = {"F32": torch.float32, "F64": torch.float64, "I32": torch.int32, "I64": torch.int64, "U8": torch.uint8}
-DTYPES |= {"BOOL": torch.bool, "F16": torch.float16, "BF16": torch.bfloat16, "I8": torch.int8, "I16": torch.int16}
-NOTES = {"seen": [1, 2.5, None, True], "by task": {3: torch.arange(4.0), "3": torch.ones(2, dtype=torch.bool)}}
+DTYPES = {
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "U8": torch.uint8,
+}
+DTYPES |= {
+    "BOOL": torch.bool,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I8": torch.int8,
+    "I16": torch.int16,
+}
+NOTES = {
+    "seen": [1, 2.5, None, True],
+    "by task": {3: torch.arange(4.0), "3": torch.ones(2, dtype=torch.bool)},
+}
 
 
 def objects_for(net: gn.GrapNet) -> Objects:
@@ -30,7 +47,9 @@ def train(net: gn.GrapNet, objects: Objects, steps: int) -> list[float]:
     """Trains on batches out of the generator and returns the losses."""
     losses = []
     for _ in range(steps):
-        x = torch.randn(8, net.sizes[0], generator=objects["generator"]).to(net.transitions[0].weight.dtype)
+        x = torch.randn(8, net.sizes[0], generator=objects["generator"]).to(
+            net.transitions[0].weight.dtype
+        )
         loss = (net(x) - x[:, : net.sizes[-1]]).square().mean()
         objects["optimizer"].zero_grad()
         loss.backward()
@@ -41,10 +60,16 @@ def train(net: gn.GrapNet, objects: Objects, steps: int) -> list[float]:
 
 
 def edited_net(dtype: torch.dtype = torch.float32) -> tuple[gn.GrapNet, Objects]:
-    """Returns a trained net with owners, several activations, frozen parts, and commits to undo and to redo."""
+    """Returns a trained net with owners, several activations, frozen parts, and commits to undo and
+    to redo.
+    """
     generator = torch.Generator().manual_seed(1)
     net = gn.GrapNet(
-        [6, 8, 5, 4], activation=["relu", "tanh", "identity"], density=0.7, dtype=dtype, generator=generator
+        [6, 8, 5, 4],
+        activation=["relu", "tanh", "identity"],
+        density=0.7,
+        dtype=dtype,
+        generator=generator,
     )
     objects = objects_for(net)
     gn.attach(objects["optimizer"], net)
@@ -88,18 +113,26 @@ def parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
     (size,) = struct.unpack("<Q", data[:8])
     header, body = json.loads(data[8 : 8 + size]), data[8 + size :]
     document = json.loads(header.pop("__metadata__")["grapnet"])
-    return document, {name: _tensor(body[slice(*of["data_offsets"])], of) for name, of in header.items()}
+    return document, {
+        name: _tensor(body[slice(*of["data_offsets"])], of) for name, of in header.items()
+    }
 
 
 def _tensor(data: bytes, described: dict[str, Any]) -> Tensor:
     dtype, shape = DTYPES[described["dtype"]], described["shape"]
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape) if data else torch.empty(shape, dtype=dtype)
+    return (
+        torch.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+        if data
+        else torch.empty(shape, dtype=dtype)
+    )
 
 
 def build(text: str, tensors: dict[str, Tensor]) -> bytes:
     """Returns a file with a right digest, whatever the document and the tensors say."""
     contents = {name: _content(tensor) for name, tensor in tensors.items()}
-    header: dict[str, Any] = {"__metadata__": {"grapnet": text, "sha256": _digest(text, tensors, contents)}}
+    header: dict[str, Any] = {
+        "__metadata__": {"grapnet": text, "sha256": _digest(text, tensors, contents)}
+    }
     codes, start = {dtype: code for code, dtype in DTYPES.items()}, 0
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
     for name in names:
@@ -116,7 +149,11 @@ def build(text: str, tensors: dict[str, Tensor]) -> bytes:
 
 
 def _content(tensor: Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    return (
+        tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if tensor.numel()
+        else b""
+    )
 
 
 def _digest(text: str, tensors: dict[str, Tensor], contents: dict[str, bytes]) -> str:

@@ -46,8 +46,12 @@ class Tied(nn.Module):
 
 def conv(head: nn.Module | None = None) -> nn.Sequential:
     """Returns an encoder and a head: dense, or what is given."""
-    encoder = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), Counting())
-    return nn.Sequential(encoder, head or nn.Sequential(nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 4)))
+    encoder = nn.Sequential(
+        nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Tanh(), nn.Flatten(), Counting()
+    )
+    return nn.Sequential(
+        encoder, head or nn.Sequential(nn.Linear(48, 8), nn.Tanh(), nn.Linear(8, 4))
+    )
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
@@ -55,7 +59,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: 
     generator, losses = torch.Generator().manual_seed(seed), []
     for _ in range(steps):
         is_tied = hasattr(model, "embedding")
-        x = torch.randint(7, (8, 3), generator=generator) if is_tied else torch.randn(8, 1, 6, 6, generator=generator)
+        x = (
+            torch.randint(7, (8, 3), generator=generator)
+            if is_tied
+            else torch.randn(8, 1, 6, 6, generator=generator)
+        )
         loss = (model(x) - 0.5).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -96,9 +104,17 @@ def conv_with_net() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 def content(model: nn.Module) -> str:
     """Returns everything a model holds and is, as text that is equal only bit for bit."""
-    nets = [(net.version, net.next_uid, [repr(commit) for commit in net.history]) for net in nets_in(model)]
-    modules = [(name, id(module), module.training) for name, module in model.named_modules(remove_duplicate=False)]
-    parameters = [(name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)]
+    nets = [
+        (net.version, net.next_uid, [repr(commit) for commit in net.history])
+        for net in nets_in(model)
+    ]
+    modules = [
+        (name, id(module), module.training)
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+    parameters = [
+        (name, id(p), p.requires_grad) for name, p in model.named_parameters(remove_duplicate=False)
+    ]
     return as_text([dict(model.state_dict()), nets, modules, parameters])
 
 

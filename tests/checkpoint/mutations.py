@@ -1,4 +1,6 @@
-"""Mutated checkpoint files: half of them damaged as they lie, half signed again so that only validation is left."""
+"""Mutated checkpoint files: half of them damaged as they lie, half signed again so that only
+validation is left.
+"""
 
 import copy
 import json
@@ -16,9 +18,45 @@ from .files import DTYPES, build, parse
 
 Document = dict[str, Any]
 Tensors = dict[str, Tensor]
-VALUES = (None, True, False, -1, 0, 1, 2, 7, 2**31, 2**53, 2**64, 10**400, 0.5, 1e308, float("nan"), float("inf"))
-VALUES += ("", "relu", "torch.float64", "x" * 10_000, "\ud800", [], {}, [0], [[]], [None], ["a", "a"], {"a": 1})
-VALUES += ({"tensor": "layers.0.uid"}, {"dict": [[[], 1]]}, {"list": 5}, {"array": None}, {"tuple": [[]]})
+VALUES = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    2,
+    7,
+    2**31,
+    2**53,
+    2**64,
+    10**400,
+    0.5,
+    1e308,
+    float("nan"),
+    float("inf"),
+)
+VALUES += (
+    "",
+    "relu",
+    "torch.float64",
+    "x" * 10_000,
+    "\ud800",
+    [],
+    {},
+    [0],
+    [[]],
+    [None],
+    ["a", "a"],
+    {"a": 1},
+)
+VALUES += (
+    {"tensor": "layers.0.uid"},
+    {"dict": [[[], 1]]},
+    {"list": 5},
+    {"array": None},
+    {"tuple": [[]]},
+)
 NUMBERS = (-1, 0, 1, 2, 3, 5, 8, 40, 2**31 - 1, -(2**31))
 FLOATS = (float("nan"), float("inf"), -0.0, 1e-40, 3.25)
 
@@ -42,11 +80,16 @@ def mutations(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
         damage = DAMAGES[n % len(DAMAGES)]
         yield Mutation(f"{n}: {damage.__name__}", damage(rng, data), document, tensors)
         forge = FORGERIES[n % len(FORGERIES)]
-        new_document, new_tensors = json.loads(written), {name: t.clone() for name, t in tensors.items()}
+        new_document, new_tensors = (
+            json.loads(written),
+            {name: t.clone() for name, t in tensors.items()},
+        )
         text = None
         while text is None:  # a draw may not apply, or change nothing
             detail, text = forge(rng, new_document, new_tensors)
-        yield Mutation(f"{n}: {forge.__name__} {detail}", build(text, new_tensors), _read(text), new_tensors)
+        yield Mutation(
+            f"{n}: {forge.__name__} {detail}", build(text, new_tensors), _read(text), new_tensors
+        )
 
 
 def _read(text: str) -> Document | None:
@@ -80,7 +123,19 @@ def extend(rng: random.Random, data: bytes) -> bytes:
 
 
 def lie_about_the_header(rng: random.Random, data: bytes) -> bytes:
-    size = rng.choice([0, 1, 2**20, 2**31, 2**40, 2**63, 2**64 - 1, len(data), struct.unpack("<Q", data[:8])[0] - 1])
+    size = rng.choice(
+        [
+            0,
+            1,
+            2**20,
+            2**31,
+            2**40,
+            2**63,
+            2**64 - 1,
+            len(data),
+            struct.unpack("<Q", data[:8])[0] - 1,
+        ]
+    )
     return struct.pack("<Q", size) + data[8:]
 
 
@@ -122,17 +177,28 @@ def move_a_block(rng: random.Random, data: bytes) -> bytes:
     return data[:at] + data[to : to + 64] + data[at + 64 :]
 
 
-DAMAGES = [flip_a_byte, flip_a_byte, flip_many_bytes, truncate, extend, lie_about_the_header, change_the_header]
+DAMAGES = [
+    flip_a_byte,
+    flip_a_byte,
+    flip_many_bytes,
+    truncate,
+    extend,
+    lie_about_the_header,
+    change_the_header,
+]
 DAMAGES += [zero_a_block, move_a_block]
 
 
-# Forgeries: changed content under a right digest. Each returns what it did and the document's text, None for nothing.
+# Forgeries: changed content under a right digest. Each returns what it did and the document's text,
+# None for nothing.
 
 Forged = tuple[str, str | None]
 
 
 def _some_tensor(rng: random.Random, tensors: Tensors) -> str:
-    """Returns the name of a tensor of any net, of its journal, of an extra or of the rest of a model."""
+    """Returns the name of a tensor of any net, of its journal, of an extra or of the rest of a
+    model.
+    """
     parts = {name: re.sub(r"^nets\.\d+\.", "", name) for name in tensors}
     kinds = ("layers", "transitions", "journal", "journal", "extras", "state")
     groups = [[name for name, part in parts.items() if part.startswith(kind)] for kind in kinds]
@@ -170,9 +236,11 @@ def repeat_an_entry(rng: random.Random, document: Document, tensors: Tensors) ->
 def change_a_length(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
     name, how = _some_tensor(rng, tensors), rng.choice(["shorter", "longer", "empty", "double"])
     flat = tensors[name].reshape(-1)
-    tensors[name] = {"shorter": flat[:-1], "longer": torch.cat([flat, flat[-1:]]), "empty": flat[:0]}.get(
-        how, torch.cat([flat, flat])
-    )
+    tensors[name] = {
+        "shorter": flat[:-1],
+        "longer": torch.cat([flat, flat[-1:]]),
+        "empty": flat[:0],
+    }.get(how, torch.cat([flat, flat]))
     return f"{name} {how}", json.dumps(document)
 
 
@@ -185,7 +253,9 @@ def change_a_type(rng: random.Random, document: Document, tensors: Tensors) -> F
 def change_a_shape(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
     name = _some_tensor(rng, tensors)
     flat = tensors[name].reshape(-1)
-    tensors[name] = rng.choice([flat.reshape(-1, 1), flat.reshape(1, -1), flat.sum().to(flat.dtype), flat.flip(0)])
+    tensors[name] = rng.choice(
+        [flat.reshape(-1, 1), flat.reshape(1, -1), flat.sum().to(flat.dtype), flat.flip(0)]
+    )
     return f"{name} {list(tensors[name].shape)}", json.dumps(document)
 
 
@@ -205,7 +275,9 @@ def lose_or_invent_a_tensor(rng: random.Random, document: Document, tensors: Ten
 
 
 def wrap_around(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
-    """Puts in numbers whose differences overflow, so that a careless test for ascending order is content."""
+    """Puts in numbers whose differences overflow, so that a careless test for ascending order is
+    content.
+    """
     name = _some_tensor(rng, tensors)
     flat = tensors[name].reshape(-1)
     if flat.dtype not in (torch.int32, torch.int64) or len(flat) < 2:
@@ -219,7 +291,13 @@ def wrap_around(rng: random.Random, document: Document, tensors: Tensors) -> For
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    children = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    children = (
+        node.items()
+        if isinstance(node, dict)
+        else enumerate(node)
+        if isinstance(node, list)
+        else ()
+    )
     found = [path] if path else []
     for key, child in children:
         found += _places(child, (*path, key))
@@ -228,7 +306,9 @@ def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 def _some_place(rng: random.Random, document: Document) -> tuple[Any, Any, str]:
     """Returns the container and the key of some value in the document, and its name."""
-    part = rng.choice([*document, *(part for part in ("journal", "graph", "nets", "nets") if part in document)])
+    part = rng.choice(
+        [*document, *(part for part in ("journal", "graph", "nets", "nets") if part in document)]
+    )
     place = rng.choice([(part, *path) for path in _places(document[part])] + [(part,)])
     node: Any = document
     for key in place[:-1]:
@@ -267,7 +347,9 @@ def reorder_a_list(rng: random.Random, document: Document, tensors: Tensors) -> 
     node, key, name = _some_place(rng, document)
     if not isinstance(node[key], list) or len(node[key]) < 1:
         return name, None
-    node[key] = rng.choice([node[key][::-1], node[key] * 2, node[key][1:], node[key][-1:] + node[key][:-1]])
+    node[key] = rng.choice(
+        [node[key][::-1], node[key] * 2, node[key][1:], node[key][-1:] + node[key][:-1]]
+    )
     return name, json.dumps(document)
 
 
@@ -282,17 +364,45 @@ def nest_deeply(rng: random.Random, document: Document, tensors: Tensors) -> For
     node, key, name = _some_place(rng, document)
     depth, node[key] = rng.choice([70, 900, 100_000]), "HERE"
     opening, closing = rng.choice([("[", "]"), ('{"list":[', "]}"), ('{"dict":[["k",', "]]}")])
-    return f"{name} {depth}", json.dumps(document).replace('"HERE"', opening * depth + "1" + closing * depth)
+    return f"{name} {depth}", json.dumps(document).replace(
+        '"HERE"', opening * depth + "1" + closing * depth
+    )
 
 
 def spoil_the_text(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
     text = json.dumps(document)
     at = rng.randrange(len(text))
-    options = [text[:at], text[:at] + rng.choice('{}[]",:0-e') + text[at + 1 :], "null", "[]", "{}", "", "9" * 5000]
-    return str(at), rng.choice([*options, text.replace("1", "9" * 5000, 1), text.replace(":", ":\x00", 1)])
+    options = [
+        text[:at],
+        text[:at] + rng.choice('{}[]",:0-e') + text[at + 1 :],
+        "null",
+        "[]",
+        "{}",
+        "",
+        "9" * 5000,
+    ]
+    return str(at), rng.choice(
+        [*options, text.replace("1", "9" * 5000, 1), text.replace(":", ":\x00", 1)]
+    )
 
 
-FORGERIES: list[Callable[[random.Random, Document, Tensors], Forged]] = [change_an_entry] * 4 + [replace_a_field] * 3
-FORGERIES += [repeat_an_entry, change_a_length, change_a_type, change_a_shape, swap_tensors, lose_or_invent_a_tensor]
-FORGERIES += [wrap_around, nudge_a_number, drop_a_field, repeat_or_swap_fields, reorder_a_list, break_a_stack]
+FORGERIES: list[Callable[[random.Random, Document, Tensors], Forged]] = [change_an_entry] * 4 + [
+    replace_a_field
+] * 3
+FORGERIES += [
+    repeat_an_entry,
+    change_a_length,
+    change_a_type,
+    change_a_shape,
+    swap_tensors,
+    lose_or_invent_a_tensor,
+]
+FORGERIES += [
+    wrap_around,
+    nudge_a_number,
+    drop_a_field,
+    repeat_or_swap_fields,
+    reorder_a_list,
+    break_a_stack,
+]
 FORGERIES += [nest_deeply, spoil_the_text]

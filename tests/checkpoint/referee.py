@@ -1,4 +1,5 @@
-"""Loads and restores mutated checkpoints in a process of its own, under an audit, and reports what happened as JSON.
+"""Loads and restores mutated checkpoints in a process of its own, under an audit, and reports what
+happened as JSON.
 
 python -m tests.checkpoint.referee FOLDER COUNT SEED
 """
@@ -37,8 +38,27 @@ FIELDS = (
 )
 LONGEST = 0.1  # seconds
 ROOM = 512 * 2**20  # bytes to allocate at most
-FORBIDDEN = ("import", "exec", "compile", "code.__new__", "marshal.", "pickle.", "ctypes.", "os.system", "os.exec")
-FORBIDDEN += ("os.fork", "os.posix_spawn", "os.spawn", "subprocess.", "socket.", "os.remove", "os.rename", "os.mkdir")
+FORBIDDEN = (
+    "import",
+    "exec",
+    "compile",
+    "code.__new__",
+    "marshal.",
+    "pickle.",
+    "ctypes.",
+    "os.system",
+    "os.exec",
+)
+FORBIDDEN += (
+    "os.fork",
+    "os.posix_spawn",
+    "os.spawn",
+    "subprocess.",
+    "socket.",
+    "os.remove",
+    "os.rename",
+    "os.mkdir",
+)
 
 
 class Referee:
@@ -52,7 +72,9 @@ class Referee:
         self.watching = False
         self.graph = graph_of(*parse(example.read_bytes()))
         self.net, objects = edited_net()
-        self.states = {name: copy.deepcopy(objects[name].state_dict()) for name in ("optimizer", "scheduler")}
+        self.states = {
+            name: copy.deepcopy(objects[name].state_dict()) for name in ("optimizer", "scheduler")
+        }
         self.objects, self.before = self._objects()
         sys.addaudithook(self._audit)
 
@@ -66,14 +88,20 @@ class Referee:
             else:
                 assert mutation.document is not None, "loaded, and its document is no document"
                 graph = graph_of(mutation.document, mutation.tensors)
-                self.outcomes["loaded as it was" if graph == self.graph else "loaded as it says"] += 1
+                self.outcomes[
+                    "loaded as it was" if graph == self.graph else "loaded as it says"
+                ] += 1
                 require_agreement(net, mutation.document, mutation.tensors)
-                if graph != self.graph or self.outcomes["loaded as it was"] == 1:  # the same way back is walked once
+                if (
+                    graph != self.graph or self.outcomes["loaded as it was"] == 1
+                ):  # the same way back is walked once
                     require_way_back(net)
             self._restore(mutation)
         except Exception as error:
             self.faults.append(f"{mutation.label}: {type(error).__name__}: {error}"[:500])
-            self.objects, self.before = self._objects()  # so that the next mutation is judged by itself
+            self.objects, self.before = (
+                self._objects()
+            )  # so that the next mutation is judged by itself
 
     def watched(self, act: Callable[[], Any]) -> Any:
         """Returns what `act` returns, or None when it refused the file in the way it should."""
@@ -121,14 +149,20 @@ class Referee:
         assert mutation.document is not None
         extras = mutation.document["extras"]
         told = {name: plain(part["tree"], mutation.tensors) for name, part in extras.items()}
-        assert as_text(data) == as_text({name: told[name] for name in told if extras[name]["kind"] == "data"})
-        expected = torch.Generator().set_state(told["generator"]).get_state()  # it does not keep what it does not use
+        assert as_text(data) == as_text(
+            {name: told[name] for name in told if extras[name]["kind"] == "data"}
+        )
+        expected = (
+            torch.Generator().set_state(told["generator"]).get_state()
+        )  # it does not keep what it does not use
         assert torch.equal(objects["generator"].get_state(), expected)
         kept = vars(objects["scheduler"])
         assert all(as_text(kept[key]) == as_text(value) for key, value in told["scheduler"].items())
 
     def _objects(self) -> tuple[dict[str, Any], str]:
-        """Returns objects in the middle of a training, and what they hold; refused restores leave them for the next."""
+        """Returns objects in the middle of a training, and what they hold; refused restores leave
+        them for the next.
+        """
         objects = objects_for(self.net)
         for name, state in self.states.items():
             objects[name].load_state_dict(copy.deepcopy(state))
@@ -149,20 +183,29 @@ def require_agreement(net: gn.GrapNet, document: Document, tensors: Tensors) -> 
     """Asserts that a net is exactly what a file says."""
     gn.check(net)
     net(torch.zeros(2, net.sizes[0], dtype=net.transitions[0].weight.dtype))
-    assert (net.version, net.next_uid) == (document["graph"]["version"], document["graph"]["next_uid"])
+    assert (net.version, net.next_uid) == (
+        document["graph"]["version"],
+        document["graph"]["next_uid"],
+    )
     state = net.state_dict()
     for n, layer in enumerate(net.layers):
         described, name = document["graph"]["layers"][n], f"layers.{n}."
         same(layer.uids, tensors[name + "uid"])
-        assert layer.owners == [described["owners"][code] for code in tensors[name + "owner"].tolist()]
-        assert layer.activations == [described["activations"][code] for code in tensors[name + "activation"].tolist()]
+        assert layer.owners == [
+            described["owners"][code] for code in tensors[name + "owner"].tolist()
+        ]
+        assert layer.activations == [
+            described["activations"][code] for code in tensors[name + "activation"].tolist()
+        ]
         for key in ("bias", "frozen") if n else ():
             same(state[name + key], tensors[name + key])
     for t in range(len(net.transitions)):
         for key in ("ptr", "child", "weight", "frozen"):
             same(state[f"transitions.{t}.{key}"].reshape(-1), tensors[f"transitions.{t}.{key}"])
     told = document["graph"].get("untrained", [])
-    assert sorted(told) == sorted(name for name, parameter in net.named_parameters() if not parameter.requires_grad)
+    assert sorted(told) == sorted(
+        name for name, parameter in net.named_parameters() if not parameter.requires_grad
+    )
     commits = document["journal"]["commits"]
     assert len(net.history) == len(commits)
     for n, (commit, part) in enumerate(zip(net.history, commits, strict=True)):
@@ -187,13 +230,18 @@ def require_way_back(net: gn.GrapNet) -> None:
             except gn.HistoryError:
                 break
             gn.check(net)
-        trail.append([layer.uids.tolist() for layer in net.layers] + [t.child.tolist() for t in net.transitions])
+        trail.append(
+            [layer.uids.tolist() for layer in net.layers]
+            + [t.child.tolist() for t in net.transitions]
+        )
     assert trail[0] == trail[2]
 
 
 def contents(objects: dict[str, Any]) -> str:
     """Returns everything that the objects hold, as text."""
-    stateful = {name: value.state_dict() for name, value in objects.items() if hasattr(value, "state_dict")}
+    stateful = {
+        name: value.state_dict() for name, value in objects.items() if hasattr(value, "state_dict")
+    }
     return as_text([stateful, objects["generator"].get_state()])
 
 
@@ -216,7 +264,11 @@ def plain(tree: Any, tensors: Tensors) -> Any:
     ((kind, content),) = tree.items()
     if kind in ("tensor", "array", "complex"):
         found = tensors[content]
-        return {"tensor": lambda: found, "array": found.numpy, "complex": lambda: torch.view_as_complex(found)}[kind]()
+        return {
+            "tensor": lambda: found,
+            "array": found.numpy,
+            "complex": lambda: torch.view_as_complex(found),
+        }[kind]()
     if kind in ("dict", "counter"):
         items = {key: plain(item, tensors) for key, item in content}
         return Counter(items) if kind == "counter" else items
@@ -235,7 +287,9 @@ def main(folder: Path, count: int, seed: int) -> dict[str, Any]:
     objects = objects_for(gn.load(example))
     gn.restore(example, **objects)
     referee = Referee(example, folder / "mutated.ckpt")
-    for mutation in mutations(example.read_bytes(), 60, seed + 1):  # most ways to fail have been seen once
+    for mutation in mutations(
+        example.read_bytes(), 60, seed + 1
+    ):  # most ways to fail have been seen once
         referee.judge(mutation)
     for counted in (referee.outcomes, referee.fields, referee.forbidden):
         counted.clear()

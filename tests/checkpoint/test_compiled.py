@@ -1,4 +1,6 @@
-"""A file does not care what `torch.compile` wraps, in the saved model or in the other; only wrapped nets stay put."""
+"""A file does not care what `torch.compile` wraps, in the saved model or in the other; only wrapped
+nets stay put.
+"""
 
 import json
 from collections.abc import Callable
@@ -68,7 +70,9 @@ def test_modules_of_a_compiled_model_are_told_the_version_of_their_state(tmp_pat
     seen: list[int] = []
     gn.save(tmp_path / "run", model())
     fresh = model()
-    fresh[2].register_load_state_dict_pre_hook(lambda _, state, prefix, metadata, *__: seen.append(metadata["version"]))
+    fresh[2].register_load_state_dict_pre_hook(
+        lambda _, state, prefix, metadata, *__: seen.append(metadata["version"])
+    )
     gn.restore(tmp_path / "run", into=wrapped(fresh))
     assert seen == [nn.BatchNorm1d._version] == [2]
 
@@ -78,7 +82,10 @@ def test_names_that_only_a_wrapper_would_tell_apart_are_not_mixed_up(tmp_path: P
     saved[0].register_module("_orig_mod", nn.Linear(4, 4))
     gn.save(tmp_path / "run", saved)
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=r"^state\['0\._orig_mod\.bias'\]: the file has it, the model has not"):
+    with pytest.raises(
+        gn.CheckpointError,
+        match=r"^state\['0\._orig_mod\.bias'\]: the file has it, the model has not",
+    ):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
 
@@ -90,7 +97,10 @@ def test_a_compiled_net_that_was_saved_as_a_model(tmp_path: Path, beside: bool) 
 
         def __init__(self) -> None:
             super().__init__()
-            self.held, self.beside = gn.GrapNet([4, 3]), nn.Linear(2, 2) if beside else nn.Identity()
+            self.held, self.beside = (
+                gn.GrapNet([4, 3]),
+                nn.Linear(2, 2) if beside else nn.Identity(),
+            )
 
     saved = Holder()
     optimizer = torch.optim.Adam(saved.held.parameters())
@@ -100,7 +110,11 @@ def test_a_compiled_net_that_was_saved_as_a_model(tmp_path: Path, beside: bool) 
     (tmp_path / "run").write_bytes(build(text, tensors))
     for fresh in (nn.Sequential(gn.GrapNet([4, 3])), wrapped(gn.GrapNet([4, 3]))):
         before = values(fresh)
-        told = "this file holds one net, not a model" if not beside else "'_orig_mod' (in this Seq|is all that torch)"
+        told = (
+            "this file holds one net, not a model"
+            if not beside
+            else "'_orig_mod' (in this Seq|is all that torch)"
+        )
         with pytest.raises(gn.CheckpointError, match=told):
             gn.restore(tmp_path / "run", into=fresh)
         assert values(fresh) == before
@@ -119,7 +133,10 @@ def test_a_net_that_torch_compile_holds_is_not_replaced(tmp_path):
     saved[1], fresh[1] = wrapped(net), wrapped(fresh[1])
     gn.save(tmp_path / "run", saved)
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=r"^nets\.0\.places: .*'1\._orig_mod' was compiled by torch\.compile"):
+    with pytest.raises(
+        gn.CheckpointError,
+        match=r"^nets\.0\.places: .*'1\._orig_mod' was compiled by torch\.compile",
+    ):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
     gn.restore(tmp_path / "run", into=plain)  # to be compiled afterwards

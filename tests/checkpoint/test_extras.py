@@ -72,13 +72,20 @@ def test_tensors_return(path, name):
 
 def test_tensors_that_share_memory_return_apart(path):
     found = returned(path, whole=BASE, parts=[BASE[2:5], BASE[3:6], BASE], again=BASE)
-    assert as_text(found) == as_text({"whole": BASE, "parts": [BASE[2:5], BASE[3:6], BASE], "again": BASE})
+    assert as_text(found) == as_text(
+        {"whole": BASE, "parts": [BASE[2:5], BASE[3:6], BASE], "again": BASE}
+    )
     found["whole"] += 1
     assert torch.equal(found["again"], BASE)
 
 
 def test_names_do_not_collide(path):
-    value = {"a": {"b": torch.tensor(1)}, "a.b": torch.tensor(2), 1: torch.tensor(3), "1": torch.tensor(4)}
+    value = {
+        "a": {"b": torch.tensor(1)},
+        "a.b": torch.tensor(2),
+        1: torch.tensor(3),
+        "1": torch.tensor(4),
+    }
     value |= {"a']['b": torch.tensor(5), "list": [torch.tensor(6)], "list[0]": torch.tensor(7)}
     names = {
         "value": value,
@@ -110,7 +117,9 @@ def test_arrays_return(path, name):
 
 
 def test_numbers_of_numpy_become_numbers(path):
-    found = returned(path, value=[np.float32(0.1), np.int64(3), np.bool_(True), {np.int64(4): 1}])["value"]
+    found = returned(path, value=[np.float32(0.1), np.int64(3), np.bool_(True), {np.int64(4): 1}])[
+        "value"
+    ]
     assert as_text(found) == as_text([float(np.float32(0.1)), 3, True, {4: 1}])
 
 
@@ -158,7 +167,9 @@ def test_generators_return_to_where_they_were(path):
 def test_any_object_with_a_state_dict_is_saved(path):
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     module(torch.randn(4, 2))
-    gn.save(path, gn.GrapNet([3, 2]), module=module, average=torch.optim.swa_utils.AveragedModel(module))
+    gn.save(
+        path, gn.GrapNet([3, 2]), module=module, average=torch.optim.swa_utils.AveragedModel(module)
+    )
     fresh = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     gn.restore(path, module=fresh)
     assert as_text(dict(fresh.state_dict())) == as_text(dict(module.state_dict()))

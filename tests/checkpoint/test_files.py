@@ -1,4 +1,6 @@
-"""Where and how files are written: links, folders, permissions, several writers and readers, full disks."""
+"""Where and how files are written: links, folders, permissions, several writers and readers, full
+disks.
+"""
 
 import os
 import resource
@@ -27,7 +29,9 @@ def numbered(number: int, sizes: tuple[int, ...] = (4, 3)) -> gn.GrapNet:
 
 
 def number(path: Path) -> int:
-    (found,) = {x for parameter in gn.load(path).parameters() for x in parameter.detach().unique().tolist()}
+    (found,) = {
+        x for parameter in gn.load(path).parameters() for x in parameter.detach().unique().tolist()
+    }
     return int(found)
 
 
@@ -52,7 +56,9 @@ def test_what_is_no_file_is_refused(tmp_path):
         gn.save(tmp_path, numbered(1))
 
 
-@pytest.mark.parametrize("content", [b"", b"hello", b"\x80\x02}q\x00.", b"\x80\x02" + 6 * b"\0" + b"{"])
+@pytest.mark.parametrize(
+    "content", [b"", b"hello", b"\x80\x02}q\x00.", b"\x80\x02" + 6 * b"\0" + b"{"]
+)
 def test_a_foreign_file_is_refused(tmp_path, content):
     (tmp_path / "net").write_bytes(content)
     with pytest.raises(gn.CheckpointError, match=r"container: .* is not a whole safetensors file"):
@@ -67,7 +73,9 @@ def test_plain_weights_are_told_how_to_become_a_net(tmp_path, kind):
     else:
         torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
     for read in (gn.load, gn.restore):
-        with pytest.raises(gn.CheckpointError, match=r"gn\.from_module\(module\).*grapnet convert FILE") as refused:
+        with pytest.raises(
+            gn.CheckpointError, match=r"gn\.from_module\(module\).*grapnet convert FILE"
+        ) as refused:
             read(path)
         assert "header" not in str(refused.value)
 
@@ -147,7 +155,9 @@ def test_a_failed_save_leaves_the_earlier_file_alone(tmp_path, monkeypatch):
 
 def test_a_document_that_could_not_be_read_back_is_not_written(tmp_path):
     gn.save(tmp_path / "net", numbered(1))
-    with pytest.raises(gn.CheckpointError, match=r"metadata: [0-9,]+ bytes .* give long lists as tensors"):
+    with pytest.raises(
+        gn.CheckpointError, match=r"metadata: [0-9,]+ bytes .* give long lists as tensors"
+    ):
         gn.save(tmp_path / "net", numbered(2), much="x" * 100_000_000)
     assert number(tmp_path / "net") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["net"]
@@ -176,7 +186,9 @@ def test_a_loaded_net_does_not_depend_on_the_file(tmp_path):
     gn.save(tmp_path / "net", net, undo=True, table=torch.arange(1000.0))
     loaded, data = gn.load(tmp_path / "net"), gn.restore(tmp_path / "net")
     (tmp_path / "net").write_bytes(bytes(100))  # in place: a mapped file would now be gone
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), net.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), net.parameters(), strict=True)
+    )
     assert torch.equal(data["table"], torch.arange(1000.0))
     loaded.undo()
     gn.check(loaded)
@@ -184,7 +196,10 @@ def test_a_loaded_net_does_not_depend_on_the_file(tmp_path):
 
 def test_several_writers_of_one_path_leave_one_whole_file(tmp_path):
     nets = [numbered(n, (100, 100)) for n in range(4)]
-    threads = [threading.Thread(target=lambda n=n: [gn.save(tmp_path / "net", n) for _ in range(5)]) for n in nets]
+    threads = [
+        threading.Thread(target=lambda n=n: [gn.save(tmp_path / "net", n) for _ in range(5)])
+        for n in nets
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -196,9 +211,8 @@ def test_several_writers_of_one_path_leave_one_whole_file(tmp_path):
 def test_another_process_can_read_while_files_are_replaced(tmp_path):
     gn.save(tmp_path / "net", numbered(0, (300, 300)))
     program = (
-        "import sys, grapnet as gn\n"
-        "while True:\n"
-        "    print(*{x for p in gn.load(sys.argv[1]).parameters() for x in p.detach().unique().tolist()}, flush=True)\n"
+        "import sys, grapnet as gn\nwhile True:\n    print(*{x for p in"
+        " gn.load(sys.argv[1]).parameters() for x in p.detach().unique().tolist()}, flush=True)\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "net")]
     reader = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -209,6 +223,8 @@ def test_another_process_can_read_while_files_are_replaced(tmp_path):
     reader.send_signal(signal.SIGTERM)
     out, errors = reader.communicate()
     assert errors == ""
-    numbers = [float(line) for line in [*seen, *out.splitlines()[:-1]]]  # a mixture would be two numbers: no float
+    numbers = [
+        float(line) for line in [*seen, *out.splitlines()[:-1]]
+    ]  # a mixture would be two numbers: no float
     assert numbers == sorted(numbers)
     assert len(set(numbers)) > 5

@@ -1,4 +1,6 @@
-"""Mutated files of a model with nets: each is put into a model as it says, or refused by a field's name."""
+"""Mutated files of a model with nets: each is put into a model as it says, or refused by a field's
+name.
+"""
 
 import copy
 from typing import Any
@@ -65,8 +67,13 @@ def require_agreement(model: Small, document: dict[str, Any], tensors: dict[str,
     assert sorted(part["places"]) == ["again.0", "net"]
     assert model.net is model.again[0]
     gn.check(model.net)
-    assert (model.net.version, model.net.next_uid) == (part["graph"]["version"], part["graph"]["next_uid"])
-    assert as_text(model.net.transitions[0].values().detach()) == as_text(tensors["nets.0.transitions.0.weight"])
+    assert (model.net.version, model.net.next_uid) == (
+        part["graph"]["version"],
+        part["graph"]["next_uid"],
+    )
+    assert as_text(model.net.transitions[0].values().detach()) == as_text(
+        tensors["nets.0.transitions.0.weight"]
+    )
     assert model.second.weight is model.first.weight
     for name in ("weight", "bias"):
         told = tensors[f"state['first.{name}']"]  # of any type, as load_state_dict takes it

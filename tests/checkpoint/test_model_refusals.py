@@ -1,4 +1,6 @@
-"""What a file cannot hold, or would take from a model in silence, is refused by name and nothing changes."""
+"""What a file cannot hold, or would take from a model in silence, is refused by name and nothing
+changes.
+"""
 
 import copy
 import json
@@ -62,7 +64,9 @@ def test_an_object_that_refuses_even_its_own_state_leaves_everything_as_it_was(t
     gn.save(tmp_path / "run", model(), a=Refusing(), generator=torch.Generator().manual_seed(1))
     fresh, generator, refusing = model(), torch.Generator(), Refusing(refuses=True)
     before, state = content(fresh), generator.get_state()
-    with pytest.raises(gn.CheckpointError, match=r"^extras\.a: its state does not fit the object .*no"):
+    with pytest.raises(
+        gn.CheckpointError, match=r"^extras\.a: its state does not fit the object .*no"
+    ):
         gn.restore(tmp_path / "run", into=fresh, generator=generator, a=refusing)
     assert content(fresh) == before
     assert torch.equal(generator.get_state(), state)
@@ -72,7 +76,11 @@ def test_an_object_that_refuses_even_its_own_state_leaves_everything_as_it_was(t
 @pytest.mark.parametrize("trouble", ["a load that raises", "a tensor that cannot be written"])
 def test_a_module_that_cannot_be_loaded_leaves_everything_as_it_was(tmp_path, trouble):
     def make(raising: bool) -> nn.Module:
-        made = model(first=RefusesToLoad(4, 4) if raising and trouble.startswith("a load") else nn.Linear(4, 4))
+        made = model(
+            first=RefusesToLoad(4, 4)
+            if raising and trouble.startswith("a load")
+            else nn.Linear(4, 4)
+        )
         made.register_buffer("scale", torch.arange(4.0))
         if raising and trouble.startswith("a tensor"):
             made.scale = torch.zeros(1).expand(4)
@@ -101,16 +109,22 @@ def test_modules_may_have_any_version(tmp_path, monkeypatch, version):
     monkeypatch.setattr(Versioned, "_version", version)
     seen: list[Any] = []
     saved, fresh = model(first=Versioned(4, 4)), model(first=Versioned(4, 4))
-    fresh[0].register_load_state_dict_pre_hook(lambda _, state, prefix, metadata, *__: seen.append(metadata["version"]))
+    fresh[0].register_load_state_dict_pre_hook(
+        lambda _, state, prefix, metadata, *__: seen.append(metadata["version"])
+    )
     gn.save(tmp_path / "run", saved)
     gn.restore(tmp_path / "run", into=fresh)
     assert values(fresh) == values(saved)
     assert seen == [version]
 
 
-def test_metadata_without_a_version_is_no_trouble_and_other_versions_are_named(tmp_path, monkeypatch):
+def test_metadata_without_a_version_is_no_trouble_and_other_versions_are_named(
+    tmp_path, monkeypatch
+):
     saved = model()
-    saved.register_state_dict_post_hook(lambda _, state, *__: state._metadata.update({"0": {"more": 1}}))
+    saved.register_state_dict_post_hook(
+        lambda _, state, *__: state._metadata.update({"0": {"more": 1}})
+    )
     gn.save(tmp_path / "run", saved)
     gn.restore(tmp_path / "run", into=model())
     monkeypatch.setattr(Versioned, "_version", (1, 2))
@@ -126,8 +140,14 @@ ADDED: dict[str, tuple[Callable[[gn.GrapNet], Any], str]] = {
     "a forward": (own_forward, r"\(GrapNet\) has a forward of its own"),
     "a child": (lambda net: net.add_module("scale", nn.Linear(3, 3)), "has scale beside its graph"),
     "a buffer": (lambda net: net.register_buffer("heat", torch.ones(1)), "has heat beside"),
-    "a parameter": (lambda net: net.register_parameter("heat", nn.Parameter(torch.ones(1))), "has heat beside"),
-    "a layer's": (lambda net: net.layers[1].register_buffer("heat", torch.ones(1)), r"has layers\.1\.heat beside"),
+    "a parameter": (
+        lambda net: net.register_parameter("heat", nn.Parameter(torch.ones(1))),
+        "has heat beside",
+    ),
+    "a layer's": (
+        lambda net: net.layers[1].register_buffer("heat", torch.ones(1)),
+        r"has layers\.1\.heat beside",
+    ),
 }
 
 
@@ -164,8 +184,14 @@ def test_what_a_net_has_beside_its_graph_is_refused_by_name(tmp_path, kind):
 HOOKS: dict[str, tuple[Callable[[gn.GrapNet], Any], str]] = {
     "the net": (lambda net: net.register_forward_hook(lambda *_: None), "itself"),
     "before it": (lambda net: net.register_forward_pre_hook(lambda *_: None), "itself"),
-    "a layer": (lambda net: net.layers[1].register_full_backward_hook(lambda *_: None), r"layers\.1"),
-    "a gradient": (lambda net: net.transitions[0].weight.register_hook(torch.neg), r"transitions\.0\.weight"),
+    "a layer": (
+        lambda net: net.layers[1].register_full_backward_hook(lambda *_: None),
+        r"layers\.1",
+    ),
+    "a gradient": (
+        lambda net: net.transitions[0].weight.register_hook(torch.neg),
+        r"transitions\.0\.weight",
+    ),
     "a sum": (
         lambda net: net.layers[1].bias.register_post_accumulate_grad_hook(lambda _: None),
         r"layers\.1\.bias",
@@ -207,7 +233,8 @@ def test_nets_that_share_a_parameter_are_refused(tmp_path):
     deep = gn.GrapNet([3, 3, 3])
     deep.transitions[1].weight = deep.transitions[0].weight
     with pytest.raises(
-        gn.CheckpointError, match=r"transitions\.1\.weight is the same Parameter as transitions\.0\.weight"
+        gn.CheckpointError,
+        match=r"transitions\.1\.weight is the same Parameter as transitions\.0\.weight",
     ):
         gn.save(tmp_path / "run", deep)
     with pytest.raises(gn.CheckpointError, match="the nets at '0' and '1' share a Parameter"):
@@ -220,7 +247,9 @@ def test_parameters_are_trained_or_not_one_by_one(tmp_path):
     fresh = model()
     fresh[1].layers[1].bias.requires_grad_(False)
     gn.restore(tmp_path / "run", into=fresh)
-    assert {name for name, p in fresh[1].named_parameters() if not p.requires_grad} == {"layers.1.bias"}
+    assert {name for name, p in fresh[1].named_parameters() if not p.requires_grad} == {
+        "layers.1.bias"
+    }
 
 
 def test_a_net_keeps_what_it_trained_where_nothing_says_otherwise(tmp_path):
@@ -229,7 +258,9 @@ def test_a_net_keeps_what_it_trained_where_nothing_says_otherwise(tmp_path):
     gn.save(tmp_path / "run", saved)
     gn.restore(tmp_path / "run", into=placeholder)
     gn.restore(tmp_path / "run", into=other)
-    assert {name for name, p in placeholder[1].named_parameters() if not p.requires_grad} == {"layers.1.bias"}
+    assert {name for name, p in placeholder[1].named_parameters() if not p.requires_grad} == {
+        "layers.1.bias"
+    }
     assert all(p.requires_grad for p in other.parameters())
 
 
@@ -257,7 +288,9 @@ def test_a_parameter_may_be_called_like_an_extra_state(tmp_path):
     assert values(fresh) == values(saved)
 
 
-@pytest.mark.parametrize("there", [lambda: gn.GrapNet([4, 3]), lambda: nn.Linear(4, 3)], ids=["a net", "dense"])
+@pytest.mark.parametrize(
+    "there", [lambda: gn.GrapNet([4, 3]), lambda: nn.Linear(4, 3)], ids=["a net", "dense"]
+)
 def test_what_depends_on_the_parameters_of_before_refuses(tmp_path, there):
     gn.save(tmp_path / "run", model())
     fresh = model(there())
@@ -290,17 +323,23 @@ def test_a_restore_that_fails_disturbs_no_optimizer(tmp_path):
 
 
 def dropping() -> nn.Sequential:
-    return nn.Sequential(nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 2)))
+    return nn.Sequential(
+        nn.Sequential(nn.Dropout(0.1), nn.Linear(3, 4), nn.ReLU(), nn.Dropout(0.2), nn.Linear(4, 2))
+    )
 
 
 DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a dropout that is not there": lambda origin: origin.update(dropout_path="9"),
     "a dropout that is none": lambda origin: origin["parts"][0].update(dropout_path="2"),
     "a dropout of another place": lambda origin: origin.update(dropout_path="training"),
-    "an activation that is not there": lambda origin: origin["parts"][0].update(activation_path="7"),
+    "an activation that is not there": lambda origin: origin["parts"][0].update(
+        activation_path="7"
+    ),
     "text where a list should be": lambda origin: origin.update(emptied="13"),
     "emptied twice": lambda origin: origin.update(emptied=["3", "3"]),
-    "a part too many": lambda origin: origin["parts"].append(copy.deepcopy(origin["parts"][0]) | {"path": "2"}),
+    "a part too many": lambda origin: origin["parts"].append(
+        copy.deepcopy(origin["parts"][0]) | {"path": "2"}
+    ),
     "a part too few": lambda origin: origin["parts"].pop(),
     "a part twice": lambda origin: origin["parts"][1].update(path="1"),
     "a part that is not linear": lambda origin: origin["parts"][1].update(path="2"),
@@ -320,7 +359,9 @@ def test_a_damaged_origin_is_refused(tmp_path, damage, there):
     if there == "grafted":
         gn.graft(fresh, "0")
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=r"^nets\.0\.places: the net that stood at '0' has no place here"):
+    with pytest.raises(
+        gn.CheckpointError, match=r"^nets\.0\.places: the net that stood at '0' has no place here"
+    ):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
 

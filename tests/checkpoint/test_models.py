@@ -1,4 +1,6 @@
-"""Checkpoints of models with nets inside: all of it returns, whatever stands at the places of the nets, or nothing."""
+"""Checkpoints of models with nets inside: all of it returns, whatever stands at the places of the
+nets, or nothing.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,18 @@ from torch import nn
 import grapnet as gn
 
 from .files import parse
-from .models import Counting, Tied, content, conv, conv_with_net, edit, nets_in, train, trained, values
+from .models import (
+    Counting,
+    Tied,
+    content,
+    conv,
+    conv_with_net,
+    edit,
+    nets_in,
+    train,
+    trained,
+    values,
+)
 from .referee import as_text
 
 PLACEHOLDERS: dict[str, Callable[[], nn.Module]] = {
@@ -62,7 +75,11 @@ def test_what_is_tied_is_written_once(tmp_path):
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.one, self.other = gn.GrapNet([2, 2]), nn.Linear(100, 100), nn.Linear(100, 100)
+            self.net, self.one, self.other = (
+                gn.GrapNet([2, 2]),
+                nn.Linear(100, 100),
+                nn.Linear(100, 100),
+            )
 
     apart, tied = Wide(), Wide()
     tied.other.weight = tied.one.weight
@@ -109,7 +126,9 @@ def test_a_net_in_a_model_undoes_whenever_it_is_attached(tmp_path):
             gn.restore(tmp_path / "run", optimizer=optimizer)
             gn.attach(optimizer, model[1])
         model[1].undo()
-        ends.append((train(model, optimizer, 1, seed=6), values(model), as_text(optimizer.state_dict())))
+        ends.append(
+            (train(model, optimizer, 1, seed=6), values(model), as_text(optimizer.state_dict()))
+        )
     assert ends[0] == ends[1]
 
 
@@ -185,7 +204,10 @@ def stubborn(model: nn.Module) -> None:
 
 
 MISFITS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "no such place": (lambda m: nn.Sequential(m[0]), r"^nets\.0\.places: the net that stood at '1' has no place here"),
+    "no such place": (
+        lambda m: nn.Sequential(m[0]),
+        r"^nets\.0\.places: the net that stood at '1' has no place here",
+    ),
     "missing parameter": (
         lambda m: m[0].register_parameter("more", nn.Parameter(torch.ones(2))),
         r"^state\['0\.more'\]: the model has it, the file has not",
@@ -194,12 +216,21 @@ MISFITS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda m: m[0][0].register_parameter("bias", None),
         r"^state\['0\.0\.bias'\]: the file has it, the model has not",
     ),
-    "wrong name": (lambda m: m[0].add_module("5", m[0]._modules.pop("1")), r"^state\['0\.1\.bias'\]: the file has it"),
+    "wrong name": (
+        lambda m: m[0].add_module("5", m[0]._modules.pop("1")),
+        r"^state\['0\.1\.bias'\]: the file has it",
+    ),
     "wrong shape": (
         lambda m: m[0].__setitem__(0, nn.Conv2d(1, 3, 1)),
-        r"^state\['0\.0\.weight'\]: was saved as shape \[3, 1, 3, 3\], and the model has \[3, 1, 1, 1\]",
+        (
+            r"^state\['0\.0\.weight'\]: was saved as shape \[3, 1, 3, 3\], and the model has \[3,"
+            r" 1, 1, 1\]"
+        ),
     ),
-    "meta": (lambda m: m[0].to("meta") and None, r"^state\['0\.0\.weight'\]: is on the meta device; .*to_empty"),
+    "meta": (
+        lambda m: m[0].to("meta") and None,
+        r"^state\['0\.0\.weight'\]: is on the meta device; .*to_empty",
+    ),
     "inference": (
         lambda m: m[0].__setitem__(0, in_inference_mode()),
         r"^state\['0\.0\.weight'\]: was made under inference_mode",
@@ -219,7 +250,10 @@ MISFITS: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "stubborn": (stubborn, r"^state: its state does not fit .*no"),
     "shared place": (
         lambda m: nn.Sequential(m[0], m[1], m[1]),
-        r"^nets\.0\.places: this net stood at \['1'\], and this model would have it at \['1', '2'\]",
+        (
+            r"^nets\.0\.places: this net stood at \['1'\], and this model would have it at \['1',"
+            r" '2'\]"
+        ),
     ),
 }
 
@@ -257,7 +291,10 @@ def test_weights_that_were_tied_must_be_tied(tmp_path):
     gn.save(tmp_path / "run", Tied())
     fresh = Tied()
     fresh.out.weight = nn.Parameter(fresh.out.weight.detach().clone())
-    with pytest.raises(gn.CheckpointError, match=r"state\['out\.weight'\]: was tied to 'embedding\.weight' when saved"):
+    with pytest.raises(
+        gn.CheckpointError,
+        match=r"state\['out\.weight'\]: was tied to 'embedding\.weight' when saved",
+    ):
         gn.restore(tmp_path / "run", into=fresh)
 
 
@@ -269,8 +306,14 @@ def test_optimizers_come_after_the_model(tmp_path):
     edit(fresh[1])
     before = content(fresh)
     stale = torch.optim.Adam(fresh.parameters())
-    for name, made in (("optimizer", stale), ("scheduler", torch.optim.lr_scheduler.StepLR(stale, 3))):
-        with pytest.raises(gn.CheckpointError, match=rf"over model\.parameters\(\), then gn\.restore\(path, {name}="):
+    for name, made in (
+        ("optimizer", stale),
+        ("scheduler", torch.optim.lr_scheduler.StepLR(stale, 3)),
+    ):
+        with pytest.raises(
+            gn.CheckpointError,
+            match=rf"over model\.parameters\(\), then gn\.restore\(path, {name}=",
+        ):
             gn.restore(tmp_path / "run", into=fresh, **{name: made})
     assert content(fresh) == before
 
@@ -282,7 +325,9 @@ def test_a_net_and_a_model_are_told_apart(tmp_path):
     with pytest.raises(gn.CheckpointError, match=r"nets: .*gn\.restore\(path, into=model\)"):
         gn.load(tmp_path / "model")
     for into in (conv(), gn.GrapNet([48, 8, 4])):
-        with pytest.raises(gn.CheckpointError, match=r"graph: this file holds one net.* gn\.load\(path\)"):
+        with pytest.raises(
+            gn.CheckpointError, match=r"graph: this file holds one net.* gn\.load\(path\)"
+        ):
             gn.restore(tmp_path / "net", into=into)
     with pytest.raises(gn.CheckpointError, match=r"nets: .* Give the model"):
         gn.restore(tmp_path / "model", into=gn.GrapNet([48, 8, 4]))
@@ -296,7 +341,10 @@ def test_a_net_and_a_model_are_told_apart(tmp_path):
 def test_a_model_that_cannot_be_saved_is_refused_by_name(tmp_path):
     model = conv(gn.GrapNet([48, 8, 4]))
     model.layer = model[1].layers[1]
-    with pytest.raises(gn.CheckpointError, match="a part of the net at '1' is also in the model by itself, at 'layer'"):
+    with pytest.raises(
+        gn.CheckpointError,
+        match="a part of the net at '1' is also in the model by itself, at 'layer'",
+    ):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     model.weights = nn.ParameterList([model[1].transitions[0].weight])
@@ -304,7 +352,9 @@ def test_a_model_that_cannot_be_saved_is_refused_by_name(tmp_path):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     model[0][4].get_extra_state = lambda: {"seen": object()}
-    with pytest.raises(gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: .* not an object"):
+    with pytest.raises(
+        gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: .* not an object"
+    ):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     with model[1].edit(trial=True) as trial:

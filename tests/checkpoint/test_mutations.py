@@ -1,4 +1,6 @@
-"""Two thousand mutated checkpoints: each loads to exactly what it says, or is refused in words that name the field."""
+"""Two thousand mutated checkpoints: each loads to exactly what it says, or is refused in words that
+name the field.
+"""
 
 import json
 import os
@@ -20,10 +22,18 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Runs the referee in a process of its own: a crash is its exit code, and nothing else runs under its audit."""
+    """Runs the referee in a process of its own: a crash is its exit code, and nothing else runs
+    under its audit.
+    """
     folder, root = tmp_path_factory.mktemp("mutations"), Path(__file__).parents[2]
     command = [sys.executable, "-m", "tests.checkpoint.referee", str(folder), str(COUNT), "7"]
-    done = subprocess.run(command, cwd=root, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command,
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -32,7 +42,9 @@ def test_every_mutation_loads_to_what_it_says_or_is_refused(report):
     assert report["faults"] == []
     loads = {name: count for name, count in report["outcomes"].items() if "load" in name}
     assert sum(loads.values()) == COUNT
-    assert min(loads.values()) > 20, loads  # the mutations cover all three: as it was, as it says, refused
+    assert min(loads.values()) > 20, (
+        loads
+    )  # the mutations cover all three: as it was, as it says, refused
 
 
 def test_every_part_of_a_file_was_found_wrong_at_least_once(report):

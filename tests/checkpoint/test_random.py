@@ -1,4 +1,6 @@
-"""Whatever was edited, undone and redone, the file of it loads, and undo and redo go on as in the saved net."""
+"""Whatever was edited, undone and redone, the file of it loads, and undo and redo go on as in the
+saved net.
+"""
 
 import copy
 import random
@@ -20,7 +22,9 @@ def some(rng: random.Random, items: Any, share: float) -> Any:
 def add(net: gn.GrapNet, edit: gn.Edit, rng: random.Random) -> None:
     number = rng.randrange(len(net.layers))
     kind, owner = rng.choice([None, "tanh", "gelu"]), rng.choice([None, "a", "b"])
-    new = edit.add_nodes(number, rng.randint(1, 3), owner=owner, activation=kind if number else None)
+    new = edit.add_nodes(
+        number, rng.randint(1, 3), owner=owner, activation=kind if number else None
+    )
     if number:
         edit.connect(some(rng, net.layers[number - 1], 0.6), new)
     if number + 1 < len(net.layers):
@@ -44,8 +48,12 @@ def operate(net: gn.GrapNet, edit: gn.Edit, rng: random.Random) -> None:
             lambda: turn(net, edit, rng),
             lambda: edit.cut(some(rng, rng.choice(layers).outgoing(), 0.5 * rng.random())),
             lambda: edit.remove_nodes(some(rng, rng.choice(layers[1:-1]), 0.3)),
-            lambda: edit.set_owner(some(rng, rng.choice(layers), 0.4), rng.choice([None, "x", "y"])),
-            lambda: edit.set_activation(some(rng, rng.choice(layers[1:]), 0.4), rng.choice(["relu", "tanh"])),
+            lambda: edit.set_owner(
+                some(rng, rng.choice(layers), 0.4), rng.choice([None, "x", "y"])
+            ),
+            lambda: edit.set_activation(
+                some(rng, rng.choice(layers[1:]), 0.4), rng.choice(["relu", "tanh"])
+            ),
             lambda: edit.remove_orphans(fold_bias=rng.random() < 0.5),
         ]
     )()
@@ -57,7 +65,9 @@ def random_net(rng: random.Random) -> gn.GrapNet:
     if rng.random() < 0.3:
         net.journal.undo_limit = rng.randint(0, 4)
     for _ in range(rng.randint(1, 20)):
-        with suppress(gn.EditError, gn.HistoryError):  # operations that exclude each other; nothing left to undo
+        with suppress(
+            gn.EditError, gn.HistoryError
+        ):  # operations that exclude each other; nothing left to undo
             if rng.random() < 0.65:
                 with net.edit(reason=f"{rng.random():.3f}") as edit:
                     for _ in range(rng.randint(1, 3)):

@@ -1,4 +1,6 @@
-"""gn.restore: training goes on bit for bit, and an object that does not fit leaves every object as it was."""
+"""gn.restore: training goes on bit for bit, and an object that does not fit leaves every object as
+it was.
+"""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +24,9 @@ def edit(net: gn.GrapNet, objects: Objects, reason: str) -> None:
         edit.freeze(net.layers[1][:1])
 
 
-def resumed(path: Any, net: gn.GrapNet, objects: Objects, **settings: Any) -> tuple[gn.GrapNet, Objects]:
+def resumed(
+    path: Any, net: gn.GrapNet, objects: Objects, **settings: Any
+) -> tuple[gn.GrapNet, Objects]:
     """Saves everything, and returns it as another process would have it."""
     gn.save(path, net, **settings, **objects)
     loaded = gn.load(path)
@@ -35,7 +39,9 @@ def resumed(path: Any, net: gn.GrapNet, objects: Objects, **settings: Any) -> tu
 def test_resumed_training_is_bit_identical(tmp_path):
     ends = []
     for interrupted in (False, True):
-        net = gn.GrapNet([8, 12, 6, 4], activation="tanh", generator=torch.Generator().manual_seed(1))
+        net = gn.GrapNet(
+            [8, 12, 6, 4], activation="tanh", generator=torch.Generator().manual_seed(1)
+        )
         objects = objects_for(net)
         gn.attach(objects["optimizer"], net)
         losses = train(net, objects, 5)
@@ -48,7 +54,9 @@ def test_resumed_training_is_bit_identical(tmp_path):
         if interrupted:
             net, objects = resumed(tmp_path / "net", net, objects)
         losses += train(net, objects, 5)
-        ends.append((losses, contents(objects), as_text(dict(net.state_dict())), net.version, net.next_uid))
+        ends.append(
+            (losses, contents(objects), as_text(dict(net.state_dict())), net.version, net.next_uid)
+        )
     assert ends[0] == ends[1]
 
 
@@ -88,17 +96,24 @@ def test_undo_after_resuming_brings_the_optimizer_state_back(tmp_path):
     assert ends[0] == ends[1]
 
 
-@pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adadelta", "Rprop"])
+@pytest.mark.parametrize(
+    "kind", ["SGD", "AdamW", "RMSprop", "Adagrad", "NAdam", "Adadelta", "Rprop"]
+)
 def test_every_optimizer_resumes(tmp_path, kind):
     def make(net: gn.GrapNet) -> Optimizer:
-        other = torch.nn.Parameter(torch.ones(3))  # an optimizer may hold parameters beside the net's
+        other = torch.nn.Parameter(
+            torch.ones(3)
+        )  # an optimizer may hold parameters beside the net's
         settings = {"momentum": 0.9} if kind == "SGD" else {}
         return getattr(torch.optim, kind)(
             [{"params": net.parameters()}, {"params": [other], "lr": 0.3}], lr=0.1, **settings
         )
 
     def step(net: gn.GrapNet, optimizer: Optimizer) -> None:
-        (net(torch.ones(2, 4)).square().sum() + optimizer.param_groups[1]["params"][0].square().sum()).backward()
+        (
+            net(torch.ones(2, 4)).square().sum()
+            + optimizer.param_groups[1]["params"][0].square().sum()
+        ).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -110,7 +125,9 @@ def test_every_optimizer_resumes(tmp_path, kind):
     loaded = gn.load(tmp_path / "net")
     fresh = make(loaded)
     with torch.no_grad():
-        fresh.param_groups[1]["params"][0].copy_(gn.restore(tmp_path / "net", optimizer=fresh)["other"])
+        fresh.param_groups[1]["params"][0].copy_(
+            gn.restore(tmp_path / "net", optimizer=fresh)["other"]
+        )
     step(net, optimizer)
     step(loaded, fresh)
     assert as_text(dict(loaded.state_dict())) == as_text(dict(net.state_dict()))
@@ -121,7 +138,9 @@ def rates(optimizer: Optimizer, scheduler: Any, first: int, last: int) -> list[t
     found = []
     for n in range(first, last):
         optimizer.step()
-        scheduler.step(*([1 + 0.01 * n] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+        scheduler.step(
+            *([1 + 0.01 * n] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+        )
         found += [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
     return found
 
@@ -156,7 +175,8 @@ def test_a_scheduler_that_holds_functions_is_named(tmp_path):
     net = gn.GrapNet([2, 2])
     scheduler = lr_scheduler.LambdaLR(Adam(net.parameters()), Decay())
     with pytest.raises(
-        gn.CheckpointError, match=r"extras\.scheduler\['lr_lambdas'\]\[0\]\['rule'\]: .* not a function"
+        gn.CheckpointError,
+        match=r"extras\.scheduler\['lr_lambdas'\]\[0\]\['rule'\]: .* not a function",
     ):
         gn.save(tmp_path / "net", net, scheduler=scheduler)
     assert list(tmp_path.iterdir()) == []
@@ -188,7 +208,11 @@ MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception]
         gn.CheckpointError,
         r"scheduled: not in .*notes",
     ),
-    "wrong shapes": (lambda net: {"last": other_shape(net)}, gn.CheckpointError, r"extras\.last: .* of shape "),
+    "wrong shapes": (
+        lambda net: {"last": other_shape(net)},
+        gn.CheckpointError,
+        r"extras\.last: .* of shape ",
+    ),
     "wrong class": (
         lambda net: {"last": torch.optim.SGD(net.parameters(), lr=0.1)},
         gn.CheckpointError,
@@ -204,8 +228,16 @@ MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception]
         gn.CheckpointError,
         r"extras\.notes: .*plain data",
     ),
-    "no object": (lambda net: {"last": 5}, TypeError, r"last= takes an object with load_state_dict\(\).* not an int"),
-    "refuses": (lambda net: {"memory": Reluctant(refuses=True)}, gn.CheckpointError, r"extras\.memory: .*not five"),
+    "no object": (
+        lambda net: {"last": 5},
+        TypeError,
+        r"last= takes an object with load_state_dict\(\).* not an int",
+    ),
+    "refuses": (
+        lambda net: {"memory": Reluctant(refuses=True)},
+        gn.CheckpointError,
+        r"extras\.memory: .*not five",
+    ),
 }
 
 
@@ -216,12 +248,19 @@ def test_what_does_not_fit_leaves_every_object_as_it_was(tmp_path, misfit, first
     memory = Reluctant(refuses=False)
     memory.second = 5
     memory.first += 1
-    gn.save(tmp_path / "net", net, last=objects["optimizer"], memory=memory, notes={"a": 1}, **objects)
+    gn.save(
+        tmp_path / "net", net, last=objects["optimizer"], memory=memory, notes={"a": 1}, **objects
+    )
     train(net, objects, 2)
-    before, slots = contents(objects), {id(t) for s in objects["optimizer"].state.values() for t in s.values()}
+    before, slots = (
+        contents(objects),
+        {id(t) for s in objects["optimizer"].state.values() for t in s.values()},
+    )
     make, error, message = MISFITS[misfit]
     other = make(net)
-    held = copy.deepcopy({name: value.state_dict() for name, value in other.items() if hasattr(value, "state_dict")})
+    held = copy.deepcopy(
+        {name: value.state_dict() for name, value in other.items() if hasattr(value, "state_dict")}
+    )
     with pytest.raises(error, match=message):
         gn.restore(tmp_path / "net", **({**other, **objects} if first else {**objects, **other}))
     assert contents(objects) == before

@@ -1,4 +1,6 @@
-"""A loaded net is the saved one, bit for bit: topology, values, names, journal, and what happens next."""
+"""A loaded net is the saved one, bit for bit: topology, values, names, journal, and what happens
+next.
+"""
 
 import copy
 import json
@@ -16,7 +18,9 @@ from .referee import as_text
 
 
 def fresh() -> gn.GrapNet:
-    return gn.GrapNet([5, 4, 3], activation="gelu", density=0.5, generator=torch.Generator().manual_seed(2))
+    return gn.GrapNet(
+        [5, 4, 3], activation="gelu", density=0.5, generator=torch.Generator().manual_seed(2)
+    )
 
 
 def with_empty_layers() -> gn.GrapNet:
@@ -58,9 +62,21 @@ def reloaded(path: Path, net: gn.GrapNet, **settings: Any) -> gn.GrapNet:
 def content(net: gn.GrapNet) -> str:
     """Returns everything a net is and was, as text that is equal only bit for bit."""
     layers = [(layer.uids, layer.owners, layer.activations) for layer in net.layers]
-    commits = [(repr(c), c.version, c.reason, c.by, c.undoes, list(c.operations)) for c in net.history]
+    commits = [
+        (repr(c), c.version, c.reason, c.by, c.undoes, list(c.operations)) for c in net.history
+    ]
     diffs = [vars(net.diff(version)) for version in range(net.version)]
-    return as_text([net.version, net.next_uid, dict(net.state_dict()), layers, commits, diffs, net.execution.choices()])
+    return as_text(
+        [
+            net.version,
+            net.next_uid,
+            dict(net.state_dict()),
+            layers,
+            commits,
+            diffs,
+            net.execution.choices(),
+        ]
+    )
 
 
 def blamed(net: gn.GrapNet, blame: gn.Commit | None) -> str | None:
@@ -74,7 +90,9 @@ def test_everything_returns(tmp_path, name, undo):
     loaded = reloaded(tmp_path / "net", net, undo=undo)
     gn.check(loaded)
     assert content(loaded) == content(net)
-    x = torch.linspace(-1, 1, 3 * net.sizes[0], dtype=net.transitions[0].weight.dtype).reshape(3, -1)
+    x = torch.linspace(-1, 1, 3 * net.sizes[0], dtype=net.transitions[0].weight.dtype).reshape(
+        3, -1
+    )
     assert as_text(loaded(x).detach()) == as_text(net(x).detach())
 
 
@@ -116,7 +134,10 @@ def test_blame_returns(tmp_path):
     pairs = [
         pair
         for t in (0, 1)
-        for pair in zip(*(getattr(net.layers[t].outgoing(), e).tolist() for e in ("parents", "children")), strict=True)
+        for pair in zip(
+            *(getattr(net.layers[t].outgoing(), e).tolist() for e in ("parents", "children")),
+            strict=True,
+        )
     ]
     gone = net.diff(0).relations_removed.tolist()
     assert {blamed(net, net.blame(*pair)) for pair in [*pairs, *gone]} > {None, "1 grow"}
@@ -147,7 +168,9 @@ def test_undo_and_redo_go_on_when_asked_for(tmp_path, dtype):
 def test_a_loaded_journal_is_saved_again(tmp_path):
     net, _ = edited_net()
     again = reloaded(tmp_path / "b", reloaded(tmp_path / "a", net, undo=True), undo=True)
-    assert as_text(parse((tmp_path / "a").read_bytes())) == as_text(parse((tmp_path / "b").read_bytes()))
+    assert as_text(parse((tmp_path / "a").read_bytes())) == as_text(
+        parse((tmp_path / "b").read_bytes())
+    )
     again.undo()
 
 
@@ -166,7 +189,10 @@ def gone_values(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> dict[str, 
     """Returns the weight that is about to be cut, and the moments that Adam holds for it."""
     parameter = net.transitions[0].weight
     slots = {key: value[4] for key, value in optimizer.state[parameter].items() if value.dim()}
-    return {"weight": parameter.detach()[4].clone(), **{key: value.clone() for key, value in slots.items()}}
+    return {
+        "weight": parameter.detach()[4].clone(),
+        **{key: value.clone() for key, value in slots.items()},
+    }
 
 
 def test_by_default_a_file_holds_nothing_that_was_cut(tmp_path):
@@ -177,7 +203,11 @@ def test_by_default_a_file_holds_nothing_that_was_cut(tmp_path):
     gone = gone_values(net, objects["optimizer"])
     assert gone.keys() == {"weight", "exp_avg", "exp_avg_sq"}
     orphan, before = net.layers[1][2], net.layers[2].biases.detach().clone()
-    gone |= {"bias": orphan.bias.detach().clone(), "first": orphan.W_alloc.detach()[0, 0], "before folding": before[0]}
+    gone |= {
+        "bias": orphan.bias.detach().clone(),
+        "first": orphan.W_alloc.detach()[0, 0],
+        "before folding": before[0],
+    }
     gn.save(tmp_path / "before", net, **objects)
     with net.edit(reason="cut") as edit:
         edit.cut(net.layers[0].outgoing()[4])
@@ -214,17 +244,25 @@ def test_a_cut_makes_the_file_smaller_except_for_the_journal(tmp_path):
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=count))
     gn.save(tmp_path / "after", net)
-    (_, before), (document, after) = (parse((tmp_path / name).read_bytes()) for name in ("before", "after"))
+    (_, before), (document, after) = (
+        parse((tmp_path / name).read_bytes()) for name in ("before", "after")
+    )
     for name in ("transitions.0.weight", "transitions.0.child"):
         assert len(before[name]) - len(after[name]) == count
     record = sum(t.nbytes for name, t in after.items() if name.startswith("journal."))
-    described = sum(len(name) + 80 for name in after if name.startswith("journal.")) + len(str(document["journal"]))
+    described = sum(len(name) + 80 for name in after if name.startswith("journal.")) + len(
+        str(document["journal"])
+    )
     sizes = [(tmp_path / name).stat().st_size for name in ("before", "after")]
     assert sizes[1] - sizes[0] <= record + described - 8 * count
     assert record <= 13 * count + 100  # position, both ends and the frozen bit of every relation
 
 
-AROUND = {"inference": torch.inference_mode, "no gradients": torch.no_grad, "device": lambda: torch.device("meta")}
+AROUND = {
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "device": lambda: torch.device("meta"),
+}
 
 
 @pytest.mark.parametrize("around", AROUND)
@@ -264,5 +302,7 @@ def test_an_activation_that_nobody_registered_is_named(tmp_path):
     gn.save(tmp_path / "net", gn.GrapNet([3, 2, 2], activation="gelu"))
     document, tensors = parse((tmp_path / "net").read_bytes())
     (tmp_path / "net").write_bytes(build(json.dumps(document).replace("gelu", "own"), tensors))
-    with pytest.raises(gn.CheckpointError, match=r"graph\.layers\.1\.activations: 'own'.*register_activation"):
+    with pytest.raises(
+        gn.CheckpointError, match=r"graph\.layers\.1\.activations: 'own'.*register_activation"
+    ):
         gn.load(tmp_path / "net")

@@ -1,14 +1,17 @@
-"""Small checkpoint files for the tests of the command line, each a fresh copy in the test's own folder.
+"""Small checkpoint files for the tests of the command line, each a fresh copy in the test's own
+folder.
 
-- `checkpoint`: a grown net 6-9-3 of the owners task-0, task-1 and task-2 at version 7: six inputs, three hidden nodes
-  an owner, three outputs without owner, 36 relations; three of task-0's frozen, three commits by a rule with remarks, a
-  cut and its undo. Saved with undo=True, an optimizer, a memory, a generator and a note.
+- `checkpoint`: a grown net 6-9-3 of the owners task-0, task-1 and task-2 at version 7: six inputs,
+  three hidden nodes an owner, three outputs without owner, 36 relations; three of task-0's frozen,
+  three commits by a rule with remarks, a cut and its undo. Saved with undo=True, an optimizer, a
+  memory, a generator and a note.
 - `earlier_checkpoint`: the same net, saved at version 4, before task-2 was grown.
 - `bare_checkpoint`: the same net at version 7 without undo and extras.
 - `model_checkpoint`: a model with two grafted nets, "0" (8-6-4) and "2" (4-2), beside a LayerNorm.
 - `damaged_checkpoint`: `checkpoint` with one byte of its last tensor turned.
 - `missing_checkpoint`: a path at which there is nothing.
-- `run`: `run("inspect", path, ...)` runs a command in this process and returns its exit code, output and errors.
+- `run`: `run("inspect", path, ...)` runs a command in this process and returns its exit code,
+  output and errors.
 """
 
 import copy
@@ -63,7 +66,9 @@ def model_of_nets() -> nn.Module:
     """Returns a model with two nets inside."""
     torch.manual_seed(1)
     model = nn.Sequential(
-        nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 4)), nn.LayerNorm(4), nn.Sequential(nn.Linear(4, 2))
+        nn.Sequential(nn.Linear(8, 6), nn.GELU(), nn.Linear(6, 4)),
+        nn.LayerNorm(4),
+        nn.Sequential(nn.Linear(4, 2)),
     )
     nets = gn.graft(model, ["0", "2"])
     with nets["0"].edit(reason="thin out") as edit:
@@ -81,7 +86,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     optimizer.step()
     memory = ReservoirMemory(4, seed=0)
     memory.add(torch.zeros(6, 6), torch.arange(6) % 3)
-    extras = {"optimizer": optimizer, "memory": memory, "rng": torch.default_generator, "note": {"step": 3}}
+    extras = {
+        "optimizer": optimizer,
+        "memory": memory,
+        "rng": torch.default_generator,
+        "note": {"step": 3},
+    }
     gn.save(folder / "whole", net, undo=True, **extras)
     gn.save(folder / "earlier", earlier, undo=True)
     gn.save(folder / "bare", net)

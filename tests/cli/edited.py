@@ -1,4 +1,6 @@
-"""What tests of edits from the shell share: the files of a folder, the state of optimizers, and a little training."""
+"""What tests of edits from the shell share: the files of a folder, the state of optimizers, and a
+little training.
+"""
 
 from pathlib import Path
 
@@ -25,7 +27,10 @@ def assert_same_states(mine: dict, theirs: dict) -> None:
     for name, state in mine.items():
         assert state.keys() == theirs[name].keys()
         for key, value in state.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name][key])), (name, key)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[name][key])), (
+                name,
+                key,
+            )
 
 
 def trained(net: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:

@@ -1,4 +1,6 @@
-"""Two computations agree up to rounding, also where both overflow; one that overflows alone does not."""
+"""Two computations agree up to rounding, also where both overflow; one that overflows alone does
+not.
+"""
 
 import pytest
 import torch
@@ -9,7 +11,9 @@ from grapnet.cli.command import CommandError
 NAN, INF = float("nan"), float("inf")
 
 
-def difference(given: list[float], expected: list[float], dtype: torch.dtype = torch.float32) -> float:
+def difference(
+    given: list[float], expected: list[float], dtype: torch.dtype = torch.float32
+) -> float:
     output, wanted = torch.tensor(given, dtype=dtype), torch.tensor(expected, dtype=dtype)
     found = largest_difference(output, wanted)
     require_agreement(found, wanted, "the copy", "nothing was written")
@@ -24,7 +28,15 @@ def test_equal_places_that_are_no_numbers_agree():
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [([1.0], [NAN]), ([NAN], [1.0]), ([1.0], [INF]), ([INF], [1.0]), ([INF], [-INF]), ([NAN], [INF]), ([INF], [NAN])],
+    [
+        ([1.0], [NAN]),
+        ([NAN], [1.0]),
+        ([1.0], [INF]),
+        ([INF], [1.0]),
+        ([INF], [-INF]),
+        ([NAN], [INF]),
+        ([INF], [NAN]),
+    ],
 )
 def test_other_places_that_are_no_numbers_do_not(given, expected):
     with pytest.raises(CommandError, match="the copy is NaN or infinite where the net is not"):
@@ -32,7 +44,9 @@ def test_other_places_that_are_no_numbers_do_not(given, expected):
 
 
 def test_an_infinity_allows_no_larger_differences():
-    with pytest.raises(CommandError, match="differs from the net by 1, more than rounding explains; nothing was"):
+    with pytest.raises(
+        CommandError, match="differs from the net by 1, more than rounding explains; nothing was"
+    ):
         difference([INF, 2.0], [INF, 1.0])
     with pytest.raises(CommandError, match=r"differs from the net by 1\.2e\+05"):
         difference([60000.0], [-60000.0], torch.float16)

@@ -32,7 +32,9 @@ class Named(nn.Module):
 
 def mlp(activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), activation(), nn.Linear(8, 8, bias=False), activation(), nn.Linear(8, 3))
+    return nn.Sequential(
+        nn.Linear(5, 8), activation(), nn.Linear(8, 8, bias=False), activation(), nn.Linear(8, 3)
+    )
 
 
 def assert_computes(path: Path, model: nn.Module) -> gn.GrapNet:
@@ -46,7 +48,12 @@ def test_a_sequential_becomes_a_net(tmp_path, run):
     save_file(model.state_dict(), tmp_path / "mlp.safetensors")
     done = run("convert", tmp_path / "mlp.safetensors", "--json")
     told = json.loads(done.out)
-    assert (done.code, done.err, told["sizes"], told["keys"]) == (0, "", [5, 8, 8, 3], ["0", "2", "4"])
+    assert (done.code, done.err, told["sizes"], told["keys"]) == (
+        0,
+        "",
+        [5, 8, 8, 3],
+        ["0", "2", "4"],
+    )
     assert told["difference"] < 1e-6
     net = assert_computes(tmp_path / "mlp.grapnet.safetensors", model)
     assert (net.count().frozen, net.version) == (8, 0)  # the biases that one layer does not have
@@ -54,7 +61,9 @@ def test_a_sequential_becomes_a_net(tmp_path, run):
     assert "2: 8 -> 8, 64 relations, no bias" in text
 
 
-@pytest.mark.parametrize("names", [("fc1", "fc2", "fc10"), ("enter", "hidden", "leave"), ("l3", "l1", "l2")])
+@pytest.mark.parametrize(
+    "names", [("fc1", "fc2", "fc10"), ("enter", "hidden", "leave"), ("l3", "l1", "l2")]
+)
 def test_layers_are_found_in_the_order_that_fits(tmp_path, run, names):
     model = Named(*names)
     save_file(model.state_dict(), tmp_path / "mlp.safetensors")
@@ -85,14 +94,19 @@ def test_a_state_dict_among_other_things_is_named_and_its_prefix_read_either_way
     assert json.loads(run(*asked, "--json").out)["under"] == "model"
     assert run(*asked, "--prefix", "other.1.").code == 2
     torch.save({"model": model.state_dict(), "ema": model.state_dict()}, tmp_path / "mlp.pt")
-    assert run(*asked).err.splitlines()[0].endswith("mlp.pt holds several state dicts: 'model', 'ema'")
+    assert (
+        run(*asked).err.splitlines()[0].endswith("mlp.pt holds several state dicts: 'model', 'ema'")
+    )
 
 
 def test_layers_are_taken_out_of_a_larger_model(tmp_path, run):
     model = mlp()
     prune.random_unstructured(model[0], "weight", amount=3)
     norm = nn.BatchNorm1d(5)
-    torch.save(nn.ModuleDict({"body": nn.Conv2d(3, 4, 3), "norm": norm, "fc": model}).state_dict(), tmp_path / "cnn.pt")
+    torch.save(
+        nn.ModuleDict({"body": nn.Conv2d(3, 4, 3), "norm": norm, "fc": model}).state_dict(),
+        tmp_path / "cnn.pt",
+    )
     asked = ["convert", tmp_path / "cnn.pt", "-o", tmp_path / "net"]
     refused = run(*asked)
     assert "body.weight of shape [4, 3, 3, 3] is no weight or bias" in refused.err
@@ -100,12 +114,17 @@ def test_layers_are_taken_out_of_a_larger_model(tmp_path, run):
     assert hint.startswith("hint: gn.graft(model, nn.Linear) in Python")
     assert "--keys fc.2,fc.4,fc.0 takes these layers alone, without what runs between them" in hint
     refused = run(*asked, "--keys", "fc.0,body").err.splitlines()
-    assert refused == ["grapnet: --keys: 'body' is no linear layer", "hint: the layers are: fc.0, fc.2, fc.4"]
+    assert refused == [
+        "grapnet: --keys: 'body' is no linear layer",
+        "hint: the layers are: fc.0, fc.2, fc.4",
+    ]
     done = run(*asked, "--keys", "fc.0,fc.2,fc.4")
     assert done.code == 0
     assert_computes(tmp_path / "net", model)
     norms = [f"norm.{key}" for key in norm.state_dict()]
-    assert f"left out: body.weight, body.bias, {', '.join(norms)}; where these take part" in done.out
+    assert (
+        f"left out: body.weight, body.bias, {', '.join(norms)}; where these take part" in done.out
+    )
     by_prefix = json.loads(run(*asked, "--prefix", "fc.", "--force", "--json").out)
     assert by_prefix["left_out"] == ["body.weight", "body.bias", *norms]
     torch.save(model.state_dict(), tmp_path / "cnn.pt")
@@ -115,7 +134,10 @@ def test_layers_are_taken_out_of_a_larger_model(tmp_path, run):
 
 def test_only_an_activation_that_nobody_named_is_said_to_be_a_guess(tmp_path, run):
     save_file(mlp().state_dict(), tmp_path / "mlp.safetensors")
-    asked, said = ["convert", tmp_path / "mlp.safetensors", "-o", tmp_path / "net", "--force"], "the file does not say"
+    asked, said = (
+        ["convert", tmp_path / "mlp.safetensors", "-o", tmp_path / "net", "--force"],
+        "the file does not say",
+    )
     assert said in run(*asked).out
     assert said not in run(*asked, "--activation", "relu").out
 
@@ -177,7 +199,9 @@ def test_a_part_of_a_larger_model(tmp_path, run):
     assert refused.code == 2
     assert "encoder." in refused.err
     assert "--prefix" in refused.err
-    done = run("convert", tmp_path / "model.safetensors", "--prefix", "head.", "-o", tmp_path / "net")
+    done = run(
+        "convert", tmp_path / "model.safetensors", "--prefix", "head.", "-o", tmp_path / "net"
+    )
     assert done.code == 0
     assert_computes(tmp_path / "net", model["head"])
 
@@ -206,14 +230,22 @@ def test_double_precision_stays(tmp_path, run):
             "a.weight stands beside a.weight_orig",
         ),
         ({"a.weight": (4, 5), "b.weight": (3, 7)}, "a gives 4 values and b takes 7"),
-        ({"a.weight": (4, 5), "a.bias": (3,)}, "a.bias has shape [3], and a.weight [4, 5] needs [4]"),
-        ({"a.weight": (4, 5), "norm.weight": (4,)}, "norm.weight of shape [4] is no weight or bias"),
+        (
+            {"a.weight": (4, 5), "a.bias": (3,)},
+            "a.bias has shape [3], and a.weight [4, 5] needs [4]",
+        ),
+        (
+            {"a.weight": (4, 5), "norm.weight": (4,)},
+            "norm.weight of shape [4] is no weight or bias",
+        ),
         ({"a.weight": (4, 2, 3, 3)}, "a.weight of shape [4, 2, 3, 3] is no weight or bias"),
         ({"a.weight": (4, 4), "b.weight": (4, 4), "b.gamma": (2,)}, "b.gamma of shape [2]"),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(tmp_path, run, tensors, message):
-    save_file({key: torch.randn(shape) for key, shape in tensors.items()}, tmp_path / "mlp.safetensors")
+    save_file(
+        {key: torch.randn(shape) for key, shape in tensors.items()}, tmp_path / "mlp.safetensors"
+    )
     done = run("convert", tmp_path / "mlp.safetensors", "-o", tmp_path / "net")
     assert (done.code, done.out) == (2, "")
     assert message in done.err.splitlines()[0]
@@ -226,7 +258,10 @@ def test_bad_input_is_one_line_and_changes_nothing(checkpoint, tmp_path, run):
     save_file(mlp().state_dict(), good)
     save_file({"a.weight": torch.ones(2, 2, dtype=torch.int64)}, numbers)
     save_file({"a.weight": torch.full((2, 2), torch.nan)}, tmp_path / "nan.safetensors")
-    save_file({"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2).half()}, tmp_path / "mixed.safetensors")
+    save_file(
+        {"a.weight": torch.ones(2, 2), "a.bias": torch.ones(2).half()},
+        tmp_path / "mixed.safetensors",
+    )
     (tmp_path / "damaged.safetensors").write_bytes(good.read_bytes()[:-5])
     (tmp_path / "damaged.pt").write_bytes(b"no archive")
     torch.save(mlp(), tmp_path / "code.pt")
@@ -248,7 +283,10 @@ def test_bad_input_is_one_line_and_changes_nothing(checkpoint, tmp_path, run):
         ([good, "--keys", "0,5"], "'5' is no linear layer"),
         ([good, "--keys", ""], "'' is no linear layer"),
         ([good, "--keys", "0,2,2"], "--keys names '2' twice"),
-        ([good, "--keys", "4,0"], "4 gives 3 values and 0 takes 5; --keys wants them in this order"),
+        (
+            [good, "--keys", "4,0"],
+            "4 gives 3 values and 0 takes 5; --keys wants them in this order",
+        ),
         ([good, "--device", "tpu9"], "--device tpu9 cannot be used"),
     ):
         done = run("convert", *asked, "-o", tmp_path / "net")
@@ -279,10 +317,19 @@ def test_a_torch_file_with_one_bit_turned_is_refused(tmp_path, run):
     [
         (lambda weight: weight.to_sparse(), "a.weight is a sparse tensor"),
         (lambda weight: weight.to_sparse_csr(), "a.weight is a sparse tensor"),
-        (lambda weight: torch.nested.nested_tensor([weight, weight[:1]]), "a.weight is a nested tensor"),
+        (
+            lambda weight: torch.nested.nested_tensor([weight, weight[:1]]),
+            "a.weight is a nested tensor",
+        ),
         (lambda weight: weight.to("meta"), "a.weight is on the meta device and holds no numbers"),
-        (lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8), "a.weight is quantized"),
-        (lambda weight: weight[:1, :1].expand(10**6, 10**6), "a.weight has shape [1000000, 1000000]"),
+        (
+            lambda weight: torch.quantize_per_tensor(weight, 0.1, 0, torch.qint8),
+            "a.weight is quantized",
+        ),
+        (
+            lambda weight: weight[:1, :1].expand(10**6, 10**6),
+            "a.weight has shape [1000000, 1000000]",
+        ),
         (lambda weight: weight.new_empty(0, 10**15), "a.weight has shape [0, 1000000000000000]"),
     ],
 )
@@ -310,7 +357,8 @@ def test_what_is_no_file_is_refused(tmp_path, run, monkeypatch, path):
 def test_weights_whose_outputs_overflow_are_converted_and_told(tmp_path, run):
     torch.manual_seed(0)
     save_file(
-        {"0.weight": torch.full((4, 4), 1e30), "2.weight": torch.full((2, 4), 1e30)}, tmp_path / "mlp.safetensors"
+        {"0.weight": torch.full((4, 4), 1e30), "2.weight": torch.full((2, 4), 1e30)},
+        tmp_path / "mlp.safetensors",
     )
     done = run("convert", tmp_path / "mlp.safetensors", "--json")
     assert (done.code, json.loads(done.out)["difference"]) == (0, 0.0)
@@ -319,6 +367,8 @@ def test_weights_whose_outputs_overflow_are_converted_and_told(tmp_path, run):
 
 
 def test_an_empty_layer_is_converted_without_a_warning(tmp_path, run):
-    save_file({"0.weight": torch.empty(0, 3), "2.weight": torch.empty(2, 0)}, tmp_path / "mlp.safetensors")
+    save_file(
+        {"0.weight": torch.empty(0, 3), "2.weight": torch.empty(2, 0)}, tmp_path / "mlp.safetensors"
+    )
     done = run("convert", tmp_path / "mlp.safetensors", "--json")
     assert (done.code, done.err, json.loads(done.out)["sizes"]) == (0, "", [3, 0, 2])

@@ -20,7 +20,9 @@ def mlp(seed: int = 0) -> nn.Sequential:
 
 
 def stepped(model: nn.Module) -> dict[str, Any]:
-    """Returns the state of an optimizer that has made a step, which holds tensors in dicts inside dicts."""
+    """Returns the state of an optimizer that has made a step, which holds tensors in dicts inside
+    dicts.
+    """
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(2, 5)).sum().backward()
     optimizer.step()
@@ -49,10 +51,15 @@ def assert_computes(path: Path, state: dict[str, Tensor]) -> None:
         ({"model": STATE, 3: "x"}, {"under": "model"}),
         ({**STATE, 3: "x", (1, 2): torch.ones(3)}, {"under": None, "no_tensors": ["3", "(1, 2)"]}),
         ({3: STATE, 4: {"mean": torch.ones(3)}}, {"under": "3"}),
-        ({"model": STATE, "extra": {"mean": torch.ones(3)}}, {"under": "model", "beside": ["extra"]}),
+        (
+            {"model": STATE, "extra": {"mean": torch.ones(3)}},
+            {"under": "model", "beside": ["extra"]},
+        ),
     ],
 )
-def test_the_one_state_dict_of_a_file_is_found_and_what_is_left_out_is_told(tmp_path, run, file, told):
+def test_the_one_state_dict_of_a_file_is_found_and_what_is_left_out_is_told(
+    tmp_path, run, file, told
+):
     torch.save(file, tmp_path / "file.pt")
     asked = ["convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--force"]
     done = run(*asked, "--json")
@@ -65,7 +72,9 @@ def test_the_one_state_dict_of_a_file_is_found_and_what_is_left_out_is_told(tmp_
 
 
 def test_a_prefix_chooses_among_several_state_dicts(tmp_path, run):
-    torch.save({"model": STATE, "ema": {"net": OTHER}, "means": {"x": torch.ones(3)}}, tmp_path / "file.pt")
+    torch.save(
+        {"model": STATE, "ema": {"net": OTHER}, "means": {"x": torch.ones(3)}}, tmp_path / "file.pt"
+    )
     asked = ["convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--force"]
     for options in ((), ("--prefix", "0.")):
         code, out, err = run(*asked, *options)
@@ -96,7 +105,10 @@ def test_a_prefix_names_the_dict_before_the_keys_in_it(tmp_path, run):
     ("file", "ways"),
     [
         ({"net": {**STATE, "ema": OTHER}}, {"--prefix net.": STATE, "--prefix net.ema.": OTHER}),
-        ({"model": STATE, "model.ema": OTHER}, {"--prefix model.": STATE, "--prefix model.ema.": OTHER}),
+        (
+            {"model": STATE, "model.ema": OTHER},
+            {"--prefix model.": STATE, "--prefix model.ema.": OTHER},
+        ),
         ({**STATE, "ema": OTHER}, {"--keys 0,2": STATE, "--prefix ema.": OTHER}),
         ({3: STATE, "ema": OTHER}, {"--prefix 3.": STATE, "--prefix ema.": OTHER}),
         ({"a": {"b": STATE}, "a.b": STATE, "c": OTHER}, {"--prefix c.": OTHER}),
@@ -137,16 +149,31 @@ def test_keys_that_one_state_dict_holds_choose_it(tmp_path, run, options, under,
 
 
 def test_a_prefix_is_of_a_dict_with_layers_before_one_without(tmp_path, run):
-    torch.save({"model": STATE, "ema": {"decay": torch.ones(()), "model": OTHER}}, tmp_path / "file.pt")
-    done = run("convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--prefix", "ema.", "--json")
+    torch.save(
+        {"model": STATE, "ema": {"decay": torch.ones(()), "model": OTHER}}, tmp_path / "file.pt"
+    )
+    done = run(
+        "convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--prefix", "ema.", "--json"
+    )
     assert json.loads(done.out)["under"] == "ema.model"
     assert_computes(tmp_path / "net", OTHER)
 
 
 def test_keys_are_those_inside_a_state_dict_before_those_of_the_file(tmp_path, run):
-    torch.save({"model": {f"model.{key}": tensor for key, tensor in STATE.items()}}, tmp_path / "file.pt")
+    torch.save(
+        {"model": {f"model.{key}": tensor for key, tensor in STATE.items()}}, tmp_path / "file.pt"
+    )
     for keys in ("model.0,model.2", "model.model.0,model.model.2"):
-        done = run("convert", tmp_path / "file.pt", "-o", tmp_path / "net", "--force", "--keys", keys, "--json")
+        done = run(
+            "convert",
+            tmp_path / "file.pt",
+            "-o",
+            tmp_path / "net",
+            "--force",
+            "--keys",
+            keys,
+            "--json",
+        )
         assert json.loads(done.out)["keys"] == ["model.0", "model.2"]
         assert_computes(tmp_path / "net", STATE)
 
@@ -164,14 +191,24 @@ def test_a_dict_that_holds_itself_is_no_endless_search(tmp_path, run):
     [
         (LAYERS, "W1 of shape [4, 5] is not known", "rename the keys"),
         (dict(reversed(LAYERS.items())), "W2 of shape [3, 4] is not known", "rename the keys"),
-        ({"fc1_weight": torch.ones(4, 5), "fc1_bias": torch.ones(4)}, "end in .weight and .bias", "rename the keys"),
         (
-            nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)).state_dict(),
+            {"fc1_weight": torch.ones(4, 5), "fc1_bias": torch.ones(4)},
+            "end in .weight and .bias",
+            "rename the keys",
+        ),
+        (
+            nn.Sequential(
+                nn.utils.parametrizations.weight_norm(nn.Linear(3, 4)), nn.Linear(4, 2)
+            ).state_dict(),
             "0.parametrizations.weight.original0 is one part of a parametrized weight",
             "torch.nn.utils.parametrize.remove_parametrizations(module, name)",
         ),
         (
-            {"0.bias": torch.ones(4), "0.weight_g": torch.ones(4, 1), "0.weight_v": torch.ones(4, 3)},
+            {
+                "0.bias": torch.ones(4),
+                "0.weight_g": torch.ones(4, 1),
+                "0.weight_v": torch.ones(4, 3),
+            },
             "0.weight_g is one part of a parametrized weight",
             "torch.nn.utils.remove_weight_norm(module)",
         ),
@@ -182,7 +219,9 @@ def test_a_dict_that_holds_itself_is_no_endless_search(tmp_path, run):
         ),
     ],
 )
-def test_keys_that_are_not_those_of_linear_layers_are_told_with_the_remedy(tmp_path, run, tensors, message, hint):
+def test_keys_that_are_not_those_of_linear_layers_are_told_with_the_remedy(
+    tmp_path, run, tensors, message, hint
+):
     torch.save(tensors, tmp_path / "mlp.pt")
     code, out, err = run("convert", tmp_path / "mlp.pt")
     assert (code, out) == (2, "")
@@ -192,7 +231,10 @@ def test_keys_that_are_not_those_of_linear_layers_are_told_with_the_remedy(tmp_p
 
 def test_layers_named_by_keys_that_are_not_those_of_linear_layers_are_told_too(tmp_path, run):
     torch.save(LAYERS, tmp_path / "mlp.pt")
-    assert "keys have to end in .weight and .bias" in run("convert", tmp_path / "mlp.pt", "--keys", "W1,W2").err
+    assert (
+        "keys have to end in .weight and .bias"
+        in run("convert", tmp_path / "mlp.pt", "--keys", "W1,W2").err
+    )
 
 
 @pytest.mark.parametrize("name", ["mlp.safetensors", "mlp.pt"])
@@ -206,5 +248,6 @@ def test_a_file_that_may_not_be_read_is_said_to_be_so(tmp_path, run, name):
     assert (code, out) == (2, "")
     assert (
         err
-        == f"grapnet: {folder / name}: Permission denied\nhint: see who may read and write it and its folder: ls -ld\n"
+        == f"grapnet: {folder / name}: Permission denied\nhint: see who may read and write it and"
+        " its folder: ls -ld\n"
     )

@@ -20,14 +20,23 @@ from grapnet.demo.run import written_at_once
 from grapnet.demo.story import checks
 from grapnet.demo.words import summary
 
-FILES = ["accuracy_matrix.png", "demo.json", "digits.safetensors", "graph.png", "report.html", "timeline.png"]
+FILES = [
+    "accuracy_matrix.png",
+    "demo.json",
+    "digits.safetensors",
+    "graph.png",
+    "report.html",
+    "timeline.png",
+]
 TASKS = 5
 pytestmark = pytest.mark.xdist_group("demo")  # one worker, so that the demo runs once
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one fast run wrote, into a folder below one that was not there; printed.json is what it printed."""
+    """What one fast run wrote, into a folder below one that was not there; printed.json is what it
+    printed.
+    """
     out = tmp_path_factory.mktemp("demo") / "runs" / "demo"
     with pytest.MonkeyPatch.context() as patch, io.StringIO() as printed:
         patch.setattr("sys.stdout", printed)
@@ -66,11 +75,18 @@ def test_compares_heads_of_as_many_parameters_on_the_same_seeds(numbers):
         assert abs(head["parameters"] / heads["own"]["parameters"] - 1) < 0.07
         assert len(head["seen_class"]) == 2
         assert all(40 < accuracy < 97 for accuracy in head["seen_class"])
-    assert heads["own"]["seen_class"][0] == pytest.approx(100 * numbers["growth"]["seen_class"], abs=1e-9)
-    differences = [a - b for a, b in zip(heads["own"]["seen_class"], heads["control"]["seen_class"], strict=True)]
+    assert heads["own"]["seen_class"][0] == pytest.approx(
+        100 * numbers["growth"]["seen_class"], abs=1e-9
+    )
+    differences = [
+        a - b
+        for a, b in zip(heads["own"]["seen_class"], heads["control"]["seen_class"], strict=True)
+    ]
     assert comparison["differences"]["own - control"]["mean"] == pytest.approx(sum(differences) / 2)
     assert f"{sum(differences) / 2:+.1f} [" in comparison["verdict"]
-    assert heads["control"]["mean"] > heads["own"]["mean"] + 2  # after few updates, as the report says
+    assert (
+        heads["control"]["mean"] > heads["own"]["mean"] + 2
+    )  # after few updates, as the report says
 
 
 def test_only_the_cut_task_falls_and_undo_is_bit_identical(numbers):
@@ -103,8 +119,15 @@ def test_sift_leaves_fewer_relations_and_trains_on(numbers):
 
 def test_all_views_agree(numbers):
     views = numbers["views"]
-    assert {"auto", "reference", "dense", "family", "sparse", "snapshot"} == {*views["differences"], *views["refused"]}
-    assert views["largest"] == max(views["differences"].values()) < 1e-6 * max(1, views["largest_logit"])
+    assert {"auto", "reference", "dense", "family", "sparse", "snapshot"} == {
+        *views["differences"],
+        *views["refused"],
+    }
+    assert (
+        views["largest"]
+        == max(views["differences"].values())
+        < 1e-6 * max(1, views["largest_logit"])
+    )
     assert views["largest_logit"] > 1
 
 
@@ -115,9 +138,13 @@ def test_checkpoint_is_the_sifted_net_and_undo_in_a_copy_brings_the_relations_ba
     assert saved["relations"] == sift["relations"][::-1]
     net = gn.load(folder / "digits.safetensors")
     assert (net.version, net.count().relations) == (9, sift["relations"][1])
-    assert [commit.reason for commit in net.history] == [commit["reason"] for commit in numbers["history"]]
+    assert [commit.reason for commit in net.history] == [
+        commit["reason"] for commit in numbers["history"]
+    ]
     assert saved["bytes"] == (folder / "digits.safetensors").stat().st_size
-    assert [task["owner"] for task in numbers["growth"]["tasks"]] == [f"task-{n}" for n in range(1, 6)]  # as it prints
+    assert [task["owner"] for task in numbers["growth"]["tasks"]] == [
+        f"task-{n}" for n in range(1, 6)
+    ]  # as it prints
     assert set(net.layers[1].owners) == {f"task-{n}" for n in range(1, 6)}
     assert net.history[-1].reason == "CovarianceSifter, PruneWeakest"  # nobody told a step
 
@@ -131,7 +158,9 @@ def test_every_claim_is_checked_and_would_be_found_wrong(numbers):
         "views": {"largest": 0.1},
         "saved": {"loaded_equal": False, "original_untouched": False},
     }
-    assert not any(checks({name: {**numbers[name], **part} for name, part in wrong.items()}).values())
+    assert not any(
+        checks({name: {**numbers[name], **part} for name, part in wrong.items()}).values()
+    )
 
 
 class Tags(HTMLParser):
@@ -146,7 +175,9 @@ class Tags(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.names.add(tag)
-        self.addresses += [value or "" for name, value in attrs if name in ("src", "srcset", "href")]
+        self.addresses += [
+            value or "" for name, value in attrs if name in ("src", "srcset", "href")
+        ]
         if tag not in ("meta", "img", "source", "br"):
             self.open.append(tag)
 
@@ -167,19 +198,28 @@ def test_report_is_one_page_that_needs_nothing_else(folder, numbers):
     assert not re.search(r"https?://|url\(|@import", source)
     assert "prefers-color-scheme: dark" in source
     assert len(page.addresses) == 12  # three pictures, light and dark, wide and narrow
-    pictures = [base64.b64decode(address.removeprefix("data:image/png;base64,")) for address in page.addresses]
+    pictures = [
+        base64.b64decode(address.removeprefix("data:image/png;base64,"))
+        for address in page.addresses
+    ]
     assert all(picture.startswith(b"\x89PNG") for picture in pictures)
-    assert {(folder / name).read_bytes() for name in FILES if name.endswith("png")} == set(pictures[3::4])
+    assert {(folder / name).read_bytes() for name in FILES if name.endswith("png")} == set(
+        pictures[3::4]
+    )
     assert len(set(pictures)) == 12
     widths = [int.from_bytes(picture[16:20], "big") for picture in pictures]
     assert all(widths[n] == widths[n + 1] < widths[n + 2] == widths[n + 3] for n in (0, 4, 8))
     assert source.count("<table>") == source.count('<div class="wide"><table>') == 5
     assert numbers["comparison"]["verdict"] in page.text
-    assert source.count("CovarianceSifter, PruneWeakest</td>") == 1  # in the journal; who did it is its reason
+    assert (
+        source.count("CovarianceSifter, PruneWeakest</td>") == 1
+    )  # in the journal; who did it is its reason
     assert f"{numbers['sift']['relations'][0]:,} → {numbers['sift']['relations'][1]:,}" in page.text
 
 
-def test_equal_seeds_give_equal_numbers_and_an_earlier_run_is_replaced(folder, numbers, tmp_path, run, monkeypatch):
+def test_equal_seeds_give_equal_numbers_and_an_earlier_run_is_replaced(
+    folder, numbers, tmp_path, run, monkeypatch
+):
     out = tmp_path / "again"
     out.mkdir()
     (out / "demo.json").write_text("old")
@@ -195,8 +235,14 @@ def test_equal_seeds_give_equal_numbers_and_an_earlier_run_is_replaced(folder, n
     told, freeze, sift = " ".join(ran.out.split()), again["freeze"], again["sift"]
     assert again["comparison"]["verdict"] in told
     assert freeze["seen_class_before"] < freeze["seen_class"] == sift["seen_class_before"]
-    shares = f"{100 * freeze['seen_class_before']:.1f} % before and {100 * freeze['seen_class']:.1f} % after"
-    assert f"From here on the net trains on all digits at once, no longer task by task: {shares}" in told
+    shares = (
+        f"{100 * freeze['seen_class_before']:.1f} % before and {100 * freeze['seen_class']:.1f} %"
+        " after"
+    )
+    assert (
+        f"From here on the net trains on all digits at once, no longer task by task: {shares}"
+        in told
+    )
     assert "\x1b" not in ran.err
     assert len(re.findall(r"task \d/5: .* accuracy .* relations .* version \d", ran.err)) == TASKS
 
@@ -207,7 +253,11 @@ def test_a_file_in_the_place_of_the_folder_is_refused_before_any_work(tmp_path, 
     taken.write_text("mine")
     ran = run("demo", "--fast", "--out", taken / below)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err == f"grapnet: {taken} is a file, not a folder\nhint: name a folder to write into: --out FOLDER\n"
+    assert (
+        ran.err
+        == f"grapnet: {taken} is a file, not a folder\nhint: name a folder to write into: --out"
+        " FOLDER\n"
+    )
     assert taken.read_text() == "mine"
 
 
@@ -215,7 +265,9 @@ def test_a_missing_library_is_named_before_any_work(tmp_path, run, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
     ran = run("demo", "--fast", "--out", tmp_path / "out")
     assert ran.code == 2
-    assert ran.err.startswith('grapnet: this needs sklearn, which is not installed. Run: pip install "grapnet[demo]"')
+    assert ran.err.startswith(
+        'grapnet: this needs sklearn, which is not installed. Run: pip install "grapnet[demo]"'
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,14 +284,19 @@ def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path):
     for out in (kept, tmp_path / "a" / "b"):
         with pytest.raises(KeyboardInterrupt):
             interrupted(out)
-    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == ["kept", "kept/demo.json"]
+    assert [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))] == [
+        "kept",
+        "kept/demo.json",
+    ]
     assert (kept / "demo.json").read_text() == "old"
 
 
 def test_what_is_printed_fits_a_terminal_of_eighty_columns(numbers):
     lines = summary({**numbers, "folder": "runs/demo"}).splitlines()
     assert max(map(len, lines)) < 80
-    assert lines[-2].startswith("runs/demo/report.html shows it all; beside it accuracy_matrix.png, demo.json")
+    assert lines[-2].startswith(
+        "runs/demo/report.html shows it all; beside it accuracy_matrix.png, demo.json"
+    )
 
 
 def test_a_folder_in_the_place_of_a_file_is_refused_before_any_is_replaced(tmp_path):

@@ -1,4 +1,6 @@
-"""Edits from the shell: they do what the same edit does in Python, to all that a file holds, or nothing at all."""
+"""Edits from the shell: they do what the same edit does in Python, to all that a file holds, or
+nothing at all.
+"""
 
 import json
 
@@ -18,14 +20,33 @@ def test_a_cut_does_what_python_does_and_the_optimizer_follows(checkpoint, tmp_p
     gn.attach(optimizer, expected)
     with expected.edit(reason="forget it") as edit:
         edit.cut(expected.select(owner="task-1").outgoing())
-    done = run("cut", checkpoint, "--owner", "task-1", "--reason", "forget it", "-o", tmp_path / "cut.safetensors")
+    done = run(
+        "cut",
+        checkpoint,
+        "--owner",
+        "task-1",
+        "--reason",
+        "forget it",
+        "-o",
+        tmp_path / "cut.safetensors",
+    )
     assert (done.code, done.err) == (0, "")
     net, states = read_optimizer(tmp_path / "cut.safetensors")
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True))
-    assert_same_states(states, {name: optimizer.state[p] for name, p in expected.named_parameters()})
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True)
+    )
+    assert_same_states(
+        states, {name: optimizer.state[p] for name, p in expected.named_parameters()}
+    )
     assert len(states["transitions.1.weight"]["exp_avg"]) == 9  # of 18, 3 are frozen and 6 are gone
-    assert (net.history[-1].reason, net.history[-1].by, net.version) == ("forget it", "grapnet cut", 8)
-    assert [commit.reason for commit in net.history[:-1]] == [c.reason for c in expected.history[:-1]]
+    assert (net.history[-1].reason, net.history[-1].by, net.version) == (
+        "forget it",
+        "grapnet cut",
+        8,
+    )
+    assert [commit.reason for commit in net.history[:-1]] == [
+        c.reason for c in expected.history[:-1]
+    ]
 
 
 def test_everything_else_in_the_file_stays(checkpoint, tmp_path, run):
@@ -35,7 +56,9 @@ def test_everything_else_in_the_file_stays(checkpoint, tmp_path, run):
     for path in (checkpoint, new):
         memory, random = ReservoirMemory(4, seed=9), torch.Generator()
         data = gn.restore(path, memory=memory, rng=random)
-        found.append((memory.state_dict()["content"]["x"].tolist(), random.get_state().tolist(), data))
+        found.append(
+            (memory.state_dict()["content"]["x"].tolist(), random.get_state().tolist(), data)
+        )
     assert found[0] == found[1]
     assert found[0][2] == {"note": {"step": 3}}
 
@@ -84,7 +107,9 @@ def test_a_dry_run_writes_nothing_and_tells_the_numbers_of_the_real_one(checkpoi
         ("--all", [18, 18]),
     ],
 )
-def test_options_of_one_kind_add_up_and_different_ones_narrow(bare_checkpoint, run, options, removed):
+def test_options_of_one_kind_add_up_and_different_ones_narrow(
+    bare_checkpoint, run, options, removed
+):
     done = run("cut", bare_checkpoint, *options.split(), "--dry-run", "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)["effect"]["removed"] == removed
@@ -106,14 +131,19 @@ def test_undo_and_redo_bring_weights_and_moments_back_bit_for_bit(checkpoint, tm
     (net, states), (first, moments) = read_optimizer(path), read_optimizer(checkpoint)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), first.parameters(), strict=True))
     assert_same_states(states, moments)
-    assert states["transitions.0.weight"]["exp_avg"][6:12].abs().max() > 0  # of relations that were gone
+    assert (
+        states["transitions.0.weight"]["exp_avg"][6:12].abs().max() > 0
+    )  # of relations that were gone
     assert run("redo", path, "--in-place").code == 0
     net, states = read_optimizer(path)
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), cut[0].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.parameters(), cut[0].parameters(), strict=True)
+    )
     assert_same_states(states, cut[1])
     assert (net.version, net.sizes) == (10, [6, 6, 3])
     done = run("undo", path, "--steps", 3, "--json", "-o", tmp_path / "older")
-    # the cut; then the undo of "forget task 1" is a pair that has left the way back; then the growth of task 2
+    # the cut; then the undo of "forget task 1" is a pair that has left the way back; then the
+    # growth of task 2
     assert (done.code, gn.load(tmp_path / "older").version) == (0, 13)
 
 
@@ -124,12 +154,18 @@ def test_undo_is_kept_as_in_the_file_or_as_asked(checkpoint, bare_checkpoint, tm
         (bare_checkpoint, [], False),
         (bare_checkpoint, ["--undo"], True),
     ]:
-        done = run("cut", path, "--owner", "task-1", "-o", tmp_path / "new", "--force", "--json", *options)
+        done = run(
+            "cut", path, "--owner", "task-1", "-o", tmp_path / "new", "--force", "--json", *options
+        )
         assert json.loads(done.out)["undo"] is kept
         assert bool(gn.load(tmp_path / "new").journal.undoable) is kept
         back = run("undo", tmp_path / "new", "--dry-run")
         assert back.code == (0 if kept else 2)
-        assert kept or f"there is nothing to undo: {tmp_path / 'new'} was saved without undo=True" in back.err
+        assert (
+            kept
+            or f"there is nothing to undo: {tmp_path / 'new'} was saved without undo=True"
+            in back.err
+        )
     run("cut", checkpoint, "--owner", "task-1", "--no-undo", "-o", tmp_path / "first")
     again = run("cut", tmp_path / "first", "--owner", "task-2", "--dry-run", "--json")
     assert json.loads(again.out)["undo"] is False
@@ -157,7 +193,10 @@ def test_freeze_and_unfreeze(checkpoint, tmp_path, run):
     assert gn.load(path).count().frozen == 0
     run("freeze", path, "--owner", "task-1", "--incoming", "--in-place")
     net = gn.load(path)
-    assert (net.count().frozen, net.select(owner="task-1").incoming().frozen.all().item()) == (6, True)
+    assert (net.count().frozen, net.select(owner="task-1").incoming().frozen.all().item()) == (
+        6,
+        True,
+    )
     done = run("freeze", path, "--transition", "0", "--smallest", "0.5", "--dry-run", "--json")
     assert json.loads(done.out)["effect"]["after"]["frozen_biases"] == [0, 0, 0]
 
@@ -166,7 +205,9 @@ def test_remove_nodes_and_orphans(checkpoint, tmp_path, run):
     path = tmp_path / "new.safetensors"
     assert run("remove", checkpoint, "--owner", "task-1", "-o", path).code == 0
     assert gn.load(path).sizes == [6, 6, 3]
-    assert run("cut", checkpoint, "--owner", "task-2", "--incoming", "-o", path, "--force").code == 0
+    assert (
+        run("cut", checkpoint, "--owner", "task-2", "--incoming", "-o", path, "--force").code == 0
+    )
     assert gn.load(path).sizes == [6, 9, 3]
     assert run("remove", path, "--orphans", "--in-place").code == 0
     net = gn.load(path)
@@ -176,7 +217,9 @@ def test_remove_nodes_and_orphans(checkpoint, tmp_path, run):
 
 @pytest.mark.parametrize(("scope", "removed"), [("per-transition", [9, 9]), ("global", None)])
 def test_prune_cuts_the_weakest(checkpoint, tmp_path, run, scope, removed):
-    done = run("prune", checkpoint, "--fraction", 0.5, "--scope", scope, "-o", tmp_path / "new", "--json")
+    done = run(
+        "prune", checkpoint, "--fraction", 0.5, "--scope", scope, "-o", tmp_path / "new", "--json"
+    )
     told = json.loads(done.out)["effect"]["removed"]
     before, after = gn.load(checkpoint), gn.load(tmp_path / "new")
     assert sum(told) == 18
@@ -193,7 +236,12 @@ def test_prune_cuts_the_weakest(checkpoint, tmp_path, run, scope, removed):
 
 def test_set_owner(checkpoint, tmp_path, run):
     path = tmp_path / "new.safetensors"
-    assert run("set-owner", checkpoint, "--owner", "task-1", "--node", 12, "--to", "mine", "-o", path).code == 0
+    assert (
+        run(
+            "set-owner", checkpoint, "--owner", "task-1", "--node", 12, "--to", "mine", "-o", path
+        ).code
+        == 0
+    )
     assert gn.load(path).node(12).owner == "mine"
     assert run("set-owner", path, "--node", 12, "--to", "mine", "--in-place").code == 1
     assert run("set-owner", path, "--all", "--none", "--in-place").code == 0
@@ -225,8 +273,16 @@ def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, ru
 @pytest.mark.parametrize(
     ("asked", "message", "hint"),
     [
-        ("cut FILE --owner task-9 -o NEW", "no node has the owner 'task-9'", "owners are: task-0, task-1, task-2"),
-        ("cut FILE --owner tsk-1 -o NEW", "no node has the owner 'tsk-1'", "did you mean 'task-1'?"),
+        (
+            "cut FILE --owner task-9 -o NEW",
+            "no node has the owner 'task-9'",
+            "owners are: task-0, task-1, task-2",
+        ),
+        (
+            "cut FILE --owner tsk-1 -o NEW",
+            "no node has the owner 'tsk-1'",
+            "did you mean 'task-1'?",
+        ),
         ("cut FILE --owner zzz -o NEW", "no node has the owner 'zzz'", "hint: owners are:"),
         ("cut FILE -o NEW", "nothing says what to edit", "--owner NAME"),
         ("cut FILE --owner task-1", "nothing says where to write", "--dry-run"),
@@ -241,15 +297,43 @@ def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, ru
         (f"cut FILE --node {2**70} -o NEW", f"'{2**70}' is no uid", "cut --help"),
         (f"cut FILE --node {'9' * 5000} -o NEW", f"'{'9' * 36}…' is no uid", "cut --help"),
         ("cut FILE --node x -o NEW", "'x' is no uid", "cut --help"),
-        (f"cut FILE --relation {'9' * 5000}:9 -o NEW", f"--relation {'9' * 36}…: expected PARENT:CHILD", "3:61"),
+        (
+            f"cut FILE --relation {'9' * 5000}:9 -o NEW",
+            f"--relation {'9' * 36}…: expected PARENT:CHILD",
+            "3:61",
+        ),
         (f"cut FILE --relation 0:{10**17} -o NEW", f"no node {10**17}", "grapnet inspect"),
-        ("cut BROKEN --all --smallest 0.5 -o NEW", "1 weight of these relations cannot be ranked: NaN, at 0:3", "0:3"),
-        ("prune BROKEN --fraction 0.5 -o NEW", "1 weight of these relations cannot be ranked: NaN, at 0:3", "0:3"),
-        ("cut FILE --relation 0:17 -o NEW", "node 0 owns no relation to node 17", "one layer to the next"),
+        (
+            "cut BROKEN --all --smallest 0.5 -o NEW",
+            "1 weight of these relations cannot be ranked: NaN, at 0:3",
+            "0:3",
+        ),
+        (
+            "prune BROKEN --fraction 0.5 -o NEW",
+            "1 weight of these relations cannot be ranked: NaN, at 0:3",
+            "0:3",
+        ),
+        (
+            "cut FILE --relation 0:17 -o NEW",
+            "node 0 owns no relation to node 17",
+            "one layer to the next",
+        ),
         ("cut FILE --relation 0-17 -o NEW", "expected PARENT:CHILD", "3:61"),
-        ("cut FILE --all --smallest -1 -o NEW", "--smallest is a share between 0 and 1, got -1", "0.3 for 30 %"),
-        ("cut FILE --all --drop nothing -o NEW", "--drop nothing: not in", "optimizer, memory, rng, note"),
-        ("cut FILE --all --drop note --keep note -o NEW", "--drop note and --keep note contradict", "leave one out"),
+        (
+            "cut FILE --all --smallest -1 -o NEW",
+            "--smallest is a share between 0 and 1, got -1",
+            "0.3 for 30 %",
+        ),
+        (
+            "cut FILE --all --drop nothing -o NEW",
+            "--drop nothing: not in",
+            "optimizer, memory, rng, note",
+        ),
+        (
+            "cut FILE --all --drop note --keep note -o NEW",
+            "--drop note and --keep note contradict",
+            "leave one out",
+        ),
         ("set-owner FILE --all --to= -o NEW", "--to names no owner", "--none"),
         ("cut FILE --all --net head -o NEW", "one net and no model", "leave out --net"),
         ("cut FILE --all --device tpu9 -o NEW", "--device tpu9 cannot be used", "doctor"),
@@ -257,12 +341,32 @@ def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, ru
         ("cut DAMAGED --all -o NEW", "damaged.safetensors: sha256", "an earlier one"),
         ("cut FOLDER --all -o NEW", "is a folder", ""),
         ("remove FILE --owner task-1 --layer 0 --node 0 --node 1 --all --layer 2 -o NEW", "", ""),
-        ("remove FILE --layer 2 -o NEW", "3 of these are output nodes, of layer 2", "interface=True"),
-        ("remove FILE --node 3 -o NEW", "node 3 is one of the sensory nodes, of layer 0", "interface=True"),
-        ("remove FILE --all -o NEW", "6 of these are sensory nodes", "name a hidden layer besides: --layer 1"),
+        (
+            "remove FILE --layer 2 -o NEW",
+            "3 of these are output nodes, of layer 2",
+            "interface=True",
+        ),
+        (
+            "remove FILE --node 3 -o NEW",
+            "node 3 is one of the sensory nodes, of layer 0",
+            "interface=True",
+        ),
+        (
+            "remove FILE --all -o NEW",
+            "6 of these are sensory nodes",
+            "name a hidden layer besides: --layer 1",
+        ),
         ("remove FILE -o NEW", "nothing says which nodes", "--owner"),
-        ("prune FILE --fraction 30 -o NEW", "--fraction is a share between 0 and 1, got 30", "--fraction 0.3 for 30 %"),
-        ("undo FILE --steps 99 -o NEW", "5 of 99 steps can be undone; then: there is nothing to undo", "--steps 5"),
+        (
+            "prune FILE --fraction 30 -o NEW",
+            "--fraction is a share between 0 and 1, got 30",
+            "--fraction 0.3 for 30 %",
+        ),
+        (
+            "undo FILE --steps 99 -o NEW",
+            "5 of 99 steps can be undone; then: there is nothing to undo",
+            "--steps 5",
+        ),
         ("undo FILE --steps 0 -o NEW", "at least 1", ""),
         ("redo EARLIER -o NEW", "grapnet: there is nothing to redo", "history"),
     ],
@@ -307,7 +411,9 @@ def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
     with net.edit() as edit:
         edit.freeze(net.node(0).outgoing())
     gn.save(tmp_path / "frozen", net)
-    assert run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0  # it ranks what it may cut
+    assert (
+        run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0
+    )  # it ranks what it may cut
 
 
 def test_what_somebody_else_writes_meanwhile_stays(checkpoint, tmp_path, run, monkeypatch):

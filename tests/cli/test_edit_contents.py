@@ -20,7 +20,9 @@ class Lion(torch.optim.Adam):
 
 
 def as_older(path: Path) -> None:
-    """Takes from a file what files have not always said: which Parameter each state of an optimizer belongs to."""
+    """Takes from a file what files have not always said: which Parameter each state of an optimizer
+    belongs to.
+    """
     document, tensors = container.read(path)
     del document["journal"]["undo"]
     for part in document["extras"].values():
@@ -41,7 +43,9 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
             {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1},
             {"params": [p for _, p in named if p.dim() == 1], "lr": 0.5},
         ],
-        "swapped": lambda: [{"params": [p]} for _, p in reversed(named)],  # transitions 1 and 2 are of one shape
+        "swapped": lambda: [
+            {"params": [p]} for _, p in reversed(named)
+        ],  # transitions 1 and 2 are of one shape
         "named": lambda: [{"params": [pair]} for pair in reversed(named)],
     }[order]
     optimizer = torch.optim.AdamW(groups(), lr=0.01)
@@ -59,7 +63,9 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
     gn.restore(tmp_path / "new", opt=again)
     states = {name: again.state[p] for name, p in named}
     assert_same_states(states, dict(zip(states, expected.values(), strict=True)))
-    assert [group["lr"] for group in again.param_groups] == [group["lr"] for group in optimizer.param_groups]
+    assert [group["lr"] for group in again.param_groups] == [
+        group["lr"] for group in optimizer.param_groups
+    ]
     assert (undo_slots := bool(net.journal.undoable)) is undo, undo_slots
 
 
@@ -78,7 +84,16 @@ def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     ):
         gn.save(tmp_path / "old", net, adam=adam, opt=held)
         before = content(tmp_path)
-        asked = ["cut", tmp_path / "old", "--transition", 0, "--smallest", "0.5", "-o", tmp_path / "new"]
+        asked = [
+            "cut",
+            tmp_path / "old",
+            "--transition",
+            0,
+            "--smallest",
+            "0.5",
+            "-o",
+            tmp_path / "new",
+        ]
         for dry in ([], ["--dry-run"]):
             done = run(*asked, *dry)
             assert (done.code, done.out, done.err.count("\n")) == (2, "", 2)
@@ -88,15 +103,22 @@ def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
         assert content(tmp_path) == before
         done = run(*asked, "--drop", "opt", "--json")
         assert json.loads(done.out)["extras"] == {"adam": "followed", "opt": "dropped"}
-        with pytest.raises(gn.CheckpointError, match=r"extras\.opt: not in this checkpoint, which holds adam"):
+        with pytest.raises(
+            gn.CheckpointError, match=r"extras\.opt: not in this checkpoint, which holds adam"
+        ):
             gn.restore(tmp_path / "new", opt=lion)
         gn.load(tmp_path / "new")  # which refuses tensors that nothing refers to
         (tmp_path / "new").unlink()
     kept = run(*asked, "--keep", "opt", "--json")
     assert json.loads(kept.out)["extras"] == {"adam": "followed", "opt": "kept"}
     assert torch.equal(gn.restore(tmp_path / "new")["opt"]["scores"], scores["scores"])
-    other = run("cut", tmp_path / "old", "--transition", 1, "--smallest", "0.5", "--dry-run", "--json")
-    assert json.loads(other.out)["extras"] == {"adam": "followed", "opt": "kept"}  # no vector of 20 has moved
+    other = run(
+        "cut", tmp_path / "old", "--transition", 1, "--smallest", "0.5", "--dry-run", "--json"
+    )
+    assert json.loads(other.out)["extras"] == {
+        "adam": "followed",
+        "opt": "kept",
+    }  # no vector of 20 has moved
 
 
 def test_an_older_file_is_not_guessed_at(tmp_path, run):
@@ -123,7 +145,17 @@ def test_an_optimizer_of_another_net_of_equal_shapes_stays(tmp_path, run):
     trained(net, mine, 5)
     trained(teacher, other, 5)
     gn.save(tmp_path / "old", net, mine=mine, other=other)
-    done = run("cut", tmp_path / "old", "--transition", 0, "--smallest", 0.5, "-o", tmp_path / "new", "--json")
+    done = run(
+        "cut",
+        tmp_path / "old",
+        "--transition",
+        0,
+        "--smallest",
+        0.5,
+        "-o",
+        tmp_path / "new",
+        "--json",
+    )
     assert json.loads(done.out)["extras"] == {"mine": "followed", "other": "kept"}
     again = torch.optim.Adam(teacher.parameters())
     gn.restore(tmp_path / "new", other=again)
@@ -157,7 +189,11 @@ def test_edits_that_move_nothing_of_an_optimizer_leave_its_state_alone(tmp_path,
     optimizer.step(loss)
     gn.save(tmp_path / "old", net, opt=optimizer)
     new, bits = tmp_path / "new", as_text(optimizer.state_dict()["state"])
-    for asked in (["set-owner", "--layer", 1, "--to", "me"], ["freeze", "--transition", 0], ["cut", "--transition", 0]):
+    for asked in (
+        ["set-owner", "--layer", 1, "--to", "me"],
+        ["freeze", "--transition", 0],
+        ["cut", "--transition", 0],
+    ):
         done = run(asked[0], tmp_path / "old", *asked[1:], "-o", new, "--force", "--json")
         assert json.loads(done.out)["extras"] == {"opt": "kept"}
         again = gn.load(new)
@@ -189,7 +225,9 @@ def test_an_averaged_copy_follows(tmp_path, run):
     trained(net, optimizer, 5)
     averaged.update_parameters(net)
     gn.save(tmp_path / "old", net, ema=averaged)
-    done = run("remove", tmp_path / "old", "--node", 5, "--node", 7, "-o", tmp_path / "new", "--json")
+    done = run(
+        "remove", tmp_path / "old", "--node", 5, "--node", 7, "-o", tmp_path / "new", "--json"
+    )
     assert json.loads(done.out)["extras"] == {"ema": "followed"}
     gn.attach(averaged, net)
     with net.edit() as edit:
@@ -209,9 +247,13 @@ def test_a_net_of_a_model_is_edited_and_the_rest_stays(tmp_path, run):
     gn.save(tmp_path / "old", model, optimizer=optimizer, epoch=3)
     refused = run("prune", tmp_path / "old", "--fraction", 0.5, "-o", tmp_path / "new")
     assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: say --net, one of: 0, 2")
-    refused = run("prune", tmp_path / "old", "--net", "1", "--fraction", 0.5, "-o", tmp_path / "new")
+    refused = run(
+        "prune", tmp_path / "old", "--net", "1", "--fraction", 0.5, "-o", tmp_path / "new"
+    )
     assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: nets stand at: 0, 2")
-    done = run("prune", tmp_path / "old", "--net", "0", "--fraction", 0.5, "-o", tmp_path / "new", "--json")
+    done = run(
+        "prune", tmp_path / "old", "--net", "0", "--fraction", 0.5, "-o", tmp_path / "new", "--json"
+    )
     assert json.loads(done.out)["extras"] == {"optimizer": "followed", "epoch": "kept"}
     net = model.get_submodule("0")
     assert isinstance(net, gn.GrapNet)
@@ -228,7 +270,9 @@ def test_a_net_of_a_model_is_edited_and_the_rest_stays(tmp_path, run):
         its.zero_grad()
         each(x).square().sum().backward()
         its.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True)
+    )
 
 
 def test_a_part_of_a_joint_transaction_is_undone_only_alone(tmp_path, run):
@@ -239,13 +283,19 @@ def test_a_part_of_a_joint_transaction_is_undone_only_alone(tmp_path, run):
     with gn.edit_together(*nets, reason="both") as edits:
         for net, edit in zip(nets, edits, strict=True):
             edit.cut(net.layers[0].outgoing().smallest(count=3))
-    gn.save(tmp_path / "old", model, undo=True, optimizer=optimizer, scheduler=scheduler, rules=rules)
+    gn.save(
+        tmp_path / "old", model, undo=True, optimizer=optimizer, scheduler=scheduler, rules=rules
+    )
     refused = run("undo", tmp_path / "old", "--net", "0", "-o", tmp_path / "new")
     told, hint = refused.err.splitlines()
     assert (refused.code, "part of a transaction over 2 nets" in told) == (2, True)
     assert hint == "hint: --alone takes it back in this net and leaves the other nets as they are"
     done = run("undo", tmp_path / "old", "--net", "0", "--alone", "-o", tmp_path / "new", "--json")
-    assert json.loads(done.out)["extras"] == {"optimizer": "followed", "scheduler": "kept", "rules": "kept"}
+    assert json.loads(done.out)["extras"] == {
+        "optimizer": "followed",
+        "scheduler": "kept",
+        "rules": "kept",
+    }
     again = nn.Sequential(nn.Identity(), nn.Identity())
     gn.restore(tmp_path / "new", into=again, rules=rules)
     assert [net.count().relations for net in again if isinstance(net, gn.GrapNet)] == [16, 5]

@@ -1,4 +1,6 @@
-"""What an edit from the shell tells: numbers before and after, what is frozen, and who is left without children."""
+"""What an edit from the shell tells: numbers before and after, what is frozen, and who is left
+without children.
+"""
 
 import json
 
@@ -7,7 +9,9 @@ import torch
 import grapnet as gn
 
 
-def test_nodes_that_lose_their_last_child_are_told_with_the_command_that_removes_them(checkpoint, tmp_path, run):
+def test_nodes_that_lose_their_last_child_are_told_with_the_command_that_removes_them(
+    checkpoint, tmp_path, run
+):
     asked = ["cut", checkpoint, "--owner", "task-1"]
     told = run(*asked, "-o", tmp_path / "new").out.splitlines()
     said = "3 nodes of 'task-1' have no children left (uids 12, 13, 14)"
@@ -23,24 +27,34 @@ def test_nodes_that_lose_their_last_child_are_told_with_the_command_that_removes
     words = data["childless"]["remove"].replace("FILE", str(tmp_path / "new")).split()[1:]
     assert run(*words, "--in-place").code == 0
     assert gn.load(tmp_path / "new").sizes == [6, 6, 3]
-    for others in (["cut", checkpoint, "--owner", "task-1", "--incoming"], ["remove", checkpoint, "--owner", "task-1"]):
+    for others in (
+        ["cut", checkpoint, "--owner", "task-1", "--incoming"],
+        ["remove", checkpoint, "--owner", "task-1"],
+    ):
         assert "children left" not in run(*others, "--dry-run").out
         assert json.loads(run(*others, "--dry-run", "--json").out)["childless"] is None
 
 
-def test_nodes_that_nobody_hears_are_removed_with_those_that_only_they_hear_and_no_output_changes(tmp_path, run):
+def test_nodes_that_nobody_hears_are_removed_with_those_that_only_they_hear_and_no_output_changes(
+    tmp_path, run
+):
     torch.manual_seed(0)
     net, x = gn.GrapNet([2, 3, 3, 2]), torch.randn(5, 2)
     first, second = net.layers[1], net.layers[2]  # uids 2 to 4 and 5 to 7
     with net.edit() as edit:
         edit.cut(second[0].outgoing())
-        edit.cut(first[0].outgoing(to=second[1]) | first[0].outgoing(to=second[2]))  # its only child is unheard
+        edit.cut(
+            first[0].outgoing(to=second[1]) | first[0].outgoing(to=second[2])
+        )  # its only child is unheard
     gn.save(tmp_path / "old", net)
     done = run("cut", tmp_path / "old", "--node", 6, "-o", tmp_path / "new")
     said = "1 node has no children left (uid 6); grapnet remove FILE --childless takes it away"
     assert f"{said}, and 2 more that nobody hears" in done.out.splitlines()
     heard = gn.load(tmp_path / "new")(x)
-    assert run("remove", tmp_path / "new", "--childless", "--layer", 2, "-o", tmp_path / "part").code == 0
+    assert (
+        run("remove", tmp_path / "new", "--childless", "--layer", 2, "-o", tmp_path / "part").code
+        == 0
+    )
     assert gn.load(tmp_path / "part").sizes == [2, 3, 1, 2]
     assert run("remove", tmp_path / "new", "--childless", "--in-place").code == 0
     net = gn.load(tmp_path / "new")
@@ -85,11 +99,19 @@ def test_state_that_freezing_leaves_out_and_that_starts_clean_is_told_and_undo_b
     frozen, freed, back = (tmp_path / name for name in ("frozen", "freed", "back"))
     ran = run("freeze", checkpoint, "--owner", "task-1", "-o", frozen)
     count = 3 + 6 + 6  # biases, relations of both sides
-    said = f"  optimizer: the state of {count} frozen coordinates is left out; undo of this edit brings it back"
+    said = (
+        f"  optimizer: the state of {count} frozen coordinates is left out; undo of this edit"
+        " brings it back"
+    )
     assert said in ran.out.splitlines()
     asked = ["unfreeze", frozen, "--owner", "task-1", "-o", freed]
-    assert json.loads(run(*asked, "--json").out)["optimizer_state"] == {"optimizer": {"left_out": 0, "clean": count}}
-    assert f"  optimizer: state starts clean for {count} coordinates" in run(*asked, "--force").out.splitlines()
+    assert json.loads(run(*asked, "--json").out)["optimizer_state"] == {
+        "optimizer": {"left_out": 0, "clean": count}
+    }
+    assert (
+        f"  optimizer: state starts clean for {count} coordinates"
+        in run(*asked, "--force").out.splitlines()
+    )
     assert "clean" not in run("undo", frozen, "-o", back).out
     for other, state in ((freed, "differs"), (back, "equal")):
         ran = run("diff", checkpoint, other, "--json")

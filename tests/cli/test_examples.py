@@ -1,4 +1,6 @@
-"""The examples of every --help run as printed, one after the other, on the files that the README's quickstart makes."""
+"""The examples of every --help run as printed, one after the other, on the files that the README's
+quickstart makes.
+"""
 
 import re
 import shlex
@@ -12,10 +14,16 @@ from torch import nn
 from grapnet.cli.main import commands
 
 KNOWN = commands()
-EDITS = [name for name, command in KNOWN.items() if command.group == "Change a net"]  # they write what others read
+EDITS = [
+    name for name, command in KNOWN.items() if command.group == "Change a net"
+]  # they write what others read
 OTHERS = ["diff", "history", "plot", "export", "convert", "inspect"]
 CODES = {"diff": 1}  # they differ
-ELSEWHERE = ("runs/demo/", "--to onnx", "--to torch")  # what `grapnet demo` writes, and what test_export.py runs
+ELSEWHERE = (
+    "runs/demo/",
+    "--to onnx",
+    "--to torch",
+)  # what `grapnet demo` writes, and what test_export.py runs
 
 
 @pytest.fixture
@@ -31,8 +39,12 @@ def quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     save_file(mlp.state_dict(), "mlp.safetensors")
     for name in ("pruned.pt", "deep.pt"):
         torch.save(mlp.state_dict(), name)
-    classifier = nn.Sequential(nn.Dropout(), nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 2))
-    torch.save(nn.ModuleDict({"body": nn.Conv2d(3, 4, 3), "classifier": classifier}).state_dict(), "cnn.pt")
+    classifier = nn.Sequential(
+        nn.Dropout(), nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 2)
+    )
+    torch.save(
+        nn.ModuleDict({"body": nn.Conv2d(3, 4, 3), "classifier": classifier}).state_dict(), "cnn.pt"
+    )
     return tmp_path
 
 

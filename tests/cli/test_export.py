@@ -1,4 +1,6 @@
-"""Exported nets compute what the net computes, are whole files, and nothing is written when something is wrong."""
+"""Exported nets compute what the net computes, are whole files, and nothing is written when
+something is wrong.
+"""
 
 import json
 import os
@@ -18,7 +20,9 @@ import grapnet as gn
 from .edited import content
 from .full_disk import no_file_beyond
 
-pytestmark = pytest.mark.xdist_group("export")  # one worker: the first ONNX export of a process takes seconds
+pytestmark = pytest.mark.xdist_group(
+    "export"
+)  # one worker: the first ONNX export of a process takes seconds
 
 
 def test_onnx(checkpoint, tmp_path, run):
@@ -28,7 +32,9 @@ def test_onnx(checkpoint, tmp_path, run):
     assert told["written"] == str(tmp_path / "net.onnx")
     assert told["difference"] < 1e-6
     assert told["bytes"] == (tmp_path / "net.onnx").stat().st_size
-    session = onnxruntime.InferenceSession(tmp_path / "net.onnx", providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        tmp_path / "net.onnx", providers=["CPUExecutionProvider"]
+    )
     net, x = gn.load(checkpoint), torch.randn(1, 6)
     (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(output), net(x).detach(), rtol=0, atol=1e-6)
@@ -59,7 +65,10 @@ def test_onnx_that_no_cpu_runs_is_written_and_the_way_round_told(tmp_path, run):
     gn.save(tmp_path / "net.safetensors", gn.GrapNet([6, 9, 3], dtype=torch.bfloat16))
     done = run("export", tmp_path / "net.safetensors", "--to", "onnx")
     assert (done.code, done.err) == (0, "")
-    assert "not checked: onnxruntime does not run bfloat16 on a CPU; use the file on another device, or " in done.out
+    assert (
+        "not checked: onnxruntime does not run bfloat16 on a CPU; use the file on another"
+        " device, or " in done.out
+    )
     assert done.out.endswith("save it in float32 first: gn.save(new, gn.load(file).float())\n")
     gn.save(tmp_path / "new", gn.load(tmp_path / "net.safetensors").float())
     done = run("export", tmp_path / "new", "--to", "onnx")
@@ -67,7 +76,9 @@ def test_onnx_that_no_cpu_runs_is_written_and_the_way_round_told(tmp_path, run):
 
 
 def test_onnx_that_is_no_valid_file_is_not_written(tmp_path, run):
-    gn.save(tmp_path / "net.safetensors", gn.GrapNet([4, 3, 2], activation="elu", dtype=torch.bfloat16))
+    gn.save(
+        tmp_path / "net.safetensors", gn.GrapNet([4, 3, 2], activation="elu", dtype=torch.bfloat16)
+    )
     done = run("export", tmp_path / "net.safetensors", "--to", "onnx")
     assert (done.code, done.out) == (2, "")
     first, hint = done.err.splitlines()
@@ -84,7 +95,9 @@ def test_a_full_disk_is_told_of_the_path_that_was_given(kind, tmp_path, run, mon
     with no_file_beyond(1000):
         done = run("export", "net.safetensors", "--to", kind, "-o", "new")
     assert (done.code, done.out) == (2, "")
-    assert re.fullmatch(r"grapnet: new could not be written \(.*File too large.*\)\nhint: make room, .*\n", done.err)
+    assert re.fullmatch(
+        r"grapnet: new could not be written \(.*File too large.*\)\nhint: make room, .*\n", done.err
+    )
     assert content(tmp_path) == before
 
 
@@ -92,11 +105,22 @@ def test_graphml_and_matrices(checkpoint, tmp_path, run):
     assert json.loads(run("export", checkpoint, "--to", "graphml", "--json").out)["difference"] == 0
     graph = networkx.read_graphml(tmp_path / "net.graphml")
     assert (graph.number_of_nodes(), graph.number_of_edges()) == (18, 36)
-    assert json.loads(run("export", checkpoint, "--to", "safetensors-dense", "--json").out)["difference"] < 1e-6
-    mlp, net, x = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)), gn.load(checkpoint), torch.randn(4, 6)
+    assert (
+        json.loads(run("export", checkpoint, "--to", "safetensors-dense", "--json").out)[
+            "difference"
+        ]
+        < 1e-6
+    )
+    mlp, net, x = (
+        nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)),
+        gn.load(checkpoint),
+        torch.randn(4, 6),
+    )
     mlp.load_state_dict(load_file(tmp_path / "net.dense.safetensors"))
     torch.testing.assert_close(mlp(x), net(x), rtol=0, atol=1e-6)
-    done = run("convert", tmp_path / "net.dense.safetensors", "--drop-zeros", "-o", tmp_path / "back")
+    done = run(
+        "convert", tmp_path / "net.dense.safetensors", "--drop-zeros", "-o", tmp_path / "back"
+    )
     assert done.code == 0
     assert gn.load(tmp_path / "back").count().relations == 36
 
@@ -114,7 +138,12 @@ def test_dropout_is_off_in_what_is_exported(tmp_path, run):
     net = gn.GrapNet([4, 8, 2])
     net.layers[1].dropout = 0.5
     gn.save(tmp_path / "net.safetensors", net)
-    assert json.loads(run("export", tmp_path / "net.safetensors", "--to", "torch", "--json").out)["difference"] < 1e-6
+    assert (
+        json.loads(run("export", tmp_path / "net.safetensors", "--to", "torch", "--json").out)[
+            "difference"
+        ]
+        < 1e-6
+    )
 
 
 def test_outputs_that_overflow_are_counted(tmp_path, run):
@@ -174,9 +203,13 @@ def test_a_link_is_written_through_and_a_loop_of_links_refused(checkpoint, tmp_p
 
 def test_a_pipe_is_not_replaced_by_a_file(checkpoint, tmp_path, run):
     os.mkfifo(tmp_path / "pipe")
-    done = run("export", checkpoint, "--to", "safetensors-dense", "-o", tmp_path / "pipe", "--force")
+    done = run(
+        "export", checkpoint, "--to", "safetensors-dense", "-o", tmp_path / "pipe", "--force"
+    )
     assert (done.code, done.out) == (2, "")
-    assert done.err.startswith(f"grapnet: {tmp_path / 'pipe'} is a device, a pipe or a socket, not a file\n")
+    assert done.err.startswith(
+        f"grapnet: {tmp_path / 'pipe'} is a device, a pipe or a socket, not a file\n"
+    )
     assert (tmp_path / "pipe").is_fifo()
 
 
@@ -189,12 +222,15 @@ def test_an_owner_that_xml_cannot_hold_is_told(tmp_path, run, strange):
     done = run("export", tmp_path / "net.safetensors", "--to", "graphml")
     assert (done.code, done.out) == (2, "")
     assert re.fullmatch(
-        r"grapnet: node \d+ has the owner 'a\\\w+b', which no XML file can hold; .*\nhint: .*\n", done.err
+        r"grapnet: node \d+ has the owner 'a\\\w+b', which no XML file can hold; .*\nhint: .*\n",
+        done.err,
     )
     assert [path.name for path in tmp_path.iterdir()] == ["net.safetensors"]
 
 
-def test_bad_input_is_one_line_and_changes_nothing(checkpoint, damaged_checkpoint, missing_checkpoint, tmp_path, run):
+def test_bad_input_is_one_line_and_changes_nothing(
+    checkpoint, damaged_checkpoint, missing_checkpoint, tmp_path, run
+):
     attending, net = tmp_path / "attending.safetensors", gn.GrapNet([4, 3, 2])
     net.execution.use("attention", transition=1)
     gn.save(attending, net)

@@ -1,4 +1,6 @@
-"""`grapnet inspect`: what it tells agrees with the net, fits a screen, and reads models as well as nets."""
+"""`grapnet inspect`: what it tells agrees with the net, fits a screen, and reads models as well as
+nets.
+"""
 
 import json
 from collections.abc import Callable
@@ -28,31 +30,52 @@ def test_the_numbers_are_those_of_the_net(run: Run, checkpoint: Path) -> None:
     one, count = told["nets"][""], net.count()
     assert (one["sizes"], one["version"], one["commits"]) == ([6, 9, 3], 7, 7)
     assert (one["undoable"], one["redoable"]) == (5, 1)
-    assert (one["relations"], one["biases"], one["frozen"], one["flops"]) == (36, 12, 3, count.flops)
+    assert (one["relations"], one["biases"], one["frozen"], one["flops"]) == (
+        36,
+        12,
+        3,
+        count.flops,
+    )
     assert one["parameters"] == one["trainable"] == sum(p.numel() for p in net.parameters()) == 45
-    assert one["bytes"]["total"] == count.bytes == one["bytes"]["coordinates"] + one["bytes"]["wiring"]
+    assert (
+        one["bytes"]["total"] == count.bytes == one["bytes"]["coordinates"] + one["bytes"]["wiring"]
+    )
     assert one["bytes"]["coordinates"] == 48 * 4
-    assert [layer["activations"] for layer in one["layers"]] == [{"identity": 6}, {"relu": 9}, {"identity": 3}]
+    assert [layer["activations"] for layer in one["layers"]] == [
+        {"identity": 6},
+        {"relu": 9},
+        {"identity": 3},
+    ]
 
 
 def test_density_frozen_share_and_families_of_every_transition(run: Run, checkpoint: Path) -> None:
     first, second = inspected(run, checkpoint)["nets"][""]["transitions"]
     assert (first["relations"], first["density"], first["frozen"]) == (18, 18 / 54, 0)
     assert (second["relations"], second["density"], second["frozen"]) == (18, 18 / 27, 3)
-    assert (first["families"], first["largest_families"]) == (3, [{"families": 3, "members": 2, "children": 3}])
+    assert (first["families"], first["largest_families"]) == (
+        3,
+        [{"families": 3, "members": 2, "children": 3}],
+    )
     assert (second["families"], len(second["largest_families"])) == (3, 3)
     out = run("inspect", checkpoint).out
     assert "0 → 1          18   33.3 %   0.0 %  3 of 2 × 3\n" in out
     assert "1 → 2          18   66.7 %  16.7 %  3 × 3, 3 × 2, 3 × 1\n" in out
 
 
-def test_families_are_nodes_with_the_same_children_and_single_nodes_are_none(run: Run, tmp_path: Path) -> None:
+def test_families_are_nodes_with_the_same_children_and_single_nodes_are_none(
+    run: Run, tmp_path: Path
+) -> None:
     wired = {0: [0, 1, 2, 3], 1: [0], 2: [0], 3: [1]}  # of four parents, two have the same child
     pairs = [(parent, child) for parent, children in wired.items() for child in children]
-    for name, kept, told in (("some", pairs, "2 × 1, 2 others"), ("no", [p for p in pairs if p[0] != 2], "none")):
+    for name, kept, told in (
+        ("some", pairs, "2 × 1, 2 others"),
+        ("no", [p for p in pairs if p[0] != 2], "none"),
+    ):
         parents, children = torch.tensor(kept).T
         gn.save(tmp_path / name, gn.GrapNet.from_relations([4, 4], [(parents, children)]))
-        told_of = next(line for line in run("inspect", tmp_path / name).out.splitlines() if "0 → 1" in line)
+        told_of = next(
+            line for line in run("inspect", tmp_path / name).out.splitlines() if "0 → 1" in line
+        )
         assert told_of.endswith(f" {told}")
 
 
@@ -60,14 +83,19 @@ def test_families_are_not_looked_for_among_very_many_relations(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(census, "MOST_RELATIONS", 17)
-    assert [one["families"] for one in inspected(run, checkpoint)["nets"][""]["transitions"]] == [None, None]
+    assert [one["families"] for one in inspected(run, checkpoint)["nets"][""]["transitions"]] == [
+        None,
+        None,
+    ]
     assert "not looked for above" in run("inspect", checkpoint).out
 
 
 def test_owners_sum_up_to_the_net(run: Run, checkpoint: Path) -> None:
     net, owners = gn.load(checkpoint), inspected(run, checkpoint)["nets"][""]["owners"]
     assert list(owners) == ["(none)", "task-0", "task-1", "task-2"]
-    assert [sum(one[key] for one in owners.values()) for key in ("nodes", "outgoing", "incoming")] == [18, 36, 36]
+    assert [
+        sum(one[key] for one in owners.values()) for key in ("nodes", "outgoing", "incoming")
+    ] == [18, 36, 36]
     for name in ("task-0", "task-1", "task-2"):
         nodes = net.select(owner=name)
         outgoing = nodes.outgoing()
@@ -79,11 +107,28 @@ def test_owners_sum_up_to_the_net(run: Run, checkpoint: Path) -> None:
 def test_one_owner_is_told_of_alone(run: Run, checkpoint: Path) -> None:
     told = inspected(run, checkpoint, "--owner", "task-0")["nets"][""]
     assert told["layers"] == [
-        {"layer": 1, "nodes": 3, "of": 9, "activations": {"relu": 3}, "uids": [9, 10, 11], "frozen_biases": 0}
+        {
+            "layer": 1,
+            "nodes": 3,
+            "of": 9,
+            "activations": {"relu": 3},
+            "uids": [9, 10, 11],
+            "frozen_biases": 0,
+        }
     ]
     into, out_of = told["transitions"]
-    assert (into["incoming"], into["outgoing"], into["from"], into["to"]) == (6, 0, {"(none)": 6}, {})
-    assert (out_of["incoming"], out_of["outgoing"], out_of["frozen"], out_of["to"]) == (0, 9, 3, {"(none)": 9})
+    assert (into["incoming"], into["outgoing"], into["from"], into["to"]) == (
+        6,
+        0,
+        {"(none)": 6},
+        {},
+    )
+    assert (out_of["incoming"], out_of["outgoing"], out_of["frozen"], out_of["to"]) == (
+        0,
+        9,
+        3,
+        {"(none)": 9},
+    )
     other = inspected(run, checkpoint, "--owner", "task-1")["nets"][""]["transitions"][1]
     assert (other["outgoing"], other["frozen"]) == (6, 0)
     out = run("inspect", checkpoint, "--owner", "task-0").out
@@ -121,7 +166,9 @@ def test_an_unknown_owner_is_refused_with_those_that_are_there(run: Run, checkpo
     ]
 
 
-def test_uids_are_told_and_columns_without_content_are_not(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+def test_uids_are_told_and_columns_without_content_are_not(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
     layers = inspected(run, checkpoint)["nets"][""]["layers"]
     assert [layer["first_and_last_uid"] for layer in layers] == [[0, 5], [9, 17], [6, 8]]
     run("remove", checkpoint, "--node", 12, "-o", tmp_path / "gap")
@@ -181,7 +228,10 @@ def test_every_line_fits_a_screen_and_numbers_stand_to_the_right(run: Run, tmp_p
     net = gn.GrapNet([1500, 20, 3], density=0.05, generator=torch.Generator().manual_seed(0))
     net.layers[1].dropout = 0.25
     with net.edit() as edit:
-        edit.set_owner(net.layers[1][:7], "an owner with a name that is much longer than any column should be wide")
+        edit.set_owner(
+            net.layers[1][:7],
+            "an owner with a name that is much longer than any column should be wide",
+        )
         edit.set_activation(net.layers[1][3:5], "tanh")
         edit.freeze(net.layers[1][:2])
     extras: dict[str, Any] = {"a_name_that_goes_on_and_on_" * 3: [1, 2]}
@@ -191,13 +241,21 @@ def test_every_line_fits_a_screen_and_numbers_stand_to_the_right(run: Run, tmp_p
     assert "      1     20  1500 to 1519   25.0 %         10.0 %  relu 18, tanh 2" in out
     assert " 1,500" in out
     lines = run("inspect", tmp_path / "wide", "--owner", net.layers[1][0].owner).out.splitlines()
-    assert max(len(line) for line in lines[1:] if "in the net:" not in line) <= WIDTH  # the heading has the whole name
+    assert (
+        max(len(line) for line in lines[1:] if "in the net:" not in line) <= WIDTH
+    )  # the heading has the whole name
 
 
 def test_a_table_wraps_its_last_column_only() -> None:
     lines = table(["n", "why"], [[1, "word " * 40], [12345, "short"]])
     assert max(map(len, lines)) <= WIDTH
-    assert [line[:10] for line in lines] == ["       n  ", "       1  ", " " * 10, " " * 10, "  12,345  "]
+    assert [line[:10] for line in lines] == [
+        "       n  ",
+        "       1  ",
+        " " * 10,
+        " " * 10,
+        "  12,345  ",
+    ]
 
 
 def test_an_empty_net_can_be_looked_at(run: Run, tmp_path: Path) -> None:
@@ -213,4 +271,8 @@ def test_attention_and_its_parameters_are_told(run: Run, tmp_path: Path) -> None
     gn.save(tmp_path / "attending", net)
     one = inspected(run, tmp_path / "attending")["nets"][""]
     assert one["backends"][0]["runs"] == "attention"
-    assert one["parameters"] == sum(p.numel() for p in net.parameters()) > net.count().relations + net.count().biases
+    assert (
+        one["parameters"]
+        == sum(p.numel() for p in net.parameters())
+        > net.count().relations + net.count().biases
+    )

@@ -1,4 +1,6 @@
-"""The order of the layers of a state dict: told by numbers, by shapes that fit in one order alone, or by --keys."""
+"""The order of the layers of a state dict: told by numbers, by shapes that fit in one order alone,
+or by --keys.
+"""
 
 import json
 import random
@@ -31,19 +33,31 @@ def test_an_unclear_order_is_asked_for(tmp_path, run):
 @pytest.mark.parametrize(("one", "other"), [("1", "01"), ("3", "\N{ARABIC-INDIC DIGIT THREE}")])
 def test_equal_numbers_tell_no_order(tmp_path, run, one, other):
     asked = ["convert", tmp_path / "mlp.pt", "-o", tmp_path / "net"]
-    torch.save({f"{one}.weight": torch.randn(4, 4), f"{other}.weight": torch.randn(4, 4)}, tmp_path / "mlp.pt")
+    torch.save(
+        {f"{one}.weight": torch.randn(4, 4), f"{other}.weight": torch.randn(4, 4)},
+        tmp_path / "mlp.pt",
+    )
     code, _, err = run(*asked)
     assert code == 2
     assert f"{one}, {other} fit in several orders" in err
     assert not (tmp_path / "net").exists()
     assert run(*asked, "--keys", f"{other},{one}").code == 0
-    torch.save({f"{one}.weight": torch.randn(3, 4), f"{other}.weight": torch.randn(4, 5)}, tmp_path / "mlp.pt")
-    assert json.loads(run(*asked, "--force", "--json").out)["keys"] == [other, one]  # the only order that fits
+    torch.save(
+        {f"{one}.weight": torch.randn(3, 4), f"{other}.weight": torch.randn(4, 5)},
+        tmp_path / "mlp.pt",
+    )
+    assert json.loads(run(*asked, "--force", "--json").out)["keys"] == [
+        other,
+        one,
+    ]  # the only order that fits
 
 
 def test_numbers_of_any_length_tell_the_order(tmp_path, run):
     long, longer = "9" * 5000, "1" + "0" * 5000
-    torch.save({f"{longer}.weight": torch.randn(4, 4), f"{long}.weight": torch.randn(4, 4)}, tmp_path / "mlp.pt")
+    torch.save(
+        {f"{longer}.weight": torch.randn(4, 4), f"{long}.weight": torch.randn(4, 4)},
+        tmp_path / "mlp.pt",
+    )
     done = run("convert", tmp_path / "mlp.pt", "-o", tmp_path / "net", "--json")
     assert json.loads(done.out)["keys"] == [long, longer]
 
@@ -65,7 +79,11 @@ def test_an_order_is_found_and_known_to_be_the_only_one():
     for _ in range(300):
         shapes = [(draw.randint(1, 3), draw.randint(1, 3)) for _ in range(draw.randint(1, 5))]
         parts = [Part(str(n), torch.empty(shape), None) for n, shape in enumerate(shapes)]
-        fit = [order for order in permutations(parts) if all(a.gives == b.takes for a, b in pairwise(order))]
+        fit = [
+            order
+            for order in permutations(parts)
+            if all(a.gives == b.takes for a, b in pairwise(order))
+        ]
         found, is_only = fitting_order(parts)
         counts[min(len(fit), 2)] += 1
         assert (found is None, is_only) == (not fit, len(fit) == 1)

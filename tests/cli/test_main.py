@@ -1,4 +1,6 @@
-"""What all commands share: the table of contents, --json, refusals of one line and a hint, and exit codes."""
+"""What all commands share: the table of contents, --json, refusals of one line and a hint, and exit
+codes.
+"""
 
 import argparse
 import errno
@@ -52,7 +54,11 @@ def files(command: Command) -> int:
 def lacking_nothing(command: Command, path: Path) -> list[object]:
     """Returns arguments that lack nothing, with `path` as every file."""
     new = path.with_name(WRITTEN.get(command.name, "written"))
-    output = ["-o", new] if any("--output" in action.option_strings for action in actions(command)) else []
+    output = (
+        ["-o", new]
+        if any("--output" in action.option_strings for action in actions(command))
+        else []
+    )
     return [command.name, *[path] * files(command), *ARGUMENTS.get(command.name, ()), *output]
 
 
@@ -112,7 +118,9 @@ def test_the_version_is_that_of_the_package(run: Run) -> None:
 def test_an_unknown_command_is_refused_and_none_shows_the_help(run: Run) -> None:
     ran = run("inspct")
     require_refusal(ran, "'inspct'")
-    assert ran.err.splitlines()[1] == "hint: did you mean grapnet inspect? grapnet --help lists them"
+    assert (
+        ran.err.splitlines()[1] == "hint: did you mean grapnet inspect? grapnet --help lists them"
+    )
     assert run("zzz").err.splitlines()[1] == "hint: grapnet --help lists them"
     code, out, err = run()
     assert (code, err) == (2, "")
@@ -144,7 +152,9 @@ def test_a_refused_option_leaves_the_others_without_effect(run: Run, checkpoint:
 
 
 def test_the_commands_that_read_files_are_known() -> None:
-    assert {"inspect", "history", "diff", "plot", "cut", "undo", "export", "convert"} <= set(READERS)
+    assert {"inspect", "history", "diff", "plot", "cut", "undo", "export", "convert"} <= set(
+        READERS
+    )
     assert files(KNOWN["diff"]) == 2
     assert files(KNOWN["doctor"]) == 0
 
@@ -165,19 +175,27 @@ def test_a_folder_is_refused(run: Run, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", READERS)
 def test_a_pipe_is_refused_as_no_file(run: Run, tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / "pipe")
-    require_refusal(run(*lacking_nothing(KNOWN[name], tmp_path / "pipe")), f"{tmp_path / 'pipe'} is no file")
+    require_refusal(
+        run(*lacking_nothing(KNOWN[name], tmp_path / "pipe")), f"{tmp_path / 'pipe'} is no file"
+    )
 
 
 def test_a_name_that_is_too_long_is_refused_as_such(run: Run, checkpoint: Path) -> None:
     long = checkpoint.with_name("a" * 300)
-    for words in (["inspect", long], ["cut", long, "--all", "--in-place"], ["cut", checkpoint, "--all", "-o", long]):
+    for words in (
+        ["inspect", long],
+        ["cut", long, "--all", "--in-place"],
+        ["cut", checkpoint, "--all", "-o", long],
+    ):
         ran = run(*words)
         require_refusal(ran, long)
         assert ran.err.splitlines()[1] == "hint: choose a shorter name"
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_damaged_checkpoint_is_refused_and_left_alone(run: Run, damaged_checkpoint: Path, name: str) -> None:
+def test_a_damaged_checkpoint_is_refused_and_left_alone(
+    run: Run, damaged_checkpoint: Path, name: str
+) -> None:
     before = damaged_checkpoint.read_bytes()
     require_refusal(run(*lacking_nothing(KNOWN[name], damaged_checkpoint)), damaged_checkpoint)
     assert damaged_checkpoint.read_bytes() == before
@@ -189,11 +207,15 @@ def test_a_file_of_something_else_is_refused(run: Run, tmp_path: Path, name: str
     for content in (b"", b"no safetensors at all", b"\xff" * 64):
         (tmp_path / "other").write_bytes(content)
         require_refusal(run(*lacking_nothing(KNOWN[name], tmp_path / "other")), tmp_path / "other")
-        assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("other", content)]
+        assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
+            ("other", content)
+        ]
 
 
 @pytest.mark.parametrize("name", [name for name in READERS if name != "convert"])
-def test_plain_weights_are_refused_with_the_command_that_converts_them(run: Run, tmp_path: Path, name: str) -> None:
+def test_plain_weights_are_refused_with_the_command_that_converts_them(
+    run: Run, tmp_path: Path, name: str
+) -> None:
     weights = {"0.weight": torch.ones(3, 2), "0.bias": torch.ones(3)}
     save_file(weights, tmp_path / "mlp.safetensors")
     torch.save(weights, tmp_path / "mlp.pt")
@@ -207,8 +229,12 @@ def test_plain_weights_are_refused_with_the_command_that_converts_them(run: Run,
         assert run(*hint.partition("grapnet ")[2].split(), "--force").code == 0
 
 
-@pytest.mark.parametrize("name", [name for name in READERS if name != "convert"])  # which reads plain weights
-def test_a_whole_checkpoint_is_not_refused_and_json_is_one_object(run: Run, checkpoint: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", [name for name in READERS if name != "convert"]
+)  # which reads plain weights
+def test_a_whole_checkpoint_is_not_refused_and_json_is_one_object(
+    run: Run, checkpoint: Path, name: str
+) -> None:
     before = checkpoint.read_bytes()
     code, out, _ = run(*lacking_nothing(KNOWN[name], checkpoint), "--json")
     assert code == 0
@@ -216,10 +242,14 @@ def test_a_whole_checkpoint_is_not_refused_and_json_is_one_object(run: Run, chec
     assert checkpoint.read_bytes() == before
 
 
-def answer(monkeypatch: pytest.MonkeyPatch, run_command: Callable[[argparse.Namespace], Outcome]) -> None:
+def answer(
+    monkeypatch: pytest.MonkeyPatch, run_command: Callable[[argparse.Namespace], Outcome]
+) -> None:
     """Makes `grapnet inspect FILE` do something else."""
     (command,) = inspect.COMMANDS
-    told = command.__class__(command.name, command.about, command.group, command.configure, run_command)
+    told = command.__class__(
+        command.name, command.about, command.group, command.configure, run_command
+    )
     monkeypatch.setattr(inspect, "COMMANDS", (told,))
 
 
@@ -243,10 +273,26 @@ def missing_features() -> MissingDataError:
         (gn.EditError("wrong slots\nand more"), "wrong slots", "grapnet inspect --help"),
         (MissingDataError("no file of features"), "no file of features", "grapnet inspect --help"),
         (missing_features(), "no variable is set", "hint: make features, or: export VARIABLE=FILE"),
-        (ImportError('Run: pip install "grapnet[plot]"'), 'Run: pip install "grapnet[plot]"', "grapnet doctor"),
-        (OSError(errno.EACCES, "Denied", "/a/file"), "/a/file: Denied", "hint: see who may read and write it"),
-        (OSError(errno.EPERM, "Denied", "/a/file"), "/a/file: Denied", "hint: see who may read and write it"),
-        (OSError(errno.EROFS, "Read-only", "/a/file"), "/a/file: Read-only", "hint: that place can only be read"),
+        (
+            ImportError('Run: pip install "grapnet[plot]"'),
+            'Run: pip install "grapnet[plot]"',
+            "grapnet doctor",
+        ),
+        (
+            OSError(errno.EACCES, "Denied", "/a/file"),
+            "/a/file: Denied",
+            "hint: see who may read and write it",
+        ),
+        (
+            OSError(errno.EPERM, "Denied", "/a/file"),
+            "/a/file: Denied",
+            "hint: see who may read and write it",
+        ),
+        (
+            OSError(errno.EROFS, "Read-only", "/a/file"),
+            "/a/file: Read-only",
+            "hint: that place can only be read",
+        ),
         (OSError(errno.ENOSPC, "Full", "/a/file"), "/a/file: Full", "hint: make room"),
         (OSError(errno.EDQUOT, "Full", "/a/file"), "/a/file: Full", "hint: make room"),
         (
@@ -273,7 +319,13 @@ def test_expected_errors_are_one_line_and_a_hint(
 
 @pytest.mark.parametrize(
     "arguments",
-    [("inspect", "nothing"), ("inspct",), ("inspect",), ("inspect", "nothing", "--seed", "x"), ("inspect", "a", "b")],
+    [
+        ("inspect", "nothing"),
+        ("inspct",),
+        ("inspect",),
+        ("inspect", "nothing", "--seed", "x"),
+        ("inspect", "a", "b"),
+    ],
 )
 def test_with_json_a_refusal_is_one_object_too(run: Run, arguments: tuple[str, ...]) -> None:
     plain = run(*arguments)
@@ -287,12 +339,16 @@ def test_with_json_a_refusal_is_one_object_too(run: Run, arguments: tuple[str, .
 def test_what_a_command_does_not_take_is_refused_with_its_own_help(run: Run) -> None:
     ran = run("inspect", "file", "more", "--most")
     require_refusal(ran, "more --most")
-    assert ran.err.splitlines()[1].endswith("with commas, such as a,b; grapnet inspect --help tells what it takes")
+    assert ran.err.splitlines()[1].endswith(
+        "with commas, such as a,b; grapnet inspect --help tells what it takes"
+    )
     ran = run("inspect", "file", "--most")
     assert ran.err.splitlines()[1] == "hint: grapnet inspect --help tells what it takes"
 
 
-def test_control_characters_do_not_reach_the_terminal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_do_not_reach_the_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     answer(monkeypatch, lambda given: Outcome("an \x1b[31mowner\nand – more", {"owner": "\x1b"}))
     assert run("inspect", "file").out == "an \\x1b[31mowner\nand – more\n"
     assert json.loads(run("inspect", "file", "--json").out) == {"owner": "\x1b"}
@@ -307,14 +363,18 @@ def test_without_standard_error_nothing_of_it_goes_to_standard_output(
     assert capsys.readouterr().out == ""
 
 
-def test_a_bug_is_told_in_one_line_and_shown_when_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_told_in_one_line_and_shown_when_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(given: argparse.Namespace) -> Outcome:
         raise ZeroDivisionError("by \x1b")
 
     answer(monkeypatch, fail)
     code, out, err = run("inspect", "file")
     assert (code, out) == (2, "")
-    assert err.startswith("grapnet: ZeroDivisionError: by \\x1b\nhint: GRAPNET_TRACEBACK=1 shows where")
+    assert err.startswith(
+        "grapnet: ZeroDivisionError: by \\x1b\nhint: GRAPNET_TRACEBACK=1 shows where"
+    )
     monkeypatch.setenv("GRAPNET_TRACEBACK", "1")
     with pytest.raises(ZeroDivisionError):
         main(["inspect", "file"])
@@ -388,5 +448,7 @@ def test_the_command_is_told_by_its_path_where_the_shell_does_not_find_it(
 def test_the_installed_command_and_the_module_are_this_one():
     (installed,) = entry_points(group="console_scripts", name="grapnet")
     assert installed.load() is main
-    done = subprocess.run([sys.executable, "-m", "grapnet", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "grapnet", "--version"], capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout) == (0, f"grapnet {gn.__version__}\n")

@@ -1,4 +1,6 @@
-"""`grapnet plot`: real files in, real pictures out, and every refusal in one line that changes nothing."""
+"""`grapnet plot`: real files in, real pictures out, and every refusal in one line that changes
+nothing.
+"""
 
 import json
 from xml.dom import minidom
@@ -18,7 +20,9 @@ def file(tmp_path):
     return tmp_path / "net.safetensors"
 
 
-@pytest.mark.parametrize("kind", ["graph", "adjacency", "timeline", "degrees", "weights", "deletion"])
+@pytest.mark.parametrize(
+    "kind", ["graph", "adjacency", "timeline", "degrees", "weights", "deletion"]
+)
 def test_every_kind_is_drawn_beside_the_file(file, kind, capsys):
     assert main(["plot", str(file), "--kind", kind]) == 0
     path = file.with_name(f"net-{kind}.png")
@@ -28,10 +32,26 @@ def test_every_kind_is_drawn_beside_the_file(file, kind, capsys):
 
 def test_json_says_what_was_written(file, capsys):
     path = file.with_name("wiring.svg")
-    arguments = ["plot", str(file), "--kind", "adjacency", "--transition", "1", "-o", str(path), "--json"]
+    arguments = [
+        "plot",
+        str(file),
+        "--kind",
+        "adjacency",
+        "--transition",
+        "1",
+        "-o",
+        str(path),
+        "--json",
+    ]
     assert main(arguments) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data == {"path": str(path), "kind": "adjacency", "nodes": 12, "relations": 29, "version": 1}
+    assert data == {
+        "path": str(path),
+        "kind": "adjacency",
+        "nodes": 12,
+        "relations": 29,
+        "version": 1,
+    }
     assert "transition 1: 4 × 3" in path.read_text()
 
 
@@ -83,7 +103,9 @@ def test_whatever_the_names_the_picture_is_well_formed(tmp_path, strange, capsys
     gn.save(tmp_path / "net.safetensors", net)
     for kind in ("graph", "timeline"):
         path = tmp_path / f"{kind}.svg"
-        assert main(["plot", str(tmp_path / "net.safetensors"), "--kind", kind, "-o", str(path)]) == 0
+        assert (
+            main(["plot", str(tmp_path / "net.safetensors"), "--kind", kind, "-o", str(path)]) == 0
+        )
         minidom.parse(str(path))
     assert capsys.readouterr().err == ""
 
@@ -107,7 +129,10 @@ def test_signs_that_the_font_lacks_are_told_in_one_line(tmp_path, capsys):
         ([".", "--kind", "weights"], "is a folder"),
         (["{file}", "-o", "{folder}/net.bmp"], "is no picture that can be written"),
         (["{file}", "-o", "{folder}/none/net.png"], "no such folder"),
-        (["{file}", "--kind", "adjacency", "--transition", "7"], "has transitions 0 to 1, got --transition 7"),
+        (
+            ["{file}", "--kind", "adjacency", "--transition", "7"],
+            "has transitions 0 to 1, got --transition 7",
+        ),
         (["{file}", "--since", "9"], "there is no version 9"),
     ],
 )

@@ -1,4 +1,6 @@
-"""`grapnet report`: results of all folders beside the paper, each with its file, and every miss by name."""
+"""`grapnet report`: results of all folders beside the paper, each with its file, and every miss by
+name.
+"""
 
 import json
 import os
@@ -37,8 +39,13 @@ def test_the_committed_results_are_reported_study_by_study(run):
     title, *rows = out.split("\n\n")[0].splitlines()
     assert title.split() == ["study", "published", "intervals", "met", "bars", "from"]
     assert [row.split()[0] for row in rows] == list(studies.NAMES)
-    assert all(row.endswith(f"{COMMITTED / name}.json") for name, row in zip(studies.NAMES, rows, strict=True))
-    assert re.fullmatch(rf"localization +5 of 5 +all reached +{COMMITTED}/localization.json", rows[0])
+    assert all(
+        row.endswith(f"{COMMITTED / name}.json")
+        for name, row in zip(studies.NAMES, rows, strict=True)
+    )
+    assert re.fullmatch(
+        rf"localization +5 of 5 +all reached +{COMMITTED}/localization.json", rows[0]
+    )
 
 
 def test_check_names_every_missed_bar(run, here):
@@ -55,7 +62,9 @@ def test_check_names_every_missed_bar(run, here):
     assert out.splitlines()[-1] == "MISSED tiny_transformer: gradient holds 1024 relations of 992"
     code, out, _ = run("report", "--check", "--json", "tiny_transformer")
     assert code == 1
-    assert json.loads(out)["studies"]["tiny_transformer"]["missed"] == ["gradient holds 1024 relations of 992"]
+    assert json.loads(out)["studies"]["tiny_transformer"]["missed"] == [
+        "gradient holds 1024 relations of 992"
+    ]
     assert run("report", "tiny_transformer").code == 0  # nobody asked
 
 
@@ -82,7 +91,9 @@ def test_a_local_result_comes_before_the_committed_one_unless_it_is_of_a_short_r
     reason = "made with other settings: seeds [0, 1] instead of"
     assert line.startswith(f"passed over runs/studies/mlp_equivalence.json: {reason}")
     (here / "results/mlp_equivalence.json").unlink()
-    code, out, _ = run("report", "mlp_equivalence", "--check")  # where there is no other, it is judged all the same
+    code, out, _ = run(
+        "report", "mlp_equivalence", "--check"
+    )  # where there is no other, it is judged all the same
     assert code == 1
     assert f"MISSED mlp_equivalence: {reason}" in out
     assert out.splitlines()[1].endswith(" runs/studies/mlp_equivalence.json")
@@ -98,14 +109,24 @@ def test_given_folders_are_the_only_ones_and_the_first_comes_first(run, here):
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"settings": []}', '{"settings": {}, "seeds": [1]}', "[" * 9999, '{"settings": {}, "a": -1e308}'],
+    [
+        "{",
+        "[]",
+        '{"settings": []}',
+        '{"settings": {}, "seeds": [1]}',
+        "[" * 9999,
+        '{"settings": {}, "a": -1e308}',
+    ],
 )
 def test_a_damaged_result_is_told_and_another_one_used(run, here, text):
     (here / "runs/studies").mkdir(parents=True)
     (here / "runs/studies/localization.json").write_text(text)
     code, out, _ = run("report", "localization", "--check")
     assert code == 0
-    assert "passed over runs/studies/localization.json: runs/studies/localization.json cannot be read: " in out
+    assert (
+        "passed over runs/studies/localization.json: runs/studies/localization.json cannot be"
+        " read: " in out
+    )
     (here / "results/localization.json").unlink()
     code, out, _ = run("report", "localization", "--check")
     assert code == 1
@@ -116,8 +137,8 @@ def test_without_any_result_one_line_says_how_to_make_one(run, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     code, out, err = run("report", "--html", "page.html")
     assert (code, out) == (2, "")
-    assert err == (
-        "grapnet: there is no result in runs/studies or results\n"
+    assert (
+        err == "grapnet: there is no result in runs/studies or results\n"
         "hint: grapnet study NAME makes one in runs/studies; --results FOLDER looks elsewhere\n"
     )
     assert os.listdir(tmp_path) == []
@@ -138,12 +159,19 @@ def test_the_page_needs_nothing_else_and_shows_every_plot(run, here):
     plots = re.findall(r'<div class="wide"><svg class="plot".*?</svg></div>', page)
     assert len(plots) == 2
     for plot in plots:
-        least, wide = (int(found) for found in re.search(r'style="min-width:(\d+)pt;max-width:(\d+)pt"', plot).groups())
-        assert 0.6 * wide < least < wide  # what is wider than the window scrolls and can still be read
+        least, wide = (
+            int(found)
+            for found in re.search(r'style="min-width:(\d+)pt;max-width:(\d+)pt"', plot).groups()
+        )
+        assert (
+            0.6 * wide < least < wide
+        )  # what is wider than the window scrolls and can still be read
         for used in re.findall(r'(?:url\(|href=")#([^)"]+)', plot):
             assert f'id="{used}"' in plot  # nothing is borrowed from another picture
     assert "target-pair drop" in page
-    assert page.count("<table>") == page.count('<div class="wide"><table>')  # tables scroll instead of overflowing
+    assert page.count("<table>") == page.count(
+        '<div class="wide"><table>'
+    )  # tables scroll instead of overflowing
     assert os.listdir(here / "a") == ["page.html"]
     assert run("report", *names, "--html", "a/page.html").code == 2  # it is there
     assert run("report", *names, "--html", "a/page.html", "--force").code == 0

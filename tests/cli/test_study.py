@@ -1,4 +1,6 @@
-"""`grapnet study`: lists, runs, writes, keeps and goes on; what cannot be done is said before any seed runs."""
+"""`grapnet study`: lists, runs, writes, keeps and goes on; what cannot be done is said before any
+seed runs.
+"""
 
 import json
 import os
@@ -21,17 +23,25 @@ LONG = "n" * 300  # characters, which no file system takes
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """A folder of one's own, in which the study called tabular is a made-up one that runs in no time."""
+    """A folder of one's own, in which the study called tabular is a made-up one that runs in no
+    time.
+    """
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trace").mkdir()
     settings = Settings(trace=str(tmp_path / "trace"))
     fast = replace(settings, size=2, seeds=(7, 1))
-    monkeypatch.setattr(tabular, "STUDY", replace(STUDY, name="tabular", settings=settings, fast=fast))
+    monkeypatch.setattr(
+        tabular, "STUDY", replace(STUDY, name="tabular", settings=settings, fast=fast)
+    )
     return tmp_path
 
 
 def ran(here: Path) -> dict[str, int]:
-    return {path.name: len(path.read_text().splitlines()) for path in (here / "trace").iterdir() if path.name.isdigit()}
+    return {
+        path.name: len(path.read_text().splitlines())
+        for path in (here / "trace").iterdir()
+        if path.name.isdigit()
+    }
 
 
 def test_without_a_name_the_studies_are_listed(run):
@@ -50,9 +60,15 @@ def test_an_unknown_study_is_refused_with_what_was_meant(run, here, command):
     assert refused == (
         2,
         "",
-        "grapnet: there is no study 'localisation'\nhint: did you mean localization? grapnet study lists them\n",
+        (
+            "grapnet: there is no study 'localisation'\nhint: did you mean localization? grapnet"
+            " study lists them\n"
+        ),
     )
-    assert run(command, "zzz").err == "grapnet: there is no study 'zzz'\nhint: grapnet study lists them\n"
+    assert (
+        run(command, "zzz").err
+        == "grapnet: there is no study 'zzz'\nhint: grapnet study lists them\n"
+    )
     assert ran(here) == {}
 
 
@@ -87,7 +103,10 @@ def test_the_outcome_is_one_json_object(run, here, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        (["--fast"], ["a fast run, on little or made-up data, only shows", "size: 2 numbers, the bar is 5"]),
+        (
+            ["--fast"],
+            ["a fast run, on little or made-up data, only shows", "size: 2 numbers, the bar is 5"],
+        ),
         (["--seeds", 2], ["seeds: 2 of 3; "]),
     ],
 )
@@ -102,15 +121,18 @@ def test_a_short_run_reaches_no_bar(run, here, options, named):
 
 
 def test_a_short_run_does_not_take_the_place_of_a_full_one(run, here, monkeypatch):
-    monkeypatch.setattr("grapnet.studies.tables.ARTEFACTS", {"tabular": replace(ARTEFACTS["tabular"], figures=())})
+    monkeypatch.setattr(
+        "grapnet.studies.tables.ARTEFACTS", {"tabular": replace(ARTEFACTS["tabular"], figures=())}
+    )
     assert run("study", "tabular", "--processes", 1, "--check").code == 0
     before = (here / "runs/studies/tabular.json").read_bytes()
     for options in (["--fast"], ["--seeds", 2]):
         code, out, err = run("study", "tabular", "--processes", 1, *options)
         assert (code, out) == (2, "")
-        assert err == (
-            "grapnet: runs/studies/tabular.json is of a full run, whose place a shorter one does not take\n"
-            "hint: choose another --out\n"
+        assert (
+            err
+            == "grapnet: runs/studies/tabular.json is of a full run, whose place a shorter one does"
+            " not take\nhint: choose another --out\n"
         )
     assert (here / "runs/studies/tabular.json").read_bytes() == before
     assert ran(here) == {"7": 1, "1": 1, "4": 1}
@@ -130,18 +152,28 @@ def test_an_interrupted_study_says_how_to_go_on_and_does(run, here, monkeypatch)
     code, out, err = run("study", "tabular", "tiny_transformer", "--processes", 1)
     assert (code, out) == (130, "")
     assert err.splitlines()[-2:] == [
-        "tabular: interrupted after 2 of 3 seeds, kept in runs/studies/seeds; the same command goes on from them",
+        (
+            "tabular: interrupted after 2 of 3 seeds, kept in runs/studies/seeds; the same command"
+            " goes on from them"
+        ),
         "grapnet: interrupted",
     ]
     assert os.listdir(here / "runs/studies") == ["seeds"]
     told = run("study", "tabular", "--processes", 1, "--fresh").err
     assert "the same command without --fresh goes on from them" in told
     monkeypatch.setattr(tabular, "STUDY", whole)
-    assert run("study", "tabular", "--fast", "--out", "short", "--resume", "runs/studies/seeds").code == 0
+    assert (
+        run("study", "tabular", "--fast", "--out", "short", "--resume", "runs/studies/seeds").code
+        == 0
+    )
     assert ran(here) == {"7": 3, "1": 3}  # another run neither uses nor loses what is kept
     code, _, err = run("study", "tabular", "--processes", 1)
     assert code == 0
-    assert re.search(r"^tabular: 2 of 3, [\d:]+ so far, 2 of them kept in runs/studies/seeds$", err, flags=re.MULTILINE)
+    assert re.search(
+        r"^tabular: 2 of 3, [\d:]+ so far, 2 of them kept in runs/studies/seeds$",
+        err,
+        flags=re.MULTILINE,
+    )
     assert ran(here) == {"7": 3, "1": 3, "4": 1}
     assert sorted(os.listdir(here / "runs/studies")) == ["tabular.json", "tabular.svg"]
 
@@ -162,7 +194,12 @@ def test_studies_log_to_one_file(run, here):
     assert code == 0
     assert "\n\n## tiny_transformer\n\n| figure |" in out
     lines = [json.loads(line) for line in (here / "log.jsonl").read_text().splitlines()]
-    assert [line["event"] for line in lines if line["title"] == "tabular"] == ["begin", "advance", "advance", "end"]
+    assert [line["event"] for line in lines if line["title"] == "tabular"] == [
+        "begin",
+        "advance",
+        "advance",
+        "end",
+    ]
     assert len(os.listdir(here / "board")) == 1
 
 
@@ -180,7 +217,9 @@ def test_a_missing_data_set_is_told_with_what_provides_it(run, here):
     assert (code, out) == (2, "")
     first, second = [line for line in err.splitlines() if not line.startswith("localization: ")]
     assert re.fullmatch(r"grapnet: Fashion-MNIST was not found; looked in \d+ folders", first)
-    assert second.startswith("hint: sudo apt install dataset-fashion-mnist, or: python -m grapnet.data fashion")
+    assert second.startswith(
+        "hint: sudo apt install dataset-fashion-mnist, or: python -m grapnet.data fashion"
+    )
     assert second.endswith("; grapnet doctor --verbose lists the folders that were looked at")
     assert not (here / "runs").exists()
 
@@ -202,7 +241,10 @@ def test_of_several_studies_one_without_data_is_left_out_and_told(run, here):
         (["--out", "taken"], "taken is a file; name a folder"),
         (["--out", "taken/in/it"], "taken is a file; name a folder"),
         (["--out", "trace/away"], "trace/away: no file can be written there: File exists"),
-        (["--resume", f"new/{LONG}"], f"new/{LONG}: no file can be written there: File name too long"),
+        (
+            ["--resume", f"new/{LONG}"],
+            f"new/{LONG}: no file can be written there: File name too long",
+        ),
         (["--tensorboard", "taken"], "taken is a file; name a folder"),
         (["--log", "trace"], "trace: Is a directory"),
     ],

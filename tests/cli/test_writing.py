@@ -1,4 +1,6 @@
-"""Checkpoints that commands write: under the name that was asked for, once, and never over others by chance."""
+"""Checkpoints that commands write: under the name that was asked for, once, and never over others
+by chance.
+"""
 
 import os
 import shutil
@@ -78,7 +80,11 @@ def test_a_write_protected_file_is_not_written_over(ask, checkpoint, tmp_path, r
     for path in (new, link):
         done = run(*ask("-o", path, "--force"))
         assert (done.code, done.out) == (2, "")
-        assert done.err == f"grapnet: {path} is write-protected\nhint: chmod u+w {path}, or choose another name: -o\n"
+        assert (
+            done.err
+            == f"grapnet: {path} is write-protected\nhint: chmod u+w {path}, or choose another"
+            " name: -o\n"
+        )
     new.chmod(0o644)
     assert content(tmp_path) == before
     assert run(*ask("-o", link, "--force")).code == 0
@@ -101,7 +107,9 @@ def test_a_file_in_a_folder_that_can_only_be_read_is_refused_before_the_work(che
         inner.mkdir()
         path = Path(shutil.copy(checkpoint, inner))
         link.symlink_to(path)
-        assert "no node has the owner 'task-9'" in run("cut", path, *words).err  # which is found at work
+        assert (
+            "no node has the owner 'task-9'" in run("cut", path, *words).err
+        )  # which is found at work
         path.chmod(0o666)
         inner.chmod(0o555)
         with as_nobody():

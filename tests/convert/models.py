@@ -19,7 +19,10 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.ffn = nn.Sequential(
-            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width, bias=False)
+            nn.Linear(width, hidden),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, width, bias=False),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,7 +54,9 @@ def make(seed: int = 0) -> Model:
 def batch(seed: int, width: int = 5, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     """Returns 16 samples and their classes."""
     draw = torch.Generator().manual_seed(seed)
-    return torch.randn(16, width, generator=draw, dtype=dtype), torch.randint(3, (16,), generator=draw)
+    return torch.randn(16, width, generator=draw, dtype=dtype), torch.randint(
+        3, (16,), generator=draw
+    )
 
 
 def backward(model: nn.Module, seed: int, width: int = 5) -> float:
@@ -63,7 +68,12 @@ def backward(model: nn.Module, seed: int, width: int = 5) -> float:
     return loss.item()
 
 
-def train(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], seeds: Iterable[int], width: int = 5) -> None:
+def train(
+    model: nn.Module,
+    optimizers: Optimizer | Iterable[Optimizer],
+    seeds: Iterable[int],
+    width: int = 5,
+) -> None:
     """Takes one step a seed."""
     several = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
     for seed in seeds:
@@ -75,7 +85,9 @@ def train(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer], seeds: 
 
 
 def twin(model: Any, *optimizers: Optimizer) -> tuple[Any, ...]:
-    """Returns copies of a model and of its optimizers; `load_state_dict` would give NAdam's numbers another dtype."""
+    """Returns copies of a model and of its optimizers; `load_state_dict` would give NAdam's numbers
+    another dtype.
+    """
     other, *followers = copy.deepcopy((model, *optimizers))
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         theirs.grad = None if mine.grad is None else mine.grad.clone()
@@ -90,26 +102,49 @@ def difference(one: nn.Module, other: nn.Module) -> float:
 
 
 def picture(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
-    """Returns contents as bytes and objects by identity: two equal pictures mean that nothing changed."""
+    """Returns contents as bytes and objects by identity: two equal pictures mean that nothing
+    changed.
+    """
     found: dict[str, Any] = {"random": as_bytes(torch.get_rng_state())}
     for name, module in model.named_modules(remove_duplicate=False):
         plain = {k: v for k, v in vars(module).items() if isinstance(v, bool | int | float | str)}
-        found[f"module {name}"] = Same(module), plain, {k: Same(v) for k, v in module._modules.items()}
+        found[f"module {name}"] = (
+            Same(module),
+            plain,
+            {k: Same(v) for k, v in module._modules.items()},
+        )
         hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         found[f"hooks {name}"] = [Same(hook) for hook in hooks]
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        found[name] = Same(parameter), _content(parameter), parameter.requires_grad, _content(parameter.grad)
+        found[name] = (
+            Same(parameter),
+            _content(parameter),
+            parameter.requires_grad,
+            _content(parameter.grad),
+        )
     for name, buffer in model.named_buffers(remove_duplicate=False):
         found[name] = Same(buffer), _content(buffer)
     for number, optimizer in enumerate(optimizers):
         for place, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
-            found[f"group {number} {place}"] = Same(group), copy.copy(settings), [Same(p) for p in group["params"]]
+            found[f"group {number} {place}"] = (
+                Same(group),
+                copy.copy(settings),
+                [Same(p) for p in group["params"]],
+            )
         for parameter, state in optimizer.state.items():
-            known = {key: (Same(value), _content(value)) for key, value in state.items() if isinstance(value, Tensor)}
+            known = {
+                key: (Same(value), _content(value))
+                for key, value in state.items()
+                if isinstance(value, Tensor)
+            }
             found[f"state {number} {id(parameter)}"] = Same(parameter), list(state), known
     return found
 
 
 def _content(value: Tensor | None) -> Any:
-    return None if value is None or value.is_meta or type(value) is nn.UninitializedParameter else as_bytes(value)
+    return (
+        None
+        if value is None or value.is_meta or type(value) is nn.UninitializedParameter
+        else as_bytes(value)
+    )

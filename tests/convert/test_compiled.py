@@ -1,4 +1,6 @@
-"""A part that `torch.compile(part)` holds cannot be replaced: the wrapper would go on with the module it was given."""
+"""A part that `torch.compile(part)` holds cannot be replaced: the wrapper would go on with the
+module it was given.
+"""
 
 import pytest
 import torch
@@ -20,9 +22,14 @@ def stack() -> nn.Sequential:
 @pytest.mark.parametrize("where", [nn.Sequential, "1._orig_mod", "*"])
 def test_a_compiled_part_is_not_grafted(where):
     model = nn.Sequential(nn.Linear(4, 12), wrapped(stack()))
-    where = where if where != "*" else [nn.Linear, "1._orig_mod"]  # what comes before it is left alone too
+    where = (
+        where if where != "*" else [nn.Linear, "1._orig_mod"]
+    )  # what comes before it is left alone too
     optimizer, before = torch.optim.Adam(model.parameters()), picture(model)
-    with pytest.raises(gn.ConversionError, match=r"'1\._orig_mod' was compiled by torch\.compile\(part\).*afterwards"):
+    with pytest.raises(
+        gn.ConversionError,
+        match=r"'1\._orig_mod' was compiled by torch\.compile\(part\).*afterwards",
+    ):
         gn.graft(model, where, optimizer)
     assert picture(model) == before
     model[1] = model[1]._orig_mod  # as the error says
@@ -40,7 +47,9 @@ def test_a_module_that_is_compiled_under_another_name_is_not_grafted():
 def test_all_of_a_compiled_model_is_not_grafted():
     model = wrapped(stack())
     before = picture(model)
-    with pytest.raises(gn.ConversionError, match=r"all that torch\.compile\(model\) was given.*before.*from_module"):
+    with pytest.raises(
+        gn.ConversionError, match=r"all that torch\.compile\(model\) was given.*before.*from_module"
+    ):
         gn.graft(model, nn.Sequential)
     assert picture(model) == before
     wrapped(gn.from_module(model._orig_mod))  # as the error says

@@ -1,4 +1,6 @@
-"""torch's Transformer encoders run a fused kernel in evaluation, which reads weights instead of calling modules."""
+"""torch's Transformer encoders run a fused kernel in evaluation, which reads weights instead of
+calling modules.
+"""
 
 import copy
 
@@ -31,7 +33,9 @@ def runs_fused(model: nn.Module) -> bool:
         return bool((model(x, src_key_padding_mask=padded)[padded] == 0).all())
 
 
-@pytest.mark.parametrize("where", ["*.linear?", "layers.1.linear2", "layers.0.linear1", nn.Linear], ids=str)
+@pytest.mark.parametrize(
+    "where", ["*.linear?", "layers.1.linear2", "layers.0.linear1", nn.Linear], ids=str
+)
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 def test_a_grafted_encoder_calls_its_nets(where, activation):
     model = encoder(activation=activation)

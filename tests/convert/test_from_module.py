@@ -41,7 +41,9 @@ def stack() -> nn.Sequential:
         nn.Dropout(0.1),
         nn.Linear(6, 8),
         nn.Identity(),
-        nn.Sequential(nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Sequential(nn.Linear(8, 7, bias=False))),
+        nn.Sequential(
+            nn.LeakyReLU(0.2), nn.Dropout(0.3), nn.Sequential(nn.Linear(8, 7, bias=False))
+        ),
         nn.Dropout(0.2),
         nn.ReLU(inplace=True),
         nn.Linear(7, 3),
@@ -50,9 +52,13 @@ def stack() -> nn.Sequential:
 
 
 def require_equal(module: nn.Module, net: gn.GrapNet, *, tolerance: float = 1e-12) -> None:
-    """Asserts equal outputs, input gradients and parameter gradients, with the same numbers dropped."""
+    """Asserts equal outputs, input gradients and parameter gradients, with the same numbers
+    dropped.
+    """
     linears = [part for part in module.modules() if isinstance(part, nn.Linear)]
-    x = torch.randn(2, 5, linears[0].in_features, generator=torch.Generator().manual_seed(1)).to(linears[0].weight)
+    x = torch.randn(2, 5, linears[0].in_features, generator=torch.Generator().manual_seed(1)).to(
+        linears[0].weight
+    )
     mine, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
     module.zero_grad()
     outputs = []
@@ -63,10 +69,14 @@ def require_equal(module: nn.Module, net: gn.GrapNet, *, tolerance: float = 1e-1
     close = {"rtol": tolerance, "atol": tolerance}
     torch.testing.assert_close(outputs[0], outputs[1], **close)
     torch.testing.assert_close(mine.grad, theirs.grad, **close)
-    for transition, layer, linear in zip(net.transitions, list(net.layers)[1:], linears, strict=True):
+    for transition, layer, linear in zip(
+        net.transitions, list(net.layers)[1:], linears, strict=True
+    ):
         if linear.weight.requires_grad:
             torch.testing.assert_close(
-                transition.weight.grad.view(linear.weight.t().shape).t(), linear.weight.grad, **close
+                transition.weight.grad.view(linear.weight.t().shape).t(),
+                linear.weight.grad,
+                **close,
             )
         if linear.bias is not None and linear.bias.requires_grad:
             torch.testing.assert_close(layer.bias.grad, linear.bias.grad, **close)
@@ -83,7 +93,9 @@ def test_a_linear_becomes_a_net_and_a_linear_again(bias):
     require_equal(linear, net)
     (back,) = net.to_module()
     assert repr(back) == repr(linear)
-    assert all(torch.equal(back.state_dict()[key], value) for key, value in linear.state_dict().items())
+    assert all(
+        torch.equal(back.state_dict()[key], value) for key, value in linear.state_dict().items()
+    )
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -101,7 +113,16 @@ def test_to_module_is_the_way_back():
     module = stack()
     back = gn.from_module(module).to_module()
     kinds = [type(part).__name__ for part in back]
-    assert kinds == ["Dropout", "Linear", "LeakyReLU", "Dropout", "Linear", "ReLU", "Dropout", "Linear"]
+    assert kinds == [
+        "Dropout",
+        "Linear",
+        "LeakyReLU",
+        "Dropout",
+        "Linear",
+        "ReLU",
+        "Dropout",
+        "Linear",
+    ]
     mine, theirs = list(back.state_dict().values()), list(module.state_dict().values())
     assert len(mine) == len(theirs) == 5
     assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
@@ -122,7 +143,9 @@ def test_every_activation_computes_the_same_there_and_back(activation):
 
 
 def test_activations_with_other_numbers_are_told_apart():
-    nets = [gn.from_module(nn.Sequential(nn.Linear(1, 1), activation)) for activation in ACTIVATIONS]
+    nets = [
+        gn.from_module(nn.Sequential(nn.Linear(1, 1), activation)) for activation in ACTIVATIONS
+    ]
     names = [net.layers[1].activations[0] for net in nets]
     assert len(set(names)) == len(ACTIVATIONS) - 2  # two differ from others by inplace alone
     assert {"leaky_relu(0.2)", "elu(0.5)", "softplus(2.0)", "gelu_tanh"} <= set(names)
@@ -180,7 +203,10 @@ def test_made_without_gradients_it_trains_all_the_same(context):
     with context():
         net = gn.from_module(module)
     net(torch.randn(3, 6)).sum().backward()
-    assert all(parameter.grad is not None and not parameter.is_inference() for parameter in net.parameters())
+    assert all(
+        parameter.grad is not None and not parameter.is_inference()
+        for parameter in net.parameters()
+    )
 
 
 def test_a_module_made_in_inference_mode_becomes_a_net_that_trains():
@@ -232,7 +258,9 @@ def test_with_the_optimizer_a_loss_of_before_is_refused():
     gn.from_module(module)
     loss.backward(retain_graph=True)  # the module is trained on
     gn.from_module(module, optimizer)
-    with pytest.raises(gn.StaleTopologyError, match=r"before gn\.from_module exchanged the parameters"):
+    with pytest.raises(
+        gn.StaleTopologyError, match=r"before gn\.from_module exchanged the parameters"
+    ):
         loss.backward()
     module(x).sum().backward()
 

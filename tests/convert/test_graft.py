@@ -29,10 +29,24 @@ FFN = ["blocks.0.ffn", "blocks.1.ffn"]
         (nn.Linear, LINEARS),
         (nn.Sequential, FFN),
         ((nn.Sequential, nn.Linear), ["embed", *FFN, "head"]),
-        (lambda name, module: isinstance(module, nn.Linear) and module.bias is None, LINEARS[2:5:2]),
+        (
+            lambda name, module: isinstance(module, nn.Linear) and module.bias is None,
+            LINEARS[2:5:2],
+        ),
         (lambda name, module: name.endswith("ffn"), FFN),
     ],
-    ids=["glob", "name", "nested", "brackets", "head", "type", "sequential", "types", "predicate", "by name"],
+    ids=[
+        "glob",
+        "name",
+        "nested",
+        "brackets",
+        "head",
+        "type",
+        "sequential",
+        "types",
+        "predicate",
+        "by name",
+    ],
 )
 def test_where(where, names):
     model, dense = make().eval(), make().eval()
@@ -43,7 +57,9 @@ def test_where(where, names):
     for net in nets.values():
         gn.check(net)
     torch.testing.assert_close(model(x), dense(x), rtol=1e-13, atol=1e-13)
-    kept = [key for key in dense.state_dict() if not key.startswith(tuple(f"{name}." for name in names))]
+    kept = [
+        key for key in dense.state_dict() if not key.startswith(tuple(f"{name}." for name in names))
+    ]
     mine = model.state_dict()
     assert [key for key in mine if not key.startswith(tuple(f"{name}." for name in names))] == kept
     assert all(torch.equal(mine[key], dense.state_dict()[key]) for key in kept)
@@ -62,21 +78,28 @@ def test_other_modules_and_parameters_stay_the_same_objects():
 
 
 @pytest.mark.parametrize(
-    "where", ["nothing", nn.Bilinear, (), lambda *_: False], ids=["pattern", "type", "none", "predicate"]
+    "where",
+    ["nothing", nn.Bilinear, (), lambda *_: False],
+    ids=["pattern", "type", "none", "predicate"],
 )
 def test_nothing_matches(where):
     model = make()
     before = picture(model)
     with pytest.raises(
-        gn.ConversionError, match=r"no submodule of this Model matches .*; its plain nn.Linears are 'em"
+        gn.ConversionError,
+        match=r"no submodule of this Model matches .*; its plain nn.Linears are 'em",
     ):
         gn.graft(model, where)
-    with pytest.raises(gn.ConversionError, match="no net of this Model matches where=None; its nets are none"):
+    with pytest.raises(
+        gn.ConversionError, match="no net of this Model matches where=None; its nets are none"
+    ):
         gn.ungraft(model)
     assert picture(model) == before
 
 
-@pytest.mark.parametrize("where", [None, 3, [nn.Linear, 3], nn.Linear(2, 2)], ids=["None", "number", "list", "module"])
+@pytest.mark.parametrize(
+    "where", [None, 3, [nn.Linear, 3], nn.Linear(2, 2)], ids=["None", "number", "list", "module"]
+)
 def test_what_no_place_is_said_by_is_a_type_error(where):
     model = make()
     with pytest.raises(TypeError, match="where= is a pattern on names, a type, a predicate"):
@@ -105,14 +128,18 @@ def test_what_is_grafted_already_is_passed_over():
     second = gn.graft(model, nn.Linear)
     assert sorted(second) == sorted(set(LINEARS) - {"blocks.0.ffn.0", "blocks.0.ffn.3"})
     assert model.blocks[0].ffn is first["blocks.0.ffn"]
-    with pytest.raises(gn.ConversionError, match=r"'blocks.0.ffn' is a net already; see gn.ungraft"):
+    with pytest.raises(
+        gn.ConversionError, match=r"'blocks.0.ffn' is a net already; see gn.ungraft"
+    ):
         gn.graft(model, "blocks.0.ffn*")
 
 
 @pytest.mark.parametrize("name", ["a", "b", "*"])
 def test_a_module_under_two_names_is_replaced_under_both(name):
     shared = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    model = nn.ModuleDict({"a": shared, "b": shared, "list": nn.ModuleList([shared, nn.Linear(4, 2)])})
+    model = nn.ModuleDict(
+        {"a": shared, "b": shared, "list": nn.ModuleList([shared, nn.Linear(4, 2)])}
+    )
     optimizer = Adam(model.parameters())
     keys = list(model.state_dict())
     (net,) = gn.graft(model, name if name != "*" else nn.Sequential, optimizer).values()
@@ -124,19 +151,25 @@ def test_a_module_under_two_names_is_replaced_under_both(name):
 
 
 def tied() -> nn.ModuleDict:
-    model = nn.ModuleDict({"embedding": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 7)})
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(7, 4), "body": nn.Linear(4, 4), "lm_head": nn.Linear(4, 7)}
+    )
     model["lm_head"].weight = model["embedding"].weight
     return model
 
 
 def inside_elsewhere() -> nn.ModuleDict:
     inner = nn.Sequential(nn.Linear(4, 4))
-    return nn.ModuleDict({"body": nn.Linear(4, 4), "lm_head": nn.Sequential(inner, nn.ReLU()), "other": inner})
+    return nn.ModuleDict(
+        {"body": nn.Linear(4, 4), "lm_head": nn.Sequential(inner, nn.ReLU()), "other": inner}
+    )
 
 
 def part_elsewhere() -> nn.ModuleDict:
     linear = nn.Linear(4, 4)
-    return nn.ModuleDict({"body": nn.Linear(4, 4), "lm_head": nn.Sequential(linear, nn.ReLU()), "other": linear})
+    return nn.ModuleDict(
+        {"body": nn.Linear(4, 4), "lm_head": nn.Sequential(linear, nn.ReLU()), "other": linear}
+    )
 
 
 def extra_buffer() -> nn.ModuleDict:
@@ -314,15 +347,21 @@ def test_a_net_from_elsewhere_takes_its_place():
     assert describe_origin(gn.GrapNet([2, 2])) is None
     with pytest.raises(ValueError, match=r"blocks\.7\.ffn"):
         place(fresh, "blocks.7.ffn", net, described)
-    other = nn.ModuleDict({"ffn": nn.Sequential(nn.LayerNorm(6), nn.GELU(), nn.Dropout(0.1), nn.Linear(9, 6))})
-    with pytest.raises(gn.ConversionError, match=r"'ffn\.0' is a LayerNorm, and the net stands for linear modules"):
+    other = nn.ModuleDict(
+        {"ffn": nn.Sequential(nn.LayerNorm(6), nn.GELU(), nn.Dropout(0.1), nn.Linear(9, 6))}
+    )
+    with pytest.raises(
+        gn.ConversionError, match=r"'ffn\.0' is a LayerNorm, and the net stands for linear modules"
+    ):
         place(other, "ffn", net, described)
     with pytest.raises(ValueError, match="not a chain"):
         place(fresh, "blocks.1.ffn", net, {"parts": [{"path": 3}], "emptied": []})
 
 
 def test_a_chain_says_how_a_module_computes():
-    chain = read_chain(nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 3), nn.Dropout(0.2), nn.ReLU(), nn.Linear(3, 2)))
+    chain = read_chain(
+        nn.Sequential(nn.Dropout(0.1), nn.Linear(2, 3), nn.Dropout(0.2), nn.ReLU(), nn.Linear(3, 2))
+    )
     assert (chain.dropout, chain.dropout_path) == (0.1, "0")
     assert [part.path for part in chain.parts] == ["1", "4"]
     assert (chain.parts[0].activation, chain.parts[0].activation_path) == ("relu", "3")

@@ -69,7 +69,10 @@ def test_an_optimizer_that_was_not_given_refuses_to_go_on(verb, tmp_path):
         gn.graft(model, FFN, optimizer)
         gn.ungraft(model, "blocks.0.*")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(gn.OptimizerError, match=rf"that gn.{verb} has replaced.*gn.{verb}\(..., optimizer=optimizer\)"):
+    with pytest.raises(
+        gn.OptimizerError,
+        match=rf"that gn.{verb} has replaced.*gn.{verb}\(..., optimizer=optimizer\)",
+    ):
         train(model, optimizer, range(3, 4))
     if verb == "ungraft":
         with pytest.raises(gn.OptimizerError, match="has replaced"):
@@ -134,11 +137,16 @@ def test_groups_keep_their_settings_order_and_members():
     optimizer = by_dimension(model)
     train(model, optimizer, range(2))
     dense, other = twin(model, optimizer)
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    settings = [
+        {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
+    ]
     groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
     nets = gn.graft(model, lambda name, _: name.endswith("ffn") or name == "head", optimizer)
     assert [{k: v for k, v in group.items() if k != "params"} for group in groups] == settings
-    assert all(group["params"] is members for group, members in zip(optimizer.param_groups, lists, strict=True))
+    assert all(
+        group["params"] is members
+        for group, members in zip(optimizer.param_groups, lists, strict=True)
+    )
     ids = [{id(p) for p in members} for members in lists]
     for net in nets.values():
         assert all(id(transition.weight) in ids[0] for transition in net.transitions)
@@ -149,17 +157,24 @@ def test_groups_keep_their_settings_order_and_members():
     assert difference(model, dense) < CLOSE
     by_name = dict(model.named_parameters())
     expected = [
-        [n for n, p in dense.named_parameters() if any(p is q for q in g["params"])] for g in other.param_groups
+        [n for n, p in dense.named_parameters() if any(p is q for q in g["params"])]
+        for g in other.param_groups
     ]
-    assert [[n for n, p in by_name.items() if any(p is q for q in members)] for members in lists] == expected
+    assert [
+        [n for n, p in by_name.items() if any(p is q for q in members)] for members in lists
+    ] == expected
 
 
 def test_the_order_is_that_of_an_optimizer_made_for_the_model():
     model, optimizer = trained()
     gn.graft(model, FFN, optimizer)
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    assert all(
+        a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+    )
     gn.ungraft(model, optimizer=optimizer)
-    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    assert all(
+        a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
+    )
 
 
 def test_parameters_with_names():
@@ -169,7 +184,9 @@ def test_parameters_with_names():
     group = optimizer.param_groups[0]
     assert len(group["param_names"]) == len(group["params"]) == len(before) + 2
     named = dict(model.named_parameters())
-    assert all(named[name] is p for name, p in zip(group["param_names"], group["params"], strict=True))
+    assert all(
+        named[name] is p for name, p in zip(group["param_names"], group["params"], strict=True)
+    )
     gn.ungraft(model, optimizer=optimizer)
     assert group["param_names"] == before
 
@@ -178,13 +195,18 @@ def test_names_of_ones_own_are_kept_in_front():
     linear = nn.Linear(2, 2)
     optimizer = Adam([("mine", linear.weight), ("other", linear.bias)])
     gn.from_module(linear, optimizer)
-    assert optimizer.param_groups[0]["param_names"] == ["other.layers.1.bias", "mine.transitions.0.weight"]
+    assert optimizer.param_groups[0]["param_names"] == [
+        "other.layers.1.bias",
+        "mine.transitions.0.weight",
+    ]
 
 
 def test_several_optimizers_share_a_model():
     def build(model):
         weights = [p for p in model.parameters() if p.dim() == 2]
-        return SGD(weights, lr=0.05, momentum=0.9), Adam([p for p in model.parameters() if p.dim() < 2], lr=0.02)
+        return SGD(weights, lr=0.05, momentum=0.9), Adam(
+            [p for p in model.parameters() if p.dim() < 2], lr=0.02
+        )
 
     model = make()
     optimizers = build(model)
@@ -254,7 +276,9 @@ def test_a_grad_scaler_goes_on():
             if grafted and step == 2:
                 gn.graft(model, FFN, optimizer)
             optimizer.zero_grad()
-            x = torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            x = torch.randn(
+                8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
+            )
             torch.manual_seed(step)
             scaler.scale(model(x).square().mean()).backward()
             scaler.step(optimizer)

@@ -34,7 +34,9 @@ def refused(kind: Any, model: nn.Module) -> Any:
     return kind(matrices, lr=0.01)
 
 
-REFUSED = [torch.optim.LBFGS, Adafactor, SparseAdam] + ([torch.optim.Muon] if hasattr(torch.optim, "Muon") else [])
+REFUSED = [torch.optim.LBFGS, Adafactor, SparseAdam] + (
+    [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
+)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

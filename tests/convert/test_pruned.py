@@ -1,4 +1,6 @@
-"""Weights that torch.nn.utils.prune has pruned away, or that are zero: frozen, or absent relations."""
+"""Weights that torch.nn.utils.prune has pruned away, or that are zero: frozen, or absent
+relations.
+"""
 
 import copy
 
@@ -38,7 +40,9 @@ def iterated(module: nn.Sequential) -> None:
 
 
 def everywhere(module: nn.Sequential) -> None:
-    prune.global_unstructured([(module[0], "weight"), (module[2], "weight")], prune.L1Unstructured, amount=0.8)
+    prune.global_unstructured(
+        [(module[0], "weight"), (module[2], "weight")], prune.L1Unstructured, amount=0.8
+    )
 
 
 def nothing(module: nn.Sequential) -> None:
@@ -62,12 +66,18 @@ def adam(parameters) -> torch.optim.Optimizer:
 
 
 def pruned_entries(module: nn.Sequential) -> int:
-    return sum(int((buffer == 0).sum()) for name, buffer in module.named_buffers() if name.endswith("_mask"))
+    return sum(
+        int((buffer == 0).sum())
+        for name, buffer in module.named_buffers()
+        if name.endswith("_mask")
+    )
 
 
 def require_same_weights(net: gn.GrapNet, module: nn.Module, tolerance: float = 1e-13) -> None:
     linears = [part for part in net.to_module() if isinstance(part, nn.Linear)]
-    for mine, theirs in zip(linears, (m for m in module.modules() if isinstance(m, nn.Linear)), strict=True):
+    for mine, theirs in zip(
+        linears, (m for m in module.modules() if isinstance(m, nn.Linear)), strict=True
+    ):
         torch.testing.assert_close(mine.weight, theirs.weight, rtol=0, atol=tolerance)
         torch.testing.assert_close(mine.bias, theirs.bias, rtol=0, atol=tolerance)
 
@@ -91,7 +101,9 @@ def test_training_goes_on_like_that_of_the_pruned_model(way, drop_zeros):
     assert sum(p.numel() for p in net.parameters()) == 5 * 7 + 7 + 7 * 3 + 3 - pruned
     train(net, optimizer, range(3, 6))
     train(twin, other, range(3, 6))
-    twin(torch.zeros(1, 5, dtype=torch.float64))  # pruning computes the weights ahead of a forward pass
+    twin(
+        torch.zeros(1, 5, dtype=torch.float64)
+    )  # pruning computes the weights ahead of a forward pass
     require_same_weights(net, twin)
 
 
@@ -113,9 +125,18 @@ def test_a_pruned_model_is_grafted_and_comes_back_plain(drop_zeros):
     ]
     x = torch.randn(4, 5, dtype=torch.float64)
     torch.testing.assert_close(model(x), twin(x))
-    assert net.count().relations == 56 - (int((twin[0][0].weight_mask == 0).sum()) if drop_zeros else 0)
+    assert net.count().relations == 56 - (
+        int((twin[0][0].weight_mask == 0).sum()) if drop_zeros else 0
+    )
     gn.ungraft(model, optimizer=optimizer)
-    assert list(model.state_dict()) == ["0.0.weight", "0.0.bias", "0.2.weight", "0.2.bias", "1.weight", "1.bias"]
+    assert list(model.state_dict()) == [
+        "0.0.weight",
+        "0.0.bias",
+        "0.2.weight",
+        "0.2.bias",
+        "1.weight",
+        "1.bias",
+    ]
     assert optimizer.param_groups[0]["param_names"][:2] == ["0.0.weight", "0.0.bias"]
     torch.testing.assert_close(model(x), twin(x))
     assert torch.equal(model[0][0].weight, twin[0][0].weight)
@@ -135,7 +156,9 @@ def test_zeroed_weights_without_pruning(drop_zeros):
     assert net.count().frozen == 0  # a zero that nobody pruned trains, when it stays
     twin = copy.deepcopy(module)
     absent = twin[0].weight == 0
-    twin[0].weight.register_hook(lambda gradient: gradient.masked_fill(absent, 0.0) if drop_zeros else gradient)
+    twin[0].weight.register_hook(
+        lambda gradient: gradient.masked_fill(absent, 0.0) if drop_zeros else gradient
+    )
     other = adam(twin.parameters())
     train(net, optimizer, range(3))
     train(twin, other, range(3))
@@ -159,7 +182,9 @@ def test_gradients_of_what_is_left_are_carried():
     kept = (module[0].weight_mask != 0).t()
     for drop_zeros in (False, True):
         net = gn.from_module(module, drop_zeros=drop_zeros)
-        assert torch.equal(net.transitions[0].weight.grad.view(-1), module[0].weight_orig.grad.t()[kept])
+        assert torch.equal(
+            net.transitions[0].weight.grad.view(-1), module[0].weight_orig.grad.t()[kept]
+        )
 
 
 def test_a_pruned_weight_that_is_unfrozen_trains_again():

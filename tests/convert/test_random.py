@@ -1,4 +1,6 @@
-"""Random stacks, grafts, edits, undo and ungraft, against a dense twin with the same entries held."""
+"""Random stacks, grafts, edits, undo and ungraft, against a dense twin with the same entries
+held.
+"""
 
 import copy
 import random
@@ -16,7 +18,9 @@ ACTIVATIONS = [nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, lambda: nn.LeakyReLU(0.2), nn
 
 @dataclass
 class Kept:
-    """Entries that an edit has taken: what they were, their state then, and what they are held at."""
+    """Entries that an edit has taken: what they were, their state then, and what they are held
+    at.
+    """
 
     parameter: nn.Parameter
     entries: Tensor  # bool, like the Parameter
@@ -40,7 +44,11 @@ class Twin:
         for parameter, entries, at_zero in asked:
             fresh = entries & ~self.held[parameter]
             moving = entries if at_zero else fresh  # a frozen entry can still be cut
-            state = {k: v.clone() for k, v in self.optimizer.state[parameter].items() if v.shape == parameter.shape}
+            state = {
+                k: v.clone()
+                for k, v in self.optimizer.state[parameter].items()
+                if v.shape == parameter.shape
+            }
             kept.append(Kept(parameter, fresh, parameter.detach().clone(), state, at_zero))
             kept.append(Kept(parameter, moving & ~fresh, parameter.detach().clone(), {}, at_zero))
             self.held[parameter] |= entries
@@ -89,7 +97,9 @@ class Program:
         self.sizes = [self.draw.randint(2, 6) for _ in range(self.draw.randint(2, 4))]
         modules: list[nn.Module] = []
         for n_in, n_out in zip(self.sizes, self.sizes[1:], strict=False):
-            modules.append(nn.Linear(n_in, n_out, bias=self.draw.random() < 0.7, dtype=torch.float64))
+            modules.append(
+                nn.Linear(n_in, n_out, bias=self.draw.random() < 0.7, dtype=torch.float64)
+            )
             modules.append(self.draw.choice(ACTIVATIONS)())
         self.model = nn.Sequential(nn.Identity(), nn.Sequential(*modules))
         self.optimizer = AdamW(self.model.parameters(), lr=0.02, weight_decay=0.1)
@@ -125,11 +135,17 @@ class Program:
                     chosen = (
                         self.net.layers[t]
                         .outgoing()
-                        .smallest(fraction=self.draw.random() / 2, key=torch.rand(self.net.transitions[t].size))
+                        .smallest(
+                            fraction=self.draw.random() / 2,
+                            key=torch.rand(self.net.transitions[t].size),
+                        )
                     )
                     verb(chosen)
                     entries = torch.zeros_like(self.twin.linears[t].weight, dtype=torch.bool)
-                    rows = (chosen.children - self.first[t + 1]).long(), (chosen.parents - self.first[t]).long()
+                    rows = (
+                        (chosen.children - self.first[t + 1]).long(),
+                        (chosen.parents - self.first[t]).long(),
+                    )
                     entries[rows] = True
                     asked.append((self.twin.linears[t].weight, entries, verb == edit.cut))
             hidden = [n for n in range(1, len(self.sizes) - 1) if len(self.net.layers[n]) > 1]
@@ -139,13 +155,17 @@ class Program:
                 edit.remove_nodes([uid])
                 asked += self.gone(number, uid - self.first[number])
         self.twin.hold(sorted(asked, key=lambda one: not one[2]))  # a cut beats a freeze
-        if self.net.version == before:  # an edit that changes nothing is no commit, and cannot be undone
+        if (
+            self.net.version == before
+        ):  # an edit that changes nothing is no commit, and cannot be undone
             self.twin.past.pop()
 
     def gone(self, number: int, row: int) -> list[tuple[nn.Parameter, Tensor, bool]]:
         """Returns what stands for a node in the twin."""
         above, below = self.twin.linears[number - 1], self.twin.linears[number]
-        incoming, outgoing = (torch.zeros_like(one.weight, dtype=torch.bool) for one in (above, below))
+        incoming, outgoing = (
+            torch.zeros_like(one.weight, dtype=torch.bool) for one in (above, below)
+        )
         incoming[row], outgoing[:, row] = True, True
         asked = [(above.weight, incoming, True), (below.weight, outgoing, True)]
         if above.bias is not None:
@@ -164,13 +184,19 @@ class Program:
 
     def require_equal_weights(self) -> None:
         """Asserts that the plain modules are the twin's, without the rows of removed nodes."""
-        rows = [layer.uids - first for layer, first in zip(self.net.layers, self.first, strict=True)]
+        rows = [
+            layer.uids - first for layer, first in zip(self.net.layers, self.first, strict=True)
+        ]
         linears = [part for part in self.model.modules() if isinstance(part, nn.Linear)]
         for t, (mine, theirs) in enumerate(zip(linears, self.twin.linears, strict=True)):
-            torch.testing.assert_close(mine.weight, theirs.weight[rows[t + 1]][:, rows[t]], rtol=1e-11, atol=1e-12)
+            torch.testing.assert_close(
+                mine.weight, theirs.weight[rows[t + 1]][:, rows[t]], rtol=1e-11, atol=1e-12
+            )
             assert (mine.bias is None) == (theirs.bias is None)
             if mine.bias is not None:
-                torch.testing.assert_close(mine.bias, theirs.bias[rows[t + 1]], rtol=1e-11, atol=1e-12)
+                torch.testing.assert_close(
+                    mine.bias, theirs.bias[rows[t + 1]], rtol=1e-11, atol=1e-12
+                )
 
 
 @pytest.mark.parametrize("seed", range(24))

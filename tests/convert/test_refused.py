@@ -83,7 +83,10 @@ def _row(*modules: nn.Module) -> nn.Sequential:
 REFUSED = {
     "batch norm": (lambda: _row(nn.BatchNorm1d(3)), "'1' is a BatchNorm1d, whose statistics"),
     "layer norm": (lambda: _row(nn.ReLU(), nn.LayerNorm(3)), "'2' is a LayerNorm"),
-    "nested norm": (lambda: _row(nn.Sequential(nn.ReLU(), nn.GroupNorm(1, 3))), "'1.1' is a GroupNorm"),
+    "nested norm": (
+        lambda: _row(nn.Sequential(nn.ReLU(), nn.GroupNorm(1, 3))),
+        "'1.1' is a GroupNorm",
+    ),
     "conv": (lambda: _row(nn.Conv1d(1, 1, 1)), "'1' is a Conv1d"),
     "conv alone": (lambda: nn.Conv2d(1, 1, 1), "the module is a Conv2d"),
     "softmax": (lambda: _row(nn.Softmax(-1)), "'1' is a Softmax, neither"),
@@ -93,15 +96,30 @@ REFUSED = {
     "softplus with a threshold": (lambda: _row(nn.Softplus(threshold=3)), "'1' is a Softplus"),
     "other dropout": (lambda: _row(nn.AlphaDropout(0.1)), "'1' is an AlphaDropout"),
     "bilinear": (lambda: nn.Bilinear(2, 2, 2), "the module is a Bilinear"),
-    "out_proj": (lambda: _row(nn.MultiheadAttention(4, 2).out_proj), "'1' is a NonDynamicallyQuantizableLinear"),
-    "out_proj alone": (lambda: nn.MultiheadAttention(4, 2).out_proj, "is a NonDynamicallyQuantizableLinear"),
-    "embedding": (lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)), "'0' is an Embedding"),
+    "out_proj": (
+        lambda: _row(nn.MultiheadAttention(4, 2).out_proj),
+        "'1' is a NonDynamicallyQuantizableLinear",
+    ),
+    "out_proj alone": (
+        lambda: nn.MultiheadAttention(4, 2).out_proj,
+        "is a NonDynamicallyQuantizableLinear",
+    ),
+    "embedding": (
+        lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)),
+        "'0' is an Embedding",
+    ),
     "a net inside": (lambda: nn.Sequential(gn.GrapNet([3, 3])), "'0' is a GrapNet"),
     "parametrized": (_parametrized, "'0' is a ParametrizedLinear"),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 3)), "ParametrizedLinear"),
     "old weight norm": (_old_weight_norm, "weight_g, weight_v"),
-    "spectral norm": (lambda: parametrizations.spectral_norm(nn.Linear(3, 3)), "ParametrizedLinear"),
-    "old spectral norm": (lambda: _row(nn.utils.spectral_norm(nn.Linear(3, 3))), "weight of '1' is computed"),
+    "spectral norm": (
+        lambda: parametrizations.spectral_norm(nn.Linear(3, 3)),
+        "ParametrizedLinear",
+    ),
+    "old spectral norm": (
+        lambda: _row(nn.utils.spectral_norm(nn.Linear(3, 3))),
+        "weight of '1' is computed",
+    ),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "'0' is a LazyLinear"),
     "forward hook": (lambda: _hooked("register_forward_hook"), "'1' has hooks"),
     "forward pre-hook": (lambda: _hooked("register_forward_pre_hook"), "'1' has hooks"),
@@ -109,7 +127,10 @@ REFUSED = {
     "backward pre-hook": (lambda: _hooked("register_full_backward_pre_hook"), "'1' has hooks"),
     "state-dict hook": (lambda: _hooked("register_load_state_dict_post_hook"), "'1' has hooks"),
     "gradient hook": (lambda: _tensor_hooked("register_hook"), "weight of 'Linear' has hooks"),
-    "hook after a gradient": (lambda: _tensor_hooked("register_post_accumulate_grad_hook"), "weight of 'Linear' has"),
+    "hook after a gradient": (
+        lambda: _tensor_hooked("register_post_accumulate_grad_hook"),
+        "weight of 'Linear' has",
+    ),
     "forward of its own": (_replaced_forward, "forward of its own"),
     "shared weight": (_shared_weight, "'0', '2' share a parameter"),
     "one linear twice": (_twice, "'0', '2' share a parameter"),
@@ -117,11 +138,20 @@ REFUSED = {
     "dropout before relu6": (lambda: _row(nn.Dropout(0.1), nn.ReLU6()), "'2' follows a Dropout"),
     "two dropouts": (lambda: _row(nn.Dropout(0.1), nn.Dropout(0.1)), "'2' follows another Dropout"),
     "two activations": (lambda: _row(nn.ReLU(), nn.Tanh()), "'2' follows another activation"),
-    "activation first": (lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 3)), "'0' comes before the first nn.Linear"),
+    "activation first": (
+        lambda: nn.Sequential(nn.ReLU(), nn.Linear(3, 3)),
+        "'0' comes before the first nn.Linear",
+    ),
     "empty": (nn.Sequential, "holds no nn.Linear"),
     "dropout alone": (lambda: nn.Sequential(nn.Dropout(0.1)), "holds no nn.Linear"),
-    "sizes that do not fit": (lambda: _row(nn.Linear(4, 2)), "'1' takes 4 inputs, and 3 come out before it"),
-    "dtypes": (lambda: _row(nn.Linear(3, 3).double()), "of several kinds: torch.float32 on cpu, torch.float64 on cpu"),
+    "sizes that do not fit": (
+        lambda: _row(nn.Linear(4, 2)),
+        "'1' takes 4 inputs, and 3 come out before it",
+    ),
+    "dtypes": (
+        lambda: _row(nn.Linear(3, 3).double()),
+        "of several kinds: torch.float32 on cpu, torch.float64 on cpu",
+    ),
     "meta": (lambda: nn.Linear(3, 3, device="meta"), "on meta"),
     "complex": (lambda: nn.Linear(3, 3, dtype=torch.complex64), "torch.complex64"),
     "bias as a buffer": (_bias_as_a_buffer, "the bias of 'Linear' is computed from something else"),
@@ -187,7 +217,11 @@ class OddlyNamed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        for name, linear in {"class": nn.Linear(4, 5), "a-b": nn.Linear(5, 5), "0": nn.Linear(5, 3)}.items():
+        for name, linear in {
+            "class": nn.Linear(4, 5),
+            "a-b": nn.Linear(5, 5),
+            "0": nn.Linear(5, 3),
+        }.items():
             self.add_module(name, linear)
 
 
@@ -203,9 +237,13 @@ def test_what_an_own_class_is_told_can_be_run():
 
 
 def test_an_own_class_that_holds_more_or_stands_in_a_model_is_grafted():
-    with pytest.raises(gn.ConversionError, match=r"Make nets of the Linears in it: gn\.graft\(model, nn\.Linear\)"):
+    with pytest.raises(
+        gn.ConversionError, match=r"Make nets of the Linears in it: gn\.graft\(model, nn\.Linear\)"
+    ):
         gn.from_module(Own(None, nn.Conv1d(1, 1, 1)))
-    with pytest.raises(gn.ConversionError, match=r'gn\.graft\(model, \["a\.fc_in", "a\.fc_out"\]\)'):
+    with pytest.raises(
+        gn.ConversionError, match=r'gn\.graft\(model, \["a\.fc_in", "a\.fc_out"\]\)'
+    ):
         gn.graft(nn.ModuleDict({"a": Own(None)}), "a")
 
 
@@ -221,14 +259,17 @@ def test_an_own_class_that_holds_more_or_stands_in_a_model_is_grafted():
 def test_what_is_no_activation_is_left_outside(stack, way):
     with pytest.raises(gn.ConversionError) as refused:
         gn.from_module(stack())
-    assert f"Leave it outside: make {way}, or of every Linear around it: gn.graft(model, nn.Linear)" in str(
-        refused.value
+    assert (
+        f"Leave it outside: make {way}, or of every Linear around it: gn.graft(model, nn.Linear)"
+        in str(refused.value)
     )
     assert "register_activation" not in str(refused.value)
 
 
 def test_what_is_no_module_is_told_to_become_one():
-    with pytest.raises(TypeError, match=r"no activations\. Build the module .*grapnet convert FILE"):
+    with pytest.raises(
+        TypeError, match=r"no activations\. Build the module .*grapnet convert FILE"
+    ):
         gn.from_module(nn.Linear(3, 4).state_dict())  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="takes a module, not an int"):
         gn.from_module(3)  # pyright: ignore[reportArgumentType]
@@ -236,7 +277,9 @@ def test_what_is_no_module_is_told_to_become_one():
 
 def test_an_own_activation_with_a_name_that_is_taken_is_told_another():
     stack = nn.Sequential(nn.Linear(3, 4), type("GELU", (Halved,), {})(), nn.Linear(4, 2))
-    with pytest.raises(gn.ConversionError, match=r'gn\.register_activation\("own_gelu", function\)'):
+    with pytest.raises(
+        gn.ConversionError, match=r'gn\.register_activation\("own_gelu", function\)'
+    ):
         gn.from_module(stack)
 
 
@@ -244,7 +287,10 @@ def test_an_unknown_activation_is_told_how_to_become_one_of_nodes():
     stack, x = nn.Sequential(nn.Linear(3, 4), nn.Softsign(), nn.Linear(4, 2)), torch.randn(5, 3)
     with pytest.raises(gn.ConversionError) as refused:
         gn.from_module(stack)
-    for way in ('gn.register_activation("softsign", function)', 'edit.set_activation(net.layers[1], "softsign")'):
+    for way in (
+        'gn.register_activation("softsign", function)',
+        'edit.set_activation(net.layers[1], "softsign")',
+    ):
         assert way in str(refused.value)
     gn.register_activation("softsign", nn.functional.softsign)
     net = gn.from_module(nn.Sequential(stack[0], nn.Identity(), stack[2]))

@@ -115,7 +115,9 @@ def test_after_another_dropout_was_set():
 
 
 def test_an_idle_dropout_can_be_woken():
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 3), nn.Dropout(0.0), nn.GELU())})
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(nn.Dropout(0.0), nn.Linear(3, 3), nn.Dropout(0.0), nn.GELU())}
+    )
     net = gn.graft(model, "a")["a"]
     net.layers[0].dropout = 0.2
     gn.ungraft(copy.deepcopy(model))
@@ -140,12 +142,24 @@ def drop(layer: int) -> Callable[[gn.GrapNet], None]:
 
 
 REFUSED = {
-    "an activation where was none": (activate(2, slice(None), "relu"), "layer 2 of 'a' has an activation"),
-    "another after a dropout": (activate(1, slice(None), "gelu"), "layer 1 of 'a' drops what comes out of gelu"),
-    "a mixture after a dropout": (activate(1, slice(2), "tanh"), "layer 1 of 'a' drops what comes out of"),
+    "an activation where was none": (
+        activate(2, slice(None), "relu"),
+        "layer 2 of 'a' has an activation",
+    ),
+    "another after a dropout": (
+        activate(1, slice(None), "gelu"),
+        "layer 1 of 'a' drops what comes out of gelu",
+    ),
+    "a mixture after a dropout": (
+        activate(1, slice(2), "tanh"),
+        "layer 1 of 'a' drops what comes out of",
+    ),
     "dropout where was none": (drop(2), "a layer of 'a' has dropout"),
     "dropout of the input": (drop(0), "a layer of 'a' has dropout"),
-    "attention": (lambda net: net.execution.use("attention"), "'a' cannot become plain modules: .* attention"),
+    "attention": (
+        lambda net: net.execution.use("attention"),
+        "'a' cannot become plain modules: .* attention",
+    ),
 }
 
 
@@ -166,7 +180,9 @@ def test_what_the_modules_of_then_cannot_do_is_refused_by_name(case):
 
 
 def test_leaky_relu_may_follow_the_dropout():
-    model = nn.ModuleDict({"a": nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.4), nn.ReLU(), nn.Linear(50, 3))})
+    model = nn.ModuleDict(
+        {"a": nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.4), nn.ReLU(), nn.Linear(50, 3))}
+    )
     net = gn.graft(model, "a")["a"]
     with net.edit() as edit:
         edit.set_activation(net.layers[1], "leaky_relu(0.3)")
@@ -246,7 +262,9 @@ def test_a_dropout_that_was_switched_off_stays_so():
     dense = copy.deepcopy(model)
     gn.graft(model, "blocks.*.ffn")
     gn.ungraft(model)
-    assert [module.training for module in model.modules()] == [module.training for module in dense.modules()]
+    assert [module.training for module in model.modules()] == [
+        module.training for module in dense.modules()
+    ]
     assert not model.blocks[0].ffn[2].training
     assert model.blocks[1].ffn[2].training
 
@@ -287,13 +305,17 @@ def test_there_and_back_many_times_is_bit_identical():
     after = optimizer.state_dict()
     assert after["param_groups"] == state["param_groups"]
     for number, entries in state["state"].items():
-        assert all(torch.equal(after["state"][number][key], value) for key, value in entries.items())
+        assert all(
+            torch.equal(after["state"][number][key], value) for key, value in entries.items()
+        )
 
 
 def test_a_matrix_that_would_be_too_large_is_refused():
     model, _, _ = grafted()
     before = picture(model)
-    with pytest.raises(gn.ConversionError, match=r"'blocks.0.ffn' cannot become plain modules: .* 54 cells"):
+    with pytest.raises(
+        gn.ConversionError, match=r"'blocks.0.ffn' cannot become plain modules: .* 54 cells"
+    ):
         gn.ungraft(model, most_cells=50)
     assert picture(model) == before
 
@@ -318,9 +340,12 @@ def test_an_emptied_layer_without_bias_stays_without_and_one_of_transposed_weigh
     x = torch.randn(4, 3)
     assert list(plain.state_dict()) == keys
     assert torch.equal(plain(x), model(x))
-    transposed = Chain(tuple(dataclasses.replace(part, transposed=True) for part in net.origin.chain.parts))
+    transposed = Chain(
+        tuple(dataclasses.replace(part, transposed=True) for part in net.origin.chain.parts)
+    )
     net.origin = dataclasses.replace(net.origin, chain=transposed)
     with pytest.raises(
-        gn.ConversionError, match=r"'0' has a layer without nodes, and '2' cannot run on that; add a node"
+        gn.ConversionError,
+        match=r"'0' has a layer without nodes, and '2' cannot run on that; add a node",
     ):
         gn.ungraft(model)

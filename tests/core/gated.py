@@ -1,4 +1,6 @@
-"""A Llama-style feed-forward block: three nets that share their hidden units, and everything that follows them."""
+"""A Llama-style feed-forward block: three nets that share their hidden units, and everything that
+follows them.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +37,9 @@ class Seen:
 
 
 class Block(nn.Module):
-    """gate, up and down of a Llama-style feed-forward block, one optimizer over all, and followers around it."""
+    """gate, up and down of a Llama-style feed-forward block, one optimizer over all, and followers
+    around it.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -64,7 +68,9 @@ class Block(nn.Module):
 
     def step(self) -> None:
         width = len(self.gate.layers[0])
-        x = torch.linspace(-1, 1, 8 * width, dtype=self.gate.transitions[0].weight.dtype).reshape(8, width)
+        x = torch.linspace(-1, 1, 8 * width, dtype=self.gate.transitions[0].weight.dtype).reshape(
+            8, width
+        )
         self.optimizer.zero_grad()
         (self(x) - x).square().sum().backward()
         self.optimizer.step()
@@ -74,7 +80,9 @@ class Block(nn.Module):
 
 
 def write(block: Block, n: int, edit: gn.Edit) -> None:
-    """Asks, in the n-th net, for two hidden units to go and for one to come with weights that are drawn."""
+    """Asks, in the n-th net, for two hidden units to go and for one to come with weights that are
+    drawn.
+    """
     net = block.nets[n]
     edit.remove_nodes(block.hidden(GONE)[n], interface=True)
     if net is block.down:
@@ -122,7 +130,11 @@ def state(block: Block) -> list[Any]:
 def contents(block: Block) -> list[Any]:
     """What two blocks that went the same way have in common: values, optimizer state, followers."""
     found = [net.state_dict() for net in block.nets]
-    return [found, list(block.optimizer.state.values()), [follower.count for follower in block.followers]]
+    return [
+        found,
+        list(block.optimizer.state.values()),
+        [follower.count for follower in block.followers],
+    ]
 
 
 def assert_equal(one: Block, other: Block) -> None:

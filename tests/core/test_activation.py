@@ -52,8 +52,12 @@ def test_a_node_computes_what_the_module_computes(name):
 
 
 def test_quick_gelu_is_the_one_of_clip():
-    torch.testing.assert_close(net_with("quick_gelu")(Z.view(-1, 1)).view(-1), Z * torch.sigmoid(1.702 * Z))
-    assert not torch.allclose(net_with("quick_gelu")(Z.view(-1, 1)).view(-1), functional.gelu(Z), atol=0.01)
+    torch.testing.assert_close(
+        net_with("quick_gelu")(Z.view(-1, 1)).view(-1), Z * torch.sigmoid(1.702 * Z)
+    )
+    assert not torch.allclose(
+        net_with("quick_gelu")(Z.view(-1, 1)).view(-1), functional.gelu(Z), atol=0.01
+    )
 
 
 @pytest.mark.parametrize("name", [*MODULES, "quick_gelu"])
@@ -99,7 +103,9 @@ def test_a_checkpoint_and_an_edit_take_the_name(name, tmp_path):
     ids=repr,
 )
 def test_what_is_no_name_is_refused(name):
-    with pytest.raises(ValueError, match=r"no activation is called .*; known are .*leaky_relu\(number\)"):
+    with pytest.raises(
+        ValueError, match=r"no activation is called .*; known are .*leaky_relu\(number\)"
+    ):
         gn.GrapNet([2, 2], activation=[name])
     net = gn.GrapNet([2, 2])
     with pytest.raises(ValueError, match="no activation is called"), net.edit() as edit:
@@ -118,10 +124,13 @@ def test_a_name_of_ones_own():
 
 
 @pytest.mark.parametrize(
-    ("name", "here"), {"logistic": "sigmoid", "swish": "silu", "ReLU": "relu", "sigmod": "sigmoid"}.items()
+    ("name", "here"),
+    {"logistic": "sigmoid", "swish": "silu", "ReLU": "relu", "sigmod": "sigmoid"}.items(),
 )
 def test_a_name_of_elsewhere_is_told_what_it_is_called_here(name, here):
-    with pytest.raises(ValueError, match=f"no activation is called '{name}', but '{here}' is; known are"):
+    with pytest.raises(
+        ValueError, match=f"no activation is called '{name}', but '{here}' is; known are"
+    ):
         gn.GrapNet([2, 2, 2], activation=name)
     with pytest.raises(ValueError, match="no activation is called 'bent'; known are"):
         gn.GrapNet([2, 2, 2], activation="bent")

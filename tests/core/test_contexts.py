@@ -1,4 +1,6 @@
-"""Contexts: whatever mode a net is run, edited or built in leaves nothing behind in what it caches."""
+"""Contexts: whatever mode a net is run, edited or built in leaves nothing behind in what it
+caches.
+"""
 
 import copy
 from collections.abc import Callable
@@ -45,7 +47,10 @@ def test_where_a_net_first_ran_does_not_matter(first: str) -> None:
         for model in (net, expected):
             model.zero_grad()
             model(x.clone().requires_grad_()).square().sum().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), expected.parameters(), strict=True))
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(net.parameters(), expected.parameters(), strict=True)
+        )
         with net.edit() as edit:
             edit.set_activation(net.layers[1][0], "tanh")
             edit.freeze(net.layers[0][0].outgoing(slots=[1]))
@@ -69,7 +74,10 @@ def test_a_default_device_elsewhere_does_not_matter() -> None:
 
 
 def test_gradients_of_samples_are_those_of_a_loop() -> None:
-    net, x = gn.GrapNet([4, 3, 2], activation="tanh", dtype=torch.float64), torch.randn(5, 4, dtype=torch.float64)
+    net, x = (
+        gn.GrapNet([4, 3, 2], activation="tanh", dtype=torch.float64),
+        torch.randn(5, 4, dtype=torch.float64),
+    )
     with net.edit() as edit:
         edit.freeze(net.layers[1][0])
     parameters = dict(net.named_parameters())
@@ -127,7 +135,9 @@ def test_a_map_carries_tensors_of_any_kind() -> None:
         index.carry(torch.zeros(11))
 
 
-@pytest.mark.parametrize(("size", "gone", "come"), [(30_000, 9_000, 7_000), (9_000, 0, 8_000), (20_000, 19_000, 0)])
+@pytest.mark.parametrize(
+    ("size", "gone", "come"), [(30_000, 9_000, 7_000), (9_000, 0, 8_000), (20_000, 19_000, 0)]
+)
 def test_a_map_of_scattered_positions_is_plain_indexing(size: int, gone: int, come: int) -> None:
     """Too many runs to copy one by one: the other way through `carry`."""
     chance, new_size = np.random.default_rng(0), size - gone + come
@@ -178,14 +188,24 @@ def test_a_large_scattered_edit_moves_everything_to_its_place() -> None:
     gn.check(net)
 
 
-def table(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> dict[tuple[int, int], tuple[float, float, float, bool]]:
-    """Returns weight, gradient, first moment and frozen bit of every relation, by the uids of its ends."""
+def table(
+    net: gn.GrapNet, optimizer: torch.optim.Optimizer
+) -> dict[tuple[int, int], tuple[float, float, float, bool]]:
+    """Returns weight, gradient, first moment and frozen bit of every relation, by the uids of its
+    ends.
+    """
     relations = net.layers[0].outgoing()
     moments = torch.zeros(len(relations), dtype=torch.float64)
     moments[~relations.frozen] = optimizer.state[net.transitions[0].weight]["exp_avg"].flatten()
     columns = (relations.weights, relations.gradients, moments, relations.frozen)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return dict(zip(zip(relations.parents.tolist(), relations.children.tolist(), strict=True), rows, strict=True))
+    return dict(
+        zip(
+            zip(relations.parents.tolist(), relations.children.tolist(), strict=True),
+            rows,
+            strict=True,
+        )
+    )
 
 
 def test_activations_can_be_added() -> None:

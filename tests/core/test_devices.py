@@ -68,7 +68,9 @@ def test_program_of_edits_agrees_with_the_cpu(device, tmp_path):
         edit.commit()
         assert len(other.transitions[0].weight) < len(weights)
     assert torch.equal(weights, other.transitions[0].weight)
-    torch.testing.assert_close(before, twins.outputs()[1], rtol=0, atol=1e-12)  # a GPU adds in any order
+    torch.testing.assert_close(
+        before, twins.outputs()[1], rtol=0, atol=1e-12
+    )  # a GPU adds in any order
     for verb in ("undo", "undo", "undo", "redo", "redo"):
         for net in twins.nets:
             getattr(net, verb)()
@@ -77,7 +79,9 @@ def test_program_of_edits_agrees_with_the_cpu(device, tmp_path):
     gn.save(tmp_path / "net", other, undo=True)
     loaded = gn.load(tmp_path / "net", device=device)
     assert torch.equal(loaded.transitions[0].values(), other.transitions[0].values())
-    torch.testing.assert_close(loaded(twins.x.to(device)).cpu(), twins.outputs()[1], rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        loaded(twins.x.to(device)).cpu(), twins.outputs()[1], rtol=0, atol=1e-12
+    )
     loaded.undo()
     gn.check(loaded)
     with other.edit(trial=True) as edit:

@@ -13,8 +13,15 @@ from grapnet.rules import ActivationRecorder
 
 
 def net_and_module(**dropouts: float) -> tuple[gn.GrapNet, nn.Sequential]:
-    """Returns a net, and plain modules with the same weights and an nn.Dropout after each of its layers."""
-    net = gn.GrapNet([6, 8, 4], activation="tanh", dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    """Returns a net, and plain modules with the same weights and an nn.Dropout after each of its
+    layers.
+    """
+    net = gn.GrapNet(
+        [6, 8, 4],
+        activation="tanh",
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(0),
+    )
     plain = [part for part in net.to_module() if isinstance(part, nn.Linear)]
     chances = [dropouts.get(name, 0.0) for name in ("sensory", "hidden", "output")]
     for layer, chance in zip(net.layers, chances, strict=True):
@@ -28,7 +35,8 @@ def batch(*shape: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "dropouts", [{"sensory": 0.3}, {"hidden": 0.5}, {"output": 0.2}, {"sensory": 0.1, "hidden": 0.9}]
+    "dropouts",
+    [{"sensory": 0.3}, {"hidden": 0.5}, {"output": 0.2}, {"sensory": 0.1, "hidden": 0.9}],
 )
 @pytest.mark.parametrize("shape", [(5, 6), (2, 3, 6), (6,)], ids=str)
 def test_the_same_seed_drops_what_nn_dropout_drops(dropouts, shape):
@@ -82,7 +90,9 @@ def test_what_is_no_probability_is_refused(chance):
     assert net.layers[1].dropout == 0.25
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["copy", "pickle"]
+)
 def test_copies_have_it_and_can_have_another(copied):
     net, _ = net_and_module(sensory=0.1, hidden=0.5)
     other = copied(net)
@@ -136,7 +146,9 @@ def test_every_backend_drops(backend):
     net, _ = net_and_module(hidden=0.5)
     net.execution.use(backend)
     torch.manual_seed(3)
-    outputs = net(batch(4, 6).repeat(2000, 1)).view(2000, 4, 4)  # the output is linear, so it keeps its mean
+    outputs = net(batch(4, 6).repeat(2000, 1)).view(
+        2000, 4, 4
+    )  # the output is linear, so it keeps its mean
     torch.testing.assert_close(outputs.mean(0), net.eval()(batch(4, 6)), rtol=0, atol=0.1)
     assert bool((outputs.std(0) > 0.05).all())
 

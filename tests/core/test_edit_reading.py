@@ -22,7 +22,9 @@ def test_cuts_are_listed_once_and_can_be_kept(net: gn.GrapNet) -> None:
         assert len(edit.cuts) == 9
         edit.keep(weakest.largest(count=4))
         edit.keep(net.layers[1][1].outgoing())  # nobody asked to cut these
-        assert torch.equal(edit.cuts.weights[:2].abs().sort().values, weakest.weights.abs().sort().values[:2])
+        assert torch.equal(
+            edit.cuts.weights[:2].abs().sort().values, weakest.weights.abs().sort().values[:2]
+        )
     assert net.count().relations == 4 * 5 + 5 * 3 - 5
     operations = [dict(operation) for operation in net.history[-1].operations]
     assert {"operation": "keep", "transition": 0, "relations": 4} in operations
@@ -57,7 +59,12 @@ def test_a_remark_stands_in_the_journal_and_changes_nothing(net: gn.GrapNet) -> 
         edit.remark("the weakest went", largest=0.25, rule="PruneWeakest")
         edit.cut(net.layers[0].outgoing().smallest(count=1))
     said = net.history[-1].operations[0]
-    assert said == {"operation": "remark", "text": "the weakest went", "largest": 0.25, "rule": "PruneWeakest"}
+    assert said == {
+        "operation": "remark",
+        "text": "the weakest went",
+        "largest": 0.25,
+        "rule": "PruneWeakest",
+    }
     with net.edit() as edit, pytest.raises(gn.EditError, match="scores"):
         edit.remark("no tensors", scores=torch.ones(3))
 

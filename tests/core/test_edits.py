@@ -23,7 +23,15 @@ def contents(net: gn.GrapNet) -> list[Any]:
     found: list[Any] = []
     for n in net.select():
         found.append(
-            (n.uid, n.layer, n.row, n.owner, n.activation, n.frozen, None if n.bias is None else n.bias.item())
+            (
+                n.uid,
+                n.layer,
+                n.row,
+                n.owner,
+                n.activation,
+                n.frozen,
+                None if n.bias is None else n.bias.item(),
+            )
         )
         found.append((n.children.uids.tolist(), n.W_alloc.tolist(), n.outgoing().frozen.tolist()))
     return found
@@ -35,10 +43,24 @@ def test_add_and_connect_put_newborns_at_the_end(net: gn.GrapNet) -> None:
         new = edit.add_nodes(1, 2, owner="x", activation="tanh", bias=torch.tensor([1.0, 2.0]))
         edit.connect(net.layers[0], new, weights=torch.arange(8).reshape(4, 2))
         edit.connect(new, net.layers[2][[2, 0]], pairs="aligned", weights=0.5)
-    assert [node.children.uids.tolist() for node in net.layers[0]] == [[*old, 12, 13] for old in before]
-    assert [node.W_alloc[0, 3:].tolist() for node in net.layers[0]] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert [(n.children.uids.tolist(), n.W_alloc.tolist()) for n in new] == [([9], [[0.5]]), ([7], [[0.5]])]
-    assert (new.owners, new.activations, new.biases.tolist()) == (["x", "x"], ["tanh", "tanh"], [1, 2])
+    assert [node.children.uids.tolist() for node in net.layers[0]] == [
+        [*old, 12, 13] for old in before
+    ]
+    assert [node.W_alloc[0, 3:].tolist() for node in net.layers[0]] == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+    ]
+    assert [(n.children.uids.tolist(), n.W_alloc.tolist()) for n in new] == [
+        ([9], [[0.5]]),
+        ([7], [[0.5]]),
+    ]
+    assert (new.owners, new.activations, new.biases.tolist()) == (
+        ["x", "x"],
+        ["tanh", "tanh"],
+        [1, 2],
+    )
     gn.check(net)
 
 
@@ -70,7 +92,11 @@ def test_freezing_a_node_is_its_bias_and_both_sides_unless_left_out(net: gn.Grap
     node = net.layers[1][1]
     with net.edit() as edit:
         edit.freeze(node, outgoing=False)
-    assert (node.incoming().frozen.all(), node.outgoing().frozen.any(), node.frozen) == (True, False, False)
+    assert (node.incoming().frozen.all(), node.outgoing().frozen.any(), node.frozen) == (
+        True,
+        False,
+        False,
+    )
     assert net.count().frozen == 4 + 1
     with net.edit() as edit:
         edit.freeze(node)

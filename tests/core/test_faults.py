@@ -1,4 +1,6 @@
-"""Fault injection: an edit of every operation that fails anywhere before the swap leaves everything bit-identical."""
+"""Fault injection: an edit of every operation that fails anywhere before the swap leaves everything
+bit-identical.
+"""
 
 import gc
 import sys
@@ -16,7 +18,16 @@ import grapnet as gn
 from tests.fingerprint import as_bytes, fingerprint
 
 # Whatever fails in these fails before there is an edit, or after the swap has begun.
-OUTSIDE = {"__enter__", "__exit__", "open_edit", "close_edit", "edit", "__init__", "take_back", "__del__"}
+OUTSIDE = {
+    "__enter__",
+    "__exit__",
+    "open_edit",
+    "close_edit",
+    "edit",
+    "__init__",
+    "take_back",
+    "__del__",
+}
 SWAP = "_leave_old_graphs"
 
 
@@ -25,7 +36,9 @@ class Fault(Exception):
 
 
 class Injection:
-    """Fails at the n-th call of a function of the core or of the optimizer's follower, or only notes the calls."""
+    """Fails at the n-th call of a function of the core or of the optimizer's follower, or only
+    notes the calls.
+    """
 
     def __init__(self, number: int | None = None) -> None:
         self.number = number
@@ -38,7 +51,9 @@ class Injection:
             return
         code, caller = frame.f_code, frame.f_back
         name, self.swapping = code.co_name, code.co_name == SWAP
-        generates = code.co_flags & CO_GENERATOR  # entered once more to be closed, where errors are lost
+        generates = (
+            code.co_flags & CO_GENERATOR
+        )  # entered once more to be closed, where errors are lost
         foreign = "/grapnet/" not in code.co_filename
         if foreign or self.swapping or generates or name in OUTSIDE or caller is None:
             return
@@ -94,7 +109,9 @@ def everything(net: gn.GrapNet) -> None:
 
 
 def make() -> tuple[gn.GrapNet, torch.optim.Optimizer, list[Statistics]]:
-    """A trained net with a history, frozen coordinates, and followers before and after the optimizer's."""
+    """A trained net with a history, frozen coordinates, and followers before and after the
+    optimizer's.
+    """
     torch.manual_seed(0)
     net = gn.GrapNet([4, 3, 3, 2])
     with net.edit(reason="before") as edit:
@@ -130,7 +147,10 @@ def state(followed: Any) -> list[Any]:
     ]
 
 
-ACTIONS: dict[str, Callable[[gn.GrapNet], object]] = {"edit": everything, "undo": lambda net: net.undo()}
+ACTIONS: dict[str, Callable[[gn.GrapNet], object]] = {
+    "edit": everything,
+    "undo": lambda net: net.undo(),
+}
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -140,7 +160,9 @@ def test_a_fault_at_any_call_before_the_swap_changes_nothing(followed: Any, acti
     with Injection() as notes:
         ACTIONS[action](twin[0])
     assert notes.swapping
-    last = {call: number for number, call in enumerate(notes.calls)}  # of every place that calls something
+    last = {
+        call: number for number, call in enumerate(notes.calls)
+    }  # of every place that calls something
     net, before = followed[0], state(followed)
     for number in last.values():
         with Injection(number) as injection, suppress(Fault):
@@ -148,16 +170,23 @@ def test_a_fault_at_any_call_before_the_swap_changes_nothing(followed: Any, acti
         assert injection.calls == notes.calls[: number + 1]  # it failed, and where it should
         assert state(followed) == before, injection.calls[-1]
     files = {Path(code.co_filename).stem for code in notes.codes}
-    assert {"transaction", "values", "remap", "labels", "optim"} | ({"resolve"} if action == "edit" else set()) <= files
+    assert {"transaction", "values", "remap", "labels", "optim"} | (
+        {"resolve"} if action == "edit" else set()
+    ) <= files
     ACTIONS[action](net)  # the same goes through once nothing fails
     gn.check(net)
     assert net.version == 2
-    assert all(follower.told == 1 and len(follower.seen) == net.transitions[1].size for follower in followed[2])
+    assert all(
+        follower.told == 1 and len(follower.seen) == net.transitions[1].size
+        for follower in followed[2]
+    )
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("action", ACTIONS)
-def test_a_follower_that_refuses_stops_the_commit_for_all(followed: Any, action: str, place: int) -> None:
+def test_a_follower_that_refuses_stops_the_commit_for_all(
+    followed: Any, action: str, place: int
+) -> None:
     net, optimizer, followers = followed
     loss = net(torch.ones(2, 4)).sum()
     before = state(followed)

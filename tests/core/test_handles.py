@@ -41,7 +41,9 @@ def test_slot_k_of_children_is_slot_k_of_w_alloc(net: gn.GrapNet) -> None:
     net.layers[0][2].W_alloc = torch.tensor([[10.0, 20.0, 30.0]])
     x = torch.zeros(1, 4, dtype=torch.float64)
     x[0, 2] = 1
-    linear = gn.GrapNet.from_relations([4, 3], [([2, 2, 2], [1, 0, 2], [10.0, 20.0, 30.0])], biases=[torch.zeros(3)])
+    linear = gn.GrapNet.from_relations(
+        [4, 3], [([2, 2, 2], [1, 0, 2], [10.0, 20.0, 30.0])], biases=[torch.zeros(3)]
+    )
     assert linear(x.float()).tolist() == [[20.0, 10.0, 30.0]]
     for child, weight in zip(net.layers[0][2].children, net.layers[0][2].W_alloc[0], strict=True):
         assert net.layers[0][2].outgoing(to=child).weights.item() == weight.item()
@@ -80,7 +82,10 @@ def test_assignment_writes_through(net: gn.GrapNet) -> None:
     node.W_alloc = [[4.0, 5.0, 6.0]]
     node.outgoing(slots=[-1]).weights = 7
     assert net.transitions[0].weight.flatten()[3:].tolist() == [4, 5, 7]
-    assert all(torch.equal(o.W_alloc, w) for o, w in zip([o for o in net.layers[0] if o != node], others, strict=True))
+    assert all(
+        torch.equal(o.W_alloc, w)
+        for o, w in zip([o for o in net.layers[0] if o != node], others, strict=True)
+    )
     child = net.layers[1][1]
     child.bias = 2.5
     assert (child.bias.item(), net.layers[1].bias[1].item(), child.bias.shape) == (2.5, 2.5, ())
@@ -99,7 +104,10 @@ def test_sets_keep_the_order_they_were_given_in(net: gn.GrapNet) -> None:
         edit.connect([3, 1], [6, 4], weights=torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     assert net.layers[1][[1, 0]].frozen.tolist() == [True, False]
     assert (net.node(3).children.uids.tolist(), net.node(3).W_alloc.tolist()) == ([6, 4], [[1, 2]])
-    assert (net.node(1).children.uids.tolist(), net.node(1).W_alloc[0, 1:].tolist()) == ([5, 6, 4], [3, 4])
+    assert (net.node(1).children.uids.tolist(), net.node(1).W_alloc[0, 1:].tolist()) == (
+        [5, 6, 4],
+        [3, 4],
+    )
 
 
 def test_a_parameter_can_be_assigned_like_any_tensor(net: gn.GrapNet) -> None:
@@ -111,7 +119,9 @@ def test_a_parameter_can_be_assigned_like_any_tensor(net: gn.GrapNet) -> None:
     assert len(list(net.parameters())) == 4
 
 
-@pytest.mark.parametrize("wrong", [torch.zeros(2), torch.zeros(1, 4), torch.zeros(1, 1, 3), 0.0], ids=repr)
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(2), torch.zeros(1, 4), torch.zeros(1, 1, 3), 0.0], ids=repr
+)
 def test_a_wrong_number_of_weights_is_refused(net: gn.GrapNet, wrong: object) -> None:
     before = net.transitions[0].weight.detach().clone()
     with pytest.raises(ValueError, match=r"\[1, 3\]"):
@@ -197,8 +207,16 @@ def test_a_stale_handle_names_commit_reason_and_versions(net: gn.GrapNet) -> Non
         edit.remove_nodes(node)
     with net.edit() as edit:
         edit.set_owner(net.layers[0], "a")
-    words = r"node 5 of layer 1 was removed by commit 1 \('prune weakest'\); the graph is at version 2"
-    for read in (lambda: node.W_alloc, lambda: node.children[0], lambda: node.row, lambda: node.frozen, kept.outgoing):
+    words = (
+        r"node 5 of layer 1 was removed by commit 1 \('prune weakest'\); the graph is at version 2"
+    )
+    for read in (
+        lambda: node.W_alloc,
+        lambda: node.children[0],
+        lambda: node.row,
+        lambda: node.frozen,
+        kept.outgoing,
+    ):
         with pytest.raises(gn.StaleNodeError, match=words):
             read()
     assert "removed" in repr(node)

@@ -33,19 +33,43 @@ def fill(index: int | slice, value: int) -> Callable[[torch.Tensor], object]:
 
 
 BREAKS: dict[str, tuple[Callable[[gn.GrapNet], object], str]] = {
-    "a child of another layer": (lambda n: put(n.transitions[0], "child", fill(0, 7)), r"transition 0.*7 of 3"),
-    "a negative child": (lambda n: put(n.transitions[0], "child", fill(0, -1)), r"transition 0.*-1"),
-    "a child twice": (lambda n: put(n.transitions[0], "child", fill(slice(2, 4), 1)), "transition 0.*twice"),
-    "ptr decreases": (lambda n: put(n.transitions[1], "ptr", fill(1, 5)), "transition 1: ptr decreases"),
+    "a child of another layer": (
+        lambda n: put(n.transitions[0], "child", fill(0, 7)),
+        r"transition 0.*7 of 3",
+    ),
+    "a negative child": (
+        lambda n: put(n.transitions[0], "child", fill(0, -1)),
+        r"transition 0.*-1",
+    ),
+    "a child twice": (
+        lambda n: put(n.transitions[0], "child", fill(slice(2, 4), 1)),
+        "transition 0.*twice",
+    ),
+    "ptr decreases": (
+        lambda n: put(n.transitions[1], "ptr", fill(1, 5)),
+        "transition 1: ptr decreases",
+    ),
     "ptr ends early": (lambda n: put(n.transitions[1], "ptr", fill(-1, 5)), "transition 1.*0 to 6"),
-    "ptr of another type": (lambda n: setattr(n.transitions[1], "ptr", n.transitions[1].ptr.long()), "int32"),
+    "ptr of another type": (
+        lambda n: setattr(n.transitions[1], "ptr", n.transitions[1].ptr.long()),
+        "int32",
+    ),
     "ptr too long": (
         lambda n: setattr(n.transitions[1], "ptr", torch.tensor([0, 2, 4, 6, 6]).int()),
         "5 entries for 3",
     ),
-    "children miscounted": (lambda n: setattr(n.transitions[1], "n_children", 3), "transition 1.*number of children"),
-    "frozen twice": (lambda n: put(n.transitions[0], "frozen_at", fill(1, 0)), "transition 0.*ascending"),
-    "frozen outside": (lambda n: put(n.transitions[0], "frozen_at", fill(-1, 99)), r"transition 0.*outside"),
+    "children miscounted": (
+        lambda n: setattr(n.transitions[1], "n_children", 3),
+        "transition 1.*number of children",
+    ),
+    "frozen twice": (
+        lambda n: put(n.transitions[0], "frozen_at", fill(1, 0)),
+        "transition 0.*ascending",
+    ),
+    "frozen outside": (
+        lambda n: put(n.transitions[0], "frozen_at", fill(-1, 99)),
+        r"transition 0.*outside",
+    ),
     "a frozen value lost": (
         lambda n: setattr(n.layers[1], "frozen_values", torch.zeros(1)),
         "layer 1: 1 frozen",
@@ -113,7 +137,9 @@ def shuffled() -> gn.GrapNet:
     return gn.GrapNet.from_relations([40, 30], [(parents, children)])
 
 
-@pytest.mark.parametrize(("make", "expected"), [(lambda: gn.GrapNet([40, 30]), 0), (shuffled, 1)], ids=["full", "odd"])
+@pytest.mark.parametrize(
+    ("make", "expected"), [(lambda: gn.GrapNet([40, 30]), 0), (shuffled, 1)], ids=["full", "odd"]
+)
 def test_relations_are_sorted_only_where_they_are_out_of_order_and_once(
     tmp_path: Path, make: Callable[[], gn.GrapNet], expected: int
 ) -> None:
@@ -129,7 +155,9 @@ def test_relations_are_sorted_only_where_they_are_out_of_order_and_once(
 
 @pytest.mark.parametrize("rows", [(0, 1), (0, 29), (1170, 1199), (30, 59), (600, 601)], ids=str)
 @pytest.mark.parametrize("make", [lambda: gn.GrapNet([40, 30]), shuffled], ids=["full", "odd"])
-def test_a_child_twice_is_found_anywhere(make: Callable[[], gn.GrapNet], rows: tuple[int, int]) -> None:
+def test_a_child_twice_is_found_anywhere(
+    make: Callable[[], gn.GrapNet], rows: tuple[int, int]
+) -> None:
     net = make()
     gn.check(net)
     child = net.transitions[0].child

@@ -8,7 +8,17 @@ import torch
 from torch.nn import functional
 
 import grapnet as gn
-from tests.core.gated import ACTIONS, GONE, Block, assert_equal, contents, edit, edit_one_by_one, state, write
+from tests.core.gated import (
+    ACTIONS,
+    GONE,
+    Block,
+    assert_equal,
+    contents,
+    edit,
+    edit_one_by_one,
+    state,
+    write,
+)
 from tests.core.test_faults import Fault, Injection
 from tests.fingerprint import fingerprint
 
@@ -24,7 +34,9 @@ def test_hidden_units_leave_all_nets_at_once_and_the_rest_computes_on() -> None:
     with gn.edit_together(*block.nets, reason="remove hidden units", by="me") as edits:
         for one, nodes in zip(edits, block.hidden(GONE), strict=True):
             one.remove_nodes(nodes, interface=True)
-        assert [net.version for net in block.nets] == versions  # nothing takes effect inside the block
+        assert [
+            net.version for net in block.nets
+        ] == versions  # nothing takes effect inside the block
     torch.testing.assert_close(block(x), expected)
     assert [net.sizes for net in block.nets] == [[4, 4], [4, 4], [4, 4]]
     assert [net.version for net in block.nets] == [version + 1 for version in versions]
@@ -62,7 +74,9 @@ def test_one_optimizer_over_all_nets_follows_as_it_follows_edits_one_by_one() ->
     for block in (together, alone):
         block.step()
     assert_equal(together, alone)
-    assert [net.version for net in together.nets] == [net.version for net in alone.nets] == [3, 4, 3]
+    assert (
+        [net.version for net in together.nets] == [net.version for net in alone.nets] == [3, 4, 3]
+    )
 
 
 @pytest.mark.parametrize("action", ACTIONS)
@@ -75,7 +89,10 @@ def test_a_fault_at_any_call_before_the_swap_changes_no_net(action: str) -> None
     assert notes.swapping
     count = len(notes.calls)
     before = state(block)
-    numbers = {*range(0, count, count // 15), count - 1}  # in every net; test_faults.py tries all of one
+    numbers = {
+        *range(0, count, count // 15),
+        count - 1,
+    }  # in every net; test_faults.py tries all of one
     for number in numbers:
         with Injection(number) as injection, suppress(Fault):
             act(block)
@@ -172,7 +189,11 @@ def test_an_error_inside_the_block_or_while_it_opens_changes_nothing() -> None:
 @pytest.mark.parametrize("verb", ["edit", "undo", "redo"])
 def test_nets_are_given_one_by_one_and_once(verb: str) -> None:
     block = Block()
-    together = getattr(gn, f"{verb}_together") if verb != "edit" else lambda *nets: gn.edit_together(*nets).__enter__()
+    together = (
+        getattr(gn, f"{verb}_together")
+        if verb != "edit"
+        else lambda *nets: gn.edit_together(*nets).__enter__()
+    )
     with pytest.raises(gn.EditError, match="got none"):
         together()
     with pytest.raises(gn.EditError, match="number 1 and 3"):
@@ -223,7 +244,10 @@ def test_a_net_without_a_change_commits_nothing_and_is_no_part() -> None:
 def test_a_trial_takes_effect_in_all_nets_at_once_and_is_taken_back() -> None:
     block, x = Block(), torch.ones(2, 4)
     before, output = copy.deepcopy(contents(block)[:2]), block(x)
-    gradients, history = [p.grad.clone() for p in block.parameters()], [net.history for net in block.nets]
+    gradients, history = (
+        [p.grad.clone() for p in block.parameters()],
+        [net.history for net in block.nets],
+    )
     with gn.edit_together(*block.nets, trial=True) as edits:
         for one, nodes in zip(edits, block.hidden(GONE), strict=True):
             one.remove_nodes(nodes, interface=True)
@@ -236,7 +260,10 @@ def test_a_trial_takes_effect_in_all_nets_at_once_and_is_taken_back() -> None:
             edits[0].commit()
     torch.testing.assert_close(contents(block)[:2], before, rtol=0, atol=0)
     assert torch.equal(block(x), output)
-    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(block.parameters(), gradients, strict=True))
+    assert all(
+        torch.equal(p.grad, gradient)
+        for p, gradient in zip(block.parameters(), gradients, strict=True)
+    )
     assert [net.history for net in block.nets] == history
     assert [net.version for net in block.nets] == [0, 1, 0]
     block.step()

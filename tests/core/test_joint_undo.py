@@ -1,4 +1,6 @@
-"""The way back of one transaction over several nets: in all of them or in none, and known again in copies and files."""
+"""The way back of one transaction over several nets: in all of them or in none, and known again in
+copies and files.
+"""
 
 import copy
 import json
@@ -69,7 +71,9 @@ def test_what_is_not_the_whole_of_one_transaction_is_not_undone() -> None:
 def test_undo_of_one_part_names_the_whole_and_goes_ahead_when_asked_for_alone() -> None:
     block = edited()
     before = state(block)
-    with pytest.raises(gn.HistoryError, match=r"3 nets.*gn\.undo_together.*net\.undo\(alone=True\)"):
+    with pytest.raises(
+        gn.HistoryError, match=r"3 nets.*gn\.undo_together.*net\.undo\(alone=True\)"
+    ):
         block.gate.undo()
     assert state(block) == before
     gn.undo_together(*block.nets)
@@ -103,7 +107,9 @@ def test_transactions_are_known_again_in_copies_and_files(tmp_path: Path) -> Non
     gn.undo_together(*block.nets)
 
 
-@pytest.mark.parametrize("joint", [None, {}, {"name": "x", "part": 3, "parts": 3}, {"name": "", "part": 0, "parts": 2}])
+@pytest.mark.parametrize(
+    "joint", [None, {}, {"name": "x", "part": 3, "parts": 3}, {"name": "", "part": 0, "parts": 2}]
+)
 def test_a_file_that_lies_about_a_transaction_is_refused(joint: Any, tmp_path: Path) -> None:
     path = tmp_path / "net.gn"
     gn.save(path, edited().gate)
@@ -126,7 +132,10 @@ def test_copies_and_recorders_follow_each_net_and_a_following_copy_is_no_partner
     keep = [row for row in range(6) if row not in GONE]
     assert torch.equal(recorder.mean[:4], seen[keep])
     assert averaged.module.sizes == block.gate.sizes
-    with pytest.raises(gn.EditError, match="copy"), gn.edit_together(averaged.module, block.gate) as edits:
+    with (
+        pytest.raises(gn.EditError, match="copy"),
+        gn.edit_together(averaged.module, block.gate) as edits,
+    ):
         edits[1].cut(block.gate.layers[0][0].outgoing())
     assert averaged.module.version == block.gate.version == 1
     gn.undo_together(*block.nets)

@@ -38,7 +38,9 @@ def train(net: gn.GrapNet, optimizer: torch.optim.Optimizer, steps: int = 1) -> 
 
 
 def wiring(net: gn.GrapNet) -> list[torch.Tensor]:
-    return [part for t in net.transitions for part in (t.ptr, t.child)] + [layer.uids for layer in net.layers]
+    return [part for t in net.transitions for part in (t.ptr, t.child)] + [
+        layer.uids for layer in net.layers
+    ]
 
 
 def test_versions_reasons_and_authors(net: gn.GrapNet) -> None:
@@ -64,7 +66,9 @@ def test_the_history_is_a_tuple_that_prints_a_commit_a_line(net: gn.GrapNet) -> 
         "  Commit(version=2, 'cut 0 0': relations_removed 1)",
         ")",
     ]
-    assert repr(history[-1:]).splitlines()[1:-1] == ["  Commit(version=2, 'cut 0 0': relations_removed 1)"]
+    assert repr(history[-1:]).splitlines()[1:-1] == [
+        "  Commit(version=2, 'cut 0 0': relations_removed 1)"
+    ]
     assert (len(history), history[0], [*history]) == (2, net.history[0], [history[0], history[1]])
     assert history == (history[0], history[1]) == copy.copy(history)
 
@@ -103,7 +107,9 @@ def test_blame_names_the_last_commit_that_made_or_cut(net: gn.GrapNet) -> None:
     assert net.blame(0, 4) is net.history[-1]
     with net.edit(reason="gone") as edit:
         edit.remove_nodes(new)
-    assert net.blame(new.uids[0]).reason == net.blame(net.layers[0][1], new.uids[1]).reason == "gone"
+    assert (
+        net.blame(new.uids[0]).reason == net.blame(net.layers[0][1], new.uids[1]).reason == "gone"
+    )
 
 
 def test_undo_keeps_present_weights_and_returns_cut_ones_as_they_were(net: gn.GrapNet) -> None:
@@ -142,7 +148,11 @@ def test_redo_returns_what_undo_took_as_it_was_then(net: gn.GrapNet) -> None:
     gn.attach(optimizer, net)
     new = grow(net)
     train(net, optimizer, 3)
-    trained = [new.incoming().weights.tolist(), new.outgoing().weights.tolist(), new.biases.tolist()]
+    trained = [
+        new.incoming().weights.tolist(),
+        new.outgoing().weights.tolist(),
+        new.biases.tolist(),
+    ]
     buffer = optimizer.state[net.layers[1].bias]["momentum_buffer"][3:].clone()
     with net.edit() as edit:
         edit.freeze(new[:1])
@@ -152,7 +162,11 @@ def test_redo_returns_what_undo_took_as_it_was_then(net: gn.GrapNet) -> None:
         new.incoming()
     train(net, optimizer)
     net.redo()
-    assert [new.incoming().weights.tolist(), new.outgoing().weights.tolist(), new.biases.tolist()] == trained
+    assert [
+        new.incoming().weights.tolist(),
+        new.outgoing().weights.tolist(),
+        new.biases.tolist(),
+    ] == trained
     assert torch.equal(optimizer.state[net.layers[1].bias]["momentum_buffer"][3:], buffer)
     assert new.owners == ["new", "new"]
     assert not new.frozen.any()
@@ -165,7 +179,12 @@ def test_redo_returns_what_undo_took_as_it_was_then(net: gn.GrapNet) -> None:
 
 def test_undo_and_redo_walk_back_and_forth_many_times(net: gn.GrapNet) -> None:
     states = [net.state_dict()]
-    for action in (lambda: grow(net), lambda: cut(net, 1), lambda: cut(net, 2, 1), lambda: grow(net, "again")):
+    for action in (
+        lambda: grow(net),
+        lambda: cut(net, 1),
+        lambda: cut(net, 2, 1),
+        lambda: grow(net, "again"),
+    ):
         action()
         states.append(net.state_dict())
     for _ in range(3):
@@ -250,7 +269,9 @@ def test_what_can_no_longer_be_undone_is_really_let_go(net: gn.GrapNet, limit: i
     gc.collect()
     alive = [{reference() is not None for reference in row} for row in held]
     assert alive == ([{False}] * 4 if limit == 0 else [{False}] * 2 + [{True}] * 2)
-    assert [c.change.counts()["relations_removed"] for c in net.history[:4]] == [3] * 4  # the summary stays
+    assert [c.change.counts()["relations_removed"] for c in net.history[:4]] == [
+        3
+    ] * 4  # the summary stays
     assert len(net.diff(0).relations_removed) == 12
 
 
@@ -268,8 +289,13 @@ def test_replay_onto_an_equal_graph_is_bit_identical(net: gn.GrapNet) -> None:
     start.replay(net.history)
     assert all(torch.equal(a, b) for a, b in zip(wiring(start), wiring(net), strict=True))
     assert same_state(start.state_dict(), net.state_dict())
-    assert [(c.version, c.reason, c.by) for c in start.history] == [(c.version, c.reason, c.by) for c in net.history]
-    assert (start.layers[1].owners, start.layers[1].activations) == (net.layers[1].owners, net.layers[1].activations)
+    assert [(c.version, c.reason, c.by) for c in start.history] == [
+        (c.version, c.reason, c.by) for c in net.history
+    ]
+    assert (start.layers[1].owners, start.layers[1].activations) == (
+        net.layers[1].owners,
+        net.layers[1].activations,
+    )
     assert start.next_uid == net.next_uid
     gn.check(start)
     start.undo()  # and the two go their own ways
@@ -286,8 +312,13 @@ def test_replay_onto_an_equal_graph_is_bit_identical(net: gn.GrapNet) -> None:
     ],
     ids=str,
 )
-def test_replay_refuses_a_different_graph(other: list[tuple[list[int], ...]], edit: tuple[str, int, int]) -> None:
-    made, graph = gn.GrapNet.from_relations([2, 2], [([0, 1], [0, 1])]), gn.GrapNet.from_relations([2, 2], other)
+def test_replay_refuses_a_different_graph(
+    other: list[tuple[list[int], ...]], edit: tuple[str, int, int]
+) -> None:
+    made, graph = (
+        gn.GrapNet.from_relations([2, 2], [([0, 1], [0, 1])]),
+        gn.GrapNet.from_relations([2, 2], other),
+    )
     verb, parent, child = edit
     with made.edit() as opened:
         if verb == "cut":
@@ -304,7 +335,11 @@ def test_replay_refuses_other_layers(net: gn.GrapNet) -> None:
     new = grow(net)
     with net.edit() as edit:
         edit.remove_nodes(new[:1])
-    for graph in (gn.GrapNet([4, 3]), gn.GrapNet([4, 4, 2], dtype=torch.float64), copy.deepcopy(net)):
+    for graph in (
+        gn.GrapNet([4, 3]),
+        gn.GrapNet([4, 4, 2], dtype=torch.float64),
+        copy.deepcopy(net),
+    ):
         before = fingerprint(graph)
         with pytest.raises(gn.HistoryError, match="commit"):
             graph.replay(net.history)

@@ -1,4 +1,6 @@
-"""A long journal keeps the details of its latest commits, and says so where an older one is asked for."""
+"""A long journal keeps the details of its latest commits, and says so where an older one is asked
+for.
+"""
 
 import copy
 from collections.abc import Iterator
@@ -106,7 +108,9 @@ def test_a_commit_keeps_no_more_memory_than_it_tells_of() -> None:
         found = list(tensors_in(commit.change))
         assert len(found) > 10
         for tensor in found:
-            assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 64)  # a slice would keep the whole alive
+            assert tensor.untyped_storage().nbytes() <= max(
+                tensor.nbytes, 64
+            )  # a slice would keep the whole alive
 
 
 def test_names_of_newborns_that_leave_at_once_leave_no_trace() -> None:

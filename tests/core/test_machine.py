@@ -1,4 +1,6 @@
-"""Random programs of edits and training against the oracle, and proof that they notice an off-by-one."""
+"""Random programs of edits and training against the oracle, and proof that they notice an
+off-by-one.
+"""
 
 import pytest
 from hypothesis import Phase

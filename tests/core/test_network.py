@@ -1,4 +1,6 @@
-"""GrapNet as a module: what it draws, what it computes, how it is built, counted, converted and loaded."""
+"""GrapNet as a module: what it draws, what it computes, how it is built, counted, converted and
+loaded.
+"""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +32,9 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def twin(sizes: list[int], activation: str) -> tuple[gn.GrapNet, nn.Sequential]:
-    """A net and an nn.Sequential with its weights copied in, by the paper's mapping W_alloc[j] = A[i, j]."""
+    """A net and an nn.Sequential with its weights copied in, by the paper's mapping W_alloc[j] =
+    A[i, j].
+    """
     net, modules = gn.GrapNet(sizes, activation=activation, dtype=torch.float64), []
     for t, (a, b) in enumerate(pairwise(sizes)):
         linear = nn.Linear(a, b, dtype=torch.float64)
@@ -54,7 +58,9 @@ def test_a_full_net_is_the_matrix_network_in_values_and_gradients(activation: st
     assert (net.walk(x) - dense(x)).abs().max() < 1e-12
     assert (a.grad - b.grad).abs().max() < 1e-12
     for t, linear in enumerate(m for m in dense if isinstance(m, nn.Linear)):
-        assert (net.transitions[t].weight.grad.view(linear.weight.T.shape) - linear.weight.grad.T).abs().max() < 1e-12
+        assert (
+            net.transitions[t].weight.grad.view(linear.weight.T.shape) - linear.weight.grad.T
+        ).abs().max() < 1e-12
         assert (net.layers[t + 1].bias.grad - linear.bias.grad).abs().max() < 1e-12
 
 
@@ -78,7 +84,10 @@ def test_a_sparse_frozen_mixed_net_is_its_materialised_matrix() -> None:
 def test_newborn_nets_are_distributed_like_linear_layers() -> None:
     torch.manual_seed(0)
     net, linear = gn.GrapNet([300, 400, 2]), nn.Linear(300, 400)
-    for mine, theirs in ((net.transitions[0].weight, linear.weight), (net.layers[1].bias, linear.bias)):
+    for mine, theirs in (
+        (net.transitions[0].weight, linear.weight),
+        (net.layers[1].bias, linear.bias),
+    ):
         mine, theirs = mine.detach(), theirs.detach()
         assert mine.abs().max() <= 300**-0.5
         assert mine.abs().max().item() == pytest.approx(theirs.abs().max().item(), rel=0.02)
@@ -102,7 +111,9 @@ def test_shapes_of_inputs_and_what_is_said_about_wrong_ones() -> None:
     with pytest.raises(ValueError, match=r"\[\.\.\., 49\].*\[2, 7, 7\].*flatten\(1\)"):
         net(torch.randn(2, 7, 7))
     for wrong in (torch.randn(2, 48), torch.tensor(1.0), torch.randn(0, 7, 7)):
-        with pytest.raises(ValueError, match=rf"49.*{list(wrong.shape)}".replace("[", r"\[").replace("]", r"\]")):
+        with pytest.raises(
+            ValueError, match=rf"49.*{list(wrong.shape)}".replace("[", r"\[").replace("]", r"\]")
+        ):
             net(wrong)
     for wrong in (torch.ones(2, 49, dtype=torch.long), torch.ones(2, 49, dtype=torch.float64)):
         with pytest.raises((ValueError, RuntimeError, TypeError), match="float32"):
@@ -132,7 +143,8 @@ def test_a_parameter_that_torch_has_taken_away_is_named(how: str) -> None:
     net(x)
     take(net)
     with pytest.raises(
-        gn.InvariantError, match=r"Parameter '(weight|bias)' .*prune\.remove.* cut relations in an edit"
+        gn.InvariantError,
+        match=r"Parameter '(weight|bias)' .*prune\.remove.* cut relations in an edit",
     ):
         net(x)
     with pytest.raises(gn.GrapNetError, match=r"Parameter '(weight|bias)'"):
@@ -165,7 +177,11 @@ def test_density_counts_exactly_and_erk_spends_the_same() -> None:
         shares = [t.size / c for t, c in zip(net.transitions, cells, strict=True)]
         assert net.count().relations == pytest.approx(density * sum(cells), abs=2)
         assert max(shares) <= 1
-        open_ones = [(s, (a + b) / (a * b)) for s, (a, b) in zip(shares, pairwise(sizes), strict=True) if s < 1]
+        open_ones = [
+            (s, (a + b) / (a * b))
+            for s, (a, b) in zip(shares, pairwise(sizes), strict=True)
+            if s < 1
+        ]
         scales = [share / raw for share, raw in open_ones]
         assert max(scales) == pytest.approx(min(scales), rel=0.02)
         assert shares == sorted(shares)
@@ -184,10 +200,17 @@ def test_random_wirings_are_uniform_over_cells() -> None:
 
 def test_a_generator_decides_everything_and_leaves_the_global_one_alone() -> None:
     state = torch.get_rng_state()
-    make = lambda seed: gn.GrapNet([9, 8, 7], density=0.5, generator=torch.Generator().manual_seed(seed))  # noqa: E731
+
+    def make(seed: int) -> gn.GrapNet:
+        generator = torch.Generator().manual_seed(seed)
+        return gn.GrapNet([9, 8, 7], density=0.5, generator=generator)
+
     a, b, c = make(1), make(1), make(2)
     assert torch.equal(torch.get_rng_state(), state)
-    assert all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+    )
     assert not torch.equal(a.transitions[0].child, c.transitions[0].child)
 
 
@@ -209,7 +232,13 @@ def test_from_relations_keeps_order_and_copies() -> None:
 def test_count_says_sizes_bytes_and_operations() -> None:
     net = gn.GrapNet([4, 3, 2])
     count = net.count()
-    assert (count.nodes, count.relations, count.biases, count.trainable, count.frozen) == (9, 18, 5, 23, 0)
+    assert (count.nodes, count.relations, count.biases, count.trainable, count.frozen) == (
+        9,
+        18,
+        5,
+        23,
+        0,
+    )
     assert count.flops == 2 * 18 + 5
     assert count.bytes == 4 * (18 + 5) + 4 * (18 + 5 + 4)  # coordinates; child and ptr
     with net.edit() as edit:
@@ -235,7 +264,9 @@ def test_a_state_dict_loads_whatever_is_frozen(held: list[int]) -> None:
     state = net.state_dict()
     assert state["transitions.0.weight"].shape == (12, 1)
     assert other.load_state_dict(state).missing_keys == []
-    assert all(torch.equal(a, b) for a, b in zip(other.state_dict().values(), state.values(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(other.state_dict().values(), state.values(), strict=True)
+    )
     assert [n.frozen for n in other.select()] == [n.frozen for n in net.select()]
     assert torch.equal(other(torch.ones(1, 4)), net(torch.ones(1, 4)))
     other.layers[1][0].W_alloc = torch.zeros(1, 2)
@@ -250,8 +281,12 @@ def test_a_state_dict_of_another_wiring_is_refused_whole() -> None:
         edit.freeze(other.layers[1][2])
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     for model, prefix in ((net, ""), (nn.Sequential(net), "0.")):
-        with pytest.raises(gn.TopologyError, match=rf"{prefix}transitions\.1\.child.*nothing was loaded"):
-            model.load_state_dict({prefix + name: tensor for name, tensor in other.state_dict().items()})
+        with pytest.raises(
+            gn.TopologyError, match=rf"{prefix}transitions\.1\.child.*nothing was loaded"
+        ):
+            model.load_state_dict(
+                {prefix + name: tensor for name, tensor in other.state_dict().items()}
+            )
     with pytest.raises(gn.TopologyError, match=r"layers\.1\.bias has 4 .*3"):
         net.load_state_dict(gn.GrapNet([4, 4, 2]).state_dict())
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
@@ -259,8 +294,13 @@ def test_a_state_dict_of_another_wiring_is_refused_whole() -> None:
 
 
 def test_a_state_dict_of_plain_modules_is_told_how_to_become_a_net() -> None:
-    net, plain = gn.GrapNet([4, 3, 2]), nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).state_dict()
-    with pytest.raises(gn.TopologyError, match=r"'0\.weight' and the other keys .*gn\.from_module\(module\)"):
+    net, plain = (
+        gn.GrapNet([4, 3, 2]),
+        nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).state_dict(),
+    )
+    with pytest.raises(
+        gn.TopologyError, match=r"'0\.weight' and the other keys .*gn\.from_module\(module\)"
+    ):
         net.load_state_dict(plain)
     assert net.load_state_dict(plain, strict=False).unexpected_keys == list(plain)
     with pytest.raises(RuntimeError, match="Missing key"):
@@ -296,7 +336,9 @@ def test_inside_other_modules_and_in_other_types() -> None:
 
 
 @pytest.mark.parametrize("cells", [1, 7, 30])
-def test_the_reference_in_pieces_is_the_reference(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_in_pieces_is_the_reference(
+    cells: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     net = gn.GrapNet([6, 5, 4], activation="tanh", density=0.7, dtype=torch.float64)
     net.execution.use("reference")
     x = torch.randn(3, 6, dtype=torch.float64, requires_grad=True)
@@ -305,13 +347,19 @@ def test_the_reference_in_pieces_is_the_reference(cells: int, monkeypatch: pytes
         model = copy.deepcopy(net)  # with plans of its own
         parameters = dict(model.named_parameters())
         output = functional_call(model, parameters, (x,))
-        first = torch.autograd.grad(output.square().sum(), [x, *parameters.values()], create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), [x, *parameters.values()])
+        first = torch.autograd.grad(
+            output.square().sum(), [x, *parameters.values()], create_graph=True
+        )
+        second = torch.autograd.grad(
+            sum(g.square().sum() for g in first), [x, *parameters.values()]
+        )
         with torch.no_grad():
             return [output, model(x), *first, *second]
 
     whole, pieces, again = results(), [], reference.checkpoint
     monkeypatch.setattr(reference, "CELLS", cells)
     monkeypatch.setattr(reference, "checkpoint", lambda *a, **k: pieces.append(a) or again(*a, **k))
-    assert all(torch.allclose(a, b, atol=1e-12, rtol=1e-10) for a, b in zip(results(), whole, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-12, rtol=1e-10) for a, b in zip(results(), whole, strict=True)
+    )
     assert len(pieces) >= 2 * 2  # it did run in pieces

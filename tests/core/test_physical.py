@@ -1,4 +1,6 @@
-"""Physical means physical: a cut relation is gone from every place that stored it, and nothing else moved."""
+"""Physical means physical: a cut relation is gone from every place that stored it, and nothing else
+moved.
+"""
 
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +13,15 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
-PLACES = ("parameter", "gradient", "optimizer", "state weights", "state references", "file weights", "file references")
+PLACES = (
+    "parameter",
+    "gradient",
+    "optimizer",
+    "state weights",
+    "state references",
+    "file weights",
+    "file references",
+)
 PARENTS, CHILDREN, OWNER, SLOTS = 6, 5, 2, [0, 3]
 
 
@@ -61,7 +71,9 @@ def _sizes(
     path: Path,
     names: tuple[str, str],
 ) -> dict[str, int]:
-    """Returns how many numbers each place holds; `names` are those of the weights and of the references."""
+    """Returns how many numbers each place holds; `names` are those of the weights and of the
+    references.
+    """
     with safe_open(path, framework="pt") as file:
         stored = {name: file.get_tensor(name) for name in names}
     return {
@@ -76,22 +88,35 @@ def _sizes(
 
 
 class Masked:
-    """What `torch.nn.utils.prune` makes of nn.Linear: the weights stay and a mask says which count."""
+    """What `torch.nn.utils.prune` makes of nn.Linear: the weights stay and a mask says which
+    count.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.linear = nn.Linear(PARENTS, CHILDREN, dtype=torch.float64)
         self.linear.register_buffer("mask", torch.ones(CHILDREN, PARENTS, dtype=torch.float64))
         self.optimizer = torch.optim.Adam(self.linear.parameters())
         self.path = folder / "twin.safetensors"
-        _train_once(lambda x: x @ (self.linear.weight * self.linear.mask).T + self.linear.bias, self.optimizer)
+        _train_once(
+            lambda x: x @ (self.linear.weight * self.linear.mask).T + self.linear.bias,
+            self.optimizer,
+        )
 
     def sizes(self) -> dict[str, int]:
         save_file(self.linear.state_dict(), self.path)
-        return _sizes(self.linear.weight, self.optimizer, self.linear.state_dict(), self.path, ("weight", "mask"))
+        return _sizes(
+            self.linear.weight,
+            self.optimizer,
+            self.linear.state_dict(),
+            self.path,
+            ("weight", "mask"),
+        )
 
     def others(self) -> list[Any]:
         kept = [i for i in range(PARENTS) if i != OWNER]
-        return [(i, self.linear.mask[:, i].tolist(), self.linear.weight[:, i].tolist()) for i in kept]
+        return [
+            (i, self.linear.mask[:, i].tolist(), self.linear.weight[:, i].tolist()) for i in kept
+        ]
 
     def cut(self) -> None:
         self.linear.mask[SLOTS, OWNER] = 0
@@ -103,7 +128,9 @@ def check_physical(subject: Subject, place: str) -> None:
     assert before[place] == PARENTS * CHILDREN
     subject.cut()
     after = subject.sizes()
-    assert before[place] - after[place] == len(SLOTS), f"{place} did not shrink by the cut relations"
+    assert before[place] - after[place] == len(SLOTS), (
+        f"{place} did not shrink by the cut relations"
+    )
     assert subject.others() == others
 
 
@@ -128,7 +155,9 @@ def test_the_twins_differ_in_storage_and_agree_in_the_function(tmp_path: Path) -
     x = torch.randn(7, PARENTS, dtype=torch.float64)
     expected = x @ (masked.linear.weight * masked.linear.mask).T + masked.linear.bias
     assert torch.allclose(graph.net(x), expected, atol=1e-12, rtol=0)
-    assert not torch.allclose(graph.net(x), masked.linear(x), atol=1e-3)  # the cut relations did count
+    assert not torch.allclose(
+        graph.net(x), masked.linear(x), atol=1e-3
+    )  # the cut relations did count
 
 
 def test_the_owner_keeps_the_order_of_what_it_keeps(tmp_path: Path) -> None:
@@ -150,9 +179,13 @@ def test_cutting_changes_no_other_transition_layer_or_bias() -> None:
     with net.edit() as edit:
         edit.cut(net.layers[1][0], slots=[1])
     touched = {"transitions.1.weight", "transitions.1.child", "transitions.1.ptr"}
-    differ = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    differ = {
+        name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])
+    }
     assert differ == touched
-    assert {n for n, p in net.named_parameters() if not torch.equal(p.grad, gradients[n])} == {"transitions.1.weight"}
+    assert {n for n, p in net.named_parameters() if not torch.equal(p.grad, gradients[n])} == {
+        "transitions.1.weight"
+    }
 
 
 def test_the_bytes_of_a_cut_weight_are_not_in_the_file(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Selections: node sets and relation sets, their set operations and rankings, and when they go stale."""
+"""Selections: node sets and relation sets, their set operations and rankings, and when they go
+stale.
+"""
 
 import tracemalloc
 from collections.abc import Callable
@@ -47,7 +49,8 @@ def test_select_by_layer_owner_and_condition(net: gn.GrapNet) -> None:
     with pytest.raises(ValueError, match=r"layers 0 to 2.*3"):
         net.select(layer=3)
     with pytest.raises(
-        ValueError, match=f"no node has the owner 'nobody'; owners are: {', '.join(map(repr, net.owners))}"
+        ValueError,
+        match=f"no node has the owner 'nobody'; owners are: {', '.join(map(repr, net.owners))}",
     ):
         net.select(owner="nobody")
     with pytest.raises(IndexError):
@@ -75,10 +78,18 @@ def test_incoming_and_outgoing_of_nodes_and_sets(net: gn.GrapNet) -> None:
     assert pairs(net.layers[0][2].outgoing(slots=-1)) == [(2, 6)]
     assert pairs(net.layers[0][2].outgoing(slots=[])) == []
     assert pairs(net.layers[1].incoming(of=[])) == []
-    assert pairs(net.select(layer=[1, 0])[3:5].outgoing()) == [(3, 4), (3, 5), (3, 6), (4, 7), (4, 8)]
+    assert pairs(net.select(layer=[1, 0])[3:5].outgoing()) == [
+        (3, 4),
+        (3, 5),
+        (3, 6),
+        (4, 7),
+        (4, 8),
+    ]
     assert len(net.layers[0].incoming()) == len(net.layers[2].outgoing()) == 0
     assert len(net.select().outgoing()) == len(net.select().incoming()) == 18
-    assert pairs(net.layers[0][[2, 0]].outgoing()) == [(u, v) for u in (0, 2) for v in (4, 5, 6)]  # owner order
+    assert pairs(net.layers[0][[2, 0]].outgoing()) == [
+        (u, v) for u in (0, 2) for v in (4, 5, 6)
+    ]  # owner order
     with pytest.raises(ValueError, match=r"owns 3 relations.*\[3\]"):
         net.layers[0][2].outgoing(slots=[0, 3])
     with pytest.raises(ValueError, match="not by both"):
@@ -86,12 +97,16 @@ def test_incoming_and_outgoing_of_nodes_and_sets(net: gn.GrapNet) -> None:
 
 
 def test_a_node_set_is_never_indexed_with_repeats(net: gn.GrapNet) -> None:
-    with pytest.raises(IndexError, match="name a node twice"):  # else pairs would be others than asked for
+    with pytest.raises(
+        IndexError, match="name a node twice"
+    ):  # else pairs would be others than asked for
         net.layers[0][[1, 1, 2]]
     assert net.layers[0][[2, 1]].uids.tolist() == [2, 1]
 
 
-@pytest.mark.parametrize("slots", [[False, False, True], torch.tensor([False, False, True])], ids=["list", "tensor"])
+@pytest.mark.parametrize(
+    "slots", [[False, False, True], torch.tensor([False, False, True])], ids=["list", "tensor"]
+)
 def test_a_bool_mask_over_slots_is_never_read_as_numbers(net: gn.GrapNet, slots: object) -> None:
     try:
         found = net.layers[0][2].outgoing(slots=slots)
@@ -143,9 +158,18 @@ def test_ranking_by_count_fraction_and_key(net: gn.GrapNet) -> None:
     relations = net.layers[0].outgoing()
     relations.weights = torch.tensor([3, -1, 2, -3, 1, -2, 3, 1, -1, 0, 2, -2])
     assert relations.smallest(count=1).weights.tolist() == [0]
-    assert pairs(relations.smallest(count=3)) == [(0, 5), (1, 5), (3, 4)]  # 0 and the first two of four equals
+    assert pairs(relations.smallest(count=3)) == [
+        (0, 5),
+        (1, 5),
+        (3, 4),
+    ]  # 0 and the first two of four equals
     assert pairs(relations.largest(count=2)) == [(0, 4), (1, 4)]  # the first two of three equals
-    assert pairs(relations.largest(count=4, key=relations.weights)) == [(0, 4), (0, 6), (2, 4), (3, 5)]
+    assert pairs(relations.largest(count=4, key=relations.weights)) == [
+        (0, 4),
+        (0, 6),
+        (2, 4),
+        (3, 5),
+    ]
     assert len(relations.smallest(fraction=0.25)) == 3
     assert len(relations.smallest(fraction=0)) == len(relations.largest(count=0)) == 0
     assert len(relations.smallest(fraction=1.0)) == len(relations.largest(count=99)) == 12
@@ -154,7 +178,12 @@ def test_ranking_by_count_fraction_and_key(net: gn.GrapNet) -> None:
     assert len(relations[:0].smallest(fraction=0.5)) == 0
     everywhere = net.select().outgoing()
     chosen = everywhere.largest(count=4)
-    assert pairs(chosen) == [(0, 4), (1, 4), (6, 7), (6, 8)]  # one ranking over both transitions: 3, -3, 4, 5
+    assert pairs(chosen) == [
+        (0, 4),
+        (1, 4),
+        (6, 7),
+        (6, 8),
+    ]  # one ranking over both transitions: 3, -3, 4, 5
     assert chosen.weights.tolist() == [3, -3, 4, 5]
 
 
@@ -170,7 +199,9 @@ def test_ranking_by_count_fraction_and_key(net: gn.GrapNet) -> None:
         ({"count": 1, "key": torch.zeros(3)}, "3 entries for 12"),
     ],
 )
-def test_a_ranking_that_makes_no_sense_is_refused(net: gn.GrapNet, arguments: dict, words: str) -> None:
+def test_a_ranking_that_makes_no_sense_is_refused(
+    net: gn.GrapNet, arguments: dict, words: str
+) -> None:
     for rank in (net.layers[0].outgoing().smallest, net.layers[0].outgoing().largest):
         with pytest.raises(ValueError, match=words):
             rank(**arguments)
@@ -192,8 +223,12 @@ def test_a_bool_key_ranks(net: gn.GrapNet) -> None:
     assert relations.largest(count=1, key=relations.weights > 10.5).weights.tolist() == [11]
 
 
-@pytest.mark.parametrize("use", [lambda r: r.weights, lambda r: r.parents, lambda r: r[:1], lambda r: r | r])
-def test_a_relation_set_is_stale_once_relations_moved(net: gn.GrapNet, use: Callable[[gn.RelationSet], object]) -> None:
+@pytest.mark.parametrize(
+    "use", [lambda r: r.weights, lambda r: r.parents, lambda r: r[:1], lambda r: r | r]
+)
+def test_a_relation_set_is_stale_once_relations_moved(
+    net: gn.GrapNet, use: Callable[[gn.RelationSet], object]
+) -> None:
     relations, untouched = net.layers[0].outgoing(), net.layers[1].outgoing()
     with net.edit() as edit:
         edit.cut(net.layers[0][0], slots=[0])
@@ -215,7 +250,9 @@ def test_freezing_moves_no_relation(net: gn.GrapNet) -> None:
     assert relations.weights.tolist() == list(range(12))
 
 
-def test_after_a_trial_relation_sets_of_before_are_good_and_those_of_inside_are_not(net: gn.GrapNet) -> None:
+def test_after_a_trial_relation_sets_of_before_are_good_and_those_of_inside_are_not(
+    net: gn.GrapNet,
+) -> None:
     before = net.layers[0].outgoing()[[0, 5]]
     with net.edit(trial=True) as edit:
         edit.cut(before)
@@ -234,8 +271,12 @@ def test_selecting_all_relations_makes_no_array_of_them() -> None:
     one_array = 4 * 2_000_000
     assert allocated(lambda: net.layers[0].outgoing()) < one_array / 50
     assert allocated(lambda: net.select(layer=0)[100:900].outgoing()) < one_array / 50
-    assert allocated(lambda: net.layers[0].outgoing().weights) < one_array / 50  # a view of the Parameter
-    assert allocated(lambda: net.layers[0].outgoing().weights.abs()) >= one_array  # the measure does see arrays
+    assert (
+        allocated(lambda: net.layers[0].outgoing().weights) < one_array / 50
+    )  # a view of the Parameter
+    assert (
+        allocated(lambda: net.layers[0].outgoing().weights.abs()) >= one_array
+    )  # the measure does see arrays
     assert allocated(lambda: net.layers[1].incoming()) >= one_array
 
 
@@ -244,9 +285,15 @@ class Allocations(TorchFunctionMode):
 
     total = 0
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = function(*args, **(kwargs or {}))
-        known = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        known = {
+            t.untyped_storage().data_ptr()
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
         self.total += sum(t.nbytes for t in made if t.untyped_storage().data_ptr() not in known)
         return result

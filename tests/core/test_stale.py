@@ -1,4 +1,6 @@
-"""Old forward passes: a backward through one raises; everything else captured before an edit still works."""
+"""Old forward passes: a backward through one raises; everything else captured before an edit still
+works.
+"""
 
 import copy
 import gc
@@ -71,7 +73,9 @@ LOSSES: dict[str, Callable[[gn.GrapNet], Tensor]] = {
 
 @pytest.mark.parametrize("action", ACTIONS)
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_backward_through_an_older_forward_raises(net: gn.GrapNet, action: str, loss: str) -> None:
+def test_a_backward_through_an_older_forward_raises(
+    net: gn.GrapNet, action: str, loss: str
+) -> None:
     net(x()).sum().backward()
     old = LOSSES[loss](net)
     version = net.version
@@ -118,7 +122,9 @@ def test_a_refused_or_empty_edit_makes_nothing_old(net: gn.GrapNet) -> None:
     loss.backward()
 
 
-def test_weights_may_be_assigned_between_forward_and_backward_of_another_net(net: gn.GrapNet) -> None:
+def test_weights_may_be_assigned_between_forward_and_backward_of_another_net(
+    net: gn.GrapNet,
+) -> None:
     other = copy.deepcopy(net)
     loss = other(x()).sum()
     ACTIONS["cut"](net)
@@ -127,20 +133,26 @@ def test_weights_may_be_assigned_between_forward_and_backward_of_another_net(net
 
 def test_parameters_keep_their_identity_through_every_edit(net: gn.GrapNet) -> None:
     parameters, modules = list(net.parameters()), [*net.layers, *net.transitions]
-    optimizer = torch.optim.AdamW([{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}])
+    optimizer = torch.optim.AdamW(
+        [{"params": parameters[:2], "lr": 0.1}, {"params": parameters[2:]}]
+    )
     gn.attach(optimizer, net)
     for name, action in ACTIONS.items():
         loss = net(x()).sum()
         action(net)
         assert all(a is b for a, b in zip(net.parameters(), parameters, strict=True)), name
-        assert all(a is b for a, b in zip([*net.layers, *net.transitions], modules, strict=True)), name
+        assert all(a is b for a, b in zip([*net.layers, *net.transitions], modules, strict=True)), (
+            name
+        )
         optimizer.zero_grad()
         net(x()).square().sum().backward()
         assert nn.utils.clip_grad_norm_(parameters, 1e-3) > 0
         assert torch.stack([p.grad.norm() for p in parameters]).norm() <= 1.001e-3
         values = [p.detach().clone() for p in parameters]
         optimizer.step()
-        assert any(not torch.equal(p, value) for p, value in zip(net.parameters(), values, strict=True))
+        assert any(
+            not torch.equal(p, value) for p, value in zip(net.parameters(), values, strict=True)
+        )
         del loss
 
 
@@ -179,7 +191,10 @@ def test_many_live_losses_of_many_versions(net: gn.GrapNet) -> None:
         fresh = copy.deepcopy(net)
         fresh.zero_grad()
         fresh(x()).sum().backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), fresh.parameters(), strict=True))
+        assert all(
+            torch.equal(p.grad, q.grad)
+            for p, q in zip(net.parameters(), fresh.parameters(), strict=True)
+        )
     for loss in old:
         with pytest.raises(gn.StaleTopologyError):
             loss.backward()
@@ -199,7 +214,9 @@ def test_a_compiled_net_follows_edits(net: gn.GrapNet, grad: bool) -> None:
         net.zero_grad()
         compiled(x(grad=grad)).square().sum().backward()
         expected = torch.autograd.grad(net(x()).square().sum(), list(net.parameters()))
-        assert all(torch.allclose(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True))
+        assert all(
+            torch.allclose(p.grad, e) for p, e in zip(net.parameters(), expected, strict=True)
+        )
 
 
 def test_functional_call_uses_the_parameters_it_is_given(net: gn.GrapNet) -> None:
@@ -240,7 +257,11 @@ def test_a_copy_is_independent_and_follows_nobody(
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert (told, net.version, twin.version) == ([2], 2, 5)
     assert [c.version for c in twin.history] == [1, 2, 3, 4, 5]
-    assert (twin.layers[1][0].layer, net.layers[1].graph is net, twin.layers[1].graph is twin) == (1, True, True)
+    assert (twin.layers[1][0].layer, net.layers[1].graph is net, twin.layers[1].graph is twin) == (
+        1,
+        True,
+        True,
+    )
     ACTIONS["undo"](net)
     assert told == [2, 3]
     del follower

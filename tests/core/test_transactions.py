@@ -1,4 +1,6 @@
-"""The transaction around an edit: when it commits, what a trial leaves, and what cannot be done inside."""
+"""The transaction around an edit: when it commits, what a trial leaves, and what cannot be done
+inside.
+"""
 
 from collections.abc import Callable
 
@@ -44,7 +46,11 @@ def test_commit_takes_effect_at_once_and_ends_the_edit(net: gn.GrapNet) -> None:
         receipt = edit.commit()
         assert (net.version, net.count().relations) == (1, 17)
         assert (receipt.version, receipt.reason, receipt.by) == (1, "why", "who")
-        for operation in (edit.commit, edit.remove_orphans, lambda: edit.cut(net.layers[0].outgoing())):
+        for operation in (
+            edit.commit,
+            edit.remove_orphans,
+            lambda: edit.cut(net.layers[0].outgoing()),
+        ):
             with pytest.raises(gn.EditError, match="not open"):
                 operation()
     assert (net.version, edit.receipt is receipt is net.history[-1]) == (1, True)
@@ -57,7 +63,12 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
         edit.connect(net.layers[0][3], new)
         edit.freeze(net.layers[1][0], incoming=False, outgoing=False)
     commit = net.history[-1]
-    assert [op["operation"] for op in commit.operations] == ["cut", "add_nodes", "connect", "freeze"]
+    assert [op["operation"] for op in commit.operations] == [
+        "cut",
+        "add_nodes",
+        "connect",
+        "freeze",
+    ]
     assert commit.change.counts() == {
         "nodes_added": 1,
         "nodes_removed": 0,
@@ -65,7 +76,10 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
         "relations_removed": 1,
         "coordinates_turned": 1,
     }
-    moved = {n: (m.old_size, m.new_size, m.removed.tolist(), m.inserted.tolist()) for n, m in commit.parameters.items()}
+    moved = {
+        n: (m.old_size, m.new_size, m.removed.tolist(), m.inserted.tolist())
+        for n, m in commit.parameters.items()
+    }
     assert moved == {"layers.1.bias": (3, 3, [0], [2]), "transitions.0.weight": (12, 12, [1], [11])}
     assert commit.relations[0].carry(torch.arange(12), -1).tolist() == [0, *range(2, 12), -1]
     assert commit.nodes[1].inserted.tolist() == [3]
@@ -89,9 +103,16 @@ def test_a_trial_shows_its_effect_and_leaves_no_trace(net: gn.GrapNet) -> None:
         assert net.version == 1
         assert not torch.allclose(net(X), before)
     assert torch.equal(net(X), before)
-    assert (net.version, net.history, net.next_uid >= 9, net.layers[0].owners) == (0, (), True, [None] * 4)
+    assert (net.version, net.history, net.next_uid >= 9, net.layers[0].owners) == (
+        0,
+        (),
+        True,
+        [None] * 4,
+    )
     assert all(torch.equal(p, value) and torch.equal(p.grad, grad) for p, value, grad in kept)
-    assert all(torch.equal(state[k], v) for k, v in optimizer.state[list(net.parameters())[-1]].items())
+    assert all(
+        torch.equal(state[k], v) for k, v in optimizer.state[list(net.parameters())[-1]].items()
+    )
     net(X).sum().backward()
     optimizer.step()  # the state still fits
 
@@ -116,12 +137,16 @@ def test_every_kind_of_trial_gives_gradients_and_slots_back(net: gn.GrapNet, wha
         edit.commit()
     assert {n for n, p in net.named_parameters() if not torch.equal(p.grad, grads[n])} == set()
     assert {
-        n for n, p in net.named_parameters() if not torch.equal(optimizer.state[p]["momentum_buffer"], slots[n])
+        n
+        for n, p in net.named_parameters()
+        if not torch.equal(optimizer.state[p]["momentum_buffer"], slots[n])
     } == set()
 
 
 def test_training_inside_a_trial_stays_with_the_survivors(net: gn.GrapNet) -> None:
-    """As documented, and as after undo: the trial takes the edit back, not what was learned meanwhile."""
+    """As documented, and as after undo: the trial takes the edit back, not what was learned
+    meanwhile.
+    """
     optimizer, node, old = (
         torch.optim.SGD(net.parameters(), lr=0.1),
         net.layers[0][0],
@@ -185,7 +210,9 @@ def test_a_state_dict_cannot_turn_frozen_bits_inside_an_edit(net: gn.GrapNet) ->
 
 
 @pytest.mark.parametrize("commit", [lambda net: net.undo(), lambda net: net.edit().__enter__()])
-def test_inference_mode_refuses_edits(net: gn.GrapNet, commit: Callable[[gn.GrapNet], object]) -> None:
+def test_inference_mode_refuses_edits(
+    net: gn.GrapNet, commit: Callable[[gn.GrapNet], object]
+) -> None:
     with net.edit() as edit:
         edit.cut(net.layers[0][0], slots=[0])
     before = fingerprint(net)
@@ -202,11 +229,16 @@ def test_inference_mode_refuses_edits(net: gn.GrapNet, commit: Callable[[gn.Grap
     assert net.transitions[0].weight.requires_grad
 
 
-def test_a_parameter_beside_the_net_made_in_inference_mode_stops_the_edit_before_it_begins(net: gn.GrapNet) -> None:
+def test_a_parameter_beside_the_net_made_in_inference_mode_stops_the_edit_before_it_begins(
+    net: gn.GrapNet,
+) -> None:
     with torch.inference_mode():
         net.head = torch.nn.Linear(3, 3)
     loss = net(X).sum()
-    with pytest.raises(gn.EditError, match=r"built under torch\.inference_mode"), net.edit() as edit:
+    with (
+        pytest.raises(gn.EditError, match=r"built under torch\.inference_mode"),
+        net.edit() as edit,
+    ):
         edit.add_nodes(1, 1)
     loss.backward()  # nothing has been edited, so it is not refused
 

@@ -38,7 +38,9 @@ def test_both_versions_give_the_same_images(machine: Path) -> None:
 def test_a_batch_that_python_3_wrote_is_read(machine: Path, protocol: int) -> None:
     folder = write_cifar(machine / "mine")
     images, labels = cifar_arrays("test_batch")
-    (folder / "test_batch").write_bytes(pickle.dumps({"data": images, "labels": labels}, protocol=protocol))
+    (folder / "test_batch").write_bytes(
+        pickle.dumps({"data": images, "labels": labels}, protocol=protocol)
+    )
     assert torch.equal(load_cifar10("test", folder)[0].flatten(1), torch.from_numpy(images))
 
 
@@ -55,7 +57,9 @@ def test_the_places_are_looked_at_in_order(machine: Path, monkeypatch: pytest.Mo
     assert find_cifar10(machine / "home") is None
 
 
-def test_without_the_batches_the_error_says_where_it_looked_and_how_to_get_them(machine: Path) -> None:
+def test_without_the_batches_the_error_says_where_it_looked_and_how_to_get_them(
+    machine: Path,
+) -> None:
     binary = write_cifar(machine / "work/data/cifar-10-batches-bin", binary=True)
     (binary / "test_batch.bin").unlink()
     with pytest.raises(MissingDataError) as caught:
@@ -100,7 +104,8 @@ def test_a_pickle_that_would_run_something_is_refused(machine: Path, where: str)
     "written",
     [
         b"cbuiltins\neval\n(S'1'\ntR.",
-        b"cnumpy.core.multiarray\n_reconstruct\n(N}S'__setstate__'\nNstb.",  # sets an attribute of a class
+        # sets an attribute of a class
+        b"cnumpy.core.multiarray\n_reconstruct\n(N}S'__setstate__'\nNstb.",
         b"cnumpy\nndarray\n)\x81.",  # an array without content
         b"\x80\x02}(U\x04datacnumpy\nndarray\n)\x81U\x06labels]u.",
         b"Pname\n.",
@@ -108,7 +113,16 @@ def test_a_pickle_that_would_run_something_is_refused(machine: Path, where: str)
         b"\x80\x02}.",
         b"",
     ],
-    ids=["eval", "class attribute", "bare array", "bare array as data", "persistent", "number", "empty", "nothing"],
+    ids=[
+        "eval",
+        "class attribute",
+        "bare array",
+        "bare array as data",
+        "persistent",
+        "number",
+        "empty",
+        "nothing",
+    ],
 )
 def test_a_pickle_that_is_no_batch_is_refused(machine: Path, written: bytes) -> None:
     folder = write_cifar(machine / "mine")
@@ -136,7 +150,8 @@ def test_a_damaged_batch_is_refused(machine: Path, written: bytes, message: str)
 
 
 @pytest.mark.parametrize(
-    ("written", "message"), [(b"", "0 bytes"), (b"\x01" * 3072, "whole records"), (b"\x0a" * 3073, "class 10")]
+    ("written", "message"),
+    [(b"", "0 bytes"), (b"\x01" * 3072, "whole records"), (b"\x0a" * 3073, "class 10")],
 )
 def test_a_damaged_binary_batch_is_refused(machine: Path, written: bytes, message: str) -> None:
     folder = write_cifar(machine / "mine", binary=True)

@@ -33,11 +33,17 @@ CUT = "t10k-labels-idx1-ubyte.gz"  # the last of the four
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Serves a folder; below /cut/ the last file ends half-way, below /unsized/ no length is told before."""
+    """Serves a folder; below /cut/ the last file ends half-way, below /unsized/ no length is told
+    before.
+    """
 
     def do_GET(self) -> None:
         _, kind, name = self.path.split("/")
-        content = (Path(self.directory) / name).read_bytes() if (Path(self.directory) / name).is_file() else None
+        content = (
+            (Path(self.directory) / name).read_bytes()
+            if (Path(self.directory) / name).is_file()
+            else None
+        )
         if content is None:
             return self.send_error(404)
         self.send_response(200)
@@ -69,12 +75,16 @@ def address(served: Path) -> Iterator[str]:
 
 def source_of(folder: Path, url: str) -> Source:
     sums = {path.name: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    return Source(url, {name: sums[name] for name in sorted(sums, key=lambda name: (name == CUT, name))})
+    return Source(
+        url, {name: sums[name] for name in sorted(sums, key=lambda name: (name == CUT, name))}
+    )
 
 
 @pytest.fixture
 def fashion(served: Path, address: str) -> Source:
-    return source_of(write_fashion(served, packed=("images", "labels"), first=7), f"{address}/files")
+    return source_of(
+        write_fashion(served, packed=("images", "labels"), first=7), f"{address}/files"
+    )
 
 
 @pytest.fixture
@@ -94,10 +104,14 @@ def left(folder: Path) -> list[str]:
 
 def test_the_pinned_files_are_the_originals() -> None:
     assert set(FASHION.md5) == {
-        f"{part}-{kind}.gz" for part in ("train", "t10k") for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
+        f"{part}-{kind}.gz"
+        for part in ("train", "t10k")
+        for kind in ("images-idx3-ubyte", "labels-idx1-ubyte")
     }
     assert len({*FASHION.md5.values(), *CIFAR10.md5.values()}) == 5
-    assert all(len(bytes.fromhex(md5)) == 16 for md5 in (*FASHION.md5.values(), *CIFAR10.md5.values()))
+    assert all(
+        len(bytes.fromhex(md5)) == 16 for md5 in (*FASHION.md5.values(), *CIFAR10.md5.values())
+    )
     assert CIFAR10.url.startswith("https://")
 
 
@@ -117,13 +131,17 @@ def test_a_download_goes_to_the_folder_or_to_grapnet_data(
     load_fashion("train", machine / "explicit", download=True, source=fashion)
     assert not (machine / "named").exists()
     load_fashion("train", download=True, source=fashion)
-    expected = sorted(["FashionMNIST", "FashionMNIST/raw", *(f"FashionMNIST/raw/{name}" for name in fashion.md5)])
+    expected = sorted(
+        ["FashionMNIST", "FashionMNIST/raw", *(f"FashionMNIST/raw/{name}" for name in fashion.md5)]
+    )
     assert left(machine / "explicit") == left(machine / "named") == expected
 
 
 def test_what_is_there_is_not_downloaded(machine: Path, fashion: Source) -> None:
     write_fashion(machine / "mine", first=1)
-    images, _ = load_fashion("test", machine / "mine", download=True, source=fashion.at("http://127.0.0.1:1/none"))
+    images, _ = load_fashion(
+        "test", machine / "mine", download=True, source=fashion.at("http://127.0.0.1:1/none")
+    )
     assert images.unique().tolist() == [1]
 
 
@@ -151,7 +169,9 @@ def test_a_failed_download_leaves_nothing_behind(
     assert len(left(machine)) == len(before) + 4 + 4  # folders and files
 
 
-def test_a_failed_download_leaves_what_was_there(machine: Path, address: str, fashion: Source) -> None:
+def test_a_failed_download_leaves_what_was_there(
+    machine: Path, address: str, fashion: Source
+) -> None:
     folder = write_fashion(machine / "mine/FashionMNIST/raw", packed=("images", "labels"), first=1)
     contents = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(DownloadError, match="ended after"):
@@ -159,10 +179,14 @@ def test_a_failed_download_leaves_what_was_there(machine: Path, address: str, fa
     assert {path: path.read_bytes() for path in folder.iterdir()} == contents
 
 
-def test_a_server_that_tells_no_length_is_checked_by_the_sum(machine: Path, address: str, fashion: Source) -> None:
+def test_a_server_that_tells_no_length_is_checked_by_the_sum(
+    machine: Path, address: str, fashion: Source
+) -> None:
     seen = []
     target = download_fashion(
-        machine / "mine", source=fashion.at(f"{address}/unsized"), report=lambda *told: seen.append(told)
+        machine / "mine",
+        source=fashion.at(f"{address}/unsized"),
+        report=lambda *told: seen.append(told),
     )
     assert [(name, total) for name, _, total in seen] == [(name, None) for name in fashion.md5]
     assert load_fashion("test", target)[0].unique().tolist() == [7]
@@ -176,17 +200,26 @@ def test_nobody_answers(machine: Path, fashion: Source) -> None:
     assert left(machine) == before
 
 
-def test_cifar_is_taken_out_of_its_archive_and_nothing_else_is(machine: Path, cifar: Source) -> None:
+def test_cifar_is_taken_out_of_its_archive_and_nothing_else_is(
+    machine: Path, cifar: Source
+) -> None:
     before = left(machine)
     images, labels = load_cifar10("train", machine / "mine", download=True, source=cifar)
     assert (len(images), len(labels)) == (10, 10)
     names = ["batches.meta", *(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]
-    assert left(machine / "mine") == ["cifar-10-batches-py", *(f"cifar-10-batches-py/{name}" for name in names)]
+    assert left(machine / "mine") == [
+        "cifar-10-batches-py",
+        *(f"cifar-10-batches-py/{name}" for name in names),
+    ]
     assert len(left(machine)) == len(before) + 1 + 8
 
 
-@pytest.mark.parametrize("content", [b"no archive", gzip.compress(b"no archive", mtime=0), "lacks", "folder"])
-def test_a_wrong_archive_leaves_nothing_behind(machine: Path, served: Path, address: str, content: bytes | str) -> None:
+@pytest.mark.parametrize(
+    "content", [b"no archive", gzip.compress(b"no archive", mtime=0), "lacks", "folder"]
+)
+def test_a_wrong_archive_leaves_nothing_behind(
+    machine: Path, served: Path, address: str, content: bytes | str
+) -> None:
     archive = served / "cifar-10-python.tar.gz"
     if isinstance(content, bytes):
         archive.write_bytes(content)
@@ -210,8 +243,13 @@ def test_the_command_downloads_when_asked_and_says_where_it_is(
     assert main(["fashion", "--download", "data"], sources) == 0
     said = capsys.readouterr()
     assert said.out == "data/FashionMNIST/raw\n"
-    assert [line.split(":")[0].strip() for line in said.err.splitlines() if line] == list(fashion.md5)
-    for arguments in (["fashion"], ["fashion", "--download", "data", "--mirror", "http://127.0.0.1:1"]):
+    assert [line.split(":")[0].strip() for line in said.err.splitlines() if line] == list(
+        fashion.md5
+    )
+    for arguments in (
+        ["fashion"],
+        ["fashion", "--download", "data", "--mirror", "http://127.0.0.1:1"],
+    ):
         assert main(arguments, sources) == 0  # it is there already
         assert capsys.readouterr().out == "data/FashionMNIST/raw\n"
 
@@ -220,7 +258,9 @@ def test_a_mirror_is_held_to_the_pinned_sums(
     machine: Path, fashion: Source, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = left(machine)
-    assert main(["fashion", "--download", "data", "--mirror", fashion.url]) == 1  # made-up files at that address
+    assert (
+        main(["fashion", "--download", "data", "--mirror", fashion.url]) == 1
+    )  # made-up files at that address
     assert FASHION.md5["train-images-idx3-ubyte.gz"] in capsys.readouterr().err
     assert left(machine) == before
     with pytest.raises(SystemExit):

@@ -53,7 +53,9 @@ def test_an_explicit_folder_is_the_only_one(machine: Path) -> None:
         load_fashion("test", machine / "empty")
 
 
-def test_a_guessed_folder_is_not_read_directly_because_digits_have_the_same_file_names(machine: Path) -> None:
+def test_a_guessed_folder_is_not_read_directly_because_digits_have_the_same_file_names(
+    machine: Path,
+) -> None:
     write_fashion(machine / "work/data")
     write_fashion(machine / "work/data/MNIST/raw")
     assert find_fashion() is None
@@ -92,7 +94,11 @@ def test_without_the_files_the_error_says_where_it_looked_and_how_to_get_them(
         ("labels", idx(np.array([0, 1, 10], np.uint8)), "class 10"),
         ("labels", idx(np.arange(2, dtype=np.uint8)), "3 test images and 2 labels"),
         ("images", gzip.compress(idx(np.zeros((3, 28, 27), np.uint8)), mtime=0), "28×27 pixels"),
-        ("images", gzip.compress(idx(np.zeros((3, 28, 28), np.uint8)), mtime=0)[:-9], "cannot be unpacked"),
+        (
+            "images",
+            gzip.compress(idx(np.zeros((3, 28, 28), np.uint8)), mtime=0)[:-9],
+            "cannot be unpacked",
+        ),
         ("images", b"no gzip", "cannot be unpacked"),
     ],
 )

@@ -49,13 +49,18 @@ def test_features_are_zero_plus_scale_times_q(tmp_path: Path) -> None:
         ({"y_train": np.zeros(4, np.uint8)}, "3 train rows for 4 labels"),
         ({"y_test": np.zeros(1, np.float32)}, "y_test holds float32, not whole numbers"),
         ({"y_test": np.array([-1])}, "negative label -1"),
-        ({"q_test": np.zeros((0, 2), np.uint8), "y_test": np.zeros(0, np.uint8)}, "q_test has shape"),
+        (
+            {"q_test": np.zeros((0, 2), np.uint8), "y_test": np.zeros(0, np.uint8)},
+            "q_test has shape",
+        ),
         ({"zero": np.array([{}, {}], object)}, "cannot be read"),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, change: dict, message: str) -> None:
     path = tmp_path / "some.npz"
-    np.savez(path, **{name: array for name, array in {**arrays(), **change}.items() if array is not None})
+    np.savez(
+        path, **{name: array for name, array in {**arrays(), **change}.items() if array is not None}
+    )
     with pytest.raises(DataError, match=message):
         load_features(path)
 
@@ -79,10 +84,14 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
 
 def test_saved_features_return_within_half_a_step(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    x_train, x_test = (torch.randn(n, 5, generator=generator) * torch.arange(5) - 3 for n in (40, 20))
+    x_train, x_test = (
+        torch.randn(n, 5, generator=generator) * torch.arange(5) - 3 for n in (40, 20)
+    )
     y_train, y_test = torch.arange(40) % 10, torch.arange(20) % 10
     path = tmp_path / "mine.npz"
-    save_features(path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, about="made up")
+    save_features(
+        path, x_train=x_train, y_train=y_train, x_test=x_test, y_test=y_test, about="made up"
+    )
     features = load_features(path)
     both = torch.cat([x_train, x_test])
     step = (both.amax(0) - both.amin(0)) / 255
@@ -105,8 +114,13 @@ def test_saved_features_return_within_half_a_step(tmp_path: Path) -> None:
         ({"y_train": torch.zeros(4)}, "whole numbers"),
     ],
 )
-def test_features_that_do_not_fit_are_not_written(tmp_path: Path, change: dict, message: str) -> None:
-    labels = {"y_train": torch.zeros(4, dtype=torch.int64), "y_test": torch.zeros(2, dtype=torch.int64)}
+def test_features_that_do_not_fit_are_not_written(
+    tmp_path: Path, change: dict, message: str
+) -> None:
+    labels = {
+        "y_train": torch.zeros(4, dtype=torch.int64),
+        "y_test": torch.zeros(2, dtype=torch.int64),
+    }
     rows = {"x_train": torch.zeros(4, 3), "x_test": torch.zeros(2, 3)}
     with pytest.raises(DataError, match=message):
         save_features(tmp_path / "mine.npz", **{**rows, **labels, **change}, about="")

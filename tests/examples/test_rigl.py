@@ -20,10 +20,14 @@ def test_every_method_learns_and_the_table_shows_it(tmp_path: Path) -> None:
     assert (tmp_path / "rigl.png").stat().st_size > 1000
 
 
-def test_the_sparse_ones_have_a_tenth_of_the_relations_and_rewire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sparse_ones_have_a_tenth_of_the_relations_and_rewire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     train, test = read("digits", "cpu")
     nets = {}
-    monkeypatch.setattr(rigl, "build", lambda method, *rest: nets.setdefault(method, build(method, *rest)))
+    monkeypatch.setattr(
+        rigl, "build", lambda method, *rest: nets.setdefault(method, build(method, *rest))
+    )
     for method in ("static", "SET", "RigL"):
         rigl.run(method, 0, train, test, SMALL)
     cells = 64 * 64 + 64 * 64 + 64 * 10

@@ -23,12 +23,17 @@ def inputs(net: gn.GrapNet, *leading: int) -> Tensor:
 
 
 def results(net: gn.GrapNet, x: Tensor) -> dict[str, Tensor]:
-    """Returns the output, and the gradients of x and of every Parameter for a fixed gradient of the output."""
+    """Returns the output, and the gradients of x and of every Parameter for a fixed gradient of the
+    output.
+    """
     x = x.detach().requires_grad_()
     output = net(x)
     named = {"x": x, **dict(net.named_parameters())}
     gradients = torch.autograd.grad(output, list(named.values()), slope(output))
-    return {"output": output.detach(), **{f"∂{name}": g for name, g in zip(named, gradients, strict=True)}}
+    return {
+        "output": output.detach(),
+        **{f"∂{name}": g for name, g in zip(named, gradients, strict=True)},
+    }
 
 
 def slope(output: Tensor) -> Tensor:
@@ -43,8 +48,12 @@ def reference_of(net: gn.GrapNet) -> gn.GrapNet:
     return twin
 
 
-def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> Iterator[tuple[str, float, float]]:
-    """Returns for every tensor its name, the largest absolute difference and the largest value wanted."""
+def differences(
+    found: dict[str, Tensor], wanted: dict[str, Tensor]
+) -> Iterator[tuple[str, float, float]]:
+    """Returns for every tensor its name, the largest absolute difference and the largest value
+    wanted.
+    """
     assert found.keys() == wanted.keys()
     for name, right in wanted.items():
         mine = found[name]
@@ -60,7 +69,8 @@ def require_close(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def require_reference(net: gn.GrapNet, *inputs: Tensor) -> None:
-    """Asserts that a net computes what its reference computes, values and gradients, and that it is sound.
+    """Asserts that a net computes what its reference computes, values and gradients, and that it is
+    sound.
 
     In float64 they agree to 1e-12, in float32 to what rounding may do.
     """
@@ -74,7 +84,9 @@ def require_reference(net: gn.GrapNet, *inputs: Tensor) -> None:
             continue
         allowed = bounds(net, x, slope(found["output"]))
         for name, off, _ in differences(found, wanted):
-            assert off <= allowed[name], f"{name} is off by {off:.2e}, rounding by {allowed[name]:.2e}"
+            assert off <= allowed[name], (
+                f"{name} is off by {off:.2e}, rounding by {allowed[name]:.2e}"
+            )
 
 
 def _largest(tensor: Tensor) -> float:

@@ -1,4 +1,6 @@
-"""Shapes of graph as data: who has which children, in which order; and edits that every shape goes through."""
+"""Shapes of graph as data: who has which children, in which order; and edits that every shape goes
+through.
+"""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +26,9 @@ class Shape:
     sizes: Sequence[int]
     wires: Sequence[Wires]
     activation: str | Sequence[str] = "tanh"
-    prepare: Callable[[gn.GrapNet, gn.Edit], object] | None = None  # an edit that belongs to the shape
+    prepare: Callable[[gn.GrapNet, gn.Edit], object] | None = (
+        None  # an edit that belongs to the shape
+    )
 
     def build(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> gn.GrapNet:
         """Returns a net of this shape; the same numbers on every device."""
@@ -33,7 +37,12 @@ class Shape:
             parents = [parent for parent, children in enumerate(lists) for _ in children]
             relations.append((parents, [child for children in lists for child in children]))
         generator = torch.Generator().manual_seed(7)
-        options = {"activation": self.activation, "dtype": dtype, "device": device, "generator": generator}
+        options = {
+            "activation": self.activation,
+            "dtype": dtype,
+            "device": device,
+            "generator": generator,
+        }
         net = gn.GrapNet.from_relations(self.sizes, relations, **options)
         if self.prepare is not None:
             with net.edit(reason="shape") as edit:
@@ -86,8 +95,12 @@ SHAPES: dict[str, Shape] = {
     "full, wide": Shape([9, 20, 17], [full(9, 20), full(20, 17)]),
     "full, shuffled": Shape([6, 5, 4], [shuffled(full(6, 5)), shuffled(full(5, 4))]),
     "one node a layer": Shape([1, 1, 1], [full(1, 1), full(1, 1)]),
-    "ragged": Shape([6, 19, 5], [[list(range(k, 3 * k)) for k in range(6)], shuffled(random_wires(19, 5, 0.5))]),
-    "childless": Shape([6, 5, 4], [[[0, 1], [], [4, 2], [], [], []], [[], [], [2, 0], [], [3, 1, 0]]]),
+    "ragged": Shape(
+        [6, 19, 5], [[list(range(k, 3 * k)) for k in range(6)], shuffled(random_wires(19, 5, 0.5))]
+    ),
+    "childless": Shape(
+        [6, 5, 4], [[[0, 1], [], [4, 2], [], [], []], [[], [], [2, 0], [], [3, 1, 0]]]
+    ),
     "parentless": Shape([5, 6, 5], [[[1, 3]] * 5, [[0], [0, 4], [4], [0], [4, 0], [0]]]),
     "no relation": Shape([4, 3, 2], [[[]] * 4, [[]] * 3]),
     "a transition without relations": Shape([4, 3, 5, 2], [full(4, 3), [[]] * 3, full(5, 2)]),
@@ -95,30 +108,48 @@ SHAPES: dict[str, Shape] = {
     "empty input": Shape([0, 3, 2], [full(0, 3), full(3, 2)]),
     "empty output": Shape([3, 2, 0], [full(3, 2), full(2, 0)]),
     "one family": Shape([7, 9, 4], [[[1, 3, 4, 8]] * 7, shuffled([[0, 1, 3]] * 9)]),
-    "one family and the childless": Shape([7, 5, 3], [[[2, 0], []] * 3 + [[0, 2]], families((4, [1, 0]), (1, []))]),
+    "one family and the childless": Shape(
+        [7, 5, 3], [[[2, 0], []] * 3 + [[0, 2]], families((4, [1, 0]), (1, []))]
+    ),
     "families in order": Shape(
         [6, 6, 5], [families((3, [0, 1, 2]), (3, [3, 4, 5])), families((4, [0, 1]), (2, [2, 3, 4]))]
     ),
     "families of one size, out of order": Shape(
-        [8, 6, 6], [families((4, [5, 1, 3]), (4, [0, 4, 2])), scattered(families((3, [4, 1]), (3, [2, 0])))]
+        [8, 6, 6],
+        [families((4, [5, 1, 3]), (4, [0, 4, 2])), scattered(families((3, [4, 1]), (3, [2, 0])))],
     ),
     "many families": Shape(
         [24, 30, 12],
         [
-            shuffled(scattered(families((5, [0, 2, 4]), (5, [9, 8, 7]), (3, [1]), (7, [20, 3, 29, 2]), (4, [])))),
+            shuffled(
+                scattered(
+                    families((5, [0, 2, 4]), (5, [9, 8, 7]), (3, [1]), (7, [20, 3, 29, 2]), (4, []))
+                )
+            ),
             shuffled(scattered(families(*[(3, [k, k + 1, k + 2]) for k in range(10)]))),
         ],
     ),
     "grown head": Shape(
-        [49, 240, 10], [random_wires(49, 240, 0.1), [list(range(2 * (k // 48) + 2)) for k in range(240)]], "relu"
+        [49, 240, 10],
+        [random_wires(49, 240, 0.1), [list(range(2 * (k // 48) + 2)) for k in range(240)]],
+        "relu",
     ),
-    "random 1 %": Shape([200, 300, 20], [random_wires(200, 300, 0.01), random_wires(300, 20, 0.05)]),
+    "random 1 %": Shape(
+        [200, 300, 20], [random_wires(200, 300, 0.01), random_wires(300, 20, 0.05)]
+    ),
     "mixed activations": Shape(
-        [7, 9, 4], [random_wires(7, 9, 0.6), random_wires(9, 4, 0.8)], "relu", prepare=mix_activations
+        [7, 9, 4],
+        [random_wires(7, 9, 0.6), random_wires(9, 4, 0.8)],
+        "relu",
+        prepare=mix_activations,
     ),
-    "partly frozen": Shape([7, 6, 5], [shuffled(full(7, 6)), random_wires(6, 5, 0.6)], prepare=freeze_some),
+    "partly frozen": Shape(
+        [7, 6, 5], [shuffled(full(7, 6)), random_wires(6, 5, 0.6)], prepare=freeze_some
+    ),
     "frozen whole": Shape(
-        [4, 3, 2], [full(4, 3), [[1], [0, 1], []]], prepare=lambda net, edit: edit.freeze(net.select())
+        [4, 3, 2],
+        [full(4, 3), [[1], [0, 1], []]],
+        prepare=lambda net, edit: edit.freeze(net.select()),
     ),
 }
 
@@ -149,7 +180,9 @@ def remove_nodes(net: gn.GrapNet, edit: gn.Edit) -> None:
 
 
 def rewire(net: gn.GrapNet, edit: gn.Edit) -> None:
-    """Moves one relation of a node to another child: as many relations as before, and as many a node."""
+    """Moves one relation of a node to another child: as many relations as before, and as many a
+    node.
+    """
     for upper, lower in zip(net.layers, net.layers[1:], strict=False):
         for node in upper:
             free = sorted(set(range(len(lower))) - {child.row for child in node.children})
@@ -174,7 +207,8 @@ def freeze(net: gn.GrapNet, edit: gn.Edit) -> None:
 
 
 EDITS: dict[str, Callable[[gn.GrapNet, gn.Edit], None]] = {
-    function.__name__: function for function in (cut_one, cut_tenth, add_nodes, remove_nodes, rewire, renew, freeze)
+    function.__name__: function
+    for function in (cut_one, cut_tenth, add_nodes, remove_nodes, rewire, renew, freeze)
 }
 
 
@@ -185,12 +219,18 @@ def edited(net: gn.GrapNet, operate: Callable[[gn.GrapNet, gn.Edit], object]) ->
 
 
 def runs_with(net: gn.GrapNet, backend: str) -> bool:
-    """Chooses a backend; where it refuses the device, asserts that it says so, and returns False."""
-    reasons = [reason for row in net.execution.describe() for reason in row["refused"].get(backend, [])]
+    """Chooses a backend; where it refuses the device, asserts that it says so, and returns
+    False.
+    """
+    reasons = [
+        reason for row in net.execution.describe() for reason in row["refused"].get(backend, [])
+    ]
     if not reasons:
         net.execution.use(backend)
         return True
-    assert net.device.type != "cpu", f"{backend} must run on the CPU of every machine that tests: {reasons}"
+    assert net.device.type != "cpu", (
+        f"{backend} must run on the CPU of every machine that tests: {reasons}"
+    )
     before = net.execution.choices()
     with pytest.raises(gn.PlanError, match=re.escape(reasons[0])):
         net.execution.use(backend)

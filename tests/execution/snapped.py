@@ -49,7 +49,9 @@ def cut(**kwargs) -> gn.GrapNet:
 
 
 def narrow(**kwargs) -> gn.GrapNet:
-    return gn.GrapNet.from_relations([3, 0, 2], [([], []), ([], [])], biases=[[], [0.5, -1.5]], **kwargs)
+    return gn.GrapNet.from_relations(
+        [3, 0, 2], [([], []), ([], [])], biases=[[], [0.5, -1.5]], **kwargs
+    )
 
 
 GRAPHS = {build.__name__: build for build in (full, ragged, mixed, cut, narrow)}
@@ -57,7 +59,9 @@ every_graph = pytest.mark.parametrize("build", GRAPHS.values(), ids=GRAPHS)
 
 
 def inputs(net: gn.GrapNet, *batch: int) -> Tensor:
-    return torch.randn(*batch, net.sizes[0], dtype=net.transitions[0].weight.dtype, device=net.device)
+    return torch.randn(
+        *batch, net.sizes[0], dtype=net.transitions[0].weight.dtype, device=net.device
+    )
 
 
 def tensors(module: nn.Module) -> list[Tensor]:

@@ -26,7 +26,10 @@ from tests.fingerprint import fingerprint
 WIRINGS: dict[str, tuple[list[int], list[Any]]] = {
     "full": ([5, 4], [[(i, j) for i in range(5) for j in range(4)]]),
     "sparse": ([7, 6], [[(i, j) for i in range(7) for j in range(6) if (i * 5 + j * 3) % 7 < 3]]),
-    "an orphan, a single parent": ([4, 4], [[(0, 0), (1, 0), (2, 0), (3, 1), (0, 3), (2, 3), (3, 3)]]),
+    "an orphan, a single parent": (
+        [4, 4],
+        [[(0, 0), (1, 0), (2, 0), (3, 1), (0, 3), (2, 3), (3, 3)]],
+    ),
     "no relation": ([3, 2], [[]]),
     "no parent": ([0, 3], [[]]),
     "no child": ([3, 0], [[]]),
@@ -51,22 +54,33 @@ def test_one_transition_is_its_dense_reference(name: str, batch: int, dtype: tor
     x = inputs(net, batch)
     assert net(x).shape == (batch, net.sizes[-1])
     fast, slow = results(net, net, x), results(net, lambda h: by_reference(net, h), x)
-    largest = max([float(value.abs().max()) for value in slow.values() if value.numel()], default=0.0)
+    largest = max(
+        [float(value.abs().max()) for value in slow.values() if value.numel()], default=0.0
+    )
     for key, value in fast.items():
         assert bool(((value - slow[key]).abs() <= nearness(net, batch) * largest).all()), key
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_net_is_its_dense_reference_before_and_after_five_relations_are_cut(dtype: torch.dtype) -> None:
+def test_a_net_is_its_dense_reference_before_and_after_five_relations_are_cut(
+    dtype: torch.dtype,
+) -> None:
     net = attended([12, 10, 8], dtype=dtype)
     x = inputs(net, 32)
     assert difference(net, x) <= nearness(net, 32)
     gradients = results(net, net, x)
-    for name in ("transitions.0.weight", "columns.key_0.value", "columns.query_0.value", "columns.key_1.value"):
+    for name in (
+        "transitions.0.weight",
+        "columns.key_0.value",
+        "columns.query_0.value",
+        "columns.key_1.value",
+    ):
         assert bool((gradients[name] != 0).any()), name
     before = net(x)
     with net.edit(reason="cut five") as edit:
-        edit.cut(net.layers[0].outgoing().smallest(count=5, key=torch.arange(net.transitions[0].size)))
+        edit.cut(
+            net.layers[0].outgoing().smallest(count=5, key=torch.arange(net.transitions[0].size))
+        )
     assert (net.transitions[0].size, net.version) == (round(0.7 * 120) - 5, 1)
     assert not torch.allclose(net(x), before)
     assert difference(net, x) <= nearness(net, 32)
@@ -78,7 +92,11 @@ def test_shares_sum_to_one_and_the_sum_is_something_else() -> None:
     net.layers[0].outgoing().weights = torch.ones(30, dtype=torch.float64)
     net.layers[1].biases = torch.zeros(5, dtype=torch.float64)
     output = net(x)  # Σ a h with Σ a = 1 lies among the h
-    assert bool(((output >= x.min(1, keepdim=True).values) & (output <= x.max(1, keepdim=True).values)).all())
+    assert bool(
+        (
+            (output >= x.min(1, keepdim=True).values) & (output <= x.max(1, keepdim=True).values)
+        ).all()
+    )
     keys, queries = net.columns["key_0"].value, net.columns["query_0"].value
     with torch.no_grad():
         keys.zero_()
@@ -145,7 +163,9 @@ def test_transforms_leading_dimensions_frozen_relations_and_other_types() -> Non
 
 def test_what_starts_it_and_what_it_starts_from() -> None:
     net = gn.GrapNet([6, 5, 4])
-    net.execution.use("attention", transition=1, bound=0.5, generator=torch.Generator().manual_seed(2))
+    net.execution.use(
+        "attention", transition=1, bound=0.5, generator=torch.Generator().manual_seed(2)
+    )
     assert net.execution.choices() == ["auto", "attention"]
     assert net.execution.describe()[1]["runs"] == "attention"
     key, query = net.columns["key_1"].value, net.columns["query_1"].value
@@ -154,7 +174,9 @@ def test_what_starts_it_and_what_it_starts_from() -> None:
     net.execution.use("attention", transition=1)  # again: what is there stays
     assert net.columns["key_1"].value is key
     again = gn.GrapNet([6, 5, 4])
-    again.execution.use("attention", transition=1, bound=0.5, generator=torch.Generator().manual_seed(2))
+    again.execution.use(
+        "attention", transition=1, bound=0.5, generator=torch.Generator().manual_seed(2)
+    )
     assert torch.equal(again.columns["query_1"].value, query)
     again.execution.use("attention", keys=torch.arange(5.0), queries=[1.0, 2, 3, 4], transition=1)
     assert again.columns["key_1"].value.tolist() == [0, 1, 2, 3, 4]
@@ -175,7 +197,9 @@ def test_what_starts_it_and_what_it_starts_from() -> None:
 
 def test_only_who_asks_gets_it_and_what_cannot_follow_refuses() -> None:
     net = gn.GrapNet([6, 5, 4])
-    assert "attention" not in {row["runs"] for batch in (1, 64, 4096) for row in net.execution.describe(batch)}
+    assert "attention" not in {
+        row["runs"] for batch in (1, 64, 4096) for row in net.execution.describe(batch)
+    }
     net.execution.use("attention", transition=0)
     assert {row["runs"] for row in net.execution.describe()[1:]}.isdisjoint({"attention"})
     for refuses in (net.snapshot, net.to_module, lambda: net.walk(torch.zeros(1, 6))):
@@ -195,7 +219,9 @@ def test_the_counts_and_the_invariants_know_them() -> None:
     gn.check(net)
     with torch.no_grad():
         net.columns["query_0"].value.data = torch.zeros(7)
-    with pytest.raises(gn.InvariantError, match="column query_0: 7 coordinates where there should be 5"):
+    with pytest.raises(
+        gn.InvariantError, match="column query_0: 7 coordinates where there should be 5"
+    ):
         gn.check(net)
 
 
@@ -205,7 +231,8 @@ def test_attached_optimizers_take_them_beside_the_weight_and_let_go_of_them() ->
     weights, biases = ([p for p in net.parameters() if p.dim() == d] for d in (2, 1))
     split = torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights}])
     named = torch.optim.SGD(
-        [(f"body.{n}", p) for n, p in net.named_parameters()] + list(head.named_parameters()), lr=1.0
+        [(f"body.{n}", p) for n, p in net.named_parameters()] + list(head.named_parameters()),
+        lr=1.0,
     )
     partial, free = torch.optim.Adam(biases), torch.optim.Adam(net.parameters())
     for optimizer in (split, named, partial):
@@ -213,9 +240,13 @@ def test_attached_optimizers_take_them_beside_the_weight_and_let_go_of_them() ->
     before = fingerprint(net, split, named, partial, free)
     net.execution.use("attention", transition=1)
     key, query = (net.columns[name].value for name in ("key_1", "query_1"))
-    assert [id(p) for p in split.param_groups[1]["params"]] == [id(p) for p in (*weights, key, query)]
+    assert [id(p) for p in split.param_groups[1]["params"]] == [
+        id(p) for p in (*weights, key, query)
+    ]
     assert len(split.param_groups[0]["params"]) == len(partial.param_groups[0]["params"]) == 2
-    order = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=1.0).param_groups[0]["params"]
+    order = torch.optim.SGD([*net.parameters(), *head.parameters()], lr=1.0).param_groups[0][
+        "params"
+    ]
     assert [id(p) for p in named.param_groups[0]["params"]] == [id(p) for p in order]
     assert named.param_groups[0]["param_names"][-4:] == [
         "body.columns.key_1.value",
@@ -238,9 +269,13 @@ def test_attached_optimizers_take_them_beside_the_weight_and_let_go_of_them() ->
     step(net, split)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.Rprop, torch.optim.RMSprop, torch.optim.SGD])
+@pytest.mark.parametrize(
+    "kind", [torch.optim.Adagrad, torch.optim.Rprop, torch.optim.RMSprop, torch.optim.SGD]
+)
 def test_other_optimizers_take_them_too(kind: Any) -> None:
-    options: dict[str, Any] = {"initial_accumulator_value": 0.1} if kind is torch.optim.Adagrad else {}
+    options: dict[str, Any] = (
+        {"initial_accumulator_value": 0.1} if kind is torch.optim.Adagrad else {}
+    )
     net, optimizer = trained(kind, **options)
     fresh = copy.deepcopy(net)
     other = kind(fresh.parameters(), **{"lr": 0.01, **options})
@@ -265,7 +300,9 @@ def test_an_optimizer_that_cannot_take_them_stops_it() -> None:
 
 
 def test_a_student_learns_what_a_teacher_attends_to() -> None:
-    teacher, student = (attended([8, 16, 4], seed, density=0.8, dtype=torch.float32) for seed in (0, 1))
+    teacher, student = (
+        attended([8, 16, 4], seed, density=0.8, dtype=torch.float32) for seed in (0, 1)
+    )
     with torch.no_grad():
         for parameter in teacher.parameters():
             parameter.mul_(4 if parameter.dim() == 2 else 3)

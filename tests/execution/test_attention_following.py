@@ -16,12 +16,18 @@ from tests.execution.attended import difference, inputs, step, trained
 from tests.fingerprint import as_bytes, fingerprint
 
 
-def coordinates(net: gn.GrapNet, optimizer: torch.optim.Optimizer, name: str) -> dict[str, dict[int, float]]:
+def coordinates(
+    net: gn.GrapNet, optimizer: torch.optim.Optimizer, name: str
+) -> dict[str, dict[int, float]]:
     """Returns value, gradient and optimizer slots of a column, by the uid of the node."""
     column = net.columns[name]
     uids, state = net.layers[column.layer].uids.tolist(), optimizer.state[column.value]
     assert column.value.grad is not None
-    found = {"value": column.value, "grad": column.value.grad, **{k: v for k, v in state.items() if v.dim()}}
+    found = {
+        "value": column.value,
+        "grad": column.value.grad,
+        **{k: v for k, v in state.items() if v.dim()},
+    }
     return {key: dict(zip(uids, values.tolist(), strict=True)) for key, values in found.items()}
 
 
@@ -44,8 +50,13 @@ def test_keys_and_queries_follow_nodes_and_come_back() -> None:
         after = coordinates(net, optimizer, name)
         for key, values in after.items():
             born = {uid: values.pop(uid) for uid in new.uids.tolist()}
-            assert values == {uid: old for uid, old in before[name][key].items() if uid not in gone}, (name, key)
-            assert all((0 < abs(number) <= 1) if key == "value" else number == 0 for number in born.values())
+            assert values == {
+                uid: old for uid, old in before[name][key].items() if uid not in gone
+            }, (name, key)
+            assert all(
+                (0 < abs(number) <= 1) if key == "value" else number == 0
+                for number in born.values()
+            )
     assert difference(net, inputs(net)) <= 1e-12
     net.undo()
     gn.check(net)
@@ -77,7 +88,11 @@ def test_nodes_of_the_interface_carry_theirs_too() -> None:
 
 def bits(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> list[Any]:
     """Returns the content of every Parameter, gradient and optimizer slot, and the version."""
-    found = [(name, as_bytes(p), as_bytes(p.grad)) for name, p in net.named_parameters() if p.grad is not None]
+    found = [
+        (name, as_bytes(p), as_bytes(p.grad))
+        for name, p in net.named_parameters()
+        if p.grad is not None
+    ]
     slots = [[as_bytes(value) for value in optimizer.state[p].values()] for p in net.parameters()]
     return [net.version, found, slots, [id(p) for p in net.parameters()]]
 
@@ -135,7 +150,11 @@ def test_undo_of_what_came_before_attention_and_replay() -> None:
     grown, recorded = net.columns["key_1"].value.tolist(), net.history
     net.undo()
     net.undo()
-    assert net.columns["key_1"].value.tolist() == [*keys[:2], 0.0, *keys[2:]]  # it had none when it left
+    assert net.columns["key_1"].value.tolist() == [
+        *keys[:2],
+        0.0,
+        *keys[2:],
+    ]  # it had none when it left
     assert difference_of_last(net) <= 1e-12
     net.execution.use("auto")
     net.redo()
@@ -147,10 +166,19 @@ def test_undo_of_what_came_before_attention_and_replay() -> None:
 
 
 def difference_of_last(net: gn.GrapNet) -> float:
-    transition, x = net.transitions[1], torch.linspace(-1, 1, 2 * net.sizes[1], dtype=torch.float64).view(2, -1)
-    key, query, bias = net.columns["key_1"].value, net.columns["query_1"].value, net.layers[2].biases
+    transition, x = (
+        net.transitions[1],
+        torch.linspace(-1, 1, 2 * net.sizes[1], dtype=torch.float64).view(2, -1),
+    )
+    key, query, bias = (
+        net.columns["key_1"].value,
+        net.columns["query_1"].value,
+        net.layers[2].biases,
+    )
     expected = dense_attention(x, transition.values(), key, query, transition.topology, bias)
-    return float((net.execution.plan(1)(x, transition.values(), bias) - expected).detach().abs().max())
+    return float(
+        (net.execution.plan(1)(x, transition.values(), bias) - expected).detach().abs().max()
+    )
 
 
 def same(one: gn.GrapNet, other: gn.GrapNet) -> None:
@@ -166,7 +194,11 @@ def test_copies_are_whole_and_apart() -> None:
     x, file = inputs(net), io.BytesIO()
     torch.save(net, file)
     file.seek(0)
-    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), torch.load(file, weights_only=False)):
+    for other in (
+        copy.deepcopy(net),
+        pickle.loads(pickle.dumps(net)),
+        torch.load(file, weights_only=False),
+    ):
         same(net, other)
         before = net(x)
         with torch.no_grad():
@@ -197,7 +229,9 @@ def test_state_dicts() -> None:
         other.load_state_dict(state)
     other.execution.use("attention")
     with pytest.raises(RuntimeError, match=r"Missing key.*columns\.key_0\.value"):
-        other.load_state_dict({name: value for name, value in state.items() if "columns" not in name})
+        other.load_state_dict(
+            {name: value for name, value in state.items() if "columns" not in name}
+        )
 
 
 def test_a_file_brings_back_everything(tmp_path: Any) -> None:
@@ -227,7 +261,11 @@ def test_a_file_brings_back_everything(tmp_path: Any) -> None:
         for name in net.columns:
             assert coordinates(net, optimizer, name) == coordinates(loaded, other, name)
     gn.save(tmp_path / "plain", net)
-    assert not [name for name in parse((tmp_path / "plain").read_bytes())[1] if "journal" in name and "columns" in name]
+    assert not [
+        name
+        for name in parse((tmp_path / "plain").read_bytes())[1]
+        if "journal" in name and "columns" in name
+    ]
     same(gn.load(tmp_path / "plain"), net)
 
 
@@ -253,17 +291,35 @@ def test_a_file_that_says_other_columns_is_refused(tmp_path: Any) -> None:
             gn.load(tmp_path / "forged")
 
     refused(
-        r"graph\.columns: .*key_0.* where execution needs key_1", lambda d, a: d["execution"].__setitem__(0, "auto")
+        r"graph\.columns: .*key_0.* where execution needs key_1",
+        lambda d, a: d["execution"].__setitem__(0, "auto"),
     )
     refused(r"graph\.columns: none where", lambda d, a: d["graph"].pop("columns"))
     refused(r"graph\.columns", lambda d, a: d["graph"]["columns"].append(d["graph"]["columns"][0]))
     refused(r"graph\.columns: expected list", lambda d, a: d["graph"].update(columns=3))
     refused(r"graph\.columns\.0\.bound", lambda d, a: d["graph"]["columns"][0].update(bound=-1.0))
     refused(r"graph\.columns\.0\.name", lambda d, a: d["graph"]["columns"][0].pop("name"))
-    refused(r"columns\.key_1: expected 4", lambda d, a: a.update({"columns.key_1": a["columns.key_1"][:2]}))
-    refused(r"columns\.key_1: holds NaN", lambda d, a: a.update({"columns.key_1": a["columns.key_1"] / 0 * 0}))
+    refused(
+        r"columns\.key_1: expected 4",
+        lambda d, a: a.update({"columns.key_1": a["columns.key_1"][:2]}),
+    )
+    refused(
+        r"columns\.key_1: holds NaN",
+        lambda d, a: a.update({"columns.key_1": a["columns.key_1"] / 0 * 0}),
+    )
     refused(r"columns\.key_1: missing", lambda d, a: a.pop("columns.key_1"))
-    refused(r"columns\.key_1\.gone: expected 1", lambda d, a: a.update({f"{where}.gone": torch.zeros(2)}))
-    refused(r"columns: expected names", lambda d, a: d["journal"]["commits"][0]["layers"]["1"].update(columns=[None]))
-    refused(r"columns: expected list", lambda d, a: d["journal"]["commits"][0]["layers"]["1"].update(columns=7))
-    refused(r"no field refers to", lambda d, a: d["journal"]["commits"][0]["layers"]["1"].pop("columns"))
+    refused(
+        r"columns\.key_1\.gone: expected 1",
+        lambda d, a: a.update({f"{where}.gone": torch.zeros(2)}),
+    )
+    refused(
+        r"columns: expected names",
+        lambda d, a: d["journal"]["commits"][0]["layers"]["1"].update(columns=[None]),
+    )
+    refused(
+        r"columns: expected list",
+        lambda d, a: d["journal"]["commits"][0]["layers"]["1"].update(columns=7),
+    )
+    refused(
+        r"no field refers to", lambda d, a: d["journal"]["commits"][0]["layers"]["1"].pop("columns")
+    )

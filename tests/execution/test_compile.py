@@ -1,4 +1,6 @@
-"""torch.compile: equal values and gradients, no recompilation while weights change, one after an edit."""
+"""torch.compile: equal values and gradients, no recompilation while weights change, one after an
+edit.
+"""
 
 import subprocess
 import sys
@@ -72,7 +74,9 @@ def test_one_graph_without_breaks_once_plans_are_made(backend: str) -> None:
     net.execution.use(backend)
     net(inputs(net, 4))
     counting = Counting()
-    compiled = torch.compile(net, backend=aot_autograd(fw_compiler=counting, bw_compiler=Counting()), fullgraph=True)
+    compiled = torch.compile(
+        net, backend=aot_autograd(fw_compiler=counting, bw_compiler=Counting()), fullgraph=True
+    )
     assert torch.allclose(compiled(inputs(net, 4)), net(inputs(net, 4)), atol=1e-12)
     assert counting.graphs == 1
 
@@ -84,7 +88,9 @@ def test_steps_do_not_recompile_and_edits_do_once(backend: str) -> None:
     x = inputs(net, 4)
     net(x)
     counting = Counting()
-    compiled = torch.compile(net, backend=aot_autograd(fw_compiler=counting, bw_compiler=Counting()))
+    compiled = torch.compile(
+        net, backend=aot_autograd(fw_compiler=counting, bw_compiler=Counting())
+    )
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     gn.attach(optimizer, net)
     for edit in (None, "cut_one", "rewire", "undo"):
@@ -96,8 +102,12 @@ def test_steps_do_not_recompile_and_edits_do_once(backend: str) -> None:
         train(compiled, optimizer, x, steps=1)
         first, before = counting.graphs - before, counting.graphs
         train(compiled, optimizer, x, steps=4)
-        assert counting.graphs == before, f"{edit}: {counting.graphs - before} graphs made while only weights changed"
-        assert first == 1 or (edit in ("rewire", "undo") and first == 0), f"{edit}: {first} graphs made"
+        assert counting.graphs == before, (
+            f"{edit}: {counting.graphs - before} graphs made while only weights changed"
+        )
+        assert first == 1 or (edit in ("rewire", "undo") and first == 0), (
+            f"{edit}: {first} graphs made"
+        )
         require_equal(compiled, net)
 
 

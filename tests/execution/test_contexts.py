@@ -1,4 +1,6 @@
-"""Where and how a net runs: dtypes, transforms, modes and threads leave its plans fit for everything else."""
+"""Where and how a net runs: dtypes, transforms, modes and threads leave its plans fit for
+everything else.
+"""
 
 import copy
 from collections.abc import Callable
@@ -38,7 +40,9 @@ def test_other_dtypes_and_state_dicts(net: gn.GrapNet, backend: str) -> None:
     require_reference(net, inputs(net, 4))
     net.load_state_dict(state)
     require_reference(net, inputs(net, 4))
-    nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(net.parameters()) + 1, net.parameters())
+    nn.utils.vector_to_parameters(
+        nn.utils.parameters_to_vector(net.parameters()) + 1, net.parameters()
+    )
     require_reference(net, inputs(net, 4))
 
 
@@ -77,7 +81,9 @@ FIRST: dict[str, Callable[[gn.GrapNet, Tensor], object]] = {
     "grad": lambda net, x: torch.func.grad(lambda x: net(x).sum())(x),
     "jacrev": lambda net, x: torch.func.jacrev(net)(x),
     "per-sample gradients": per_sample,
-    "functional_call": lambda net, x: functional_call(net, {n: p * 2 for n, p in net.named_parameters()}, (x,)),
+    "functional_call": lambda net, x: functional_call(
+        net, {n: p * 2 for n, p in net.named_parameters()}, (x,)
+    ),
     "compile": traced,
 }
 
@@ -119,7 +125,9 @@ def test_gradients_of_samples_are_those_of_a_loop(net: gn.GrapNet, backend: str)
         for name, gradient in zip(parameters, expected, strict=True):
             assert torch.allclose(found[name][row], gradient, atol=1e-12), name
     jacobian = torch.func.jacrev(net)(x[0])
-    by_hand = torch.stack([torch.autograd.grad(net(x0 := x[0].clone().requires_grad_())[j], x0)[0] for j in range(3)])
+    by_hand = torch.stack(
+        [torch.autograd.grad(net(x0 := x[0].clone().requires_grad_())[j], x0)[0] for j in range(3)]
+    )
     assert torch.allclose(jacobian, by_hand, atol=1e-12)
 
 
@@ -127,7 +135,9 @@ def test_gradients_of_samples_are_those_of_a_loop(net: gn.GrapNet, backend: str)
 def test_functional_call_takes_values_in_any_layout(net: gn.GrapNet, backend: str) -> None:
     net.execution.use(backend)
     x = inputs(net, 4)
-    constant = {name: p.new_full((1,) * p.dim(), 0.25).expand(p.shape) for name, p in net.named_parameters()}
+    constant = {
+        name: p.new_full((1,) * p.dim(), 0.25).expand(p.shape) for name, p in net.named_parameters()
+    }
     spread = {name: p.detach().repeat_interleave(2, 0)[::2] for name, p in net.named_parameters()}
     expected = copy.deepcopy(net)
     with torch.no_grad():
@@ -144,7 +154,9 @@ def test_a_frozen_module_and_hooks_see_what_they_should(net: gn.GrapNet, backend
     handle = net.transitions[1].register_forward_hook(lambda module, args, z: seen.append(z))
     net(x)
     handle.remove()
-    h = net.layers[1](net.execution.plan(0, 4)(x, net.transitions[0].values(), net.layers[1].values()))
+    h = net.layers[1](
+        net.execution.plan(0, 4)(x, net.transitions[0].values(), net.layers[1].values())
+    )
     z = net.execution.plan(1, 4)(h, net.transitions[1].values(), net.layers[2].values())
     assert torch.allclose(seen[0], z, atol=1e-12)
     net.requires_grad_(False)

@@ -1,4 +1,6 @@
-"""The contract of the backends: every one, on every shape of graph, computes what the reference computes."""
+"""The contract of the backends: every one, on every shape of graph, computes what the reference
+computes.
+"""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -11,7 +13,16 @@ import grapnet as gn
 from grapnet.execution.plans import BACKENDS
 from tests.rounding import plain_bounds
 
-from .figures import BATCHES, differences, inputs, reference_of, require_close, require_reference, results, slope
+from .figures import (
+    BATCHES,
+    differences,
+    inputs,
+    reference_of,
+    require_close,
+    require_reference,
+    results,
+    slope,
+)
 from .graphs import BACKEND_NAMES, DEVICES, EDITS, SHAPES, cut_and_grow, edited, runs_with
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -27,7 +38,9 @@ EDITED = [
 ACTIVATIONS = {"identity": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU}
 
 backends = pytest.mark.parametrize("backend", BACKEND_NAMES)
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # of a thread's first backward on CUDA
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # of a thread's first backward on CUDA
 devices = pytest.mark.parametrize("device", DEVICES)
 shapes = pytest.mark.parametrize("shape", SHAPES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -40,11 +53,15 @@ def _seed() -> None:
 
 @pytest.mark.sparse
 def test_every_backend_is_there_and_runs_on_this_cpu() -> None:
-    """A machine that tests has the compiled extension: a backend without it is a failure, not a skip."""
+    """A machine that tests has the compiled extension: a backend without it is a failure, not a
+    skip.
+    """
     assert set(BACKENDS) >= {"reference", "dense", "family", "sparse"}
     topology = SHAPES["ragged"].build().transitions[0].topology
     refusals = {
-        (n, d): BACKENDS[n]().refusals(topology, DTYPES[d]) for n in {*BACKENDS} - {"attention"} for d in DTYPES
+        (n, d): BACKENDS[n]().refusals(topology, DTYPES[d])
+        for n in {*BACKENDS} - {"attention"}
+        for d in DTYPES
     }
     assert not any(refusals.values()), refusals
 
@@ -62,7 +79,9 @@ def test_the_reference_is_the_walk_of_the_paper(shape: str, device: str) -> None
 @shapes
 @backends
 @devices
-def test_matches_the_reference_before_and_after_edits(backend: str, shape: str, dtype: str, device: str) -> None:
+def test_matches_the_reference_before_and_after_edits(
+    backend: str, shape: str, dtype: str, device: str
+) -> None:
     net = SHAPES[shape].build(DTYPES[dtype], device)
     if not runs_with(net, backend):
         return
@@ -70,7 +89,9 @@ def test_matches_the_reference_before_and_after_edits(backend: str, shape: str, 
     require_reference(net, *batches)
     before = [results(reference_of(net), x.double()) for x in batches]
     edited(net, cut_and_grow)
-    require_reference(net, *reversed(batches))  # so that plans are made at the smallest and at the largest
+    require_reference(
+        net, *reversed(batches)
+    )  # so that plans are made at the smallest and at the largest
     net.undo()
     require_reference(net, *batches)
     for x, wanted in zip(batches, before, strict=True):
@@ -81,7 +102,9 @@ def test_matches_the_reference_before_and_after_edits(backend: str, shape: str, 
 @pytest.mark.parametrize("shape", EDITED)
 @pytest.mark.parametrize("backend", BACKEND_NAMES[:-1])  # auto runs one of these
 @devices
-def test_matches_the_reference_through_every_edit(backend: str, shape: str, edit: str, device: str) -> None:
+def test_matches_the_reference_through_every_edit(
+    backend: str, shape: str, edit: str, device: str
+) -> None:
     net = SHAPES[shape].build(device=device)
     if not runs_with(net, backend):
         return
@@ -127,7 +150,9 @@ def full_of_nan() -> Iterator[None]:
 
 def twins(activation: str, device: str, dtype: torch.dtype) -> tuple[gn.GrapNet, nn.Sequential]:
     """Returns a net and an MLP of 16-32-8, the net's weights copied from the dense layers."""
-    mlp = nn.Sequential(nn.Linear(16, 32), ACTIVATIONS[activation](), nn.Linear(32, 8)).to(device, dtype)
+    mlp = nn.Sequential(nn.Linear(16, 32), ACTIVATIONS[activation](), nn.Linear(32, 8)).to(
+        device, dtype
+    )
     net = gn.GrapNet([16, 32, 8], activation=activation, device=device, dtype=dtype)
     for t, linear in enumerate(mlp[::2]):
         for node in net.layers[t]:
@@ -300,10 +325,14 @@ def test_any_layout_in_memory(backend: str, shape: str, layout: str, device: str
     require_close({"out": net(x.t().contiguous().t())}, {"out": twin(plain)})
 
 
-@pytest.mark.parametrize("shape", ["full", "full, wide", "ragged", "one family", "many families", "partly frozen"])
+@pytest.mark.parametrize(
+    "shape", ["full", "full, wide", "ragged", "one family", "many families", "partly frozen"]
+)
 @backends
 @devices
-def test_autocast_is_as_close_as_it_is_for_linear_layers(backend: str, shape: str, device: str) -> None:
+def test_autocast_is_as_close_as_it_is_for_linear_layers(
+    backend: str, shape: str, device: str
+) -> None:
     net = SHAPES[shape].build(torch.float32, device)
     if not runs_with(net, backend):
         return
@@ -312,7 +341,9 @@ def test_autocast_is_as_close_as_it_is_for_linear_layers(backend: str, shape: st
     with torch.autocast(device, dtype=torch.bfloat16):
         found = results(net, x)
         theirs = modules(x)
-    assert (found["output"] - expected["output"]).abs().max() <= 2 * (theirs - expected["output"]).abs().max() + 1e-3
+    assert (found["output"] - expected["output"]).abs().max() <= 2 * (
+        theirs - expected["output"]
+    ).abs().max() + 1e-3
     for name, gradient in found.items():
         assert name == "output" or gradient.dtype == torch.float32
         assert (gradient - expected[name]).abs().max() <= 0.04 * expected[name].abs().max(), name
@@ -342,13 +373,20 @@ def test_frozen_coordinates_get_no_gradient_and_stay(backend: str, device: str) 
     net = SHAPES["partly frozen"].build(device=device)
     if not runs_with(net, backend):
         return
-    frozen = [(r := layer.outgoing()).weights[r.frozen].detach().clone() for layer in net.layers[:-1]]
+    frozen = [
+        (r := layer.outgoing()).weights[r.frozen].detach().clone() for layer in net.layers[:-1]
+    ]
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
     gn.attach(optimizer, net)
     x = inputs(net, 6)
     for edit in (None, "cut_tenth", "rewire"):
         if edit:
-            edited(net, lambda net, e: e.cut(net.layers[0].outgoing()[~net.layers[0].outgoing().frozen][::5]))
+            edited(
+                net,
+                lambda net, e: e.cut(
+                    net.layers[0].outgoing()[~net.layers[0].outgoing().frozen][::5]
+                ),
+            )
         optimizer.zero_grad()
         net(x).square().sum().backward()
         for layer in net.layers[:-1]:
@@ -363,14 +401,18 @@ def test_frozen_coordinates_get_no_gradient_and_stay(backend: str, device: str) 
 @pytest.mark.parametrize("backend", sorted(set(BACKEND_NAMES) - {"dense", "auto"}))
 @devices
 def test_a_number_that_is_not_one_stays_with_its_children(backend: str, device: str) -> None:
-    """Where no relation is nothing is sent, not even 0 · ∞; `dense`, whose absent cells are zeros, is the exception."""
+    """Where no relation is nothing is sent, not even 0 · ∞; `dense`, whose absent cells are zeros,
+    is the exception.
+    """
     net = SHAPES["families in order"].build(device=device)
     if not runs_with(net, backend):
         return
     x = inputs(net, 3)
     x[1, 0] = float("inf")
     x[2, 0] = float("nan")
-    received = net.execution.plan(0, batch=3)(x, net.transitions[0].values(), net.layers[1].values())
+    received = net.execution.plan(0, batch=3)(
+        x, net.transitions[0].values(), net.layers[1].values()
+    )
     assert received[:, 3:].isfinite().all()
     assert not received[1:, :3].isfinite().any()
     assert received[0].isfinite().all()

@@ -1,4 +1,6 @@
-"""Exports: what torch.export and ONNX make of a snapshot computes what the net computes, and forgets what was cut."""
+"""Exports: what torch.export and ONNX make of a snapshot computes what the net computes, and
+forgets what was cut.
+"""
 
 import io
 import struct
@@ -13,7 +15,9 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
-pytestmark = pytest.mark.xdist_group("export")  # one worker: the first ONNX export of a process takes seconds
+pytestmark = pytest.mark.xdist_group(
+    "export"
+)  # one worker: the first ONNX export of a process takes seconds
 
 CLOSE = 1e-6  # of the largest value
 MARK = 12345.678
@@ -57,8 +61,11 @@ def cut() -> gn.GrapNet:
 
 
 GRAPHS = {build.__name__: build for build in (full, ragged, mixed, cut)}
-# torch.onnx copies a tree spec in a way that torch itself deprecates; nothing a caller could do differently.
-writes_onnx = pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning")
+# torch.onnx copies a tree spec in a way that torch itself deprecates; nothing a caller could do
+# differently.
+writes_onnx = pytest.mark.filterwarnings(
+    r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"
+)
 every_graph = pytest.mark.parametrize("build", GRAPHS.values(), ids=GRAPHS)
 
 
@@ -75,7 +82,9 @@ def program_of(snapshot: nn.Module, width: int) -> torch.export.ExportedProgram:
 def write_onnx(snapshot: nn.Module, width: int, path: Path) -> None:
     batch = torch.export.Dim("batch")
     example = (torch.randn(4, width),)
-    torch.onnx.export(snapshot, example, path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False)
+    torch.onnx.export(
+        snapshot, example, path, dynamo=True, dynamic_shapes=({0: batch},), verbose=False
+    )
 
 
 def run_onnx(path: Path, x: Tensor) -> Tensor:
@@ -118,7 +127,10 @@ def in_program(net: gn.GrapNet) -> list[bool]:
     """Says whether the mark is in the tensors, and in the file, of an exported program."""
     program, file = program_of(net.snapshot(), net.sizes[0]), io.BytesIO()
     torch.export.save(program, file)
-    held = [*program.state_dict.values(), *(c for c in program.constants.values() if isinstance(c, Tensor))]
+    held = [
+        *program.state_dict.values(),
+        *(c for c in program.constants.values() if isinstance(c, Tensor)),
+    ]
     assert len(held) >= 2 * len(net.transitions)
     return [any(bool((tensor == MARK).any()) for tensor in held), PATTERN in file.getvalue()]
 
@@ -127,9 +139,13 @@ def in_onnx(net: gn.GrapNet, folder: Path) -> list[bool]:
     """Says whether the mark is in the initialisers, and in the bytes, of an ONNX file."""
     folder.mkdir()
     write_onnx(net.snapshot(), net.sizes[0], folder / "net.onnx")
-    held = [numpy_helper.to_array(each) for each in onnx.load(folder / "net.onnx").graph.initializer]
+    held = [
+        numpy_helper.to_array(each) for each in onnx.load(folder / "net.onnx").graph.initializer
+    ]
     assert len(held) >= 2 * len(net.transitions)
-    files = b"\n".join(path.read_bytes() for path in folder.iterdir())  # weights may lie beside the graph
+    files = b"\n".join(
+        path.read_bytes() for path in folder.iterdir()
+    )  # weights may lie beside the graph
     return [any(PATTERN in array.tobytes() for array in held), PATTERN in files]
 
 

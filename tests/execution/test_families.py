@@ -1,4 +1,6 @@
-"""Families: which nodes share their children, what `net.execution.families` says, and blocks of every kind."""
+"""Families: which nodes share their children, what `net.execution.families` says, and blocks of
+every kind.
+"""
 
 import copy
 from random import Random
@@ -12,11 +14,23 @@ from grapnet.execution import family
 from grapnet.execution.family import find_families
 
 from .figures import inputs, require_reference
-from .graphs import DEVICES, SHAPES, Wires, edited, families, full, random_wires, scattered, shuffled
+from .graphs import (
+    DEVICES,
+    SHAPES,
+    Wires,
+    edited,
+    families,
+    full,
+    random_wires,
+    scattered,
+    shuffled,
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_product_written_in_place_is_the_product(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_written_in_place_is_the_product(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(family, "LARGE", 0)  # as for large activations
     net = SHAPES[shape].build(torch.float64)
     net.execution.use("family")
@@ -24,12 +38,21 @@ def test_a_product_written_in_place_is_the_product(shape: str, monkeypatch: pyte
         require_reference(net, inputs(net, batch))
 
 
-@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # torch says so of the first backward of a process
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # torch says so of the first backward of a process
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("size", "degree", "batch"), [(128, 128, 256), (70, 150, 500), (64, 64, 1025)])
+@pytest.mark.parametrize(
+    ("size", "degree", "batch"), [(128, 128, 256), (70, 150, 500), (64, 64, 1025)]
+)
 def test_large_blocks_in_half_precision(
-    size: int, degree: int, batch: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+    size: int,
+    degree: int,
+    batch: int,
+    dtype: torch.dtype,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(family, "LARGE", 0)
     work = Work(3 * size, 3 * degree, batch, device=device, dtype=dtype)
@@ -50,7 +73,9 @@ def test_large_blocks_in_half_precision(
 def test_a_product_written_in_place_has_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     calls, apply = [], family._BlockProduct.apply
     monkeypatch.setattr(family, "LARGE", 0)
-    monkeypatch.setattr(family._BlockProduct, "apply", lambda *given: calls.append(given) or apply(*given))
+    monkeypatch.setattr(
+        family._BlockProduct, "apply", lambda *given: calls.append(given) or apply(*given)
+    )
     net = built([[0, 1], [0, 1], [2, 3], [2, 3]], 4)
     net.execution.use("family")
     x, weight, bias = inputs(net, 3).requires_grad_(), net.transitions[0].weight, net.layers[1].bias
@@ -66,7 +91,9 @@ def test_a_product_written_in_place_has_second_derivatives(monkeypatch: pytest.M
 def built(wires: Wires, n_children: int) -> gn.GrapNet:
     parents = [parent for parent, children in enumerate(wires) for _ in children]
     children = [child for children in wires for child in children]
-    return gn.GrapNet.from_relations([len(wires), n_children], [(parents, children)], dtype=torch.float64)
+    return gn.GrapNet.from_relations(
+        [len(wires), n_children], [(parents, children)], dtype=torch.float64
+    )
 
 
 def by_hand(wires: Wires) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -97,7 +124,10 @@ WIRES: dict[str, tuple[Wires, int]] = {
     "no children": ([[]] * 3, 0),
     "every node its own": ([[k] for k in range(6)], 6),
     "one and the childless": ([[0, 2], [], [2, 0], []], 3),
-    "scattered": (shuffled(scattered(families((3, [0, 1]), (3, [2, 3]), (2, [0, 1, 2]), (1, [5]), (2, [])))), 6),
+    "scattered": (
+        shuffled(scattered(families((3, [0, 1]), (3, [2, 3]), (2, [0, 1, 2]), (1, [5]), (2, [])))),
+        6,
+    ),
     "subsets": ([list(range(k)) for k in range(8)] * 2, 8),
     "random": (random_wires(60, 5, 0.4), 5),
     "same sum": ([[0, 3], [1, 2], [3, 0], [2, 1]], 4),
@@ -109,7 +139,9 @@ WIRES: dict[str, tuple[Wires, int]] = {
 def test_families_are_those_found_by_hand(wires: str) -> None:
     net = built(*WIRES[wires])
     assert reported(net) == by_hand(WIRES[wires][0])
-    blocks = [rows * columns for rows, columns in (family.block for family in net.execution.families(0))]
+    blocks = [
+        rows * columns for rows, columns in (family.block for family in net.execution.families(0))
+    ]
     assert blocks == sorted(blocks, reverse=True)
 
 
@@ -128,7 +160,9 @@ def test_random_families_in_any_order(seed: int) -> None:
     n_children = chance.randint(1, 9)
     blocks = []
     for _ in range(chance.randint(1, 5)):
-        blocks.append((chance.randint(1, 4), chance.sample(range(n_children), chance.randint(0, n_children))))
+        blocks.append(
+            (chance.randint(1, 4), chance.sample(range(n_children), chance.randint(0, n_children)))
+        )
     wires = families(*blocks)
     wires = scattered(wires, seed) if chance.random() < 0.6 else wires
     wires = shuffled(wires, seed) if chance.random() < 0.6 else wires
@@ -151,12 +185,20 @@ def test_positions_cover_every_relation_once(wires: str) -> None:
         assert group.children.shape == (count, degree)
         places = group.positions.long()
         assert torch.equal(parents[places].long(), group.members.unsqueeze(-1).expand_as(places))
-        assert torch.equal(topology.child[places].long(), group.children.unsqueeze(1).expand_as(places))
+        assert torch.equal(
+            topology.child[places].long(), group.children.unsqueeze(1).expand_as(places)
+        )
 
 
 def test_the_grown_head_has_five_families() -> None:
     net = SHAPES["grown head"].build()
-    assert [family.block for family in net.execution.families(1)] == [(48, 10), (48, 8), (48, 6), (48, 4), (48, 2)]
+    assert [family.block for family in net.execution.families(1)] == [
+        (48, 10),
+        (48, 8),
+        (48, 6),
+        (48, 4),
+        (48, 2),
+    ]
     largest = net.execution.families(1)[0]
     assert largest.members.uids.tolist() == [node.uid for node in net.layers[1][192:]]
     assert largest.children.uids.tolist() == net.layers[2].uids.tolist()
@@ -195,7 +237,9 @@ def test_a_million_relations_are_grouped_by_their_sets_alone() -> None:
     sets = [torch.randperm(64, generator=chance)[:32] for _ in range(64)]
     rows = torch.arange(8192) % 64
     children = torch.cat([sets[row][torch.randperm(32, generator=chance)] for row in rows.tolist()])
-    net = gn.GrapNet.from_relations([8192, 64], [(torch.arange(8192).repeat_interleave(32), children)])
+    net = gn.GrapNet.from_relations(
+        [8192, 64], [(torch.arange(8192).repeat_interleave(32), children)]
+    )
     found = net.execution.families(0)
     assert [family.block for family in found] == [(128, 32)] * 64
     assert sorted(min(family.members.uids.tolist()) for family in found) == list(range(64))

@@ -1,4 +1,6 @@
-"""The compiled kernels against a loop in float64, in every variant, layout and size, and as operators of torch."""
+"""The compiled kernels against a loop in float64, in every variant, layout and size, and as
+operators of torch.
+"""
 
 from collections.abc import Iterator
 
@@ -15,7 +17,13 @@ from grapnet.execution.sparse import Sparse, SparsePlan
 pytestmark = pytest.mark.sparse
 
 BATCHES = [1, 2, 7, 15, 16, 17, 63, 64, 65, 256, 300]
-SHAPES = {"ragged": (37, 53), "one child": (40, 1), "one parent": (1, 70), "empty": (0, 5), "childless": (4, 0)}
+SHAPES = {
+    "ragged": (37, 53),
+    "one child": (40, 1),
+    "one parent": (1, 70),
+    "empty": (0, 5),
+    "childless": (4, 0),
+}
 
 
 def ragged(n_parents: int, n_children: int, seed: int = 0, density: float = 0.4) -> Topology:
@@ -27,7 +35,9 @@ def ragged(n_parents: int, n_children: int, seed: int = 0, density: float = 0.4)
         count = round(share * n_children)
         families.append(torch.randperm(n_children, generator=draw)[:count])
     degrees = torch.tensor([0, *map(len, families)])
-    return Topology(degrees.cumsum(0).int(), torch.cat([torch.empty(0), *families]).int(), n_children)
+    return Topology(
+        degrees.cumsum(0).int(), torch.cat([torch.empty(0), *families]).int(), n_children
+    )
 
 
 def dense(topology: Topology, values: Tensor) -> Tensor:
@@ -37,10 +47,17 @@ def dense(topology: Topology, values: Tensor) -> Tensor:
     return matrix
 
 
-def draw(topology: Topology, batch: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def draw(
+    topology: Topology, batch: int, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Draws x, values, bias and dz."""
     torch.manual_seed(batch)
-    sizes = [(batch, topology.n_parents), (topology.n_relations,), (topology.n_children,), (batch, topology.n_children)]
+    sizes = [
+        (batch, topology.n_parents),
+        (topology.n_relations,),
+        (topology.n_children,),
+        (batch, topology.n_children),
+    ]
     x, values, bias, dz = (torch.randn(size, dtype=dtype) for size in sizes)
     return x, values, bias, dz
 
@@ -74,10 +91,14 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.usefixtures("unwritten_shows")
-def test_sums_and_gradients_are_those_of_the_matrix(shape: str, dtype: torch.dtype, variant: str) -> None:
+def test_sums_and_gradients_are_those_of_the_matrix(
+    shape: str, dtype: torch.dtype, variant: str
+) -> None:
     topology = ragged(*SHAPES[shape])
     order = wiring(topology)
-    close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    close = (
+        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
+    )
     for batch in [*BATCHES, 0]:
         x, values, bias, dz = draw(topology, batch)
         matrix = dense(topology, values)
@@ -86,15 +107,27 @@ def test_sums_and_gradients_are_those_of_the_matrix(shape: str, dtype: torch.dty
         x, values, bias, dz = (given.to(dtype) for given in (x, values, bias, dz))
         for turned in (by_feature, torch.clone):
             results = {
-                "z": (kernels.relation_sum(turned(x), values, bias, *order, turned is torch.clone), z),
-                "dx alone": (kernels.input_gradient(turned(dz), values, *order, turned is by_feature), dx),
+                "z": (
+                    kernels.relation_sum(turned(x), values, bias, *order, turned is torch.clone),
+                    z,
+                ),
+                "dx alone": (
+                    kernels.input_gradient(turned(dz), values, *order, turned is by_feature),
+                    dx,
+                ),
             }
             for other in (by_feature, torch.clone):
                 both = kernels.relation_gradients(turned(x), other(dz), values, *order)
                 weights = kernels.weight_gradient(turned(x), other(dz), *order)
                 expected = {"dx": dx, "dw": dw, "dbias": dz.double().sum(0)}
-                results |= {f"{name} {other}": (got, expected[name]) for name, got in zip(expected, both, strict=True)}
-                results |= {"dw alone": (weights[0], dw), "dbias alone": (weights[1], expected["dbias"])}
+                results |= {
+                    f"{name} {other}": (got, expected[name])
+                    for name, got in zip(expected, both, strict=True)
+                }
+                results |= {
+                    "dw alone": (weights[0], dw),
+                    "dbias alone": (weights[1], expected["dbias"]),
+                }
                 assert both[0].is_contiguous() == (turned is torch.clone) or min(both[0].shape) <= 1
             for name, (got, wanted) in results.items():
                 torch.testing.assert_close(
@@ -126,7 +159,9 @@ def test_many_relations_are_shared_among_threads(
 
 
 def test_many_parents_or_children_take_wide_entries() -> None:
-    topology = Topology(torch.tensor([0] * 70_000 + [1, 3], dtype=torch.int32), torch.tensor([1, 1, 0]).int(), 2)
+    topology = Topology(
+        torch.tensor([0] * 70_000 + [1, 3], dtype=torch.int32), torch.tensor([1, 1, 0]).int(), 2
+    )
     order = native.order_by_child(topology)
     assert order.entries.dtype == torch.int64
     x, values, bias, _ = draw(topology, 20)
@@ -148,7 +183,8 @@ def test_matrices_with_gaps_are_read_right() -> None:
     wide = torch.randn(20, 80, dtype=x.dtype)
     wide[:, 1::2][:, :37] = x
     torch.testing.assert_close(
-        kernels.relation_sum(wide[:, 1::2][:, :37], values, bias, *order, True), x @ dense(topology, values) + bias
+        kernels.relation_sum(wide[:, 1::2][:, :37], values, bias, *order, True),
+        x @ dense(topology, values) + bias,
     )
     spread = dz[:, :1].expand(20, 53)
     torch.testing.assert_close(
@@ -213,7 +249,11 @@ def test_a_rectangle_is_filled_and_read(
     expected = dense(topology, values).t() if transposed else dense(topology, values)
     rectangle = kernels.fill(values, topology.ptr, topology.child, topology.n_children, transposed)
     assert torch.equal(rectangle, expected)
-    for layout in (rectangle, by_feature(rectangle), rectangle.repeat(1, 2)[:, : rectangle.shape[1]]):
+    for layout in (
+        rectangle,
+        by_feature(rectangle),
+        rectangle.repeat(1, 2)[:, : rectangle.shape[1]],
+    ):
         assert torch.equal(kernels.pick(layout, topology.ptr, topology.child, transposed), values)
 
 
@@ -230,7 +270,10 @@ def operators(batch: int) -> Iterator[tuple[str, tuple]]:
     yield "relation_gradients", (x_turned, dz, values, *order)
     yield "weight_gradient", (x, dz, *order)
     yield "fill", (values, topology.ptr, topology.child, 6, True)
-    yield "pick", (torch.randn(9, 6, dtype=x.dtype, requires_grad=True), topology.ptr, topology.child, False)
+    yield (
+        "pick",
+        (torch.randn(9, 6, dtype=x.dtype, requires_grad=True), topology.ptr, topology.child, False),
+    )
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -268,7 +311,10 @@ def test_only_wanted_gradients_are_computed() -> None:
     x, values, bias, dz = draw(topology, 5)
     plan = Sparse().prepare(topology)
     for wanted in range(1, 8):
-        inputs = [given.clone().requires_grad_(bool(wanted >> n & 1)) for n, given in enumerate((x, values, bias))]
+        inputs = [
+            given.clone().requires_grad_(bool(wanted >> n & 1))
+            for n, given in enumerate((x, values, bias))
+        ]
         plan(*inputs).backward(dz)
         twins = [given.clone().requires_grad_() for given in (x, values, bias)]
         (twins[0] @ dense(topology, twins[1]) + twins[2]).backward(dz)
@@ -314,7 +360,9 @@ def test_what_does_not_fit_is_refused_before_a_kernel_sees_it() -> None:
     with pytest.raises(PlanError, match="values is"):
         kernels.relation_sum(x, values[1:], bias, *order, True)
     with pytest.raises(PlanError, match=r"child is .* without gaps"):
-        kernels.relation_sum(x, values, bias, ptr, child.repeat_interleave(2)[::2], in_ptr, entries, True)
+        kernels.relation_sum(
+            x, values, bias, ptr, child.repeat_interleave(2)[::2], in_ptr, entries, True
+        )
     with pytest.raises(PlanError, match="in_ptr is"):
         kernels.relation_sum(x, values, bias[1:], *order, True)
     with pytest.raises(PlanError, match="entries is"):
@@ -342,6 +390,8 @@ def test_the_backend_says_why_not() -> None:
 def test_without_the_extension_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_native", None)
     monkeypatch.setattr(native, "missing", "the compiled kernels are not installed")
-    assert Sparse().refusals(ragged(2, 2), torch.float32) == ["the compiled kernels are not installed"]
+    assert Sparse().refusals(ragged(2, 2), torch.float32) == [
+        "the compiled kernels are not installed"
+    ]
     with pytest.raises(PlanError, match="not installed"):
         native.order_by_child(ragged(2, 2))

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.sparse
 def largest_by_sorting(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -> Tensor:
     """Returns what `native.largest_of_rows` should, one row after the other."""
     found = []
-    for first, last, count in zip(ptr[:-1].tolist(), ptr[1:].tolist(), wanted.tolist(), strict=True):
+    for first, last, count in zip(
+        ptr[:-1].tolist(), ptr[1:].tolist(), wanted.tolist(), strict=True
+    ):
         order = values[first:last].nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
         order = order[values[first:last][order] >= least]
         found.append(first + order[: max(0, count)].sort().values)
@@ -23,27 +25,51 @@ def largest_by_sorting(values: Tensor, ptr: Tensor, wanted: Tensor, least: float
 
 
 @cache
-def ranked_rows(kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, list[tuple[Tensor, float, Tensor]]]:
+def ranked_rows(
+    kind: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, float, Tensor]]]:
     """Draws rows of several lengths, and finds the largest for some numbers that are wanted."""
     draw = torch.Generator().manual_seed(0)
     sizes = torch.tensor([0, 1, 2, 700, 0, 33, 900, 64, 1, 300] * 8)
     ptr = torch.cat([torch.zeros(1), sizes.cumsum(0)]).int()
     values = torch.randn(int(ptr[-1]), dtype=torch.float64, generator=draw)
     if kind == "extreme":
-        special = torch.tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-310, 1e-45, 3e38], dtype=torch.float64)
+        special = torch.tensor(
+            [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-310, 1e-45, 3e38], dtype=torch.float64
+        )
         values[::3] = special[torch.randint(0, 8, values[::3].shape, generator=draw)]
-    values = {"tied": (values * 2).round(), "zeros": values * (values > 1), "equal": values * 0 + 3}.get(kind, values)
+    values = {
+        "tied": (values * 2).round(),
+        "zeros": values * (values > 1),
+        "equal": values * 0 + 3,
+    }.get(kind, values)
     values = (values if kind in ("signed", "extreme") else values.abs()).to(dtype)
-    values[torch.rand(values.shape, generator=draw) < 0.2] = -1  # stands where a relation is present
-    counts = [sizes // 3, sizes // 30, sizes * 0, sizes * 0 + 1, sizes - 1, sizes + 5, sizes * 0 + 40]
+    values[
+        torch.rand(values.shape, generator=draw) < 0.2
+    ] = -1  # stands where a relation is present
+    counts = [
+        sizes // 3,
+        sizes // 30,
+        sizes * 0,
+        sizes * 0 + 1,
+        sizes - 1,
+        sizes + 5,
+        sizes * 0 + 40,
+    ]
     asked = [(wanted, least) for wanted in counts for least in (0.0, 1.0, -torch.inf)]
-    return values, ptr, [(*question, largest_by_sorting(values, ptr, *question)) for question in asked]
+    return (
+        values,
+        ptr,
+        [(*question, largest_by_sorting(values, ptr, *question)) for question in asked],
+    )
 
 
 @pytest.mark.parametrize("kind", ["distinct", "tied", "zeros", "equal", "signed", "extreme"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.usefixtures("variant")
-def test_the_largest_of_every_row_are_found(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_largest_of_every_row_are_found(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     values, ptr, asked = ranked_rows(kind, dtype)
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)

@@ -1,4 +1,6 @@
-"""`net.execution`: choosing backends, describing the choice, and keeping plans through edits and copies."""
+"""`net.execution`: choosing backends, describing the choice, and keeping plans through edits and
+copies.
+"""
 
 import copy
 import pickle
@@ -28,7 +30,9 @@ def net() -> gn.GrapNet:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A backend as a user would write it: a matrix made at every call, and an option that limits it."""
+    """A backend as a user would write it: a matrix made at every call, and an option that limits
+    it.
+    """
 
     most_parents: int = 100
 
@@ -37,11 +41,19 @@ class Matrix:
 
     def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
         found = topology.n_parents
-        return [] if found <= self.most_parents else [f"{found} parents are more than {self.most_parents}"]
+        return (
+            []
+            if found <= self.most_parents
+            else [f"{found} parents are more than {self.most_parents}"]
+        )
 
     def prepare(self, topology: Topology) -> "MatrixPlan":
         self.prepared.append(topology)
-        return MatrixPlan(topology.parents().long(), topology.child.long(), (topology.n_parents, topology.n_children))
+        return MatrixPlan(
+            topology.parents().long(),
+            topology.child.long(),
+            (topology.n_parents, topology.n_children),
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +78,9 @@ def matrix(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Matrix]]:
 
 
 def prepared_of(net: gn.GrapNet) -> list[int]:
-    """Returns the numbers of the transitions whose present wiring the test's backend prepared, and forgets them."""
+    """Returns the numbers of the transitions whose present wiring the test's backend prepared, and
+    forgets them.
+    """
     places = {id(store.child): t for t, store in enumerate(net.transitions)}
     found = [places.get(id(topology.child), -1) for topology in Matrix.prepared]
     Matrix.prepared.clear()
@@ -88,13 +102,38 @@ def test_use_redirects_all_transitions_or_one(net: gn.GrapNet) -> None:
 
 
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = {
-    "name": (("fastest",), {}, gn.PlanError, "no backend is called 'fastest'; known are .*auto, dense, family"),
+    "name": (
+        ("fastest",),
+        {},
+        gn.PlanError,
+        "no backend is called 'fastest'; known are .*auto, dense, family",
+    ),
     "no name": ((None,), {}, gn.PlanError, "no backend is called None"),
-    "option": (("dense",), {"most": 3}, gn.PlanError, "dense has no option most; its options are: most_cells"),
-    "option of another": (("family",), {"most_cells": 3}, gn.PlanError, "family has no option most_cells"),
+    "option": (
+        ("dense",),
+        {"most": 3},
+        gn.PlanError,
+        "dense has no option most; its options are: most_cells",
+    ),
+    "option of another": (
+        ("family",),
+        {"most_cells": 3},
+        gn.PlanError,
+        "family has no option most_cells",
+    ),
     "option of auto": (("auto",), {"most_cells": 3}, gn.PlanError, "auto has no option most_cells"),
-    "refused": (("dense",), {"most_cells": 10}, gn.PlanError, r"transition 0: .* 48 cells \(limit 10\)"),
-    "refused by one": (("dense", 2), {"most_cells": 10}, gn.PlanError, r"transition 2: .* 15 cells \(limit 10\)"),
+    "refused": (
+        ("dense",),
+        {"most_cells": 10},
+        gn.PlanError,
+        r"transition 0: .* 48 cells \(limit 10\)",
+    ),
+    "refused by one": (
+        ("dense", 2),
+        {"most_cells": 10},
+        gn.PlanError,
+        r"transition 2: .* 15 cells \(limit 10\)",
+    ),
     "transition": (("dense", 3), {}, ValueError, "transitions 0 to 2, got 3"),
     "negative transition": (("dense", -1), {}, ValueError, "transitions 0 to 2, got -1"),
     "half a transition": (("dense", 0.5), {}, ValueError, r"transitions 0 to 2, got 0\.5"),
@@ -134,7 +173,9 @@ def test_describe_names_the_backends_that_refuse() -> None:
     net = gn.GrapNet.from_relations([20_000, 20_000], [([0, 19_999], [19_999, 0])])
     (row,) = net.execution.describe()
     assert row["runs"] != "dense"
-    assert row["refused"] == {"dense": ["the matrix would hold 400,000,000 cells (limit 268,435,456)"]}
+    assert row["refused"] == {
+        "dense": ["the matrix would hold 400,000,000 cells (limit 268,435,456)"]
+    }
     with pytest.raises(gn.PlanError, match="dense cannot run transition 0: the matrix would hold"):
         net.execution.use("dense")
     net.execution.use("dense", most_cells=10**9)
@@ -157,7 +198,9 @@ def test_auto_chooses_the_same_for_equal_nets() -> None:
                 assert rows[0] == rows[1] == rows[2], name
         for net in (one, two):
             edited(net, EDITS["cut_one"])
-        assert [r["runs"] for r in one.execution.describe()] == [r["runs"] for r in two.execution.describe()], name
+        assert [r["runs"] for r in one.execution.describe()] == [
+            r["runs"] for r in two.execution.describe()
+        ], name
 
 
 def test_a_backend_of_ones_own(net: gn.GrapNet, matrix: type[Matrix]) -> None:
@@ -167,10 +210,17 @@ def test_a_backend_of_ones_own(net: gn.GrapNet, matrix: type[Matrix]) -> None:
         require_reference(net, inputs(net, 5))
         edited(net, EDITS[edit])
     require_reference(net, inputs(net, 5))
-    with pytest.raises(gn.PlanError, match="matrix cannot run transition 0: 6 parents are more than 2"):
+    with pytest.raises(
+        gn.PlanError, match="matrix cannot run transition 0: 6 parents are more than 2"
+    ):
         net.execution.use("matrix", most_parents=2)
     net.execution.use("auto")
-    assert {row["runs"] for row in net.execution.describe()} <= {"dense", "family", "sparse", "reference"}
+    assert {row["runs"] for row in net.execution.describe()} <= {
+        "dense",
+        "family",
+        "sparse",
+        "reference",
+    }
 
 
 def test_plans_in_use_are_ready_after_a_commit(net: gn.GrapNet, matrix: type[Matrix]) -> None:
@@ -192,7 +242,9 @@ def test_plans_in_use_are_ready_after_a_commit(net: gn.GrapNet, matrix: type[Mat
     require_reference(net, inputs(net, 4))
 
 
-def test_edits_in_a_row_do_not_make_plans_that_nobody_runs(net: gn.GrapNet, matrix: type[Matrix]) -> None:
+def test_edits_in_a_row_do_not_make_plans_that_nobody_runs(
+    net: gn.GrapNet, matrix: type[Matrix]
+) -> None:
     net.execution.use("matrix")
     net(inputs(net, 4))
     Matrix.prepared.clear()
@@ -231,7 +283,9 @@ def test_an_edit_that_the_chosen_backend_refuses_changes_nothing() -> None:
     optimizer.step()
     before = fingerprint(net, optimizer)
     for trial in (False, True):
-        with pytest.raises(gn.PlanError, match=r"dense cannot run transition 0: the matrix would hold 54 cells"):
+        with pytest.raises(
+            gn.PlanError, match=r"dense cannot run transition 0: the matrix would hold 54 cells"
+        ):
             grow(net, trial)
         assert fingerprint(net, optimizer) == before
     gn.check(net)
@@ -280,7 +334,9 @@ COPIES: dict[str, Callable[[gn.GrapNet, Path], gn.GrapNet]] = {
 
 
 @pytest.mark.parametrize("way", COPIES)
-def test_a_copy_keeps_the_choices_and_has_plans_of_its_own(net: gn.GrapNet, way: str, tmp_path: Path) -> None:
+def test_a_copy_keeps_the_choices_and_has_plans_of_its_own(
+    net: gn.GrapNet, way: str, tmp_path: Path
+) -> None:
     for t, name in enumerate(("family", "auto", "dense")):
         net.execution.use(name, t)
     x = inputs(net, 4)
@@ -309,9 +365,14 @@ def test_a_copy_keeps_the_options_of_a_choice(net: gn.GrapNet, way: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("name", "options", "words"),
-    [(["dense"], {}, r"called \['dense'\]"), ("dense", {"most_cells": "many"}, "most_cells .* got 'many'")],
+    [
+        (["dense"], {}, r"called \['dense'\]"),
+        ("dense", {"most_cells": "many"}, "most_cells .* got 'many'"),
+    ],
 )
-def test_a_wrong_kind_of_name_or_option_is_named(name: object, options: dict[str, object], words: str) -> None:
+def test_a_wrong_kind_of_name_or_option_is_named(
+    name: object, options: dict[str, object], words: str
+) -> None:
     net = gn.GrapNet([4, 3, 2])
     with pytest.raises(gn.PlanError, match=words):
         net.execution.use(name, **options)

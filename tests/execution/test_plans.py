@@ -1,4 +1,6 @@
-"""Plans through edits: an old one is refused, a cut coordinate is in none, and a moved one is as a fresh one."""
+"""Plans through edits: an old one is refused, a cut coordinate is in none, and a moved one is as a
+fresh one.
+"""
 
 import gc
 import zipfile
@@ -18,11 +20,15 @@ backends = pytest.mark.parametrize("backend", BACKEND_NAMES)
 devices = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.mark.parametrize("edit", ["cut_one", "cut_tenth", "add_nodes", "remove_nodes", "rewire", "renew"])
+@pytest.mark.parametrize(
+    "edit", ["cut_one", "cut_tenth", "add_nodes", "remove_nodes", "rewire", "renew"]
+)
 @pytest.mark.parametrize("shape", ["full", "full, shuffled", "ragged", "many families"])
 @backends
 @devices
-def test_a_plan_kept_from_before_an_edit_is_refused(backend: str, shape: str, edit: str, device: str) -> None:
+def test_a_plan_kept_from_before_an_edit_is_refused(
+    backend: str, shape: str, edit: str, device: str
+) -> None:
     net = SHAPES[shape].build(device=device)
     if not runs_with(net, backend):
         return
@@ -59,12 +65,16 @@ def test_a_plan_kept_from_before_an_edit_is_refused(backend: str, shape: str, ed
 
 
 def held_by(root: object) -> list[Tensor]:
-    """Returns every tensor that an object leads to, through attributes, containers and slots, short of the graph."""
+    """Returns every tensor that an object leads to, through attributes, containers and slots, short
+    of the graph.
+    """
     found: list[Tensor] = []
     seen, waiting = set(), [root]
     while waiting:
         thing = waiting.pop()
-        if id(thing) in seen or isinstance(thing, type | nn.Module | str | bytes | int | float | None):
+        if id(thing) in seen or isinstance(
+            thing, type | nn.Module | str | bytes | int | float | None
+        ):
             continue
         seen.add(id(thing))
         if isinstance(thing, Tensor):
@@ -76,7 +86,9 @@ def held_by(root: object) -> list[Tensor]:
             waiting += thing
         else:
             waiting += vars(thing).values() if hasattr(thing, "__dict__") else []
-            slots = [name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())]
+            slots = [
+                name for kind in type(thing).__mro__ for name in getattr(kind, "__slots__", ())
+            ]
             waiting += [getattr(thing, name) for name in slots if hasattr(thing, name)]
             waiting += list(getattr(thing, "__closure__", None) or ())
             waiting += [thing.cell_contents] if type(thing).__name__ == "cell" else []
@@ -85,15 +97,21 @@ def held_by(root: object) -> list[Tensor]:
 
 def stored_bytes(tensor: Tensor) -> bytes:
     """Returns everything in the memory that a tensor is a part of."""
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
+    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.detach().untyped_storage()
+    )
     return whole.cpu().numpy().tobytes()
 
 
-@pytest.mark.parametrize("shape", ["full", "full, wide", "ragged", "one family", "many families", "grown head"])
+@pytest.mark.parametrize(
+    "shape", ["full", "full, wide", "ragged", "one family", "many families", "grown head"]
+)
 @backends
 @devices
 def test_after_a_cut_no_plan_holds_the_coordinate(backend: str, shape: str, device: str) -> None:
-    others = {id(t): t for t in tensors_alive()} if shape == "ragged" else {}  # of other tests; held, so no id recurs
+    others = (
+        {id(t): t for t in tensors_alive()} if shape == "ragged" else {}
+    )  # of other tests; held, so no id recurs
     net = SHAPES[shape].build(device=device)
     if not runs_with(net, backend):
         return
@@ -101,15 +119,21 @@ def test_after_a_cut_no_plan_holds_the_coordinate(backend: str, shape: str, devi
     planted = plant(net)
     for batch in (1, 256):
         net(inputs(net, batch)).sum().backward()
-    assert planted in stored_bytes(net.transitions[1].weight)  # the control: it is found where it is
+    assert planted in stored_bytes(
+        net.transitions[1].weight
+    )  # the control: it is found where it is
     counts = {store.size for store in net.transitions}
     edited(net, cut_planted)
     counts -= {store.size for store in net.transitions}
     for ran in (False, True):
         held = held_by(net.execution)
         assert not any(tensor.is_floating_point() for tensor in held)  # a plan holds no weights
-        assert not any(planted in stored_bytes(tensor) for tensor in [*held, *net.parameters(), *net.buffers()])
-        assert not any(tensor.numel() in counts for tensor in held)  # nor anything as long as the old relations
+        assert not any(
+            planted in stored_bytes(tensor) for tensor in [*held, *net.parameters(), *net.buffers()]
+        )
+        assert not any(
+            tensor.numel() in counts for tensor in held
+        )  # nor anything as long as the old relations
         if not ran:
             net(inputs(net, 1)).sum().backward()
     if shape == "ragged":
@@ -128,7 +152,10 @@ def test_after_a_cut_no_snapshot_and_no_file_holds_the_coordinate(tmp_path: Path
     net.journal.undo_limit = 0
     planted = plant(net)
     for stage in ("before", "after"):
-        snapshot, paths = net.snapshot(), [tmp_path / f"{stage} {kind}" for kind in ("snapshot", "export.pt2", "net")]
+        snapshot, paths = (
+            net.snapshot(),
+            [tmp_path / f"{stage} {kind}" for kind in ("snapshot", "export.pt2", "net")],
+        )
         torch.save(snapshot, paths[0])
         torch.export.save(torch.export.export(snapshot, (inputs(net, 2),)), paths[1])
         gn.save(paths[2], net)
@@ -152,7 +179,9 @@ def cut_planted(net: gn.GrapNet, edit: gn.Edit) -> None:
 
 
 def plant(net: gn.GrapNet) -> bytes:
-    """Writes a number found nowhere else into a relation of the second transition, and returns its bytes."""
+    """Writes a number found nowhere else into a relation of the second transition, and returns its
+    bytes.
+    """
     mark = torch.tensor(1234.56789012345, dtype=torch.float64)
     node = next(node for node in net.layers[1] if len(node.children) > 1)
     node.outgoing(slots=[1]).weights = mark
@@ -162,7 +191,9 @@ def plant(net: gn.GrapNet) -> bytes:
 @pytest.mark.parametrize("shape", ["full", "ragged", "many families", "partly frozen"])
 @backends
 @devices
-def test_a_plan_after_edits_holds_what_a_fresh_one_holds(backend: str, shape: str, device: str) -> None:
+def test_a_plan_after_edits_holds_what_a_fresh_one_holds(
+    backend: str, shape: str, device: str
+) -> None:
     """Moved or made again, a plan is that of the present relations: nothing more, nothing less."""
     net = SHAPES[shape].build(device=device)
     if not runs_with(net, backend):

@@ -1,4 +1,6 @@
-"""gn.register_backend: what it takes, what it refuses, and files that ask for what nobody registered."""
+"""gn.register_backend: what it takes, what it refuses, and files that ask for what nobody
+registered.
+"""
 
 import copy
 import pickle
@@ -70,18 +72,32 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "an object": (lambda: made()(), TypeError, r"registered as a class, got .*Own\(\)"),
     "no name": (lambda: changed(name=None), TypeError, "Changed lacks a string `name"),
     "half finished": (lambda: Bare, TypeError, r"Bare lacks refusals\(self, topology, dtype\)$"),
-    "nothing": (lambda: type("Empty", (), {}), TypeError, r"lacks a string .* and refusals\(.* and prepare\("),
-    "no dataclass": (lambda: type("Plain", (Bare,), {"refusals": print}), TypeError, r"@dataclass\(frozen=True\)"),
+    "nothing": (
+        lambda: type("Empty", (), {}),
+        TypeError,
+        r"lacks a string .* and refusals\(.* and prepare\(",
+    ),
+    "no dataclass": (
+        lambda: type("Plain", (Bare,), {"refusals": print}),
+        TypeError,
+        r"@dataclass\(frozen=True\)",
+    ),
     "not frozen": (lambda: Melting, TypeError, "Melting is no frozen dataclass"),
     "no default": (lambda: Demanding, TypeError, "Demanding has none for size"),
     "taken": (lambda: changed(name="dense"), ValueError, "called 'dense' exists already"),
     "auto": (lambda: changed(name="auto"), ValueError, "called 'auto' exists already"),
-    "attention": (lambda: changed(name="attention"), ValueError, "called 'attention' exists already"),
+    "attention": (
+        lambda: changed(name="attention"),
+        ValueError,
+        "called 'attention' exists already",
+    ),
 }
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_no_backend_is_refused_and_every_net_still_runs(known: dict[str, Any], wrong: str) -> None:
+def test_what_is_no_backend_is_refused_and_every_net_still_runs(
+    known: dict[str, Any], wrong: str
+) -> None:
     build, kind, message = WRONG[wrong]
     with pytest.raises(kind, match=message):
         gn.register_backend(build())
@@ -129,14 +145,18 @@ def test_a_file_that_asks_for_what_nobody_registered_says_so(tmp_path: Path, way
     assert (there.execution.choices(), there.execution.unmet) == (["own", "reference"], {})
 
     del BACKENDS["own"]
-    with pytest.warns(UserWarning, match=r"backend 'own', which is not registered .* net\.execution\.use\('own'\)"):
+    with pytest.warns(
+        UserWarning, match=r"backend 'own', which is not registered .* net\.execution\.use\('own'\)"
+    ):
         here = WAYS[way](net, tmp_path / "elsewhere")
     torch.testing.assert_close(here(x), net(x))
     for one in (here, copy.deepcopy(here), pickle.loads(pickle.dumps(here))):
         assert (one.execution.choices(), one.execution.unmet) == (["own", "reference"], {0: "own"})
         rows = one.execution.describe()
         assert (rows[0]["chosen"], rows[0]["runs"], rows[1]["why"]) == ("own", "dense", "chosen")
-        assert rows[0]["why"].startswith("asked for 'own', which is not registered here; auto instead: ")
+        assert rows[0]["why"].startswith(
+            "asked for 'own', which is not registered here; auto instead: "
+        )
 
     with here.edit() as edit:
         edit.cut(here.layers[0][0], slots=[0])

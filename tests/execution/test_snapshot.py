@@ -9,7 +9,18 @@ from torch import Tensor, nn
 import grapnet as gn
 from tests.rounding import plain_bounds
 
-from .snapped import DEVICES, MARK, addresses, edited, every_graph, full, inputs, mixed, step, tensors
+from .snapped import (
+    DEVICES,
+    MARK,
+    addresses,
+    edited,
+    every_graph,
+    full,
+    inputs,
+    mixed,
+    step,
+    tensors,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +65,28 @@ def test_net_snapshot_module_and_matrix_network_agree_as_in_the_paper(activation
 def test_modules_are_those_of_torch_where_it_has_one():
     names = ["relu", "gelu", "tanh", "sigmoid", "silu", "leaky_relu", "elu", "softplus", "identity"]
     net = gn.GrapNet([2] * 10, activation=names)
-    classes = [type(module).__name__ for module in net.snapshot() if not isinstance(module, nn.Linear)]
+    classes = [
+        type(module).__name__ for module in net.snapshot() if not isinstance(module, nn.Linear)
+    ]
     assert classes == ["ReLU", "GELU", "Tanh", "Sigmoid", "SiLU", "LeakyReLU", "ELU", "Softplus"]
-    plain = [module for module in net.to_module().modules() if type(module).__module__.startswith("grapnet")]
+    plain = [
+        module
+        for module in net.to_module().modules()
+        if type(module).__module__.startswith("grapnet")
+    ]
     assert plain == []
-    own = [type(module).__name__ for module in mixed().snapshot() if type(module).__module__.startswith("grapnet")]
+    own = [
+        type(module).__name__
+        for module in mixed().snapshot()
+        if type(module).__module__.startswith("grapnet")
+    ]
     assert own == ["MixedActivation", "MixedActivation"]
 
 
 def test_matrix_is_zero_where_no_relation_is():
-    net = gn.GrapNet.from_relations([2, 3], [([0, 1, 1], [2, 0, 1], [5.0, 6.0, 7.0])], biases=[[1.0, 2.0, 3.0]])
+    net = gn.GrapNet.from_relations(
+        [2, 3], [([0, 1, 1], [2, 0, 1], [5.0, 6.0, 7.0])], biases=[[1.0, 2.0, 3.0]]
+    )
     linear = net.snapshot()[0]
     assert linear.weight.tolist() == [[0, 6], [0, 7], [5, 0]]
     assert linear.bias.tolist() == [1, 2, 3]
@@ -88,7 +111,11 @@ def test_snapshot_is_detached_and_taking_it_changes_nothing(build):
 @pytest.mark.parametrize("device", DEVICES)
 def test_snapshot_lives_and_follows_where_the_net_is(build, device):
     net = build(dtype=torch.float64).to(device)
-    serve, twin, x = gn.SnapshotController(net), copy.deepcopy(net.snapshot()).cpu(), inputs(net, 5).to(device)
+    serve, twin, x = (
+        gn.SnapshotController(net),
+        copy.deepcopy(net.snapshot()).cpu(),
+        inputs(net, 5).to(device),
+    )
     assert {tensor.device for tensor in tensors(serve.snapshot)} == {net.device}
     assert not twin.is_stale(net)
     step(torch.optim.Adam, fused=True)(net)
@@ -118,7 +145,9 @@ def test_module_trains_on_its_own(build):
 def test_large_matrix_is_refused_and_the_message_says_what_to_do():
     net = gn.GrapNet([3, 2, 10])
     for make in (net.snapshot, net.to_module):
-        with pytest.raises(gn.PlanError, match=r"transition 1 would hold 20 cells \(limit 19\) .* most_cells=20"):
+        with pytest.raises(
+            gn.PlanError, match=r"transition 1 would hold 20 cells \(limit 19\) .* most_cells=20"
+        ):
             make(most_cells=19)
         make(most_cells=20)
     serve = gn.SnapshotController(net, most_cells=20)
@@ -149,13 +178,16 @@ def test_no_snapshot_holds_a_cut_coordinate(density):
     def holders() -> list[bool]:
         serve(inputs(net, 1))
         return [
-            any(holds_mark(tensor) for tensor in tensors(m)) for m in (serve.snapshot, net.snapshot(), net.to_module())
+            any(holds_mark(tensor) for tensor in tensors(m))
+            for m in (serve.snapshot, net.snapshot(), net.to_module())
         ]
 
     assert holders() == [True] * 3
     edited(lambda net, edit: edit.cut(net.layers[0].outgoing()[3:4]))(net)
     assert holders() == [False] * 3
-    assert any(holds_mark(tensor) for tensor in module.parameters())  # made once: it follows nothing
+    assert any(
+        holds_mark(tensor) for tensor in module.parameters()
+    )  # made once: it follows nothing
 
 
 def holds_mark(tensor: Tensor) -> bool:

@@ -30,7 +30,9 @@ def trial(net: gn.GrapNet) -> None:
 
 
 def load(net: gn.GrapNet) -> None:
-    net.load_state_dict({k: v + 1 if v.is_floating_point() else v for k, v in net.state_dict().items()})
+    net.load_state_dict(
+        {k: v + 1 if v.is_floating_point() else v for k, v in net.state_dict().items()}
+    )
 
 
 def load_frozen_alone(net: gn.GrapNet) -> None:
@@ -129,7 +131,14 @@ def test_what_changes_nothing_leaves_it_fresh(tmp_path):
     net(inputs(net, 4).requires_grad_()).sum().backward()
     net.zero_grad()
     step(torch.optim.Adam, fused=True)(other)
-    net.state_dict(), copy.deepcopy(net), gn.save(tmp_path / "net", net), net.eval(), net.train(), net.to("cpu")
+    (
+        net.state_dict(),
+        copy.deepcopy(net),
+        gn.save(tmp_path / "net", net),
+        net.eval(),
+        net.train(),
+        net.to("cpu"),
+    )
     net.requires_grad_(False).requires_grad_()
     with net.edit(reason="nothing"):
         pass
@@ -139,7 +148,10 @@ def test_what_changes_nothing_leaves_it_fresh(tmp_path):
 
 @pytest.mark.parametrize(
     "write",
-    [lambda net: net.transitions[0].weight.data.add_(1), lambda net: net.layers[1].bias.detach().numpy().fill(7)],
+    [
+        lambda net: net.transitions[0].weight.data.add_(1),
+        lambda net: net.layers[1].bias.detach().numpy().fill(7),
+    ],
     ids=["data", "numpy"],
 )
 def test_writes_behind_autograds_back_are_seen_by_reading_alone(write):
@@ -184,7 +196,9 @@ def test_copy_never_claims_to_be_fresh_after_a_change(change):
     twin, state = copy.deepcopy(net.snapshot()), copy.deepcopy(net.state_dict())
     change(net)
     pairs = [(value, state[name]) for name, value in net.state_dict().items()]
-    same = net.version == twin.version and all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
+    same = net.version == twin.version and all(
+        a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs
+    )
     assert twin.is_stale(net) is not same  # the end of a trial brings every coordinate back
     assert not same or change in (trial, replace_parameter)
 
@@ -275,7 +289,9 @@ def test_training_is_the_same_beside_a_controller():
             optimizer.step()
             if round_ == 1:
                 edited(lambda net, edit: edit.cut(net.layers[0].outgoing()[::3]))(n)
-    assert all(torch.equal(a, b) for a, b in zip(alone.parameters(), beside.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(alone.parameters(), beside.parameters(), strict=True)
+    )
     assert serve.refreshes == 3
 
 
@@ -311,7 +327,9 @@ def test_controller_does_not_keep_the_net_alive():
 
 def test_controller_of_a_model_says_what_to_do():
     model: Any = nn.Sequential(nn.Linear(4, 4), full())
-    with pytest.raises(TypeError, match=r"runs one net, got a Sequential\. Give it the net inside .* gn\.snapshot"):
+    with pytest.raises(
+        TypeError, match=r"runs one net, got a Sequential\. Give it the net inside .* gn\.snapshot"
+    ):
         gn.SnapshotController(model)
 
 

@@ -8,12 +8,24 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
-ACTIVATIONS = ["relu", "gelu", "tanh", "sigmoid", "silu", "leaky_relu", "elu", "softplus", "identity"]
+ACTIVATIONS = [
+    "relu",
+    "gelu",
+    "tanh",
+    "sigmoid",
+    "silu",
+    "leaky_relu",
+    "elu",
+    "softplus",
+    "identity",
+]
 ACTIVATIONS += ["gelu_tanh", "quick_gelu", "mish", "selu", "relu6", "hardswish", "leaky_relu(0.2)"]
 
 
 def random_net(seed: int) -> gn.GrapNet:
-    """Returns a net of random sizes after three random edits: cuts, removed and grown nodes, mixed activations."""
+    """Returns a net of random sizes after three random edits: cuts, removed and grown nodes, mixed
+    activations.
+    """
     draw = np.random.default_rng(seed)
     torch.manual_seed(seed)
     sizes = draw.integers(2, 10, size=draw.integers(2, 5)).tolist()
@@ -28,7 +40,9 @@ def random_net(seed: int) -> gn.GrapNet:
             edit.freeze(layer[-1], outgoing=False)
             if n < len(net.layers) - 1:
                 edit.remove_nodes(layer[0])
-                grown = edit.add_nodes(n, int(draw.integers(1, 4)), activation=str(draw.choice(ACTIVATIONS)))
+                grown = edit.add_nodes(
+                    n, int(draw.integers(1, 4)), activation=str(draw.choice(ACTIVATIONS))
+                )
                 edit.connect(above[::2], grown)
                 edit.connect(grown, net.layers[n + 1][:2])
     with net.edit() as edit:  # a node that nobody leads to, and one that leads nowhere
@@ -38,7 +52,9 @@ def random_net(seed: int) -> gn.GrapNet:
 
 
 class SideBySide(nn.Module):
-    """Several nets, each with an input and an output of its own: writing one file takes less time than writing each."""
+    """Several nets, each with an input and an output of its own: writing one file takes less time
+    than writing each.
+    """
 
     def __init__(self, nets: list[gn.GrapNet]) -> None:
         super().__init__()
@@ -90,7 +106,9 @@ def convolutional() -> tuple[nn.Module, Tensor]:
     prune(net)
     norm = nn.BatchNorm2d(2)
     norm(torch.randn(8, 2, 5, 5))  # statistics of its own
-    return nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), nn.Dropout(0.5), net), torch.randn(4, 1, 8, 8)
+    return nn.Sequential(nn.Conv2d(1, 2, 3), norm, nn.Flatten(), nn.Dropout(0.5), net), torch.randn(
+        4, 1, 8, 8
+    )
 
 
 def transformer() -> tuple[nn.Module, Tensor]:

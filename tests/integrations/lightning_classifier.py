@@ -1,4 +1,6 @@
-"""A module with a net inside for tests of Lightning, its data, its rules, and trainers that say nothing."""
+"""A module with a net inside for tests of Lightning, its data, its rules, and trainers that say
+nothing.
+"""
 
 from typing import Any
 
@@ -14,7 +16,12 @@ from grapnet.integrations.lightning import RulesCallback
 from grapnet.rules import At, Every, EveryTask, FreezeOwner, GrowForTask, PruneWeakest, Rewire
 
 BATCHES = 6
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 WARNINGS = (  # of Lightning, about itself and about loaders as small as these
     "ignore:`isinstance.treespec, LeafSpec.` is deprecated",
     "ignore:The '.*_dataloader' does not have many workers",
@@ -74,7 +81,9 @@ def manager() -> gn.RuleManager:
 
 def trainer(*callbacks: L.Callback, epochs: int = 1, **options: Any) -> Any:
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    return L.Trainer(max_epochs=epochs, callbacks=[*callbacks], enable_checkpointing=saves, **QUIET, **options)
+    return L.Trainer(
+        max_epochs=epochs, callbacks=[*callbacks], enable_checkpointing=saves, **QUIET, **options
+    )
 
 
 def epoch_of(trainer: L.Trainer) -> int:

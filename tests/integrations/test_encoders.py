@@ -1,4 +1,6 @@
-"""Encoders in front of a net: gradients reach them as they would through plain modules, and edits leave them alone."""
+"""Encoders in front of a net: gradients reach them as they would through plain modules, and edits
+leave them alone.
+"""
 
 from collections.abc import Callable
 
@@ -38,7 +40,9 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attention(self.query.expand(len(x), -1, -1), x, x, need_weights=False)[0].squeeze(1)
+        return self.attention(self.query.expand(len(x), -1, -1), x, x, need_weights=False)[
+            0
+        ].squeeze(1)
 
 
 class Pooled(nn.Module):
@@ -60,7 +64,11 @@ def cnn() -> tuple[nn.Module, Tensor]:
 
 def resnet() -> tuple[nn.Module, Tensor]:
     stem = nn.Sequential(
-        nn.Conv2d(1, WIDTH, 3), Residual(WIDTH), Residual(WIDTH), nn.AdaptiveAvgPool2d(1), nn.Flatten()
+        nn.Conv2d(1, WIDTH, 3),
+        Residual(WIDTH),
+        Residual(WIDTH),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
     )
     return stem, torch.randn(12, 1, 8, 8)
 
@@ -135,10 +143,18 @@ def test_encoder_and_net_train_on_through_edits(build):
         optimizer.step()
         losses.append(loss.item())
         if step in (10, 20):
-            before, moments = state(model[0]), [optimizer.state[p]["exp_avg"].clone() for p in encoder]
+            before, moments = (
+                state(model[0]),
+                [optimizer.state[p]["exp_avg"].clone() for p in encoder],
+            )
             cut_and_grow(model[1])
-            assert all(torch.equal(before[name], value) for name, value in model[0].state_dict().items())
-            assert all(torch.equal(m, optimizer.state[p]["exp_avg"]) for m, p in zip(moments, encoder, strict=True))
+            assert all(
+                torch.equal(before[name], value) for name, value in model[0].state_dict().items()
+            )
+            assert all(
+                torch.equal(m, optimizer.state[p]["exp_avg"])
+                for m, p in zip(moments, encoder, strict=True)
+            )
     assert losses[-1] < 0.7 * losses[0]
     assert all(a is b for a, b in zip(encoder, model[0].parameters(), strict=True))
     assert [len(optimizer.state[p]["exp_avg"]) for p in model[1].parameters()] == [
@@ -151,7 +167,9 @@ def test_encoder_and_net_train_on_through_edits(build):
 def test_a_frozen_encoder_stays_as_it_is(build):
     model, x, y = composed(build)
     model[0].requires_grad_(False).eval()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1
+    )
     gn.attach(optimizer, model[1])
     before, losses = state(model[0]), []
     for step in range(30):
@@ -173,7 +191,9 @@ def test_an_encoder_that_is_not_frozen_would_be_noticed():
     model[0].requires_grad_(False)  # in training, BatchNorm goes on counting
     before = state(model[0])
     cross_entropy(model(x), y).backward()
-    assert not all(torch.equal(before[name], value) for name, value in model[0].state_dict().items())
+    assert not all(
+        torch.equal(before[name], value) for name, value in model[0].state_dict().items()
+    )
 
 
 @every_encoder
@@ -192,7 +212,9 @@ def test_autocast_trains_both(build):
         optimizer.step()
         cut_and_grow(model[1])
     assert (output - expected).abs().max() < 0.5
-    assert all(p.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model[0].parameters())
+    assert all(
+        p.dtype == torch.float32 and torch.isfinite(p.grad).all() for p in model[0].parameters()
+    )
 
 
 @every_encoder

@@ -1,4 +1,6 @@
-"""Models with nets inside, exported: their snapshots compute what they compute, in torch, torch.export and ONNX."""
+"""Models with nets inside, exported: their snapshots compute what they compute, in torch,
+torch.export and ONNX.
+"""
 
 import copy
 import io
@@ -17,12 +19,26 @@ from torch.nn.utils import prune as prune_module
 import grapnet as gn
 from grapnet.rules import ActivationRecorder
 
-from .exported import ACTIVATIONS, MODELS, SideBySide, convolutional, prune, random_net, tied, transformer
+from .exported import (
+    ACTIVATIONS,
+    MODELS,
+    SideBySide,
+    convolutional,
+    prune,
+    random_net,
+    tied,
+    transformer,
+)
 
 pytestmark = [
-    pytest.mark.xdist_group("export"),  # one worker: the first ONNX export of a process takes seconds
-    # torch.onnx copies a tree spec in a way that torch itself deprecates; nothing a caller could do differently.
-    pytest.mark.filterwarnings(r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"),
+    pytest.mark.xdist_group(
+        "export"
+    ),  # one worker: the first ONNX export of a process takes seconds
+    # torch.onnx copies a tree spec in a way that torch itself deprecates; nothing a caller could do
+    # differently.
+    pytest.mark.filterwarnings(
+        r"ignore:`isinstance\(treespec, LeafSpec\)` is deprecated:FutureWarning"
+    ),
 ]
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/compose.md"
@@ -39,7 +55,9 @@ def seeded() -> None:
 
 def run_onnx(model: nn.Module, example: Tensor, path: Path) -> Callable[[Tensor], Tensor]:
     """Writes a model with a free batch size and returns what onnxruntime makes of it."""
-    torch.onnx.export(model, (example,), path, dynamo=True, dynamic_shapes=({0: BATCH},), verbose=False)
+    torch.onnx.export(
+        model, (example,), path, dynamo=True, dynamic_shapes=({0: BATCH},), verbose=False
+    )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
     return lambda x: torch.from_numpy(session.run(None, {name: x.numpy()})[0])
@@ -54,7 +72,9 @@ def test_onnx_equals_torch_on_twenty_randomly_edited_nets(seeds, tmp_path):
     side = SideBySide([random_net(seed) for seed in seeds])
     path, examples = tmp_path / "nets.onnx", side.inputs(4)
     free = (tuple({0: torch.export.Dim(f"batch_{n}")} for n in range(len(examples))),)
-    torch.onnx.export(gn.snapshot(side), examples, path, dynamo=True, dynamic_shapes=free, verbose=False)
+    torch.onnx.export(
+        gn.snapshot(side), examples, path, dynamo=True, dynamic_shapes=free, verbose=False
+    )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
     for batch in (1, 33):
@@ -106,8 +126,12 @@ def test_exported_programs_and_onnx_files_of_models_after_cuts_run_at_any_batch(
 def test_a_live_net_is_exported_with_its_parameters(seed):
     net = random_net(seed)
     net.execution.use("sparse")
-    program = torch.export.export(net, (torch.randn(4, net.sizes[0]),), dynamic_shapes=({0: BATCH},)).module()
-    assert [name for name, _ in program.named_parameters()] == [name for name, _ in net.named_parameters()]
+    program = torch.export.export(
+        net, (torch.randn(4, net.sizes[0]),), dynamic_shapes=({0: BATCH},)
+    ).module()
+    assert [name for name, _ in program.named_parameters()] == [
+        name for name, _ in net.named_parameters()
+    ]
     x = torch.randn(33, net.sizes[0])
     expected = net(x)
     assert_close(program(x), expected)
@@ -121,7 +145,9 @@ def test_a_live_net_is_exported_with_its_parameters(seed):
 def test_a_model_with_live_nets_is_exported_at_any_batch_and_length(tmp_path):
     model, x = transformer()
     length = torch.export.Dim("length")
-    program = torch.export.export(model.eval(), (x,), dynamic_shapes=({0: BATCH, 1: length},)).module()
+    program = torch.export.export(
+        model.eval(), (x,), dynamic_shapes=({0: BATCH, 1: length},)
+    ).module()
     other = torch.randn(2, 9, 4)
     assert_close(program(other), model(other))
     net, x = model[1].ffn, torch.randn(33, 8)
@@ -141,24 +167,35 @@ def test_the_program_of_a_copy_goes_on_when_the_net_is_edited():
 def test_a_live_net_that_attends_is_not_exported():
     net = gn.GrapNet([4, 3, 2])
     net.execution.use("attention", transition=1)
-    with pytest.raises(gn.PlanError, match="transition 1 runs with attention, which is not exported"):
+    with pytest.raises(
+        gn.PlanError, match="transition 1 runs with attention, which is not exported"
+    ):
         torch.export.export(net, (torch.randn(2, 4),))
     net.execution.use("auto")
     torch.export.export(net, (torch.randn(2, 4),))
 
 
-@pytest.mark.filterwarnings("ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:You are using the legacy TorchScript-based ONNX export:DeprecationWarning"
+)
 @pytest.mark.filterwarnings("ignore:The feature will be removed:DeprecationWarning")
 @pytest.mark.filterwarnings(r"ignore:`torch\.jit\.trace.*` is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 def test_what_cannot_see_a_live_net_is_refused_and_takes_its_snapshot(tmp_path):
-    model, x = nn.Sequential(nn.Linear(3, 4), gn.GrapNet([4, 5, 2], density=0.5)).eval(), torch.randn(2, 3)
+    model, x = (
+        nn.Sequential(nn.Linear(3, 4), gn.GrapNet([4, 5, 2], density=0.5)).eval(),
+        torch.randn(2, 3),
+    )
     plain, path = gn.snapshot(model), tmp_path / "old.onnx"
-    with pytest.raises(gn.PlanError, match=r"dynamo=False.*Trace a snapshot instead: gn\.snapshot\(model\)"):
+    with pytest.raises(
+        gn.PlanError, match=r"dynamo=False.*Trace a snapshot instead: gn\.snapshot\(model\)"
+    ):
         torch.onnx.export(model, (x,), path, dynamo=False)
     with pytest.raises(gn.PlanError, match="Trace a snapshot instead"):
         torch.jit.trace(lambda h: model[1](h), torch.randn(2, 4))
-    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"PlanError\('a net is not exported with strict=True"):
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"PlanError\('a net is not exported with strict=True"
+    ):
         torch.export.export(model, (x,), strict=True)
     torch.onnx.export(plain, (x,), path, dynamo=False)
     assert_close(torch.jit.trace(plain, x)(x), model(x))
@@ -192,18 +229,25 @@ def test_a_grafted_transformer_is_exported_after_cuts(tmp_path):
     for run in (plain, program, run_onnx(plain, x, tmp_path / "encoder.onnx")):
         assert_close(run(x), expected)
     dense = encoder().eval()
-    dense.load_state_dict(plain.state_dict())  # the plain copy has the names that torch's own model has
+    dense.load_state_dict(
+        plain.state_dict()
+    )  # the plain copy has the names that torch's own model has
     assert_close(dense(x), expected)
     assert [int(layer.linear1.weight.count_nonzero()) for layer in dense.layers] == [64]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"
+)
 def test_torch_transformer_layers_find_the_weights_they_read_in_eval_mode():
     model, x = encoder(), torch.randn(3, 5, 8)
     for layer in model.layers:
         layer.linear1, layer.linear2 = gn.from_module(layer.linear1), gn.GrapNet([16, 8])  # by hand
         halve(layer.linear1)
-    plain, expected = gn.snapshot(model), model(x)  # in training the layers call their parts and read no weights
+    plain, expected = (
+        gn.snapshot(model),
+        model(x),
+    )  # in training the layers call their parts and read no weights
     assert type(plain.layers[0].linear1) is nn.Linear
     assert_close(plain(x), expected)
     assert_close(plain(x, src_key_padding_mask=torch.zeros(3, 5, dtype=torch.bool)), expected)
@@ -246,7 +290,9 @@ def test_a_model_with_results_of_a_forward_pass_is_copied():
 
 
 def test_inference_mode_and_double_precision():
-    model = nn.Sequential(nn.Linear(3, 4, dtype=torch.float64), gn.GrapNet([4, 5, 2], dtype=torch.float64))
+    model = nn.Sequential(
+        nn.Linear(3, 4, dtype=torch.float64), gn.GrapNet([4, 5, 2], dtype=torch.float64)
+    )
     x = torch.randn(2, 3, dtype=torch.float64)
     with torch.inference_mode():
         plain = gn.snapshot(model)
@@ -279,14 +325,21 @@ def test_a_model_that_cannot_be_taken_says_why_and_which_net():
         gn.snapshot([gn.GrapNet([2, 1])])
     model, x = transformer()
     expected = model.eval()(x)
-    with pytest.raises(gn.PlanError, match=r"1\.ffn: the matrix of transition 0 would hold 128 cells \(limit 100\)"):
+    with pytest.raises(
+        gn.PlanError, match=r"1\.ffn: the matrix of transition 0 would hold 128 cells \(limit 100\)"
+    ):
         gn.snapshot(model, most_cells=100)
     model[1].ffn.execution.use("attention", transition=1)
-    with pytest.raises(gn.PlanError, match=r"1\.ffn: transition 1 runs with attention, which no matrix can stand for"):
+    with pytest.raises(
+        gn.PlanError,
+        match=r"1\.ffn: transition 1 runs with attention, which no matrix can stand for",
+    ):
         gn.snapshot(model)
     model[1].ffn.execution.use("auto")
     assert_close(gn.snapshot(model)(x), expected)
-    bent = nn.ModuleDict({"net": type("Bent", (gn.GrapNet,), {"forward": lambda self, x: x})([2, 1])})
+    bent = nn.ModuleDict(
+        {"net": type("Bent", (gn.GrapNet,), {"forward": lambda self, x: x})([2, 1])}
+    )
     with pytest.raises(gn.PlanError, match="net: Bent has a forward of its own"):
         gn.snapshot(bent)
     net = model[1].ffn

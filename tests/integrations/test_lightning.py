@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -52,7 +56,9 @@ def test_it_trains_as_a_plain_loop_does() -> None:
         if last:
             scheduler.step()
     assert_same(module.state_dict(), plain.state_dict())
-    assert [commit.reason for commit in module.net.history] == [commit.reason for commit in plain.net.history]
+    assert [commit.reason for commit in module.net.history] == [
+        commit.reason for commit in plain.net.history
+    ]
 
 
 def steps_of(net: gn.GrapNet) -> list[int]:
@@ -92,7 +98,10 @@ class TwoOptimizers(Classifier):
             optimizer.step()
 
     def configure_optimizers(self) -> Any:
-        return [torch.optim.Adam(self.encoder.parameters()), torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9)]
+        return [
+            torch.optim.Adam(self.encoder.parameters()),
+            torch.optim.SGD(self.net.parameters(), 0.1, momentum=0.9),
+        ]
 
 
 def test_several_optimizers_that_are_stepped_by_hand_make_one_step() -> None:
@@ -136,7 +145,10 @@ class Witness:
 def test_recorders_see_training_batches_and_nothing_that_is_held_out(tmp_path: Path) -> None:
     witness, rules = Witness(), gn.RuleManager()
     rules.inject(witness, schedule=EveryTask())
-    module, made = Classifier(), trainer(RulesCallback(rules, task=epoch_of), epochs=2, val_check_interval=2)
+    module, made = (
+        Classifier(),
+        trainer(RulesCallback(rules, task=epoch_of), epochs=2, val_check_interval=2),
+    )
     made.fit(module, data(), data(2))
     assert witness.seen == [8 * BATCHES, 8 * BATCHES]
     made.test(module, data(), verbose=False)
@@ -170,7 +182,9 @@ def test_every_net_has_its_manager_and_its_place(tmp_path: Path) -> None:
 
 
 def test_wrong_settings_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"Pair has 'encoder\.0', 'head\.net'; give managers by name"):
+    with pytest.raises(
+        ValueError, match=r"Pair has 'encoder\.0', 'head\.net'; give managers by name"
+    ):
         trainer(RulesCallback(cutting())).fit(Pair(), data())
     with pytest.raises(ValueError, match=r"a net at 'tail', and Classifier has 'head\.net'"):
         trainer(RulesCallback({"tail": cutting()})).fit(Classifier(), data())

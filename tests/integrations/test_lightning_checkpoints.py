@@ -1,4 +1,6 @@
-"""Lightning's own checkpoints hold edited nets and their rules, and a module of the first shape takes them back."""
+"""Lightning's own checkpoints hold edited nets and their rules, and a module of the first shape
+takes them back.
+"""
 
 import copy
 import pickle
@@ -28,7 +30,9 @@ from tests.integrations.lightning_classifier import (
 pytestmark = [
     pytest.mark.xdist_group("lightning"),  # one worker imports it
     *(pytest.mark.filterwarnings(warning) for warning in WARNINGS),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create"),
+    pytest.mark.filterwarnings(
+        "ignore:Be aware that when using `ckpt_path`, callbacks used to create"
+    ),
 ]
 
 
@@ -40,17 +44,25 @@ class LoadsItsNets(Classifier):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=["plain", "accumulated, clipped"]
+    "options",
+    [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}],
+    ids=["plain", "accumulated, clipped"],
 )
-def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_one_that_was_not_interrupted(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
     whole, saves = Classifier(), ModelCheckpoint(tmp_path, save_top_k=-1, filename="{epoch}")
     first = trainer(RulesCallback(manager(), task=epoch_of), saves, epochs=3, **options)
     first.fit(whole, data(), data(2))
     for epoch in (0, 1):
         resumed, rules = Classifier(), manager()
         second = trainer(RulesCallback(rules, task=epoch_of), epochs=3, **options)
-        second.fit(resumed, data(), data(2), ckpt_path=tmp_path / f"epoch={epoch}.ckpt", weights_only=True)
-        assert [commit.reason for commit in resumed.net.history] == [commit.reason for commit in whole.net.history]
+        second.fit(
+            resumed, data(), data(2), ckpt_path=tmp_path / f"epoch={epoch}.ckpt", weights_only=True
+        )
+        assert [commit.reason for commit in resumed.net.history] == [
+            commit.reason for commit in whole.net.history
+        ]
         assert_same(resumed.state_dict(), whole.state_dict())
         assert_same(second.optimizers[0].state_dict(), first.optimizers[0].state_dict())
         assert_same(rules.state_dict(), first.callbacks[0].rules.state_dict())
@@ -60,22 +72,33 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, optio
     assert options or whole.net.count().frozen > 0
 
 
-@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
+@pytest.mark.filterwarnings(
+    "ignore:You're resuming from a checkpoint that ended before the epoch ended"
+)
 def test_a_checkpoint_from_the_middle_of_an_epoch_goes_on_there(tmp_path: Path) -> None:
     x, y = next(iter(data()))
-    alike = DataLoader(TensorDataset(x.repeat(6, 1), y.repeat(6)), 8)  # Lightning begins its loaders again
-    whole, saves = Classifier(), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    alike = DataLoader(
+        TensorDataset(x.repeat(6, 1), y.repeat(6)), 8
+    )  # Lightning begins its loaders again
+    whole, saves = (
+        Classifier(),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}"),
+    )
     trainer(RulesCallback(manager(), task=epoch_of), saves, epochs=2).fit(whole, alike, alike)
     resumed = Classifier()
     again = trainer(RulesCallback(manager(), task=epoch_of), epochs=2)
     again.fit(resumed, alike, alike, ckpt_path=tmp_path / "step=4.ckpt")
-    assert [commit.reason for commit in resumed.net.history] == [commit.reason for commit in whole.net.history]
+    assert [commit.reason for commit in resumed.net.history] == [
+        commit.reason for commit in whole.net.history
+    ]
     assert_same(resumed.state_dict(), whole.state_dict())
 
 
 def test_without_the_callback_the_resume_fails(tmp_path: Path) -> None:
     fit(Classifier()).save_checkpoint(tmp_path / "edited.ckpt")
-    with pytest.raises(gn.TopologyError, match=r"head\.net\.layers\.1.*wired differently.*RulesCallback.*load_nets"):
+    with pytest.raises(
+        gn.TopologyError, match=r"head\.net\.layers\.1.*wired differently.*RulesCallback.*load_nets"
+    ):
         trainer(epochs=2).fit(Classifier(), data(), ckpt_path=tmp_path / "edited.ckpt")
 
 
@@ -114,7 +137,9 @@ def test_the_best_of_a_run_comes_back_into_the_module_that_went_on(tmp_path: Pat
     gn.check(module.net)
 
 
-def test_load_from_checkpoint_works_for_a_module_that_loads_its_nets(edited: tuple[Classifier, Path]) -> None:
+def test_load_from_checkpoint_works_for_a_module_that_loads_its_nets(
+    edited: tuple[Classifier, Path],
+) -> None:
     module, path = edited
     assert_same(LoadsItsNets.load_from_checkpoint(path).state_dict(), module.state_dict())
     with pytest.raises(gn.TopologyError, match="wired differently"):
@@ -128,7 +153,9 @@ def test_checkpoints_of_weights_alone_hold_the_nets(tmp_path: Path) -> None:
     made.save_checkpoint(tmp_path / "after.ckpt", weights_only=True)
     for name in ("in.ckpt", "after.ckpt"):
         assert "optimizer_states" not in torch.load(tmp_path / name, weights_only=True)
-        assert_same(LoadsItsNets.load_from_checkpoint(tmp_path / name).state_dict(), module.state_dict())
+        assert_same(
+            LoadsItsNets.load_from_checkpoint(tmp_path / name).state_dict(), module.state_dict()
+        )
 
 
 def test_a_grafted_part_goes_over_the_dense_one(tmp_path: Path) -> None:
@@ -159,17 +186,23 @@ class Early(Classifier):
 def test_an_optimizer_that_holds_the_parameters_of_before_is_refused(tmp_path: Path) -> None:
     module = Early()
     fit(module).save_checkpoint(tmp_path / "early.ckpt")
-    with pytest.raises(gn.OptimizerError, match=r"parameters of the net at 'head\.net'.*configure_optimizers"):
+    with pytest.raises(
+        gn.OptimizerError, match=r"parameters of the net at 'head\.net'.*configure_optimizers"
+    ):
         trainer(RulesCallback(manager(), task=epoch_of), epochs=2).fit(
             Early(), data(), data(2), ckpt_path=tmp_path / "early.ckpt"
         )
 
 
-def test_other_rules_than_those_of_the_checkpoint_are_refused(edited: tuple[Classifier, Path]) -> None:
+def test_other_rules_than_those_of_the_checkpoint_are_refused(
+    edited: tuple[Classifier, Path],
+) -> None:
     rules = gn.RuleManager(seed=3)
     rules.inject(PruneWeakest(0.3))
     with pytest.raises(gn.CheckpointError, match="PruneWeakest"):
-        trainer(RulesCallback(rules), epochs=3).fit(Classifier(), data(), data(2), ckpt_path=edited[1])
+        trainer(RulesCallback(rules), epochs=3).fit(
+            Classifier(), data(), data(2), ckpt_path=edited[1]
+        )
 
 
 def test_nets_keep_device_mode_and_what_is_not_trained() -> None:
@@ -182,7 +215,9 @@ def test_nets_keep_device_mode_and_what_is_not_trained() -> None:
     found = load_nets(other, checkpoint)
     assert found == nets_in(other) == {"head.net": other.net}
     assert other.net.count().relations == 8 * 12 // 2 + 12 * 3
-    assert [name for name, p in other.net.named_parameters() if not p.requires_grad] == ["layers.1.bias"]
+    assert [name for name, p in other.net.named_parameters() if not p.requires_grad] == [
+        "layers.1.bias"
+    ]
     assert not other.net.training
     assert load_nets(other, {}) == {}
 
@@ -215,13 +250,19 @@ def test_a_load_that_fails_leaves_the_module_as_it_was(trouble: str) -> None:
         file[-5] += 1
         other["file"] = file
     before = module.net
-    told = {"damaged": "sha256", "elsewhere": "tail.net", "compiled": r"'other\._orig_mod' was compiled by torch"}
+    told = {
+        "damaged": "sha256",
+        "elsewhere": "tail.net",
+        "compiled": r"'other\._orig_mod' was compiled by torch",
+    }
     with pytest.raises(gn.GrapNetError, match=told[trouble]):
         load_nets(module, checkpoint)
     assert module.net is before
 
 
-def test_a_module_that_was_fitted_can_be_copied_and_pickled(edited: tuple[Classifier, Path]) -> None:
+def test_a_module_that_was_fitted_can_be_copied_and_pickled(
+    edited: tuple[Classifier, Path],
+) -> None:
     module, _ = edited
     for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert_same(other.state_dict(), module.state_dict())

@@ -15,7 +15,15 @@ import grapnet as gn
 from examples import lightning_trainer, plain_loop
 from grapnet.integrations.lightning import RulesCallback
 from grapnet.rules import At, PruneWeakest
-from tests.integrations.lightning_classifier import WARNINGS, Classifier, data, epoch_of, fit, manager, trainer
+from tests.integrations.lightning_classifier import (
+    WARNINGS,
+    Classifier,
+    data,
+    epoch_of,
+    fit,
+    manager,
+    trainer,
+)
 from tests.test_documents import python_blocks
 
 pytestmark = [
@@ -92,12 +100,16 @@ def test_a_lightning_run_with_dropout_goes_on_bit_for_bit_as_the_guide_says(tmp_
         torch.manual_seed(1)
         callback = RulesCallback(manager(), task=epoch_of)
         trainer(callback, epochs=2).fit(resumed, data(), data(2), ckpt_path=tmp_path / "half.ckpt")
-        same = [torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)]
+        same = [
+            torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True)
+        ]
         assert all(same) == (type(resumed) is Dropping)
 
 
 class GraftingLate(Classifier):
-    """Makes its head editable after the first epoch, and applies rules by itself, as the guide says."""
+    """Makes its head editable after the first epoch, and applies rules by itself, as the guide
+    says.
+    """
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 3, dtype=torch.float64))

@@ -1,4 +1,6 @@
-"""Without its library an integration says what to install, and the rest of GrapNet does not notice."""
+"""Without its library an integration says what to install, and the rest of GrapNet does not
+notice.
+"""
 
 import json
 import subprocess
@@ -7,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-# Imports GrapNet once; each use then runs in a fork of its own, to which the named libraries are not there.
+# Imports GrapNet once; each use then runs in a fork of its own, to which the named libraries are
+# not there.
 PROGRAM = """
 import importlib.abc, json, os, sys, tempfile, traceback
 import torch
@@ -60,7 +63,9 @@ USES = {  # the library that is absent, and what is tried without it
     "another": ("scipy", "import grapnet.integrations.sklearn"),
     "nothing": ("none of these", "print(net.to_networkx().number_of_nodes())"),
 }
-pytestmark = pytest.mark.xdist_group("missing")  # one worker, so that GrapNet is imported once more and no oftener
+pytestmark = pytest.mark.xdist_group(
+    "missing"
+)  # one worker, so that GrapNet is imported once more and no oftener
 
 
 class Done(NamedTuple):
@@ -84,7 +89,10 @@ def done() -> dict[str, Done]:
 def test_the_error_names_the_install(done, extra):
     last = done[extra].errors.strip().splitlines()[-1]
     assert done[extra].code == 1
-    assert last == (f'ImportError: this needs {extra}, which is not installed. Run: pip install "grapnet[{extra}]"')
+    assert (
+        last == f"ImportError: this needs {extra}, which is not installed. Run: pip install"
+        f' "grapnet[{extra}]"'
+    )
 
 
 def test_blocks_of_torch_are_grafted_without_transformers(done):

@@ -19,7 +19,9 @@ def seeded() -> None:
 
 
 def edited(**kwargs) -> gn.GrapNet:
-    """Cut, grown, frozen and owned, with a removed node, two activations in a layer, and uids that are not rows."""
+    """Cut, grown, frozen and owned, with a removed node, two activations in a layer, and uids that
+    are not rows.
+    """
     net = gn.GrapNet([4, 5, 3], activation="gelu", **kwargs)
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(fraction=0.3))
@@ -52,7 +54,10 @@ def assert_same(net: gn.GrapNet, other: gn.GrapNet) -> None:
     assert net.sizes == other.sizes
     for mine, theirs in zip(net.layers, other.layers, strict=True):
         assert (mine.owners, mine.activations) == (theirs.owners, theirs.activations)
-        assert (mine.default_activation, mine.dropout) == (theirs.default_activation, theirs.dropout)
+        assert (mine.default_activation, mine.dropout) == (
+            theirs.default_activation,
+            theirs.dropout,
+        )
         assert mine.is_sensory or torch.equal(mine.biases, theirs.biases)
         assert mine.is_sensory or torch.equal(mine.frozen_at, theirs.frozen_at)
     for mine, theirs in zip(net.transitions, other.transitions, strict=True):
@@ -66,18 +71,29 @@ def assert_same(net: gn.GrapNet, other: gn.GrapNet) -> None:
 def test_every_node_and_relation_says_what_its_handle_says(build):
     net = build()
     graph = to_networkx(net)
-    assert (graph.number_of_nodes(), graph.number_of_edges()) == (net.count().nodes, net.count().relations)
+    assert (graph.number_of_nodes(), graph.number_of_edges()) == (
+        net.count().nodes,
+        net.count().relations,
+    )
     assert (graph.graph["version"], graph.graph["layers"]) == (net.version, len(net.layers))
     for uid, data in graph.nodes.items():
         node = net.node(uid)
         bias = None if node.bias is None else node.bias.item()
-        said = {"layer": node.layer, "row": node.row, "owner": node.owner, "activation": node.activation, "bias": bias}
+        said = {
+            "layer": node.layer,
+            "row": node.row,
+            "owner": node.owner,
+            "activation": node.activation,
+            "bias": bias,
+        }
         held = node.layer > 0 and node.row in net.layers[node.layer].frozen_at.tolist()
         assert data == {**said, "bias_frozen": held, "frozen": node.frozen}
         assert list(graph.successors(uid)) == node.children.uids.tolist()
         weights = [graph.edges[uid, child]["weight"] for child in graph.successors(uid)]
         assert weights == node.W_alloc.view(-1).tolist()
-        assert [graph.edges[uid, c]["frozen"] for c in graph.successors(uid)] == node.outgoing().frozen.tolist()
+        assert [
+            graph.edges[uid, c]["frozen"] for c in graph.successors(uid)
+        ] == node.outgoing().frozen.tolist()
         assert {graph.edges[uid, c]["transition"] for c in graph.successors(uid)} <= {node.layer}
     assert net.to_networkx().nodes == graph.nodes
 
@@ -118,7 +134,9 @@ def test_a_graphml_file_holds_equal_data_and_gives_the_net_back(build, name, tmp
     for uid, data in graph.nodes.items():
         known = {key: value for key, value in data.items() if value is not None}
         known["label"] = f"{data['layer']}:{data['row']}"
-        assert {key: value for key, value in read.nodes[uid].items() if key not in ("x", "y")} == known
+        assert {
+            key: value for key, value in read.nodes[uid].items() if key not in ("x", "y")
+        } == known
     for ends, data in graph.edges.items():
         assert read.edges[ends] == {**data, "strength": abs(data["weight"])}
     assert read.graph == {"node_default": {}, "edge_default": {}, **graph.graph}
@@ -138,7 +156,9 @@ def test_a_graphml_file_places_layers_as_columns_and_rows_from_the_top(tmp_path)
 def test_a_part_of_the_graph_is_written_and_stays_as_it_is(tmp_path):
     net, path = edited(dtype=torch.float64), tmp_path / "part.graphml"
     graph = to_networkx(net)
-    owned = [uid for uid, data in graph.nodes.items() if data["layer"] == 0 or data["owner"] == "late"]
+    owned = [
+        uid for uid, data in graph.nodes.items() if data["layer"] == 0 or data["owner"] == "late"
+    ]
     part = graph.subgraph(owned)
     write_graphml(part, path)
     read = networkx.read_graphml(path, node_type=int)
@@ -200,15 +220,22 @@ def test_a_graph_made_by_hand_keeps_what_it_says(tmp_path):
 
 def test_what_is_neither_net_nor_graph_is_refused(tmp_path):
     model = torch.nn.ModuleDict({"body": torch.nn.Linear(2, 3), "head": full()})
-    with pytest.raises(TypeError, match=r"this ModuleDict is a model; its nets are 'head': write model\.get_submodule"):
+    with pytest.raises(
+        TypeError,
+        match=r"this ModuleDict is a model; its nets are 'head': write model\.get_submodule",
+    ):
         write_graphml(model, tmp_path / "net.graphml")
     with pytest.raises(TypeError, match=r"this Linear is a model$"):
         write_graphml(model["body"], tmp_path / "net.graphml")
-    with pytest.raises(TypeError, match="a GrapNet or a networkx graph is written as GraphML, got dict"):
+    with pytest.raises(
+        TypeError, match="a GrapNet or a networkx graph is written as GraphML, got dict"
+    ):
         write_graphml({}, tmp_path / "net.graphml")
     graph = to_networkx(full())
     graph.edges[0, 3]["note"] = "bell \a"
-    with pytest.raises(ValueError, match=r"the relation from 0 to 3 has the note 'bell \\x07', which no XML file"):
+    with pytest.raises(
+        ValueError, match=r"the relation from 0 to 3 has the note 'bell \\x07', which no XML file"
+    ):
         write_graphml(graph, tmp_path / "net.graphml")
     assert list(tmp_path.iterdir()) == []
 
@@ -279,5 +306,7 @@ def test_a_place_that_is_no_file_is_refused(tmp_path):
 
 def test_without_networkx_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "networkx", None)
-    with pytest.raises(ImportError, match=r'needs networkx, .* Run: pip install "grapnet\[networkx\]"'):
+    with pytest.raises(
+        ImportError, match=r'needs networkx, .* Run: pip install "grapnet\[networkx\]"'
+    ):
         full().to_networkx()

@@ -25,7 +25,8 @@ from grapnet.integrations.sklearn import GrapNetClassifier, GrapNetRegressor
 from grapnet.rules import At, PruneWeakest
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/scikit-learn.md"
-# What scikit-learn itself leaves out where pandas is not installed, or SCIPY_ARRAY_API not set before Python starts;
+# What scikit-learn itself leaves out where pandas is not installed, or SCIPY_ARRAY_API not set
+# before Python starts;
 # the estimators take arrays, and hand data frames to the same validation as scikit-learn's own.
 LEFT_OUT = {
     "check_sample_weights_pandas_series": "pandas",
@@ -53,13 +54,17 @@ def iris():
 
 
 def quick(**parameters) -> GrapNetClassifier:
-    return GrapNetClassifier(**{"hidden_layer_sizes": (16,), "max_epochs": 30, "random_state": 0} | parameters)
+    return GrapNetClassifier(
+        **{"hidden_layer_sizes": (16,), "max_epochs": 30, "random_state": 0} | parameters
+    )
 
 
 def equal(one, other) -> bool:
     """Says whether two estimators have nets of the same numbers."""
     ours, theirs = list(one.net_.parameters()), list(other.net_.parameters())
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def test_pipelines_searches_and_cross_validation_take_rules_and_sizes(iris):
@@ -67,7 +72,10 @@ def test_pipelines_searches_and_cross_validation_take_rules_and_sizes(iris):
     pipeline = make_pipeline(StandardScaler(), quick(learning_rate=0.02))
     assert cross_val_score(pipeline, x, y, cv=3).min() > 0.85
     rules = [None, [(PruneWeakest(0.5), At(10))], ((PruneWeakest(1.0), At(29)),)]
-    grid = {"grapnetclassifier__rules": rules, "grapnetclassifier__hidden_layer_sizes": [(16,), (8, 8)]}
+    grid = {
+        "grapnetclassifier__rules": rules,
+        "grapnetclassifier__hidden_layer_sizes": [(16,), (8, 8)],
+    }
     search = GridSearchCV(pipeline, grid, cv=3).fit(x, y)
     assert search.best_score_ > 0.9
     assert search.best_params_["grapnetclassifier__rules"] in rules[:2]
@@ -80,7 +88,9 @@ def _results(search):
 
 
 def test_a_clone_has_the_parameters_and_nothing_that_was_learned(iris):
-    model = quick(rules=[(PruneWeakest(0.5), At(3))], execution="dense", class_weight={0: 2.0, 1: 1.0, 2: 1.0})
+    model = quick(
+        rules=[(PruneWeakest(0.5), At(3))], execution="dense", class_weight={0: 2.0, 1: 1.0, 2: 1.0}
+    )
     copied = clone(model.fit(*iris))
     assert not hasattr(copied, "net_")
     assert repr(copied) == repr(model)
@@ -109,14 +119,19 @@ def test_threads_that_fit_step_by_step_beside_each_other_drop_the_same(iris):
     alone = quick(dropout=0.3, batch_size=50).fit(*iris)
     assert torch.equal(before, torch.get_rng_state())
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda _: quick(dropout=0.3, batch_size=50, rules=[wait]).fit(*iris), range(2)))
+        found = list(
+            pool.map(lambda _: quick(dropout=0.3, batch_size=50, rules=[wait]).fit(*iris), range(2))
+        )
     assert [equal(alone, model) for model in found] == [True, True]
     torch.set_rng_state(before)
 
 
 def test_what_drops_everything_trains_the_last_biases_alone(iris):
     one, thirty = quick(dropout=1.0, max_epochs=1).fit(*iris), quick(dropout=1.0).fit(*iris)
-    changed = [not torch.equal(a, b) for a, b in zip(one.net_.parameters(), thirty.net_.parameters(), strict=True)]
+    changed = [
+        not torch.equal(a, b)
+        for a, b in zip(one.net_.parameters(), thirty.net_.parameters(), strict=True)
+    ]
     assert dict(zip(dict(one.net_.named_parameters()), changed, strict=True)) == {
         "layers.1.bias": False,
         "layers.2.bias": True,
@@ -171,14 +186,17 @@ def test_weights_count_like_repeated_samples_and_classes(iris):
     weighted = quick(batch_size=1000).fit(x, y, sample_weight=weights).predict_proba(x)
     plain = quick(batch_size=1000).fit(x, y).predict_proba(x)
     by_class = quick(batch_size=1000, class_weight={0: 3, 1: 1, 2: 1}).fit(x, y).predict_proba(x)
-    repeated = quick(batch_size=1000).fit(x.repeat(weights, axis=0), y.repeat(weights)).predict_proba(x)
+    repeated = (
+        quick(batch_size=1000).fit(x.repeat(weights, axis=0), y.repeat(weights)).predict_proba(x)
+    )
     np.testing.assert_allclose(weighted, by_class, atol=1e-12)
     np.testing.assert_allclose(weighted, repeated, atol=1e-9)
     assert abs(weighted - plain).max() > 0.01
     rare = np.r_[0:50, 50:55]
     balanced = quick(class_weight="balanced").fit(x[rare], y[rare])
     assert (
-        balanced.predict_proba(x)[50:100, 1] > quick().fit(x[rare], y[rare]).predict_proba(x)[50:100, 1]
+        balanced.predict_proba(x)[50:100, 1]
+        > quick().fit(x[rare], y[rare]).predict_proba(x)[50:100, 1]
     ).mean() > 0.9
     with pytest.raises(ValueError, match="all data at once"):
         balanced.partial_fit(x[rare], y[rare])
@@ -195,9 +213,13 @@ def test_sparse_features_are_the_same_features(iris):
 
 def test_it_computes_in_the_precision_of_the_features_unless_told(iris):
     x, y = iris
-    kinds = {(given, told): quick(dtype=told, max_epochs=2).fit(x.astype(given), y) for given, told in PRECISIONS}
+    kinds = {
+        (given, told): quick(dtype=told, max_epochs=2).fit(x.astype(given), y)
+        for given, told in PRECISIONS
+    }
     assert {
-        key: str(m.net_.transitions[0].weight.dtype).removeprefix("torch.") for key, m in kinds.items()
+        key: str(m.net_.transitions[0].weight.dtype).removeprefix("torch.")
+        for key, m in kinds.items()
     } == PRECISIONS
     for model in kinds.values():
         assert model.partial_fit(x, y).predict_proba(x.astype(np.float32)).shape == (150, 3)
@@ -219,7 +241,9 @@ def test_several_targets_and_their_shapes():
     assert model.predict(x).shape == (200, 3)
     assert model.score(x, y) > 0.95
     assert model.net_.sizes == [6, 32, 3]
-    assert [GrapNetRegressor(max_epochs=1).fit(x, part).predict(x).shape for part in (y[:, 0], y[:, :1])] == [
+    assert [
+        GrapNetRegressor(max_epochs=1).fit(x, part).predict(x).shape for part in (y[:, 0], y[:, :1])
+    ] == [
         (200,),
         (200, 1),
     ]
@@ -236,7 +260,9 @@ def test_training_stops_when_held_out_samples_no_longer_gain():
     assert len(model.validation_loss_curve_) == len(model.loss_curve_) == model.n_iter_ < 100
     assert min(model.validation_loss_curve_[:-3]) - 1e-3 <= min(model.validation_loss_curve_[-3:])
     assert model.score(x, y / y.std()) > 0.9
-    assert not hasattr(model.set_params(early_stopping=False, max_epochs=1).fit(x, y), "validation_loss_curve_")
+    assert not hasattr(
+        model.set_params(early_stopping=False, max_epochs=1).fit(x, y), "validation_loss_curve_"
+    )
 
 
 def test_progress_is_printed_when_asked_for(iris, capsys):

@@ -35,7 +35,13 @@ CHUNKS = [(X[start : start + 150], Y[start : start + 150]) for start in range(0,
 
 def quick(**parameters) -> GrapNetClassifier:
     return GrapNetClassifier(
-        **{"hidden_layer_sizes": (20,), "max_epochs": 2, "batch_size": 50, "random_state": 0, "density": 0.5}
+        **{
+            "hidden_layer_sizes": (20,),
+            "max_epochs": 2,
+            "batch_size": 50,
+            "random_state": 0,
+            "density": 0.5,
+        }
         | parameters
     )
 
@@ -46,7 +52,9 @@ def numbers(model) -> list[torch.Tensor]:
 
 def equal(one, other) -> bool:
     ours, theirs = numbers(one), numbers(other)
-    return len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    return len(ours) == len(theirs) and all(
+        torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 def edit(model) -> None:
@@ -105,10 +113,16 @@ def by_joblib(model):
     return joblib.load(file)
 
 
-COPIES = {"pickle": lambda m: pickle.loads(pickle.dumps(m)), "deepcopy": copy.deepcopy, "joblib": by_joblib}
+COPIES = {
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "deepcopy": copy.deepcopy,
+    "joblib": by_joblib,
+}
 
 
-def streamed(between=lambda model: None, again=lambda model: model, **parameters) -> GrapNetClassifier:
+def streamed(
+    between=lambda model: None, again=lambda model: model, **parameters
+) -> GrapNetClassifier:
     """Learns four chunks, is edited behind the second; `again` may return a copy to go on with."""
     model = quick(dropout=0.1, **parameters)
     for number, (x, y) in enumerate(CHUNKS):
@@ -152,7 +166,10 @@ def test_recorders_do_not_take_predictions_for_training_data(rule):
 
 def test_recorders_would_have_seen_the_net_itself():
     parameters = {"rules": [RULES["co-activation"]]}
-    assert not equal(streamed(**parameters), streamed(lambda m: m.net_(torch.rand(500, 64).double()), **parameters))
+    assert not equal(
+        streamed(**parameters),
+        streamed(lambda m: m.net_(torch.rand(500, 64).double()), **parameters),
+    )
 
 
 def test_every_fit_gets_rules_of_its_own():
@@ -192,14 +209,22 @@ def test_rules_can_be_injected_between_two_calls():
 
 def test_a_rule_behind_the_last_step_is_told():
     last = quick().fit(X, Y).n_steps_ - 1
-    assert len(quick(rules=[(PruneWeakest(0.5), At(last))]).fit(X, Y).net_.history) == 1  # without a warning
-    with pytest.warns(UserWarning, match=rf"never due: PruneWeakest\. The fit made {last + 1} steps") as told:
-        late = quick(rules=[(PruneWeakest(0.5), At(last + 1)), (PruneWeakest(0.5), At(last))]).fit(X, Y)
+    assert (
+        len(quick(rules=[(PruneWeakest(0.5), At(last))]).fit(X, Y).net_.history) == 1
+    )  # without a warning
+    with pytest.warns(
+        UserWarning, match=rf"never due: PruneWeakest\. The fit made {last + 1} steps"
+    ) as told:
+        late = quick(rules=[(PruneWeakest(0.5), At(last + 1)), (PruneWeakest(0.5), At(last))]).fit(
+            X, Y
+        )
     assert len(told) == len(late.net_.history) == 1
 
 
 def test_tasks_end_with_a_part_of_the_data():
-    model = quick(hidden_layer_sizes=(0,), rules=[(GrowForTask(1, 8, classes_per_task=2), EveryTask())])
+    model = quick(
+        hidden_layer_sizes=(0,), rules=[(GrowForTask(1, 8, classes_per_task=2), EveryTask())]
+    )
     for task in range(3):
         model.partial_fit(X, Y, classes=range(10), task=task)
         model.partial_fit(X, Y)
@@ -212,11 +237,15 @@ def test_every_backend_learns_the_same(execution):
     model = quick(execution=execution).fit(X, Y)
     names = [execution] * 2 if isinstance(execution, str) else execution
     assert model.net_.execution.choices() == names
-    np.testing.assert_allclose(model.predict_proba(X), quick().fit(X, Y).predict_proba(X), atol=1e-9)
+    np.testing.assert_allclose(
+        model.predict_proba(X), quick().fit(X, Y).predict_proba(X), atol=1e-9
+    )
 
 
 def test_attention_is_trained_and_repeatable():
-    one, other = (quick(execution="attention", max_epochs=1).fit(X[:200], Y[:200]) for _ in range(2))
+    one, other = (
+        quick(execution="attention", max_epochs=1).fit(X[:200], Y[:200]) for _ in range(2)
+    )
     assert equal(one, other)
     keys = {name: p for name, p in one.net_.named_parameters() if "key" in name or "quer" in name}
     assert keys
@@ -234,8 +263,13 @@ def test_attention_is_trained_and_repeatable():
 def test_optimizers_are_named_or_made_and_spare_biases(optimizer, kind):
     model = quick(optimizer=optimizer, learning_rate=0.01, weight_decay=0.1).fit(X, Y)
     assert type(model.optimizer_) is kind
-    decays = {p: group["weight_decay"] for group in model.optimizer_.param_groups for p in group["params"]}
-    assert {name.split(".")[-1]: decays[p] for name, p in model.net_.named_parameters()} == {"weight": 0.1, "bias": 0.0}
+    decays = {
+        p: group["weight_decay"] for group in model.optimizer_.param_groups for p in group["params"]
+    }
+    assert {name.split(".")[-1]: decays[p] for name, p in model.net_.named_parameters()} == {
+        "weight": 0.1,
+        "bias": 0.0,
+    }
     edit(model)
     assert model.partial_fit(X, Y).loss_curve_[-1] < model.loss_curve_[0]
 
@@ -305,13 +339,19 @@ def test_wrong_parameters_are_named_by_fit(wrong, says):
 
 def test_a_loss_that_is_not_finite_says_what_to_do():
     model = GrapNetRegressor((8,), optimizer="sgd", learning_rate=1e3, random_state=0)
-    with pytest.raises(ValueError, match=r"the loss is (nan|inf) after \d+ steps. Lower learning_rate"):
+    with pytest.raises(
+        ValueError, match=r"the loss is (nan|inf) after \d+ steps. Lower learning_rate"
+    ):
         model.fit(X * 100, Y * 100)
 
 
 def test_a_last_step_that_goes_too_far_is_no_result():
-    wild = GrapNetRegressor((8,), learning_rate=1e200, max_epochs=1, batch_size=1000, random_state=0)
-    with pytest.raises(ValueError, match=r"numbers that are not finite after 1 steps. Lower learning_rate"):
+    wild = GrapNetRegressor(
+        (8,), learning_rate=1e200, max_epochs=1, batch_size=1000, random_state=0
+    )
+    with pytest.raises(
+        ValueError, match=r"numbers that are not finite after 1 steps. Lower learning_rate"
+    ):
         wild.fit(X, Y)
     assert not hasattr(wild, "net_")
     model = wild.set_params(learning_rate=0.01).fit(X, Y)

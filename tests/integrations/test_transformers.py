@@ -1,4 +1,6 @@
-"""Feed-forward blocks of GPT-2, BERT, ViT and Llama become nets in mid-training, are cut, saved, and dense again."""
+"""Feed-forward blocks of GPT-2, BERT, ViT and Llama become nets in mid-training, are cut, saved,
+and dense again.
+"""
 
 import copy
 import math
@@ -46,13 +48,17 @@ def cut_half(handle: FeedForward) -> None:
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_graft_in_mid_training_changes_nothing(family: str, dtype: torch.dtype) -> None:
-    """The optimizer's moments travel, and with the same seed the dropout of the nets drops the same."""
+    """The optimizer's moments travel, and with the same seed the dropout of the nets drops the
+    same.
+    """
     dense = training(family, dtype)
     grafted, control = dense.copy(), dense.copy()
     handles = graft_ffn(grafted.model, optimizer=grafted.optimizer)
     assert [handle.name for handle in handles] == BLOCKS[family]
     assert [len(handle.nets) for handle in handles] == [3 if family == "llama" else 1] * 2
-    assert all(handle.nets[0].sizes[:2] == [16, 32] and len(handle.hidden) == 32 for handle in handles)
+    assert all(
+        handle.nets[0].sizes[:2] == [16, 32] and len(handle.hidden) == 32 for handle in handles
+    )
     logits, slopes, moved = ROUNDING[dtype]
     assert torch.allclose(grafted.logits(), dense.logits(), rtol=0, atol=logits)
     for number in (2, 3):
@@ -95,7 +101,9 @@ def test_half_is_cut_trained_saved_restored_and_dense_again(family: str, tmp_pat
     for number in (2, 3):
         assert torch.equal(again.step(number), run.step(number))
     assert [handle.name for handle in ffn_handles(model)] == BLOCKS[family]
-    assert [net.count() for handle in ffn_handles(model) for net in handle.nets] == [net.count() for net in nets]
+    assert [net.count() for handle in ffn_handles(model) for net in handle.nets] == [
+        net.count() for net in nets
+    ]
 
     logits = again.logits()
     gn.ungraft(model, optimizer=again.optimizer)
@@ -103,7 +111,11 @@ def test_half_is_cut_trained_saved_restored_and_dense_again(family: str, tmp_pat
         n: t.shape for n, t in original.model.state_dict().items()
     }
     assert torch.allclose(again.logits(), logits, rtol=0, atol=1e-12)
-    zeros = sum(int((p == 0).sum()) for n, p in model.named_parameters() if n.startswith(tuple(BLOCKS[family])))
+    zeros = sum(
+        int((p == 0).sum())
+        for n, p in model.named_parameters()
+        if n.startswith(tuple(BLOCKS[family]))
+    )
     assert zeros == sum(left)
     assert math.isfinite(float(again.step(0)))
 
@@ -123,23 +135,49 @@ def test_one_block_by_its_number_and_the_rest_later(family: str) -> None:
     assert torch.allclose(run.logits(), before, rtol=0, atol=1e-12)
     with pytest.raises(gn.ConversionError, match="are nets already"):
         graft_ffn(run.model)
-    with pytest.raises(gn.ConversionError, match=rf"layers=\[5\] does not .* 2 blocks .* from '{BLOCKS[family][0]}'"):
+    with pytest.raises(
+        gn.ConversionError,
+        match=rf"layers=\[5\] does not .* 2 blocks .* from '{BLOCKS[family][0]}'",
+    ):
         graft_ffn(run.model, layers=[5])
 
 
 def test_blocks_are_chosen_by_number_by_several_or_by_slice() -> None:
     both = BLOCKS["gpt2"]
-    ways = [(1, both[1:]), (np.int64(1), both[1:]), (torch.tensor(-1), both[1:]), (slice(None, 1), both[:1])]
-    ways += [(slice(0, 2), both), (range(2), both), (np.array([0]), both[:1]), (torch.tensor([1, 1]), both[1:])]
+    ways = [
+        (1, both[1:]),
+        (np.int64(1), both[1:]),
+        (torch.tensor(-1), both[1:]),
+        (slice(None, 1), both[:1]),
+    ]
+    ways += [
+        (slice(0, 2), both),
+        (range(2), both),
+        (np.array([0]), both[:1]),
+        (torch.tensor([1, 1]), both[1:]),
+    ]
     model = MAKE["gpt2"]()
     for layers, names in ways:
         assert [handle.name for handle in graft_ffn(model, layers)] == names
         gn.ungraft(model)
-    for wrong in (True, [False, True], torch.tensor([True, False]), np.array([True]), 1.0, "0", ["0"], slice("a")):
-        with pytest.raises(TypeError, match="layers= is the number of a block, several, or a slice; got "):
+    for wrong in (
+        True,
+        [False, True],
+        torch.tensor([True, False]),
+        np.array([True]),
+        1.0,
+        "0",
+        ["0"],
+        slice("a"),
+    ):
+        with pytest.raises(
+            TypeError, match="layers= is the number of a block, several, or a slice; got "
+        ):
             graft_ffn(model, wrong)
     for nothing in ([], slice(5, 9)):
-        with pytest.raises(gn.ConversionError, match=r"layers=.* does not choose among the 2 blocks"):
+        with pytest.raises(
+            gn.ConversionError, match=r"layers=.* does not choose among the 2 blocks"
+        ):
             graft_ffn(model, nothing)
     assert ffn_handles(model) == []
 

@@ -1,4 +1,6 @@
-"""Feed-forward blocks of other models are found by what they do; what a net cannot take over is left or refused."""
+"""Feed-forward blocks of other models are found by what they do; what a net cannot take over is
+left or refused.
+"""
 
 import copy
 from typing import Any
@@ -17,18 +19,31 @@ pytestmark = pytest.mark.xdist_group("transformers")
 
 TEXT = {**SIZES, "vocab_size": 40, "intermediate_size": 32, **TOKENS}
 SMALL = {"vocab_size": 40, "d_model": 16, **TOKENS}
-BART = {**SMALL, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}
+BART = {
+    **SMALL,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+}
 HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 16}
 T5 = {**SMALL, "d_ff": 32, "num_layers": 1, "num_heads": 2, "d_kv": 8, "decoder_start_token_id": 0}
 
 
 def opt() -> nn.Module:
-    shape = {"ffn_dim": 32, "word_embed_proj_dim": 16, "max_position_embeddings": 16, "vocab_size": 40}
+    shape = {
+        "ffn_dim": 32,
+        "word_embed_proj_dim": 16,
+        "max_position_embeddings": 16,
+        "vocab_size": 40,
+    }
     return transformers.OPTForCausalLM(transformers.OPTConfig(**SIZES, **shape, **TOKENS))
 
 
 def bart() -> nn.Module:
-    return transformers.BartForConditionalGeneration(transformers.BartConfig(**BART, **HEADS, activation_dropout=0.3))
+    return transformers.BartForConditionalGeneration(
+        transformers.BartConfig(**BART, **HEADS, activation_dropout=0.3)
+    )
 
 
 def t5(**more: Any) -> nn.Module:
@@ -36,7 +51,14 @@ def t5(**more: Any) -> nn.Module:
 
 
 def distilbert() -> nn.Module:
-    shape = {"vocab_size": 40, "dim": 16, "hidden_dim": 32, "n_layers": 2, "n_heads": 2, "pad_token_id": 0}
+    shape = {
+        "vocab_size": 40,
+        "dim": 16,
+        "hidden_dim": 32,
+        "n_layers": 2,
+        "n_heads": 2,
+        "pad_token_id": 0,
+    }
     return transformers.DistilBertForMaskedLM(transformers.DistilBertConfig(**shape))
 
 
@@ -46,19 +68,27 @@ def falcon() -> nn.Module:
 
 
 def roberta() -> nn.Module:
-    return transformers.RobertaForMaskedLM(transformers.RobertaConfig(**TEXT, max_position_embeddings=16))
+    return transformers.RobertaForMaskedLM(
+        transformers.RobertaConfig(**TEXT, max_position_embeddings=16)
+    )
 
 
 def gemma() -> nn.Module:
-    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**TEXT, num_key_value_heads=2, head_dim=8))
+    return transformers.GemmaForCausalLM(
+        transformers.GemmaConfig(**TEXT, num_key_value_heads=2, head_dim=8)
+    )
 
 
 def bloom() -> nn.Module:
-    return transformers.BloomModel(transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=40))
+    return transformers.BloomModel(
+        transformers.BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=40)
+    )
 
 
 def mpt() -> nn.Module:
-    return transformers.MptModel(transformers.MptConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=40))
+    return transformers.MptModel(
+        transformers.MptConfig(d_model=16, n_layers=1, n_heads=2, vocab_size=40)
+    )
 
 
 KINDS = {  # how many blocks, how many nets each is, and their activations
@@ -109,7 +139,7 @@ def test_what_the_block_computes_and_drops_stays(kind: str) -> None:
 def test_units_of_a_packed_matrix_are_two_rows_each() -> None:
     model = phi3().double().eval()
     dense, ids = copy.deepcopy(model), torch.arange(3, 9)[None]
-    (handle, _) = graft_ffn(model)
+    handle, _ = graft_ffn(model)
     handle.remove_hidden([3, 31])
     assert [net.sizes for net in handle.nets] == [[16, 60], [30, 16]]
     with torch.no_grad():
@@ -122,16 +152,22 @@ def test_units_of_a_packed_matrix_are_two_rows_each() -> None:
 def test_what_cannot_become_nets_is_named() -> None:
     model = t5(feed_forward_proj="gated-gelu")
     with pytest.raises(
-        gn.ConversionError, match=r"DenseReluDense' \(T5DenseGatedActDense\) cannot .*: its forward reads wo\.weight, w"
+        gn.ConversionError,
+        match=(
+            r"DenseReluDense' \(T5DenseGatedActDense\) cannot .*: its forward reads wo\.weight, w"
+        ),
     ):
         graft_ffn(model)
     assert ffn_handles(model) == []
     for other in (bloom(), mpt()):
         with pytest.raises(
-            gn.ConversionError, match=r"MLP\) cannot become nets: its forward needs 'residual' beside its"
+            gn.ConversionError,
+            match=r"MLP\) cannot become nets: its forward needs 'residual' beside its",
         ):
             graft_ffn(other)
-    with pytest.raises(gn.ConversionError, match="this Linear has no feed-forward block that is known: two Linears"):
+    with pytest.raises(
+        gn.ConversionError, match="this Linear has no feed-forward block that is known: two Linears"
+    ):
         graft_ffn(nn.Linear(3, 3))
 
 
@@ -182,7 +218,9 @@ class Block(nn.Module):
         ("learned", None),  # a slope that is that of leaky_relu, so far
     ],
 )
-def test_a_block_of_ones_own_is_run_to_see_what_it_does(kind: str, dropouts: list[float] | None) -> None:
+def test_a_block_of_ones_own_is_run_to_see_what_it_does(
+    kind: str, dropouts: list[float] | None
+) -> None:
     torch.manual_seed(0)
     model, x = nn.ModuleDict({"ffn": Block(kind)}).double(), torch.randn(2, 5, 8).double()
     dense, state = copy.deepcopy(model), torch.get_rng_state()
@@ -223,7 +261,9 @@ class Mixer(nn.Module):
 
 
 def test_a_block_that_turns_its_input_is_refused() -> None:
-    with pytest.raises(gn.ConversionError, match=r"'mixer' \(Mixer\) cannot become nets: its forward does not run"):
+    with pytest.raises(
+        gn.ConversionError, match=r"'mixer' \(Mixer\) cannot become nets: its forward does not run"
+    ):
         graft_ffn(nn.ModuleDict({"mixer": Mixer()}))
 
 
@@ -252,7 +292,9 @@ def test_a_sequential_is_a_block_and_a_head_is_none() -> None:
 
 
 def test_the_model_itself_is_not_replaced() -> None:
-    with pytest.raises(gn.ConversionError, match="this Block is a block itself and cannot be replaced in place"):
+    with pytest.raises(
+        gn.ConversionError, match="this Block is a block itself and cannot be replaced in place"
+    ):
         graft_ffn(Block("between"))
     (handle,) = graft_ffn(Block("residual"))  # whose Linears are nets
     assert handle.name == ""
@@ -280,6 +322,9 @@ def test_a_forward_of_one_module_alone_goes_on_being_called() -> None:
 def test_a_block_with_a_net_inside_already_is_refused() -> None:
     model = gemma()
     gn.graft(model, "*.0.mlp.up_proj")
-    with pytest.raises(gn.ConversionError, match=r"'model\.layers\.0\.mlp\.up_proj' is a net already, and the rest is"):
+    with pytest.raises(
+        gn.ConversionError,
+        match=r"'model\.layers\.0\.mlp\.up_proj' is a net already, and the rest is",
+    ):
         graft_ffn(model)
     assert [handle.name for handle in graft_ffn(model, [1])] == ["model.layers.1.mlp"]

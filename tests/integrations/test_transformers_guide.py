@@ -34,7 +34,9 @@ def test_what_the_guide_says_of_a_model_that_is_still_grafted(tmp_path: Path) ->
     assert ffn_handles(again) == []
     assert torch.equal(again.transformer.wte.weight, model.transformer.wte.weight)  # pyright: ignore
     written = again.transformer.h[0].mlp.c_fc.weight.flatten()
-    assert not torch.equal(written.sort().values, handle.net.transitions[0].weight.flatten().sort().values)
+    assert not torch.equal(
+        written.sort().values, handle.net.transitions[0].weight.flatten().sort().values
+    )
     assert not torch.allclose(again(ids).logits, model(ids).logits, atol=1e-3)
 
 

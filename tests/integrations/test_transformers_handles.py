@@ -17,7 +17,10 @@ GONE = [1, 2, 17, 30]
 KEPT = [row for row in range(32) if row not in GONE]
 LINEARS = {  # which dimension of which weight counts hidden units, in the first block
     "gpt2": ({"transformer.h.0.mlp.c_fc": 1}, {"transformer.h.0.mlp.c_proj": 0}),
-    "bert": ({"bert.encoder.layer.0.intermediate.dense": 0}, {"bert.encoder.layer.0.output.dense": 1}),
+    "bert": (
+        {"bert.encoder.layer.0.intermediate.dense": 0},
+        {"bert.encoder.layer.0.output.dense": 1},
+    ),
     "vit": ({"vit.layers.0.mlp.fc1": 0}, {"vit.layers.0.mlp.fc2": 1}),
     "llama": (
         {"model.layers.0.mlp.gate_proj": 0, "model.layers.0.mlp.up_proj": 0},
@@ -31,7 +34,9 @@ def without_units(family: str, model: nn.Module) -> None:
     makers, readers = LINEARS[family]
     for name, dimension in {**makers, **readers}.items():
         linear: Any = model.get_submodule(name)
-        linear.weight = nn.Parameter(linear.weight.detach().index_select(dimension, torch.tensor(KEPT)))
+        linear.weight = nn.Parameter(
+            linear.weight.detach().index_select(dimension, torch.tensor(KEPT))
+        )
         if name in makers and linear.bias is not None:
             linear.bias = nn.Parameter(linear.bias.detach()[KEPT])
         if name in makers and hasattr(linear, "nf"):
@@ -53,7 +58,9 @@ def test_removed_units_are_gone_as_from_a_dense_model(family: str) -> None:
     assert torch.allclose(run.logits(), dense.logits(), rtol=0, atol=1e-12)
     assert not torch.allclose(run.logits(), before, atol=1e-6)
     assert len(handle.hidden) == 28
-    assert [(commit.reason, commit.by) for commit in commits] == [("too many", "me")] * len(handle.nets)
+    assert [(commit.reason, commit.by) for commit in commits] == [("too many", "me")] * len(
+        handle.nets
+    )
     state = run.optimizer.state[handle.nets[0].transitions[0].weight]
     assert state["exp_avg"].shape == (16 * 28, 1)
     run.step(2)
@@ -117,7 +124,9 @@ def test_what_is_no_hidden_unit_is_refused(family: str) -> None:
         handle.remove_hidden(torch.ones(31, dtype=torch.bool))
     with pytest.raises(gn.EditError, match=r"not as torch\.float32"):
         handle.remove_hidden([0.5])
-    with pytest.raises(gn.EditError, match="hidden units are given by row, one bool each, or as nodes: "):
+    with pytest.raises(
+        gn.EditError, match="hidden units are given by row, one bool each, or as nodes: "
+    ):
         handle.remove_hidden("all")
     with pytest.raises(gn.EditError, match="are in none of the nets"):
         handle.remove_hidden(other.hidden[:2])
@@ -165,7 +174,9 @@ def test_nets_that_went_separate_ways_are_told_apart() -> None:
     handle.remove_hidden([0])
     with pytest.raises(AttributeError, match=r"is 3 nets: handle\.nets"):
         _ = handle.net
-    assert repr(handle).startswith("FeedForward('model.layers.0.mlp', 31 hidden units, GrapNet(16-31, 496 relations")
+    assert repr(handle).startswith(
+        "FeedForward('model.layers.0.mlp', 31 hidden units, GrapNet(16-31, 496 relations"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -208,7 +219,10 @@ def test_all_units_can_go(family: str) -> None:
 
 def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
     run, handle = grafted("gpt2")
-    with pytest.raises(gn.EditError, match=r"all hidden units of 'transformer\.h\.0\.mlp', .* Conv1Ds .*; leave one"):
+    with pytest.raises(
+        gn.EditError,
+        match=r"all hidden units of 'transformer\.h\.0\.mlp', .* Conv1Ds .*; leave one",
+    ):
         handle.remove_hidden(range(32))
     assert handle.net.version == 0
     handle.remove_hidden(range(1, 32))
@@ -264,7 +278,9 @@ def test_importance_is_what_loops_say_of_the_matrices_before_and_after_cuts(fami
 
 def importance_of_matrices(handle: Any) -> torch.Tensor:
     """Returns the same from dense matrices, unit by unit."""
-    plain = [module for net in handle.nets for module in net.to_module() if isinstance(module, nn.Linear)]
+    plain = [
+        module for net in handle.nets for module in net.to_module() if isinstance(module, nn.Linear)
+    ]
     *makers, reader = [module.weight.detach() for module in plain]
     count = len(handle.hidden)
     found = []

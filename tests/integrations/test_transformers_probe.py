@@ -1,4 +1,6 @@
-"""Blocks are run to see what they compute: in both modes, far out, and without a trace in the model or the program."""
+"""Blocks are run to see what they compute: in both modes, far out, and without a trace in the model
+or the program.
+"""
 
 import copy
 from collections import defaultdict
@@ -66,12 +68,24 @@ def single(block: Any, x: Tensor) -> Tensor:
         (clamped(65504), nn.GELU(), 2),
         (single, nn.ReLU(), 2),
     ],
-    ids=["plain", "half in eval", "half of the activation", "clamped", "clamped far out", "in another precision"],
+    ids=[
+        "plain",
+        "half in eval",
+        "half of the activation",
+        "clamped",
+        "clamped far out",
+        "in another precision",
+    ],
 )
-def test_a_block_computes_the_same_in_both_modes_and_far_out(how: Any, activation: nn.Module, nets: int) -> None:
+def test_a_block_computes_the_same_in_both_modes_and_far_out(
+    how: Any, activation: nn.Module, nets: int
+) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"ffn": Block(how, activation)}).double()
-    dense, x = copy.deepcopy(model), torch.randn(4, 8).double() * 10 ** torch.arange(4)[:, None] * 300
+    dense, x = (
+        copy.deepcopy(model),
+        torch.randn(4, 8).double() * 10 ** torch.arange(4)[:, None] * 300,
+    )
     (handle,) = graft_ffn(model)
     assert len(handle.nets) == nets
     for training in (True, False):
@@ -126,7 +140,17 @@ def test_what_a_module_keeps_is_not_written_to() -> None:
     (handle,) = graft_ffn(model)
     ffn_handles(model)
     assert len(handle.nets) == 2
-    assert (int(block.calls), float(block.total.sum()), float(block.scale), float(block.pair[0])) == (0, 0, 1, 0)
+    assert (
+        int(block.calls),
+        float(block.total.sum()),
+        float(block.scale),
+        float(block.pair[0]),
+    ) == (0, 0, 1, 0)
     assert (block.seen, dict(block.by_shape), block.kinds) == ([], {"all": []}, set())
     block(torch.zeros(2, 8).double())
-    assert (int(block.calls), len(block.seen), len(block.by_shape["all"]), len(block.kinds)) == (1, 1, 1, 1)
+    assert (int(block.calls), len(block.seen), len(block.by_shape["all"]), len(block.kinds)) == (
+        1,
+        1,
+        1,
+        1,
+    )

@@ -1,4 +1,6 @@
-"""torch's own Transformer layers: their feed-forward blocks become nets, in the fused eval mode as well."""
+"""torch's own Transformer layers: their feed-forward blocks become nets, in the fused eval mode as
+well.
+"""
 
 import copy
 from typing import Any
@@ -13,7 +15,9 @@ from grapnet.integrations.transformers import ffn_handles, graft_ffn
 
 pytestmark = [
     pytest.mark.xdist_group("transformers"),
-    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
+    pytest.mark.filterwarnings(
+        "ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"
+    ),
     pytest.mark.filterwarnings("ignore:enable_nested_tensor is True, but:UserWarning"),
 ]
 
@@ -32,28 +36,40 @@ def batch() -> Tensor:
 
 @pytest.mark.parametrize("padding", [None, PADDED], ids=["all", "padded"])
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_the_fused_kernel_is_not_asked_for_what_the_nets_compute(norm_first: bool, padding: Tensor | None) -> None:
+def test_the_fused_kernel_is_not_asked_for_what_the_nets_compute(
+    norm_first: bool, padding: Tensor | None
+) -> None:
     model = encoder(norm_first=norm_first).eval()
     x, kept = batch(), slice(None) if padding is None else ~PADDED
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=padding)
         handles = graft_ffn(model)
         assert [handle.name for handle in handles] == ["layers.0", "layers.1"]
-        assert torch.allclose(model(x, src_key_padding_mask=padding)[kept], expected[kept], rtol=0, atol=1e-12)
+        assert torch.allclose(
+            model(x, src_key_padding_mask=padding)[kept], expected[kept], rtol=0, atol=1e-12
+        )
         with handles[0].net.edit() as edit:
             edit.cut(handles[0].net.layers[0].outgoing().smallest(fraction=0.5))
         handles[1].remove_hidden([0, 1])
         cut = model(x, src_key_padding_mask=padding)
         assert not torch.allclose(cut[kept], expected[kept], atol=1e-6)
         gn.ungraft(model)
-        assert torch.allclose(model(x, src_key_padding_mask=padding)[kept], cut[kept], rtol=0, atol=1e-12)
+        assert torch.allclose(
+            model(x, src_key_padding_mask=padding)[kept], cut[kept], rtol=0, atol=1e-12
+        )
     assert model.layers[1].linear1.out_features == 30
     assert callable(model.layers[0].activation)
 
 
 @pytest.mark.parametrize(
     ("activation", "name"),
-    [("relu", "relu"), ("gelu", "gelu"), (nn.SiLU(), "silu"), (torch.tanh, "tanh"), (torch.sin, None)],
+    [
+        ("relu", "relu"),
+        ("gelu", "gelu"),
+        (nn.SiLU(), "silu"),
+        (torch.tanh, "tanh"),
+        (torch.sin, None),
+    ],
     ids=["relu", "gelu", "silu", "tanh", "sine"],
 )
 def test_training_goes_on_as_it_would_have(activation: Any, name: str | None) -> None:
@@ -90,7 +106,11 @@ def test_encoder_and_decoder_are_cut_saved_and_restored(tmp_path: Any) -> None:
     model = nn.Transformer(16, 2, 1, 2, **shape).eval()
     before = model(batch(), batch())
     handles = graft_ffn(model)
-    assert [handle.name for handle in handles] == ["encoder.layers.0", "decoder.layers.0", "decoder.layers.1"]
+    assert [handle.name for handle in handles] == [
+        "encoder.layers.0",
+        "decoder.layers.0",
+        "decoder.layers.1",
+    ]
     assert torch.allclose(model(batch(), batch()), before, rtol=0, atol=1e-12)
     for handle in handles:
         handle.remove_hidden(range(20))
@@ -102,7 +122,9 @@ def test_encoder_and_decoder_are_cut_saved_and_restored(tmp_path: Any) -> None:
     gn.ungraft(again)
     assert {name: tensor.shape for name, tensor in again.state_dict().items()} == {
         name: tensor.shape
-        for name, tensor in nn.Transformer(16, 2, 1, 2, **{**shape, "dim_feedforward": 12}).state_dict().items()
+        for name, tensor in nn.Transformer(16, 2, 1, 2, **{**shape, "dim_feedforward": 12})
+        .state_dict()
+        .items()
     }
 
 

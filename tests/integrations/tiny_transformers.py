@@ -14,7 +14,14 @@ TOKENS = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
 
 
 def gpt2(hidden: int = 32, **more: Any) -> nn.Module:
-    shape = {"vocab_size": 40, "n_embd": 16, "n_inner": hidden, "n_layer": 2, "n_head": 2, "n_positions": 32}
+    shape = {
+        "vocab_size": 40,
+        "n_embd": 16,
+        "n_inner": hidden,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 32,
+    }
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **TOKENS, **more))
 
 
@@ -30,11 +37,18 @@ def vit(hidden: int = 32, **more: Any) -> nn.Module:
 
 def llama(hidden: int = 32, **more: Any) -> nn.Module:
     shape = {"vocab_size": 40, "intermediate_size": hidden, "max_position_embeddings": 32}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, **shape, **TOKENS, **more))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, **shape, **TOKENS, **more)
+    )
 
 
 def phi3(hidden: int = 32, **more: Any) -> nn.Module:
-    shape = {"vocab_size": 40, "intermediate_size": hidden, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    shape = {
+        "vocab_size": 40,
+        "intermediate_size": hidden,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32,
+    }
     return transformers.Phi3ForCausalLM(transformers.Phi3Config(**SIZES, **shape, **TOKENS, **more))
 
 
@@ -81,7 +95,9 @@ class Training:
         return Training(self.family, model, optimizer, self.batches)
 
 
-def training(family: str, dtype: torch.dtype = torch.float64, steps: int = 2, **more: Any) -> Training:
+def training(
+    family: str, dtype: torch.dtype = torch.float64, steps: int = 2, **more: Any
+) -> Training:
     """Returns a model of a family after two steps of AdamW."""
     torch.manual_seed(3)
     model = {**MAKE, **MORE}[family](**more).to(dtype).train()
@@ -97,8 +113,8 @@ def training(family: str, dtype: torch.dtype = torch.float64, steps: int = 2, **
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """Returns AdamW with the usual two groups.
 
-    Its eps is above the gradients that are zero but for rounding, such as that of the biases of attention keys: Adam
-    would divide them by themselves.
+    Its eps is above the gradients that are zero but for rounding, such as that of the biases of
+    attention keys: Adam would divide them by themselves.
     """
     decays = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
@@ -106,7 +122,9 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
 
 
-def batches(family: str, dtype: torch.dtype = torch.float64, count: int = 4) -> list[dict[str, Tensor]]:
+def batches(
+    family: str, dtype: torch.dtype = torch.float64, count: int = 4
+) -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     if family == "vit":
         images = torch.randn(count, 3, 3, 8, 8, generator=generator, dtype=torch.float64).to(dtype)

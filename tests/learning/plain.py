@@ -1,4 +1,6 @@
-"""Optimizers of every kind, and training by hand: plain Parameters, a fresh optimizer an edit, slots moved by uids."""
+"""Optimizers of every kind, and training by hand: plain Parameters, a fresh optimizer an edit,
+slots moved by uids.
+"""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -27,7 +29,9 @@ import grapnet as gn
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Key = int | tuple[int, int]  # the uid of a bias's node, the uids of both ends of a relation
 Vector = dict[Key, Tensor]
-Values = dict[Key, tuple[float, bool]]  # of each relation and bias: what it is, and whether it is frozen
+Values = dict[
+    Key, tuple[float, bool]
+]  # of each relation and bias: what it is, and whether it is frozen
 
 _SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd momentum": (SGD, {"lr": 0.02, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
@@ -44,7 +48,14 @@ _SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "asgd": (ASGD, {"lr": 0.02, "t0": 1, "weight_decay": 0.1}),
     "rprop": (Rprop, {"lr": 0.02}),
 }
-_FUSED = ["sgd momentum", "sgd nesterov", "adam", "adam amsgrad", "adamw", "adagrad"]  # what torch fuses on a CPU
+_FUSED = [
+    "sgd momentum",
+    "sgd nesterov",
+    "adam",
+    "adam amsgrad",
+    "adamw",
+    "adagrad",
+]  # what torch fuses on a CPU
 CLEAN = {"sum": 0.1, "step_size": 0.02}  # what state starts from, where that is not 0
 
 
@@ -53,16 +64,28 @@ def _maker(kind: Any, settings: dict[str, Any]) -> Make:
 
 
 OPTIMIZERS: dict[str, Make] = {name: _maker(*pair) for name, pair in _SETTINGS.items()}
-OPTIMIZERS |= {f"{name} foreach": _maker(k, {**s, "foreach": True}) for name, (k, s) in _SETTINGS.items()}
-OPTIMIZERS |= {f"{name} fused": _maker(_SETTINGS[name][0], {**_SETTINGS[name][1], "fused": True}) for name in _FUSED}
+OPTIMIZERS |= {
+    f"{name} foreach": _maker(k, {**s, "foreach": True}) for name, (k, s) in _SETTINGS.items()
+}
+OPTIMIZERS |= {
+    f"{name} fused": _maker(_SETTINGS[name][0], {**_SETTINGS[name][1], "fused": True})
+    for name in _FUSED
+}
 OPTIMIZERS["adam maximize"] = _maker(Adam, {"lr": 0.02, "maximize": True})
 if hasattr(torch.optim, "Muon"):  # since torch 2.9; it takes matrices only
-    OPTIMIZERS["muon"] = lambda parameters: torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=0.02)
+    OPTIMIZERS["muon"] = lambda parameters: torch.optim.Muon(
+        [p for p in parameters if p.dim() == 2], lr=0.02
+    )
 
 
 def make_net(sizes: Iterable[int] = (5, 4, 4, 3)) -> gn.GrapNet:
     """Returns a net in double precision with something frozen."""
-    net = gn.GrapNet(list(sizes), activation="tanh", dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    net = gn.GrapNet(
+        list(sizes),
+        activation="tanh",
+        dtype=torch.float64,
+        generator=torch.Generator().manual_seed(1),
+    )
     with net.edit() as edit:
         edit.freeze(net.layers[1][1].outgoing(slots=[0, 2]))
         edit.freeze(net.layers[2][3], incoming=False, outgoing=False)
@@ -70,7 +93,9 @@ def make_net(sizes: Iterable[int] = (5, 4, 4, 3)) -> gn.GrapNet:
 
 
 def rewire(net: gn.GrapNet) -> set[Key]:
-    """Cuts, grows, adds and removes nodes, freezes and unfreezes in one edit; returns what was cut and made again."""
+    """Cuts, grows, adds and removes nodes, freezes and unfreezes in one edit; returns what was cut
+    and made again.
+    """
     with net.edit(reason="rewire", generator=torch.Generator().manual_seed(2)) as edit:
         edit.cut(net.layers[0][[0, 3]].outgoing(to=[5, 7]))
         edit.cut(net.layers[0][1].outgoing(to=[6]))
@@ -110,10 +135,19 @@ def keys(net: gn.GrapNet) -> dict[str, list[Key]]:
     found: dict[str, list[Key]] = {}
     for t, layer in enumerate(list(net.layers)[:-1]):
         relations, below = layer.outgoing(), net.layers[t + 1]
-        pairs = zip(relations.parents.tolist(), relations.children.tolist(), relations.frozen.tolist(), strict=True)
-        found[f"transitions.{t}.weight"] = [(parent, child) for parent, child, frozen in pairs if not frozen]
+        pairs = zip(
+            relations.parents.tolist(),
+            relations.children.tolist(),
+            relations.frozen.tolist(),
+            strict=True,
+        )
+        found[f"transitions.{t}.weight"] = [
+            (parent, child) for parent, child, frozen in pairs if not frozen
+        ]
         held = set(net.state_dict()[f"layers.{t + 1}.frozen"].tolist())
-        found[f"layers.{t + 1}.bias"] = [uid for row, uid in enumerate(below.uids.tolist()) if row not in held]
+        found[f"layers.{t + 1}.bias"] = [
+            uid for row, uid in enumerate(below.uids.tolist()) if row not in held
+        ]
     return found
 
 
@@ -123,9 +157,17 @@ def everything(net: gn.GrapNet) -> Values:
     for layer in list(net.layers)[:-1]:
         relations = layer.outgoing()
         pairs = zip(relations.parents.tolist(), relations.children.tolist(), strict=True)
-        found |= dict(zip(pairs, zip(relations.weights.tolist(), relations.frozen.tolist(), strict=True), strict=True))
+        found |= dict(
+            zip(
+                pairs,
+                zip(relations.weights.tolist(), relations.frozen.tolist(), strict=True),
+                strict=True,
+            )
+        )
     for layer in list(net.layers)[1:]:
-        for row, (uid, value) in enumerate(zip(layer.uids.tolist(), layer.biases.tolist(), strict=True)):
+        for row, (uid, value) in enumerate(
+            zip(layer.uids.tolist(), layer.biases.tolist(), strict=True)
+        ):
             found[uid] = value, row in net.state_dict()[f"layers.{layer.index}.frozen"].tolist()
     return found
 
@@ -146,12 +188,16 @@ class ByHand:
         """Takes one step a seed."""
         for seed in seeds:
             self.optimizer.zero_grad()
-            output = functional_call(self.wiring, self.parameters, (batch(seed, self.wiring.sizes[0]),))
+            output = functional_call(
+                self.wiring, self.parameters, (batch(seed, self.wiring.sizes[0]),)
+            )
             output.square().sum().backward()
             self.optimizer.step()
 
     def slots(self) -> dict[str, dict[str, Vector]]:
-        """Returns Parameter → entry → coordinate → number; the values themselves are the entry "value"."""
+        """Returns Parameter → entry → coordinate → number; the values themselves are the entry
+        "value".
+        """
         found = {}
         for name, parameter in self.parameters.items():
             entries = {"value": parameter.detach(), **self.optimizer.state.get(parameter, {})}
@@ -170,15 +216,20 @@ class ByHand:
         returning: dict[str, dict[str, Vector]] | None = None,
         renew: bool = False,
     ) -> None:
-        """Builds Parameters and optimizer anew for the edited net, and copies what survives, one coordinate at a time.
+        """Builds Parameters and optimizer anew for the edited net, and copies what survives, one
+        coordinate at a time.
 
         Args:
-            net: the net after the edit; it says who is there, and what newborn coordinates are worth.
+            net: the net after the edit; it says who is there, and what newborn coordinates are
+                worth.
             reborn: what was cut and made again.
             returning: slots of what undo brings back.
             renew: copy no state.
         """
-        slots, states = self.slots(), {n: dict(self.optimizer.state.get(p, {})) for n, p in self.parameters.items()}
+        slots, states = (
+            self.slots(),
+            {n: dict(self.optimizer.state.get(p, {})) for n, p in self.parameters.items()},
+        )
         coming, after = {n: p.detach() for n, p in net.named_parameters()}, keys(net)
         moved: dict[str, dict[str, Tensor]] = {}
         for name, mine in slots.items():
@@ -201,11 +252,19 @@ class ByHand:
 
 
 def require_equal(net: gn.GrapNet, optimizer: Optimizer, hand: ByHand) -> None:
-    """Asserts that every coordinate and every state tensor is equal to the last bit, and as long as it should be."""
+    """Asserts that every coordinate and every state tensor is equal to the last bit, and as long as
+    it should be.
+    """
     assert keys(net) == hand.keys
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter, hand.parameters[name]), name
-        mine, theirs = optimizer.state.get(parameter, {}), hand.optimizer.state.get(hand.parameters[name], {})
+        mine, theirs = (
+            optimizer.state.get(parameter, {}),
+            hand.optimizer.state.get(hand.parameters[name], {}),
+        )
         assert mine.keys() == theirs.keys(), name
         for entry, value in mine.items():
-            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[entry])), (name, entry)
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[entry])), (
+                name,
+                entry,
+            )

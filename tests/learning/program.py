@@ -50,7 +50,22 @@ def unfreeze(net: gn.GrapNet, edit: gn.Edit, step: int) -> None:
     edit.set_activation(net.layers[2][0], ["relu", "tanh"][step % 2])
 
 
-PROGRAM = [cut, "undo", connect, add, "undo", "redo", "train", freeze, "train", "undo", "undo", remove, freeze, "redo"]
+PROGRAM = [
+    cut,
+    "undo",
+    connect,
+    add,
+    "undo",
+    "redo",
+    "train",
+    freeze,
+    "train",
+    "undo",
+    "undo",
+    remove,
+    freeze,
+    "redo",
+]
 PROGRAM += [cut, "train", unfreeze, "undo", "trial", "redo", "undo"]
 
 
@@ -63,7 +78,9 @@ def perform(net: gn.GrapNet, action: Any, step: int) -> str:
         return action if possible else ""
     trial, verb = action == "trial", remove if action == "trial" else action
     generator = torch.Generator().manual_seed(step)
-    with net.edit(reason=f"{verb.__name__} {step}", by="ranks", trial=trial, generator=generator) as edit:
+    with net.edit(
+        reason=f"{verb.__name__} {step}", by="ranks", trial=trial, generator=generator
+    ) as edit:
         verb(net, edit, step)
         edit.remark("as planned", step=step, score=0.1)
         if trial:

@@ -1,4 +1,6 @@
-"""One of the processes of test_distributed: runs every check with the others and writes down what it saw."""
+"""One of the processes of test_distributed: runs every check with the others and writes down what
+it saw.
+"""
 
 import copy
 import datetime
@@ -41,17 +43,29 @@ def train(model: nn.Module, optimizer: Optimizer, step: int) -> None:
 
 def state(net: gn.GrapNet, optimizer: Optimizer | None = None) -> str:
     """The digest of all that must be equal on every rank, down to what undo would give back."""
-    total = hashlib.sha256(repr([net.version, net.next_uid, net.journal.undoable, net.journal.redoable]).encode())
+    total = hashlib.sha256(
+        repr([net.version, net.next_uid, net.journal.undoable, net.journal.redoable]).encode()
+    )
     tensors = [*net.state_dict().values(), *net.buffers(), *net.parameters()]
     tensors += [p.grad for p in net.parameters() if p.grad is not None]
     for layer in net.layers:
         total.update(repr([layer.uids.tolist(), layer.owners, layer.activations]).encode())
     for commit in net.history:
-        total.update(repr([commit.version, commit.reason, commit.by, commit.undoes, commit.operations]).encode())
+        total.update(
+            repr(
+                [commit.version, commit.reason, commit.by, commit.undoes, commit.operations]
+            ).encode()
+        )
         vectors = [c.weights for c in commit.change.transitions.values()]
         vectors += [c.biases for c in commit.change.layers.values() if c.biases is not None]
         for vector in vectors:
-            found = (vector.born_values, vector.gone_values, vector.index.removed, vector.index.inserted, vector.flips)
+            found = (
+                vector.born_values,
+                vector.gone_values,
+                vector.index.removed,
+                vector.index.inserted,
+                vector.flips,
+            )
             tensors += [tensor for tensor in found if tensor is not None]
     if optimizer is not None:
         slots = [slot for p in net.parameters() for slot in optimizer.state[p].values()]
@@ -95,7 +109,9 @@ def a_hundred_edits(rank: int) -> dict[str, Any]:
         "version": net.version,
         "frozen": net.count().frozen,
         "limit": net.journal.undo_limit,
-        "slots": sum(slot.numel() for p in net.parameters() for slot in optimizer.state[p].values()),
+        "slots": sum(
+            slot.numel() for p in net.parameters() for slot in optimizer.state[p].values()
+        ),
     }
 
 
@@ -115,7 +131,9 @@ def a_plain_wrapper(rank: int) -> dict[str, Any]:
 
 
 def gradients(rank: int) -> dict[str, Any]:
-    """After an edit, the average over the ranks of what one process computes, also when they are accumulated."""
+    """After an edit, the average over the ranks of what one process computes, also when they are
+    accumulated.
+    """
     net = make(dtype=torch.float64)
     model = Distributed(net, gradient_as_bucket_view=True)
     hook_calls = []
@@ -134,7 +152,10 @@ def gradients(rank: int) -> dict[str, Any]:
     model.synchronize()
     model(inputs[1][rank]).square().sum().backward()
     (sum(alone(x).square().sum() for both in inputs for x in both) / 2).backward()
-    pairs = [(p.grad, q.grad, g) for p, q, g in zip(net.parameters(), alone.parameters(), own, strict=True)]
+    pairs = [
+        (p.grad, q.grad, g)
+        for p, q, g in zip(net.parameters(), alone.parameters(), own, strict=True)
+    ]
     return {
         "error": max(float((a - b).abs().max()) for a, b, _ in pairs if len(b)),
         "before": max(float((g - b).abs().max()) for _, b, g in pairs if len(b)),
@@ -151,7 +172,9 @@ def _counted(calls: list[int], bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def frozen_and_empty(rank: int) -> dict[str, Any]:
-    """Parameters without a coordinate: of frozen layers, of empty transitions, and of a net frozen as a whole."""
+    """Parameters without a coordinate: of frozen layers, of empty transitions, and of a net frozen
+    as a whole.
+    """
     found = {}
     for name in ("gradient_as_bucket_view", "find_unused_parameters", "static_graph"):
         net = make(sizes=[6, 5, 5, 4])
@@ -184,7 +207,9 @@ def frozen_and_empty(rank: int) -> dict[str, Any]:
 
 
 def first_values(rank: int) -> dict[str, Any]:
-    """Unlike DDP's own, frozen values too become those of rank 0; the graphs must be equal already."""
+    """Unlike DDP's own, frozen values too become those of rank 0; the graphs must be equal
+    already.
+    """
     nets = [gn.GrapNet([4, 3, 2], generator=torch.Generator().manual_seed(rank)) for _ in range(2)]
     with nets[0].edit() as edit:
         edit.freeze(nets[0].layers[1])
@@ -211,7 +236,10 @@ class Host(nn.Module):
 
 def inside_a_host(rank: int) -> dict[str, Any]:
     host = Host()
-    model, optimizer = Distributed(host, find_unused_parameters=True), Adam(host.parameters(), lr=0.01)
+    model, optimizer = (
+        Distributed(host, find_unused_parameters=True),
+        Adam(host.parameters(), lr=0.01),
+    )
     for net in model.nets:
         gn.attach(optimizer, net)
     names = list(model.state_dict())
@@ -225,7 +253,9 @@ def inside_a_host(rank: int) -> dict[str, Any]:
         model.synchronize()
         model.train(step % 2 == 0)
         states.append([state(net, optimizer) for net in model.nets])
-        states[-1].append(hashlib.sha256(repr([p.tolist() for p in host.norm.parameters()]).encode()).hexdigest())
+        states[-1].append(
+            hashlib.sha256(repr([p.tolist() for p in host.norm.parameters()]).encode()).hexdigest()
+        )
     modes = [model.training, host.training, model.ddp.training]
     gc.collect()
     with torch.no_grad():
@@ -335,16 +365,31 @@ def the_guide(rank: int) -> dict[str, Any]:
     for block in python_blocks((ROOT / "docs/guides/distributed.md").read_text()):
         exec(compile(block, "docs/guides/distributed.md", "exec"), names)
     net = names["train"](30)
-    return {"state": state(net), "net": repr(net), "reasons": [commit.reason for commit in net.history]}
+    return {
+        "state": state(net),
+        "net": repr(net),
+        "reasons": [commit.reason for commit in net.history],
+    }
 
 
-CHECKS = [a_hundred_edits, a_plain_wrapper, gradients, frozen_and_empty, first_values, inside_a_host, stale, refused]
+CHECKS = [
+    a_hundred_edits,
+    a_plain_wrapper,
+    gradients,
+    frozen_and_empty,
+    first_values,
+    inside_a_host,
+    stale,
+    refused,
+]
 CHECKS += [the_guide]
 
 
 def main(folder: Path, rank: int, only: list[str]) -> None:
     limit = datetime.timedelta(seconds=90)  # a rank that waits for one that failed gives up
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2, timeout=limit
+    )
     found: dict[str, Any] = {}
     for check in CHECKS:
         if not only or check.__name__ in only:

@@ -11,9 +11,13 @@ from grapnet.learning.readout import ClosedFormReadout
 SIZES = [5, 12, 4]
 
 
-def make_net(*, density: float = 1.0, sizes: list[int] | None = None, dtype: torch.dtype = torch.float64) -> gn.GrapNet:
+def make_net(
+    *, density: float = 1.0, sizes: list[int] | None = None, dtype: torch.dtype = torch.float64
+) -> gn.GrapNet:
     generator = torch.Generator().manual_seed(3)
-    return gn.GrapNet(sizes or SIZES, density=density, activation="tanh", dtype=dtype, generator=generator)
+    return gn.GrapNet(
+        sizes or SIZES, density=density, activation="tanh", dtype=dtype, generator=generator
+    )
 
 
 def batch(n: int = 120, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -37,7 +41,9 @@ def hidden(net: gn.GrapNet, x: Tensor) -> Tensor:
 def matrix(net: gn.GrapNet, layer: int) -> Tensor:
     relations, (upper, lower) = net.layers[layer].outgoing(), net.layers[layer : layer + 2]
     found = torch.zeros(len(upper), len(lower), dtype=torch.float64)
-    found[upper.rows(relations.parents).long(), lower.rows(relations.children).long()] = relations.weights.detach()
+    found[upper.rows(relations.parents).long(), lower.rows(relations.children).long()] = (
+        relations.weights.detach()
+    )
     return found
 
 

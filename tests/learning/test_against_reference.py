@@ -1,4 +1,6 @@
-"""Every optimizer, edited while it trains, equals plain Parameters whose slots are moved by hand, to the last bit."""
+"""Every optimizer, edited while it trains, equals plain Parameters whose slots are moved by hand,
+to the last bit.
+"""
 
 import copy
 from typing import Any

@@ -18,8 +18,12 @@ from .plain import OPTIMIZERS, make_net, rewire, train
 BORN = [1, 6]
 
 
-def grown(make: Callable[[Any], Optimizer], **settings: Any) -> tuple[gn.GrapNet, Optimizer, dict[str, Tensor]]:
-    """Returns a net after twenty steps and the birth of 1 → 6, its optimizer, and the survivors' state of before."""
+def grown(
+    make: Callable[[Any], Optimizer], **settings: Any
+) -> tuple[gn.GrapNet, Optimizer, dict[str, Tensor]]:
+    """Returns a net after twenty steps and the birth of 1 → 6, its optimizer, and the survivors'
+    state of before.
+    """
     net = make_net()
     optimizer = make(net.parameters())
     gn.attach(optimizer, net, **settings)
@@ -56,19 +60,27 @@ def test_the_first_update_of_a_newborn_with_clean_state() -> None:
 def test_the_first_update_of_a_newborn_with_the_mean_of_its_neighbours() -> None:
     net, optimizer, state = grown(make_adam, newborn="mean")
     means = {key: math.fsum(value.flatten().tolist()) / len(value) for key, value in state.items()}
-    place = net.layers[0][1].outgoing().children.tolist().index(6) + 4  # behind node 0's four relations
+    place = (
+        net.layers[0][1].outgoing().children.tolist().index(6) + 4
+    )  # behind node 0's four relations
     entry = optimizer.state[net.transitions[0].weight]
-    assert all(entry[key][place].item() == pytest.approx(mean, rel=1e-12) for key, mean in means.items())
+    assert all(
+        entry[key][place].item() == pytest.approx(mean, rel=1e-12) for key, mean in means.items()
+    )
     change, g = first_update(net, optimizer)
     m, v = means["exp_avg"] * 0.9 + 0.1 * g, means["exp_avg_sq"] * 0.999 + 0.001 * g * g
-    assert change == pytest.approx(-0.01 * m / (1 - 0.9**21) / math.sqrt(v / (1 - 0.999**21)), rel=1e-9)
+    assert change == pytest.approx(
+        -0.01 * m / (1 - 0.9**21) / math.sqrt(v / (1 - 0.999**21)), rel=1e-9
+    )
 
 
 def test_the_first_update_of_everything_that_was_renewed() -> None:
     net, optimizer, _ = grown(make_adam, survivors="renew")
     before = [p.detach().clone() for p in net.parameters()]
     train(net, optimizer, [20])
-    sizes = torch.cat([(p - q).detach().abs().flatten() for p, q in zip(net.parameters(), before, strict=True)])
+    sizes = torch.cat(
+        [(p - q).detach().abs().flatten() for p, q in zip(net.parameters(), before, strict=True)]
+    )
     torch.testing.assert_close(sizes, torch.full_like(sizes, 0.01), rtol=1e-9, atol=0.0)
 
 
@@ -84,14 +96,18 @@ def test_the_mean_covers_every_entry_and_is_clean_without_survivors(kind: str) -
         edit.connect(net.layers[0][1], edit.add_nodes(1, 1))
     place = int((net.layers[0].outgoing().children == net.next_uid - 1).nonzero())
     for key, value in old.items():
-        assert optimizer.state[weight][key][place].item() == pytest.approx(value.mean().item(), rel=1e-12, abs=1e-300)
+        assert optimizer.state[weight][key][place].item() == pytest.approx(
+            value.mean().item(), rel=1e-12, abs=1e-300
+        )
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing())
     with net.edit() as edit:
         edit.connect(net.layers[0], net.layers[1])
     clean = {"sum": 0.1, "step_size": 0.02}
     for key in old.keys() - {"ax"}:
-        assert torch.equal(optimizer.state[weight][key], torch.full_like(weight, clean.get(key, 0.0)))
+        assert torch.equal(
+            optimizer.state[weight][key], torch.full_like(weight, clean.get(key, 0.0))
+        )
     train(net, optimizer, range(3))
 
 
@@ -112,10 +128,14 @@ def test_optimizers_that_cannot_follow_are_refused_with_the_reason(kind: str) ->
 
 
 def test_every_optimizer_of_torch_is_among_these() -> None:
-    kinds = {k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, Optimizer)}
+    kinds = {
+        k for k in vars(torch.optim).values() if isinstance(k, type) and issubclass(k, Optimizer)
+    }
     parameters = list(make_net().parameters())
     followed = {type(make(parameters)) for make in OPTIMIZERS.values()}
-    assert kinds - {Optimizer} == followed | {type(make(make_net())) for make, _ in REFUSED.values()}
+    assert kinds - {Optimizer} == followed | {
+        type(make(make_net())) for make, _ in REFUSED.values()
+    }
 
 
 class Strange(SGD):
@@ -155,7 +175,9 @@ def test_state_that_cannot_be_mapped_stops_the_edit(entry: Any) -> None:
     assert fingerprint(net, adam) == before
 
 
-@pytest.mark.parametrize("number", [lambda p: torch.tensor(5.0), lambda p: torch.full((1,), 5.0), lambda p: 5.0])
+@pytest.mark.parametrize(
+    "number", [lambda p: torch.tensor(5.0), lambda p: torch.full((1,), 5.0), lambda p: 5.0]
+)
 def test_one_number_stays_one_number_where_a_parameter_has_a_single_coordinate(number: Any) -> None:
     net = gn.GrapNet.from_relations([2, 1], [([0], [0])])  # one relation, one bias
     other = torch.nn.Parameter(torch.ones(3))
@@ -166,13 +188,18 @@ def test_one_number_stays_one_number_where_a_parameter_has_a_single_coordinate(n
         edit.connect(net.layers[0][1], net.layers[1])
         edit.add_nodes(1, 2)
     for parameter in net.parameters():
-        assert torch.equal(torch.as_tensor(optimizer.state[parameter]["strange"]), torch.as_tensor(number(parameter)))
+        assert torch.equal(
+            torch.as_tensor(optimizer.state[parameter]["strange"]),
+            torch.as_tensor(number(parameter)),
+        )
     train_float(net, optimizer)
 
 
 def train_float(net: gn.GrapNet, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
-    net(torch.ones(2, net.sizes[0], dtype=net.transitions[0].weight.dtype)).square().sum().backward()
+    net(
+        torch.ones(2, net.sizes[0], dtype=net.transitions[0].weight.dtype)
+    ).square().sum().backward()
     optimizer.step()
 
 
@@ -210,7 +237,11 @@ def test_a_trial_brings_back_what_it_renewed() -> None:
         edit.commit()
         assert float(optimizer.state[net.transitions[1].weight]["sum"].sum()) == 0.0
     state = optimizer.state_dict()["state"]
-    assert all(torch.equal(state[n][key], value) for n, entries in held.items() for key, value in entries.items())
+    assert all(
+        torch.equal(state[n][key], value)
+        for n, entries in held.items()
+        for key, value in entries.items()
+    )
     rewire(net)
     train(net, optimizer, range(2))
 

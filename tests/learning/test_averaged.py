@@ -1,4 +1,6 @@
-"""gn.attach(averaged, net): a copy goes through every commit of the net, and one that was left behind says so."""
+"""gn.attach(averaged, net): a copy goes through every commit of the net, and one that was left
+behind says so.
+"""
 
 import copy
 import gc
@@ -47,14 +49,22 @@ def test_a_copy_goes_through_edit_undo_redo_and_trial() -> None:
     averaged, twin = averaged_net(net)
     assert everything(twin) != everything(net)
     reborn, lost = {(1, 6)}, [everything(twin)]
-    verbs: list[Callable[[gn.GrapNet], Any]] = [rewire, gn.GrapNet.undo, gn.GrapNet.redo, gn.GrapNet.undo]
+    verbs: list[Callable[[gn.GrapNet], Any]] = [
+        rewire,
+        gn.GrapNet.undo,
+        gn.GrapNet.redo,
+        gn.GrapNet.undo,
+    ]
     for n, verb in enumerate(verbs):
         before = everything(twin)
         lost.append(before)
         verb(net)
         assert everything(twin) == expected(before, net, reborn, lost[-2] if n else {})
         gn.check(twin)
-        assert (twin.version, [c.version for c in twin.history]) == (net.version, [c.version for c in net.history])
+        assert (twin.version, [c.version for c in twin.history]) == (
+            net.version,
+            [c.version for c in net.history],
+        )
         train_and_average(net, averaged, 2)
     values, version = everything(twin), twin.version
     with net.edit(trial=True) as edit:
@@ -94,7 +104,10 @@ def halfway(mine: Tensor, other: Tensor, count: Tensor | int) -> Tensor:
 
 RULES: dict[str, tuple[dict[str, Any], Callable[[float, float, int], float]]] = {
     "mean": ({}, lambda mine, other, count: mine + (other - mine) / (count + 1)),
-    "multi": ({"multi_avg_fn": get_ema_multi_avg_fn(0.9)}, lambda mine, other, count: 0.9 * mine + 0.1 * other),
+    "multi": (
+        {"multi_avg_fn": get_ema_multi_avg_fn(0.9)},
+        lambda mine, other, count: 0.9 * mine + 0.1 * other,
+    ),
     "single": ({"avg_fn": halfway}, lambda mine, other, count: (mine + other) / 2),
 }
 
@@ -115,7 +128,9 @@ def test_a_coordinate_that_freezes_keeps_its_average_and_goes_on(rule: str) -> N
         before, present = everything(twin), everything(net)
         averaged.update_parameters(net)
         for key, (value, _) in everything(twin).items():
-            assert value == pytest.approx(by_hand(before[key][0], present[key][0], count), rel=1e-12, abs=1e-14), key
+            assert value == pytest.approx(
+                by_hand(before[key][0], present[key][0], count), rel=1e-12, abs=1e-14
+            ), key
         for key in froze:
             assert present[key][1]
             assert everything(twin)[key][0] != present[key][0]
@@ -138,7 +153,9 @@ def test_the_first_average_is_a_copy_of_what_is_frozen_too() -> None:
 def test_orphans_leave_the_copy_its_own_constants(cut: list[int]) -> None:
     net = make_net((5, 4, 4, 3, 2))
     averaged, twin = averaged_net(net)
-    with net.edit() as edit:  # node 9 hears of 5 alone, so that it is an orphan without 5, by the bias it is left
+    with (
+        net.edit() as edit
+    ):  # node 9 hears of 5 alone, so that it is an orphan without 5, by the bias it is left
         edit.cut(net.layers[0].outgoing(to=cut))
         edit.cut(net.layers[1][1:].outgoing(to=[9]))
         edit.unfreeze(net.layers[2][3], incoming=False, outgoing=False)
@@ -188,7 +205,9 @@ def test_a_loop_of_ones_own_over_a_plain_copy() -> None:
         for mine, other in zip(twin.parameters(), net.parameters(), strict=True):
             assert (mine.shape, mine.dtype) == (other.shape, torch.float32)
             mine.lerp_(other.float(), 1.0)
-    assert all(torch.equal(m, o.float()) for m, o in zip(twin.parameters(), net.parameters(), strict=True))
+    assert all(
+        torch.equal(m, o.float()) for m, o in zip(twin.parameters(), net.parameters(), strict=True)
+    )
     gn.check(twin)
 
 
@@ -277,7 +296,9 @@ class Reluctant:
 
 @pytest.mark.parametrize("whose", ["net", "copy"])
 @pytest.mark.parametrize("verb", [rewire, gn.GrapNet.undo])
-def test_a_failing_follower_leaves_net_and_copy_as_they_were(whose: str, verb: Callable[[gn.GrapNet], Any]) -> None:
+def test_a_failing_follower_leaves_net_and_copy_as_they_were(
+    whose: str, verb: Callable[[gn.GrapNet], Any]
+) -> None:
     net = make_net()
     averaged, twin = averaged_net(net)
     swap_one(net)
@@ -314,7 +335,9 @@ def test_an_optimizer_of_the_copy_follows_too() -> None:
     train(twin, optimizer, range(2))
     rewire(net)
     train(twin, optimizer, range(2))
-    assert len(optimizer.state[twin.transitions[0].weight]["exp_avg"]) == len(net.transitions[0].weight)
+    assert len(optimizer.state[twin.transitions[0].weight]["exp_avg"]) == len(
+        net.transitions[0].weight
+    )
 
 
 def test_a_copy_attached_late_takes_the_net_s_values_for_what_it_never_had() -> None:
@@ -322,7 +345,9 @@ def test_a_copy_attached_late_takes_the_net_s_values_for_what_it_never_had() -> 
     rewire(net)
     averaged = AveragedModel(net)
     with net.edit() as edit:
-        edit.set_owner(net.layers[1], "a")  # a version that the copy has not seen, and that moves nothing
+        edit.set_owner(
+            net.layers[1], "a"
+        )  # a version that the copy has not seen, and that moves nothing
     gn.attach(averaged, net)
     net.undo()
     net.undo()
@@ -349,7 +374,9 @@ def test_columns_of_a_policy_follow_and_may_not_come_or_leave() -> None:
     net.execution.use("attention", transition=1, generator=torch.Generator().manual_seed(3))
     averaged, twin = averaged_net(net)
     rewire(net)
-    assert [c.value.shape for c in twin.columns.values()] == [c.value.shape for c in net.columns.values()]
+    assert [c.value.shape for c in twin.columns.values()] == [
+        c.value.shape for c in net.columns.values()
+    ]
     train_and_average(net, averaged, 2)
     with pytest.raises(gn.OptimizerError, match=r"Detach it first: gn\.detach\(copy, net\)"):
         net.execution.use("auto")

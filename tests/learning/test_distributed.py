@@ -1,4 +1,6 @@
-"""gn.Distributed: two processes stay bit-identical through edits, and whatever would part them is refused on both."""
+"""gn.Distributed: two processes stay bit-identical through edits, and whatever would part them is
+refused on both.
+"""
 
 import json
 import os
@@ -15,7 +17,9 @@ import grapnet as gn
 from grapnet.learning.agreement import Outbox, pack, repeat, unpack
 from grapnet.learning.distributed import Distributed
 
-pytestmark = pytest.mark.xdist_group("distributed")  # one worker, so that the two processes start once
+pytestmark = pytest.mark.xdist_group(
+    "distributed"
+)  # one worker, so that the two processes start once
 
 
 @pytest.fixture(scope="module")
@@ -23,14 +27,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes saw in every check of tests/learning/ranks.py."""
     folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parents[2]
     command = [sys.executable, "-W", "error", "-m", "tests.learning.ranks", str(folder)]
-    settings: dict[str, Any] = {"cwd": root, "env": {**os.environ, "OMP_NUM_THREADS": "1"}, "text": True}
-    started = [subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, **settings) for rank in range(2)]
+    settings: dict[str, Any] = {
+        "cwd": root,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+        "text": True,
+    }
+    started = [
+        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, **settings)
+        for rank in range(2)
+    ]
     try:
         said = [process.communicate(timeout=250)[1] for process in started]
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(text[-3000:] for text in said)
+    assert [process.returncode for process in started] == [0, 0], "\n".join(
+        text[-3000:] for text in said
+    )
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -49,7 +62,9 @@ def test_a_hundred_edits_of_every_kind_leave_the_ranks_bit_identical(ranks):
     assert first["frozen"] > 0
     assert first["slots"] > 100  # Adam had state to follow with
     assert first["states"] == second["states"]
-    assert len(set(first["states"])) == len(first["states"]) > 15  # and something changed in between
+    assert (
+        len(set(first["states"])) == len(first["states"]) > 15
+    )  # and something changed in between
     assert first["limit"] == second["limit"] == 100  # rank 1 began with 3
 
 
@@ -120,8 +135,12 @@ def test_all_ranks_refuse_in_the_same_words(ranks):
         "edit on rank 1": "1 on rank 1 (the last: 'cut 1')",
         "again": "1 on rank 1 (the last: 'cut 1')",
         "other edits on all": "rank 1 has [GrapNet(6-8-7-4, ",
-        "a rank cannot follow": "rank 1 could not follow: OptimizerError: this rank's follower refuses",
-        "nothing to undo with": "takes back commit 1, of which this process no longer keeps the values",
+        "a rank cannot follow": (
+            "rank 1 could not follow: OptimizerError: this rank's follower refuses"
+        ),
+        "nothing to undo with": (
+            "takes back commit 1, of which this process no longer keeps the values"
+        ),
     }
     for name, words in expected.items():
         kind, text = first[name]
@@ -153,7 +172,10 @@ def test_a_module_without_a_net_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_commits_travel_as_bytes_and_share_what_they_share(dtype):
-    nets = [gn.GrapNet([4, 5, 3], dtype=dtype, generator=torch.Generator().manual_seed(0)) for _ in range(2)]
+    nets = [
+        gn.GrapNet([4, 5, 3], dtype=dtype, generator=torch.Generator().manual_seed(0))
+        for _ in range(2)
+    ]
     outbox = Outbox(nets[0])
     with nets[0].edit(reason="grow ✓", by="me") as edit:
         new = edit.add_nodes(1, 2, owner="new")
@@ -164,10 +186,16 @@ def test_commits_travel_as_bytes_and_share_what_they_share(dtype):
     message = pack(outbox.letter())
     assert message.dtype == torch.uint8
     repeat(nets[1], unpack(message))
-    assert all(torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True)
+    )
     assert all(torch.equal(a, b) for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True))
     first, second = nets[0].history[0], nets[1].history[0]
-    assert (first.reason, first.by, first.operations) == (second.reason, second.by, second.operations)
+    assert (first.reason, first.by, first.operations) == (
+        second.reason,
+        second.by,
+        second.operations,
+    )
     with pytest.raises(TypeError, match="not a set"):
         pack({"a": {1, 2}})
 

@@ -1,4 +1,6 @@
-"""Frozen coordinates stay bit-identical under every optimizer, gradients flow through them, and their state is gone."""
+"""Frozen coordinates stay bit-identical under every optimizer, gradients flow through them, and
+their state is gone.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +49,12 @@ def coordinates(net: gn.GrapNet) -> tuple[Tensor, Tensor]:
 
 def state_bytes(optimizer: Optimizer) -> int:
     """Returns the memory of everything with one value a coordinate."""
-    values = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor) and v.dim()]
+    values = [
+        v
+        for state in optimizer.state.values()
+        for v in state.values()
+        if isinstance(v, Tensor) and v.dim()
+    ]
     return sum(v.untyped_storage().nbytes() for v in values)
 
 
@@ -75,16 +82,24 @@ def test_what_is_frozen_leaves_the_parameters_and_the_optimizer(how: str) -> Non
     values, held = coordinates(net)
     assert net.count().frozen == int(held.sum()) == count
     assert net.count().trainable == sum(p.numel() for p in net.parameters()) == trainable - count
-    assert state_bytes(optimizer) == memory - count * 3 * 8  # exp_avg, exp_avg_sq, max_exp_avg_sq in double precision
+    assert (
+        state_bytes(optimizer) == memory - count * 3 * 8
+    )  # exp_avg, exp_avg_sq, max_exp_avg_sq in double precision
     train(net, optimizer, range(2, 6))
     after, _ = coordinates(net)
     assert torch.equal(after[held], values[held])
     assert bool((after[~held] != values[~held]).all())
     with net.edit() as edit:
         edit.unfreeze(net.select())
-    assert (net.count().trainable, net.count().frozen, state_bytes(optimizer)) == (trainable, 0, memory)
+    assert (net.count().trainable, net.count().frozen, state_bytes(optimizer)) == (
+        trainable,
+        0,
+        memory,
+    )
     for t, state in enumerate(optimizer.state[s.weight] for s in net.transitions):
-        back = held[sum(len(s.weight) for s in list(net.transitions)[:t]) :][: len(net.transitions[t].weight)]
+        back = held[sum(len(s.weight) for s in list(net.transitions)[:t]) :][
+            : len(net.transitions[t].weight)
+        ]
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             assert bool((state[key][back] == 0).all())
             assert bool((state[key][~back] != 0).all())
@@ -109,7 +124,9 @@ def test_frozen_coordinates_stay_put_under_every_optimizer(kind: str) -> None:
     after, _ = coordinates(net)
     assert torch.equal(after[held], values[held])
     moved = (after != values)[~held]
-    assert bool(moved.all()) or kind.startswith(("muon", "rprop"))  # Muon has no biases, Rprop skips a turn
+    assert bool(moved.all()) or kind.startswith(
+        ("muon", "rprop")
+    )  # Muon has no biases, Rprop skips a turn
     assert int(moved.sum()) > len(moved) // 2
     with net.edit() as edit:
         edit.unfreeze(net.select())
@@ -130,11 +147,17 @@ def test_gradients_flow_through_frozen_coordinates() -> None:
     for first, second in zip(*gradients, strict=True):
         assert bool(second.ne(0).all())
         torch.testing.assert_close(first, second)
-    assert held.layers[2].incoming().gradients is None or bool((held.layers[2].incoming().gradients == 0).all())
+    assert held.layers[2].incoming().gradients is None or bool(
+        (held.layers[2].incoming().gradients == 0).all()
+    )
 
 
 def clipped_steps(
-    parameters: list[nn.Parameter], optimizer: Optimizer, loss: Callable[[int], Tensor], steps: int, hold: Any
+    parameters: list[nn.Parameter],
+    optimizer: Optimizer,
+    loss: Callable[[int], Tensor],
+    steps: int,
+    hold: Any,
 ) -> None:
     """Trains with clipping; `hold` gets its turn before each step."""
     for step in range(steps):
@@ -158,7 +181,9 @@ def test_a_thousand_steps_of_adamw() -> None:
     with net.edit() as edit:
         edit.freeze(net.select(owner="task-1"))
     values, held = coordinates(net)
-    clipped_steps(parameters, optimizer, lambda seed: net(batch(seed)).square().sum(), 1000, lambda: None)
+    clipped_steps(
+        parameters, optimizer, lambda seed: net(batch(seed)).square().sum(), 1000, lambda: None
+    )
     after, _ = coordinates(net)
     assert torch.equal(after[held], values[held])
     assert bool((after[~held] != values[~held]).all())

@@ -1,4 +1,6 @@
-"""An AveragedModel that is not attached refuses to average once coordinates of the net have moved."""
+"""An AveragedModel that is not attached refuses to average once coordinates of the net have
+moved.
+"""
 
 import copy
 from collections.abc import Callable
@@ -52,7 +54,9 @@ def test_one_that_is_not_attached_refuses_to_average(how: str, updates: int) -> 
     before = copy.deepcopy(averaged.state_dict())
     UNFOLLOWED[how](net)
     for _ in range(2):
-        with pytest.raises(gn.OptimizerError, match=r"Attach it before editing: gn\.attach\(averaged, net\)"):
+        with pytest.raises(
+            gn.OptimizerError, match=r"Attach it before editing: gn\.attach\(averaged, net\)"
+        ):
             averaged.update_parameters(net)
     after = averaged.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
@@ -67,7 +71,9 @@ def test_torch_alone_would_average_the_wrong_relations() -> None:
     swap_one(net)
     AveragedModel.update_parameters.__wrapped__(averaged, net)  # pyright: ignore[reportFunctionMemberAccess]
     after = everything(averaged.module)
-    assert before[0, 6] == everything(net)[0, 6] != after[0, 6]  # nothing was trained, so no average should move
+    assert (
+        before[0, 6] == everything(net)[0, 6] != after[0, 6]
+    )  # nothing was trained, so no average should move
 
 
 def test_what_moves_no_coordinate_is_no_reason_to_refuse() -> None:

@@ -1,4 +1,6 @@
-"""Losses over seen classes and the replay objectives, against their published formulas written out row by row."""
+"""Losses over seen classes and the replay objectives, against their published formulas written out
+row by row.
+"""
 
 import math
 from dataclasses import replace
@@ -21,7 +23,9 @@ from grapnet.learning.replay import Batch
 SEEN = (4, 0, 3)
 
 
-def entropy(logits: list[float], target: int, classes: Any, shift: dict[int, float] | None = None) -> float:
+def entropy(
+    logits: list[float], target: int, classes: Any, shift: dict[int, float] | None = None
+) -> float:
     """-log softmax of one row over some classes, in plain Python."""
     scores = {c: logits[c] + (shift or {}).get(c, 0.0) for c in classes}
     return math.log(sum(math.exp(score) for score in scores.values())) - scores[target]
@@ -33,7 +37,9 @@ def mean(values: Any) -> float:
 
 
 def log_shares(*weighted: tuple[Tensor, float]) -> dict[int, float]:
-    """log of the class frequencies of labels, each batch weighing as much as it does in the objective."""
+    """log of the class frequencies of labels, each batch weighing as much as it does in the
+    objective.
+    """
     shares: dict[int, float] = {}
     for labels, weight in weighted:
         for label in labels.tolist():
@@ -54,7 +60,9 @@ def batches() -> tuple[Batch, Batch]:
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(11, 3, generator=draw, dtype=torch.float64)
     stored = torch.randn(4, 5, generator=draw, dtype=torch.float64)
-    return Batch(x[:7], torch.tensor([3, 0, 3, 3, 0, 3, 3])), Batch(x[7:], torch.tensor([4, 4, 0, 4]), stored)
+    return Batch(x[:7], torch.tensor([3, 0, 3, 3, 0, 3, 3])), Batch(
+        x[7:], torch.tensor([4, 4, 0, 4]), stored
+    )
 
 
 def rows(model: nn.Module, batch: Batch) -> list[tuple[list[float], int]]:
@@ -64,11 +72,21 @@ def rows(model: nn.Module, batch: Batch) -> list[tuple[list[float], int]]:
 def test_seen_class_cross_entropy_is_a_softmax_over_the_seen_columns(model, batches):
     logits, y = model(batches[0].x), batches[0].y
     wanted = [entropy(z, t, SEEN) for z, t in rows(model, batches[0])]
-    assert seen_class_cross_entropy(logits, y, SEEN).item() == pytest.approx(mean(wanted), abs=1e-12)
-    assert seen_class_cross_entropy(logits, y, torch.tensor([0, 3, 4])).item() == pytest.approx(mean(wanted), abs=1e-12)
-    assert seen_class_cross_entropy(logits, y, SEEN, reduction="none").tolist() == pytest.approx(wanted, abs=1e-12)
-    assert seen_class_cross_entropy(logits, y, SEEN, reduction="sum").item() == pytest.approx(sum(wanted), abs=1e-12)
-    assert nn.functional.cross_entropy(logits, y).item() > mean(wanted) + 0.1  # over all columns it is another number
+    assert seen_class_cross_entropy(logits, y, SEEN).item() == pytest.approx(
+        mean(wanted), abs=1e-12
+    )
+    assert seen_class_cross_entropy(logits, y, torch.tensor([0, 3, 4])).item() == pytest.approx(
+        mean(wanted), abs=1e-12
+    )
+    assert seen_class_cross_entropy(logits, y, SEEN, reduction="none").tolist() == pytest.approx(
+        wanted, abs=1e-12
+    )
+    assert seen_class_cross_entropy(logits, y, SEEN, reduction="sum").item() == pytest.approx(
+        sum(wanted), abs=1e-12
+    )
+    assert (
+        nn.functional.cross_entropy(logits, y).item() > mean(wanted) + 0.1
+    )  # over all columns it is another number
 
 
 def test_columns_of_other_classes_get_no_gradient(model, batches):
@@ -82,7 +100,9 @@ def test_columns_of_other_classes_get_no_gradient(model, batches):
 def test_a_target_that_was_not_seen_is_refused(model, batches, target):
     y = batches[0].y.clone()
     y[2] = target
-    with pytest.raises(ValueError, match=rf"targets \[{target}\] are not among the seen classes \[4, 0, 3\]"):
+    with pytest.raises(
+        ValueError, match=rf"targets \[{target}\] are not among the seen classes \[4, 0, 3\]"
+    ):
         seen_class_cross_entropy(model(batches[0].x), y, SEEN)
 
 
@@ -98,7 +118,9 @@ def test_logit_adjustment_adds_tau_log_frequency(model, batches, tau):
     shift = {0: tau * math.log(0.1), 3: tau * math.log(0.3), 4: tau * math.log(0.6)}
     wanted = mean(entropy(z, t, SEEN, shift) for z, t in rows(model, batches[0]))
     logits, y = model(batches[0].x), batches[0].y
-    assert logit_adjusted_cross_entropy(logits, y, SEEN, counts, tau=tau).item() == pytest.approx(wanted, abs=1e-12)
+    assert logit_adjusted_cross_entropy(logits, y, SEEN, counts, tau=tau).item() == pytest.approx(
+        wanted, abs=1e-12
+    )
     tenfold = logit_adjusted_cross_entropy(logits, y, SEEN, (10 * counts).long(), tau=tau)
     assert tenfold.item() == pytest.approx(wanted, abs=1e-12)
 
@@ -107,15 +129,21 @@ def test_without_tau_or_with_equal_counts_nothing_is_adjusted(model, batches):
     logits, y = model(batches[0].x), batches[0].y
     plain = seen_class_cross_entropy(logits, y, SEEN).item()
     counts = torch.tensor([1, 0, 0, 7, 0])
-    assert logit_adjusted_cross_entropy(logits, y, SEEN, counts, tau=0.0).item() == pytest.approx(plain, abs=1e-12)
-    assert logit_adjusted_cross_entropy(logits, y, SEEN, torch.full((5,), 3)).item() == pytest.approx(plain, abs=1e-12)
+    assert logit_adjusted_cross_entropy(logits, y, SEEN, counts, tau=0.0).item() == pytest.approx(
+        plain, abs=1e-12
+    )
+    assert logit_adjusted_cross_entropy(
+        logits, y, SEEN, torch.full((5,), 3)
+    ).item() == pytest.approx(plain, abs=1e-12)
     assert abs(logit_adjusted_cross_entropy(logits, y, SEEN, counts).item() - plain) > 0.1
 
 
 def test_a_class_that_was_never_counted_takes_no_part(model, batches):
     logits = model(batches[0].x).detach().requires_grad_()
     loss = logit_adjusted_cross_entropy(logits, batches[0].y, SEEN, torch.tensor([2, 0, 0, 2, 0]))
-    assert loss.item() == pytest.approx(seen_class_cross_entropy(logits, batches[0].y, [0, 3]).item(), abs=1e-12)
+    assert loss.item() == pytest.approx(
+        seen_class_cross_entropy(logits, batches[0].y, [0, 3]).item(), abs=1e-12
+    )
     loss.backward()
     assert torch.isfinite(logits.grad).all()
     assert (logits.grad[:, 4] == 0).all()
@@ -135,7 +163,10 @@ def test_adjusted_training_answers_for_equally_frequent_classes():
         loss(z.expand(100, 2), y, [0, 1], *arguments).backward()
         return z.grad.abs().max().item()
 
-    prior = [math.log(0.9), math.log(0.1)]  # where the input says nothing, the best plain logits are these
+    prior = [
+        math.log(0.9),
+        math.log(0.1),
+    ]  # where the input says nothing, the best plain logits are these
     assert gradient(prior, seen_class_cross_entropy) < 1e-12
     assert gradient([0.0, 0.0], seen_class_cross_entropy) > 0.1
     assert gradient([0.0, 0.0], logit_adjusted_cross_entropy, counts) < 1e-12
@@ -169,14 +200,23 @@ def reference(objective: Any, model: nn.Module, current: Batch, replay: Batch) -
     raise AssertionError(objective)
 
 
-OBJECTIVES = [ExperienceReplay(), ExperienceReplay(0.3), DER(0.7), DERpp(0.2, 0.6), ERACE(), ERACE(2.0)]
+OBJECTIVES = [
+    ExperienceReplay(),
+    ExperienceReplay(0.3),
+    DER(0.7),
+    DERpp(0.2, 0.6),
+    ERACE(),
+    ERACE(2.0),
+]
 
 
 @pytest.mark.parametrize("loss", ["seen", "adjusted"])
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
 def test_objectives_are_their_published_formulas(model, batches, objective, loss):
     objective = replace(objective, loss=loss, tau=0.8)
-    assert objective(model, *batches, SEEN).item() == pytest.approx(reference(objective, model, *batches), abs=1e-12)
+    assert objective(model, *batches, SEEN).item() == pytest.approx(
+        reference(objective, model, *batches), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=str)
@@ -189,9 +229,13 @@ def test_without_replay_the_current_batch_is_left(model, batches, objective):
 @pytest.mark.parametrize("loss", ["seen", "adjusted"])
 def test_a_weight_of_nothing_leaves_replay_out(model, batches, loss):
     alone = ExperienceReplay(loss=loss)(model, batches[0], None, SEEN).item()
-    assert ExperienceReplay(0.0, loss=loss)(model, *batches, SEEN).item() == pytest.approx(alone, abs=1e-12)
+    assert ExperienceReplay(0.0, loss=loss)(model, *batches, SEEN).item() == pytest.approx(
+        alone, abs=1e-12
+    )
     dark = DER(0.5, loss=loss)(model, *batches, SEEN).item()
-    assert DERpp(0.5, 0.0, loss=loss)(model, *batches, SEEN).item() == pytest.approx(dark, abs=1e-12)
+    assert DERpp(0.5, 0.0, loss=loss)(model, *batches, SEEN).item() == pytest.approx(
+        dark, abs=1e-12
+    )
 
 
 def test_er_ace_leaves_old_classes_alone_where_er_pushes_them_down(model, batches):

@@ -15,7 +15,9 @@ TASKS = [(0, 3), (1, 4), (2, 5)]
 
 
 class Table(nn.Module):
-    """Answers with the row of a table that the input names; in training mode it answers nonsense."""
+    """Answers with the row of a table that the input names; in training mode it answers
+    nonsense.
+    """
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
@@ -29,11 +31,17 @@ class Table(nn.Module):
 @pytest.fixture
 def table() -> tuple[Table, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
-    return Table(torch.randn(90, 6, generator=draw)), torch.arange(90), torch.randint(6, (90,), generator=draw)
+    return (
+        Table(torch.randn(90, 6, generator=draw)),
+        torch.arange(90),
+        torch.randint(6, (90,), generator=draw),
+    )
 
 
 def counted(logits: Tensor, y: Tensor, classes: Any, answers: Any) -> tuple[int, int]:
-    """How many images of `classes` there are, and of how many the largest logit among `answers` is the right one."""
+    """How many images of `classes` there are, and of how many the largest logit among `answers` is
+    the right one.
+    """
     rows = [(z, t) for z, t in zip(logits.tolist(), y.tolist(), strict=True) if t in classes]
     return len(rows), sum(max(answers, key=lambda c: z[c]) == t for z, t in rows)
 
@@ -47,7 +55,9 @@ def test_accuracies_are_counted_over_seen_classes_and_within_tasks(table, upto, 
     found = evaluate(model, x, y, tasks, seen, batch=batch)
     totals = [counted(model.logits, y, classes, seen) for classes in tasks]
     assert found.seen == pytest.approx([right / n for n, right in totals])
-    assert found.overall == pytest.approx(sum(right for _, right in totals) / sum(n for n, _ in totals))
+    assert found.overall == pytest.approx(
+        sum(right for _, right in totals) / sum(n for n, _ in totals)
+    )
     local = [counted(model.logits, y, classes, classes) for classes in tasks]
     assert found.local == pytest.approx([right / n for n, right in local])
     assert evaluate(model, x, y, tasks) == found  # the seen classes are those of the tasks
@@ -72,7 +82,9 @@ def test_evaluation_uses_eval_mode_and_leaves_every_mode_as_it_was(table):
     assert (model.training, model.inner.training) == (True, False)
     model.eval()
     assert evaluate(model, x, y, TASKS) == training
-    assert evaluate(lambda rows: model.logits[rows], x, y, TASKS) == training  # any function will do
+    assert (
+        evaluate(lambda rows: model.logits[rows], x, y, TASKS) == training
+    )  # any function will do
 
     def broken(rows: Tensor) -> Tensor:
         raise RuntimeError("no")
@@ -132,7 +144,9 @@ def test_rows_come_in_order():
     matrix = AccuracyMatrix()
     with pytest.raises(ValueError, match="no task was evaluated"):
         _ = matrix.seen_class
-    with pytest.raises(ValueError, match=r"has 0 rows, so the next is of 1 tasks, got one of 2 .* matrix=matrix"):
+    with pytest.raises(
+        ValueError, match=r"has 0 rows, so the next is of 1 tasks, got one of 2 .* matrix=matrix"
+    ):
         matrix.add(Evaluation(0.5, [0.5, 0.5], [0.5, 0.5]))
     wrong: Any = 0.5
     with pytest.raises(TypeError, match=r"what evaluate.* returns after a task, got 0\.5"):
@@ -192,7 +206,12 @@ def test_a_matrix_prints_as_a_small_table_of_per_cent(tasks):
     assert max(map(len, lines)) < 100
     last = [k for k in range(tasks) if tasks == 3 or k < 5 or k >= 35]
     assert lines[1].replace("…", "").split() == ["task", *map(str, last), "all"]
-    assert lines[-2].replace("…", "").split() == ["after", str(tasks - 1), *(f"{k:.1f}" for k in last), "25.0"]
+    assert lines[-2].replace("…", "").split() == [
+        "after",
+        str(tasks - 1),
+        *(f"{k:.1f}" for k in last),
+        "25.0",
+    ]
     assert len(lines) == 3 + (3 if tasks == 3 else 11)
 
 
@@ -206,7 +225,10 @@ def test_old_nodes_drift_exactly_when_they_are_not_frozen(frozen):
 
     def coordinates() -> list[Tensor]:
         old = net.select(owner="task-0")
-        return [values.detach().clone() for values in (old.incoming().weights, old.outgoing().weights, old.biases)]
+        return [
+            values.detach().clone()
+            for values in (old.incoming().weights, old.outgoing().weights, old.biases)
+        ]
 
     for task in range(2):
         with net.edit(generator=draw) as edit:

@@ -1,4 +1,6 @@
-"""gn.attach: optimizer state follows edits coordinate by coordinate, and whatever cannot follow says so."""
+"""gn.attach: optimizer state follows edits coordinate by coordinate, and whatever cannot follow
+says so.
+"""
 
 import copy
 import gc
@@ -67,7 +69,9 @@ def coordinates(net: gn.GrapNet) -> dict[str, list[Any]]:
     names: dict[str, list[Any]] = {}
     for t, layer in enumerate(list(net.layers)[:-1]):
         r = layer.outgoing()
-        names[f"transitions.{t}.weight"] = list(zip(r.parents.tolist(), r.children.tolist(), strict=True))
+        names[f"transitions.{t}.weight"] = list(
+            zip(r.parents.tolist(), r.children.tolist(), strict=True)
+        )
         names[f"layers.{t + 1}.bias"] = net.layers[t + 1].uids.tolist()
     for name, keys in names.items():
         frozen = set(net.state_dict()[f"{name.rsplit('.', 1)[0]}.frozen"].tolist())
@@ -90,7 +94,9 @@ def snapshot(net: gn.GrapNet, optimizer: Optimizer) -> dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("kind", FOLLOW)
 @pytest.mark.parametrize("between", ["steps", "backward and step"])
-def test_the_next_steps_are_those_of_a_hand_indexed_optimizer(net: gn.GrapNet, kind: str, between: str) -> None:
+def test_the_next_steps_are_those_of_a_hand_indexed_optimizer(
+    net: gn.GrapNet, kind: str, between: str
+) -> None:
     optimizer = attached(net, FOLLOW[kind])
     if between == "backward and step":
         backward(net, 9)
@@ -104,7 +110,11 @@ def test_the_next_steps_are_those_of_a_hand_indexed_optimizer(net: gn.GrapNet, k
         assert torch.equal(net.get_parameter(name).grad, p.grad)
         for key, value in slots[name].items():
             whole = isinstance(value, Tensor) and value.shape == gradients[name].shape
-            moved = hand_carried(before[name], after[name], value, CLEAN.get(kind, 0.0)) if whole else value
+            moved = (
+                hand_carried(before[name], after[name], value, CLEAN.get(kind, 0.0))
+                if whole
+                else value
+            )
             fresh.state[p][key] = moved
     if between == "backward and step":
         optimizer.step()
@@ -118,12 +128,18 @@ def test_the_next_steps_are_those_of_a_hand_indexed_optimizer(net: gn.GrapNet, k
 @pytest.mark.parametrize("kind", FOLLOW)
 def test_undo_brings_every_slot_back(net: gn.GrapNet, kind: str) -> None:
     optimizer = attached(net, FOLLOW[kind])
-    slots, values = snapshot(net, optimizer), {n: p.detach().clone() for n, p in net.named_parameters()}
+    slots, values = (
+        snapshot(net, optimizer),
+        {n: p.detach().clone() for n, p in net.named_parameters()},
+    )
     rewire(net)
     net.undo()
     for name, state in snapshot(net, optimizer).items():
         assert state.keys() == slots[name].keys()
-        assert all(torch.equal(torch.as_tensor(v), torch.as_tensor(slots[name][k])) for k, v in state.items()), name
+        assert all(
+            torch.equal(torch.as_tensor(v), torch.as_tensor(slots[name][k]))
+            for k, v in state.items()
+        ), name
         assert torch.equal(net.get_parameter(name), values[name])
     net.redo()
     train(net, optimizer)
@@ -156,7 +172,9 @@ def test_the_first_update_of_a_newborn_under_adam(net: gn.GrapNet) -> None:
     "edit", [rewire, swap_one, lambda n: (swap_one(n), n.undo())], ids=["sizes", "equal", "undone"]
 )
 @pytest.mark.parametrize("kind", [*FOLLOW])
-def test_an_optimizer_that_did_not_follow_refuses_to_step(net: gn.GrapNet, kind: str, edit: Any) -> None:
+def test_an_optimizer_that_did_not_follow_refuses_to_step(
+    net: gn.GrapNet, kind: str, edit: Any
+) -> None:
     optimizer = FOLLOW[kind](net.parameters())
     train(net, optimizer)
     edit(net)
@@ -197,11 +215,16 @@ def test_state_that_was_loaded_or_copied_is_known_to_be_old(net: gn.GrapNet) -> 
     swap_one(twin)
     for graph, optimizer in ((net, loaded), (twin, copied)):
         backward(graph)
-        with pytest.raises(gn.OptimizerError, match="is a copy of one that was, or has loaded a state dict of before"):
+        with pytest.raises(
+            gn.OptimizerError,
+            match="is a copy of one that was, or has loaded a state dict of before",
+        ):
             optimizer.step()
 
 
-def test_an_attached_optimizer_that_loads_a_state_of_before_an_edit_says_so(net: gn.GrapNet) -> None:
+def test_an_attached_optimizer_that_loads_a_state_of_before_an_edit_says_so(
+    net: gn.GrapNet,
+) -> None:
     optimizer = attached(net, Adam)
     train(net, optimizer)
     earlier = copy.deepcopy(optimizer.state_dict())
@@ -216,14 +239,18 @@ def test_an_attached_optimizer_that_loads_a_state_of_before_an_edit_says_so(net:
     train(net, optimizer)
 
 
-def test_one_that_was_left_behind_goes_on_from_a_file_of_after_the_edit(net: gn.GrapNet, tmp_path: Path) -> None:
+def test_one_that_was_left_behind_goes_on_from_a_file_of_after_the_edit(
+    net: gn.GrapNet, tmp_path: Path
+) -> None:
     optimizer, late = attached(net, Adam), Adam(net.parameters())
     train(net, optimizer)
     train(net, late)
     swap_one(net)
     gn.save(tmp_path / "after", net, optimizer=optimizer)
     backward(net)
-    with pytest.raises(gn.OptimizerError, match=r"gn\.restore\(path, optimizer=optimizer\) of a file saved after"):
+    with pytest.raises(
+        gn.OptimizerError, match=r"gn\.restore\(path, optimizer=optimizer\) of a file saved after"
+    ):
         late.step()
     gn.restore(tmp_path / "after", optimizer=late)
     gn.attach(late, net)
@@ -267,7 +294,10 @@ def test_lbfgs_cannot_follow_and_says_so(net: gn.GrapNet) -> None:
 
 
 def test_several_groups_optimizers_and_a_scheduler(net: gn.GrapNet) -> None:
-    biases, weights = [layer.bias for layer in net.layers if layer.index], [t.weight for t in net.transitions]
+    biases, weights = (
+        [layer.bias for layer in net.layers if layer.index],
+        [t.weight for t in net.transitions],
+    )
     first = AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights[:2]}], lr=0.01)
     second = SGD(weights[2:], lr=0.1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
@@ -280,7 +310,9 @@ def test_several_groups_optimizers_and_a_scheduler(net: gn.GrapNet) -> None:
         with net.edit() as edit:
             edit.cut(net.layers[0][0], slots=[0])
             edit.cut(net.layers[2][1], slots=[0])
-        assert [len(second.state[p]["momentum_buffer"]) for p in weights[2:]] == [len(p) for p in weights[2:]]
+        assert [len(second.state[p]["momentum_buffer"]) for p in weights[2:]] == [
+            len(p) for p in weights[2:]
+        ]
     assert first.param_groups[1]["lr"] == 0.0025
     assert set(first.state) == {*biases, *weights[:2]}
 
@@ -293,12 +325,16 @@ def test_frozen_coordinates_do_not_move_a_bit(net: gn.GrapNet) -> None:
     nodes = net.layers[1][:2]
     held = torch.cat([nodes.biases, nodes.incoming().weights, nodes.outgoing().weights]).detach()
     train(net, optimizer, 100)
-    assert torch.equal(torch.cat([nodes.biases, nodes.incoming().weights, nodes.outgoing().weights]), held)
+    assert torch.equal(
+        torch.cat([nodes.biases, nodes.incoming().weights, nodes.outgoing().weights]), held
+    )
     adam = attached(control, lambda p: AdamW(p, lr=0.1, weight_decay=0.5))
     before = control.layers[1].biases.detach()
     control.zero_grad(set_to_none=False)
     adam.step()
-    assert not torch.equal(control.layers[1].biases, before)  # a gradient of zero alone does not hold a weight
+    assert not torch.equal(
+        control.layers[1].biases, before
+    )  # a gradient of zero alone does not hold a weight
 
 
 def test_neither_the_net_nor_the_optimizer_keeps_the_other_alive(net: gn.GrapNet) -> None:

@@ -1,4 +1,6 @@
-"""ClosedFormReadout: outgoing relations in closed form, over sparse and frozen wiring, through commits and files."""
+"""ClosedFormReadout: outgoing relations in closed form, over sparse and frozen wiring, through
+commits and files.
+"""
 
 import copy
 from pathlib import Path
@@ -32,7 +34,10 @@ def test_it_learns_and_shuffled_labels_do_not() -> None:
     net, (x, y) = make_net(sizes=[5, 80, 4], dtype=torch.float32), batch(800)
     test_x, test_y = batch(400, seed=1)
     readout = ClosedFormReadout(net, ridge=0.1)
-    for labels, least, most in ((y, 0.8, 1.0), (y[torch.randperm(800, generator=torch.manual_seed(0))], 0.0, 0.4)):
+    for labels, least, most in (
+        (y, 0.8, 1.0),
+        (y[torch.randperm(800, generator=torch.manual_seed(0))], 0.0, 0.4),
+    ):
         readout.clear()
         readout.update(x.float(), labels)
         readout.solve()
@@ -53,11 +58,16 @@ def test_frozen_relations_and_biases_stay_and_what_they_explain_is_taken_away() 
     h, weights, biases = hidden(net, x), matrix(net, 1), net.layers[2].biases.detach()
     for c, uid in enumerate(net.layers[2].uids):
         mine = relations.children == uid
-        free, fixed = (net.layers[1].rows(relations.parents[mine & bits]).long() for bits in (~frozen, frozen))
+        free, fixed = (
+            net.layers[1].rows(relations.parents[mine & bits]).long() for bits in (~frozen, frozen)
+        )
         target = (y == c).double() - h[:, fixed] @ weights[fixed, c]
         if c == 1:
             rows, eye = h[:, free], torch.eye(len(free), dtype=torch.float64)
-            expected = torch.linalg.solve(rows.T @ rows + eye, rows.T @ (target - bias)), torch.tensor(bias)
+            expected = (
+                torch.linalg.solve(rows.T @ rows + eye, rows.T @ (target - bias)),
+                torch.tensor(bias),
+            )
         else:
             expected = reference(h[:, free], target)
         assert torch.allclose(weights[free, c], expected[0], atol=1e-8)
@@ -70,9 +80,13 @@ def test_features_are_without_dropout_and_can_be_given() -> None:
     readout, given = watching(net), ClosedFormReadout(net)
     assert net.training
     assert all(module.training for module in net.modules())
-    assert torch.allclose(readout.features(x.view(4, 30, 5)), hidden(net, x).view(4, 30, 12), atol=1e-12)
+    assert torch.allclose(
+        readout.features(x.view(4, 30, 5)), hidden(net, x).view(4, 30, 12), atol=1e-12
+    )
     given.add(hidden(net, x), y)
-    assert all(torch.allclose(a, b, atol=1e-9) for a, b in zip(given.solve(), readout.solve(), strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-9) for a, b in zip(given.solve(), readout.solve(), strict=True)
+    )
     assert not net.layers[1]._forward_hooks
 
 
@@ -171,32 +185,54 @@ def test_a_checkpoint_brings_it_back(tmp_path: Path, per_class: bool) -> None:
         edit.remove_nodes(loaded.layers[1][0])
     before = restored.state_dict()
     other = ClosedFormReadout(make_net(), per_class=per_class)
-    for target in (restored, other, ClosedFormReadout(gn.load(tmp_path / "net"), 0, per_class=per_class)):
+    for target in (
+        restored,
+        other,
+        ClosedFormReadout(gn.load(tmp_path / "net"), 0, per_class=per_class),
+    ):
         with pytest.raises(gn.CheckpointError, match="readout"):
             gn.restore(tmp_path / "net", readout=target)
-    for bad in ({}, {**before, "below": None}, {**before, "uids": []}, {**before, "statistics": {}}):
+    for bad in (
+        {},
+        {**before, "below": None},
+        {**before, "uids": []},
+        {**before, "statistics": {}},
+    ):
         with pytest.raises(gn.CheckpointError):
             restored.load_state_dict(bad)
     assert restored.statistics.count == 140
 
 
 def test_many_sparse_outputs_share_factorisations() -> None:
-    """Outputs with equal parents, whatever the order of their relations, come out as one solve of the statistics."""
+    """Outputs with equal parents, whatever the order of their relations, come out as one solve of
+    the statistics.
+    """
     parents, children = torch.meshgrid(torch.arange(12), torch.arange(40), indexing="ij")
     wired = (parents // 6 == children % 2) | (children == 39)
     net = gn.GrapNet.from_relations(
         [5, 12, 40],
-        [(torch.arange(5).repeat_interleave(12), torch.arange(12).repeat(5)), (parents[wired], children[wired])],
+        [
+            (torch.arange(5).repeat_interleave(12), torch.arange(12).repeat(5)),
+            (parents[wired], children[wired]),
+        ],
         activation="tanh",
         dtype=torch.float64,
         generator=torch.manual_seed(0),
     )
-    x, target = batch()[0], torch.randn(120, 40, dtype=torch.float64, generator=torch.manual_seed(1))
+    x, target = (
+        batch()[0],
+        torch.randn(120, 40, dtype=torch.float64, generator=torch.manual_seed(1)),
+    )
     readout = ClosedFormReadout(net, ridge=0.3)
     readout.update(x, target)
     weight = readout.solve().weight
-    for some, columns in (([0, 1, 2, 3, 4, 5], range(0, 38, 2)), ([6, 7, 8, 9, 10, 11], range(1, 39, 2))):
+    for some, columns in (
+        ([0, 1, 2, 3, 4, 5], range(0, 38, 2)),
+        ([6, 7, 8, 9, 10, 11], range(1, 39, 2)),
+    ):
         statistics = GramStatistics(6, len(columns))
         statistics.add(hidden(net, x)[:, some], target[:, list(columns)])
-        assert torch.allclose(weight[list(columns)][:, some], statistics.solve(0.3).weight, atol=1e-10)
+        assert torch.allclose(
+            weight[list(columns)][:, some], statistics.solve(0.3).weight, atol=1e-10
+        )
     assert (weight != 0).sum() == net.layers[1].outgoing().weights.numel()

@@ -1,4 +1,6 @@
-"""A closed-form readout follows commits: nodes that leave, come or change, undo, trials and failures."""
+"""A closed-form readout follows commits: nodes that leave, come or change, undo, trials and
+failures.
+"""
 
 from typing import Any
 
@@ -153,7 +155,9 @@ def test_a_trial_leaves_no_trace() -> None:
     before = readout.solve()
     for remove, clear in ((True, False), (False, False), (True, True)):
         with net.edit(trial=True) as edit:
-            edit.remove_nodes(net.layers[1][:3]) if remove else edit.cut(net.layers[1][0].outgoing())
+            edit.remove_nodes(net.layers[1][:3]) if remove else edit.cut(
+                net.layers[1][0].outgoing()
+            )
             edit.commit()
             if clear:
                 readout.clear()
@@ -165,4 +169,6 @@ def test_a_trial_leaves_no_trace() -> None:
         if not clear:
             assert all(map(torch.equal, readout.solve(), before))
     readout.update(x, y)
-    assert all(torch.allclose(a, b, atol=1e-10) for a, b in zip(readout.solve(), before, strict=True))
+    assert all(
+        torch.allclose(a, b, atol=1e-10) for a, b in zip(readout.solve(), before, strict=True)
+    )

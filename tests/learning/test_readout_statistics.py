@@ -1,4 +1,6 @@
-"""GramStatistics against solutions on all samples at once; what leaves it; class means and discriminants from it."""
+"""GramStatistics against solutions on all samples at once; what leaves it; class means and
+discriminants from it.
+"""
 
 import io
 from typing import Any
@@ -15,7 +17,9 @@ CLASSES = 4
 
 
 def samples(n: int = 200, features: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Returns features that are scaled and shifted differently, and labels they say something about."""
+    """Returns features that are scaled and shifted differently, and labels they say something
+    about.
+    """
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(CLASSES, (n,), generator=generator)
     centres = torch.randn(CLASSES, features, generator=generator, dtype=torch.float64)
@@ -28,11 +32,18 @@ def one_hot(y: Tensor) -> Tensor:
 
 
 def direct(h: Tensor, y: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Returns the ridge solution by least squares on rows that pull the weights, and not the bias, to 0."""
+    """Returns the ridge solution by least squares on rows that pull the weights, and not the bias,
+    to 0.
+    """
     n = h.shape[1]
-    pull = torch.cat([torch.eye(n, dtype=torch.float64) * ridge**0.5, torch.zeros(n, 1, dtype=torch.float64)], dim=1)
+    pull = torch.cat(
+        [torch.eye(n, dtype=torch.float64) * ridge**0.5, torch.zeros(n, 1, dtype=torch.float64)],
+        dim=1,
+    )
     rows = torch.cat([torch.cat([h, torch.ones(len(h), 1, dtype=torch.float64)], dim=1), pull])
-    found = torch.linalg.lstsq(rows, torch.cat([y, torch.zeros(n, y.shape[1], dtype=torch.float64)])).solution
+    found = torch.linalg.lstsq(
+        rows, torch.cat([y, torch.zeros(n, y.shape[1], dtype=torch.float64)])
+    ).solution
     return found[:-1].T, found[-1]
 
 
@@ -44,13 +55,17 @@ def seen(h: Tensor, y: Tensor, *, batch: int = 32, **settings: Any) -> GramStati
 
 
 def close(some: Any, others: Any, tolerance: float = 1e-8) -> bool:
-    return all(torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(some, others, strict=True))
+    return all(
+        torch.allclose(a, b, rtol=0, atol=tolerance) for a, b in zip(some, others, strict=True)
+    )
 
 
 @pytest.mark.parametrize("features", [0, 1, 2, 7, 8])
 @pytest.mark.parametrize("per_class", [False, True])
 @pytest.mark.parametrize("ridge", [1.0, 1e-3, 100.0])
-def test_it_equals_the_solution_on_all_samples_at_once(features: int, per_class: bool, ridge: float) -> None:
+def test_it_equals_the_solution_on_all_samples_at_once(
+    features: int, per_class: bool, ridge: float
+) -> None:
     h, y = samples(features=features)
     found = seen(h, y, per_class=per_class).solve(ridge)
     assert close(found, direct(h, one_hot(y), ridge))
@@ -84,7 +99,9 @@ def test_the_solution_fits_a_linear_layer_behind_any_encoder() -> None:
     assert (head(encoder(x)).argmax(1) == y).float().mean() > 0.8
     shuffled = GramStatistics(30, CLASSES)
     shuffled.add(encoder(x), y[torch.randperm(400)])
-    assert (shuffled.solve(1e-3)(encoder(x)).argmax(1) == y).float().mean() < 0.6  # it is not the encoder alone
+    assert (
+        shuffled.solve(1e-3)(encoder(x)).argmax(1) == y
+    ).float().mean() < 0.6  # it is not the encoder alone
 
 
 def test_neither_order_nor_batches_matter() -> None:
@@ -154,7 +171,10 @@ def test_a_class_that_is_forgotten_was_never_seen() -> None:
 def test_numbers_and_bytes_are_what_is_stored() -> None:
     h, y = samples(features=6)
     plain, apart = seen(h, y), seen(h, y, per_class=True)
-    assert (plain.numbers, plain.bytes) == (7 * 8 // 2 + 7 * CLASSES, 8 * (7 * 8 // 2 + 7 * CLASSES))
+    assert (plain.numbers, plain.bytes) == (
+        7 * 8 // 2 + 7 * CLASSES,
+        8 * (7 * 8 // 2 + 7 * CLASSES),
+    )
     assert apart.numbers == CLASSES * (7 * 8 // 2)
 
     def stored(value: Any) -> int:
@@ -168,7 +188,10 @@ def test_numbers_and_bytes_are_what_is_stored() -> None:
 @pytest.mark.parametrize("per_class", [False, True])
 def test_sums_kept_in_float32_take_half_the_bytes_and_lose_its_digits(per_class: bool) -> None:
     h, y = samples()
-    whole, half = seen(h, y, per_class=per_class), seen(h, y, per_class=per_class, dtype=torch.float32)
+    whole, half = (
+        seen(h, y, per_class=per_class),
+        seen(h, y, per_class=per_class, dtype=torch.float32),
+    )
     assert (half.numbers, 2 * half.bytes) == (whole.numbers, whole.bytes)
     assert close(half.solve(), whole.solve(), 1e-4)
     assert not close(half.solve(), whole.solve(), 1e-12)
@@ -220,8 +243,17 @@ def test_a_file_of_its_state(per_class: bool) -> None:
     assert statistics.count == 200
     before = restored.solve()
     state = statistics.state_dict()
-    wrong = [{}, {**state, "sizes": [8, CLASSES]}, {**state, "per_class": not per_class}, {**state, "sums": {9: {}}}]
-    wrong += [{**state, "lacking": torch.zeros(3)}, {**state, "only_labels": None}, {**state, "cross": torch.zeros(1)}]
+    wrong = [
+        {},
+        {**state, "sizes": [8, CLASSES]},
+        {**state, "per_class": not per_class},
+        {**state, "sums": {9: {}}},
+    ]
+    wrong += [
+        {**state, "lacking": torch.zeros(3)},
+        {**state, "only_labels": None},
+        {**state, "cross": torch.zeros(1)},
+    ]
     wrong += [{**state, "sums": {0: {name: x * torch.nan for name, x in state["sums"][0].items()}}}]
     for bad in wrong:
         with pytest.raises(CheckpointError):
@@ -235,12 +267,20 @@ def test_what_is_refused_changes_nothing() -> None:
     before = statistics.state_dict()
     nan = h.clone()
     nan[3, 3] = torch.nan
-    cases = [(h[:, :6], y, "of shape"), (h, y[:5], "go with"), (h, y + 1, "labels are"), (nan, y, "not finite")]
+    cases = [
+        (h[:, :6], y, "of shape"),
+        (h, y[:5], "go with"),
+        (h, y + 1, "labels are"),
+        (nan, y, "not finite"),
+    ]
     for some, labels, message in [*cases, (h, y.double(), "go with")]:
         for verb in (statistics.add, statistics.remove):
             with pytest.raises(ValueError, match=message):
                 verb(some, labels)
-    for some, labels in ((h.repeat(2, 1), y.repeat(2)), (h[y == 0].repeat(2, 1), y[y == 0].repeat(2))):
+    for some, labels in (
+        (h.repeat(2, 1), y.repeat(2)),
+        (h[y == 0].repeat(2, 1), y[y == 0].repeat(2)),
+    ):
         with pytest.raises(ValueError, match="not all added"):
             statistics.remove(some, labels)
     with pytest.raises(ValueError, match="labels"):
@@ -253,7 +293,10 @@ def test_what_is_refused_changes_nothing() -> None:
     with pytest.raises(GrapNetError, match="nothing was seen"):
         GramStatistics(7, CLASSES).solve()
     assert torch.equal(before["cross"], statistics.state_dict()["cross"])
-    assert all(torch.equal(before["sums"][0][name], x) for name, x in statistics.state_dict()["sums"][0].items())
+    assert all(
+        torch.equal(before["sums"][0][name], x)
+        for name, x in statistics.state_dict()["sums"][0].items()
+    )
 
 
 def test_a_singular_matrix_is_solved_and_said() -> None:

@@ -1,4 +1,6 @@
-"""Replay memories keep a fair sample, which is a matter of the seed and the rows alone, and resume bit for bit."""
+"""Replay memories keep a fair sample, which is a matter of the seed and the rows alone, and resume
+bit for bit.
+"""
 
 import random
 from collections import Counter
@@ -28,7 +30,10 @@ def stored(memory: ReservoirMemory) -> list[float]:
 
 def equal(a: Batch, b: Batch) -> bool:
     pairs = zip(a, b, strict=True)
-    return all(p is q if p is None or q is None else torch.equal(p, q) and p.dtype == q.dtype for p, q in pairs)
+    return all(
+        p is q if p is None or q is None else torch.equal(p, q) and p.dtype == q.dtype
+        for p, q in pairs
+    )
 
 
 def algorithm_r(chances: list[float], capacity: int) -> list[int]:
@@ -46,20 +51,30 @@ def test_the_reservoir_is_algorithm_r_on_the_draws_of_its_generator():
     memory = ReservoirMemory(5, seed=3)
     before = memory.state_dict()["storing"]
     memory.add(*rows(40))
-    draws = torch.rand(40, dtype=torch.float64, generator=torch.Generator().set_state(before)).tolist()
+    draws = torch.rand(
+        40, dtype=torch.float64, generator=torch.Generator().set_state(before)
+    ).tolist()
     assert stored(memory) == algorithm_r(draws, 5)
 
 
 def test_the_reservoir_keeps_every_row_with_the_same_chance():
     n, capacity, times = 30, 6, 600
-    found = Counter(row for seed in range(times) for row in kept(ReservoirMemory(capacity, seed=seed), n))
+    found = Counter(
+        row for seed in range(times) for row in kept(ReservoirMemory(capacity, seed=seed), n)
+    )
     counts = [found[row] for row in range(n)]
     assert sum(counts) == times * capacity
-    # each count is binomial with chance 1/5, and one draw without replacement shrinks the spread by n/(n−1)
+    # each count is binomial with chance 1/5, and one draw without replacement shrinks the spread by
+    # n/(n−1)
     square = sum((c - times / 5) ** 2 / (times / 5 * 4 / 5) for c in counts) * (n - 1) / n
     assert 0.001 < stats.chi2.sf(square, n - 1) < 0.999
-    first_come = [times if row < capacity else 0 for row in range(n)]  # and a memory that just fills up would be found
-    assert stats.chi2.sf(sum((c - times / 5) ** 2 / (times / 5 * 4 / 5) for c in first_come), n - 1) < 1e-100
+    first_come = [
+        times if row < capacity else 0 for row in range(n)
+    ]  # and a memory that just fills up would be found
+    assert (
+        stats.chi2.sf(sum((c - times / 5) ** 2 / (times / 5 * 4 / 5) for c in first_come), n - 1)
+        < 1e-100
+    )
 
 
 def kept(memory: ReservoirMemory, n: int) -> list[int]:
@@ -72,12 +87,16 @@ def test_within_a_class_the_balanced_memory_keeps_every_row_with_the_same_chance
     times, found = 600, Counter[int]()
     for seed in range(times):
         memory = BalancedMemory(8, seed=seed)
-        memory.add(torch.arange(60).float().unsqueeze(1), torch.tensor([0] * 20 + [1] * 20 + [0] * 20))
+        memory.add(
+            torch.arange(60).float().unsqueeze(1), torch.tensor([0] * 20 + [1] * 20 + [0] * 20)
+        )
         assert memory.counts == {0: 4, 1: 4}
         found.update(int(row) for row in stored(memory))
     for members in ([*range(20), *range(40, 60)], range(20, 40)):
         share, n = 4 / len(members), len(members)
-        square = sum((found[row] - times * share) ** 2 / (times * share * (1 - share)) for row in members)
+        square = sum(
+            (found[row] - times * share) ** 2 / (times * share * (1 - share)) for row in members
+        )
         assert 0.001 < stats.chi2.sf(square * (n - 1) / n, n - 1) < 0.999
 
 
@@ -173,7 +192,11 @@ def test_numbers_and_bytes_are_those_of_the_rows_that_are_there():
     memory.add(torch.zeros(990, 49), torch.zeros(990, dtype=torch.long))
     assert (memory.numbers, memory.bytes) == (24_500, 500 * (49 * 4 + 8))
     bytewise = ReservoirMemory(500, seed=0)
-    bytewise.add(torch.zeros(600, 7, 7, dtype=torch.uint8), torch.zeros(600, dtype=torch.uint8), torch.zeros(600, 10))
+    bytewise.add(
+        torch.zeros(600, 7, 7, dtype=torch.uint8),
+        torch.zeros(600, dtype=torch.uint8),
+        torch.zeros(600, 10),
+    )
     assert (bytewise.numbers, bytewise.bytes) == (24_500 + 5_000, 500 * (49 + 1 + 40))
     assert bytewise.sample(3).x.dtype == torch.uint8
 
@@ -189,7 +212,12 @@ def test_a_memory_that_loads_a_state_goes_on_bit_for_bit(kind: Any, n: int, tmp_
     net = gn.GrapNet([1, 2, 4])
     gn.save(tmp_path / "net.gn", net, memory=memory)
     gn.restore(tmp_path / "net.gn", memory=again)
-    assert (len(again), again.offered, again.numbers, again.bytes) == (len(memory), n, memory.numbers, memory.bytes)
+    assert (len(again), again.offered, again.numbers, again.bytes) == (
+        len(memory),
+        n,
+        memory.numbers,
+        memory.bytes,
+    )
     for m in (memory, again):
         m.add(*rows(40, first=n), torch.ones(40, 6))
     assert equal(memory.content, again.content)
@@ -239,7 +267,9 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: Any, n
         (torch.zeros(3, 1), torch.zeros(3).long(), torch.zeros(2, 4), r"got .*logits \[2, 4\]"),
     ],
 )
-def test_rows_that_do_not_fit_are_refused_and_nothing_is_drawn(x: Tensor, y: Tensor, logits: Any, named: str):
+def test_rows_that_do_not_fit_are_refused_and_nothing_is_drawn(
+    x: Tensor, y: Tensor, logits: Any, named: str
+):
     memory, untouched = ReservoirMemory(5, seed=0), ReservoirMemory(5, seed=0)
     for m in (memory, untouched):
         m.add(*rows(9))

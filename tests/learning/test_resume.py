@@ -1,4 +1,6 @@
-"""Training that was saved and resumed between edits equals training that was not, averages and schedule included."""
+"""Training that was saved and resumed between edits equals training that was not, averages and
+schedule included.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +30,9 @@ MAKE: dict[str, Callable[[Any], Optimizer]] = {
 class Run:
     """A net and all that trains it."""
 
-    def __init__(self, net: gn.GrapNet, copied: gn.GrapNet | None, make: Callable[[Any], Optimizer]) -> None:
+    def __init__(
+        self, net: gn.GrapNet, copied: gn.GrapNet | None, make: Callable[[Any], Optimizer]
+    ) -> None:
         self.net, self.make = net, make
         self.optimizer = make(list(net.parameters()))
         self.scheduler = CosineAnnealingLR(self.optimizer, 7)
@@ -45,18 +49,28 @@ class Run:
             self.averaged.update_parameters(self.net)
 
     def resumed(self, folder: Path, *, undo: bool, copied: bool) -> "Run":
-        """Returns the run as another process would have it; the copy comes from a file of its own, or from a state."""
-        extras = {"optimizer": self.optimizer, "scheduler": self.scheduler, "averaged": self.averaged}
+        """Returns the run as another process would have it; the copy comes from a file of its own,
+        or from a state.
+        """
+        extras = {
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "averaged": self.averaged,
+        }
         gn.save(folder / "net", self.net, undo=undo, **extras)
         gn.save(folder / "copy", self.averaged.module, undo=undo)
         run = Run(gn.load(folder / "net"), gn.load(folder / "copy") if copied else None, self.make)
-        gn.restore(folder / "net", optimizer=run.optimizer, scheduler=run.scheduler, averaged=run.averaged)
+        gn.restore(
+            folder / "net", optimizer=run.optimizer, scheduler=run.scheduler, averaged=run.averaged
+        )
         run.attach()
         return run
 
     def contents(self) -> str:
         state = [self.net.state_dict(), self.averaged.state_dict(), self.scheduler.state_dict()]
-        return as_text([dict(part) for part in state] + [self.optimizer.state_dict(), self.net.version])
+        return as_text(
+            [dict(part) for part in state] + [self.optimizer.state_dict(), self.net.version]
+        )
 
 
 def grow(net: gn.GrapNet) -> None:
@@ -92,7 +106,9 @@ def test_resumed_training_is_bit_identical(tmp_path: Path, kind: str, copied: bo
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_what_was_cut_returns_after_resuming_as_optimizer_and_copy_had_it(tmp_path: Path, kind: str) -> None:
+def test_what_was_cut_returns_after_resuming_as_optimizer_and_copy_had_it(
+    tmp_path: Path, kind: str
+) -> None:
     ends = []
     for interrupted in (False, True):
         run = started(MAKE[kind])

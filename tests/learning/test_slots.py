@@ -1,4 +1,6 @@
-"""What undo gives back to an optimizer goes to the right net, in whatever order nets are attached or restored."""
+"""What undo gives back to an optimizer goes to the right net, in whatever order nets are attached
+or restored.
+"""
 
 import copy
 import io
@@ -49,7 +51,9 @@ def test_two_nets_in_one_optimizer_get_their_own_slots_after_a_resume(tmp_path: 
 
 
 @pytest.mark.parametrize("attach_first", [True, False])
-def test_attaching_before_or_after_restoring_is_the_same(attach_first: bool, tmp_path: Path) -> None:
+def test_attaching_before_or_after_restoring_is_the_same(
+    attach_first: bool, tmp_path: Path
+) -> None:
     net = gn.GrapNet([4, 3, 2], activation="tanh")
     optimizer = torch.optim.Adam(net.parameters())
     gn.attach(optimizer, net)

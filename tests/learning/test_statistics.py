@@ -20,7 +20,9 @@ def test_a_paired_comparison_is_scipys(n, confidence):
     assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
     assert found.p == pytest.approx(known.pvalue)
     differences = np.subtract(a, b)
-    assert (found.mean, found.std, found.n) == pytest.approx((differences.mean(), differences.std(ddof=1), n))
+    assert (found.mean, found.std, found.n) == pytest.approx(
+        (differences.mean(), differences.std(ddof=1), n)
+    )
     assert stats.ttest_ind(a, b).pvalue != pytest.approx(found.p)  # the pairs matter
     back = paired(b, a, confidence=confidence)
     assert (back.low, back.high, back.p) == pytest.approx((-found.high, -found.low, found.p))

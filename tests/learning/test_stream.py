@@ -1,4 +1,6 @@
-"""Streams give every method the same batches, and the loop over them is the one that anybody would write."""
+"""Streams give every method the same batches, and the loop over them is the one that anybody would
+write.
+"""
 
 import copy
 from collections import Counter
@@ -27,7 +29,9 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def stream_of(data: tuple[Tensor, Tensor], seed: Any = 0, **settings: Any) -> TaskStream:
-    return TaskStream(*data, **{"tasks": TASKS, "batch": 16, "per_class": 20, **settings}, seed=seed)
+    return TaskStream(
+        *data, **{"tasks": TASKS, "batch": 16, "per_class": 20, **settings}, seed=seed
+    )
 
 
 def linear() -> nn.Module:
@@ -53,7 +57,9 @@ def test_a_task_brings_its_classes_once(data):
         batches = list(task.batches)
         assert [len(batch.y) for batch in batches] == [16, 16, 8]
         assert len(task) == 3
-        assert Counter(torch.cat([batch.y for batch in batches]).tolist()) == dict.fromkeys(task.classes, 20)
+        assert Counter(torch.cat([batch.y for batch in batches]).tolist()) == dict.fromkeys(
+            task.classes, 20
+        )
         assert torch.equal(torch.cat([batch.x for batch in batches]), task.content.x)
         assert torch.equal(data[0][task.rows], task.content.x)
         assert set(batches[0].y.tolist()) == set(task.classes)  # the classes are mixed
@@ -76,7 +82,9 @@ def test_the_seed_decides_the_subset_and_the_order(data):
     assert [set(task) for task in whole] == [set(task) for task in whole_of_other]
     assert whole != whole_of_other
     reordered = rows(tasks=[TASKS[2], TASKS[0], TASKS[1]])
-    assert [set(task) for task in reordered] == [set(first[n]) for n in (2, 0, 1)]  # a class keeps its images
+    assert [set(task) for task in reordered] == [
+        set(first[n]) for n in (2, 0, 1)
+    ]  # a class keeps its images
 
 
 def test_a_number_of_tasks_shares_the_classes(data):
@@ -93,7 +101,9 @@ def test_what_is_left_out_belongs_to_the_classes_and_was_not_shown(data):
     of_stream = torch.isin(y, torch.tensor([0, 1, 2, 4]))
     assert len(left.y) + len(shown) == int(of_stream.sum())
     together = torch.cat([left.x, shown])
-    assert torch.equal(together[together[:, 0].argsort()], x[of_stream][x[of_stream][:, 0].argsort()])
+    assert torch.equal(
+        together[together[:, 0].argsort()], x[of_stream][x[of_stream][:, 0].argsort()]
+    )
     assert len(stream_of(data, per_class=None).left_out.y) == 0
 
 
@@ -125,7 +135,13 @@ def test_the_loop_is_the_one_written_out(data, kind, updates):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     memory, objective = kind(30, seed=2), ExperienceReplay(0.5)
     run = train_on_stream(
-        model, stream_of(data), objective, memory, optimizer, replay_batch=10, updates_per_batch=updates
+        model,
+        stream_of(data),
+        objective,
+        memory,
+        optimizer,
+        replay_batch=10,
+        updates_per_batch=updates,
     )
     adam, again = torch.optim.Adam(by_hand.parameters(), lr=0.01), kind(30, seed=2)
     for task in stream_of(data):
@@ -157,7 +173,9 @@ def test_methods_get_the_same_batches_and_replays_whatever_the_model(data):
     wide = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 6))
     for name, model in (("linear", linear()), ("wide", wide)):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train_on_stream(model, stream_of(data), watched(name), ReservoirMemory(30, seed=2), optimizer)
+        train_on_stream(
+            model, stream_of(data), watched(name), ReservoirMemory(30, seed=2), optimizer
+        )
     assert given["linear"][1] is None  # nothing is in the memory before the first batch
     for a, b in zip(given["linear"], given["wide"], strict=True):
         assert (a is None) == (b is None)
@@ -166,7 +184,13 @@ def test_methods_get_the_same_batches_and_replays_whatever_the_model(data):
 
 def test_without_a_memory_nothing_is_replayed(data):
     model, by_hand = linear(), linear()
-    train_on_stream(model, stream_of(data), ExperienceReplay(), None, torch.optim.SGD(model.parameters(), lr=0.1))
+    train_on_stream(
+        model,
+        stream_of(data),
+        ExperienceReplay(),
+        None,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+    )
     sgd = torch.optim.SGD(by_hand.parameters(), lr=0.1)
     for task in stream_of(data):
         for current in task.batches:
@@ -214,7 +238,11 @@ def test_hooks_are_called_in_their_places(data):
     )
     wanted: list[Any] = []
     for n in range(3):
-        wanted += [("before", n, 40 * n), *((3 * n + k, n) for k in range(3)), ("after", n, 40 * n + 40)]
+        wanted += [
+            ("before", n, 40 * n),
+            *((3 * n + k, n) for k in range(3)),
+            ("after", n, 40 * n + 40),
+        ]
     assert calls == wanted
 
 
@@ -275,8 +303,16 @@ def test_a_loop_without_updates_is_refused(data, settings):
     ("labels", "error", "named"),
     [
         (lambda y: y.bool(), TypeError, r"y holds class numbers, which are whole, got torch.bool"),
-        (lambda y: y.to(torch.uint16), TypeError, r"y holds class numbers, which are whole, got torch.uint16"),
-        (lambda y: y.float(), TypeError, r"y holds class numbers, which are whole, got torch.float32; y.long\(\)"),
+        (
+            lambda y: y.to(torch.uint16),
+            TypeError,
+            r"y holds class numbers, which are whole, got torch.uint16",
+        ),
+        (
+            lambda y: y.float(),
+            TypeError,
+            r"y holds class numbers, which are whole, got torch.float32; y.long\(\)",
+        ),
         (lambda y: y.numpy(), TypeError, r"y is a tensor, got ndarray; torch.as_tensor\(y\)"),
         (lambda y: y.tolist(), TypeError, "y is a tensor, got list"),
         (lambda y: torch.nn.functional.one_hot(y), ValueError, r"one-hot rows take y.argmax\(1\)"),
@@ -296,9 +332,15 @@ def test_labels_are_class_numbers_in_a_tensor(data, labels, error, named):
 
 @pytest.mark.parametrize("tasks", [2.0, [0, 1], "01", None, [(0.5, 1)]])
 def test_classes_come_in_groups(data, tasks):
-    with pytest.raises(TypeError, match=r"in groups, such as \[\(0, 1\), \(2, 3\)\] or stream.classes, got"):
+    with pytest.raises(
+        TypeError, match=r"in groups, such as \[\(0, 1\), \(2, 3\)\] or stream.classes, got"
+    ):
         stream_of(data, tasks=tasks)
-    assert len(stream_of(data, tasks=np.int64(2))) == len(stream_of(data, tasks=torch.tensor([[0, 1], [2, 3]]))) == 2
+    assert (
+        len(stream_of(data, tasks=np.int64(2)))
+        == len(stream_of(data, tasks=torch.tensor([[0, 1], [2, 3]])))
+        == 2
+    )
 
 
 def test_what_is_easily_mixed_up_is_refused(data):
@@ -313,7 +355,9 @@ def test_what_is_easily_mixed_up_is_refused(data):
             train_on_stream(model, *wrong, optimizer)
     before = weights(model)
     for objective in (DER(0.5), DERpp(0.5, 1.0)):
-        with pytest.raises(ValueError, match=rf"{type(objective).__name__} compares with logits .* give a memory"):
+        with pytest.raises(
+            ValueError, match=rf"{type(objective).__name__} compares with logits .* give a memory"
+        ):
             train_on_stream(model, stream, objective, None, optimizer)
     assert same(weights(model), before)
 
@@ -321,4 +365,6 @@ def test_what_is_easily_mixed_up_is_refused(data):
 def test_streams_and_tasks_print_as_one_short_line(data):
     stream = stream_of(data, tasks=[(0, 1), (2, 3)], per_class=5, batch=4)
     assert repr(stream) == "TaskStream(tasks=2, classes=4, samples=20, batch=4)"
-    assert repr(stream[1]) == "Task(number=1, classes=(2, 3), seen=(0, 1, 2, 3), samples=10, batch=4)"
+    assert (
+        repr(stream[1]) == "Task(number=1, classes=(2, 3), seen=(0, 1, 2, 3), samples=10, batch=4)"
+    )

@@ -1,4 +1,6 @@
-"""Groups, several nets, several optimizers, schedulers, scaling and clipping go on through an edit."""
+"""Groups, several nets, several optimizers, schedulers, scaling and clipping go on through an
+edit.
+"""
 
 import copy
 import math
@@ -20,7 +22,9 @@ def test_a_group_keeps_its_members_and_its_learning_rate() -> None:
     gn.attach(optimizer, net, survivors="renew")
     train(net, optimizer, range(2))
     rewire(net)
-    for n, (group, parameter) in enumerate(zip(optimizer.param_groups, net.parameters(), strict=True)):
+    for n, (group, parameter) in enumerate(
+        zip(optimizer.param_groups, net.parameters(), strict=True)
+    ):
         before = parameter.detach().clone()
         assert group["params"][0] is parameter
         group["before"] = before
@@ -28,7 +32,9 @@ def test_a_group_keeps_its_members_and_its_learning_rate() -> None:
     train(net, optimizer, [2])
     for group in optimizer.param_groups:
         size = (group["params"][0] - group.pop("before")).detach().abs()
-        torch.testing.assert_close(size, torch.full_like(size, 0.001 * group["number"]), rtol=1e-6, atol=0.0)
+        torch.testing.assert_close(
+            size, torch.full_like(size, 0.001 * group["number"]), rtol=1e-6, atol=0.0
+        )
 
 
 def test_several_nets_in_one_optimizer_and_several_optimizers_on_one_net() -> None:
@@ -37,7 +43,13 @@ def test_several_nets_in_one_optimizer_and_several_optimizers_on_one_net() -> No
     mine = Adam(alone.parameters(), lr=0.01)
     slow = SGD(first.parameters(), lr=0.001, momentum=0.9)
     still = SGD(alone.parameters(), lr=0.001, momentum=0.9)
-    for optimizer, net in ((both, first), (both, second), (mine, alone), (slow, first), (still, alone)):
+    for optimizer, net in (
+        (both, first),
+        (both, second),
+        (mine, alone),
+        (slow, first),
+        (still, alone),
+    ):
         gn.attach(optimizer, net)
 
     def step(seed: int) -> None:
@@ -58,9 +70,13 @@ def test_several_nets_in_one_optimizer_and_several_optimizers_on_one_net() -> No
         if seed == 3:
             held = copy.deepcopy(both.state[first.transitions[0].weight])
             rewire(second)
-            assert all(torch.equal(v, both.state[first.transitions[0].weight][k]) for k, v in held.items())
+            assert all(
+                torch.equal(v, both.state[first.transitions[0].weight][k]) for k, v in held.items()
+            )
         # `first` takes the same two steps as `alone`, in the same order
-    assert len(both.state[second.transitions[0].weight]["exp_avg"]) == len(second.transitions[0].weight)
+    assert len(both.state[second.transitions[0].weight]["exp_avg"]) == len(
+        second.transitions[0].weight
+    )
     for p, q in zip(first.parameters(), alone.parameters(), strict=True):
         assert torch.equal(p, q)
 
@@ -70,14 +86,19 @@ def test_an_edit_changes_no_learning_rate(kind: str) -> None:
     rates = []
     for edited in (False, True):
         net = make_net()
-        groups = [{"params": net.transitions.parameters(), "lr": 0.02}, {"params": net.layers.parameters(), "lr": 0.01}]
+        groups = [
+            {"params": net.transitions.parameters(), "lr": 0.02},
+            {"params": net.layers.parameters(), "lr": 0.01},
+        ]
         optimizer = SGD(groups, lr=0.1, momentum=0.9)
         scheduler = SCHEDULERS[kind](optimizer)
         gn.attach(optimizer, net)
         found = []
         for n in range(8):
             train(net, optimizer, [n])
-            scheduler.step(*([1 + 0.01 * n] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
+            scheduler.step(
+                *([1 + 0.01 * n] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else [])
+            )
             found += [(group["lr"], group["momentum"]) for group in optimizer.param_groups]
             if edited and n in (2, 5):
                 with net.edit() as edit:
@@ -105,7 +126,9 @@ def test_a_grad_scaler_goes_on_through_an_edit() -> None:
             scaler.update()
         ends.append([p.detach().clone() for p in net.parameters()])
         assert scaler.get_scale() == (8192.0 if scaled else 1.0)
-    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))  # a scale of 2ⁿ rounds nothing
+    assert all(
+        torch.equal(p, q) for p, q in zip(*ends, strict=True)
+    )  # a scale of 2ⁿ rounds nothing
 
 
 def test_clipping_a_list_captured_before_the_edit() -> None:

@@ -1,4 +1,6 @@
-"""Draws the pictures of the documentation with its own code: `python -m tests.plot.documented` writes docs/images."""
+"""Draws the pictures of the documentation with its own code: `python -m tests.plot.documented`
+writes docs/images.
+"""
 
 import os
 import re
@@ -8,12 +10,19 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"graph.png": "guides/pictures.md", "deletion.png": "concepts.md"}  # pictures, and the pages that draw them
+PAGES = {
+    "graph.png": "guides/pictures.md",
+    "deletion.png": "concepts.md",
+}  # pictures, and the pages that draw them
 
 
 def draw(name: str, folder: Path) -> Path:
-    """Runs the page's code up to the block that writes this picture, in a folder, and returns where it is."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (DOCS / PAGES[name]).read_text(), flags=re.MULTILINE | re.DOTALL)
+    """Runs the page's code up to the block that writes this picture, in a folder, and returns where
+    it is.
+    """
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / PAGES[name]).read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     last = next(n for n, block in enumerate(blocks) if f'"{name}"' in block)
     known, here = {}, Path.cwd()
     os.chdir(folder)

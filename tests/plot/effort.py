@@ -7,7 +7,9 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Returns how many lines of Python a call runs, of all libraries; a loop over nodes runs some for every node."""
+    """Returns how many lines of Python a call runs, of all libraries; a loop over nodes runs some
+    for every node.
+    """
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:

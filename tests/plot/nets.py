@@ -1,4 +1,6 @@
-"""Nets to draw: a small one with three owners, a large one with owners, a large one with families."""
+"""Nets to draw: a small one with three owners, a large one with owners, a large one with
+families.
+"""
 
 import torch
 
@@ -6,7 +8,9 @@ import grapnet as gn
 
 
 def grown(per_task: int = 3, tasks: int = 3, inputs: int = 6, outputs: int = 6) -> gn.GrapNet:
-    """Returns a net that grew task by task; each task but the last is frozen, and a fifth of the inputs' is cut."""
+    """Returns a net that grew task by task; each task but the last is frozen, and a fifth of the
+    inputs' is cut.
+    """
     generator = torch.Generator().manual_seed(0)
     net = gn.GrapNet([inputs, 0, outputs], generator=generator)
     each = outputs // tasks
@@ -24,7 +28,9 @@ def grown(per_task: int = 3, tasks: int = 3, inputs: int = 6, outputs: int = 6) 
 
 
 def families(sizes: tuple[int, ...] = (40, 60), children: int = 20) -> gn.GrapNet:
-    """Returns a net without owners whose hidden nodes form families of these sizes, each with children of its own."""
+    """Returns a net without owners whose hidden nodes form families of these sizes, each with
+    children of its own.
+    """
     width = sum(sizes)
     members = torch.arange(width)
     family = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))

@@ -18,4 +18,9 @@ def overlaps(ax: Any) -> list[tuple[str, str]]:
         shown += [ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
     level = [text for text in shown if text.get_text() and text.get_rotation() in (0, 90)]
     rooms = [(text.get_text(), text.get_window_extent(renderer)) for text in level]
-    return [(a, b) for n, (a, room) in enumerate(rooms) for b, other in rooms[:n] if room.overlaps(other)]
+    return [
+        (a, b)
+        for n, (a, room) in enumerate(rooms)
+        for b, other in rooms[:n]
+        if room.overlaps(other)
+    ]

@@ -30,7 +30,11 @@ def test_an_owner_has_its_colour_in_every_picture():
     graph, shares = plot.graph(net), plot.weights(net, by="owner")
     colors = plot.owner_colors(["task-1", "task-2", "task-3"])
     named = dict(
-        zip((t.get_text() for t in graph.get_legend().get_texts()), graph.get_legend().legend_handles, strict=True)
+        zip(
+            (t.get_text() for t in graph.get_legend().get_texts()),
+            graph.get_legend().legend_handles,
+            strict=True,
+        )
     )
     drawn = {patch.get_label(): to_hex(patch.get_edgecolor()) for patch in shares.patches}
     for owner, color in colors.items():
@@ -42,11 +46,22 @@ def test_an_owner_has_its_colour_in_every_picture():
 @pytest.mark.parametrize("name", ["light", "dark"])
 def test_texts_are_read_on_the_ground_of_their_theme(name):
     with plot.theme(name):
-        axes = [plot.graph(grown()), plot.timeline(grown()), plot.degrees(grown()), plot.adjacency(grown())]
+        axes = [
+            plot.graph(grown()),
+            plot.timeline(grown()),
+            plot.degrees(grown()),
+            plot.adjacency(grown()),
+        ]
     for ax in axes:
         assert (sum(to_rgb(ax.figure.get_facecolor())) > 1.5) == (name == "light")
         FigureCanvasAgg(ax.figure).draw()  # outside of the block, where ticks are made
-        shown = [ax.title, ax.xaxis.label, *ax.get_legend().get_texts(), *ax.get_xticklabels(), *ax.get_yticklabels()]
+        shown = [
+            ax.title,
+            ax.xaxis.label,
+            *ax.get_legend().get_texts(),
+            *ax.get_xticklabels(),
+            *ax.get_yticklabels(),
+        ]
         shades = {sum(to_rgb(text.get_color())) < 1.5 for text in shown if text.get_text()}
         assert shades == {name == "light"}
 
@@ -67,7 +82,10 @@ def test_axes_of_a_subfigure_are_written_with_their_whole_figure(tmp_path):
     plot.timeline(grown(), ax=right.subfigures(1, 1).subplots())
     plot.save(figure, tmp_path / "whole.svg")
     for part in (ax, left, right.subfigs[0]):
-        assert plot.save(part, tmp_path / "part.svg").read_bytes() == (tmp_path / "whole.svg").read_bytes()
+        assert (
+            plot.save(part, tmp_path / "part.svg").read_bytes()
+            == (tmp_path / "whole.svg").read_bytes()
+        )
 
 
 def test_an_unknown_theme_is_refused():
@@ -75,7 +93,9 @@ def test_an_unknown_theme_is_refused():
         plot.theme("blue")
 
 
-@pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".PDF", b"%PDF")]
+)
 def test_pictures_are_written_whole_and_alike(tmp_path, suffix, start):
     path = tmp_path / f"net{suffix}"
     assert plot.save(plot.graph(grown()), path) == path
@@ -88,7 +108,9 @@ def test_pictures_are_written_whole_and_alike(tmp_path, suffix, start):
 
 def test_a_picture_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch):
     ax = plot.graph(grown())
-    with pytest.raises(ValueError, match=r"net\.bmp is no picture that can be written: .* \.png, \.svg, \.pdf"):
+    with pytest.raises(
+        ValueError, match=r"net\.bmp is no picture that can be written: .* \.png, \.svg, \.pdf"
+    ):
         plot.save(ax, tmp_path / "net.bmp")
     assert list(tmp_path.iterdir()) == []
     path = tmp_path / "net.png"
@@ -126,7 +148,9 @@ def test_no_module_hides_a_function_of_its_name():
 def test_titles_and_legends_are_as_wide_as_their_axes():
     net = grown(per_task=40, inputs=30)
     for wide in (4.3, 9.0):
-        ax = plot.graph(net, cut_since=net.version - 1, ax=Figure((wide, 4.0), layout="constrained").subplots())
+        ax = plot.graph(
+            net, cut_since=net.version - 1, ax=Figure((wide, 4.0), layout="constrained").subplots()
+        )
         FigureCanvasAgg(ax.figure).draw()
         for part in (ax._left_title, ax.get_legend()):
             assert part.get_window_extent().width <= ax.figure.bbox.width
@@ -136,7 +160,11 @@ def test_titles_and_legends_are_as_wide_as_their_axes():
 def test_a_file_shows_all_of_a_legend_that_is_wider_than_its_axes(tmp_path):
     ax = plot.graph(grown(), ax=Figure((3, 3)).add_axes((0.5, 0.5, 0.1, 0.4)))
     with Image.open(plot.save(ax, tmp_path / "narrow.png", dpi=100)) as drawn:
-        assert drawn.width > ax.get_legend().get_window_extent().width > 1.5 * ax.get_window_extent().width
+        assert (
+            drawn.width
+            > ax.get_legend().get_window_extent().width
+            > 1.5 * ax.get_window_extent().width
+        )
 
 
 def eager(source: str) -> set[str]:

@@ -1,4 +1,6 @@
-"""Colours are apart for every kind of colour vision, and what is not finite has a look of its own."""
+"""Colours are apart for every kind of colour vision, and what is not finite has a look of its
+own.
+"""
 
 from itertools import combinations
 from typing import Any
@@ -13,9 +15,21 @@ from grapnet import plot
 
 VISIONS = {  # Machado, Oliveira and Fernandes 2009, severity 1, of linear RGB
     "normal": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]],
-    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
-    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
-    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+    "protan": [
+        [0.152286, 1.052583, -0.204868],
+        [0.114503, 0.786281, 0.099216],
+        [-0.003882, -0.048116, 1.051998],
+    ],
+    "deutan": [
+        [0.367322, 0.860646, -0.227968],
+        [0.280085, 0.672501, 0.047413],
+        [-0.011820, 0.042940, 0.968881],
+    ],
+    "tritan": [
+        [1.255528, -0.076749, -0.178779],
+        [-0.078411, 0.930809, 0.147602],
+        [0.004733, 0.691367, 0.303900],
+    ],
 }
 TO_XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
 NOT_A_NUMBER, INFINITE = float("nan"), float("inf")
@@ -34,7 +48,9 @@ def seen(color: Any, vision: str) -> np.ndarray:
 
 
 def least_difference(colors: list[Any]) -> float:
-    """Returns the smallest CIE76 difference of two colours, over all kinds of vision; 2.3 is barely seen."""
+    """Returns the smallest CIE76 difference of two colours, over all kinds of vision; 2.3 is barely
+    seen.
+    """
     places = [[seen(color, vision) for color in colors] for vision in VISIONS]
     return min(float(np.linalg.norm(a - b)) for part in places for a, b in combinations(part, 2))
 
@@ -47,7 +63,9 @@ def contrast(color: Any, ground: Any) -> float:
 def named(ax: Any) -> dict[str, Any]:
     """Returns the handles of a legend by their texts."""
     part = ax.get_legend()
-    return dict(zip((text.get_text() for text in part.get_texts()), part.legend_handles, strict=True))
+    return dict(
+        zip((text.get_text() for text in part.get_texts()), part.legend_handles, strict=True)
+    )
 
 
 def cells(ax: Any) -> np.ndarray:
@@ -78,7 +96,9 @@ def test_signs_and_what_is_not_finite_are_told_apart_by_everybody(ground):
         rectangle = named(plot.adjacency(net))
     colors = [looks[name].get_color() for name in ("weight ≥ 0", "weight < 0", "not finite")]
     assert least_difference(colors) > 35
-    assert [to_rgb(rectangle[name].get_facecolor()) for name in list(rectangle)[:3]] == [to_rgb(one) for one in colors]
+    assert [to_rgb(rectangle[name].get_facecolor()) for name in list(rectangle)[:3]] == [
+        to_rgb(one) for one in colors
+    ]
 
 
 def test_lines_of_more_than_seven_owners_differ_in_style_too():
@@ -90,7 +110,9 @@ def test_lines_of_more_than_seven_owners_differ_in_style_too():
         for number in range(30):
             edit.set_owner(net.layers[1][number], f"owner {number}")
         edit.cut(net.layers[1][:29].outgoing())
-    styles = {line.get_label(): line.get_linestyle() for line in plot.weights(net, by="owner").patches}
+    styles = {
+        line.get_label(): line.get_linestyle() for line in plot.weights(net, by="owner").patches
+    }
     assert styles["no owner"] == "-"
     assert styles["owner 29"] not in ("-", "--", ":", "-.")  # it has the colour of the second owner
 
@@ -116,7 +138,9 @@ def test_a_net_of_nothing_finite_does_not_look_like_one_of_zeros():
         for parameter in net.parameters():
             parameter.fill_(-INFINITE)
     assert list(named(plot.graph(net))) == ["not finite"]
-    large = gn.GrapNet.from_relations([1, 900], [(torch.zeros(900).long(), torch.arange(900), [NOT_A_NUMBER] * 900)])
+    large = gn.GrapNet.from_relations(
+        [1, 900], [(torch.zeros(900).long(), torch.arange(900), [NOT_A_NUMBER] * 900)]
+    )
     assert "900 not finite" in plot.graph(large).get_title("left")
     assert len(np.unique(cells(plot.adjacency(large)).reshape(-1, 4), axis=0)) == 1
 

@@ -19,10 +19,19 @@ def patches(ax: Any, gid: str) -> int:
 def test_deletion_shows_a_real_cut_and_leaves_the_net_as_it_was():
     net = gn.GrapNet([3, 5, 2], density=0.8, generator=torch.Generator().manual_seed(0))
     node = net.layers[0][0]
-    before = (node.children.uids.tolist(), node.W_alloc.detach().clone(), net.version, len(net.history))
+    before = (
+        node.children.uids.tolist(),
+        node.W_alloc.detach().clone(),
+        net.version,
+        len(net.history),
+    )
     degree = node.degree
     ax = plot.deletion(net, node=node, slots=[1])
-    assert (node.children.uids.tolist(), net.version, len(net.history)) == (before[0], before[2], before[3])
+    assert (node.children.uids.tolist(), net.version, len(net.history)) == (
+        before[0],
+        before[2],
+        before[3],
+    )
     assert torch.equal(node.W_alloc, before[1])
     found = texts(ax)
     assert f"1 of the {degree} relations of node {node.uid} cut" == ax.get_title("left")
@@ -36,7 +45,9 @@ def test_deletion_shows_a_real_cut_and_leaves_the_net_as_it_was():
     assert patches(ax, "children before: cut") == patches(ax, "dense after: cut") == 1
     assert patches(ax, "children after: kept") == degree - 1
     assert patches(ax, "children after: cut") == 0
-    assert sum(patches(ax, f"dense after: {kind}") for kind in ("kept", "cut", "empty")) == 5  # the coordinate stays
+    assert (
+        sum(patches(ax, f"dense after: {kind}") for kind in ("kept", "cut", "empty")) == 5
+    )  # the coordinate stays
 
 
 def test_deletion_picks_a_node_and_its_smallest_relation():
@@ -58,9 +69,13 @@ def test_deletion_of_a_node_with_many_children_shows_some_and_counts_all():
 
 
 def columns(ax: Any, y: float) -> dict[float, str]:
-    """Returns the uids above the columns of the dense row that stands at this height, by their places."""
+    """Returns the uids above the columns of the dense row that stands at this height, by their
+    places.
+    """
     found = [
-        text for text in ax.texts if text.get_gid() == "column" and text.get_position()[1] == y and text.get_text()
+        text
+        for text in ax.texts
+        if text.get_gid() == "column" and text.get_position()[1] == y and text.get_text()
     ]
     return {text.get_position()[0]: text.get_text() for text in found}
 
@@ -72,7 +87,9 @@ def test_deletion_shows_the_same_columns_before_and_after(slots):
     heights = sorted({text.get_position()[1] for text in ax.texts if text.get_gid() == "column"})
     after, before = (columns(ax, y) for y in heights)
     assert before == after
-    assert set(map(str, net.node(0).children.uids[torch.tensor(slots)][:8].tolist())) <= set(before.values())
+    assert set(map(str, net.node(0).children.uids[torch.tensor(slots)][:8].tolist())) <= set(
+        before.values()
+    )
     assert patches(ax, "dense before: cut") == 0
     assert patches(ax, "dense after: cut") == min(len(slots), 8)
 
@@ -86,7 +103,9 @@ def extremes() -> gn.GrapNet:
 @pytest.mark.parametrize("wide", [3.2, 4.0, 9.6])
 @pytest.mark.parametrize("net", [extremes(), gn.GrapNet([2, 300])], ids=["extreme", "many"])
 def test_weights_stay_inside_of_their_cells(net, wide):
-    ax = plot.deletion(net, node=0, slots=[1], ax=Figure((wide, 2.6), layout="constrained").subplots())
+    ax = plot.deletion(
+        net, node=0, slots=[1], ax=Figure((wide, 2.6), layout="constrained").subplots()
+    )
     assert overlaps(ax) == []
     cells = [patch.get_window_extent() for patch in ax.patches]
     inside = [text for text in ax.texts if text.get_gid() in ("child", "weight", "more")]

@@ -26,12 +26,18 @@ def legend(ax: Any) -> list[str]:
 
 
 def lines(ax: Any, gid: str) -> int:
-    found = [part for part in ax.collections if isinstance(part, LineCollection) and part.get_gid() == gid]
+    found = [
+        part
+        for part in ax.collections
+        if isinstance(part, LineCollection) and part.get_gid() == gid
+    ]
     return sum(len(part.get_segments()) for part in found)
 
 
 def bands(ax: Any) -> dict[float, list[tuple[int, int, int]]]:
-    """Returns (upper group, lower group, relations) of every band, by the transition that it starts in."""
+    """Returns (upper group, lower group, relations) of every band, by the transition that it starts
+    in.
+    """
     found: dict[float, list[tuple[int, int, int]]] = {}
     for part in ax.collections:
         if match := re.fullmatch(r"band (\d+)-(\d+): (\d+)", part.get_gid() or ""):
@@ -49,7 +55,15 @@ def test_a_small_net_is_drawn_node_by_node_and_relation_by_relation():
     frozen = sum(len(store.frozen_at) for store in net.transitions)
     assert 0 < frozen < net.count().relations
     assert (lines(ax, "frozen"), lines(ax, "free")) == (frozen, net.count().relations - frozen)
-    assert set(legend(ax)) == {"no owner", "task-1", "task-2", "task-3", "weight ≥ 0", "weight < 0", "frozen"}
+    assert set(legend(ax)) == {
+        "no owner",
+        "task-1",
+        "task-2",
+        "task-3",
+        "weight ≥ 0",
+        "weight < 0",
+        "frozen",
+    }
     uids = {str(uid) for layer in net.layers for uid in layer.uids.tolist()}
     assert uids <= set(texts(ax))
     assert f"({frozen} of them frozen)" in ax.get_title("left")
@@ -72,7 +86,10 @@ def test_line_width_and_colour_tell_size_and_sign_of_a_weight():
     ax = plot.graph(net)
     (drawn,) = [part for part in ax.collections if part.get_gid() == "free"]
     heights = [segment[0, 1] for segment in drawn.get_segments()]
-    (thick, thin), colors = sorted(drawn.get_linewidths(), reverse=True), drawn.get_edgecolor()[:, :3].tolist()
+    (thick, thin), colors = (
+        sorted(drawn.get_linewidths(), reverse=True),
+        drawn.get_edgecolor()[:, :3].tolist(),
+    )
     assert thick > 2 * thin
     assert list(drawn.get_linewidths()) == [thin, thick]  # the stronger lies above
     assert heights[1] > heights[0]  # and it is the first node's
@@ -85,7 +102,9 @@ def test_relations_cut_since_a_version_are_drawn_and_named():
     assert cut > 0
     for since in (net.version - 1, net.history[-1], 0):
         ax = plot.graph(net, cut_since=since)
-        expected = cut if since != 0 else 0  # at version 0 the relations that were cut since did not exist
+        expected = (
+            cut if since != 0 else 0
+        )  # at version 0 the relations that were cut since did not exist
         assert lines(ax, "cut") == expected
         assert (f"cut ({cut})" in legend(ax)) == (expected > 0)
     net.undo()
@@ -107,10 +126,18 @@ def test_what_is_highlighted_stands_out():
     net = grown()
     chosen = net.select(owner="task-2")
     wanted = len(chosen.incoming() | chosen.outgoing())
-    for highlight, expected in ((chosen, wanted), (chosen.outgoing(), len(chosen.outgoing())), (None, None)):
+    for highlight, expected in (
+        (chosen, wanted),
+        (chosen.outgoing(), len(chosen.outgoing())),
+        (None, None),
+    ):
         ax = plot.graph(net, highlight=highlight)
-        alphas = np.concatenate([part.get_alpha() for part in ax.collections if part.get_gid() in ("free", "frozen")])
-        assert int((alphas > 0.5).sum()) == (net.count().relations if expected is None else expected)
+        alphas = np.concatenate(
+            [part.get_alpha() for part in ax.collections if part.get_gid() in ("free", "frozen")]
+        )
+        assert int((alphas > 0.5).sum()) == (
+            net.count().relations if expected is None else expected
+        )
 
 
 def test_a_large_net_is_grouped_by_owner_and_its_bands_count_its_relations():
@@ -127,10 +154,16 @@ def test_a_large_net_is_grouped_by_owner_and_its_bands_count_its_relations():
             counts[int(owners[child if t == 0 else parent][-1]) - 1] += 1
         assert [count for *_, count in sorted(found[t])] == counts
         gone = net.history[-1].change.transitions
-        assert all(any(text.split(",")[0] == str(count) for text in shown) for count in counts if t or gone)
+        assert all(
+            any(text.split(",")[0] == str(count) for text in shown) for count in counts if t or gone
+        )
     cut = sum(int(text.split(", ")[-1].split()[0]) for text in shown if text.endswith(" cut"))
     assert cut == len(net.history[-1].change.transitions[0].gone)
-    frozen = [int(part.get_gid().split()[1]) for part in ax.collections if (part.get_gid() or "").startswith("frozen")]
+    frozen = [
+        int(part.get_gid().split()[1])
+        for part in ax.collections
+        if (part.get_gid() or "").startswith("frozen")
+    ]
     assert sum(frozen) == sum(len(store.frozen_at) for store in net.transitions)
     assert not any(isinstance(part, LineCollection) for part in ax.collections)
 
@@ -141,7 +174,11 @@ def test_a_large_net_without_owners_is_grouped_by_family():
     assert {family.block[0] for family in net.execution.families(1)} == {40, 60}
     assert {"family 1\n40", "family 2\n60", "800", "1,200"} <= shown
     with net.edit() as edit:  # every node has children of its own: families would say nothing
-        edit.cut(net.layers[1].outgoing()[torch.rand(2000, generator=torch.Generator().manual_seed(0)) < 0.5])
+        edit.cut(
+            net.layers[1].outgoing()[
+                torch.rand(2000, generator=torch.Generator().manual_seed(0)) < 0.5
+            ]
+        )
     assert {"all\n100"} <= set(texts(plot.graph(net)))
 
 
@@ -171,7 +208,9 @@ def test_color_by_activation_and_what_cannot_be_drawn():
     for highlight in (other.layers[0], other.layers[0].outgoing(), other.layers[0][0]):
         with pytest.raises(ValueError, match="highlight belongs to another net"):
             plot.graph(net, highlight=highlight)
-    with pytest.raises(TypeError, match="highlight is a RelationSet, a NodeSet or a GrapNode, got int"):
+    with pytest.raises(
+        TypeError, match="highlight is a RelationSet, a NodeSet or a GrapNode, got int"
+    ):
         plot.graph(net, highlight=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(gn.HistoryError, match="there is no version 5"):
         plot.graph(net, cut_since=5)
@@ -187,9 +226,15 @@ def test_what_was_cut_is_dotted_in_a_lane_through_a_band_or_below_a_thin_one(tas
     grounds = [line for line in ax.lines if to_hex(line.get_color()) == to_hex(ax.get_facecolor())]
     lanes = {line.get_ydata().tobytes() for line in grounds}
     assert all(line.get_zorder() < dotted[0].get_zorder() for line in grounds)
-    assert sum(line.get_ydata().tobytes() in lanes for line in dotted) == (3 if tasks == 3 else 1)  # 1: the 21 others
+    assert sum(line.get_ydata().tobytes() in lanes for line in dotted) == (
+        3 if tasks == 3 else 1
+    )  # 1: the 21 others
     assert len(whole.lines) == 0
-    lows = [band.get_paths()[0].vertices[:, 1].min() for band in ax.collections if "band" in (band.get_gid() or "")]
+    lows = [
+        band.get_paths()[0].vertices[:, 1].min()
+        for band in ax.collections
+        if "band" in (band.get_gid() or "")
+    ]
     thin = [line.get_ydata().min() for line in dotted if line.get_ydata().tobytes() not in lanes]
     assert len(thin) == len(dotted) - len(grounds)
     assert all(any(0 < low - y < 0.02 for low in lows) for y in thin)
@@ -228,7 +273,10 @@ def test_no_text_lies_on_another_in_a_quarter_of_a_figure(tasks, layout):
     assert len(names) == (min(tasks, 9) if layout else 0)  # the others' box is named otherwise
     for name in names:
         room = name.get_window_extent()
-        assert any(box.x0 <= room.x0 and room.x1 <= box.x1 and box.y0 <= room.y0 and room.y1 <= box.y1 for box in boxes)
+        assert any(
+            box.x0 <= room.x0 and room.x1 <= box.x1 and box.y0 <= room.y0 and room.y1 <= box.y1
+            for box in boxes
+        )
 
 
 def test_boxes_say_less_the_lower_they_are():
@@ -310,7 +358,12 @@ def test_the_check_for_overlaps_would_find_one():
 
 
 def test_any_net_can_be_drawn():
-    for net in (gn.GrapNet([0, 0]), gn.GrapNet([3, 0, 2]), gn.GrapNet([300, 0, 2]), gn.GrapNet([2] * 25)):
+    for net in (
+        gn.GrapNet([0, 0]),
+        gn.GrapNet([3, 0, 2]),
+        gn.GrapNet([300, 0, 2]),
+        gn.GrapNet([2] * 25),
+    ):
         plot.graph(net).figure.draw_without_rendering()
 
 
@@ -324,7 +377,10 @@ def test_a_very_large_net_takes_no_more_work_than_a_large_one():
         drawn.append(len(ax.findobj()))
         ax.figure.draw_without_rendering()
         lines.append(lines_run(lambda net=net: plot.graph(net)))
-        assert sorted(count for part in bands(ax).values() for *_, count in part) == [2_500 * scale] * 2
+        assert (
+            sorted(count for part in bands(ax).values() for *_, count in part)
+            == [2_500 * scale] * 2
+        )
     assert drawn[1] == drawn[0]
     assert lines[1] < 1.2 * lines[0]  # one line for every sensory node would be more
 

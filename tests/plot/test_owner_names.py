@@ -51,7 +51,12 @@ def test_distributions_tell_nobody_from_an_owner_that_is_called_so():
     assert steps(ax) == expected
     assert ax.get_title("left") == "weights of 40 relations, by owner"
     assert legend(ax) == list(expected)
-    assert steps(plot.degrees(net, by="owner")) == {"no owner": 3 + 2, "'no owner'": 2, "_private": 2, "''": 2}
+    assert steps(plot.degrees(net, by="owner")) == {
+        "no owner": 3 + 2,
+        "'no owner'": 2,
+        "_private": 2,
+        "''": 2,
+    }
 
 
 @pytest.mark.parametrize("draw", [plot.weights, plot.degrees])

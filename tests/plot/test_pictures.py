@@ -82,7 +82,8 @@ def edited() -> gn.GrapNet:
 def marks(ax: Any) -> dict[str, list[tuple[float, float]]]:
     names = [text.get_text() for text in ax.get_legend().get_texts()]
     return {
-        name: [tuple(point) for point in part.get_offsets()] for name, part in zip(names, ax.collections, strict=True)
+        name: [tuple(point) for point in part.get_offsets()]
+        for name, part in zip(names, ax.collections, strict=True)
     }
 
 
@@ -112,9 +113,14 @@ def test_timeline_tells_an_undo_from_a_redo_however_often_they_follow_each_other
     for back in (net.undo, net.redo, net.undo, net.redo, net.undo):
         back()
     expected = {"cut": [1], "undo": [2, 4, 6], "redo": [3, 5]}
-    assert {kind: [version for version, _ in points] for kind, points in marks(plot.timeline(net)).items()} == expected
+    assert {
+        kind: [version for version, _ in points]
+        for kind, points in marks(plot.timeline(net)).items()
+    } == expected
     assert plot.timeline(net).get_title("left") == "6 edits: 1 cut, 3 undo, 2 redo"
-    assert {kind: len(points) for kind, points in marks(plot.timeline(net.history[-2:])).items()} == {
+    assert {
+        kind: len(points) for kind, points in marks(plot.timeline(net.history[-2:])).items()
+    } == {
         "undo": 1,
         "redo": 1,
     }
@@ -160,14 +166,21 @@ def test_a_net_without_edits_is_one_point_on_its_timeline():
     ax = plot.timeline(gn.GrapNet([2, 2]))
     ax.figure.draw_without_rendering()
     (line,) = ax.lines
-    assert (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_marker()) == ([0], [4], "o")
+    assert (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_marker()) == (
+        [0],
+        [4],
+        "o",
+    )
     low, high = ax.get_xlim()
     assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [0]
 
 
 def test_reasons_stand_steeper_where_there_is_less_room():
     net = edited()
-    turned = [plot.timeline(net, ax=ax).get_xticklabels()[0].get_rotation() for ax in (Figure((3, 3)).subplots(), None)]
+    turned = [
+        plot.timeline(net, ax=ax).get_xticklabels()[0].get_rotation()
+        for ax in (Figure((3, 3)).subplots(), None)
+    ]
     assert turned == [60, 32]
 
 
@@ -191,11 +204,15 @@ def test_accuracy_matrix_has_its_numbers_in_its_cells():
         plot.accuracy_matrix(AccuracyMatrix())
 
 
-@pytest.mark.parametrize(("tasks", "name"), [(5, "{}"), (10, "no {}"), (20, "{}"), (30, "a task called {}")])
+@pytest.mark.parametrize(
+    ("tasks", "name"), [(5, "{}"), (10, "no {}"), (20, "{}"), (30, "a task called {}")]
+)
 def test_an_accuracy_matrix_writes_what_there_is_room_for(tasks, name):
     called = [name.format(n) for n in range(tasks)]
     figure = Figure((11, 6), layout="constrained")
-    ax = plot.accuracy_matrix(torch.ones(tasks, tasks), tasks=called, ax=figure.subplots(2, 2)[0, 0])
+    ax = plot.accuracy_matrix(
+        torch.ones(tasks, tasks), tasks=called, ax=figure.subplots(2, 2)[0, 0]
+    )
     assert overlaps(ax) == []
     assert len(ax.texts) == (tasks**2 if tasks <= 10 else 0)
     assert all(text.get_text() == "100.0" for text in ax.texts)
@@ -234,7 +251,9 @@ def test_distributions_count_every_node_and_every_relation():
 
 
 def test_weights_that_are_no_numbers_are_counted_and_nothing_fails():
-    net = gn.GrapNet.from_relations([2, 2], [([0, 0, 1], [0, 1, 1], [1.0, float("nan"), float("inf")])])
+    net = gn.GrapNet.from_relations(
+        [2, 2], [([0, 0, 1], [0, 1, 1], [1.0, float("nan"), float("inf")])]
+    )
     ax = plot.weights(net)
     assert ax.get_title("left") == "weights of 3 relations (2 not finite), by transition"
     assert steps(ax) == {"0 to 1": 1}
@@ -247,14 +266,20 @@ def test_a_degree_stands_where_it_belongs():
     (patch,) = plot.degrees(net).patches
     counts, ends = patch.get_data().values, patch.get_data().edges
     middles = (ends[1:] + ends[:-1]) / 2
-    assert {round(m): int(c) for m, c in zip(middles, counts, strict=True) if c} == {0: 1, 1: 1, 3: 1}
+    assert {round(m): int(c) for m, c in zip(middles, counts, strict=True) if c} == {
+        0: 1,
+        1: 1,
+        3: 1,
+    }
 
 
 @pytest.mark.parametrize(("per_task", "tasks"), [(3, 3), (40, 9)])
 def test_no_text_lies_on_another(per_task, tasks):
     net = grown(per_task, tasks, inputs=30, outputs=18)
     drawn = [plot.deletion(net), plot.timeline(net), plot.accuracy_matrix(torch.ones(tasks, tasks))]
-    drawn += [draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")]
+    drawn += [
+        draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")
+    ]
     drawn += [plot.adjacency(net), plot.adjacency(net, 1)]
     assert [overlaps(ax) for ax in drawn] == [[]] * len(drawn)
     drawn[1].text(0.0, 1.02, "on the legend or the title", transform=drawn[1].transAxes)
@@ -279,7 +304,9 @@ def test_every_function_draws_into_the_axes_it_is_given():
         assert own.figure.get_layout_engine() is not None
 
 
-@pytest.mark.parametrize("draw", [plot.graph, plot.adjacency, plot.degrees, plot.weights, plot.deletion])
+@pytest.mark.parametrize(
+    "draw", [plot.graph, plot.adjacency, plot.degrees, plot.weights, plot.deletion]
+)
 def test_what_cannot_be_drawn_or_drawn_into_is_named(draw):
     with pytest.raises(TypeError, match=r"a GrapNet, got Linear; gn\.from_module\(module\)"):
         draw(torch.nn.Linear(2, 2))
@@ -291,7 +318,9 @@ def test_what_cannot_be_drawn_or_drawn_into_is_named(draw):
 def test_every_picture_can_be_pickled(per_task):
     net = grown(per_task)
     drawn = [draw(net) for draw in (plot.graph, plot.deletion, plot.adjacency, plot.timeline)]
-    drawn += [draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")]
+    drawn += [
+        draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")
+    ]
     drawn += [plot.accuracy_matrix(np.eye(tasks)) for tasks in (3, 60)]
     for ax in drawn:
         ax.figure.draw_without_rendering()

@@ -49,7 +49,14 @@ def test_it_shows_sizes_owners_activations_and_the_last_commits():
     found = parsed(net)
     told = " ".join(found.texts)
     assert repr(net) in found.texts
-    for part in ("task-1", "task-3", "relu", "identity", "cut the weakest", f"{net.count().relations}"):
+    for part in (
+        "task-1",
+        "task-3",
+        "relu",
+        "identity",
+        "cut the weakest",
+        f"{net.count().relations}",
+    ):
         assert part in told
     frozen = net.count().frozen / (net.count().relations + net.count().biases)
     assert f"{frozen:.1%} frozen" in told
@@ -64,7 +71,8 @@ def test_it_shows_sizes_owners_activations_and_the_last_commits():
 def test_the_picture_of_a_deep_net_scrolls_instead_of_becoming_too_small():
     page = gn.GrapNet([3] * 12)._repr_html_()
     least, most = (
-        int(found) for found in re.search(r"<div><svg [^>]*min-width:(\d+)px;max-width:(\d+)px", page).groups()
+        int(found)
+        for found in re.search(r"<div><svg [^>]*min-width:(\d+)px;max-width:(\d+)px", page).groups()
     )
     assert 0.65 * most < least < most < 800
     assert ".grapnet div{overflow-x:auto}" in page
@@ -110,12 +118,17 @@ def test_everything_at_once_gives_a_small_page(letter):
     for number in range(6):
         with net.edit(reason=letter * 200, by=letter * 200) as edit:
             for row in range(60) if number == 0 else (number,):
-                edit.set_owner(net.select(where=lambda nodes, row=row: nodes.uids % 60 == row), f"{row}" + letter * 90)
+                edit.set_owner(
+                    net.select(where=lambda nodes, row=row: nodes.uids % 60 == row),
+                    f"{row}" + letter * 90,
+                )
                 edit.set_activation(net.select(layer=range(1, 13))[row::60], names[row % 4])
     assert len(net._repr_html_().encode()) < 20_000
     found, shown = parsed(net), letter.encode(errors="backslashreplace").decode()
     assert "48 owners more" in " ".join(found.texts)
-    assert sum(shown in text and text.startswith("3") for text in found.texts) == 1  # told by a part of its name
+    assert (
+        sum(shown in text and text.startswith("3") for text in found.texts) == 1
+    )  # told by a part of its name
 
 
 def test_names_of_ordinary_letters_are_shown_whole():

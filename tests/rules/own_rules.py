@@ -138,7 +138,9 @@ def train(net: gn.GrapNet, optimizer: torch.optim.Optimizer | None = None, x: Te
 
 
 def journal(net: gn.GrapNet) -> list[Any]:
-    """Returns the commits as comparable data: why, who, what was asked for, and which relations and nodes moved."""
+    """Returns the commits as comparable data: why, who, what was asked for, and which relations and
+    nodes moved.
+    """
     return [
         (
             commit.version,
@@ -155,7 +157,10 @@ def journal(net: gn.GrapNet) -> list[Any]:
                 )
                 for t, c in commit.change.transitions.items()
             ],
-            [(n, c.gone.uids.tolist(), c.born.uids.tolist()) for n, c in commit.change.layers.items()],
+            [
+                (n, c.gone.uids.tolist(), c.born.uids.tolist())
+                for n, c in commit.change.layers.items()
+            ],
         )
         for commit in net.history
     ]

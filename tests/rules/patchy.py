@@ -36,5 +36,8 @@ def related(net: gn.GrapNet, t: int) -> Tensor:
         torch.zeros(len(net.layers[t]), len(net.layers[t + 1]), dtype=torch.bool),
         net.layers[t].outgoing(),
     )
-    found[net.layers[t].rows(relations.parents).long(), net.layers[t + 1].rows(relations.children).long()] = True
+    found[
+        net.layers[t].rows(relations.parents).long(),
+        net.layers[t + 1].rows(relations.children).long(),
+    ] = True
     return found

@@ -13,7 +13,9 @@ from grapnet.rules.budget import Budget, enforce, weakest_within
 def ragged(seed: int = 0) -> gn.GrapNet:
     generator = torch.Generator().manual_seed(seed)
     net = gn.GrapNet([20, 16, 12], density=0.4, generator=generator)
-    with net.edit() as edit:  # node 0 of layer 1 has a single parent, and the last sensory node no child
+    with (
+        net.edit() as edit
+    ):  # node 0 of layer 1 has a single parent, and the last sensory node no child
         edit.cut(net.layers[1][0].incoming()[1:])
         edit.cut(net.layers[0][19].outgoing())
     return net
@@ -23,7 +25,10 @@ def degrees(net: gn.GrapNet, gone: gn.RelationSet | None = None) -> tuple[Tensor
     """Returns how many parents and children every node has, by uid, once `gone` is cut."""
     relations = net.select().outgoing()
     relations = relations if gone is None else relations - gone
-    return tuple(torch.bincount(ends, minlength=net.next_uid) for ends in (relations.children, relations.parents))
+    return tuple(
+        torch.bincount(ends, minlength=net.next_uid)
+        for ends in (relations.children, relations.parents)
+    )
 
 
 def keeps_within(net: gn.GrapNet, gone: gn.RelationSet, budget: Budget) -> bool:
@@ -32,7 +37,9 @@ def keeps_within(net: gn.GrapNet, gone: gn.RelationSet, budget: Budget) -> bool:
     return all(bool((after >= before.clamp(max=n)).all()) for before, after, n in pairs)
 
 
-@pytest.mark.parametrize("wrong", [{"edits": -1}, {"parents": 1.5}, {"children": True}, {"parents": None}])
+@pytest.mark.parametrize(
+    "wrong", [{"edits": -1}, {"parents": 1.5}, {"children": True}, {"parents": None}]
+)
 def test_a_budget_is_made_of_whole_numbers(wrong: dict[str, Any]) -> None:
     with pytest.raises(gn.EditError, match=next(iter(wrong))):
         Budget(**wrong)
@@ -48,7 +55,10 @@ def test_without_minima_the_weakest_are_the_smallest() -> None:
     net = ragged()
     relations = net.select().outgoing()
     for count in (0, 1, 17, 10**6):
-        found, expected = weakest_within(net, relations, count, Budget()), relations.smallest(count=count)
+        found, expected = (
+            weakest_within(net, relations, count, Budget()),
+            relations.smallest(count=count),
+        )
         assert len(found - expected) == len(expected - found) == 0
     assert len(weakest_within(net, relations, 17, Budget(edits=5))) == 5
     score = torch.rand(len(relations))
@@ -58,7 +68,8 @@ def test_without_minima_the_weakest_are_the_smallest() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "budget", [Budget(parents=1), Budget(children=3), Budget(parents=2, children=2), Budget(5, 4, 4)]
+    "budget",
+    [Budget(parents=1), Budget(children=3), Budget(parents=2, children=2), Budget(5, 4, 4)],
 )
 @pytest.mark.parametrize("count", [10, 60, 10**6])
 def test_every_node_keeps_its_minimum(seed: int, budget: Budget, count: int) -> None:
@@ -92,10 +103,14 @@ def test_with_one_minimum_it_is_greedy_from_the_weakest(count: int, end: str) ->
 
 def test_as_many_as_asked_are_found_where_others_can_go() -> None:
     net = gn.GrapNet.from_relations(
-        [3, 2], [([0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1], [0.1, 0.2, 0.3, 1.0, 2.0, 3.0])], biases=[[0.0, 0.0]]
+        [3, 2],
+        [([0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1], [0.1, 0.2, 0.3, 1.0, 2.0, 3.0])],
+        biases=[[0.0, 0.0]],
     )
     relations = net.layers[0].outgoing()
-    assert sorted(weakest_within(net, relations, 3, Budget()).weights.tolist()) == pytest.approx([0.1, 0.2, 0.3])
+    assert sorted(weakest_within(net, relations, 3, Budget()).weights.tolist()) == pytest.approx(
+        [0.1, 0.2, 0.3]
+    )
     found = weakest_within(net, relations, 3, Budget(parents=1))
     assert sorted(found.weights.tolist()) == pytest.approx([0.1, 0.2, 1.0])
 
@@ -134,12 +149,17 @@ def test_the_minima_of_a_million_relations_are_kept() -> None:
     found = weakest_within(net, relations, 10**6, budget)
     topology = net.transitions[0].topology
     at = found.positions_by_transition()[0]
-    assert int((topology.fan_in() - torch.bincount(topology.child[at.long()], minlength=1000)).min()) >= 5
+    assert (
+        int((topology.fan_in() - torch.bincount(topology.child[at.long()], minlength=1000)).min())
+        >= 5
+    )
     assert int(topology.degrees_without(at).min()) >= 5
     assert 980_000 < len(found) <= 995_000
 
 
-def enforced(net: gn.GrapNet, asked: gn.RelationSet, budget: Budget, **given: Any) -> gn.RelationSet:
+def enforced(
+    net: gn.GrapNet, asked: gn.RelationSet, budget: Budget, **given: Any
+) -> gn.RelationSet:
     with net.edit(trial=True) as edit:
         edit.cut(asked)
         enforce(net, edit, budget, **given)
@@ -152,12 +172,17 @@ def test_cuts_beyond_the_budget_are_taken_back_strongest_first() -> None:
     found = enforced(net, asked, Budget(edits=7))
     assert sorted(found.weights.tolist()) == sorted(asked.smallest(count=7).weights.tolist())
     assert len(enforced(net, asked, Budget(edits=0))) == 0
-    assert len(enforced(net, asked, Budget(edits=len(asked)))) == len(enforced(net, asked, Budget())) == len(asked)
+    assert (
+        len(enforced(net, asked, Budget(edits=len(asked))))
+        == len(enforced(net, asked, Budget()))
+        == len(asked)
+    )
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    "budget", [Budget(parents=1), Budget(children=3), Budget(parents=2, children=2), Budget(9, 2, 2)]
+    "budget",
+    [Budget(parents=1), Budget(children=3), Budget(parents=2, children=2), Budget(9, 2, 2)],
 )
 def test_cuts_that_leave_a_node_too_little_are_taken_back(seed: int, budget: Budget) -> None:
     net = ragged(seed)
@@ -180,7 +205,9 @@ def test_settled_cuts_stand_and_are_not_counted() -> None:
     first, then = relations.largest(count=4), relations.smallest(count=6)
     found = enforced(net, first | then, Budget(edits=3), settled=first)
     assert len(first - found) == 0
-    assert sorted((found - first).weights.tolist()) == sorted(then.smallest(count=3).weights.tolist())
+    assert sorted((found - first).weights.tolist()) == sorted(
+        then.smallest(count=3).weights.tolist()
+    )
     child = net.layers[1][0].incoming()
     found = enforced(net, child, Budget(parents=1), settled=child[:3])
     assert len(found) == 3

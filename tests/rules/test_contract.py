@@ -22,7 +22,9 @@ RULES: dict[str, Callable[[], Any]] = {
     "FreezeOwner": lambda: rules.FreezeOwner("half"),
     "PruneWeakest": lambda: rules.PruneWeakest(0.3),
     "PruneWeakest of every node": lambda: rules.PruneWeakest(0.5, scope="node"),
-    "PruneWeakest gradually": lambda: rules.PruneWeakest(sparsity=rules.GradualSchedule(0.9, begin=0, end=10)),
+    "PruneWeakest gradually": lambda: rules.PruneWeakest(
+        sparsity=rules.GradualSchedule(0.9, begin=0, end=10)
+    ),
     "CovarianceSifter": lambda: rules.CovarianceSifter(transitions=(0, 1)),
     "RemoveOrphans": lambda: rules.RemoveOrphans(),
     "Rewire SET": lambda: rules.Rewire(grow="random"),
@@ -68,14 +70,22 @@ class Run:
     def state(self) -> list[Tensor]:
         """Returns everything that must not change by accident."""
         net = self.net
-        found = [*net.state_dict().values(), *(layer.uid for layer in net.layers), torch.tensor(net.version)]
-        found += [t for store in net.transitions for t in (store.topology.ptr, store.topology.child)]
+        found = [
+            *net.state_dict().values(),
+            *(layer.uid for layer in net.layers),
+            torch.tensor(net.version),
+        ]
+        found += [
+            t for store in net.transitions for t in (store.topology.ptr, store.topology.child)
+        ]
         slots = [self.optimizer.state[p] for p in net.parameters()]
         return [t.clone() for t in found] + [slot.clone() for s in slots for slot in s.values()]
 
 
 def equal(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    return len(first) == len(second) and all(
+        torch.equal(a, b) for a, b in zip(first, second, strict=True)
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -89,7 +99,9 @@ def test_a_rule_keeps_its_contract(rule: str, shape: str) -> None:
 
     preview = run.apply(dry_run=True, probe=run.inputs)
     assert equal(run.state(), before)  # a dry run leaves no trace
-    outputs = copy.deepcopy(run.net)(run.inputs).detach()  # of a copy, since recorders watch the net
+    outputs = copy.deepcopy(run.net)(
+        run.inputs
+    ).detach()  # of a copy, since recorders watch the net
 
     commit = run.apply()
     if isinstance(commit, Exception):
@@ -101,10 +113,14 @@ def test_a_rule_keeps_its_contract(rule: str, shape: str) -> None:
     assert (preview.before, preview.after) == (count, after)
     assert preview.relations == after.relations - count.relations
     assert preview.parameters == after.trainable - count.trainable
-    orphans = [run.net.transitions[n - 1].topology.fan_in() == 0 for n in range(1, len(run.net.layers) - 1)]
+    orphans = [
+        run.net.transitions[n - 1].topology.fan_in() == 0 for n in range(1, len(run.net.layers) - 1)
+    ]
     assert preview.orphans == sum(int(found.sum()) for found in orphans)
     if preview.output_change is not None:
-        assert preview.output_change == pytest.approx((run.net(run.inputs) - outputs).abs().max().item(), abs=1e-12)
+        assert preview.output_change == pytest.approx(
+            (run.net(run.inputs) - outputs).abs().max().item(), abs=1e-12
+        )
     gn.check(run.net)
 
     twin.apply()
@@ -124,9 +140,15 @@ def test_a_rule_keeps_within_its_budget(rule: str, shape: str) -> None:
     run = Run(shape, rule, budget=Budget(edits=4, parents=1, children=1))
     net = run.net
     parents = {
-        int(uid): n for t, s in enumerate(net.transitions) for uid, n in _counted(net, t + 1, s.topology.fan_in())
+        int(uid): n
+        for t, s in enumerate(net.transitions)
+        for uid, n in _counted(net, t + 1, s.topology.fan_in())
     }
-    children = {int(uid): n for t, s in enumerate(net.transitions) for uid, n in _counted(net, t, s.topology.degrees)}
+    children = {
+        int(uid): n
+        for t, s in enumerate(net.transitions)
+        for uid, n in _counted(net, t, s.topology.degrees)
+    }
     commit = run.apply()
     if commit is None or isinstance(commit, Exception):
         return
@@ -135,11 +157,18 @@ def test_a_rule_keeps_within_its_budget(rule: str, shape: str) -> None:
     for change in commit.change.transitions.values():
         connected += len(change.born)
         ends = zip(change.gone.parents.tolist(), change.gone.children.tolist(), strict=True)
-        cuts += [(parent, child) for parent, child in ends if not {parent, child} & gone]  # not what left with a node
+        cuts += [
+            (parent, child) for parent, child in ends if not {parent, child} & gone
+        ]  # not what left with a node
     assert len(cuts) <= 4
     assert connected <= 4
-    for before, lost in ((children, [parent for parent, _ in cuts]), (parents, [child for _, child in cuts])):
-        assert all(before[uid] - lost.count(uid) >= 1 for uid in lost), "a cut was a node's last relation"
+    for before, lost in (
+        (children, [parent for parent, _ in cuts]),
+        (parents, [child for _, child in cuts]),
+    ):
+        assert all(before[uid] - lost.count(uid) >= 1 for uid in lost), (
+            "a cut was a node's last relation"
+        )
 
 
 def _call_alone(run: Run, rule: str) -> None:

@@ -21,7 +21,9 @@ def family_pairs(families: int, size: int, degree: int) -> tuple[Tensor, Tensor]
 
 
 def full_pairs(n_parents: int, n_children: int) -> tuple[Tensor, Tensor]:
-    return torch.arange(n_parents).repeat_interleave(n_children), torch.arange(n_children).repeat(n_parents)
+    return torch.arange(n_parents).repeat_interleave(n_children), torch.arange(n_children).repeat(
+        n_parents
+    )
 
 
 def tabular_net(inputs: int, width: int, outputs: int, families: int, seed: int = 0) -> gn.GrapNet:
@@ -29,7 +31,9 @@ def tabular_net(inputs: int, width: int, outputs: int, families: int, seed: int 
     hidden = family_pairs(families, width // families, width // families)
     wiring = [full_pairs(inputs, width), hidden, hidden, full_pairs(width, outputs)]
     generator = torch.Generator().manual_seed(seed)
-    return gn.GrapNet.from_relations([inputs, width, width, width, outputs], wiring, generator=generator)
+    return gn.GrapNet.from_relations(
+        [inputs, width, width, width, outputs], wiring, generator=generator
+    )
 
 
 def seen(net: gn.GrapNet, rule: RecordingRule, x: Tensor) -> dict[str, Recorder]:
@@ -42,7 +46,12 @@ def seen(net: gn.GrapNet, rule: RecordingRule, x: Tensor) -> dict[str, Recorder]
     return recorders
 
 
-def sift(net: gn.GrapNet, rule: CovarianceSifter, evidence: Mapping[str, Any], budget: Budget | None = None) -> None:
+def sift(
+    net: gn.GrapNet,
+    rule: CovarianceSifter,
+    evidence: Mapping[str, Any],
+    budget: Budget | None = None,
+) -> None:
     with net.edit(reason="sift") as edit:
         rule(net, edit, Moment(budget=budget or Budget(), evidence=evidence))
 
@@ -61,17 +70,27 @@ def test_the_papers_layouts_lose_the_papers_numbers(
     first, last = net.layers[0].outgoing(), net.layers[3].outgoing()
     before = first.weights.clone(), len(last)
     assert (net.count().relations, sum(net.sizes[1:-1])) == (relations[0], nodes[0])
-    sift(net, rule, seen(net, rule, torch.randn(50, layout[0], generator=torch.Generator().manual_seed(seed))))
+    sift(
+        net,
+        rule,
+        seen(net, rule, torch.randn(50, layout[0], generator=torch.Generator().manual_seed(seed))),
+    )
     assert net.count().relations == relations[0] - relations[1]
     assert sum(net.sizes[1:-1]) == nodes[0] - nodes[1]
     size = layout[1] // layout[3]
     assert net.sizes == [layout[0], layout[1], layout[1] // 2, layout[1] // 2, layout[2]]
-    assert torch.equal(net.layers[0].outgoing().weights, before[0])  # the first transition is as it was
-    assert net.layers[3].outgoing().children.bincount().max() == layout[1] // 2  # outputs lost removed nodes only
+    assert torch.equal(
+        net.layers[0].outgoing().weights, before[0]
+    )  # the first transition is as it was
+    assert (
+        net.layers[3].outgoing().children.bincount().max() == layout[1] // 2
+    )  # outputs lost removed nodes only
     assert [f.block for f in net.execution.families(1)] == [(size, size // 2)] * layout[3]
     assert [f.block for f in net.execution.families(2)] == [(size // 2, size // 2)] * layout[3]
     cuts = [o for o in net.history[-1].operations if o["operation"] == "cut"]
-    assert [(o["transition"], o["relations"]) for o in cuts] == [(t, layout[1] * size // 2) for t in (1, 2)]
+    assert [(o["transition"], o["relations"]) for o in cuts] == [
+        (t, layout[1] * size // 2) for t in (1, 2)
+    ]
     gn.check(net)
 
 
@@ -84,8 +103,11 @@ class Reversed(CovarianceRecorder):
 
 @pytest.mark.parametrize("kind", ["constant", "independent"])
 @pytest.mark.parametrize("recorder", [CovarianceRecorder, Reversed], ids=["as it is", "reversed"])
-def test_targets_that_do_not_move_with_their_family_are_cut(kind: str, recorder: type[CovarianceRecorder]) -> None:
-    # Two families of 4 hidden nodes, each with 4 children of its own; all say positive things, so that ReLU is linear.
+def test_targets_that_do_not_move_with_their_family_are_cut(
+    kind: str, recorder: type[CovarianceRecorder]
+) -> None:
+    # Two families of 4 hidden nodes, each with 4 children of its own; all say positive things, so
+    # that ReLU is linear.
     # Every member says its family's signal. A planted target listens to what no member says.
     generator = torch.Generator().manual_seed(1)
     net = tabular_net(4, 8, 2, 2)
@@ -94,7 +116,9 @@ def test_targets_that_do_not_move_with_their_family_are_cut(kind: str, recorder:
     for t, scale in ((0, 0.0), (1, 0.5), (2, 0.5)):
         net.layers[t].outgoing().weights = torch.tensor(scale)
     for family in range(2):
-        net.layers[0][family].outgoing(to=net.layers[1][family * 4 : family * 4 + 4]).weights = torch.tensor(1.0)
+        net.layers[0][family].outgoing(
+            to=net.layers[1][family * 4 : family * 4 + 4]
+        ).weights = torch.tensor(1.0)
     planted = [net.layers[2][row].uid for row in (1, 2, 4, 7)]
     incoming = net.layers[2][[1, 2, 4, 7]].incoming()
     if kind == "constant":
@@ -126,7 +150,10 @@ def test_every_node_of_a_ragged_transition_is_a_family_of_one() -> None:
     first, second = net.layers[1].uid[0], net.layers[2].uid[0]
     sift(net, rule, recorders)
     left = net.layers[1].outgoing()
-    assert set(zip((left.parents - first).tolist(), (left.children - second).tolist(), strict=True)) == pairs - weakest
+    assert (
+        set(zip((left.parents - first).tolist(), (left.children - second).tolist(), strict=True))
+        == pairs - weakest
+    )
 
 
 def test_the_journal_says_why_and_undo_brings_all_of_it_back() -> None:
@@ -149,7 +176,11 @@ def test_equal_evidence_gives_equal_cuts() -> None:
     rule, digests = CovarianceSifter(fraction=0.3), []
     for _ in range(2):
         net = tabular_net(6, 12, 2, 2, seed=3)
-        sift(net, rule, seen(net, rule, torch.randn(30, 6, generator=torch.Generator().manual_seed(5))))
+        sift(
+            net,
+            rule,
+            seen(net, rule, torch.randn(30, 6, generator=torch.Generator().manual_seed(5))),
+        )
         digests.append([transition.child for transition in net.transitions])
     assert all(map(torch.equal, *digests))
     assert net.sizes == [6, 12, 10, 10, 2]  # 1 of 6 children of each family, rounded down
@@ -185,7 +216,13 @@ def test_budgets_spare_whole_targets() -> None:
         assert cuts[-1] == expected
         assert sum(net.sizes) == 32 - expected // 4
     assert net.version == 0  # nothing was cut, so nothing was committed
-    assert sifted(Budget(parents=1)).sizes == [6, 8, 8, 8, 2]  # a target loses its only family, or none
+    assert sifted(Budget(parents=1)).sizes == [
+        6,
+        8,
+        8,
+        8,
+        2,
+    ]  # a target loses its only family, or none
     assert cuts[-1] == 0
     net = sifted(Budget(children=3))
     assert [f.block for f in net.execution.families(1)] == [(4, 3), (4, 3)]
@@ -238,7 +275,9 @@ def test_wrong_settings_and_missing_evidence_are_named() -> None:
     with pytest.raises(gn.EditError, match="window is a number of steps from 1, got 0"):
         CovarianceSifter(window=0)
     net = tabular_net(6, 8, 2, 2)
-    with pytest.raises(gn.EditError, match=r"transitions 0 to 3, so there are no transitions \[4\]"):
+    with pytest.raises(
+        gn.EditError, match=r"transitions 0 to 3, so there are no transitions \[4\]"
+    ):
         CovarianceSifter(transitions=(4,)).recorders(net)
     rule = CovarianceSifter()
     for evidence in ({}, rule.recorders(net)):

@@ -27,13 +27,17 @@ def manager() -> RuleManager:
 
 def watches(manager: RuleManager, net: gn.GrapNet) -> int:
     """Returns how many samples a forward pass shows to the recorders."""
-    seen = [r["recorders"]["mean"]["count"] for r in manager.state_dict()["rules"] if r["recorders"]]
+    seen = [
+        r["recorders"]["mean"]["count"] for r in manager.state_dict()["rules"] if r["recorders"]
+    ]
     net(X)
     now = [r["recorders"]["mean"]["count"] for r in manager.state_dict()["rules"] if r["recorders"]]
     return sum(now) - sum(seen)
 
 
-def test_recorders_watch_only_before_their_rule_is_due(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_recorders_watch_only_before_their_rule_is_due(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     manager.inject(CutQuietest(window=3), schedule=Every(5, start=4, until=9))
     manager.start(net)
     watched = []
@@ -41,7 +45,9 @@ def test_recorders_watch_only_before_their_rule_is_due(net: gn.GrapNet, manager:
         watched.append(watches(manager, net))
         manager.apply(net, step)
     assert watched == [0, 0, 8, 8, 8, 0, 0, 8, 8, 8, 0, 0, 0, 0]
-    remarks = [op for commit in net.history for op in commit.operations if op.get("text") == "quietest"]
+    remarks = [
+        op for commit in net.history for op in commit.operations if op.get("text") == "quietest"
+    ]
     assert [remark["seen"] for remark in remarks] == [24, 24]  # forgotten once used
 
 
@@ -59,7 +65,10 @@ def test_a_due_rule_without_evidence_is_refused(net: gn.GrapNet, manager: RuleMa
     manager.inject(CutQuietest(), schedule=At(0))
     before = fingerprint(net)
     for dry_run in (False, True):
-        with pytest.raises(gn.GrapNetError, match=r"'CutQuietest' is due.*'mean' has seen nothing.*start.*recording"):
+        with pytest.raises(
+            gn.GrapNetError,
+            match=r"'CutQuietest' is due.*'mean' has seen nothing.*start.*recording",
+        ):
             manager.apply(net, 0, dry_run=dry_run)
     assert fingerprint(net) == before
     with manager.recording(net):
@@ -69,7 +78,9 @@ def test_a_due_rule_without_evidence_is_refused(net: gn.GrapNet, manager: RuleMa
     assert net.version == 1
 
 
-def test_recording_leaves_alone_who_watched_before_and_who_is_disabled(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_recording_leaves_alone_who_watched_before_and_who_is_disabled(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     manager.inject(CutQuietest(window=1), schedule=Every(1))
     manager.inject(CutQuietest(window=1), name="off", enabled=False)
     manager.start(net)
@@ -115,7 +126,9 @@ def test_a_rule_that_leaves_inside_of_a_block_takes_no_other_with_it(
 
 
 @pytest.mark.parametrize("verb", ["disable", "remove", "replace"])
-def test_recorders_of_rules_that_leave_stop_to_watch(net: gn.GrapNet, manager: RuleManager, verb: str) -> None:
+def test_recorders_of_rules_that_leave_stop_to_watch(
+    net: gn.GrapNet, manager: RuleManager, verb: str
+) -> None:
     made: list[Mean] = []
 
     class Kept(CutQuietest):
@@ -127,19 +140,25 @@ def test_recorders_of_rules_that_leave_stop_to_watch(net: gn.GrapNet, manager: R
     manager.start(net)
     net(X)
     assert made[0].count == 8
-    {"disable": manager.disable, "remove": manager.remove, "replace": lambda name: manager.replace(name, Grow())}[verb](
-        "a"
-    )
+    {
+        "disable": manager.disable,
+        "remove": manager.remove,
+        "replace": lambda name: manager.replace(name, Grow()),
+    }[verb]("a")
     net(X)
     assert (made[0].count, made[0].log) == (8, ["arm", "disarm"])
 
 
-def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     manager.inject(CutQuietest(window=1), schedule=Every(1))
     manager.start(net)
     net(X)
     other = small_net(1)
-    with pytest.raises(gn.GrapNetError, match=r"has seen nothing of this net.*Give every net a manager of its own"):
+    with pytest.raises(
+        gn.GrapNetError, match=r"has seen nothing of this net.*Give every net a manager of its own"
+    ):
         manager.apply(other, 0)
     manager.apply(net, 0)
     assert net.version == 1  # the refusal cost nothing of what was seen of the first net
@@ -157,7 +176,9 @@ def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(net: gn.Gr
 def test_rules_that_come_while_a_net_trains_get_evidence_from_then_on(
     net: gn.GrapNet, manager: RuleManager, verb: str
 ) -> None:
-    manager.inject(CutQuietest() if verb == "enable" else Grow(0), name="a", enabled=verb != "enable")
+    manager.inject(
+        CutQuietest() if verb == "enable" else Grow(0), name="a", enabled=verb != "enable"
+    )
     manager.start(net)
     manager.apply(net, 0)
     if verb == "inject":

@@ -33,7 +33,9 @@ def net() -> gn.GrapNet:
         ({"owner": "old"}, 4 + 1 + 2),
     ],
 )
-def test_it_freezes_what_belongs_to_an_owner(net: gn.GrapNet, settings: dict[str, Any], frozen: int) -> None:
+def test_it_freezes_what_belongs_to_an_owner(
+    net: gn.GrapNet, settings: dict[str, Any], frozen: int
+) -> None:
     with net.edit() as edit:
         FreezeOwner(**settings)(net, edit, Moment(task=7))
     assert net.count().frozen == frozen
@@ -45,7 +47,9 @@ def test_it_freezes_what_belongs_to_an_owner(net: gn.GrapNet, settings: dict[str
 def test_an_owner_that_no_node_has_is_refused_with_those_there_are(net: gn.GrapNet) -> None:
     manager = RuleManager()
     manager.inject(FreezeOwner(), schedule=EveryTask())
-    with pytest.raises(gn.EditError, match="no node has the owner 'task-8'; owners are: 'task-7', 'old'"):
+    with pytest.raises(
+        gn.EditError, match="no node has the owner 'task-8'; owners are: 'task-7', 'old'"
+    ):
         manager.apply(net, task=8)
     assert (net.version, net.count().frozen) == (1, 0)
 
@@ -83,7 +87,9 @@ def test_tasks_grown_trained_and_frozen_in_turn_stay_as_they_were() -> None:
     assert net.count().frozen == 3 * 4 * (6 + 1 + 2)
     for new, values in kept.values():
         assert bool(new.frozen.all())
-        assert all(map(torch.equal, values, [new.incoming().weights, new.outgoing().weights, new.biases]))
+        assert all(
+            map(torch.equal, values, [new.incoming().weights, new.outgoing().weights, new.biases])
+        )
 
 
 def test_relations_gained_later_are_trainable_until_it_runs_again(net: gn.GrapNet) -> None:

@@ -41,18 +41,28 @@ def filled_up(net: gn.GrapNet, t: int) -> gn.GrapNet:
 
 
 def expected(net: gn.GrapNet, t: int, run: Callable[[gn.GrapNet], Any] = run) -> Tensor:
-    """The gradient of every relation, present or not, [n_upper, n_lower]: that of the net that has them all."""
+    """The gradient of every relation, present or not, [n_upper, n_lower]: that of the net that has
+    them all.
+    """
     twin = filled_up(net, t)
     run(twin)
-    relations, matrix = twin.layers[t].outgoing(), torch.zeros(len(twin.layers[t]), len(twin.layers[t + 1]), dtype=F64)
-    rows = twin.layers[t].rows(relations.parents).long(), twin.layers[t + 1].rows(relations.children).long()
+    relations, matrix = (
+        twin.layers[t].outgoing(),
+        torch.zeros(len(twin.layers[t]), len(twin.layers[t + 1]), dtype=F64),
+    )
+    rows = (
+        twin.layers[t].rows(relations.parents).long(),
+        twin.layers[t + 1].rows(relations.children).long(),
+    )
     matrix[rows] = relations.gradients.double()
     return matrix
 
 
 @pytest.mark.parametrize("backend", [*sorted(BACKENDS), "auto"])
 @pytest.mark.parametrize("t", range(3))
-def test_it_is_the_gradient_of_every_relation_present_or_absent(net: gn.GrapNet, t: int, backend: str) -> None:
+def test_it_is_the_gradient_of_every_relation_present_or_absent(
+    net: gn.GrapNet, t: int, backend: str
+) -> None:
     net.execution.use(backend)
     recorder = armed(GradientRecorder(t), net)
     run(net)
@@ -71,13 +81,19 @@ def test_all_ways_to_ask_agree(net: gn.GrapNet, size: int, monkeypatch: pytest.M
     state = recorder.state_dict()["evidence"]
     assert (state["matrix"] is None) == (size == 1)
     whole = recorder.matrix()
-    parents, children = (u.reshape(-1) for u in torch.meshgrid(net.layers[0].uid, net.layers[1].uid, indexing="ij"))
+    parents, children = (
+        u.reshape(-1) for u in torch.meshgrid(net.layers[0].uid, net.layers[1].uid, indexing="ij")
+    )
     mixed = torch.randperm(len(parents), generator=torch.Generator().manual_seed(0))
     for chosen in (mixed, mixed[:2], mixed[:0]):
         monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 256)
-        assert torch.allclose(recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen])
+        assert torch.allclose(
+            recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen]
+        )
         monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 0)
-        assert torch.allclose(recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen])
+        assert torch.allclose(
+            recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen]
+        )
     monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 256)
     monkeypatch.setattr("grapnet.rules.outer_products.CELLS", 10)
     assert torch.allclose(recorder.of(parents[mixed], children[mixed]), whole.view(-1)[mixed])
@@ -87,12 +103,16 @@ def test_all_ways_to_ask_agree(net: gn.GrapNet, size: int, monkeypatch: pytest.M
 
 def test_the_layers_may_lie_apart(net: gn.GrapNet) -> None:
     recorder, said, received = armed(GradientRecorder(0, 2), net), [], []
-    net.transitions[1].register_forward_hook(lambda _, args, z: received.append(z.register_hook(received.append)))
+    net.transitions[1].register_forward_hook(
+        lambda _, args, z: received.append(z.register_hook(received.append))
+    )
     net.layers[0].register_forward_hook(lambda _, args, h: said.append(h))
     run(net)
     assert torch.allclose(recorder.matrix(), said[0].t() @ received[-1])
     chosen = recorder.largest_absent(5)
-    assert torch.allclose(chosen[2], recorder.matrix().abs().view(-1).sort(descending=True).values[:5])
+    assert torch.allclose(
+        chosen[2], recorder.matrix().abs().view(-1).sort(descending=True).values[:5]
+    )
     with pytest.raises(ValueError, match="layer 0 to layer 2"):
         recorder.of_relations(net.layers[0].outgoing())
 
@@ -100,10 +120,14 @@ def test_the_layers_may_lie_apart(net: gn.GrapNet) -> None:
 def test_under_attention_it_is_that_of_the_sum(net: gn.GrapNet) -> None:
     net.execution.use("attention", transition=0)
     recorder, received = armed(GradientRecorder(0), net), []
-    net.transitions[0].register_forward_hook(lambda _, args, z: received.append(z.register_hook(received.append)))
+    net.transitions[0].register_forward_hook(
+        lambda _, args, z: received.append(z.register_hook(received.append))
+    )
     run(net)
     assert torch.allclose(recorder.matrix(), batch().t() @ received[-1])
-    assert not torch.allclose(recorder.of_relations(net.layers[0].outgoing()), net.layers[0].outgoing().gradients)
+    assert not torch.allclose(
+        recorder.of_relations(net.layers[0].outgoing()), net.layers[0].outgoing().gradients
+    )
 
 
 def test_leading_dimensions_and_single_samples(net: gn.GrapNet) -> None:
@@ -137,7 +161,9 @@ def test_it_averages_over_backward_passes(net: gn.GrapNet, sizes: tuple[int, int
         run(net, size, number)  # gradients accumulate in .grad, which is the sum
     assert recorder.count == 2
     assert torch.allclose(recorder.matrix(), (parts[0] + parts[1]) / 2)
-    assert torch.allclose(recorder.of_relations(net.layers[0].outgoing()), net.layers[0].outgoing().gradients / 2)
+    assert torch.allclose(
+        recorder.of_relations(net.layers[0].outgoing()), net.layers[0].outgoing().gradients / 2
+    )
     recorder.clear()
     losses = [net(batch(size, number)).square().sum() for number, size in enumerate(sizes)]
     torch.stack(losses).sum().backward()
@@ -164,7 +190,9 @@ def test_many_passes_take_no_more_memory_than_two_matrices(net: gn.GrapNet) -> N
     for _ in range(20):
         run(net, 3)
         state = recorder.state_dict()["evidence"]
-        assert sum(value.numel() for value in state.values() if isinstance(value, Tensor)) <= 2 * 6 * 9
+        assert (
+            sum(value.numel() for value in state.values() if isinstance(value, Tensor)) <= 2 * 6 * 9
+        )
     assert torch.allclose(recorder.matrix(), expected(net, 0, lambda n: run(n, 3)))
 
 
@@ -199,7 +227,9 @@ def test_low_precision_is_recorded_in_float32(dtype: torch.dtype) -> None:
         found, chosen = recorder.matrix(), recorder.of_relations(net.layers[1].outgoing())
     assert found.dtype == chosen.dtype == torch.float32
     tolerance = 1e-6 if dtype == torch.float32 else 0.05
-    assert torch.allclose(chosen, net.layers[1].outgoing().gradients, rtol=tolerance, atol=tolerance)
+    assert torch.allclose(
+        chosen, net.layers[1].outgoing().gradients, rtol=tolerance, atol=tolerance
+    )
     half = gn.GrapNet([6, 9, 3], dtype=torch.bfloat16)
     recorder = armed(GradientRecorder(0), half)
     run(half)
@@ -233,7 +263,9 @@ def test_gradients_move_with_the_nodes(net: gn.GrapNet) -> None:
         with pytest.raises(StaleNodeError):
             recorder.of(uids[0][:1], uids[1][:1])
         run(net, size, seed=1)
-        assert torch.allclose(recorder.matrix()[:, -2:], expected(net, 0, lambda n, s=size: run(n, s, 1))[:, -2:] / 2)
+        assert torch.allclose(
+            recorder.matrix()[:, -2:], expected(net, 0, lambda n, s=size: run(n, s, 1))[:, -2:] / 2
+        )
         net.undo()
 
 
@@ -255,7 +287,9 @@ def test_passes_that_are_not_finite_are_left_out(net: gn.GrapNet, wrong: float) 
 
 
 @pytest.mark.parametrize(("size", "kept"), [(2.0**126, True), (2.0**127, False)])
-def test_a_sum_that_overflows_is_left_out_and_one_just_below_is_not(size: float, kept: bool) -> None:
+def test_a_sum_that_overflows_is_left_out_and_one_just_below_is_not(
+    size: float, kept: bool
+) -> None:
     net = gn.GrapNet([2, 2])
     recorder = armed(GradientRecorder(0), net)
     (net(torch.eye(2).repeat(2, 1)) * size).sum().backward()  # two samples of each node: 2 · size
@@ -264,7 +298,9 @@ def test_a_sum_that_overflows_is_left_out_and_one_just_below_is_not(size: float,
 
 
 @pytest.mark.parametrize(
-    "rule", [Rewire(grow="gradient", window=4), GrowWidth(1, 2, "gradmax")], ids=["rewire", "gradmax"]
+    "rule",
+    [Rewire(grow="gradient", window=4), GrowWidth(1, 2, "gradmax")],
+    ids=["rewire", "gradmax"],
 )
 def test_rules_go_by_the_finite_passes_under_a_scaler(rule: Any) -> None:
     torch.manual_seed(0)

@@ -54,10 +54,14 @@ def test_a_task_relates_to_the_outputs_of_its_classes(classes: Any) -> None:
 @pytest.mark.parametrize("classes", ["seen", "own"])
 def test_outputs_name_the_rows_of_tasks_in_their_order(classes: Any) -> None:
     net = gn.GrapNet([5, 0, 6])
-    rule = GrowForTask(layer=-2, nodes=3, classes=classes, outputs={"shirts": [4, 1], "shoes": range(2, 4)})
+    rule = GrowForTask(
+        layer=-2, nodes=3, classes=classes, outputs={"shirts": [4, 1], "shoes": range(2, 4)}
+    )
     new = grow(net, rule, "shirts")
     assert new.owners == ["task-shirts"] * 3
-    assert torch.equal(new.outgoing().children.view(3, -1), net.layers[2][[1, 4]].uids.expand(3, -1))
+    assert torch.equal(
+        new.outgoing().children.view(3, -1), net.layers[2][[1, 4]].uids.expand(3, -1)
+    )
     rows = [1, 2, 3, 4] if classes == "seen" else [2, 3]
     assert torch.equal(grow(net, rule, "shoes")[0].outgoing().children, net.layers[2][rows].uids)
 
@@ -76,7 +80,10 @@ def test_newborn_values_are_the_papers() -> None:
     net = gn.GrapNet([49, 0, 10])
     grow(net, PAPER, 0)
     new = grow(net, PAPER, 4)
-    incoming, outgoing = new.incoming().weights.detach().abs(), new.outgoing().weights.detach().abs()
+    incoming, outgoing = (
+        new.incoming().weights.detach().abs(),
+        new.outgoing().weights.detach().abs(),
+    )
     assert 0.99 * 48**-0.5 < incoming.max() <= 48**-0.5  # a sensory node gains 48 relations
     assert 0.97 * 10**-0.5 < outgoing.max() <= 10**-0.5  # a newborn gains 10
     assert new.biases.abs().max() == 0
@@ -114,7 +121,9 @@ def test_it_is_deterministic_under_the_edits_generator(parents: Any) -> None:
     assert not torch.equal(other[0].weights, other[1].weights)
 
 
-@pytest.mark.parametrize(("edits", "nodes"), [(0, 0), (50, 0), (51, 1), (509, 9), (510, 10), (10**6, 48)])
+@pytest.mark.parametrize(
+    ("edits", "nodes"), [(0, 0), (50, 0), (51, 1), (509, 9), (510, 10), (10**6, 48)]
+)
 def test_a_budget_of_edits_grows_fewer_nodes_each_of_them_whole(edits: int, nodes: int) -> None:
     net = gn.GrapNet([49, 0, 10])
     new = grow(net, PAPER, 0, budget=Budget(edits=edits))
@@ -130,7 +139,10 @@ def test_the_manager_applies_it_and_undo_takes_it_back() -> None:
     commit = manager.apply(net, 0, task=1)
     assert commit is not None
     assert net.count().relations == before.relations + 5 * (7 + 4)
-    assert {"operation": "remark", "text": "grows 5 nodes for 'task-1'"}.items() <= commit.operations[1].items()
+    assert {
+        "operation": "remark",
+        "text": "grows 5 nodes for 'task-1'",
+    }.items() <= commit.operations[1].items()
     net.undo()
     assert (net.count(), net.sizes) == (before, [7, 3, 4])
     assert torch.equal(net.layers[0].outgoing().weights, weights)
@@ -163,7 +175,9 @@ def test_existing_nodes_and_frozen_ones_are_left_as_they_are() -> None:
         ({"tag": "mine"}, "holds the place of the task"),
     ],
 )
-def test_wrong_settings_are_refused_when_they_are_made(settings: dict[str, Any], message: str) -> None:
+def test_wrong_settings_are_refused_when_they_are_made(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(gn.EditError, match=message):
         replace(PAPER, **settings)
 
@@ -175,14 +189,20 @@ def test_wrong_settings_are_refused_when_they_are_made(settings: dict[str, Any],
         (PAPER, "shoes", "whole numbers from 0, got task 'shoes'"),
         (PAPER, -1, "got task -1"),
         (PAPER, 5, "task 5 has outputs 0 to 11, but the net has outputs 0 to 9"),
-        (replace(PAPER, classes_per_task=None, outputs={"a": [0]}), "b", r"tasks \['a'\], not of task 'b'"),
+        (
+            replace(PAPER, classes_per_task=None, outputs={"a": [0]}),
+            "b",
+            r"tasks \['a'\], not of task 'b'",
+        ),
         (replace(PAPER, classes_per_task=None, outputs={"a": [-1]}), "a", "has outputs -1 to -1"),
         (replace(PAPER, layer=0), 0, "only hidden layers grow"),
         (replace(PAPER, layer=2), 0, "only hidden layers grow, and layer 2 of 0 to 2 is none"),
         (replace(PAPER, layer=-3), 0, "only hidden layers grow"),
     ],
 )
-def test_wrong_tasks_and_layers_are_refused_and_change_nothing(rule: GrowForTask, task: Any, message: str) -> None:
+def test_wrong_tasks_and_layers_are_refused_and_change_nothing(
+    rule: GrowForTask, task: Any, message: str
+) -> None:
     net = gn.GrapNet([4, 2, 10])
     with pytest.raises(gn.EditError, match=message), net.edit() as edit:
         rule(net, edit, Moment(task=task))
@@ -191,7 +211,10 @@ def test_wrong_tasks_and_layers_are_refused_and_change_nothing(rule: GrowForTask
 
 def test_a_layer_above_the_last_hidden_one_is_refused() -> None:
     net = gn.GrapNet([4, 2, 2, 10])
-    with pytest.raises(gn.EditError, match=r"layer 1 does not lead to the output.*grow layer 2"), net.edit() as edit:
+    with (
+        pytest.raises(gn.EditError, match=r"layer 1 does not lead to the output.*grow layer 2"),
+        net.edit() as edit,
+    ):
         PAPER(net, edit, Moment(task=0))
 
 

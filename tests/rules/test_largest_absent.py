@@ -34,18 +34,27 @@ def brute_force(
     return chosen[:count]
 
 
-def rows_of(net: gn.GrapNet, found: tuple[Tensor, Tensor, Tensor], t: int = 0) -> list[tuple[int, int]]:
+def rows_of(
+    net: gn.GrapNet, found: tuple[Tensor, Tensor, Tensor], t: int = 0
+) -> list[tuple[int, int]]:
     rows = net.layers[t].rows(found[0]).tolist(), net.layers[t + 1].rows(found[1]).tolist()
     return list(zip(*rows, strict=True))
 
 
 @pytest.fixture(params=["distinct", "ties", "zeros"])
-def graded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[gn.GrapNet, GradientRecorder]:
-    """A net with gradients that differ, that are often equal, or that are mostly 0; searched in small chunks."""
+def graded(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[gn.GrapNet, GradientRecorder]:
+    """A net with gradients that differ, that are often equal, or that are mostly 0; searched in
+    small chunks.
+    """
     torch.manual_seed(1)
     net = gn.GrapNet([23, 17], density=0.4, dtype=F64)
     recorder, generator = armed(GradientRecorder(0), net), torch.Generator().manual_seed(2)
-    x, y = torch.randn(5, 23, dtype=F64, generator=generator), torch.randn(5, 17, dtype=F64, generator=generator)
+    x, y = (
+        torch.randn(5, 23, dtype=F64, generator=generator),
+        torch.randn(5, 17, dtype=F64, generator=generator),
+    )
     if request.param != "distinct":
         x, y = x[:1].round(), y[:1].round()
     if request.param == "zeros":
@@ -56,17 +65,22 @@ def graded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 60, 10_000])
-def test_the_largest_absent_are_found(graded: tuple[gn.GrapNet, GradientRecorder], count: int) -> None:
+def test_the_largest_absent_are_found(
+    graded: tuple[gn.GrapNet, GradientRecorder], count: int
+) -> None:
     net, recorder = graded
     matrix, free = recorder.matrix(), ~related(net, 0)
     found = recorder.largest_absent(count)
     assert rows_of(net, found) == brute_force(matrix, free, count)
     assert torch.allclose(
-        found[2], matrix.abs()[[p for p, _ in rows_of(net, found)], [c for _, c in rows_of(net, found)]]
+        found[2],
+        matrix.abs()[[p for p, _ in rows_of(net, found)], [c for _, c in rows_of(net, found)]],
     )
     cut = net.layers[0].outgoing()[::2]
     free[net.layers[0].rows(cut.parents).long(), net.layers[1].rows(cut.children).long()] = True
-    assert rows_of(net, recorder.largest_absent(count, exclude=cut)) == brute_force(matrix, free, count)
+    assert rows_of(net, recorder.largest_absent(count, exclude=cut)) == brute_force(
+        matrix, free, count
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,44 +89,61 @@ def test_the_largest_absent_are_found(graded: tuple[gn.GrapNet, GradientRecorder
 )
 @pytest.mark.parametrize("quota", ["some", "none", "all"])
 def test_the_largest_absent_of_every_child_are_found(
-    graded: tuple[gn.GrapNet, GradientRecorder], quota: str, missing: str, monkeypatch: pytest.MonkeyPatch
+    graded: tuple[gn.GrapNet, GradientRecorder],
+    quota: str,
+    missing: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(native, "missing", missing)
     net, recorder = graded
     matrix, free = recorder.matrix(), ~related(net, 0)
     some = torch.randint(0, 12, (17,), generator=torch.Generator().manual_seed(0))
     quotas = {"some": some, "none": some * 0, "all": some * 0 + 100}[quota]
-    assert rows_of(net, recorder.largest_absent(per_child=quotas)) == brute_force(matrix, free, None, quotas)
-    assert rows_of(net, recorder.largest_absent(9, per_child=quotas)) == brute_force(matrix, free, 9, quotas)
+    assert rows_of(net, recorder.largest_absent(per_child=quotas)) == brute_force(
+        matrix, free, None, quotas
+    )
+    assert rows_of(net, recorder.largest_absent(9, per_child=quotas)) == brute_force(
+        matrix, free, 9, quotas
+    )
     cut = net.layers[0].outgoing()[1::3]
     free[net.layers[0].rows(cut.parents).long(), net.layers[1].rows(cut.children).long()] = True
     found = recorder.largest_absent(per_child=quotas, exclude=cut)
     assert rows_of(net, found) == brute_force(matrix, free, None, quotas)
 
 
-def test_the_search_can_be_limited_to_candidates(graded: tuple[gn.GrapNet, GradientRecorder]) -> None:
+def test_the_search_can_be_limited_to_candidates(
+    graded: tuple[gn.GrapNet, GradientRecorder],
+) -> None:
     net, recorder = graded
     generator = torch.Generator().manual_seed(5)
-    rows = [torch.randint(0, n, (150,), generator=generator) for n in (23, 17)]  # some twice, some present
+    rows = [
+        torch.randint(0, n, (150,), generator=generator) for n in (23, 17)
+    ]  # some twice, some present
     uids = net.layers[0].uid[rows[0]], net.layers[1].uid[rows[1]]
     matrix, free = recorder.matrix(), torch.zeros(23, 17, dtype=torch.bool)
     free[rows[0], rows[1]] = True
     free &= ~related(net, 0)
     quotas = torch.randint(0, 6, (17,), generator=generator)
     for count in (0, 5, 30, 1000):
-        assert rows_of(net, recorder.largest_absent(count, candidates=uids)) == brute_force(matrix, free, count)
+        assert rows_of(net, recorder.largest_absent(count, candidates=uids)) == brute_force(
+            matrix, free, count
+        )
     found = recorder.largest_absent(per_child=quotas, candidates=uids)
     assert rows_of(net, found) == brute_force(matrix, free, None, quotas)
     assert len(recorder.largest_absent(3, candidates=(uids[0][:0], uids[1][:0]))[0]) == 0
     present = net.layers[0].outgoing()
     assert len(recorder.largest_absent(3, candidates=(present.parents, present.children))[0]) == 0
-    again = recorder.largest_absent(3, candidates=(present.parents, present.children), exclude=present)
+    again = recorder.largest_absent(
+        3, candidates=(present.parents, present.children), exclude=present
+    )
     assert rows_of(net, again) == brute_force(matrix, related(net, 0), 3)
 
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("rounded", [False, True])
-def test_relations_are_exchanged_alike_without_the_kernels(rounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relations_are_exchanged_alike_without_the_kernels(
+    rounded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wirings = []
     for missing in ("", "the compiled kernels are not installed"):
         torch.manual_seed(3)
@@ -145,7 +176,8 @@ def test_what_is_found_can_be_connected(net: gn.GrapNet) -> None:
         edit.connect(parents, children, pairs="aligned", weights="zero")
     assert torch.equal(recorder.of(parents, children).abs(), sizes)
     assert not set(zip(parents.tolist(), children.tolist(), strict=True)) & {
-        (p, c) for p, c, _ in zip(*(part.tolist() for part in recorder.largest_absent(99)), strict=True)
+        (p, c)
+        for p, c, _ in zip(*(part.tolist() for part in recorder.largest_absent(99)), strict=True)
     }
 
 
@@ -154,14 +186,22 @@ def test_full_and_empty_transitions(net: gn.GrapNet) -> None:
     recorder = armed(GradientRecorder(0), full)
     full(torch.ones(2, 4, dtype=F64)).sum().backward()
     assert [len(part) for part in recorder.largest_absent(5)] == [0, 0, 0]
-    assert [len(part) for part in recorder.largest_absent(per_child=torch.ones(3).long())] == [0, 0, 0]
+    assert [len(part) for part in recorder.largest_absent(per_child=torch.ones(3).long())] == [
+        0,
+        0,
+        0,
+    ]
     assert len(recorder.largest_absent(5, exclude=full.layers[0].outgoing()[:2])[0]) == 2
     hollow = gn.GrapNet([4, 0, 3], dtype=F64)
     recorder = armed(GradientRecorder(1), hollow)
     hollow(torch.ones(2, 4, dtype=F64)).sum().backward()
     assert recorder.matrix().shape == (0, 3)
     assert [len(part) for part in recorder.largest_absent(5)] == [0, 0, 0]
-    assert [len(part) for part in recorder.largest_absent(per_child=torch.ones(3).long())] == [0, 0, 0]
+    assert [len(part) for part in recorder.largest_absent(per_child=torch.ones(3).long())] == [
+        0,
+        0,
+        0,
+    ]
 
 
 def test_wrong_questions_are_named(net: gn.GrapNet) -> None:
@@ -189,7 +229,9 @@ def test_wrong_questions_are_named(net: gn.GrapNet) -> None:
         recorder.largest_absent(3)
 
 
-def test_a_large_transition_is_searched_without_the_rectangle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_transition_is_searched_without_the_rectangle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([150, 1000], density=0.1)
     recorder, largest = armed(GradientRecorder(0), net), 0

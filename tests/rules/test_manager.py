@@ -46,8 +46,19 @@ def test_rules_are_kept_by_name_and_in_order(manager: RuleManager) -> None:
     manager.inject(CutRandom(), before="CutWeakest 2")
     manager.inject(Fail(), after="CutWeakest", enabled=False)
     assert manager.names == ["CutWeakest", "Fail", "CutRandom", "CutWeakest 2", "grow"]
-    assert (len(manager), manager["CutWeakest 2"], "grow" in manager, "Grow" in manager) == (5, second, True, False)
-    assert [type(rule).__name__ for rule in manager] == ["CutWeakest", "Fail", "CutRandom", "CutWeakest", "Grow"]
+    assert (len(manager), manager["CutWeakest 2"], "grow" in manager, "Grow" in manager) == (
+        5,
+        second,
+        True,
+        False,
+    )
+    assert [type(rule).__name__ for rule in manager] == [
+        "CutWeakest",
+        "Fail",
+        "CutRandom",
+        "CutWeakest",
+        "Grow",
+    ]
     assert manager.remove("CutWeakest") is first
     manager.reorder(["grow", "Fail", "CutWeakest 2", "CutRandom"])
     assert manager.names == ["grow", "Fail", "CutWeakest 2", "CutRandom"]
@@ -93,12 +104,17 @@ def test_unknown_names_and_wrong_kinds_are_refused_and_change_nothing(manager: R
     assert issubclass(RuleError, gn.GrapNetError)
 
 
-def test_one_apply_is_one_commit_that_says_who_did_what(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_one_apply_is_one_commit_that_says_who_did_what(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     manager.inject(CutWeakest(2))
     manager.inject(Grow(1), name="growth")
     commit = manager.apply(net, 7, task="b")
     assert net.history == (commit,)
-    assert (commit.by, commit.reason) == ("CutWeakest, growth", "CutWeakest, growth at step 7, task b")
+    assert (commit.by, commit.reason) == (
+        "CutWeakest, growth",
+        "CutWeakest, growth at step 7, task b",
+    )
     assert commit.operations == (
         {"operation": "remark", "text": "CutWeakest", "step": 7, "task": "b"},
         {"operation": "cut", "transition": 0, "relations": 2},
@@ -111,14 +127,19 @@ def test_one_apply_is_one_commit_that_says_who_did_what(net: gn.GrapNet, manager
     gn.check(net)
 
 
-def test_a_step_that_nobody_told_is_the_next_one_and_is_not_in_the_journal(manager: RuleManager) -> None:
+def test_a_step_that_nobody_told_is_the_next_one_and_is_not_in_the_journal(
+    manager: RuleManager,
+) -> None:
     net, steps = small_net(), []
     manager.inject(CutWeakest(2))
     manager.inject(lambda net, edit, now: steps.append(now.step), name="spy", schedule=At(0, 8))
     planned = manager.apply(net, dry_run=True)
     assert (planned.cut, steps) == (2, [0])
     commit = manager.apply(net)
-    assert (commit.reason, commit.operations[0]) == ("CutWeakest, spy", {"operation": "remark", "text": "CutWeakest"})
+    assert (commit.reason, commit.operations[0]) == (
+        "CutWeakest, spy",
+        {"operation": "remark", "text": "CutWeakest"},
+    )
     assert (manager.apply(net, 7).reason, manager.apply(net, task="b").reason) == (
         "CutWeakest at step 7",
         "CutWeakest, spy at task b",
@@ -156,7 +177,9 @@ def test_rules_run_in_order_when_due_and_enabled(net: gn.GrapNet, manager: RuleM
     assert net.version == 0
 
 
-def test_nothing_due_or_nothing_to_change_commits_nothing(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_nothing_due_or_nothing_to_change_commits_nothing(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     before = fingerprint(net)
     assert manager.apply(net, 0) is None
     manager.inject(CutWeakest(), schedule=At(5))
@@ -166,7 +189,9 @@ def test_nothing_due_or_nothing_to_change_commits_nothing(net: gn.GrapNet, manag
     assert manager.apply(net, 5) is net.history[-1]
 
 
-def test_a_rule_that_raises_leaves_everything_as_it_was(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_a_rule_that_raises_leaves_everything_as_it_was(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     optimizer = torch.optim.Adam(net.parameters())
     gn.attach(optimizer, net)
     manager.inject(CutRandom())
@@ -176,7 +201,9 @@ def test_a_rule_that_raises_leaves_everything_as_it_was(net: gn.GrapNet, manager
     manager.start(net)
     train(net, optimizer)
     before, state = fingerprint(net, optimizer), manager.state_dict()
-    assert state["rules"][2]["recorders"]["mean"]["count"] == 8 + 2  # the fingerprint runs the net too
+    assert (
+        state["rules"][2]["recorders"]["mean"]["count"] == 8 + 2
+    )  # the fingerprint runs the net too
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         manager.apply(net, 0)
     assert caught.value.__notes__ == ["raised by rule 'Fail' at step 0"]
@@ -186,7 +213,10 @@ def test_a_rule_that_raises_leaves_everything_as_it_was(net: gn.GrapNet, manager
     assert manager.apply(net, 0) is not None  # control: the others do change all of that
     after = manager.state_dict()
     assert not torch.equal(after["generator"], state["generator"])
-    assert (after["rules"][1]["state"], after["rules"][2]["recorders"]["mean"]["count"]) == ({"calls": 1}, 0)
+    assert (after["rules"][1]["state"], after["rules"][2]["recorders"]["mean"]["count"]) == (
+        {"calls": 1},
+        0,
+    )
 
 
 def assert_same_state(one: Any, other: Any) -> None:
@@ -202,7 +232,9 @@ class Refusal:
         raise RuntimeError("no commits here")
 
 
-def test_a_commit_that_is_stopped_leaves_everything_as_it_was(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_a_commit_that_is_stopped_leaves_everything_as_it_was(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     refusal = Refusal()
     net.follow(refusal)
     manager.inject(CutRandom())
@@ -240,7 +272,9 @@ def test_equal_seeds_make_equal_commits(rule: Any) -> None:
     assert journal(nets[0]) != journal(nets[2]) or not torch.equal(weights[0], weights[2])
 
 
-def test_a_draw_that_changes_nothing_still_moves_the_generator(net: gn.GrapNet, manager: RuleManager) -> None:
+def test_a_draw_that_changes_nothing_still_moves_the_generator(
+    net: gn.GrapNet, manager: RuleManager
+) -> None:
     """Otherwise a rule that acts by chance would draw the same number for ever."""
     drawn: list[float] = []
 
@@ -304,7 +338,9 @@ def test_connections_beyond_the_budget_are_refused_with_rule_and_number(net: gn.
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_the_net_comes_first_and_by_itself(net: gn.GrapNet, manager: RuleManager, wrapped: bool) -> None:
+def test_the_net_comes_first_and_by_itself(
+    net: gn.GrapNet, manager: RuleManager, wrapped: bool
+) -> None:
     given = torch.nn.Sequential(net) if wrapped else 0
     for call in (lambda: manager.apply(given, net), lambda: manager.start(given)):
         with pytest.raises(TypeError, match=r"the net comes first: manager\.apply\(net, step\)"):

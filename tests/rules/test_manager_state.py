@@ -18,7 +18,17 @@ from grapnet.rules.manager import RuleManager
 from grapnet.rules.rule import Moment
 from grapnet.rules.schedule import At, Every, EveryTask, Schedule
 
-from .own_rules import CutMoreEachTime, CutQuietest, CutRandom, CutWeakest, Grow, X, journal, small_net, train
+from .own_rules import (
+    CutMoreEachTime,
+    CutQuietest,
+    CutRandom,
+    CutWeakest,
+    Grow,
+    X,
+    journal,
+    small_net,
+    train,
+)
 
 
 def managed(seed: int = 3) -> RuleManager:
@@ -30,7 +40,9 @@ def managed(seed: int = 3) -> RuleManager:
     return manager
 
 
-def run(net: gn.GrapNet, optimizer: torch.optim.Optimizer, manager: RuleManager, steps: range) -> None:
+def run(
+    net: gn.GrapNet, optimizer: torch.optim.Optimizer, manager: RuleManager, steps: range
+) -> None:
     for step in steps:
         train(net, optimizer, X * (1 + step))
         manager.apply(net, step, task=f"task {step}" if step % 4 == 3 else None)
@@ -134,7 +146,10 @@ def test_a_state_is_plain_data() -> None:
         {"class": "halve", "settings": {}},
         {"class": "None", "settings": {}},
     )
-    assert rules[0]["schedule"] == {"class": "Every", "settings": {"steps": 1, "start": 0, "until": None}}
+    assert rules[0]["schedule"] == {
+        "class": "Every",
+        "settings": {"steps": 1, "start": 0, "until": None},
+    }
     settings = rules[1]["rule"]["settings"]["inner"]["settings"]
     assert settings["schedule"]["settings"] == {"steps": 2, "start": 0, "until": None}
     assert (settings["layers"], settings["kind"]["class"]) == ([1, 2], "relu")
@@ -155,12 +170,21 @@ def one(rule: Any, name: str = "rule", budget: Budget = Budget(), **given: Any) 
 
 
 OTHERS = {
-    "another name": (lambda: one(CutWeakest(2), "other"), "state holds the rules rule, and the manager has other"),
+    "another name": (
+        lambda: one(CutWeakest(2), "other"),
+        "state holds the rules rule, and the manager has other",
+    ),
     "no rule": (RuleManager, "the manager has none"),
     "another class": (lambda: one(CutRandom(2)), "'rule'.*was CutWeakest and is CutRandom"),
     "other settings": (lambda: one(CutWeakest(3)), "'rule'.*count was 2 and is 3"),
-    "another schedule": (lambda: one(CutWeakest(2), schedule=At(1)), "schedule of 'rule'.*was Every and is At"),
-    "other steps": (lambda: one(CutWeakest(2), schedule=Every(5)), "schedule of 'rule'.*steps was 1 and is 5"),
+    "another schedule": (
+        lambda: one(CutWeakest(2), schedule=At(1)),
+        "schedule of 'rule'.*was Every and is At",
+    ),
+    "other steps": (
+        lambda: one(CutWeakest(2), schedule=Every(5)),
+        "schedule of 'rule'.*steps was 1 and is 5",
+    ),
     "another budget": (
         lambda: one(CutWeakest(2), "rule", Budget(edits=1)),
         "manager's budget.*edits was None and is 1",
@@ -169,7 +193,9 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(tmp_path: Path, name: str) -> None:
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    tmp_path: Path, name: str
+) -> None:
     make, message = OTHERS[name]
     saved, manager, net = one(CutWeakest(2)), make(), small_net()
     manager.start(net)
@@ -188,7 +214,9 @@ def test_a_budget_of_one_rule_is_compared_too() -> None:
     with pytest.raises(gn.CheckpointError, match=r"budget of 'rule'.*was None and is Budget"):
         with_own_budget(Budget(edits=4)).load_state_dict(one(CutWeakest(2)).state_dict())
     with pytest.raises(gn.CheckpointError, match=r"budget of 'rule'.*edits was 4 and is 5"):
-        with_own_budget(Budget(edits=5)).load_state_dict(with_own_budget(Budget(edits=4)).state_dict())
+        with_own_budget(Budget(edits=5)).load_state_dict(
+            with_own_budget(Budget(edits=4)).state_dict()
+        )
 
 
 def with_own_budget(budget: Budget) -> RuleManager:
@@ -246,7 +274,9 @@ def recorded() -> tuple[gn.GrapNet, RuleManager]:
 
 @pytest.mark.parametrize("steps", [(2, 9), range(2, 10)], ids=["never armed", "armed later"])
 @pytest.mark.parametrize("live", [False, True])
-def test_restored_recorders_follow_commits_before_they_watch(tmp_path: Path, steps: Any, live: bool) -> None:
+def test_restored_recorders_follow_commits_before_they_watch(
+    tmp_path: Path, steps: Any, live: bool
+) -> None:
     net, manager = recorded()
     gn.save(tmp_path / "run", net, rules=manager)
     twin, restored = gn.load(tmp_path / "run"), swapping()
@@ -272,7 +302,9 @@ def test_evidence_about_other_nodes_is_refused_and_stays_for_the_right_net() -> 
     assert restored.apply(net, 9) is not None
 
 
-@pytest.mark.parametrize("how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
 def test_a_copy_has_the_evidence_and_is_bound_to_no_net(how: Callable[[Any], Any]) -> None:
     net, manager = recorded()
     manager.start(net, 9)

@@ -16,12 +16,16 @@ def net() -> gn.GrapNet:
     net = gn.GrapNet([4, 5, 6, 3], activation="gelu", dtype=torch.float64)
     with net.edit() as edit:
         edit.cut(net.layers[1][:2].incoming())
-        edit.cut(net.layers[1][2:].outgoing(to=net.layers[2][4]))  # loses its parents with the orphans above
+        edit.cut(
+            net.layers[1][2:].outgoing(to=net.layers[2][4])
+        )  # loses its parents with the orphans above
         edit.cut(net.layers[2][5].incoming())
     return net
 
 
-@pytest.mark.parametrize(("layers", "sizes"), [(None, [4, 3, 4, 3]), (1, [4, 3, 6, 3]), ([-2], [4, 5, 5, 3])])
+@pytest.mark.parametrize(
+    ("layers", "sizes"), [(None, [4, 3, 4, 3]), (1, [4, 3, 6, 3]), ([-2], [4, 5, 5, 3])]
+)
 def test_it_removes_orphans_of_the_chosen_layers_and_what_that_orphans(
     net: gn.GrapNet, layers: int | list[int] | None, sizes: list[int]
 ) -> None:

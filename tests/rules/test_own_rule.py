@@ -25,13 +25,19 @@ def executed(blocks: list[str]) -> dict[str, Any]:
 def test_the_guide_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = executed(BLOCKS)
-    assert [commit.by for commit in names["net"].history] == ["LimitChildren", "halve", "CutQuietest"]
+    assert [commit.by for commit in names["net"].history] == [
+        "LimitChildren",
+        "halve",
+        "CutQuietest",
+    ]
     gn.check(names["net"])
     shown = re.search(r"^```text\n(.*?)^```", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert shown is not None
     expected, printed = shown[1].splitlines(), str(names["preview"]).splitlines()
     assert printed[:-1] == expected[:-1]
-    assert printed[-1].rsplit(" ", 1)[0] == expected[-1].rsplit(" ", 1)[0]  # the last number depends on the weights
+    assert (
+        printed[-1].rsplit(" ", 1)[0] == expected[-1].rsplit(" ", 1)[0]
+    )  # the last number depends on the weights
 
 
 def test_a_rule_of_ones_own_is_ten_lines_on_public_names() -> None:

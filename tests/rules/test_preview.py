@@ -15,7 +15,18 @@ from grapnet.rules.rule import Moment
 from grapnet.rules.schedule import At, Every, EveryTask
 from tests.fingerprint import Same, fingerprint
 
-from .own_rules import CutMoreEachTime, CutQuietest, CutRandom, CutWeakest, Fail, Grow, X, journal, small_net, train
+from .own_rules import (
+    CutMoreEachTime,
+    CutQuietest,
+    CutRandom,
+    CutWeakest,
+    Fail,
+    Grow,
+    X,
+    journal,
+    small_net,
+    train,
+)
 
 
 def cut_all_parents(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
@@ -79,13 +90,18 @@ def test_the_numbers_are_those_of_the_commit_that_follows(name: str) -> None:
     assert preview.relations == after.relations - before.relations
     assert preview.parameters == after.trainable - before.trainable
     assert preview.flops == after.flops - before.flops
-    assert (preview.cut, preview.connected) == (counts.get("relations_removed", 0), counts.get("relations_added", 0))
+    assert (preview.cut, preview.connected) == (
+        counts.get("relations_removed", 0),
+        counts.get("relations_added", 0),
+    )
     assert preview.orphans == sum(len(node.parents) == 0 for node in net.layers[1])
     assert preview.operations == (() if commit is None else commit.operations)
     assert preview.rules == tuple(manager.names)
     with torch.no_grad():
         same_width = net(X).shape == output.shape
-        assert preview.output_change == (float((net(X) - output).abs().max()) if same_width else None)
+        assert preview.output_change == (
+            float((net(X) - output).abs().max()) if same_width else None
+        )
     assert (preview.relations, preview.nodes, preview.orphans) == {
         "cut": (-7, 0, 0),
         "random": (-4, 0, 0),
@@ -122,7 +138,9 @@ def test_a_dry_run_leaves_no_trace(name: str) -> None:
 
 
 def contents(found: Any) -> Any:
-    """Returns a fingerprint without saying which objects hold it: a trial gives contents back in other tensors."""
+    """Returns a fingerprint without saying which objects hold it: a trial gives contents back in
+    other tensors.
+    """
     if isinstance(found, dict):
         return {key: contents(value) for key, value in found.items() if not isinstance(value, Same)}
     if isinstance(found, list | tuple):
@@ -148,7 +166,9 @@ def test_a_recorder_does_not_see_the_probe() -> None:
 
 
 def test_a_probe_is_run_without_dropout_and_draws_nothing() -> None:
-    net = gn.from_module(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2)))
+    net = gn.from_module(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 2))
+    )
     manager, x = RuleManager(), torch.ones(5, 4)
     manager.inject(lambda net, edit, now: None, name="nothing")
     state = torch.get_rng_state()
@@ -173,7 +193,10 @@ def test_only_what_is_due_is_previewed() -> None:
     manager.inject(CutWeakest(1), schedule=At(1))
     manager.inject(CutWeakest(2), name="two", schedule=Every(1))
     manager.inject(CutWeakest(3), name="off", enabled=False)
-    assert [manager.apply(net, step, dry_run=True).rules for step in (0, 1)] == [("two",), ("CutWeakest", "two")]
+    assert [manager.apply(net, step, dry_run=True).rules for step in (0, 1)] == [
+        ("two",),
+        ("CutWeakest", "two"),
+    ]
     assert manager.apply(net, 0, dry_run=True).output_change is None
     assert manager.apply(net, 0, dry_run=True, probe=X[:0]).output_change is None
 
@@ -193,7 +216,9 @@ def test_a_dry_run_of_nothing_says_what_comes_next() -> None:
         assert str(found).splitlines()[0] == f"dry run: {said}"
     assert manager.apply(net, 50, dry_run=True).waiting == ""
     manager.inject(CutWeakest(4), name="task", schedule=EveryTask(start=400))
-    assert manager.apply(net, 251, dry_run=True).waiting.endswith("next comes task, at step 400 at the earliest")
+    assert manager.apply(net, 251, dry_run=True).waiting.endswith(
+        "next comes task, at step 400 at the earliest"
+    )
 
 
 def test_budgets_hold_in_a_dry_run() -> None:

@@ -31,7 +31,9 @@ def relations(net: gn.GrapNet) -> list[int]:
 
 
 @pytest.mark.parametrize("scope", ["global", "transition", "node"])
-def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(net: gn.GrapNet, scope: Any) -> None:
+def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(
+    net: gn.GrapNet, scope: Any
+) -> None:
     with torch.no_grad():
         net.transitions[1].weight[7] = float("nan")
     with pytest.raises(ValueError, match="NaN, which has no rank"):
@@ -67,21 +69,34 @@ def test_a_sparse_start_counts_as_sparsity() -> None:
     assert relations(net) == [100]
 
 
-@pytest.mark.parametrize(("share", "left"), [({"fraction": 0.5}, [120, 100, 20]), ({"sparsity": 0.9}, [24, 20, 4])])
-def test_every_transition_can_have_its_own_share(net: gn.GrapNet, share: dict[str, Any], left: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("share", "left"), [({"fraction": 0.5}, [120, 100, 20]), ({"sparsity": 0.9}, [24, 20, 4])]
+)
+def test_every_transition_can_have_its_own_share(
+    net: gn.GrapNet, share: dict[str, Any], left: list[int]
+) -> None:
     weakest = net.layers[1].outgoing().weights.abs().sort().values
     prune(net, PruneWeakest(**share, scope="transition"))
     assert relations(net) == left
     assert net.layers[1].outgoing().weights.abs().min() == weakest[200 - left[1]]
 
 
-@pytest.mark.parametrize(("share", "left"), [({"fraction": 0.3}, [14, 7, 3]), ({"sparsity": 0.75}, [5, 2, 1])])
-def test_every_node_can_have_its_own_share(net: gn.GrapNet, share: dict[str, Any], left: list[int]) -> None:
-    expected = {n.uid: n.W_alloc.detach().abs().sort(descending=True).values for n in net.select(layer=[0, 1, 2])}
+@pytest.mark.parametrize(
+    ("share", "left"), [({"fraction": 0.3}, [14, 7, 3]), ({"sparsity": 0.75}, [5, 2, 1])]
+)
+def test_every_node_can_have_its_own_share(
+    net: gn.GrapNet, share: dict[str, Any], left: list[int]
+) -> None:
+    expected = {
+        n.uid: n.W_alloc.detach().abs().sort(descending=True).values
+        for n in net.select(layer=[0, 1, 2])
+    }
     prune(net, PruneWeakest(**share, scope="node"))
     for number, degree in enumerate(left):
         for node in net.layers[number]:
-            assert torch.equal(node.W_alloc.abs().sort(descending=True).values, expected[node.uid][:, :degree])
+            assert torch.equal(
+                node.W_alloc.abs().sort(descending=True).values, expected[node.uid][:, :degree]
+            )
 
 
 def test_only_the_chosen_transitions_are_touched(net: gn.GrapNet) -> None:
@@ -96,8 +111,12 @@ def test_only_the_chosen_transitions_are_touched(net: gn.GrapNet) -> None:
 def test_frozen_relations_are_never_cut(net: gn.GrapNet, scope: Any) -> None:
     with net.edit() as edit:
         edit.freeze(net.select().outgoing().smallest(fraction=0.4))
-    frozen = [net.layers[n].outgoing()[net.layers[n].outgoing().frozen].weights.clone() for n in range(3)]
-    free = [(round(0.25 * node.degree), int((~node.outgoing().frozen).sum())) for node in net.select()]
+    frozen = [
+        net.layers[n].outgoing()[net.layers[n].outgoing().frozen].weights.clone() for n in range(3)
+    ]
+    free = [
+        (round(0.25 * node.degree), int((~node.outgoing().frozen).sum())) for node in net.select()
+    ]
     prune(net, PruneWeakest(fraction=0.25, scope=scope))
     assert sum(relations(net)) == 480 - (sum(map(min, free)) if scope == "node" else 120)
     prune(net, PruneWeakest(sparsity=1.0, scope=scope))
@@ -118,7 +137,9 @@ def test_budgets_hold(net: gn.GrapNet, scope: Any) -> None:
     assert sum(relations(net)) < 150
     net.undo()
     prune(net, rule)
-    assert any(int(t.topology.fan_in().min()) < 2 for t in net.transitions)  # it does not hold by itself
+    assert any(
+        int(t.topology.fan_in().min()) < 2 for t in net.transitions
+    )  # it does not hold by itself
 
 
 def test_the_ramp_is_zhu_and_guptas() -> None:
@@ -146,11 +167,15 @@ def test_a_run_under_the_ramp_ends_at_the_final_sparsity(scope: Any) -> None:
         manager.apply(net, step)
         left.append(net.count().relations)
         if scope != "node" and step % 4 == 0:
-            assert abs(left[-1] - 2000 * (1 - ramp.sparsity(step))) <= (1 if scope == "global" else 2)
+            assert abs(left[-1] - 2000 * (1 - ramp.sparsity(step))) <= (
+                1 if scope == "global" else 2
+            )
     assert left[:8] == [2000] * 8  # up to step 4 the ramp asks for nothing, and 8 is the next
     assert left == sorted(left, reverse=True)
     assert left[40:] == [200] * 9
-    assert len(net.history) == (7 if scope == "node" else 9)  # a node of few relations has fewer to lose
+    assert len(net.history) == (
+        7 if scope == "node" else 9
+    )  # a node of few relations has fewer to lose
 
 
 def test_undo_brings_every_relation_back(net: gn.GrapNet) -> None:
@@ -202,7 +227,9 @@ def test_wrong_ramps_are_refused(settings: dict[str, Any], message: str) -> None
 
 
 def test_a_transition_that_is_not_there_is_refused(net: gn.GrapNet) -> None:
-    with pytest.raises(gn.EditError, match=r"transitions 0 to 2, so there are no transitions \[3\]"):
+    with pytest.raises(
+        gn.EditError, match=r"transitions 0 to 2, so there are no transitions \[3\]"
+    ):
         prune(net, PruneWeakest(fraction=0.5, transitions=3))
     assert net.version == 0
 

@@ -38,7 +38,9 @@ def test_statistics_move_with_the_nodes(net: gn.GrapNet) -> None:
     kept = torch.tensor([1, 2, 4, 5, 6])
     assert net.layers[1].uids.tolist() == [*uids[kept].tolist(), *new.uids.tolist()]
     for name in NAMES:
-        assert torch.equal(getattr(recorder, name), torch.cat([before[name][kept], torch.zeros(2).double()]))
+        assert torch.equal(
+            getattr(recorder, name), torch.cat([before[name][kept], torch.zeros(2).double()])
+        )
     assert (recorder.count, recorder.counts.tolist()) == (30, [30] * 5 + [0] * 2)
     assert torch.equal(pairs.covariance()[:5], covariance[kept][:, [0, 2, 3]])
     assert torch.equal(pairs.correlation()[:5], correlation[kept][:, [0, 2, 3]])
@@ -47,7 +49,9 @@ def test_statistics_move_with_the_nodes(net: gn.GrapNet) -> None:
     assert (recorder.count, recorder.counts.tolist()) == (80, [80] * 5 + [50] * 2)
     assert close(recorder.mean[5:], h[1].mean(0)[5:], net)
     assert close(recorder.variance[5:], h[1].var(0)[5:], net)
-    assert close(recorder.mean[:5], (before["mean"][kept].numpy() * 30 + h[1].mean(0)[:5] * 50) / 80, net)
+    assert close(
+        recorder.mean[:5], (before["mean"][kept].numpy() * 30 + h[1].mean(0)[:5] * 50) / 80, net
+    )
     assert recorder.firing_rate[5:].min() > 0
     assert (pairs.covariance()[5:] == 0).all()  # not there from the first sample on
     assert pairs.covariance()[:5].abs().max() > 0
@@ -85,7 +89,9 @@ def test_undo_and_redo_bring_back_what_was_seen(net: gn.GrapNet, kind: str, watc
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_node_that_returns_after_more_was_seen_starts_at_nothing(net: gn.GrapNet, kind: str) -> None:
+def test_a_node_that_returns_after_more_was_seen_starts_at_nothing(
+    net: gn.GrapNet, kind: str
+) -> None:
     recorder = armed(MAKE[kind](), net)
     run(net)
     shrink(net)
@@ -176,7 +182,9 @@ def test_neither_keeps_the_other_alive(kind: str) -> None:
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_of_the_net_does_not_feed_it(net: gn.GrapNet, kind: str, how: Callable[[Any], Any]) -> None:
+def test_a_copy_of_the_net_does_not_feed_it(
+    net: gn.GrapNet, kind: str, how: Callable[[Any], Any]
+) -> None:
     recorder = armed(MAKE[kind](), net)
     run(net)
     before, twin = seen(recorder), how(net)
@@ -184,7 +192,9 @@ def test_a_copy_of_the_net_does_not_feed_it(net: gn.GrapNet, kind: str, how: Cal
     shrink(twin)
     run(twin)
     assert equal(seen(recorder), before)
-    assert not any(module._forward_hooks for module in twin.modules())  # the first pass took the copied hooks away
+    assert not any(
+        module._forward_hooks for module in twin.modules()
+    )  # the first pass took the copied hooks away
     run(net)
     assert not equal(seen(recorder), before)
     run(copied := copy.deepcopy(twin))
@@ -192,7 +202,9 @@ def test_a_copy_of_the_net_does_not_feed_it(net: gn.GrapNet, kind: str, how: Cal
 
 
 @pytest.mark.parametrize("kind", MAKE)
-def test_a_copy_of_a_recorder_has_the_evidence_and_watches_nothing(net: gn.GrapNet, kind: str) -> None:
+def test_a_copy_of_a_recorder_has_the_evidence_and_watches_nothing(
+    net: gn.GrapNet, kind: str
+) -> None:
     recorder = armed(MAKE[kind](), net)
     run(net)
     twin, copied = copy.deepcopy((net, recorder))
@@ -239,7 +251,9 @@ def test_a_state_that_does_not_fit_is_refused_whole(net: gn.GrapNet, kind: str) 
     wrong: list[Any] = [{}, None, {**state, "uids": state["uids"] * 2}, {**state, "uids": [1, 2]}]
     wrong += [{**state, "uids": [uids + 1 for uids in state["uids"]]}, {**state, "evidence": 3}]
     tensors = [name for name, value in state["evidence"].items() if isinstance(value, Tensor)]
-    wrong += [{**state, "evidence": {**state["evidence"], name: torch.zeros(3, 2)}} for name in tensors]
+    wrong += [
+        {**state, "evidence": {**state["evidence"], name: torch.zeros(3, 2)}} for name in tensors
+    ]
     wrong += [{**state, "evidence": {}}]
     for given in wrong:
         with pytest.raises(CheckpointError):

@@ -1,4 +1,6 @@
-"""Recorders of activations against numpy, over batches cut anyhow, on every backend and in every mode."""
+"""Recorders of activations against numpy, over batches cut anyhow, on every backend and in every
+mode.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +27,9 @@ def net() -> gn.GrapNet:
 
 @pytest.mark.parametrize("layer", range(4))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_streams_what_one_pass_over_all_samples_gives(net: gn.GrapNet, layer: int, dtype: torch.dtype) -> None:
+def test_streams_what_one_pass_over_all_samples_gives(
+    net: gn.GrapNet, layer: int, dtype: torch.dtype
+) -> None:
     net.to(dtype)
     recorder, x = armed(ActivationRecorder(layer), net), batch(net, 61)
     for part in x.split([1, 20, 0, 33, 7]):
@@ -40,7 +44,9 @@ def test_streams_what_one_pass_over_all_samples_gives(net: gn.GrapNet, layer: in
 
 @pytest.mark.parametrize("ends", [(0, None), (1, 2), (1, 1), (0, 3), (2, 0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_covariance_is_that_of_one_pass(net: gn.GrapNet, ends: tuple[int, int | None], dtype: torch.dtype) -> None:
+def test_covariance_is_that_of_one_pass(
+    net: gn.GrapNet, ends: tuple[int, int | None], dtype: torch.dtype
+) -> None:
     net.to(dtype)
     recorder, x = armed(CovarianceRecorder(*ends), net), batch(net, 61)
     for part in x.split([13, 1, 0, 40, 7]):
@@ -50,11 +56,15 @@ def test_covariance_is_that_of_one_pass(net: gn.GrapNet, ends: tuple[int, int | 
     scale = np.outer(upper.std(0), lower.std(0))
     assert recorder.count == 61
     assert close(recorder.covariance(), expected, net)
-    assert close(recorder.correlation(), np.divide(expected, scale, where=scale > 0, out=0 * scale), net)
+    assert close(
+        recorder.correlation(), np.divide(expected, scale, where=scale > 0, out=0 * scale), net
+    )
 
 
 @pytest.mark.parametrize("constant", [0.1, 1e9 / 3, -7e-30])
-def test_what_never_changes_has_variance_and_correlation_of_exactly_zero(net: gn.GrapNet, constant: float) -> None:
+def test_what_never_changes_has_variance_and_correlation_of_exactly_zero(
+    net: gn.GrapNet, constant: float
+) -> None:
     activations, pairs = armed(ActivationRecorder(0), net), armed(CovarianceRecorder(0), net)
     x = batch(net, 999)
     x[:, 2] = constant
@@ -95,7 +105,9 @@ def test_every_backend_is_seen_with_leading_dimensions(net: gn.GrapNet, backend:
         assert close(layers[2].variance, said(net, x)[2].var(0), net)
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
 def test_every_mode_is_seen(mode: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([5, 7, 3])
@@ -130,7 +142,9 @@ def test_transforms_are_not_seen(net: gn.GrapNet) -> None:
     assert [recorder.count for recorder in recorders] == [0, 0, 0]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, where a hook interrupts what it compiles
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # torch's own, where a hook interrupts what it compiles
 @pytest.mark.parametrize("early", [True, False], ids=["armed before compiling", "armed later"])
 def test_a_compiled_net_is_seen(net: gn.GrapNet, early: bool) -> None:
     recorders = [armed(make(), net) for make in MAKE.values() if early]

@@ -33,7 +33,9 @@ def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(name: str) -> 
 
 
 def sparse_net(sizes: list[int], density: float = 0.3, seed: int = 0) -> gn.GrapNet:
-    return gn.GrapNet(sizes, density=density, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return gn.GrapNet(
+        sizes, density=density, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def seen(net: gn.GrapNet, rule: Rewire, seed: int = 1) -> dict[str, Recorder]:
@@ -42,7 +44,9 @@ def seen(net: gn.GrapNet, rule: Rewire, seed: int = 1) -> dict[str, Recorder]:
         return {}
     for recorder in recorders.values():
         recorder.arm(net)
-    x = torch.randn(16, net.sizes[0], generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    x = torch.randn(
+        16, net.sizes[0], generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     net(x).square().sum().backward()
     for recorder in recorders.values():
         recorder.disarm()
@@ -50,7 +54,12 @@ def seen(net: gn.GrapNet, rule: Rewire, seed: int = 1) -> dict[str, Recorder]:
 
 
 def rewire(
-    net: gn.GrapNet, rule: Rewire, *, seed: int = 2, evidence: Mapping[str, Any] | None = None, **now: Any
+    net: gn.GrapNet,
+    rule: Rewire,
+    *,
+    seed: int = 2,
+    evidence: Mapping[str, Any] | None = None,
+    **now: Any,
 ) -> gn.Commit | None:
     """Runs the rule in an edit of its own and returns the receipt."""
     evidence = seen(net, rule) if evidence is None else evidence
@@ -77,7 +86,10 @@ def rectangle(net: gn.GrapNet, t: int, values: Tensor, elsewhere: float) -> Tens
 @pytest.mark.parametrize("density", [0.05, 0.3, 0.9, 0.99])
 def test_every_transition_keeps_its_number_of_relations(rule: Rewire, density: float) -> None:
     net = sparse_net([20, 30, 10], density)
-    before, fan_in = [t.size for t in net.transitions], [t.topology.fan_in() for t in net.transitions]
+    before, fan_in = (
+        [t.size for t in net.transitions],
+        [t.topology.fan_in() for t in net.transitions],
+    )
     for step in range(3):
         known = [pairs(net, t) for t in range(2)]
         receipt = rewire(net, rule, step=step, seed=step)
@@ -85,7 +97,9 @@ def test_every_transition_keeps_its_number_of_relations(rule: Rewire, density: f
         if rule.fan_in == "constant":
             assert all(map(torch.equal, fan_in, (t.topology.fan_in() for t in net.transitions)))
         for t, change in receipt.change.transitions.items() if receipt else ():
-            born = set(zip(change.born.parents.tolist(), change.born.children.tolist(), strict=True))
+            born = set(
+                zip(change.born.parents.tolist(), change.born.children.tolist(), strict=True)
+            )
             assert born.isdisjoint(known[t])  # what was there, dropped or not, is not grown
             assert len(born) == len(change.gone) == len(known[t] - pairs(net, t))
     assert net.version == 3
@@ -106,7 +120,8 @@ def test_the_weakest_go_and_random_absent_ones_come() -> None:
 
 
 def test_random_growth_takes_all_absent_pairs_alike() -> None:
-    # 100 parents: the first 50 are related to every second child, the others to none but one; 5,000 are grown.
+    # 100 parents: the first 50 are related to every second child, the others to none but one; 5,000
+    # are grown.
     parents = torch.arange(50).repeat_interleave(100)
     children = (torch.arange(100) * 2).repeat(50)
     net = gn.GrapNet.from_relations([100, 200], [(parents, children)])
@@ -119,14 +134,20 @@ def test_random_growth_takes_all_absent_pairs_alike() -> None:
     grown[born.parents.long(), born.children.long() - 100] = 1
     assert grown.sum() == len(born.parents) == len(receipt.change.transitions[0].gone) == 4285
     chance = 4285 / (100 * 200 - 4285)
-    for region, absent in ((grown[:50], 50 * 200 - 4285), (grown[50:], 50 * 200), (grown[50:, 1::2], 5000)):
+    for region, absent in (
+        (grown[:50], 50 * 200 - 4285),
+        (grown[50:], 50 * 200),
+        (grown[50:, 1::2], 5000),
+    ):
         deviation = math.sqrt(absent * chance * (1 - chance))
         assert abs(float(region.sum()) - absent * chance) < 4 * deviation
 
 
 def test_constant_fan_in_grows_parents_of_each_child_alike() -> None:
     # One child with 300 of 1,000 parents, all of them among the first 500.
-    net = gn.GrapNet.from_relations([1000, 2], [(torch.arange(300), torch.zeros(300, dtype=torch.int64))])
+    net = gn.GrapNet.from_relations(
+        [1000, 2], [(torch.arange(300), torch.zeros(300, dtype=torch.int64))]
+    )
     receipt = rewire(net, Rewire(fraction=1.0, fan_in="constant"))
     assert receipt is not None
     born = receipt.change.transitions[0].born
@@ -158,7 +179,9 @@ def test_gradient_growth_takes_the_absent_pairs_with_the_largest_gradients() -> 
     for t in range(2):
         gradients = full.layers[t].outgoing().gradients.view(net.sizes[t], -1).abs()
         gradients[rectangle(net, t, torch.ones(net.transitions[t].size), 0) > 0] = -1
-        expected.append(set(gradients.flatten().topk(round(0.2 * net.transitions[t].size)).indices.tolist()))
+        expected.append(
+            set(gradients.flatten().topk(round(0.2 * net.transitions[t].size)).indices.tolist())
+        )
     receipt = rewire(net, rule, evidence=evidence)
     assert receipt is not None
     for t, change in receipt.change.transitions.items():
@@ -183,11 +206,16 @@ def test_constant_fan_in_compares_the_relations_of_each_child(grow: Any) -> None
     if grow == "gradient":
         gradients = evidence["gradients of transition 0"].matrix().abs()
         gradients[strength.isfinite()] = -1
-        least = gradients.sort(dim=0, descending=True).values[(quotas - 1).clamp(min=0), torch.arange(30)]
+        least = gradients.sort(dim=0, descending=True).values[
+            (quotas - 1).clamp(min=0), torch.arange(30)
+        ]
         best = (gradients >= least) & (quotas > 0)
     receipt = rewire(net, rule, evidence=evidence)
     assert receipt is not None
-    for record, cells in ((receipt.change.transitions[0].gone, weakest), (receipt.change.transitions[0].born, None)):
+    for record, cells in (
+        (receipt.change.transitions[0].gone, weakest),
+        (receipt.change.transitions[0].born, None),
+    ):
         found = torch.zeros(20, 30, dtype=torch.bool)
         found[record.parents.long(), record.children.long() - 20] = True
         assert torch.equal(found.sum(0), quotas)
@@ -231,14 +259,18 @@ def test_nodes_keep_the_parents_and_children_that_a_budget_wants(rule: Rewire) -
     for t, before in enumerate(topologies):
         gone = receipt.change.transitions[t].gone
         parents = torch.bincount(net.layers[t].rows(gone.parents), minlength=before.n_parents)
-        children = torch.bincount(net.layers[t + 1].rows(gone.children), minlength=before.n_children)
+        children = torch.bincount(
+            net.layers[t + 1].rows(gone.children), minlength=before.n_children
+        )
         assert bool((before.degrees - parents >= before.degrees.clamp(max=3)).all())
         assert bool((before.fan_in() - children >= before.fan_in().clamp(max=5)).all())
     assert [t.size for t in net.transitions] == sizes
 
 
 @pytest.mark.parametrize("fan_in", ["free", "constant"])
-def test_what_the_edit_cuts_already_counts_for_those_floors_and_is_not_dropped_again(fan_in: Any) -> None:
+def test_what_the_edit_cuts_already_counts_for_those_floors_and_is_not_dropped_again(
+    fan_in: Any,
+) -> None:
     net = sparse_net([20, 30], 0.4)
     before = net.transitions[0].topology
     with net.edit(generator=torch.Generator().manual_seed(0)) as edit:
@@ -261,7 +293,10 @@ def test_frozen_relations_are_never_dropped_and_do_not_count(rule: Rewire) -> No
         edit.freeze(net.layers[0].outgoing().smallest(count=100))
     held = net.layers[0].outgoing()
     held = held[held.frozen]
-    known, bits = set(zip(held.parents.tolist(), held.children.tolist(), strict=True)), held.weights.clone()
+    known, bits = (
+        set(zip(held.parents.tolist(), held.children.tolist(), strict=True)),
+        held.weights.clone(),
+    )
     receipt = rewire(net, rule)
     assert receipt is not None
     if rule.fan_in == "free":
@@ -369,7 +404,9 @@ def test_wrong_settings_and_missing_evidence_are_named() -> None:
         with pytest.raises(gn.EditError, match=message):
             Rewire(**settings)
     net = sparse_net([20, 30])
-    with pytest.raises(gn.EditError, match=r"transitions 0 to 0, so there are no transitions \[1\]"):
+    with pytest.raises(
+        gn.EditError, match=r"transitions 0 to 0, so there are no transitions \[1\]"
+    ):
         rewire(net, Rewire(transitions=(1,)), evidence={})
     rule = Rewire(grow="gradient")
     for evidence in ({}, rule.recorders(net)):

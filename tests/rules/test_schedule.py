@@ -34,13 +34,20 @@ def test_a_schedule_may_be_due_exactly_when_a_step_lies_between(name: str) -> No
     schedule, steps = SCHEDULES[name]
     for first in range(-3, 30):
         for last in range(first - 1, 36):
-            assert schedule.may_be_due(first, last) == any(first <= step <= last for step in steps), (first, last)
+            assert schedule.may_be_due(first, last) == any(
+                first <= step <= last for step in steps
+            ), (first, last)
 
 
 def test_every_task_is_due_when_a_task_is_told_between_start_and_until() -> None:
     schedule = EveryTask(start=3, until=6)
     assert [step for step in range(10) if schedule.is_due(step, "a")] == [3, 4, 5, 6]
-    assert [step for step in range(10) if schedule.is_due(step, 0)] == [3, 4, 5, 6]  # task 0 is a task
+    assert [step for step in range(10) if schedule.is_due(step, 0)] == [
+        3,
+        4,
+        5,
+        6,
+    ]  # task 0 is a task
     assert not any(schedule.is_due(step, None) for step in range(10))
     assert [schedule.may_be_due(a, b) for a, b in [(0, 2), (0, 3), (4, 5), (6, 9), (7, 9)]] == [
         False,
@@ -68,7 +75,9 @@ def test_every_refuses_what_is_no_number_of_steps(steps: Any) -> None:
         Every(steps)
 
 
-@pytest.mark.parametrize("wrong", [{"start": 0.5}, {"until": 1.5}, {"start": None}, {"until": False}])
+@pytest.mark.parametrize(
+    "wrong", [{"start": 0.5}, {"until": 1.5}, {"start": None}, {"until": False}]
+)
 @pytest.mark.parametrize("kind", [lambda **given: Every(1, **given), EveryTask])
 def test_start_and_until_are_steps(kind: Any, wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="start and until"):

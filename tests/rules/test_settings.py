@@ -1,4 +1,6 @@
-"""Settings of rules: what of a rule has to be the same when its state is restored, and what is its own affair."""
+"""Settings of rules: what of a rule has to be the same when its state is restored, and what is its
+own affair.
+"""
 
 import pickle
 from enum import IntEnum
@@ -31,7 +33,9 @@ class Level(IntEnum):
 class Plain:
     """A rule of a plain class, which counts its calls and has a memory of its own."""
 
-    def __init__(self, count: int, level: Level = Level.LOW, inner: Any = None, calls: int = 0) -> None:
+    def __init__(
+        self, count: int, level: Level = Level.LOW, inner: Any = None, calls: int = 0
+    ) -> None:
         self.count, self.level, self.inner, self.calls = count, level, inner, calls
         self.made, self.seen = object(), torch.zeros(2)
 
@@ -61,12 +65,32 @@ def freeze(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
 PLAIN = {
     "attribute": (lambda: Plain(2), lambda: Plain(3), "count was 2 and is 3"),
     "member of an enum": (lambda: Plain(2), lambda: Plain(2, Level.HIGH), "level was 1 and is 2"),
-    "nested": (lambda: Plain(2, inner=CutWeakest(2)), lambda: Plain(2, inner=CutWeakest(3)), "inner was .* and is"),
-    "list": (lambda: Plain(2, inner=[1, {"a": 2}]), lambda: Plain(2, inner=[1, {"a": 3}]), "inner was .* and is"),
+    "nested": (
+        lambda: Plain(2, inner=CutWeakest(2)),
+        lambda: Plain(2, inner=CutWeakest(3)),
+        "inner was .* and is",
+    ),
+    "list": (
+        lambda: Plain(2, inner=[1, {"a": 2}]),
+        lambda: Plain(2, inner=[1, {"a": 3}]),
+        "inner was .* and is",
+    ),
     "nothing": (lambda: Plain(2, inner="a"), lambda: Plain(2), "inner was 'a' and is None"),
-    "beside a state": (lambda: PlainWithState(2), lambda: PlainWithState(3), "count was 2 and is 3"),
-    "keyword of a partial": (lambda: partial(cut, count=2), lambda: partial(cut, count=3), "keywords was .*2.* and is"),
-    "function of a partial": (lambda: partial(cut), lambda: partial(freeze), "func was 'cut' and is 'freeze'"),
+    "beside a state": (
+        lambda: PlainWithState(2),
+        lambda: PlainWithState(3),
+        "count was 2 and is 3",
+    ),
+    "keyword of a partial": (
+        lambda: partial(cut, count=2),
+        lambda: partial(cut, count=3),
+        "keywords was .*2.* and is",
+    ),
+    "function of a partial": (
+        lambda: partial(cut),
+        lambda: partial(freeze),
+        "func was 'cut' and is 'freeze'",
+    ),
 }
 
 
@@ -78,7 +102,9 @@ def test_settings_of_any_kind_of_rule_are_compared(tmp_path: Path, name: str, ra
     if ran:
         saved.apply(net, 0)
     gn.save(tmp_path / "run", net, rules=saved)
-    with pytest.raises(gn.CheckpointError, match=rf"^extras\.rules: the rule of 'rule' is not .*{message}"):
+    with pytest.raises(
+        gn.CheckpointError, match=rf"^extras\.rules: the rule of 'rule' is not .*{message}"
+    ):
         gn.restore(tmp_path / "run", rules=one(other()))
     gn.restore(tmp_path / "run", rules=one(make()))  # control: one that fits
 

@@ -1,4 +1,6 @@
-"""SplitIntoFamilies: planted blocks are found, the strongest relations stay, blocks run as families."""
+"""SplitIntoFamilies: planted blocks are found, the strongest relations stay, blocks run as
+families.
+"""
 
 from typing import Any
 
@@ -31,17 +33,24 @@ def split(net: gn.GrapNet, rule: SplitIntoFamilies, x: Tensor, **now: Any) -> gn
 def planted(
     families: int, size: int, degree: int, *, noise: float, seed: int = 0, density: float = 1.0
 ) -> tuple[gn.GrapNet, Tensor, Tensor, Tensor]:
-    """Returns a transition with hidden blocks, inputs that move by block, and the block of every parent and child.
+    """Returns a transition with hidden blocks, inputs that move by block, and the block of every
+    parent and child.
 
-    Weights are about 1 inside of the blocks and a tenth outside; parents and children stand in random order. An input
-    is its block's signal plus `noise` of its own.
+    Weights are about 1 inside of the blocks and a tenth outside; parents and children stand in
+    random order. An input is its block's signal plus `noise` of its own.
     """
     generator = torch.Generator().manual_seed(seed)
     n_parents, n_children = families * size, families * degree
-    upper = torch.arange(families).repeat_interleave(size)[torch.randperm(n_parents, generator=generator)]
-    lower = torch.arange(families).repeat_interleave(degree)[torch.randperm(n_children, generator=generator)]
+    upper = torch.arange(families).repeat_interleave(size)[
+        torch.randperm(n_parents, generator=generator)
+    ]
+    lower = torch.arange(families).repeat_interleave(degree)[
+        torch.randperm(n_children, generator=generator)
+    ]
     weights = 0.1 * torch.randn(n_parents, n_children, generator=generator)
-    weights += (upper[:, None] == lower) * torch.randn(n_parents, n_children, generator=generator).sign()
+    weights += (upper[:, None] == lower) * torch.randn(
+        n_parents, n_children, generator=generator
+    ).sign()
     there = torch.rand(n_parents, n_children, generator=generator) < density
     parents, children = there.nonzero(as_tuple=True)
     net = gn.GrapNet.from_relations([n_parents, n_children], [(parents, children, weights[there])])
@@ -64,9 +73,12 @@ def rows(groups: Tensor, group: int) -> frozenset[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
-    ("families", "size", "degree", "noise"), [(4, 8, 6, 0.5), (8, 16, 8, 1.0), (3, 5, 20, 1.0), (16, 12, 4, 1.0)]
+    ("families", "size", "degree", "noise"),
+    [(4, 8, 6, 0.5), (8, 16, 8, 1.0), (3, 5, 20, 1.0), (16, 12, 4, 1.0)],
 )
-def test_planted_blocks_are_found(families: int, size: int, degree: int, noise: float, seed: int) -> None:
+def test_planted_blocks_are_found(
+    families: int, size: int, degree: int, noise: float, seed: int
+) -> None:
     net, x, upper, lower = planted(families, size, degree, noise=noise, seed=seed)
     inside = (upper[:, None] == lower).flatten()
     expected = net.layers[0].outgoing().weights.detach()[inside]
@@ -75,7 +87,11 @@ def test_planted_blocks_are_found(families: int, size: int, degree: int, noise: 
     assert blocks(net) == {(rows(upper, g), rows(lower, g)) for g in range(families)}
     assert torch.equal(net.layers[0].outgoing().weights, expected)  # what stays is as it was
     remark = receipt.operations[-1]
-    assert (remark["operation"], remark["relations"], remark["left_outside"]) == ("remark", int((~inside).sum()), 0)
+    assert (remark["operation"], remark["relations"], remark["left_outside"]) == (
+        "remark",
+        int((~inside).sum()),
+        0,
+    )
     assert 1 / families < remark["kept_weight"] < 1
     gn.check(net)
 
@@ -96,19 +112,23 @@ def test_more_weight_stays_than_after_random_splits(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     net = gn.GrapNet([24, 30], generator=generator)
     weights = net.layers[0].outgoing().weights.detach().abs().view(24, 30)
-    split(net, SplitIntoFamilies(transition=0, families=3), torch.randn(100, 24, generator=generator))
+    split(
+        net, SplitIntoFamilies(transition=0, families=3), torch.randn(100, 24, generator=generator)
+    )
     kept = float(net.layers[0].outgoing().weights.detach().abs().sum())
     upper, lower = torch.arange(3).repeat_interleave(8), torch.arange(3).repeat_interleave(10)
     for _ in range(20):
         groups = (
-            upper[torch.randperm(24, generator=generator)][:, None] == lower[torch.randperm(30, generator=generator)]
+            upper[torch.randperm(24, generator=generator)][:, None]
+            == lower[torch.randperm(30, generator=generator)]
         )
         assert float(weights[groups].sum()) < kept
     assert [f.block for f in net.execution.families(0)] == [(8, 10)] * 3
 
 
 def test_children_are_shared_out_close_to_the_best_that_is_possible() -> None:
-    # Two groups of parents that are known, and 12 children: all ways to share them out can be tried.
+    # Two groups of parents that are known, and 12 children: all ways to share them out can be
+    # tried.
     from itertools import combinations
 
     generator = torch.Generator().manual_seed(0)
@@ -116,12 +136,19 @@ def test_children_are_shared_out_close_to_the_best_that_is_possible() -> None:
     signals = torch.randn(100, 2, generator=generator)
     strength = net.layers[0].outgoing().weights.detach().abs().view(6, 12)
     held = torch.stack([strength[::2].sum(0), strength[1::2].sum(0)])  # [groups, children]
-    best = max(held[0, list(c)].sum() + held[1].sum() - held[1, list(c)].sum() for c in combinations(range(12), 6))
+    best = max(
+        held[0, list(c)].sum() + held[1].sum() - held[1, list(c)].sum()
+        for c in combinations(range(12), 6)
+    )
     split(net, SplitIntoFamilies(transition=0, families=2), signals.repeat(1, 3))
-    assert float(net.layers[0].outgoing().weights.detach().abs().sum()) == pytest.approx(float(best), rel=1e-6)
+    assert float(net.layers[0].outgoing().weights.detach().abs().sum()) == pytest.approx(
+        float(best), rel=1e-6
+    )
 
 
-@pytest.mark.parametrize(("sizes", "families"), [([10, 7], 3), ([7, 10], 4), ([5, 5], 5), ([9, 4], 1)])
+@pytest.mark.parametrize(
+    ("sizes", "families"), [([10, 7], 3), ([7, 10], 4), ([5, 5], 5), ([9, 4], 1)]
+)
 def test_sizes_that_do_not_divide_differ_by_one(sizes: list[int], families: int) -> None:
     net = gn.GrapNet(sizes)
     split(net, SplitIntoFamilies(transition=0, families=families), torch.randn(50, sizes[0]))
@@ -139,7 +166,9 @@ def test_dead_parents_do_not_become_groups_of_their_own() -> None:
     x[:, dead] = 5.0
     split(net, SplitIntoFamilies(transition=0, families=4), x)
     alive = set(range(32)) - set(dead.tolist())
-    assert {frozenset(members & alive) for members, _ in blocks(net)} == {rows(upper, g) & alive for g in range(4)}
+    assert {frozenset(members & alive) for members, _ in blocks(net)} == {
+        rows(upper, g) & alive for g in range(4)
+    }
 
 
 def test_a_ragged_transition_is_filled_when_asked() -> None:
@@ -198,7 +227,9 @@ def test_budgets_leave_the_strongest_outside() -> None:
     weakest = weights[(upper[:, None] != lower).flatten()].sort().values[:100]
     receipt = split(net, rule, x, budget=Budget(edits=100))
     assert receipt is not None
-    assert torch.equal(receipt.change.transitions[0].weights.gone_values.abs().view(-1).sort().values, weakest)
+    assert torch.equal(
+        receipt.change.transitions[0].weights.gone_values.abs().view(-1).sort().values, weakest
+    )
     net, x, *_ = planted(4, 8, 6, noise=0.5, density=0.5)
     receipt = split(net, rule, x, budget=Budget(edits=20))
     assert receipt is not None

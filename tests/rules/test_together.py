@@ -17,7 +17,11 @@ from grapnet.rules.rule import Moment
 from grapnet.rules.structure import SplitIntoFamilies
 from grapnet.rules.widen import GrowWidth
 
-REWIRES = [Rewire(grow=grow, fan_in=fan_in) for grow in ("random", "gradient") for fan_in in ("free", "constant")]
+REWIRES = [
+    Rewire(grow=grow, fan_in=fan_in)
+    for grow in ("random", "gradient")
+    for fan_in in ("free", "constant")
+]
 COPIES = GrowWidth(1, 3, "net2net")
 
 
@@ -53,7 +57,9 @@ def rewired(commit: gn.Commit) -> list[int]:
 def moved(commit: gn.Commit) -> tuple[int, int]:
     """Returns how many relations were born and how many are gone."""
     changes = [change.index for change in commit.change.transitions.values()]
-    return sum(len(index.inserted) for index in changes), sum(len(index.removed) for index in changes)
+    return sum(len(index.inserted) for index in changes), sum(
+        len(index.removed) for index in changes
+    )
 
 
 def test_an_edit_shows_what_it_was_asked_to_connect_and_remove() -> None:
@@ -78,7 +84,9 @@ def test_an_edit_shows_what_it_was_asked_to_connect_and_remove() -> None:
 
 @pytest.mark.parametrize("missing", [native.missing, "the compiled kernels are not installed"])
 @pytest.mark.parametrize("second", REWIRES)
-@pytest.mark.parametrize("first", [REWIRES[0], REWIRES[3], SplitIntoFamilies(1, 2, fill=True), COPIES, remove_two])
+@pytest.mark.parametrize(
+    "first", [REWIRES[0], REWIRES[3], SplitIntoFamilies(1, 2, fill=True), COPIES, remove_two]
+)
 def test_rewire_leaves_alone_what_is_taken_and_grows_as_many_as_it_drops(
     first: Any, second: Rewire, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +97,9 @@ def test_rewire_leaves_alone_what_is_taken_and_grows_as_many_as_it_drops(
         assert net.count().relations == alone.count().relations
         assert sum(rewired(commit)) > sum(rewired(before))
         (grown, lost), (first_grown, first_lost) = moved(commit), moved(before)
-        assert grown - first_grown == lost - first_lost == sum(rewired(commit)) - sum(rewired(before))
+        assert (
+            grown - first_grown == lost - first_lost == sum(rewired(commit)) - sum(rewired(before))
+        )
 
 
 def test_gradient_growth_takes_the_largest_of_what_is_free() -> None:
@@ -102,8 +112,13 @@ def test_gradient_growth_takes_the_largest_of_what_is_free() -> None:
     with net.edit() as edit:
         edit.connect(parents[:5], children[:5], pairs="aligned")
         rule(net, edit, Moment(evidence=dict.fromkeys(rule.recorders(net), recorder)))
-        asked = [set(zip(p.tolist(), c.tolist(), strict=True)) for p, c in [edit.connections, (parents, children)]]
-        assert asked[0] == set(list(zip(parents.tolist(), children.tolist(), strict=True))[: len(asked[0])])
+        asked = [
+            set(zip(p.tolist(), c.tolist(), strict=True))
+            for p, c in [edit.connections, (parents, children)]
+        ]
+        assert asked[0] == set(
+            list(zip(parents.tolist(), children.tolist(), strict=True))[: len(asked[0])]
+        )
 
 
 def test_blocks_are_filled_beside_a_rule_that_fills_them() -> None:
@@ -113,7 +128,9 @@ def test_blocks_are_filled_beside_a_rule_that_fills_them() -> None:
         assert commit.operations[-1]["operation"] == "remark"
 
 
-@pytest.mark.parametrize("first", [COPIES, GrowWidth(2, 3, "net2net"), PruneWeakest(0.6), Rewire(), remove_two])
+@pytest.mark.parametrize(
+    "first", [COPIES, GrowWidth(2, 3, "net2net"), PruneWeakest(0.6), Rewire(), remove_two]
+)
 @pytest.mark.parametrize("nodes", [3, 20])
 def test_copies_do_what_their_originals_do_beside_other_rules(first: Any, nodes: int) -> None:
     x = torch.randn(9, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -139,7 +156,8 @@ def test_what_is_pruned_does_not_come_back_as_a_share() -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", [GrowWidth(1, 2), GrowWidth(1, 2, "gradmax"), COPIES, GrowForTask(2, 2, classes_per_task=4)]
+    "rule",
+    [GrowWidth(1, 2), GrowWidth(1, 2, "gradmax"), COPIES, GrowForTask(2, 2, classes_per_task=4)],
 )
 def test_what_grows_is_not_related_to_nodes_that_go(rule: Any) -> None:
     manager, net = RuleManager(), sparse_net(0)
@@ -163,7 +181,9 @@ def test_what_grows_is_not_related_to_nodes_that_go(rule: Any) -> None:
         (RemoveOrphans(), []),
     ],
 )
-def test_what_would_change_the_function_under_attention_is_refused(rule: Any, refused: list[int]) -> None:
+def test_what_would_change_the_function_under_attention_is_refused(
+    rule: Any, refused: list[int]
+) -> None:
     for t in range(3):
         net = sparse_net(0)
         with net.edit() as edit:

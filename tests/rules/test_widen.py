@@ -28,7 +28,9 @@ def net() -> gn.GrapNet:
 
 
 def inputs(count: int = 16, width: int = 6) -> Tensor:
-    return torch.randn(count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+    return torch.randn(
+        count, width, dtype=torch.float64, generator=torch.Generator().manual_seed(9)
+    )
 
 
 def gradients(net: gn.GrapNet, layer: int = 1) -> GradientRecorder:
@@ -61,11 +63,22 @@ def values(net: gn.GrapNet) -> list[Tensor]:
 
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh", "leaky_relu"])
 @pytest.mark.parametrize("layer", [1, 2])
-@pytest.mark.parametrize("rule", [SILENT, COPIES, replace(COPIES, noise=0.9), replace(COPIES, split=False), STEEP])
-def test_the_function_stays_and_undo_brings_everything_back(rule: GrowWidth, layer: int, activation: str) -> None:
+@pytest.mark.parametrize(
+    "rule", [SILENT, COPIES, replace(COPIES, noise=0.9), replace(COPIES, split=False), STEEP]
+)
+def test_the_function_stays_and_undo_brings_everything_back(
+    rule: GrowWidth, layer: int, activation: str
+) -> None:
     torch.manual_seed(1)
-    net, x = gn.GrapNet([6, 5, 4, 3], activation=activation, dtype=torch.float64, density=0.8), inputs()
-    before, output, children = values(net), net(x), [node.children.uids.tolist() for node in net.select()]
+    net, x = (
+        gn.GrapNet([6, 5, 4, 3], activation=activation, dtype=torch.float64, density=0.8),
+        inputs(),
+    )
+    before, output, children = (
+        values(net),
+        net(x),
+        [node.children.uids.tolist() for node in net.select()],
+    )
     new = widen(net, replace(rule, layer=layer))
     assert len(new) == rule.nodes
     assert (net(x) - output).abs().max() <= 1e-12
@@ -99,10 +112,18 @@ def test_copies_are_like_their_originals(net: gn.GrapNet) -> None:
         edit.set_owner(net.layers[1][:2], "a")
         edit.set_activation(net.layers[1][1:3], "tanh")
     layer = net.layers[1][:5]
-    known = [(n.parents.uids.tolist(), n.bias.item(), n.activation, n.owner) for n in layer if n.bias is not None]
+    known = [
+        (n.parents.uids.tolist(), n.bias.item(), n.activation, n.owner)
+        for n in layer
+        if n.bias is not None
+    ]
     outgoing = layer.outgoing().weights.clone()
     new, x = widen(net, replace(COPIES, nodes=30)), inputs()
-    found = [(n.parents.uids.tolist(), n.bias.item(), n.activation, n.owner) for n in new if n.bias is not None]
+    found = [
+        (n.parents.uids.tolist(), n.bias.item(), n.activation, n.owner)
+        for n in new
+        if n.bias is not None
+    ]
     assert set(map(str, found)) == set(map(str, known))  # all five were drawn
     originals = torch.tensor([known.index(copy) for copy in found])
     for original, copy in zip(originals.tolist(), new, strict=True):
@@ -121,7 +142,9 @@ def test_noise_makes_shares_uneven_and_without_it_they_are_equal(net: gn.GrapNet
     once = gn.GrapNet([6, 1, 4], dtype=torch.float64)
     whole = once.layers[1][0].W_alloc.detach().clone()
     widen(once, replace(COPIES, nodes=3, noise=0.0))
-    assert torch.allclose(once.layers[1].outgoing().weights.view(4, 4), whole / 4, rtol=0, atol=1e-15)
+    assert torch.allclose(
+        once.layers[1].outgoing().weights.view(4, 4), whole / 4, rtol=0, atol=1e-15
+    )
     other = gn.GrapNet([6, 1, 4], dtype=torch.float64)
     whole = other.layers[1][0].W_alloc.detach().clone()
     widen(other, replace(COPIES, nodes=3, noise=0.2))
@@ -152,9 +175,15 @@ def test_the_optimizer_starts_shared_relations_afresh_and_keeps_the_rest(net: gn
 
 
 @pytest.mark.parametrize(
-    "protect", [lambda edit, layer: edit.freeze(layer), lambda edit, layer: edit.freeze(layer.outgoing()[::3])]
+    "protect",
+    [
+        lambda edit, layer: edit.freeze(layer),
+        lambda edit, layer: edit.freeze(layer.outgoing()[::3]),
+    ],
 )
-def test_frozen_relations_are_neither_cut_nor_changed(net: gn.GrapNet, protect: Callable[..., None]) -> None:
+def test_frozen_relations_are_neither_cut_nor_changed(
+    net: gn.GrapNet, protect: Callable[..., None]
+) -> None:
     with net.edit() as edit:
         protect(edit, net.layers[1])
     held = net.layers[1].outgoing()[net.layers[1].outgoing().frozen]
@@ -165,10 +194,14 @@ def test_frozen_relations_are_neither_cut_nor_changed(net: gn.GrapNet, protect: 
     assert torch.equal(held.parents, pairs[0])
     assert torch.equal(held.children, pairs[1])
     assert (net(inputs()) - output).abs().max() <= 1e-12
-    assert len(net.layers[1].outgoing().weights[20:].unique()) > 20  # copies of one frozen node differ
+    assert (
+        len(net.layers[1].outgoing().weights[20:].unique()) > 20
+    )  # copies of one frozen node differ
 
 
-@pytest.mark.parametrize("budget", [Budget(children=1), Budget(parents=3), Budget(parents=2, children=3, edits=90)])
+@pytest.mark.parametrize(
+    "budget", [Budget(children=1), Budget(parents=3), Budget(parents=2, children=3, edits=90)]
+)
 def test_the_manager_has_nothing_to_take_back(net: gn.GrapNet, budget: Budget) -> None:
     manager, output = RuleManager(budget=budget), net(inputs())
     manager.inject(COPIES)
@@ -178,20 +211,26 @@ def test_the_manager_has_nothing_to_take_back(net: gn.GrapNet, budget: Budget) -
 
 
 @pytest.mark.parametrize("least", [1, 2])
-def test_beside_a_rule_that_cuts_it_shares_nothing_that_must_stay(net: gn.GrapNet, least: int) -> None:
+def test_beside_a_rule_that_cuts_it_shares_nothing_that_must_stay(
+    net: gn.GrapNet, least: int
+) -> None:
     def cut_strongest(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
         edit.cut(net.layers[1].outgoing().largest(count=8))
 
     manager = RuleManager(budget=Budget(parents=least, children=least))
     manager.inject(cut_strongest)
     manager.inject(COPIES)
-    assert manager.apply(net, 0) is not None  # a cut that is taken back would leave a relation that is connected again
+    assert (
+        manager.apply(net, 0) is not None
+    )  # a cut that is taken back would leave a relation that is connected again
     assert net.sizes[1] == 14
     gn.check(net)
 
 
 @pytest.mark.parametrize(("edits", "silent"), [(0, 0), (9, 0), (10, 1), (39, 3), (10**6, 5)])
-def test_a_budget_of_edits_grows_fewer_nodes_each_of_them_whole(net: gn.GrapNet, edits: int, silent: int) -> None:
+def test_a_budget_of_edits_grows_fewer_nodes_each_of_them_whole(
+    net: gn.GrapNet, edits: int, silent: int
+) -> None:
     for rule in (SILENT, replace(STEEP, nodes=5)):
         assert len(widen(net, rule, budget=Budget(edits=edits))) == silent
         net.undo() if silent else None
@@ -224,10 +263,14 @@ def test_steep_nodes_hear_nothing_and_get_the_largest_gradient(net: gn.GrapNet) 
     new = widen(net, replace(STEEP, scale=0.5))
     assert new.incoming().weights.abs().max() == 0
     directions = new.outgoing().weights.detach().view(4, 4)
-    assert torch.allclose(directions @ directions.T, 0.25 * torch.eye(4, dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(
+        directions @ directions.T, 0.25 * torch.eye(4, dtype=torch.float64), atol=1e-12
+    )
     net(inputs()).square().sum().backward()
     norms = new.incoming().gradients.view(6, 4).norm(dim=0)
-    assert torch.allclose(norms, 0.5 * strength, rtol=1e-9)  # also for ReLU: every one of them listens
+    assert torch.allclose(
+        norms, 0.5 * strength, rtol=1e-9
+    )  # also for ReLU: every one of them listens
     net.undo()
     random = torch.randn(500, 4, dtype=torch.float64)
     random = 0.5 * random / random.norm(dim=1, keepdim=True)
@@ -239,7 +282,9 @@ def test_directions_come_with_both_signs_and_then_no_more(net: gn.GrapNet) -> No
     found = steepest_directions(matrix)
     assert found.shape == (8, 4)
     assert torch.equal(found[4:], -found[:4])
-    assert bool((-(matrix @ found[:4].T)).sum(0).gt(0).all())  # a step makes them speak for positive inputs
+    assert bool(
+        (-(matrix @ found[:4].T)).sum(0).gt(0).all()
+    )  # a step makes them speak for positive inputs
     assert steepest_directions(torch.ones(6, 4)).shape == (2, 4)
     assert steepest_directions(torch.zeros(6, 4)).shape == (0, 4)
     new = widen(net, replace(STEEP, nodes=50))
@@ -248,15 +293,21 @@ def test_directions_come_with_both_signs_and_then_no_more(net: gn.GrapNet) -> No
 
 @pytest.mark.parametrize("activation", ["relu", "tanh", "identity"])
 def test_one_step_lowers_the_loss_more_than_silent_nodes_of_the_same_norm(activation: str) -> None:
-    """A net that misses a planted direction of the target: gradmax sees which, random incoming weights do not."""
+    """A net that misses a planted direction of the target: gradmax sees which, random incoming
+    weights do not.
+    """
     drops = []
     for seed in range(5):
         losses = {}
         for rule in (GrowWidth(layer=1, nodes=2, init="gradmax"), GrowWidth(layer=1, nodes=2)):
             draw = torch.Generator().manual_seed(seed)
-            net = gn.GrapNet([20, 3, 10], activation=activation, dtype=torch.float64, generator=draw)
+            net = gn.GrapNet(
+                [20, 3, 10], activation=activation, dtype=torch.float64, generator=draw
+            )
             x = torch.rand(256, 20, dtype=torch.float64, generator=draw)
-            planted = torch.randn(20, 10, dtype=torch.float64, generator=draw) * (torch.arange(10) == 4)
+            planted = torch.randn(20, 10, dtype=torch.float64, generator=draw) * (
+                torch.arange(10) == 4
+            )
             target = net(x).detach() + x @ planted
 
             def loss(net: gn.GrapNet = net, x: Tensor = x, target: Tensor = target) -> Tensor:
@@ -332,9 +383,15 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(
 
 
 def test_gradmax_says_what_it_needs(net: gn.GrapNet) -> None:
-    with pytest.raises(gn.EditError, match=r"GradientRecorder\(upper=0, lower=2\)"), net.edit() as edit:
+    with (
+        pytest.raises(gn.EditError, match=r"GradientRecorder\(upper=0, lower=2\)"),
+        net.edit() as edit,
+    ):
         STEEP(net, edit, Moment())
-    with pytest.raises(gn.EditError, match=r"\[6, 3\] nodes do not fit the 6 nodes above and 4"), net.edit() as edit:
+    with (
+        pytest.raises(gn.EditError, match=r"\[6, 3\] nodes do not fit the 6 nodes above and 4"),
+        net.edit() as edit,
+    ):
         STEEP(net, edit, Moment(evidence={"gradients": _Known(torch.ones(6, 3))}))
     assert net.version == 0
 

@@ -1,4 +1,6 @@
-"""What the tests of recorders share: a net, passes over it, and everything that a recorder has seen."""
+"""What the tests of recorders share: a net, passes over it, and everything that a recorder has
+seen.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -46,11 +48,17 @@ def said(net: gn.GrapNet, x: Tensor) -> list[np.ndarray]:
     """What every layer says, computed from the weights alone, with dense matrices."""
     found, h = [x.double().numpy()], x.double()
     for t, layer in enumerate(net.layers[1:]):
-        relations, weights = net.layers[t].outgoing(), torch.zeros(len(net.layers[t]), len(layer), dtype=torch.float64)
+        relations, weights = (
+            net.layers[t].outgoing(),
+            torch.zeros(len(net.layers[t]), len(layer), dtype=torch.float64),
+        )
         rows = net.layers[t].rows(relations.parents).long(), layer.rows(relations.children).long()
         weights[rows] = relations.weights.detach().double()
         z = h @ weights + layer.biases.detach().double()
-        parts = [{"relu": torch.relu, "tanh": torch.tanh, "identity": lambda z: z}[name] for name in layer.activations]
+        parts = [
+            {"relu": torch.relu, "tanh": torch.tanh, "identity": lambda z: z}[name]
+            for name in layer.activations
+        ]
         h = torch.stack([part(z[:, n]) for n, part in enumerate(parts)], dim=1)
         found.append(h.numpy())
     return found
@@ -58,7 +66,9 @@ def said(net: gn.GrapNet, x: Tensor) -> list[np.ndarray]:
 
 def close(found: Tensor, expected: np.ndarray, net: gn.GrapNet) -> bool:
     tolerance = 1e-5 if net.transitions[0].weight.dtype == torch.float32 else 1e-12
-    return found.shape == expected.shape and np.allclose(found.numpy(), expected, rtol=tolerance, atol=tolerance)
+    return found.shape == expected.shape and np.allclose(
+        found.numpy(), expected, rtol=tolerance, atol=tolerance
+    )
 
 
 def seen(recorder: Any) -> list[Any]:
@@ -66,7 +76,13 @@ def seen(recorder: Any) -> list[Any]:
     flat, stack = [], [recorder.state_dict()]
     while stack:
         item = stack.pop()
-        stack += list(item.values()) if isinstance(item, dict) else item if isinstance(item, list | tuple) else []
+        stack += (
+            list(item.values())
+            if isinstance(item, dict)
+            else item
+            if isinstance(item, list | tuple)
+            else []
+        )
         flat += [] if isinstance(item, dict | list | tuple) else [item]
     return flat
 
@@ -74,6 +90,8 @@ def seen(recorder: Any) -> list[Any]:
 def equal(first: list[Any], second: list[Any]) -> bool:
     pairs = zip(first, second, strict=False)
     return len(first) == len(second) and all(
-        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is b is None or a == b
+        torch.equal(a, b)
+        if isinstance(a, Tensor) and isinstance(b, Tensor)
+        else a is b is None or a == b
         for a, b in pairs
     )

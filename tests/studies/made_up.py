@@ -16,9 +16,9 @@ class Settings:
     """Sums of random numbers, no paper's table."""
 
     size: int = 5
-    trace: str = (
-        ""  # a folder: a seed appends a line to its file there when it runs, and fails if `fail <seed>` is in it
-    )
+    # a folder: a seed appends a line to its file there when it runs, and fails if `fail <seed>` is
+    # in it
+    trace: str = ""
     first_waits: float = 0.0  # seconds: of the first seed, so that others are done before it
     seeds: tuple[int, ...] = (7, 1, 4)
 
@@ -27,7 +27,9 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Returns a sum, and on how many threads it was made."""
     if settings.trace:
         _leave_trace(Path(settings.trace), seed)
-    numbers = torch.randn(settings.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    numbers = torch.randn(
+        settings.size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     return {"sum": float(numbers.sum()), "threads": torch.get_num_threads(), "pair": (seed, -seed)}
 
 
@@ -37,7 +39,9 @@ def _leave_trace(folder: Path, seed: int) -> None:
     if (folder / f"fail {seed}").exists():
         raise RuntimeError(f"seed {seed} was told to fail")
     deadline = time.monotonic() + 120
-    while (folder / f"wait {seed}").exists() and time.monotonic() < deadline:  # until the seed it names is there
+    while (
+        folder / f"wait {seed}"
+    ).exists() and time.monotonic() < deadline:  # until the seed it names is there
         time.sleep(0.01)
     for waiting in folder.glob("wait *"):
         if waiting.read_text() == str(seed):
@@ -63,8 +67,12 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 def draw(result: dict[str, Any], axes: Any) -> None:
     """Draws one dot a seed."""
-    rows = [Row(f"seed {seed}", {"sum": Value(row["sum"])}) for seed, row in result["seeds"].items()]
+    rows = [
+        Row(f"seed {seed}", {"sum": Value(row["sum"])}) for seed, row in result["seeds"].items()
+    ]
     dots(axes, [Group("", rows)], title="Sums", label="sum")
 
 
-STUDY = Study("made_up", Settings(), Settings(size=2, seeds=(7,)), one_seed, summarise, table, missed, draw)
+STUDY = Study(
+    "made_up", Settings(), Settings(size=2, seeds=(7,)), one_seed, summarise, table, missed, draw
+)

@@ -1,4 +1,6 @@
-"""Every study of the package is registered, has its figures, its table and its test, and runs fast."""
+"""Every study of the package is registered, has its figures, its table and its test, and runs
+fast.
+"""
 
 import importlib
 import json
@@ -22,7 +24,11 @@ def modules() -> list[str]:
 
 
 def test_every_study_of_the_package_is_registered():
-    found = {name for name in modules() if hasattr(importlib.import_module(f"grapnet.studies.{name}"), "STUDY")}
+    found = {
+        name
+        for name in modules()
+        if hasattr(importlib.import_module(f"grapnet.studies.{name}"), "STUDY")
+    }
     assert found | {"tiny_transformer"} == set(studies.NAMES)
     assert len(studies.NAMES) == len(set(studies.NAMES)) == 12
     assert set(ARTEFACTS) == set(studies.NAMES)
@@ -31,10 +37,14 @@ def test_every_study_of_the_package_is_registered():
 @pytest.mark.parametrize("name", studies.NAMES)
 def test_a_study_has_a_name_a_form_and_a_test_that_runs_its_fast_form(name):
     text = (HERE / f"test_{name}.py").read_text()
-    assert re.search(r"^def test_\w+\([^)]*\bresult\b", text, flags=re.MULTILINE)  # the fixture runs the fast form
+    assert re.search(
+        r"^def test_\w+\([^)]*\bresult\b", text, flags=re.MULTILINE
+    )  # the fixture runs the fast form
     one = studies.registered(name)
     assert one.name == name
-    assert bool(ARTEFACTS[name].figures) == (name != "closed_form_further")  # which asks what the paper does not
+    assert bool(ARTEFACTS[name].figures) == (
+        name != "closed_form_further"
+    )  # which asks what the paper does not
     module = importlib.import_module(f"grapnet.studies.{name}")
     assert (one.table, one.missed) == (module.table, module.missed)
     assert re.fullmatch(r"[A-Z].{20,110}\.", one.about)
@@ -48,7 +58,10 @@ def test_a_study_has_a_name_a_form_and_a_test_that_runs_its_fast_form(name):
 
 
 def test_the_studies_run_one_after_the_other_and_write_their_json(tmp_path, capsys):
-    assert studies.main(["--fast", "--results", str(tmp_path), "mlp_equivalence", "tiny_transformer"]) == 0
+    assert (
+        studies.main(["--fast", "--results", str(tmp_path), "mlp_equivalence", "tiny_transformer"])
+        == 0
+    )
     captured = capsys.readouterr()
     written = {path.stem: json.loads(path.read_text()) for path in tmp_path.iterdir()}
     assert set(written) == {"mlp_equivalence", "tiny_transformer"}
@@ -66,8 +79,13 @@ def test_an_interrupted_study_is_the_last_one(tmp_path, capsys, monkeypatch):
     def interrupted(settings: object, seed: int) -> dict:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(mlp_equivalence, "STUDY", replace(mlp_equivalence.STUDY, one_seed=interrupted))
-    assert studies.main(["--fast", "--results", str(tmp_path), "mlp_equivalence", "tiny_transformer"]) == 130
+    monkeypatch.setattr(
+        mlp_equivalence, "STUDY", replace(mlp_equivalence.STUDY, one_seed=interrupted)
+    )
+    assert (
+        studies.main(["--fast", "--results", str(tmp_path), "mlp_equivalence", "tiny_transformer"])
+        == 130
+    )
     assert "mlp_equivalence: interrupted after 0 of 2 seeds" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,6 @@
-"""The attention audit runs, finds rounding and nothing else, deletes five relations, and would name what it missed."""
+"""The attention audit runs, finds rounding and nothing else, deletes five relations, and would name
+what it missed.
+"""
 
 import copy
 
@@ -50,7 +52,9 @@ def test_the_rectangle_of_the_study_is_that_of_the_library():
     x = torch.randn(9, 7, dtype=torch.float64, generator=generator)
     keys, queries = net.columns["key_0"].value, net.columns["query_0"].value
     store = net.transitions[0]
-    expected = attention.dense_attention(x, store.values(), keys, queries, store.topology, net.layers[1].biases)
+    expected = attention.dense_attention(
+        x, store.values(), keys, queries, store.topology, net.layers[1].biases
+    )
     assert torch.allclose(attention_audit.dense_attention(net, x), expected, rtol=0, atol=1e-14)
     with torch.no_grad():
         keys[0] += 1e-3
@@ -72,7 +76,11 @@ def test_a_result_that_reaches_every_bar_misses_none(reached):
     ("place", "value", "named"),
     [
         (("audit", "float32", "after", "key"), 2e-6, "key after the cuts in float32"),
-        (("audit", "float64", "before", "forward"), float("nan"), "forward before the cuts in float64"),
+        (
+            ("audit", "float64", "before", "forward"),
+            float("nan"),
+            "forward before the cuts in float64",
+        ),
         (("audit", "float64", "smallest gradient"), 0.0, "gradients in float64"),
         (("relations",), [[140, 136]], "relations: 140 became 136"),
         (("training", "attention", "before", "mean"), 40.0, "student before"),

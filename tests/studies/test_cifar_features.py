@@ -1,4 +1,6 @@
-"""Extraction: what a network makes of resized, normalised images, in parts or not, and what stops it."""
+"""Extraction: what a network makes of resized, normalised images, in parts or not, and what stops
+it.
+"""
 
 import sys
 
@@ -24,7 +26,9 @@ HOW = How(batch=4, size=12)
 
 
 class Counting(nn.Module):
-    """A small network whose batch norm and dropout would show if it ran in training mode; it counts its images."""
+    """A small network whose batch norm and dropout would show if it ran in training mode; it counts
+    its images.
+    """
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -41,7 +45,9 @@ class Counting(nn.Module):
 
 @pytest.fixture
 def images() -> torch.Tensor:
-    return torch.randint(256, (10, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    return torch.randint(
+        256, (10, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+    )
 
 
 def expected(net: nn.Module, images: torch.Tensor, size: int) -> torch.Tensor:
@@ -58,7 +64,9 @@ def test_features_are_what_the_network_makes_of_resized_normalised_images(images
     assert (found.shape, found.dtype, found.is_inference()) == ((10, 5), torch.float32, False)
     torch.testing.assert_close(found, expected(Counting(), images, 12))
     assert not torch.allclose(found, expected(Counting(), images, 8))  # the size matters
-    torch.testing.assert_close(found, extract(Counting(), images, batch=10, size=12))  # the batch does not
+    torch.testing.assert_close(
+        found, extract(Counting(), images, batch=10, size=12)
+    )  # the batch does not
 
 
 def test_the_network_keeps_its_modes_and_statistics(images):
@@ -74,12 +82,18 @@ def test_the_network_keeps_its_modes_and_statistics(images):
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"images": torch.zeros(2, 3, 8, 8)}, r"images are uint8 .*, got torch.float32 \[2, 3, 8, 8\]"),
+        (
+            {"images": torch.zeros(2, 3, 8, 8)},
+            r"images are uint8 .*, got torch.float32 \[2, 3, 8, 8\]",
+        ),
         ({"images": torch.zeros(2, 8, 8, 3, dtype=torch.uint8)}, r"got torch.uint8 \[2, 8, 8, 3\]"),
         ({"images": torch.zeros(0, 3, 8, 8, dtype=torch.uint8)}, r"\[0, 3, 8, 8\]"),
         ({"batch": 0}, "at least 1, got 0 and 12"),
         ({"size": 0}, "at least 1, got 4 and 0"),
-        ({"backbone": nn.Conv2d(3, 5, 3)}, r"the network gives \[4, 5, 10, 10\] for 4 images; \[4, d\] is expected"),
+        (
+            {"backbone": nn.Conv2d(3, 5, 3)},
+            r"the network gives \[4, 5, 10, 10\] for 4 images; \[4, d\] is expected",
+        ),
     ],
 )
 def test_other_forms_are_refused(images, changed, named):
@@ -99,7 +113,9 @@ def test_a_resumed_run_gives_what_an_uninterrupted_one_gives(images, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         extract_in_parts(Counting(), images, tmp_path / "parts", HOW, part=3, progress=stop)
     net, told = Counting(), []
-    resumed = extract_in_parts(net, images, tmp_path / "parts", HOW, part=3, progress=lambda *of: told.append(of))
+    resumed = extract_in_parts(
+        net, images, tmp_path / "parts", HOW, part=3, progress=lambda *of: told.append(of)
+    )
     assert torch.equal(resumed, whole)
     assert net.seen == 4  # of ten: six were there
     assert told == [(3, 10, 0), (6, 10, 0), (9, 10, 3), (10, 10, 4)]
@@ -107,13 +123,19 @@ def test_a_resumed_run_gives_what_an_uninterrupted_one_gives(images, tmp_path):
 
 def test_parts_of_another_network_other_images_or_another_size_are_not_taken(images, tmp_path):
     extract_in_parts(Counting(), images, tmp_path, HOW, part=5)
-    for net, pixels, size in ((Counting(1), images, 12), (Counting(), images.flip(0), 12), (Counting(), images, 10)):
+    for net, pixels, size in (
+        (Counting(1), images, 12),
+        (Counting(), images.flip(0), 12),
+        (Counting(), images, 10),
+    ):
         found = extract_in_parts(net, pixels, tmp_path, How(batch=4, size=size), part=5)
         assert net.seen == 10
         torch.testing.assert_close(found, expected(net, pixels, size))
 
 
-@pytest.mark.parametrize("damage", [lambda whole: whole[:90], lambda whole: b"", lambda whole: whole[:-8]])
+@pytest.mark.parametrize(
+    "damage", [lambda whole: whole[:90], lambda whole: b"", lambda whole: whole[:-8]]
+)
 def test_a_damaged_part_is_computed_again(images, tmp_path, damage):
     whole = extract_in_parts(Counting(), images, tmp_path, HOW, part=5)
     first = sorted(tmp_path.iterdir())[0]
@@ -125,7 +147,15 @@ def test_a_damaged_part_is_computed_again(images, tmp_path, damage):
 
 def test_the_file_is_one_that_the_study_reads(images, tmp_path, capsys):
     path, labels = tmp_path / "features.npz", torch.arange(10)
-    write_features(path, Counting(), (images, labels), (images[:4], labels[:4]), HOW, whose="a small network", part=4)
+    write_features(
+        path,
+        Counting(),
+        (images, labels),
+        (images[:4], labels[:4]),
+        HOW,
+        whose="a small network",
+        part=4,
+    )
     found = load_features(path)
     x = expected(Counting(), images, 12)
     step = (x.max(0).values - x.min(0).values) / 255
@@ -146,16 +176,22 @@ def test_the_file_is_one_that_the_study_reads(images, tmp_path, capsys):
 
 def test_weights_come_from_a_file_which_may_lack_the_last_layer(tmp_path):
     source, net = Counting(1), Counting(0)
-    state = {name: value for name, value in source.state_dict().items() if not name.startswith("fc.")}
+    state = {
+        name: value for name, value in source.state_dict().items() if not name.startswith("fc.")
+    }
     torch.save(state, tmp_path / "weights.pt")
     load_weights(net, tmp_path / "weights.pt")
     assert torch.equal(net.conv.weight, source.conv.weight)
     assert torch.equal(net.fc.weight, Counting(0).fc.weight)
     torch.save({**state, "conv2.weight": torch.zeros(1)}, tmp_path / "other.pt")
-    with pytest.raises(BackboneError, match=r"other\.pt is not of Counting: 1 names differ, such as conv2\.weight"):
+    with pytest.raises(
+        BackboneError, match=r"other\.pt is not of Counting: 1 names differ, such as conv2\.weight"
+    ):
         load_weights(net, tmp_path / "other.pt")
     torch.save({**state, "conv.weight": torch.zeros(1)}, tmp_path / "wide.pt")
-    with pytest.raises(BackboneError, match=r"wide\.pt is not of Counting: .* size mismatch for conv\.weight"):
+    with pytest.raises(
+        BackboneError, match=r"wide\.pt is not of Counting: .* size mismatch for conv\.weight"
+    ):
         load_weights(net, tmp_path / "wide.pt")
     save_file(source.state_dict(), tmp_path / "weights.safetensors")
     load_weights(net, tmp_path / "weights.safetensors")
@@ -169,7 +205,9 @@ def test_without_torchvision_one_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torchvision", None)  # as where it is not installed
     assert main(["--out", str(tmp_path / "features.npz")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("this needs torchvision, which is not installed. Install the torchvision that goes with")
+    assert line.startswith(
+        "this needs torchvision, which is not installed. Install the torchvision that goes with"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -180,10 +218,15 @@ def test_without_torchvision_one_line_says_so(tmp_path, monkeypatch, capsys):
             "raise RuntimeError('operator torchvision::nms\\ndoes not exist')",
             "RuntimeError: operator torchvision::nms does",
         ),
-        ("import a_part_that_nobody_has", "ModuleNotFoundError: No module named 'a_part_that_nobody_has'"),
+        (
+            "import a_part_that_nobody_has",
+            "ModuleNotFoundError: No module named 'a_part_that_nobody_has'",
+        ),
     ],
 )
-def test_a_torchvision_that_does_not_import_is_reported(tmp_path, monkeypatch, capsys, content, named):
+def test_a_torchvision_that_does_not_import_is_reported(
+    tmp_path, monkeypatch, capsys, content, named
+):
     (tmp_path / "torchvision").mkdir()
     (tmp_path / "torchvision" / "__init__.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,6 @@
-"""The study of the solved head runs, counts what is stored, chooses on held-out images, and names a missed bar."""
+"""The study of the solved head runs, counts what is stored, chooses on held-out images, and names a
+missed bar.
+"""
 
 import copy
 
@@ -30,7 +32,13 @@ def test_a_fast_run_has_every_row_of_both_streams(result):
         rows = result["summary"][stream]
         assert next(iter(rows)) == heads[0].name
         assert {head.name for head in heads} <= rows.keys()
-        for words in ("ER,", "logit-adjusted ER,", "offline", "streaming LDA on the", "nearest class mean on the"):
+        for words in (
+            "ER,",
+            "logit-adjusted ER,",
+            "offline",
+            "streaming LDA on the",
+            "nearest class mean on the",
+        ):
             assert any(name.startswith(words) for name in rows)
         assert all(0 < row["seen_class"]["mean"] <= 100 for row in rows.values())
     assert result["summary"]["full"][FAST.full_heads[-1].name]["seen_class"]["n"] == 1
@@ -46,13 +54,20 @@ def test_the_head_stores_sums_and_no_image(result):
 
 def test_the_first_head_of_a_full_run_fits_into_the_numbers_of_the_replay_memory():
     first = Settings().few_heads[0]
-    assert GramStatistics(first.nodes, 10).numbers == 24_476 <= PAPER["stored numbers"] == 49 * Settings().memory
+    assert (
+        GramStatistics(first.nodes, 10).numbers
+        == 24_476
+        <= PAPER["stored numbers"]
+        == 49 * Settings().memory
+    )
     assert GramStatistics(first.nodes + 1, 10).numbers > PAPER["stored numbers"]
 
 
 def test_replay_with_as_many_bytes_stores_as_many_as_images_allow(result):
     rows = result["summary"]["full"]
-    (row,) = (row for name, row in rows.items() if name.startswith("ER,") and "as many bytes" in name)
+    (row,) = (
+        row for name, row in rows.items() if name.startswith("ER,") and "as many bytes" in name
+    )
     assert 0 <= ours(result, "full")["bytes"] - row["bytes"] < 49 * 4 + 8
     assert row["parameters"] == ours(result, "full")["parameters"]  # as many nodes
 

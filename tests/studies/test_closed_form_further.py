@@ -1,4 +1,6 @@
-"""The study of further heads runs; sifting keeps the survivors' sums, and takes what the readout needs least."""
+"""The study of further heads runs; sifting keeps the survivors' sums, and takes what the readout
+needs least.
+"""
 
 import copy
 
@@ -70,7 +72,9 @@ def test_a_fast_run_has_every_row_of_both_streams(result):
     assert list(result["summary"]["at first"].values()) == sizes
 
 
-def test_survivors_carry_over_what_they_would_have_without_the_nodes_that_were_sifted_out(readout, samples):
+def test_survivors_carry_over_what_they_would_have_without_the_nodes_that_were_sifted_out(
+    readout, samples
+):
     rows, net = torch.tensor([1, 4, 5, 11]), readout.net
     before = readout.statistics.gram()
     remove(net, rows)
@@ -82,7 +86,9 @@ def test_survivors_carry_over_what_they_would_have_without_the_nodes_that_were_s
         (readout.statistics.cross(), never.statistics.cross()),
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-8)
-    assert not torch.allclose(before[:9, :9], readout.statistics.gram())  # the nodes that stay are not the first ones
+    assert not torch.allclose(
+        before[:9, :9], readout.statistics.gram()
+    )  # the nodes that stay are not the first ones
     assert readout.statistics.lacking is None
     assert torch.allclose(readout.solve().weight, never.solve().weight, atol=1e-8)
 
@@ -110,7 +116,9 @@ def test_other_nodes_are_as_many_fixed_and_leave_sums_of_the_same_size(draw, sam
     assert bool(net.layers[-2].incoming().frozen.all())
     assert not bool(net.layers[-2].outgoing().frozen.any())
     assert torch.equal(net.layers[-2].incoming().weights, again.layers[-2].incoming().weights)
-    assert net.layers[-2].incoming().weights.tolist() != other.layers[-2].incoming().weights.tolist()
+    assert (
+        net.layers[-2].incoming().weights.tolist() != other.layers[-2].incoming().weights.tolist()
+    )
     readout = ClosedFormReadout(net)
     readout.update(samples.x, samples.y)
     readout.solve()
@@ -127,10 +135,15 @@ def test_a_window_is_a_square_of_the_picture(samples):
 
 
 def test_the_past_fitted_by_survivors_is_exact_for_a_node_that_equals_one(readout, samples):
-    """A grown node that says what a survivor says has missed exactly the survivor's sums; silence denies it."""
+    """A grown node that says what a survivor says has missed exactly the survivor's sums; silence
+    denies it.
+    """
     net = readout.net
     relations = net.layers[1][7].incoming()
-    weights, bias = relations.weights.detach()[:, None].clone(), net.layers[1].biases[7:8].detach().clone()
+    weights, bias = (
+        relations.weights.detach()[:, None].clone(),
+        net.layers[1].biases[7:8].detach().clone(),
+    )
     stored, sums = Batch(samples.x[:40], samples.y[:40]), {}
     for way in ("silent", "survivors"):
         copied = copy.deepcopy(net)
@@ -141,7 +154,9 @@ def test_the_past_fitted_by_survivors_is_exact_for_a_node_that_equals_one(readou
         past.replaced(torch.tensor([2]), stored)
         sums[way] = past.sums()
     gram, cross = sums["survivors"]
-    torch.testing.assert_close(gram[11, :11], gram[6, :11], rtol=1e-2, atol=1.0)  # 7 before a node above it left
+    torch.testing.assert_close(
+        gram[11, :11], gram[6, :11], rtol=1e-2, atol=1.0
+    )  # 7 before a node above it left
     torch.testing.assert_close(cross[11], cross[6], rtol=1e-2, atol=1.0)
     assert float(gram[11, 11]) > 0.9 * float(gram[6, 6])
     assert sums["silent"][0][11].abs().sum() == 0

@@ -1,4 +1,6 @@
-"""The command of the studies: processes change nothing, finished seeds stay, files are whole, a missed bar shows."""
+"""The command of the studies: processes change nothing, finished seeds stay, files are whole, a
+missed bar shows.
+"""
 
 import errno
 import io
@@ -34,7 +36,9 @@ def command(*arguments: object, study=STUDY) -> int:
     return main(study, ["--processes", "1", *map(str, arguments)])
 
 
-def test_processes_give_what_one_process_gives_and_a_seed_that_fails_keeps_the_others(settings, tmp_path, capsys):
+def test_processes_give_what_one_process_gives_and_a_seed_that_fails_keeps_the_others(
+    settings, tmp_path, capsys
+):
     """Seed 7 fails at once; 1 waits for 4, which is only possible when two run together."""
     trace, kept = Path(settings.trace), tmp_path / "kept"
     (trace / "fail 7").touch()
@@ -46,7 +50,10 @@ def test_processes_give_what_one_process_gives_and_a_seed_that_fails_keeps_the_o
     (trace / "fail 7").unlink()
     whole = run(STUDY, settings, folder=kept)
     assert ran(settings) == {7: 2, 1: 1, 4: 1}
-    assert {**whole, "seconds": 0} == {**run(STUDY, settings), "seconds": 0}  # as one process finds it
+    assert {**whole, "seconds": 0} == {
+        **run(STUDY, settings),
+        "seconds": 0,
+    }  # as one process finds it
     assert whole["summary"]["order"] == [7, 1, 4] == [int(seed) for seed in whole["seeds"]]
     assert {row["threads"] for row in whole["seeds"].values()} == {1}
 
@@ -59,7 +66,9 @@ def test_a_result_says_what_made_it(settings):
     assert result["versions"]["grapnet"] == gn.__version__
     assert set(result["versions"]) == {"grapnet", "torch", "numpy", "python"}
     assert result["seeds"]["4"]["pair"] == [4, -4]  # as a reader of the file has it
-    assert result["summary"]["mean"] == pytest.approx(sum(row["sum"] for row in result["seeds"].values()) / 3)
+    assert result["summary"]["mean"] == pytest.approx(
+        sum(row["sum"] for row in result["seeds"].values()) / 3
+    )
     assert torch.get_num_threads() == before
 
 
@@ -92,7 +101,14 @@ def test_a_failing_seed_keeps_those_before_it(settings, tmp_path):
     assert result["summary"] == run(STUDY, settings)["summary"]
 
 
-OTHERS = [b"null", b"[1]", b"3", b"{}", b'{"a": 1}', b'{"study": "made_up", "seed": 4, "numbers": []}']
+OTHERS = [
+    b"null",
+    b"[1]",
+    b"3",
+    b"{}",
+    b'{"a": 1}',
+    b'{"study": "made_up", "seed": 4, "numbers": []}',
+]
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"sum": 1.', b"\xff\xfe", b"[" * 9999, *OTHERS])
@@ -148,7 +164,10 @@ def test_a_log_and_tensorboard_get_the_numbers_of_every_seed(settings, tmp_path)
 
     log, board = tmp_path / "log.jsonl", tmp_path / "board"
     study = replace(STUDY, settings=settings)
-    assert command("--log", log, "--tensorboard", board, "--resume", tmp_path / "kept", study=study) == 0
+    assert (
+        command("--log", log, "--tensorboard", board, "--resume", tmp_path / "kept", study=study)
+        == 0
+    )
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [(line["event"], line["done"], line["total"]) for line in lines] == [
         ("begin", 0, 3),
@@ -165,7 +184,11 @@ def test_a_log_and_tensorboard_get_the_numbers_of_every_seed(settings, tmp_path)
     assert [event.value for event in curve] == pytest.approx(sums)
     assert command("--log", log, "--resume", tmp_path / "kept", study=study) == 0
     again = [json.loads(line) for line in log.read_text().splitlines()][5:]
-    assert [(line["event"], line["done"]) for line in again] == [("begin", 0), ("skip", 3), ("end", 3)]
+    assert [(line["event"], line["done"]) for line in again] == [
+        ("begin", 0),
+        ("skip", 3),
+        ("end", 3),
+    ]
 
 
 def test_ctrl_c_without_a_folder_says_how_to_keep_seeds(settings, capsys):
@@ -188,7 +211,9 @@ def test_the_json_takes_the_place_of_the_old_one_whole(tmp_path, capsys):
     path.write_text("old\n")
     os.link(path, tmp_path / "old")
     assert command("--json", path) == 0
-    assert (tmp_path / "old").read_text() == "old\n"  # another file was put in its place: no reader saw half of one
+    assert (
+        tmp_path / "old"
+    ).read_text() == "old\n"  # another file was put in its place: no reader saw half of one
     assert os.listdir(path.parent) == ["made_up.json"]
     result = json.loads(path.read_text())
     assert result["settings"]["seeds"] == [7, 1, 4]
@@ -209,7 +234,10 @@ def test_check_names_the_missed_bars_and_exits_1(capsys):
     captured = capsys.readouterr()
     progress, *lines = captured.err.splitlines()
     assert progress.startswith("made_up: 1 of 1, ")
-    assert lines == ["MISSED seeds: 1 of 3; the bars are for all of them", "MISSED size: 2 numbers, the bar is 5"]
+    assert lines == [
+        "MISSED seeds: 1 of 3; the bars are for all of them",
+        "MISSED size: 2 numbers, the bar is 5",
+    ]
     assert "MISSED size" not in captured.out
     assert command("--check") == 0
     assert "MISSED" not in capsys.readouterr().err
@@ -242,13 +270,19 @@ def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
     for name, start in (("sums.PNG", b"\x89PNG"), ("sums.pdf", b"%PDF")):
         assert command("--fast", "--plot", tmp_path / name) == 0
         assert (tmp_path / name).read_bytes().startswith(start)
-    assert sorted(os.listdir(tmp_path)) == ["new", "sums.PNG", "sums.pdf"]  # nothing partial is left
+    assert sorted(os.listdir(tmp_path)) == [
+        "new",
+        "sums.PNG",
+        "sums.pdf",
+    ]  # nothing partial is left
 
 
 @pytest.mark.parametrize(
     ("name", "named"), [("sums.bmp", "end it in .png, .svg, .pdf"), ("a.svg", "a.svg is a folder")]
 )
-def test_a_plot_that_cannot_be_written_is_refused_before_any_seed_runs(settings, tmp_path, capsys, name, named):
+def test_a_plot_that_cannot_be_written_is_refused_before_any_seed_runs(
+    settings, tmp_path, capsys, name, named
+):
     (tmp_path / "a.svg").mkdir()
     with pytest.raises(SystemExit, match="2"):
         command("--plot", tmp_path / name, study=replace(STUDY, settings=settings))
@@ -256,7 +290,9 @@ def test_a_plot_that_cannot_be_written_is_refused_before_any_seed_runs(settings,
     assert ran(settings) == {}
 
 
-def test_without_matplotlib_a_plot_is_refused_before_any_seed_runs(settings, tmp_path, capsys, monkeypatch):
+def test_without_matplotlib_a_plot_is_refused_before_any_seed_runs(
+    settings, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     study = replace(STUDY, settings=settings)
@@ -293,7 +329,9 @@ def test_a_result_is_read_instead_of_made(settings, tmp_path, capsys):
         (b'{"study": "made_up", "seeds": {"7": 1}, "settings": {"size": 5}}', "TypeError"),
     ],
 )
-def test_a_file_that_is_no_result_of_the_study_gives_one_line_and_exit_2(tmp_path, capsys, content, named):
+def test_a_file_that_is_no_result_of_the_study_gives_one_line_and_exit_2(
+    tmp_path, capsys, content, named
+):
     path = tmp_path / "result.json"
     if content is not None:
         path.write_bytes(content)
@@ -336,7 +374,9 @@ def test_a_result_is_either_read_or_made(tmp_path, capsys):
         command("--fast", "--from", tmp_path / "result.json")
     assert "not allowed with argument" in capsys.readouterr().err
     assert command("--from", tmp_path / "result.json", "--json", tmp_path / "copy.json") == 2
-    assert capsys.readouterr().err == "--from runs nothing, so there is nothing for --json to write\n"
+    assert (
+        capsys.readouterr().err == "--from runs nothing, so there is nothing for --json to write\n"
+    )
 
 
 def test_a_result_outlives_a_plot_that_fails(tmp_path):

@@ -1,4 +1,6 @@
-"""The execution audit runs on made-up images, finds equal answers, and would name what it missed."""
+"""The execution audit runs on made-up images, finds equal answers, and would name what it
+missed.
+"""
 
 import copy
 
@@ -16,8 +18,15 @@ def reached(result) -> dict:
     summary = result["summary"]
     for name in ("ER", "DER++"):
         summary["training"][name]["faster"]["family"] = 2.0
-    summary["training"]["ER"]["over dense"] = {"stream": 1.15, "tasks": [1.3] * 5, "without growth": 1.0}
-    summary["snapshot"]["walk"], summary["compiled"] = 38.1, {"walk": 2.68, "reference": 2.0, "difference": 0.0}
+    summary["training"]["ER"]["over dense"] = {
+        "stream": 1.15,
+        "tasks": [1.3] * 5,
+        "without growth": 1.0,
+    }
+    summary["snapshot"]["walk"], summary["compiled"] = (
+        38.1,
+        {"walk": 2.68, "reference": 2.0, "difference": 0.0},
+    )
     return result
 
 
@@ -34,7 +43,9 @@ def test_what_runs_the_head_does_not_change_what_it_learns(result):
     for found in result["seeds"]["20"]["training"].values():
         scores = found["scores"]
         assert scores["family"] == scores["auto"] == scores["reference"]
-        assert scores["reference"]["seen"] > 20  # twice what chance would get, so that something was learnt
+        assert (
+            scores["reference"]["seen"] > 20
+        )  # twice what chance would get, so that something was learnt
         assert scores["dense"] != scores["reference"]
         assert all(seconds > 0 for seconds in found["seconds"].values())
         assert len(found["over dense"]["tasks"]) == 5
@@ -64,7 +75,10 @@ def test_a_slower_case_is_found_to_be_slower():
 
 
 def test_the_table_says_where_compiled_relations_are_missing(reached):
-    assert "| compiled relations faster than walk, forward | 2.68 | 2.68 |" in execution_audit.table(reached)
+    assert (
+        "| compiled relations faster than walk, forward | 2.68 | 2.68 |"
+        in execution_audit.table(reached)
+    )
     reached["summary"]["compiled"] = {"missing": "the kernels are not installed"}
     text = execution_audit.table(reached)
     assert "| compiled relations | not measured: the kernels are not installed | 2.68 |" in text
@@ -79,12 +93,28 @@ def test_a_result_that_reaches_every_bar_misses_none(reached):
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
-        (("exact", "float32", "before", "forward share"), 2e-6, "forward before the cuts in float32"),
-        (("exact", "float64", "after", "gradient share"), float("nan"), "gradient after the cuts in float64"),
+        (
+            ("exact", "float32", "before", "forward share"),
+            2e-6,
+            "forward before the cuts in float32",
+        ),
+        (
+            ("exact", "float64", "after", "gradient share"),
+            float("nan"),
+            "gradient after the cuts in float64",
+        ),
         (("training", "DER++", "largest gap", "float64"), 0.01, "DER++: accuracy or forgetting"),
         (("training", "ER", "faster", "family"), 1.7, "ER: family is 1.70 times faster"),
-        (("training", "ER", "over dense", "stream"), 1.16, "training time over dense: 1.16 over the stream"),
-        (("training", "ER", "over dense", "tasks", 3), 1.31, "training time over dense: 1.31 at one task"),
+        (
+            ("training", "ER", "over dense", "stream"),
+            1.16,
+            "training time over dense: 1.16 over the stream",
+        ),
+        (
+            ("training", "ER", "over dense", "tasks", 3),
+            1.31,
+            "training time over dense: 1.31 at one task",
+        ),
         (("snapshot", "walk"), 38.0, "snapshot"),
         (("compiled", "walk"), 2.6, "compiled"),
     ],

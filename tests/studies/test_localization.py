@@ -1,4 +1,6 @@
-"""The localization study cuts exactly what a task owns, sees what leaks elsewhere, and would name what it missed."""
+"""The localization study cuts exactly what a task owns, sees what leaks elsewhere, and would name
+what it missed.
+"""
 
 import copy
 import json
@@ -8,7 +10,16 @@ import pytest
 import torch
 
 from grapnet.studies import localization
-from grapnet.studies.localization import FAST, PAPER, ROWS, Settings, fashion_images, missed, summarise, table
+from grapnet.studies.localization import (
+    FAST,
+    PAPER,
+    ROWS,
+    Settings,
+    fashion_images,
+    missed,
+    summarise,
+    table,
+)
 
 
 def as_full(result: dict) -> dict:
@@ -19,16 +30,25 @@ def as_full(result: dict) -> dict:
 def test_the_cut_takes_96_relations_from_storage_and_only_its_own_pair_falls_to_chance(result):
     found = result["summary"]
     assert found["relations"] == [[49 * 240 + 5 * 96, 49 * 240 + 1440]]
-    assert found["rows"]["owned"]["removed"] == [[96, 96, 96]]  # references, coordinates, weights of a snapshot
+    assert found["rows"]["owned"]["removed"] == [
+        [96, 96, 96]
+    ]  # references, coordinates, weights of a snapshot
     assert found["target_after"] == [50.0]
     assert found["rows"]["owned"]["other_largest"] == 0
-    assert found["rows"]["owned"]["moved"] < 1e-5  # no logit of another pair either, but for rounding
+    assert (
+        found["rows"]["owned"]["moved"] < 1e-5
+    )  # no logit of another pair either, but for rounding
     assert found["rows"]["owned"]["base"][0] > 75  # there was something to lose
 
 
 def test_the_controls_cut_as_much_and_do_not_isolate(result):
     rows = result["summary"]["rows"]
-    assert rows["random"]["removed"] == rows["grown_pair"]["removed"] == rows["grown_random"]["removed"] == [[96] * 3]
+    assert (
+        rows["random"]["removed"]
+        == rows["grown_pair"]["removed"]
+        == rows["grown_random"]["removed"]
+        == [[96] * 3]
+    )
     assert rows["grown_owned"]["removed"] == [[96 * n] * 3 for n in (1, 2, 3, 4, 5)]
     assert rows["random"]["other_largest"] > 0  # so a change of another pair would be seen
     assert rows["random"]["moved"] > 0.01

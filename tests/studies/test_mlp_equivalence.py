@@ -1,4 +1,6 @@
-"""The MLP equivalence audit runs, finds rounding and nothing else, and would name what it missed."""
+"""The MLP equivalence audit runs, finds rounding and nothing else, and would name what it
+missed.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""The one-vs-rest study forgets nothing where nodes are frozen, forgets elsewhere, and would name what it missed."""
+"""The one-vs-rest study forgets nothing where nodes are frozen, forgets elsewhere, and would name
+what it missed.
+"""
 
 import copy
 import json

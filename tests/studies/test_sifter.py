@@ -1,4 +1,6 @@
-"""The sifter study: exactly 200 relations go and no node, the control differs in its scores alone, misses are named."""
+"""The sifter study: exactly 200 relations go and no node, the control differs in its scores alone,
+misses are named.
+"""
 
 import copy
 
@@ -12,7 +14,9 @@ from grapnet.studies import sifter
 
 @pytest.fixture
 def reached(result) -> dict:
-    """Returns the fast result as a full run would say it, so that only what a test makes worse is missed."""
+    """Returns the fast result as a full run would say it, so that only what a test makes worse is
+    missed.
+    """
     full = copy.deepcopy(result)
     full["settings"].update(data="fashion", seeds=list(sifter.Settings().seeds))
     assert sifter.missed(full) == []
@@ -38,7 +42,9 @@ def test_a_fast_run_cuts_200_relations_and_no_node(result):
     for row in ("covariance", "random"):
         assert rows[row]["relations"] == [[3950, 3750]]
         assert rows[row]["nodes"] == [[100, 100]]
-    for (before, left), (_, nodes) in zip(rows["unbounded"]["relations"], rows["unbounded"]["nodes"], strict=True):
+    for (before, left), (_, nodes) in zip(
+        rows["unbounded"]["relations"], rows["unbounded"]["nodes"], strict=True
+    ):
         assert before - left == 200 + 10 * (100 - nodes)  # an orphan takes its ten relations along
 
 
@@ -51,7 +57,9 @@ def test_every_row_is_the_same_run_up_to_the_edit(result):
 
 def test_the_table_has_every_row_and_the_papers_figures(result):
     shown = sifter.table(result)
-    assert all(f"| {name} |" in shown for name in (*sifter.ROWS.values(), *result["summary"]["contrasts"]))
+    assert all(
+        f"| {name} |" in shown for name in (*sifter.ROWS.values(), *result["summary"]["contrasts"])
+    )
     assert all(figure in shown for figure in ("77.78", "78.17", "3,750 of 3,950"))
 
 
@@ -63,11 +71,19 @@ def test_a_fast_run_reaches_no_bar(result):
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
-        (("rows", "covariance", "relations"), [[3950, 3750], [3950, 3740]], "relations: covariance"),
+        (
+            ("rows", "covariance", "relations"),
+            [[3950, 3750], [3950, 3740]],
+            "relations: covariance",
+        ),
         (("rows", "random", "relations"), [[3950, 3760]], "relations: random"),
         (("rows", "covariance", "nodes"), [[100, 99]], "nodes: covariance"),
         (("contrasts", "after − before", "mean"), -0.51, "accuracy: after − before"),
-        (("contrasts", "sifter − no edit, at the end", "mean"), float("nan"), "accuracy: sifter − no edit"),
+        (
+            ("contrasts", "sifter − no edit, at the end", "mean"),
+            float("nan"),
+            "accuracy: sifter − no edit",
+        ),
     ],
 )
 def test_each_missed_bar_is_named(reached, place, value, named):
@@ -87,7 +103,10 @@ def test_families_stay_families_and_seeds_matter_to_the_control_alone(random: bo
         net, x = net_and_rows()
         whole, optimizer = pairs(net), torch.optim.Adam(net.parameters())
         change = sifter.sift(
-            sifter.RandomSifter(rule) if random else rule, x, seed=seed, budget=Budget(edits=200, parents=1)
+            sifter.RandomSifter(rule) if random else rule,
+            x,
+            seed=seed,
+            budget=Budget(edits=200, parents=1),
         )
         change(net, optimizer)
         assert len(whole - pairs(net)) == 200

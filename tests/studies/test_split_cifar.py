@@ -1,4 +1,6 @@
-"""The Split CIFAR-10 study runs without its features, has the paper's sizes, and names what it missed."""
+"""The Split CIFAR-10 study runs without its features, has the paper's sizes, and names what it
+missed.
+"""
 
 import copy
 
@@ -37,7 +39,11 @@ def test_the_heads_have_the_parameters_of_the_paper(result):
 def test_a_fast_run_has_the_controls(result):
     rows = result["summary"]["full"]
     assert next(iter(rows)) == FAST.heads[0].name
-    for words in ("ridge regression on the inputs", "streaming LDA on the inputs", "nearest class mean on the inputs"):
+    for words in (
+        "ridge regression on the inputs",
+        "streaming LDA on the inputs",
+        "nearest class mean on the inputs",
+    ):
         assert rows[words]["images"] == 0
     tuned = {name: row for name, row in rows.items() if "tuned" in name}
     assert len(tuned) == 7
@@ -58,13 +64,18 @@ def test_the_table_sets_the_paper_beside_ours_and_says_whose_features_they_are(r
 def test_features_come_from_the_environment_and_are_named(tmp_path, monkeypatch):
     train, test, _ = features("made-up", 0)
     path = tmp_path / "some.npz"
-    save_features(path, x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y, about="made here")
+    save_features(
+        path, x_train=train.x, y_train=train.y, x_test=test.x, y_test=test.y, about="made here"
+    )
     monkeypatch.setenv("GRAPNET_CIFAR_FEATURES", str(path))
     found, _, about = features("", 0)
     assert torch.allclose(found.x, train.x, atol=0.03)
     assert about.startswith("made here; some.npz")
     monkeypatch.setenv("GRAPNET_CIFAR_FEATURES", str(tmp_path / "none.npz"))
-    with pytest.raises(MissingDataError, match=r"none.npz is no file of CIFAR-10 features; python -m grapnet\.studies"):
+    with pytest.raises(
+        MissingDataError,
+        match=r"none.npz is no file of CIFAR-10 features; python -m grapnet\.studies",
+    ):
         features("", 0)
     monkeypatch.delenv("GRAPNET_CIFAR_FEATURES")
     with pytest.raises(MissingDataError, match="GRAPNET_CIFAR_FEATURES is not set") as found:

@@ -1,4 +1,6 @@
-"""Table 2's study runs, counts exactly, trains its controls as their names say, and names each bar that it misses."""
+"""Table 2's study runs, counts exactly, trains its controls as their names say, and names each bar
+that it misses.
+"""
 
 import copy
 
@@ -12,7 +14,9 @@ from grapnet.studies.split_fashion_heads import Head, Learner, Regime, images, l
 
 @pytest.fixture(scope="module")
 def stream() -> TaskStream:
-    return TaskStream(*images("train", "made-up"), tasks=Regime().tasks, batch=20, seed=0, per_class=20)
+    return TaskStream(
+        *images("train", "made-up"), tasks=Regime().tasks, batch=20, seed=0, per_class=20
+    )
 
 
 @pytest.fixture
@@ -59,7 +63,9 @@ def test_frozen_nodes_do_not_move_and_plastic_ones_do(result):
 
 def test_the_same_seed_gives_the_same_numbers_apart_from_the_time(stream):
     test = images("test", "made-up")
-    once, again, other = (learned(study.GROWN, Regime(), stream, test, seed) | {"seconds": 0} for seed in (5, 5, 6))
+    once, again, other = (
+        learned(study.GROWN, Regime(), stream, test, seed) | {"seconds": 0} for seed in (5, 5, 6)
+    )
     assert once == again
     assert once != other
 
@@ -109,11 +115,15 @@ def test_the_learning_rate_is_chosen_on_images_left_out_and_not_on_test_images(r
     seeds = {int(seed): copy.deepcopy(numbers) for seed, numbers in result["seeds"].items()}
     for numbers in seeds.values():
         numbers["tuned"]["GrapNet plastic"] = {"0.002": [60.0, 10.0], "0.008": [50.0, 90.0]}
-    assert study.summarise(study.FAST, seeds)["tuned"]["GrapNet plastic"] == {"rate": 0.002, "seen_class": (10.0, 0.0)}
+    assert study.summarise(study.FAST, seeds)["tuned"]["GrapNet plastic"] == {
+        "rate": 0.002,
+        "seen_class": (10.0, 0.0),
+    }
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "said"), [(1, 3, "explain the rest"), (-1, 3, "level at best"), (-5, -1, "is behind")]
+    ("low", "high", "said"),
+    [(1, 3, "explain the rest"), (-1, 3, "level at best"), (-5, -1, "is behind")],
 )
 def test_the_sentence_says_what_the_numbers_say(result, low, high, said):
     found = copy.deepcopy(result["summary"])

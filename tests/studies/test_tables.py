@@ -1,4 +1,6 @@
-"""All tables at once: figures beside the paper's, verdicts that can go either way, and every miss by name."""
+"""All tables at once: figures beside the paper's, verdicts that can go either way, and every miss
+by name.
+"""
 
 import copy
 import json
@@ -40,7 +42,9 @@ def full(name: str, text: str) -> dict:
 
 
 def localized(text: str, **means: float) -> dict:
-    """Returns a result of localization whose base accuracies are those given, with a spread of 0.1 over ten seeds."""
+    """Returns a result of localization whose base accuracies are those given, with a spread of 0.1
+    over ten seeds.
+    """
     result = full("localization", text)
     one = next(iter(result["seeds"].values()))
     result["seeds"] = {str(20 + n): copy.deepcopy(one) for n in range(10)}
@@ -54,7 +58,9 @@ def test_every_published_figure_is_found_in_what_the_study_writes(folder, name):
     found = tables.report(name, folder)
     assert [row.figure for row in found.rows] == list(ARTEFACTS[name].figures)
     assert found.rows
-    assert found.table == studies.registered(name).table(json.loads((folder / f"{name}.json").read_text()))
+    assert found.table == studies.registered(name).table(
+        json.loads((folder / f"{name}.json").read_text())
+    )
 
 
 @pytest.mark.parametrize("path", sorted(COMMITTED.glob("*.json")), ids=lambda path: path.stem)
@@ -66,10 +72,13 @@ def test_committed_results_have_every_figure_and_the_settings_of_a_full_run(path
 
 
 @pytest.mark.parametrize(
-    ("mean", "agrees"), [(98.26, True), (98.01, True), (98.51, True), (97.99, False), (98.53, False), (50.0, False)]
+    ("mean", "agrees"),
+    [(98.26, True), (98.01, True), (98.51, True), (97.99, False), (98.53, False), (50.0, False)],
 )
 def test_a_mean_passes_within_the_published_interval_only(folder, made, mean, agrees):
-    (folder / "localization.json").write_text(json.dumps(localized(made["localization"], apart=mean, grown=50.0)))
+    (folder / "localization.json").write_text(
+        json.dumps(localized(made["localization"], apart=mean, grown=50.0))
+    )
     base, *_ = tables.report("localization", folder).rows
     assert base.figure.name == "base pair accuracy"
     assert base.agrees is agrees
@@ -77,10 +86,17 @@ def test_a_mean_passes_within_the_published_interval_only(folder, made, mean, ag
 
 
 def test_a_row_shows_paper_interval_mean_deviation_and_confidence(folder, made, capsys):
-    (folder / "localization.json").write_text(json.dumps(localized(made["localization"], apart=98.1, grown=50.0)))
+    (folder / "localization.json").write_text(
+        json.dumps(localized(made["localization"], apart=98.1, grown=50.0))
+    )
     tables.main(["--results", str(folder)])
-    row = "| base pair accuracy | 98.26 ± 0.25 | [98.01, 98.51] | 98.10 ± 0.11 | [98.02, 98.18] | 10 | pass |"
-    assert row in capsys.readouterr().out.splitlines()  # 0.1·√(10/9) = 0.105, and 2.262·0.105/√10 = 0.075
+    row = (
+        "| base pair accuracy | 98.26 ± 0.25 | [98.01, 98.51] | 98.10 ± 0.11 | [98.02, 98.18] | 10"
+        " | pass |"
+    )
+    assert (
+        row in capsys.readouterr().out.splitlines()
+    )  # 0.1·√(10/9) = 0.105, and 2.262·0.105/√10 = 0.075
 
 
 def test_a_difference_shows_the_p_of_its_test(folder, made, capsys):
@@ -91,10 +107,14 @@ def test_a_difference_shows_the_p_of_its_test(folder, made, capsys):
     (folder / "localization.json").write_text(json.dumps(result))
     tables.main(["--results", str(folder)])
     (row,) = [
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("| localization margin | 48.26 ±")
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("| localization margin | 48.26 ±")
     ]
     assert re.fullmatch(
-        r"\| localization margin \| 48.26 ± 0.25, p = 6.8e-22 \| \S+ \S+ \| 48.20 ± 0.11, p = \S+e-25 .*", row
+        r"\| localization margin \| 48.26 ± 0.25, p = 6.8e-22 \| \S+ \S+ \| 48.20 ± 0.11, p ="
+        r" \S+e-25 .*",
+        row,
     )
 
 
@@ -106,7 +126,9 @@ def test_counts_pass_when_they_are_the_same_for_every_seed(folder, made, cuts, a
     assert tables.report("localization", folder).rows[-1].agrees is agrees
 
 
-@pytest.mark.parametrize(("difference", "agrees"), [(1.19e-7, True), (0.0, True), (1.3e-7, False), (2.0, False)])
+@pytest.mark.parametrize(
+    ("difference", "agrees"), [(1.19e-7, True), (0.0, True), (1.3e-7, False), (2.0, False)]
+)
 def test_rounding_errors_pass_up_to_the_papers(folder, made, difference, agrees):
     result = full("mlp_equivalence", made["mlp_equivalence"])
     for numbers in result["seeds"].values():
@@ -120,7 +142,10 @@ def test_rounding_errors_pass_up_to_the_papers(folder, made, difference, agrees)
 
 def test_a_figure_without_a_published_interval_is_not_judged():
     assert Figure("accuracy", 87.19, at("accuracy")).published is None
-    assert Figure("gain", 12.08, at("gain"), std=3.0, interval=(8.89, 15.26)).published == (8.89, 15.26)
+    assert Figure("gain", 12.08, at("gain"), std=3.0, interval=(8.89, 15.26)).published == (
+        8.89,
+        15.26,
+    )
 
 
 def test_check_names_missing_results_and_other_settings(folder, capsys):
@@ -133,13 +158,19 @@ def test_check_names_missing_results_and_other_settings(folder, capsys):
             assert "made with other settings: " in mine[0]
         else:
             (line,) = mine
-            assert f"{name}.json is missing. Make it: python -m grapnet.studies.{name} --json" in line
+            assert (
+                f"{name}.json is missing. Make it: python -m grapnet.studies.{name} --json" in line
+            )
     (tiny,) = [line for line in lines if "tiny_transformer" in line]
     assert tiny.endswith("train 256 instead of 1024, epochs 2 instead of 12")
-    assert tables.main(["--results", str(folder)]) == 0  # without --check nothing is asked of the results
+    assert (
+        tables.main(["--results", str(folder)]) == 0
+    )  # without --check nothing is asked of the results
 
 
-def test_check_passes_what_reaches_its_bars_and_names_one_that_is_missed(folder, made, monkeypatch, capsys):
+def test_check_passes_what_reaches_its_bars_and_names_one_that_is_missed(
+    folder, made, monkeypatch, capsys
+):
     monkeypatch.setattr(studies, "NAMES", ("mlp_equivalence", "tiny_transformer"))
     result = full("mlp_equivalence", made["mlp_equivalence"])
     assert mlp_equivalence.missed(result) == []
@@ -184,9 +215,13 @@ def test_a_result_of_fewer_seeds_counts_only_where_there_is_no_full_one(folder, 
     short.mkdir()
     seeds = dict(list(whole["seeds"].items())[:2])
     settings = {**whole["settings"], "seeds": whole["settings"]["seeds"][:2]}
-    (short / "mlp_equivalence.json").write_text(json.dumps({**whole, "seeds": seeds, "settings": settings}))
+    (short / "mlp_equivalence.json").write_text(
+        json.dumps({**whole, "seeds": seeds, "settings": settings})
+    )
     alone = tables.report("mlp_equivalence", short)
-    assert alone.problems == ["made with other settings: seeds [0, 1] instead of [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]"]
+    assert alone.problems == [
+        "made with other settings: seeds [0, 1] instead of [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]"
+    ]
     assert (alone.path, alone.passed_over) == (short / "mlp_equivalence.json", ())
     both = tables.report("mlp_equivalence", short, COMMITTED)
     assert both.problems == []
@@ -200,9 +235,15 @@ def test_where_the_data_lay_does_not_matter_but_other_settings_do():
     wanted = {"features": "here", "seeds": [1, 2], "regime": {"lr": 0.1, "batch": 64}}
     same = {**wanted, "features": "elsewhere"}
     assert tables.differences(wanted, same) == []
-    assert tables.differences(wanted, {**wanted, "features": "made-up"}) == ["features made-up instead of here"]
+    assert tables.differences(wanted, {**wanted, "features": "made-up"}) == [
+        "features made-up instead of here"
+    ]
     other = {"features": "here", "seeds": [1], "regime": {"lr": 0.1, "batch": 32}, "more": True}
-    named = ["seeds [1] instead of [1, 2]", "regime.batch 32 instead of 64", "more True instead of nothing"]
+    named = [
+        "seeds [1] instead of [1, 2]",
+        "regime.batch 32 instead of 64",
+        "more True instead of nothing",
+    ]
     assert tables.differences(wanted, other) == named
 
 
@@ -214,7 +255,8 @@ from grapnet.studies.command import main
 from grapnet.studies.drawing import drawn
 from grapnet.studies.picture import inline
 results, folder = sys.argv[1:]
-assert tables.main(["--results", results, "--markdown", f"{folder}/t.md", "--html", f"{folder}/t.html"]) == 0
+written = ["--markdown", f"{folder}/t.md", "--html", f"{folder}/t.html"]
+assert tables.main(["--results", results, *written]) == 0
 assert main(localization.STUDY, ["--from", f"{results}/localization.json"]) == 0
 assert chr(177) in inline(drawn(lambda result, axes: axes.set_title(chr(177)), {"settings": {}}))
 """
@@ -234,7 +276,17 @@ def test_where_a_machine_prefers_ascii_files_are_utf_8_and_what_is_printed_is_sp
 
 def test_markdown_and_html_hold_every_table(folder, capsys):
     assert (
-        tables.main(["--results", str(folder), "--markdown", f"{folder}/a/t.md", "--html", f"{folder}/b/t.html"]) == 0
+        tables.main(
+            [
+                "--results",
+                str(folder),
+                "--markdown",
+                f"{folder}/a/t.md",
+                "--html",
+                f"{folder}/b/t.html",
+            ]
+        )
+        == 0
     )
     text, html = (folder / "a/t.md").read_text(), (folder / "b/t.html").read_text()
     assert capsys.readouterr().out == text
@@ -245,9 +297,17 @@ def test_markdown_and_html_hold_every_table(folder, capsys):
         assert f"| {row} |" in text  # the controls stand beside the figures
         assert f"<td>{row}</td>" in html
     assert not re.search(r"<script|<link|<img|@import|url\(|https?:|src=", html)
-    assert html.count("<table>") == html.count("</table>") == len(re.findall(r"^\|[-:| ]+\|$", text, re.MULTILINE))
+    assert (
+        html.count("<table>")
+        == html.count("</table>")
+        == len(re.findall(r"^\|[-:| ]+\|$", text, re.MULTILINE))
+    )
     assert not re.search(r"<p>\s*[|#-]", html)
     assert "<svg" not in text
-    (drawn,) = re.findall(r"<svg.*?</svg>", html)  # of localization: the others have no interval to draw
-    assert drawn.count("<circle") == drawn.count('fill="none"') == 3  # made-up images lie outside of all three
+    (drawn,) = re.findall(
+        r"<svg.*?</svg>", html
+    )  # of localization: the others have no interval to draw
+    assert (
+        drawn.count("<circle") == drawn.count('fill="none"') == 3
+    )  # made-up images lie outside of all three
     assert ">base pair accuracy</text>" in drawn

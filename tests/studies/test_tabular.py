@@ -1,4 +1,6 @@
-"""The tabular study: the paper's counts on real rows, the same ones for the random control, and misses are named."""
+"""The tabular study: the paper's counts on real rows, the same ones for the random control, and
+misses are named.
+"""
 
 import copy
 
@@ -11,7 +13,9 @@ COUNTS = {"Breast Cancer": ([[1536, 1184]], [[96, 64]]), "Wine": ([[504, 342]], 
 
 @pytest.fixture
 def reached(result) -> dict:
-    """Returns the fast result with the settings and accuracies of the paper, so that only what is made worse shows."""
+    """Returns the fast result with the settings and accuracies of the paper, so that only what is
+    made worse shows.
+    """
     full = copy.deepcopy(result)
     full["settings"].update(epochs=40, seeds=list(range(5)))
     for name, one in full["summary"]["sets"].items():
@@ -37,7 +41,16 @@ def test_every_row_is_the_same_run_up_to_the_edit(result, name):
         rows = [numbers[name][row] for row in tabular.ROWS]
         assert len({row["before"] for row in rows}) == 1
         assert rows[0]["edited"] == rows[0]["before"]
-    assert len({numbers[name][row]["edited"] for numbers in result["seeds"].values() for row in tabular.ROWS}) > 2
+    assert (
+        len(
+            {
+                numbers[name][row]["edited"]
+                for numbers in result["seeds"].values()
+                for row in tabular.ROWS
+            }
+        )
+        > 2
+    )
 
 
 def test_deviations_are_the_populations(result):
@@ -66,7 +79,9 @@ def test_further_splits_enter_the_differences_alone(result):
 
 def test_the_table_has_every_row_and_the_papers_figures(result):
     shown = tabular.table(result)
-    assert all(f"| {name} |" in shown for name in (*tabular.ROWS.values(), *tabular.CONTRASTS, *COUNTS))
+    assert all(
+        f"| {name} |" in shown for name in (*tabular.ROWS.values(), *tabular.CONTRASTS, *COUNTS)
+    )
     assert all(figure in shown for figure in ("96.49 ± 1.52", "96.73 ± 1.20", "98.89 ± 0.91"))
     assert "352 of 1,536 / 32 of 96" in shown
     assert "162 of 504 / 18 of 54" in shown
@@ -79,8 +94,20 @@ def test_a_fast_run_reaches_no_bar(result):
 @pytest.mark.parametrize(
     ("name", "row", "what", "value", "named"),
     [
-        ("Breast Cancer", "covariance", "relations", [[1536, 1183]], "Breast Cancer: covariance removed 353"),
-        ("Breast Cancer", "random", "nodes", [[96, 64], [96, 65]], "Breast Cancer: random removed 32 of 96, 31"),
+        (
+            "Breast Cancer",
+            "covariance",
+            "relations",
+            [[1536, 1183]],
+            "Breast Cancer: covariance removed 353",
+        ),
+        (
+            "Breast Cancer",
+            "random",
+            "nodes",
+            [[96, 64], [96, 65]],
+            "Breast Cancer: random removed 32 of 96, 31",
+        ),
         ("Wine", "random", "relations", [[504, 504]], "Wine: random removed 0"),
         ("Wine", "covariance", "after", [97.88, 1.0], "Wine: covariance edit reaches 97.88"),
         ("Breast Cancer", "none", "after", [97.5, 1.0], "Breast Cancer: no edit reaches 97.50"),

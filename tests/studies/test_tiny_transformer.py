@@ -28,14 +28,18 @@ def test_a_fast_run_reaches_every_bar(result):
     assert tiny_transformer.missed(result) == []
     assert result["cut"]["before"] == 1024
     assert set(result["cut"]["left"].values()) == {992}
-    assert {"storage", "gradient", "optimizer exp_avg", "snapshot", "family plan"} <= set(result["cut"]["left"])
+    assert {"storage", "gradient", "optimizer exp_avg", "snapshot", "family plan"} <= set(
+        result["cut"]["left"]
+    )
 
 
 def test_the_committed_run_reaches_every_bar_and_did_not_learn_everything():
     committed = json.loads(COMMITTED.read_text())
     assert committed["settings"] == tiny_transformer.asdict(tiny_transformer.Settings())
     assert tiny_transformer.missed(committed) == []
-    assert 0.7 < committed["training"]["accuracy"]["dense"] < 1  # equal accuracies say little where all are right
+    assert (
+        0.7 < committed["training"]["accuracy"]["dense"] < 1
+    )  # equal accuracies say little where all are right
 
 
 def test_ctrl_c_gives_one_line_and_exit_130_alone_and_among_others(tmp_path, capsys, monkeypatch):
@@ -45,7 +49,10 @@ def test_ctrl_c_gives_one_line_and_exit_130_alone_and_among_others(tmp_path, cap
     monkeypatch.setattr(tiny_transformer, "run", interrupted)
     assert tiny_transformer.main(["--fast", "--json", str(tmp_path / "tiny.json")]) == 130
     assert capsys.readouterr() == ("", "tiny_transformer: interrupted\n")
-    assert studies.main(["--fast", "--results", str(tmp_path), "tiny_transformer", "mlp_equivalence"]) == 130
+    assert (
+        studies.main(["--fast", "--results", str(tmp_path), "tiny_transformer", "mlp_equivalence"])
+        == 130
+    )
     assert capsys.readouterr() == ("\n## tiny_transformer\n\n", "tiny_transformer: interrupted\n")
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,6 @@
-"""Ctrl-C ends a study and its processes, keeps the seeds that are done, and the same command goes on from them."""
+"""Ctrl-C ends a study and its processes, keeps the seeds that are done, and the same command goes
+on from them.
+"""
 
 import json
 import os
@@ -58,7 +60,8 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on_from_its_seeds(tmp_p
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        start_new_session=True,  # a group of its own, which gets Ctrl-C as a whole, as from a terminal
+        # a group of its own, which gets Ctrl-C as a whole, as from a terminal
+        start_new_session=True,
     )
     try:
         assert wait_until(lambda: len(list(kept.rglob("*.json"))) == 2 and (trace / "4").exists())
@@ -69,8 +72,10 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on_from_its_seeds(tmp_p
         if alive(started.pid):
             os.killpg(started.pid, signal.SIGKILL)
     assert (started.returncode, out) == (130, "")
-    assert err.splitlines()[-1] == (
-        f"made_up: interrupted after 2 of 3 seeds, kept in {kept}; the same command goes on from them"
+    assert (
+        err.splitlines()[-1]
+        == f"made_up: interrupted after 2 of 3 seeds, kept in {kept}; the same command goes on from"
+        " them"
     )
     assert "Traceback" not in err
     events = [json.loads(line) for line in log.read_text().splitlines()]
@@ -83,7 +88,11 @@ def test_an_interrupted_study_leaves_no_process_and_goes_on_from_its_seeds(tmp_p
     (trace / "wait 4").unlink()
     settings = Settings(trace=str(trace))
     result = run(STUDY, settings, folder=kept)
-    assert {path.name: path.read_text() for path in trace.iterdir()} == {"7": "ran\n", "1": "ran\n", "4": "ran\n" * 2}
+    assert {path.name: path.read_text() for path in trace.iterdir()} == {
+        "7": "ran\n",
+        "1": "ran\n",
+        "4": "ran\n" * 2,
+    }
     assert result["seeds"] == run(STUDY, settings)["seeds"]
 
 
@@ -91,9 +100,13 @@ def test_ctrl_c_as_a_seed_is_kept_waits_until_it_is_counted(tmp_path):
     trace, kept, log = tmp_path / "trace", tmp_path / "kept", tmp_path / "log.jsonl"
     trace.mkdir()
     program = AS_A_SEED_IS_KEPT + PROGRAM.replace('"--processes", "2"', '"--processes", "1"')
-    done = subprocess.run([sys.executable, "-c", program, trace, kept, log], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program, trace, kept, log], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 130
-    assert done.stderr.splitlines()[-1].startswith(f"made_up: interrupted after 2 of 3 seeds, kept in {kept}")
+    assert done.stderr.splitlines()[-1].startswith(
+        f"made_up: interrupted after 2 of 3 seeds, kept in {kept}"
+    )
     assert sorted(path.name for path in kept.rglob("*.json")) == ["1.json", "7.json"]
     events = [json.loads(line) for line in log.read_text().splitlines()]
     assert (events[-1]["event"], events[-1]["done"]) == ("interrupted", 2)
