@@ -7,7 +7,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test numerics lint soak bench study-fast studies tables docs clean
+.PHONY: help setup demo test numerics coverage mutants signs lint soak bench study-fast studies tables docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -28,6 +28,17 @@ numerics: .venv/.test .venv/.without-kernels ## run the numeric tests as on othe
 	ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python $(PYTEST) --kernels=avx2 $(NUMERIC)
 	ATEN_CPU_CAPABILITY=default $(BIN)/python $(PYTEST) --kernels=baseline $(NUMERIC)
 	build/without-kernels/bin/python $(PYTEST) --kernels=none $(NUMERIC)
+
+coverage: export OMP_NUM_THREADS = 1
+coverage: .venv/.test ## run the tests and write build/coverage.json
+	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet \
+		--cov=grapnet --cov-report=term --cov-report=json:build/coverage.json
+
+mutants: .venv/.test ## change the library in 448 small ways, for hours, and write which changes the tests notice
+	$(BIN)/python -m tools.mutants --classes tools/results/survivors.json --json tools/results/mutants.json
+
+signs: .venv/.test ## count lines, files, packed lines and importers, and write tools/results/signs.json
+	$(BIN)/python -m tools.signs --json tools/results/signs.json
 
 lint: .venv/.test .venv/.lint ## check style, formatting and types
 	$(BIN)/ruff check
