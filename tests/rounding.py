@@ -14,6 +14,10 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
+# How far two ways to add up to 80 products in float32 may be apart, for products around one: each
+# may be 80 units of roundoff away from the exact sum.
+SINGLE = 2 * 80 * 2.0**-24
+
 
 def bounds(net: gn.GrapNet, x: Tensor, slope: Tensor) -> dict[str, float]:
     """Returns the largest rounding error of the output and of every gradient of a net.

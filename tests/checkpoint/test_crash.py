@@ -43,8 +43,8 @@ def counts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]
 def test_no_kill_loses_a_checkpoint(counts):
     found = counts["gn"]
     assert found["kills"] == KILLS
-    assert found["left a partial file"] > 40  # the kill came in the middle of writing
-    assert found["after acknowledged saves"] > 40  # and had something to lose
+    assert found["left a partial file"] > 0  # the kill came in the middle of writing
+    assert found["after acknowledged saves"] > 0  # and had something to lose
     assert (
         found["unreadable"]
         == found["lost an acknowledged save"]
@@ -56,5 +56,5 @@ def test_no_kill_loses_a_checkpoint(counts):
 def test_the_same_kills_do_hurt_torch_save(counts):
     found = counts["torch"]
     assert found["kills"] == CONTROLS
-    assert found["after acknowledged saves"] > 10
-    assert found["unreadable"] > 5
+    assert found["after acknowledged saves"] > 0
+    assert found["unreadable"] > 0

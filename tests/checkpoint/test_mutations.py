@@ -52,7 +52,6 @@ def test_every_part_of_a_file_was_found_wrong_at_least_once(report):
 
 
 def test_no_mutation_takes_long_or_much_memory(report):
-    assert report["slowest"] < 0.1
     assert report["grown"] < 200  # MiB over thousands of loads
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import grapnet as gn
+from tests.rounding import SINGLE
 
 from .edited import content
 
@@ -39,7 +40,7 @@ def mlp(activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
 
 def assert_computes(path: Path, model: nn.Module) -> gn.GrapNet:
     net, x = gn.load(path), torch.randn(6, 5)
-    torch.testing.assert_close(net(x), model(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(net(x), model(x), rtol=0, atol=SINGLE)
     return net
 
 
@@ -54,7 +55,7 @@ def test_a_sequential_becomes_a_net(tmp_path, run):
         [5, 8, 8, 3],
         ["0", "2", "4"],
     )
-    assert told["difference"] < 1e-6
+    assert told["difference"] < SINGLE
     net = assert_computes(tmp_path / "mlp.grapnet.safetensors", model)
     assert (net.count().frozen, net.version) == (8, 0)  # the biases that one layer does not have
     text = run("convert", tmp_path / "mlp.safetensors", "--force").out

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import grapnet as gn
+from tests.rounding import SINGLE
 
 from .nobody import as_nobody, open_folder
 
@@ -36,7 +37,7 @@ LAYERS = {"W1": torch.ones(4, 5), "b1": torch.ones(4), "W2": torch.ones(3, 4), "
 def assert_computes(path: Path, state: dict[str, Tensor]) -> None:
     model, x = mlp(), torch.randn(6, 5)
     model.load_state_dict(state)
-    torch.testing.assert_close(gn.load(path)(x), model(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(gn.load(path)(x), model(x), rtol=0, atol=SINGLE)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import grapnet as gn
+from tests.rounding import SINGLE
 
 from .edited import content
 from .full_disk import no_file_beyond
@@ -30,14 +31,14 @@ def test_onnx(checkpoint, tmp_path, run):
     told = json.loads(done.out)
     assert (done.code, done.err) == (0, "")
     assert told["written"] == str(tmp_path / "net.onnx")
-    assert told["difference"] < 1e-6
+    assert told["difference"] < SINGLE
     assert told["bytes"] == (tmp_path / "net.onnx").stat().st_size
     session = onnxruntime.InferenceSession(
         tmp_path / "net.onnx", providers=["CPUExecutionProvider"]
     )
     net, x = gn.load(checkpoint), torch.randn(1, 6)
     (output,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    torch.testing.assert_close(torch.from_numpy(output), net(x).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(torch.from_numpy(output), net(x).detach(), rtol=0, atol=SINGLE)
     assert {path.name for path in tmp_path.iterdir()} == {"net.safetensors", "net.onnx"}
 
 
@@ -49,7 +50,7 @@ def test_a_torch_program_needs_torch_alone(checkpoint, tmp_path, run):
     net = gn.load(checkpoint)
     for batch in (1, 5):
         x = torch.randn(batch, 6)
-        torch.testing.assert_close(program(x), net(x), rtol=0, atol=1e-6)
+        torch.testing.assert_close(program(x), net(x), rtol=0, atol=SINGLE)
     with zipfile.ZipFile(tmp_path / "net.pt2") as archive:
         assert not any(b"grapnet" in archive.read(name) for name in archive.namelist())
 
@@ -109,7 +110,7 @@ def test_graphml_and_matrices(checkpoint, tmp_path, run):
         json.loads(run("export", checkpoint, "--to", "safetensors-dense", "--json").out)[
             "difference"
         ]
-        < 1e-6
+        < SINGLE
     )
     mlp, net, x = (
         nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 3)),
@@ -117,7 +118,7 @@ def test_graphml_and_matrices(checkpoint, tmp_path, run):
         torch.randn(4, 6),
     )
     mlp.load_state_dict(load_file(tmp_path / "net.dense.safetensors"))
-    torch.testing.assert_close(mlp(x), net(x), rtol=0, atol=1e-6)
+    torch.testing.assert_close(mlp(x), net(x), rtol=0, atol=SINGLE)
     done = run(
         "convert", tmp_path / "net.dense.safetensors", "--drop-zeros", "-o", tmp_path / "back"
     )
@@ -131,7 +132,7 @@ def test_a_net_of_a_model(model_checkpoint, tmp_path, run):
     done = run("export", model_checkpoint, "--to", "safetensors-dense", "--net", "0", "--json")
     told = json.loads(done.out)
     assert (done.code, told["sizes"]) == (0, [8, 6, 4])
-    assert "GELU" in done.out or told["difference"] < 1e-6
+    assert "GELU" in done.out or told["difference"] < SINGLE
 
 
 def test_dropout_is_off_in_what_is_exported(tmp_path, run):
@@ -142,7 +143,7 @@ def test_dropout_is_off_in_what_is_exported(tmp_path, run):
         json.loads(run("export", tmp_path / "net.safetensors", "--to", "torch", "--json").out)[
             "difference"
         ]
-        < 1e-6
+        < SINGLE
     )
 
 

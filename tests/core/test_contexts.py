@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
+from tests.rounding import SINGLE
 
 
 def under_inference_mode(net: gn.GrapNet, x: Tensor) -> Tensor:
@@ -218,7 +219,7 @@ def test_activations_can_be_added() -> None:
     with net.edit() as edit:
         edit.set_activation(net.layers[2][0], "test cube")
     assert torch.allclose(net(x), torch.stack([linear[:, 0] ** 3, linear[:, 1]], dim=1))
-    assert torch.allclose(net(x), net.walk(x), atol=1e-6)
+    assert torch.allclose(net(x), net.walk(x), atol=SINGLE)
 
 
 def torch_cube(z: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.utils.parametrize import remove_parametrizations
 
 import grapnet as gn
 from grapnet.execution import reference
+from tests.rounding import SINGLE
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "relu": nn.ReLU,
@@ -107,7 +108,7 @@ def test_shapes_of_inputs_and_what_is_said_about_wrong_ones() -> None:
     assert net(x).shape == (2, 4, 3)
     torch.testing.assert_close(net(x)[1, 2], net(x[1, 2]))
     assert (net(torch.randn(49)).shape, net(torch.randn(0, 49)).shape) == ((3,), (0, 3))
-    assert torch.allclose(net(x.transpose(0, 1)), net(x).transpose(0, 1), atol=1e-6)
+    assert torch.allclose(net(x.transpose(0, 1)), net(x).transpose(0, 1), atol=SINGLE)
     with pytest.raises(ValueError, match=r"\[\.\.\., 49\].*\[2, 7, 7\].*flatten\(1\)"):
         net(torch.randn(2, 7, 7))
     for wrong in (torch.randn(2, 48), torch.tensor(1.0), torch.randn(0, 7, 7)):
@@ -327,7 +328,7 @@ def test_inside_other_modules_and_in_other_types() -> None:
     assert model[0].weight.grad.abs().sum() > 0
     single = model(x)
     kept = net.layers[0][0].W_alloc.double()
-    assert (model.double()(x.double()) - single).abs().max() < 1e-6
+    assert (model.double()(x.double()) - single).abs().max() < SINGLE
     assert torch.equal(net.layers[0][0].W_alloc, kept)
     net.undo()
     assert net.layers[0][0].W_alloc.dtype == torch.float64

@@ -22,6 +22,7 @@ from tests.execution.attended import (
     trained,
 )
 from tests.fingerprint import fingerprint
+from tests.rounding import SINGLE
 
 WIRINGS: dict[str, tuple[list[int], list[Any]]] = {
     "full": ([5, 4], [[(i, j) for i in range(5) for j in range(4)]]),
@@ -206,7 +207,7 @@ def test_only_who_asks_gets_it_and_what_cannot_follow_refuses() -> None:
         with pytest.raises(gn.PlanError, match=r"transition 0 .*attention"):
             refuses()
     net.execution.use("auto")
-    assert torch.allclose(net.snapshot()(torch.ones(1, 6)), net.walk(torch.ones(1, 6)), atol=1e-6)
+    assert torch.allclose(net.snapshot()(torch.ones(1, 6)), net.walk(torch.ones(1, 6)), atol=SINGLE)
 
 
 def test_the_counts_and_the_invariants_know_them() -> None:

@@ -14,12 +14,13 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 import grapnet as gn
+from tests.rounding import SINGLE
 
 pytestmark = pytest.mark.xdist_group(
     "export"
 )  # one worker: the first ONNX export of a process takes seconds
 
-CLOSE = 1e-6  # of the largest value
+CLOSE = SINGLE  # of the largest value
 MARK = 12345.678
 PATTERN = struct.pack("<f", MARK)
 

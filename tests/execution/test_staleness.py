@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import grapnet as gn
+from tests.rounding import SINGLE
 
 from .snapped import addresses, cut, edited, every_graph, full, inputs, mixed, ragged, step
 
@@ -105,7 +106,7 @@ def test_every_change_makes_it_stale_and_the_controller_follow(change):
     assert snapshot.is_stale(net)
     assert not net.snapshot().is_stale(net)
     x = x.to(net.transitions[0].weight)
-    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=SINGLE)
     assert serve.refreshes == 1
     assert not serve.snapshot.is_stale(net, exact=True)
 
@@ -121,7 +122,7 @@ def test_version_number_that_comes_back_does_not_make_it_fresh():
     assert snapshot.version == net.version
     assert snapshot.is_stale(net)
     x = inputs(net, 5)
-    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=SINGLE)
     assert serve.rebuilds == 1
 
 
@@ -161,7 +162,7 @@ def test_writes_behind_autograds_back_are_seen_by_reading_alone(write):
     assert not snapshot.is_stale(net)
     assert snapshot.is_stale(net, exact=True)
     serve.refresh()
-    torch.testing.assert_close(serve(x), net(x).detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(serve(x), net(x).detach(), rtol=SINGLE, atol=SINGLE)
 
 
 def through_a_file(snapshot: nn.Module) -> nn.Module:
@@ -267,7 +268,7 @@ def test_controller_writes_in_place_until_an_edit_and_counts():
     assert addresses(first) == places
     assert (serve.refreshes, serve.rebuilds) == (2, 0)
     edited(lambda net, edit: edit.cut(net.layers[0].outgoing()[:2]))(net)
-    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=SINGLE)
     assert serve.snapshot is not first
     assert (serve.refreshes, serve.rebuilds) == (3, 1)
     assert repr(serve) == "SnapshotController(version 2, 3 refreshes)"

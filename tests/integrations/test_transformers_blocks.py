@@ -14,6 +14,7 @@ from torch.nn import functional
 import grapnet as gn
 from grapnet.integrations.transformers import ffn_handles, graft_ffn
 from tests.integrations.tiny_transformers import SIZES, TOKENS, gpt2, phi3
+from tests.rounding import SINGLE
 
 pytestmark = pytest.mark.xdist_group("transformers")
 
@@ -316,7 +317,7 @@ def test_a_forward_of_one_module_alone_goes_on_being_called() -> None:
     expected = model["ffn"](x)
     (handle,) = graft_ffn(model)
     assert len(handle.nets) == 2
-    assert torch.allclose(model["ffn"](x), expected, atol=1e-6)
+    assert torch.allclose(model["ffn"](x), expected, atol=SINGLE)
 
 
 def test_a_block_with_a_net_inside_already_is_refused() -> None:

@@ -18,6 +18,7 @@ from grapnet.rules.outer_products import OuterProducts
 from grapnet.rules.rewire import Rewire
 from grapnet.rules.schedule import At
 from grapnet.rules.widen import GrowWidth
+from tests.rounding import SINGLE
 
 from .patchy import F64, armed, batch, patchy_net, related, run
 
@@ -226,7 +227,7 @@ def test_low_precision_is_recorded_in_float32(dtype: torch.dtype) -> None:
         loss.backward()
         found, chosen = recorder.matrix(), recorder.of_relations(net.layers[1].outgoing())
     assert found.dtype == chosen.dtype == torch.float32
-    tolerance = 1e-6 if dtype == torch.float32 else 0.05
+    tolerance = SINGLE if dtype == torch.float32 else 0.05
     assert torch.allclose(
         chosen, net.layers[1].outgoing().gradients, rtol=tolerance, atol=tolerance
     )

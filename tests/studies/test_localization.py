@@ -36,7 +36,7 @@ def test_the_cut_takes_96_relations_from_storage_and_only_its_own_pair_falls_to_
     assert found["target_after"] == [50.0]
     assert found["rows"]["owned"]["other_largest"] == 0
     assert (
-        found["rows"]["owned"]["moved"] < 1e-5
+        found["rows"]["owned"]["moved"] < 1e-4
     )  # no logit of another pair either, but for rounding
     assert found["rows"]["owned"]["base"][0] > 75  # there was something to lose
 

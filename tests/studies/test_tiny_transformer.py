@@ -60,7 +60,7 @@ def test_ctrl_c_gives_one_line_and_exit_130_alone_and_among_others(tmp_path, cap
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
-        (("exact", "float32", "logits"), 3e-7, "logits"),
+        (("exact", "float32", "logits"), 1e-5, "logits"),
         (("exact", "float64", "other_gradients"), 2e-12, "other_gradients"),
         (("exact", "float64", "ffn_forward"), float("nan"), "ffn_forward"),
         (("training", "same_predictions"), False, "accuracy"),
