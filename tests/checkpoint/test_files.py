@@ -65,6 +65,15 @@ def test_a_foreign_file_is_refused(tmp_path, content):
         gn.load(tmp_path / "net")
 
 
+def test_a_refusal_repeats_the_reason_of_the_container(tmp_path):
+    (tmp_path / "net").write_bytes(b"hello")
+    with pytest.raises(gn.CheckpointError) as refused:
+        gn.load(tmp_path / "net")
+    reason = str(refused.value.__cause__).splitlines()[0]
+    assert len(reason) > 0
+    assert reason in str(refused.value)
+
+
 @pytest.mark.parametrize("kind", ["zip", "pickle", "safetensors"])
 def test_plain_weights_are_told_how_to_become_a_net(tmp_path, kind):
     state, path = torch.nn.Linear(3, 2).state_dict(), tmp_path / "plain"

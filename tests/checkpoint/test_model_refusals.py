@@ -366,6 +366,20 @@ def test_a_damaged_origin_is_refused(tmp_path, damage, there):
     assert content(fresh) == before
 
 
+def test_a_file_of_a_model_without_nets_is_refused(tmp_path):
+    saved = nn.Sequential(nn.Linear(4, 4), gn.GrapNet([4, 3]))
+    gn.save(tmp_path / "run", saved)
+    document, tensors = parse((tmp_path / "run").read_bytes())
+    document["nets"] = []
+    beside = {name: tensor for name, tensor in tensors.items() if not name.startswith("nets")}
+    (tmp_path / "run").write_bytes(build(json.dumps(document), beside))
+    fresh = nn.Sequential(nn.Linear(4, 4))
+    before = content(fresh)
+    with pytest.raises(gn.CheckpointError, match=r"^nets: "):
+        gn.restore(tmp_path / "run", into=fresh)
+    assert content(fresh) == before
+
+
 def test_copies_know_which_transaction_a_commit_is_part_of(tmp_path):
     nets = gn.GrapNet([3, 4]), gn.GrapNet([4, 2])
     copies = copy.deepcopy(nets)

@@ -369,4 +369,5 @@ def test_a_file_of_a_net_has_the_fields_it_always_had(tmp_path: Path):
     gn.save(tmp_path / "net", gn.GrapNet([3, 2]), epoch=1)
     document, tensors = parse((tmp_path / "net").read_bytes())
     assert list(document) == ["format", "graph", "journal", "execution", "extras"]
+    assert document["format"] == 1
     assert {name.split(".")[0] for name in tensors} == {"layers", "transitions"}

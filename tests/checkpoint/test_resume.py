@@ -134,6 +134,20 @@ def test_every_optimizer_resumes(tmp_path, kind):
     assert as_text(fresh.state_dict()) == as_text(optimizer.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
+def test_single_numbers_of_a_state_keep_their_type(tmp_path, kind):
+    net = gn.GrapNet([4, 3, 2], dtype=torch.bfloat16)
+    optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.1)
+    for _ in range(3):
+        net(torch.ones(2, 4, dtype=torch.bfloat16)).square().sum().backward()
+        optimizer.step()
+    gn.save(tmp_path / "net", net, optimizer=optimizer)
+    fresh = getattr(torch.optim, kind)(gn.load(tmp_path / "net").parameters(), lr=0.1)
+    gn.restore(tmp_path / "net", optimizer=fresh)
+    # torch's own load_state_dict rounds them to the type of the parameter.
+    assert as_text(fresh.state_dict()["state"]) == as_text(optimizer.state_dict()["state"])
+
+
 def rates(optimizer: Optimizer, scheduler: Any, first: int, last: int) -> list[tuple[float, float]]:
     found = []
     for n in range(first, last):
@@ -267,6 +281,21 @@ def test_what_does_not_fit_leaves_every_object_as_it_was(tmp_path, misfit, first
     assert {id(t) for s in objects["optimizer"].state.values() for t in s.values()} == slots
     for name, state in held.items():
         assert as_text(other[name].state_dict()) == as_text(state)
+
+
+@pytest.mark.parametrize("more", ["saved", "present"])
+def test_an_optimizer_of_more_or_fewer_parameters_is_refused(tmp_path, more):
+    net = gn.GrapNet([3, 2])
+    own = list(net.parameters())
+    another = torch.nn.Parameter(torch.ones(7, 5))
+    saved = [*own, another] if more == "saved" else own
+    present = [*own, another] if more == "present" else own
+    gn.save(tmp_path / "net", net, optimizer=Adam(saved))
+    optimizer = Adam(present)
+    before = as_text(optimizer.state_dict())
+    with pytest.raises(gn.CheckpointError, match=r"^extras\.optimizer: .*\[7, 5\]"):
+        gn.restore(tmp_path / "net", optimizer=optimizer)
+    assert as_text(optimizer.state_dict()) == before
 
 
 def rewired() -> tuple[gn.GrapNet, Objects]:

@@ -238,6 +238,43 @@ def test_a_file_without_cut_weights_says_why_undo_is_impossible(tmp_path):
         loaded.undo()
 
 
+def test_a_journal_may_leave_open_whether_it_was_saved_with_undo(tmp_path):
+    net, _ = edited_net()
+    gn.save(tmp_path / "net", net, undo=True)
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    del document["journal"]["undo"]
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    loaded = gn.load(tmp_path / "net")
+    assert content(loaded) == content(net)
+    loaded.undo()
+    net.undo()
+    assert content(loaded) == content(net)
+
+
+@pytest.mark.parametrize("wrong", [1, "yes", None])
+def test_whether_a_journal_was_saved_with_undo_is_a_bool(tmp_path, wrong):
+    gn.save(tmp_path / "net", fresh(), undo=True)
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    document["journal"]["undo"] = wrong
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    with pytest.raises(gn.CheckpointError, match=r"^journal\.undo: "):
+        gn.load(tmp_path / "net")
+
+
+@pytest.mark.parametrize("part", ["layers.1", "transitions.0"])
+def test_what_undo_would_take_away_is_as_frozen_as_the_journal_says(tmp_path, part):
+    net = fresh()
+    with net.edit() as edit:
+        edit.connect(net.layers[0], edit.add_nodes(1, 2))
+    gn.save(tmp_path / "net", net, undo=True)
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    tensors[f"journal.0.{part}.born_frozen"][1] = True
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    field = rf"^journal\.0\.{part}\.born_frozen: "
+    with pytest.raises(gn.CheckpointError, match=field):
+        gn.load(tmp_path / "net")
+
+
 def test_a_cut_makes_the_file_smaller_except_for_the_journal(tmp_path):
     net, count = gn.GrapNet([40, 50, 10]), 300
     gn.save(tmp_path / "before", net)

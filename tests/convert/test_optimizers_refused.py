@@ -101,3 +101,20 @@ def test_an_optimizer_left_behind_by_an_edit_is_refused():
     with pytest.raises(gn.OptimizerError, match="an edit has moved"):
         gn.graft(model, "head", optimizer)
     assert picture(model, optimizer) == before
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused_after_edits_elsewhere_too():
+    net = gn.GrapNet([3, 4, 2])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    gn.graft(model, "1")
+    before = model[0].weight.detach().clone()
+    for _ in range(4):
+        # Each edit moves the weights of one transition of another net.
+        with net.edit() as edit:
+            edit.cut(net.layers[0].outgoing()[:1])
+        with pytest.raises(gn.OptimizerError):
+            optimizer.step()
+    assert torch.equal(model[0].weight, before)

@@ -239,6 +239,18 @@ def test_a_generator_decides_every_newborn_value() -> None:
     assert len(values[0][0].unique()) == 4
 
 
+def test_a_value_of_zero_takes_no_random_number() -> None:
+    net = gn.GrapNet([5, 2, 2])
+    generator = torch.Generator().manual_seed(2)
+    state = generator.get_state()
+    with net.edit(generator=generator) as edit:
+        new = edit.add_nodes(1, 4, bias="zero")
+        edit.connect(net.layers[0], new, weights="zero")
+    assert torch.equal(generator.get_state(), state)
+    assert not new.biases.any()
+    assert not new.incoming().weights.any()
+
+
 @pytest.mark.parametrize("hidden", [240, 6000])
 def test_an_empty_layer_grows_to_any_size(hidden: int) -> None:
     net = gn.GrapNet([49, 0, 10])

@@ -174,6 +174,7 @@ TABLE = [
         gn.StaleNodeError,
     ),
     Illegal("freeze a newborn", lambda n, e: e.freeze(e.add_nodes(1, 1)), "added in this edit"),
+    Illegal("freeze the first newborn", lambda n, e: e.freeze([n.next_uid]), "added in this edit"),
     Illegal("freeze nobody", lambda n, e: e.freeze([999]), "999", gn.StaleNodeError),
     Illegal(
         "parts of relations", lambda n, e: e.freeze(n.layers[0].outgoing(), bias=False), "bias="

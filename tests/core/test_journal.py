@@ -346,5 +346,25 @@ def test_replay_refuses_other_layers(net: gn.GrapNet) -> None:
         assert fingerprint(graph) == before
 
 
+def test_a_copy_that_folds_what_its_net_does_not_comes_back_from_a_file(
+    net: gn.GrapNet, tmp_path
+) -> None:
+    twin = copy.deepcopy(net)
+    gn.attach(twin, net)
+    # Without parents the node sends relu(bias): 0 in the net, 1 in the copy.
+    net.layers[1][0].bias = -1.0
+    twin.layers[1][0].bias = 1.0
+    before = twin.layers[2].biases.detach().clone()
+    with net.edit() as edit:
+        edit.cut(net.layers[1][0].incoming())
+        edit.remove_orphans(fold_bias=True)
+    assert not torch.equal(twin.layers[2].biases, before)
+    gn.save(tmp_path / "twin.gn", twin, undo=True)
+    loaded = gn.load(tmp_path / "twin.gn")
+    assert torch.equal(loaded.layers[2].biases, twin.layers[2].biases)
+    loaded.undo()
+    assert torch.equal(loaded.layers[2].biases, before)
+
+
 def same_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)

@@ -294,6 +294,17 @@ def test_a_state_dict_of_another_wiring_is_refused_whole() -> None:
     assert net.version == 0
 
 
+def test_a_state_dict_of_one_layer_or_transition_is_refused_when_it_does_not_fit() -> None:
+    net = gn.GrapNet([4, 3, 2])
+    other = gn.GrapNet([4, 5, 2])
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    with pytest.raises(RuntimeError):
+        net.layers[1].load_state_dict(other.layers[1].state_dict())
+    with pytest.raises(RuntimeError):
+        net.transitions[0].load_state_dict(other.transitions[0].state_dict())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
+
+
 def test_a_state_dict_of_plain_modules_is_told_how_to_become_a_net() -> None:
     net, plain = (
         gn.GrapNet([4, 3, 2]),

@@ -63,12 +63,16 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
         edit.connect(net.layers[0][3], new)
         edit.freeze(net.layers[1][0], incoming=False, outgoing=False)
     commit = net.history[-1]
-    assert [op["operation"] for op in commit.operations] == [
-        "cut",
-        "add_nodes",
-        "connect",
-        "freeze",
-    ]
+    cut, add_nodes, connect, freeze = commit.operations
+    assert cut == {"operation": "cut", "transition": 0, "relations": 1}
+    assert (add_nodes["operation"], add_nodes["layer"], add_nodes["nodes"]) == ("add_nodes", 1, 1)
+    assert connect == {
+        "operation": "connect",
+        "transition": 0,
+        "relations": 1,
+        "weights": "linear",
+    }
+    assert (freeze["operation"], freeze["nodes"]) == ("freeze", 1)
     assert commit.change.counts() == {
         "nodes_added": 1,
         "nodes_removed": 0,

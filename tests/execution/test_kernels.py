@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import grapnet as gn
 from grapnet.core.errors import PlanError
 from grapnet.core.relations import Topology
 from grapnet.core.remap import IndexMap
@@ -333,6 +334,15 @@ def test_a_plan_writes_the_layout_it_says() -> None:
     assert not twin.feature_major
     assert twin(x, values, bias).is_contiguous()
     assert twin.order is plan.order
+
+
+def test_what_leaves_a_net_of_sparse_transitions_is_row_major() -> None:
+    net = gn.GrapNet([9, 7, 6], density=0.5)
+    net.execution.use("sparse")
+    x = torch.randn(5, 9)
+    assert net(x).is_contiguous()
+    with torch.no_grad():
+        assert net(x).is_contiguous()
 
 
 def test_autocast_keeps_the_dtype_of_the_weights() -> None:

@@ -300,8 +300,22 @@ def stale(rank: int) -> dict[str, Any]:
     found["version"] = net.version
     wrapper = model.ddp
     model.synchronize()
+    with torch.device("meta"):  # what is sent is made where the group wants it
+        model.synchronize()
     found["nothing to do"] = model.ddp is wrapper
     return found
+
+
+def alone_in_a_group(rank: int) -> dict[str, Any]:
+    """A group of one process each: the graphs of different groups may differ."""
+    groups = [dist.new_group([n]) for n in range(2)]
+    net = make()
+    model = Distributed(net, process_group=groups[rank])
+    for step in range(1 + rank):
+        perform(net, cut, step)
+    model.synchronize()
+    model(batch(0, rank)).sum().backward()
+    return {"version": net.version, "state": state(net)}
 
 
 class Reluctant:
@@ -380,6 +394,7 @@ CHECKS = [
     first_values,
     inside_a_host,
     stale,
+    alone_in_a_group,
     refused,
 ]
 CHECKS += [the_guide]

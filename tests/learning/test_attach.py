@@ -111,6 +111,19 @@ def test_the_mean_covers_every_entry_and_is_clean_without_survivors(kind: str) -
     train(net, optimizer, range(3))
 
 
+def test_the_mean_of_half_precision_state_does_not_overflow() -> None:
+    net = gn.GrapNet([40, 30], dtype=torch.float16)
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    gn.attach(optimizer, net, newborn="mean")
+    weight = net.transitions[0].weight
+    # The sum over 1200 relations, 120,000, is beyond the largest number of this type.
+    optimizer.state[weight]["momentum_buffer"] = torch.full_like(weight.detach(), 100.0)
+    with net.edit() as edit:
+        edit.connect(net.layers[0], edit.add_nodes(1, 1))
+    moved = optimizer.state[weight]["momentum_buffer"]
+    assert torch.equal(moved, torch.full_like(weight.detach(), 100.0))
+
+
 REFUSED: dict[str, tuple[Callable[[gn.GrapNet], Optimizer], str]] = {
     "lbfgs": (lambda net: torch.optim.LBFGS(net.parameters()), "one flat history"),
     "adafactor": (lambda net: Adafactor(net.parameters()), "rows and columns of a matrix"),
@@ -306,6 +319,54 @@ def test_attaching_again_keeps_the_way_back() -> None:
     assert all(torch.equal(optimizer.state[p]["exp_avg"], value) for p, value in held.items())
 
 
+def test_attaching_twice_keeps_what_was_cut_in_between() -> None:
+    net = make_net()
+    optimizer = Adam(net.parameters())
+    gn.attach(optimizer, net)
+    gn.attach(optimizer, net, newborn="mean")
+    train(net, optimizer, range(2))
+    held = {p: v["exp_avg"].clone() for p, v in optimizer.state.items()}
+    rewire(net)
+    gn.attach(optimizer, net)
+    net.undo()
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], value) for p, value in held.items())
+
+
+def test_a_detached_optimizer_stops_no_edit_while_its_error_is_kept() -> None:
+    net = make_net()
+    optimizer = Strange(net.parameters(), lambda p: torch.zeros(3, 3))
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(1))
+    # The error holds the frames of the failed edit, as an interactive session does.
+    with pytest.raises(gn.OptimizerError) as kept:
+        rewire(net)
+    gn.detach(optimizer, net)
+    rewire(net)
+    assert net.version == 2
+    assert kept.tb is not None
+
+
+def test_a_column_that_joins_later_is_watched_too() -> None:
+    net = gn.GrapNet([3, 2], dtype=torch.float64)
+    with net.edit() as edit:
+        edit.cut(net.layers[0][1].outgoing())
+    optimizer = Adam(net.parameters())
+    gn.attach(optimizer, net)
+    train_float(net, optimizer)
+    net.execution.use("attention")
+    train_float(net, optimizer)
+    gn.detach(optimizer, net)
+    # The keys of the inputs move, and nothing else that the optimizer holds.
+    with net.edit() as edit:
+        edit.remove_nodes(net.layers[0][1], interface=True)
+        edit.add_nodes(0, 1)
+    assert list(net.history[-1].parameters) == ["columns.key_0.value"]
+    before = [p.detach().clone() for p in net.parameters()]
+    with pytest.raises(gn.OptimizerError):
+        train_float(net, optimizer)
+    assert all(torch.equal(p, kept) for p, kept in zip(net.parameters(), before, strict=True))
+
+
 def test_arguments_that_make_no_sense_are_named() -> None:
     net = make_net()
     adam = Adam(net.parameters())
@@ -315,3 +376,9 @@ def test_arguments_that_make_no_sense_are_named() -> None:
         gn.attach(net, adam)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"gn\.detach\(optimizer, net\)"):
         gn.detach(net, adam)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_model_without_nets_is_told_what_puts_nets_in() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"gn\.graft"):
+        gn.attach(Adam(model.parameters()), model)

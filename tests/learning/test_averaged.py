@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -287,6 +288,19 @@ def test_what_is_no_copy_is_refused() -> None:
         gn.attach(copy.deepcopy(net), net, survivors="renew")
 
 
+def test_a_copy_with_other_frozen_relations_is_refused() -> None:
+    net = make_net()
+    held = copy.deepcopy(net)
+    with held.edit() as edit:
+        edit.freeze(held.layers[0].outgoing())
+    before = fingerprint(held)
+    with pytest.raises(gn.OptimizerError):
+        gn.attach(held, net)
+    assert fingerprint(held) == before
+    rewire(net)
+    assert fingerprint(held) == before
+
+
 class Reluctant:
     """A follower that refuses every commit."""
 
@@ -338,6 +352,75 @@ def test_an_optimizer_of_the_copy_follows_too() -> None:
     assert len(optimizer.state[twin.transitions[0].weight]["exp_avg"]) == len(
         net.transitions[0].weight
     )
+
+
+def test_undo_gives_the_optimizer_of_a_copy_its_state_back() -> None:
+    net = make_net()
+    _, twin = averaged_net(net)
+    optimizer = Adam(twin.parameters())
+    gn.attach(optimizer, twin)
+    train(twin, optimizer, range(2))
+    held = {p: state["exp_avg"].clone() for p, state in optimizer.state.items()}
+    rewire(net)
+    net.undo()
+    assert [commit.undoes for commit in twin.history] == [commit.undoes for commit in net.history]
+    assert all(torch.equal(optimizer.state[p]["exp_avg"], value) for p, value in held.items())
+
+
+def test_a_copy_from_a_file_without_undo_goes_back_with_the_net(tmp_path: Path) -> None:
+    net = make_net()
+    rewire(net)
+    gn.save(tmp_path / "net", net)
+    twin = gn.load(tmp_path / "net")
+    gn.attach(twin, net)
+    net.undo()
+    assert everything(twin) == everything(net)
+    net.redo()
+    assert everything(twin) == everything(net)
+    assert twin.version == net.version
+    gn.check(twin)
+
+
+def test_a_copy_that_kept_nothing_for_undo_takes_over_a_later_version() -> None:
+    net = make_net()
+    net.journal.undo_limit = 0
+    twin = copy.deepcopy(net)
+    with net.edit() as edit:
+        edit.set_owner(net.layers[1], "a")
+    gn.attach(twin, net)
+    assert twin.version == net.version
+    rewire(net)
+    assert twin.version == net.version
+    assert everything(twin).keys() == everything(net).keys()
+
+
+def test_a_copy_that_went_another_way_to_the_same_wiring_goes_back_as_the_net_does() -> None:
+    net = make_net()
+    twin = copy.deepcopy(net)
+    for one, slots in ((net, (0, 2)), (twin, (3, 0))):
+        for slot in slots:
+            with one.edit() as edit:
+                edit.cut(one.layers[0][0], slots=[slot])
+    assert everything(twin) == everything(net)
+    gn.attach(twin, net)
+    net.undo()
+    assert everything(twin) == everything(net)
+    gn.check(twin)
+
+
+def test_a_copy_made_inside_a_trial_returns_with_the_net() -> None:
+    net = make_net()
+    before = everything(net)
+    with net.edit(trial=True) as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=3))
+        edit.commit()
+        twin = copy.deepcopy(net)
+        gn.attach(twin, net)
+    assert everything(twin) == everything(net) == before
+    assert twin.version == net.version
+    rewire(net)
+    assert everything(twin) == everything(net)
+    gn.check(twin)
 
 
 def test_a_copy_attached_late_takes_the_net_s_values_for_what_it_never_had() -> None:

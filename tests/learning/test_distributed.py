@@ -128,6 +128,12 @@ def test_a_stale_model_raises_until_it_is_synchronized(ranks):
     assert first["state"] == second["state"]
 
 
+def test_processes_of_different_groups_go_their_own_ways(ranks):
+    first, second = both(ranks, "alone_in_a_group")
+    assert (first["version"], second["version"]) == (1, 2)
+    assert first["state"] != second["state"]
+
+
 def test_all_ranks_refuse_in_the_same_words(ranks):
     first, second = both(ranks, "refused")
     assert first == second

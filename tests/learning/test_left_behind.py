@@ -91,6 +91,18 @@ def test_what_moves_no_coordinate_is_no_reason_to_refuse() -> None:
     plain.update_parameters(nn.Linear(2, 2))
 
 
+def test_a_plain_part_is_averaged_from_a_model_with_a_net_behind_it() -> None:
+    encoder = nn.Linear(4, 5, dtype=torch.float64)
+    model = nn.Sequential(encoder, make_net())
+    averaged = AveragedModel(encoder, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    averaged.update_parameters(model)
+    before = encoder.weight.detach().clone()
+    with torch.no_grad():
+        encoder.weight.add_(1.0)
+    averaged.update_parameters(model)
+    torch.testing.assert_close(averaged.module.weight.detach(), before + 0.1)
+
+
 def test_integers_of_the_wiring_are_never_averaged() -> None:
     net = make_net()
     averaged = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.99), use_buffers=True)
