@@ -28,9 +28,8 @@ SHARES = {
     "family": (1 / 64, 1 / 16, 1 / 8, 1 / 4, 1 / 2),  # of as many equal families
 }
 BATCHES = (1, 8, 32, 128, 512, 2048)
-MOST_MESSAGES = (
-    2**27
-)  # batch × relations, above which the reference is not measured: it has lost long before
+# batch × relations, above which the reference is not measured: it has lost long before
+MOST_MESSAGES = 2**27
 LOST = 100.0  # the ratio that is noted for it then
 
 

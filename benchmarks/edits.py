@@ -22,16 +22,18 @@ RECTANGLES = {  # relations of the first transition: parents × children
     "4e6": (1024, 4096),
     "1e7": (2500, 4000),
 }
+# at 4e6, in dense steps
 BARS = {
     "cut one": 0.3,
     "cut 10 %": 1.0,
     "add 64 nodes": 0.5,
     "freeze one node": 0.5,
-}  # at 4e6, in dense steps
+}
+# the same rectangle, always run by one backend
 PLANS = {
     "4e6 dense": "dense",
     "4e6 sparse": "sparse",
-}  # the same rectangle, always run by one backend
+}
 PLAN_BARS = ("cut one", "cut 10 %")  # that hold whatever runs it
 HUGE_BARS = {"peak_gib": 16.0, "bytes_per_relation_at_rest": 32.0}
 

@@ -237,9 +237,8 @@ def _families(work: Work, bars: dict[int, tuple[float, float | None]], fast: boo
         times = {"dense": training_step(dense, x, target), "net": training_step(net, x, target)}
         ratio = times_faster(times, "dense", repeats=_repeats(fast, 15), seconds=0.1)["net"]
         name, note = f"{count} families of {_size(work)}", _runs(net, work.batch)[0]
-        on_cuda = (
-            work.device == "cuda"
-        )  # where the loss takes as long as the transition, which is judged without it
+        # where the loss takes as long as the transition, which is judged without it
+        on_cuda = work.device == "cuda"
         bar, aim = (None, None) if on_cuda else (must, goal)
         yield Row(f"{name}, training step", "nn.Linear", ratio, bar, aim, note=note)
         times = {"dense": transition_step(dense, x, target), "net": transition_step(net, x, target)}

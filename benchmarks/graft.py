@@ -35,9 +35,8 @@ class Row:
     relations: int
     times_faster: float
     output_error: float  # against the original block with the same weights at zero
-    step_error: (
-        float  # of the weights after a step of AdamW in the middle of training, against the same
-    )
+    # of the weights after a step of AdamW in the middle of training, against the same
+    step_error: float
 
 
 def measure(*, fast: bool) -> dict[str, Any]:

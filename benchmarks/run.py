@@ -6,13 +6,14 @@ import json
 import sys
 from pathlib import Path
 
+# modules, each imported only when it runs
 BENCHMARKS = (
     "costs",
     "edits",
     "execution",
     "graft",
     "rules",
-)  # modules, each imported only when it runs
+)
 
 
 def main() -> int:

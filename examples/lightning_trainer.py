@@ -77,9 +77,8 @@ def main(settings: Settings | None = None) -> dict[str, float]:
     )
     for epochs in (settings.epochs // 2, settings.epochs):
         resumes = epochs == settings.epochs
-        module = Classifier(
-            settings.hidden, settings.learning_rate
-        )  # dense, whatever the checkpoint holds
+        # dense, whatever the checkpoint holds
+        module = Classifier(settings.hidden, settings.learning_rate)
         dense = module.head.count().relations
         trainer = L.Trainer(
             max_epochs=epochs,

@@ -96,9 +96,8 @@ def main(settings: Settings | None = None) -> dict[str, float]:
     settings.out.mkdir(parents=True, exist_ok=True)
     path = settings.out / "run.safetensors"
     gn.save(path, model, rules=manager, optimizer=optimizer)
-    loaded = nn.Sequential(
-        encoder(), gn.GrapNet([64, settings.hidden, 10])
-    )  # dense, whatever the file holds
+    # dense, whatever the file holds
+    loaded = nn.Sequential(encoder(), gn.GrapNet([64, settings.hidden, 10]))
     gn.restore(path, into=loaded)
     result = {
         "accuracy": accuracy(model, test),

@@ -33,9 +33,8 @@ class Settings:
 
     data: str = "fashion"  # or "digits", which come with scikit-learn
     hidden: tuple[int, ...] = (1024, 1024)
-    density: float = (
-        0.1  # of the sparse ones, shared out over the transitions by Erdős–Rényi-kernel
-    )
+    # of the sparse ones, shared out over the transitions by Erdős–Rényi-kernel
+    density: float = 0.1
     epochs: int = 30
     batch: int = 256
     learning_rate: float = 0.1  # at first; it goes down to 0 along a cosine
@@ -81,9 +80,8 @@ def run(method: str, seed: int, train: Split, test: Split, settings: Settings) -
             if isinstance(net, gn.GrapNet):
                 manager.apply(net, step)
             step += 1
-    assert (
-        not isinstance(net, gn.GrapNet) or net.count().relations == relations
-    )  # rewiring keeps their number
+    # rewiring keeps their number
+    assert not isinstance(net, gn.GrapNet) or net.count().relations == relations
     with torch.no_grad():
         return 100 * float((net(test[0]).argmax(1) == test[1]).double().mean())
 

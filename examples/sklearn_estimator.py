@@ -82,9 +82,8 @@ def main(settings: Settings | None = None) -> dict[str, float]:
 
 def pruning(sparsity: float, settings: Settings) -> list[tuple[PruneWeakest, Every]]:
     """Returns the rules that prune to a sparsity in the middle half of a fit."""
-    steps = settings.epochs * -(
-        -898 // settings.batch
-    )  # cross-validation trains on 898 of the 1,347 images
+    # cross-validation trains on 898 of the 1,347 images
+    steps = settings.epochs * -(-898 // settings.batch)
     ramp = GradualSchedule(final=sparsity, begin=steps // 4, end=steps * 3 // 4)
     return [(PruneWeakest(sparsity=ramp), Every(5, start=ramp.begin))]
 

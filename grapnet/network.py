@@ -52,9 +52,8 @@ class GrapNet(Graph):
         (1, 2597)
     """
 
-    origin: Any = (
-        None  # the grapnet.convert.Origin of a net that gn.graft put in place of other modules
-    )
+    # the grapnet.convert.Origin of a net that gn.graft put in place of other modules
+    origin: Any = None
 
     def __init__(
         self,

@@ -158,9 +158,8 @@ def figure(picture: Picture, caption: str) -> str:
     )
     is_dark = "(prefers-color-scheme: dark)"
     sources = {f"{is_dark} and ({NARROW})": narrow_dark, f"({NARROW})": narrow, is_dark: dark}
-    width = round(
-        0.7 * int.from_bytes(picture.light[16:20], "big")
-    )  # a PNG has its width there, in dots
+    # a PNG has its width there, in dots
+    width = round(0.7 * int.from_bytes(picture.light[16:20], "big"))
     return (
         "<figure><picture>"
         + "".join(f'<source media="{media}" srcset="{png}">' for media, png in sources.items())

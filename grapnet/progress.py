@@ -70,13 +70,13 @@ class Progress:
         self._stream: TextIO | None = sys.stderr if stream is None else stream
         self._terminal = can_write_over(self._stream)
         self._start = self._last = clock()
+        # units that took their time, unlike those that were skipped, and how much
         self._computed, self._spent = (
             0,
             0.0,
-        )  # units that took their time, unlike those that were skipped, and how much
-        self._begun = deque(
-            [self._start] * self._workers
-        )  # when the units that are worked on began, the oldest first
+        )
+        # when the units that are worked on began, the oldest first
+        self._begun = deque([self._start] * self._workers)
         self._told: float | None = None  # when the last plain line was written
         self._lock, self._ended = threading.RLock(), threading.Event()
         self._log, self._curves = _opened(log, tensorboard)
@@ -199,6 +199,7 @@ class Progress:
 
     def _record(self, event: str, note: str, values: Mapping[str, Any]) -> None:
         plain = {key: _plain(value) for key, value in values.items()}
+        # unbuffered: in the system's hands once it returns
         if self._log is not None:
             line = {
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -210,9 +211,7 @@ class Progress:
                 "note": note,
                 "values": plain,
             }
-            self._log.write(
-                f"{json.dumps(line)}\n".encode()
-            )  # unbuffered: in the system's hands once it returns
+            self._log.write(f"{json.dumps(line)}\n".encode())
         if self._curves is not None:
             for key, value in plain.items():
                 if isinstance(value, int | float):

@@ -7,6 +7,7 @@ import io
 import os
 import sys
 
+# of our own texts, in ASCII
 _SIGNS = {
     "→": "->",
     "×": "x",
@@ -15,9 +16,10 @@ _SIGNS = {
     "…": "...",
     "φ": "phi",
     "≥": ">=",
-}  # of our own texts, in ASCII
+}
 
 
+# so that no name of a node ends a command half-way
 def open_streams() -> None:
     """Makes standard output and error take whatever is written to them."""
     for name in ("stdout", "stderr"):
@@ -25,9 +27,7 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as Python runs)
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(
-                errors="grapnet"
-            )  # so that no name of a node ends a command half-way
+            stream.reconfigure(errors="grapnet")
 
 
 def abandon_stdout() -> None:

@@ -11,9 +11,8 @@ import grapnet as gn
 from .oracle import Coordinate, Draft, Key, Node, Oracle, State
 
 BATCH, CLOSE = 3, 1e-12
-TABLE = torch.randn(
-    BATCH, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
-)  # a column a uid
+# a column a uid
+TABLE = torch.randn(BATCH, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 class Comparison:

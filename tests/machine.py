@@ -116,6 +116,7 @@ class GraphMachine(Operations, Comparison):
         else:
             assert edit.receipt is None
 
+    # selected before, still good
     def trial(self) -> None:
         """Tries an edit: it takes effect, and then nothing has happened."""
         draft, history, relations = (
@@ -134,9 +135,7 @@ class GraphMachine(Operations, Comparison):
                 self.compare(after, draft.shift)
                 self.compare_function(after, keep=False)
         assert self.net.history == history
-        same(
-            relations.weights, self.net.layers[0].outgoing().weights, 0
-        )  # selected before, still good
+        same(relations.weights, self.net.layers[0].outgoing().weights, 0)
 
     def failing_edit(self) -> None:
         """Puts something illegal among legal operations, or lets a follower refuse: nothing may

@@ -133,9 +133,8 @@ class Operations(RuleBasedStateMachine):
         )
         kind = self.draw(st.sampled_from([None, *NAMES])) if number else None
         owner, (bias, initials) = self.draw(st.sampled_from(OWNERS)), self.values(size)
-        place = number - self.draw(
-            st.sampled_from([0, len(self.default)])
-        )  # counted from either end
+        # counted from either end
+        place = number - self.draw(st.sampled_from([0, len(self.default)]))
         uids = edit.add_nodes(place, size, activation=kind, owner=owner, bias=bias).uids.tolist()
         draft.add_nodes(number, uids, kind or self.default[number], owner, initials)
 
@@ -212,9 +211,8 @@ class Operations(RuleBasedStateMachine):
             draft.orphans[number] = draft.orphans.get(number, False) or fold
 
     def name(self, edit: gn.Edit, draft: Draft) -> None:
-        kind, first = self.draw(
-            st.sampled_from([("activation", 1), ("owner", 0)])
-        )  # sensory nodes do not activate
+        # sensory nodes do not activate
+        kind, first = self.draw(st.sampled_from([("activation", 1), ("owner", 0)]))
         free = [
             uid for number in range(first, len(self.default)) for uid in self.present(draft, number)
         ]

@@ -121,9 +121,8 @@ class State:
         """
         h, leaves = x, []
         for upper, lower in pairwise(self.layers):
-            cells = [
-                [self.relations.get((i.uid, j.uid)) for j in lower] for i in upper
-            ]  # A_ij = w_ij, or 0
+            # A_ij = w_ij, or 0
+            cells = [[self.relations.get((i.uid, j.uid)) for j in lower] for i in upper]
             values = [[0.0 if cell is None else cell.value for cell in row] for row in cells]
             matrix = (
                 torch.tensor(values, dtype=x.dtype).reshape(len(upper), len(lower)).requires_grad_()

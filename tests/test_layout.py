@@ -20,9 +20,8 @@ MAY_IMPORT = {
     "rules": {"core", "execution", "network", "rules"},
 }
 OUTSIDE = {"torch", "numpy"}
-ONLY_IN = {
-    f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")
-}  # imported only where Triton is
+# imported only where Triton is
+ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}
 LAZY = {  # imported when a function is called
     "grapnet.network": {"grapnet.integrations.networkx", "networkx", "grapnet.show"},
     "grapnet.learning.statistics": {"scipy"},

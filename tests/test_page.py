@@ -85,9 +85,8 @@ def test_a_picture_follows_theme_and_width():
         "(max-width: 36rem)",
         media[2],
     ]
-    assert (
-        media[2] == "(prefers-color-scheme: dark)"
-    )  # the first that holds is shown, the image where none does
+    # the first that holds is shown, the image where none does
+    assert media[2] == "(prefers-color-scheme: dark)"
     assert 'width="700"' in made
 
 

@@ -16,10 +16,11 @@ from grapnet.whole import whole
 
 FORMAT = 1
 _LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads
+# how files of torch.save begin, those of before torch 1.6 last
 _PICKLES = (
     b"PK\x03\x04",
     b"\x80\x02\x8a\n",
-)  # how files of torch.save begin, those of before torch 1.6 last
+)
 _WAY_ON = (
     "Plain weights become a net by gn.from_module(module) of the module they belong to, or by"
     " `grapnet convert FILE`"
@@ -133,6 +134,7 @@ def digest(text: str, tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
+# one entry may keep any stride
 def _storable(name: str, tensor: Tensor) -> Tensor:
     """Returns the tensor as plain memory on the CPU; raises CheckpointError for one that has no
     such form.
@@ -142,9 +144,7 @@ def _storable(name: str, tensor: Tensor) -> Tensor:
             f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved"
         )
     tensor = tensor.detach().cpu().resolve_neg().contiguous()
-    return (
-        tensor.reshape(()).reshape(tensor.shape) if tensor.numel() == 1 else tensor
-    )  # one entry may keep any stride
+    return tensor.reshape(()).reshape(tensor.shape) if tensor.numel() == 1 else tensor
 
 
 def _separate(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

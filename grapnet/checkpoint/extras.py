@@ -157,9 +157,8 @@ class Target(NamedTuple):
     field: str  # of the file, for errors
     what: Any
     state: Any
-    modules: Sequence[nn.Module] | None = (
-        None  # those that it consists of, to be put back one by one
-    )
+    # those that it consists of, to be put back one by one
+    modules: Sequence[nn.Module] | None = None
 
 
 def restore_all(targets: Sequence[Target]) -> None:
@@ -192,11 +191,10 @@ def restore_all(targets: Sequence[Target]) -> None:
 def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:
     """Gives an optimizer what undo gives back to the coordinates of the nets at these places."""
     nets = []
+    # a file without leaves those of a session
     for prefix in map(prefix_of, places):
         slots = {version: _within(prefix, kept) for version, kept in extra.slots.items()}
-        nets += (
-            [(slots, _within(prefix, extra.owners))] if slots else []
-        )  # a file without leaves those of a session
+        nets += [(slots, _within(prefix, extra.owners))] if slots else []
     set_undo_slots(optimizer, nets)
 
 

@@ -155,9 +155,8 @@ def _transition(
     child = fields.below(n_children, name + "child", torch.int32)
     ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
     try:
-        check_wiring(
-            ptr, child, n_parents, n_children, name.rstrip("."), distinct=False
-        )  # `check` looks for the rest
+        # `check` looks for the rest
+        check_wiring(ptr, child, n_parents, n_children, name.rstrip("."), distinct=False)
     except InvariantError as error:
         raise CheckpointError(str(error)) from None
     finite = entry(part, "finite", bool, f"graph.{name}")

@@ -204,11 +204,12 @@ def _put_vector(vector: VectorChange, name: str, tensors: dict[str, Tensor]) -> 
         vector.gone_frozen,
     )
     tensors[name + "flips"] = vector.flips
+    # a shift tells what was cut: the product of a weight and a bias
     if vector.gone_values is None or vector.born_values is None:
         return {
             "values": False,
             "shift": False,
-        }  # a shift tells what was cut: the product of a weight and a bias
+        }
     tensors[name + "born_values"], tensors[name + "gone_values"] = (
         vector.born_values,
         vector.gone_values,

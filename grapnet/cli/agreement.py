@@ -18,10 +18,11 @@ def largest_difference(output: Tensor, expected: Tensor) -> float:
         raise CommandError(
             f"the output has shape {list(output.shape)}, and the net's {list(expected.shape)}"
         )
+    # halves would overflow in the difference
     given, wanted = (
         output.to(expected).double(),
         expected.double(),
-    )  # halves would overflow in the difference
+    )
     differs = (given != wanted) & ~(given.isnan() & wanted.isnan())
     apart = (given - wanted).abs()[differs].nan_to_num(nan=math.inf, posinf=math.inf)
     return float(apart.max()) if apart.numel() else 0.0

@@ -20,10 +20,11 @@ from .columns import counted
 from .command import CommandError
 from .places import places_of
 
+# what these hold is about inputs, which no edit here changes
 _APART = (
     "ReservoirMemory",
     "BalancedMemory",
-)  # what these hold is about inputs, which no edit here changes
+)
 
 
 class Carried(Protocol):
@@ -94,13 +95,12 @@ def carry(name: str, extra: Extra, net: gn.GrapNet, place: str, *, keep: bool) -
             return Staying(error, None if found is None else set(found))
     if extra.made_by == AveragedModel.__name__ and not place:
         averaged = AveragedModel(net)
+        # of a model around the net, say: left to the sizes of its tensors
         try:
             averaged.load_state_dict(extra.content)
             gn.attach(averaged, net)
         except (gn.GrapNetError, RuntimeError, ValueError, TypeError, AttributeError):
-            return AsItIs(
-                name, extra
-            )  # of a model around the net, say: left to the sizes of its tensors
+            return AsItIs(name, extra)
         return FollowingAverage(name, averaged)
     return AsItIs(name, extra)
 
@@ -164,9 +164,8 @@ class FollowingOptimizer:
         self, name: str, extra: Extra, net: gn.GrapNet, place: str, places: dict[str, int]
     ) -> None:
         self._name, self._extra, self._net, self._prefix = name, extra, net, prefix_of(place)
-        self._places = (
-            places  # names of the net's Parameters -> places among all of the optimizer's
-        )
+        # names of the net's Parameters -> places among all of the optimizer's
+        self._places = places
         self._numbers = [
             number for group in extra.content["param_groups"] for number in group["params"]
         ]

@@ -62,10 +62,11 @@ def hidden_nodes(net: gn.GrapNet, *, childless: bool) -> Tensor:
 
 def unheard_nodes(net: gn.GrapNet) -> Tensor:
     """Returns the uids of hidden nodes that have no children, or only such children."""
+    # rows of the layer behind
     found, gone = (
         [torch.empty(0, dtype=torch.int64)],
         torch.empty(0, dtype=torch.int64),
-    )  # rows of the layer behind
+    )
     for layer, store in reversed(list(zip(net.layers[1:-1], net.transitions[1:], strict=True))):
         lost = store.topology.leading_to(gone.to(store.child.device))
         gone = (store.topology.degrees_without(lost) == 0).nonzero().flatten()

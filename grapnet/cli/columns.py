@@ -12,9 +12,8 @@ from torch import Tensor
 WIDTH = 100  # characters of a line
 _NAME = 32  # characters of a text that others follow
 _NOTHING = "–"
-_NUMBER = re.compile(
-    r"([+−-]?[\d,.]+(e[+-]\d+)?( %)?\s?)+|[–?-]|"
-)  # nothing counts as one, among others
+# nothing counts as one, among others
+_NUMBER = re.compile(r"([+−-]?[\d,.]+(e[+-]\d+)?( %)?\s?)+|[–?-]|")
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 Cell = int | float | str | None

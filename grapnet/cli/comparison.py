@@ -213,9 +213,8 @@ def _names(net: gn.GrapNet, column: str) -> np.ndarray:
 
 
 def _values(first: np.ndarray, second: np.ndarray) -> Difference:
-    differs = first.view(np.int64) != second.view(
-        np.int64
-    )  # bit for bit, so that NaN equals itself and 0 is not -0
+    # bit for bit, so that NaN equals itself and 0 is not -0
+    differs = first.view(np.int64) != second.view(np.int64)
     if not differs.any():
         return Difference(changed=0)
     with np.errstate(invalid="ignore"):  # infinity less itself

@@ -40,9 +40,8 @@ class Contents:
     path: Path
     format: int
     bytes: int  # of the file
-    nets: dict[
-        str, gn.GrapNet
-    ]  # by the first place at which each stands; "" where the file holds one net and no model
+    # by the first place at which each stands; "" where the file holds one net and no model
+    nets: dict[str, gn.GrapNet]
     also_at: dict[str, list[str]]  # the other places of a net
     extras: list[Kept]
     beside: Kept | None  # the rest of a model

@@ -126,9 +126,8 @@ def _one_each(names: list[str], hidden: Sequence[Part]) -> list[str]:
 def _module(chain: Sequence[Part], activations: Sequence[str]) -> nn.Sequential:
     modules: list[nn.Module] = []
     for part, activation in zip(chain, [*activations, "identity"], strict=True):
-        linear = nn.Linear(
-            1, 1, part.bias is not None, device="meta"
-        )  # draws nothing, and warns of no empty matrix
+        # draws nothing, and warns of no empty matrix
+        linear = nn.Linear(1, 1, part.bias is not None, device="meta")
         linear.in_features, linear.out_features = part.takes, part.gives
         linear.weight = nn.Parameter(part.weight.detach())
         if part.bias is not None:

@@ -16,9 +16,8 @@ from .files import add_file, add_output, require_free, write_checkpoint
 from .opened import Opened, open_checkpoint
 from .retagged import tags_of
 
-Act = Callable[
-    [gn.GrapNet, argparse.Namespace], None
-]  # edits a net, or leaves it alone where nothing is to be done
+# edits a net, or leaves it alone where nothing is to be done
+Act = Callable[[gn.GrapNet, argparse.Namespace], None]
 
 
 def add_shared(parser: argparse.ArgumentParser, *, reason: bool = True) -> None:

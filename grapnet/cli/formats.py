@@ -19,9 +19,8 @@ from grapnet.integrations.extra import require
 from .command import CommandError
 
 _LARGEST_ONNX = 2**31 - 2**20  # bytes: a protocol buffer ends at 2 GiB
-_MOST_READ_BACK = (
-    200_000  # relations of a GraphML file that is read again to check it: some seconds
-)
+# relations of a GraphML file that is read again to check it: some seconds
+_MOST_READ_BACK = 200_000
 _IN_FLOAT32 = "save it in float32 first: gn.save(new, gn.load(file).float())"
 _CPU = "CPUExecutionProvider"
 

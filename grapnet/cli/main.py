@@ -32,21 +32,23 @@ GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
     "Bring a net elsewhere": ("export", "convert"),
     "The paper's studies": ("study", "report"),
 }
+# exit codes: of what cannot be done, of Ctrl-C, of SIGTERM
 WRONG, INTERRUPTED, TERMINATED = (
     2,
     130,
     143,
-)  # exit codes: of what cannot be done, of Ctrl-C, of SIGTERM
+)
 MOST_THREADS = 1024
 TRACEBACK = (  # in the environment: errors that nobody expects show where they come from
     "GRAPNET_TRACEBACK"
 )
+# told in one line; all else is a bug
 EXPECTED = (
     gn.GrapNetError,
     MissingDataError,
     ImportError,
     OSError,
-)  # told in one line; all else is a bug
+)
 _ACCESS = "see who may read and write it and its folder: ls -ld"
 _ROOM = (
     "make room, or choose another place; df -h tells what is left there, ulimit -f how large a file"
@@ -230,9 +232,8 @@ def _terminable() -> Iterator[None]:
     asked = []
 
     def end(number: int, frame: object) -> NoReturn:
-        signal.signal(
-            number, signal.SIG_IGN
-        )  # once is enough: what is half-written is being taken away
+        # once is enough: what is half-written is being taken away
+        signal.signal(number, signal.SIG_IGN)
         asked.append(number)
         raise SystemExit(TERMINATED)
 

@@ -13,10 +13,11 @@ from .study import OUT, studies_named
 if TYPE_CHECKING:
     from grapnet.studies.tables import Report
 
+# results of this machine come before those that came with the code
 FOLDERS = (
     OUT,
     Path("results"),
-)  # results of this machine come before those that came with the code
+)
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:

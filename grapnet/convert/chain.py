@@ -21,16 +21,14 @@ class Part:
     """One linear module of a chain, found under `path`, and what happens to its output."""
 
     path: str
-    transposed: bool = (
-        False  # the weight is [in, out], as in the Conv1D of GPT-2, instead of [out, in]
-    )
+    # the weight is [in, out], as in the Conv1D of GPT-2, instead of [out, in]
+    transposed: bool = False
     activation: str = "identity"
     activation_path: str | None = None  # of the module that computes it
     dropout: float = 0.0  # after the activation
     dropout_path: str | None = None
-    drops_first: bool = (
-        False  # the Dropout stands before the activation, which may be exchanged with it
-    )
+    # the Dropout stands before the activation, which may be exchanged with it
+    drops_first: bool = False
 
 
 @dataclass(frozen=True)

@@ -217,9 +217,8 @@ def _state(
     old, new, carry = exchange.parameter, arrival.parameter, arrival.carry
     if not optimizer.state.get(old):
         return {}
-    state = {
-        k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()
-    }  # a step each
+    # a step each
+    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()}
     for key in per_coordinate(optimizer, old, exchange.name):
         value: Tensor = state[key]
         if is_average(optimizer, key):

@@ -26,9 +26,8 @@ from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
 from .origin import Origin, find, put, put_everywhere, require_not_compiled
 
-_left: "weakref.WeakKeyDictionary[GrapNet, _Left]" = (
-    weakref.WeakKeyDictionary()
-)  # a graph does not keep its followers
+# a graph does not keep its followers
+_left: "weakref.WeakKeyDictionary[GrapNet, _Left]" = weakref.WeakKeyDictionary()
 
 
 def ungraft(

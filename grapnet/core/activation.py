@@ -33,12 +33,13 @@ _ADJUSTABLE: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
     "elu": lambda alpha: functools.partial(functional.elu, alpha=alpha),
     "softplus": lambda beta: functools.partial(functional.softplus, beta=beta),
 }
+# -> here
 _ELSEWHERE = {
     "logistic": "sigmoid",
     "swish": "silu",
     "linear": "identity",
     "gelu_new": "gelu_tanh",
-}  # -> here
+}
 
 
 def register_activation(name: str, function: Callable[[Tensor], Tensor]) -> None:

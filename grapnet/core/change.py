@@ -50,12 +50,10 @@ class LayerChange:
     biases: VectorChange | None  # None for the sensory layer
     owners: Relabel | None = None
     activations: Relabel | None = None
-    columns: dict[str, VectorChange] = field(
-        default_factory=dict
-    )  # by name, of those that were there
-    folded: Tensor | None = (
-        None  # old positions of relations that left their parent's constant to the child's bias
-    )
+    # by name, of those that were there
+    columns: dict[str, VectorChange] = field(default_factory=dict)
+    # old positions of relations that left their parent's constant to the child's bias
+    folded: Tensor | None = None
 
     @property
     def is_empty(self) -> bool:

@@ -89,9 +89,8 @@ class LayerDraft:
         generator: torch.Generator | None,
     ) -> LayerChange:
         gone = empty_positions()
-        born = torch.arange(
-            self.n_present, self.uids.shape[0], dtype=torch.int32, device="cpu"
-        )  # no slice: it is kept
+        # no slice: it is kept
+        born = torch.arange(self.n_present, self.uids.shape[0], dtype=torch.int32, device="cpu")
         if self.any_gone:
             gone = flatnonzero(self.gone[: self.n_present])
             born = flatnonzero(~self.gone[self.n_present :]) + self.n_present
@@ -259,9 +258,8 @@ class TransitionDraft:
         self.parents = joined(empty_positions(), [c.parents for c in self.connections])
         self.children = joined(empty_positions(), [c.children for c in self.connections])
         self._check_distinct(upper, lower)
-        self.kept = (
-            flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
-        )  # None: all of them
+        # None: all of them
+        self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
         self._surviving_fan_in: Tensor | None = None
 
     def fan_in(self, rows: Tensor) -> Tensor:
@@ -293,9 +291,8 @@ class TransitionDraft:
         ends = upper.present_values(
             topology.ends_without(self.cuts).cpu(), fill=stays
         ).numpy()  # of what each row keeps
-        gains = np.bincount(
-            parents, minlength=len(ends)
-        )  # relations that it is given, behind what it keeps
+        # relations that it is given, behind what it keeps
+        gains = np.bincount(parents, minlength=len(ends))
         inserted = torch.from_numpy(ends[parents] + np.arange(len(parents), dtype=np.int32)).to(
             device
         )

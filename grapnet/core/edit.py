@@ -172,9 +172,8 @@ class Edit:
                 raise EditError(
                     f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}"
                 )
-            parent_rows = torch.from_numpy(
-                parent_rows.numpy().repeat(shape[1])
-            )  # numpy: a tenth of torch's time
+            # numpy: a tenth of torch's time
+            parent_rows = torch.from_numpy(parent_rows.numpy().repeat(shape[1]))
             child_rows = child_rows.expand(shape).reshape(-1)
         initial = checked_initial(weights, len(parent_rows), "relations")
         given = weights if isinstance(weights, str) else "given"

@@ -35,9 +35,8 @@ class Layer(Coordinates, NodeSet):
 
     def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
         Coordinates.__init__(self, "bias", biases)
-        self.uid = (
-            uids  # [n] int64, ascending: rows are born at the end, and undo puts them back in place
-        )
+        # [n] int64, ascending: rows are born at the end, and undo puts them back in place
+        self.uid = uids
         self.default_activation = activation
         self.is_sensory = biases is None
         self._dropout = 0.0
@@ -99,9 +98,8 @@ class Layer(Coordinates, NodeSet):
 
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
         """Puts other nodes in place; `swap` brings the biases that go with them."""
-        self.__dict__.update(
-            uid=uids, activation_names=activations, owner_names=owners
-        )  # past nn.Module's assignment
+        # past nn.Module's assignment
+        self.__dict__.update(uid=uids, activation_names=activations, owner_names=owners)
         self._find_kinds()
 
     def _find_kinds(self) -> None:
@@ -167,10 +165,11 @@ def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
     """Returns the int32 places of `uids` in the sorted tensor, -1 for one that is not there."""
     if len(ascending) == 0:
         return torch.full((len(uids),), -1, dtype=torch.int32, device="cpu")
+    # numpy: a tenth of torch's time for a few dozen nodes
     known, asked = (
         ascending.numpy(),
         uids.numpy(),
-    )  # numpy: a tenth of torch's time for a few dozen nodes
+    )
     first = known[0]
     if known[-1] - first == len(known) - 1:  # no gap: a subtraction instead of a search
         place = asked - first

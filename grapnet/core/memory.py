@@ -13,9 +13,8 @@ LARGE = 1 << 20  # bytes; smaller buffers come from torch
 KEEP = 256 << 20  # bytes kept for the next commit or step, in the whole process
 
 _spare: list[np.ndarray] = []  # buffers that no tensor uses
-_taking = (
-    threading.Lock()
-)  # so that two threads never take the same one; giving back, at any time, only appends
+# so that two threads never take the same one; giving back, at any time, only appends
+_taking = threading.Lock()
 
 
 def spare_bytes() -> int:
@@ -41,9 +40,8 @@ class _Lease:
     def __init__(self, size: int) -> None:
         buffer = _taken(size)
         if buffer is None:
-            step = 1 << (
-                size.bit_length() - 4
-            )  # up to an eighth more, so that a growing vector fits again
+            # up to an eighth more, so that a growing vector fits again
+            step = 1 << (size.bit_length() - 4)
             buffer = np.empty(-(-size // step) * step, dtype=np.uint8)
         self._buffer = buffer
         self.__array_interface__ = {**self._buffer.__array_interface__, "shape": (size,)}

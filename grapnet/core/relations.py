@@ -107,9 +107,8 @@ class Topology:
         relation.
         """
         owners = parents.unique()
-        slots = (
-            None if len(owners) == self.n_parents else self.owned_by(owners)
-        )  # None: everybody's
+        # None: everybody's
+        slots = None if len(owners) == self.n_parents else self.owned_by(owners)
         rows, child = (
             (self.parents(), self.child)
             if slots is None
@@ -174,9 +173,8 @@ class Transition(Coordinates):
 
     def rewire(self, topology: Topology, structure: Token) -> None:
         """Puts another wiring in place; `swap` brings the coordinates that go with it."""
-        self._buffers.update(
-            ptr=topology.ptr, child=topology.child
-        )  # past nn.Module's slow assignment
+        # past nn.Module's slow assignment
+        self._buffers.update(ptr=topology.ptr, child=topology.child)
         self.n_children, self.structure = topology.n_children, structure
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:

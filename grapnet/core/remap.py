@@ -96,10 +96,9 @@ class IndexMap:
         newborn = as_tensor(born).detach() if like_old else old.new_empty(shape)
         if not like_old:
             newborn[:] = born.detach() if isinstance(born, Tensor) else born
+        # never the memory of what was given
         if self.removed.shape[0] == self.old_size:
-            return newborn.clone(
-                memory_format=torch.contiguous_format
-            )  # never the memory of what was given
+            return newborn.clone(memory_format=torch.contiguous_format)
         if self.appends:
             return torch.cat([old, newborn], out=room(old, self.new_size))
         runs = self._runs()
@@ -146,9 +145,8 @@ class IndexMap:
         gaps, holes = _distinct(removed_at), _distinct(inserted_at)
         starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
         kept = np.diff(starts, append=self.old_size - len(removed_at))
-        dropped = np.diff(
-            np.searchsorted(removed_at, starts, side="right"), prepend=0
-        )  # before each run
+        # before each run
+        dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)
         born = np.diff(np.searchsorted(inserted_at, starts, side="right"), prepend=0)
         old_lengths = np.stack([dropped, kept], axis=1).reshape(-1)
         old_numbers = (old_lengths > 0).cumsum() - 1  # empty pieces are left out

@@ -221,9 +221,8 @@ class NodeSet:
 
     def _frozen_in(self, number: int, rows: Tensor) -> Tensor:
         graph, layer = self.graph, self.graph.layers[number]
-        free = torch.zeros(
-            len(layer), dtype=torch.int64, device=rows.device
-        )  # free coordinates of each node
+        # free coordinates of each node
+        free = torch.zeros(len(layer), dtype=torch.int64, device=rows.device)
         total = torch.zeros_like(free)
         if not layer.is_sensory:
             total += 1

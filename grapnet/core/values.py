@@ -37,10 +37,10 @@ class Coordinates(nn.Module):
     frozen_values: Tensor
     frozen_at: Tensor  # [n_frozen] int32, sorted positions
     _order: Tensor | None
-    layout_changes: ClassVar[int] = (
-        0  # how often any Parameter's coordinates moved, in all graphs of the process
-    )
+    # how often any Parameter's coordinates moved, in all graphs of the process
+    layout_changes: ClassVar[int] = 0
 
+    # of (trainable, frozen) laid end to end, int32
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
         self._vector_name = name
@@ -51,9 +51,7 @@ class Coordinates(nn.Module):
             "frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False
         )
         self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
-        self.register_buffer(
-            "_order", None, persistent=False
-        )  # of (trainable, frozen) laid end to end, int32
+        self.register_buffer("_order", None, persistent=False)
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -79,10 +77,11 @@ class Coordinates(nn.Module):
         shape.
         """
         try:
+            # past nn.Module's lookup
             parameter, order = (
                 self._parameters[self._vector_name],
                 self._buffers["_order"],
-            )  # past nn.Module's lookup
+            )
         except KeyError:
             raise self._taken_away() from None
         assert parameter is not None

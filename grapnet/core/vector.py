@@ -44,9 +44,8 @@ class VectorChange:
     gone_values: Tensor | None = None  # [removed]
     born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
     gone_gradients: Tensor | None = None  # [removed]
-    flip_gradients: Tensor | None = (
-        None  # [flips]: what freezing takes away, and the end of a trial gives back
-    )
+    # [flips]: what freezing takes away, and the end of a trial gives back
+    flip_gradients: Tensor | None = None
     shift: Shift | None = None
 
     @classmethod
@@ -116,9 +115,8 @@ def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector
     trainable, frozen = store.parameter.detach(), store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
     born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
-    gone_values = trainable.new_empty(
-        0
-    )  # not a slice: the journal would keep the whole old vector alive
+    # not a slice: the journal would keep the whole old vector alive
+    gone_values = trainable.new_empty(0)
     gone_gradients = None if gradient is None else gradient.new_empty(0)
     if index.removed.shape[0]:
         gone_values, gone_gradients = (
@@ -160,9 +158,8 @@ class _Crossing:
 
     def __init__(self, store: "Coordinates", change: VectorChange) -> None:
         index = change.index
-        held = index.new_positions(
-            store.frozen_at[~contains(index.removed, store.frozen_at)]
-        )  # frozen and staying
+        # frozen and staying
+        held = index.new_positions(store.frozen_at[~contains(index.removed, store.frozen_at)])
         self._born_frozen = change.born_frozen
         self.melts = contains(held, change.flips)
         thawed, froze = change.flips[self.melts], change.flips[~self.melts]

@@ -15,9 +15,8 @@ from .errors import DownloadError
 CHUNK = 1 << 20
 TIMEOUT = 30.0  # seconds without an answer
 
-Report = Callable[
-    [str, int, int | None], None
-]  # file name, bytes so far, bytes in all where the server says
+# file name, bytes so far, bytes in all where the server says
+Report = Callable[[str, int, int | None], None]
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from grapnet.whole import whole
 from .errors import DataError, MissingDataError
 from .places import user_path
 
+# dimensions
 _ARRAYS = {
     "q_train": 2,
     "q_test": 2,
@@ -24,7 +25,7 @@ _ARRAYS = {
     "zero": 1,
     "y_train": 1,
     "y_test": 1,
-}  # dimensions
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,8 @@ class Features:
     y_train: Tensor  # [n] int64
     x_test: Tensor  # [m, d] float32
     y_test: Tensor  # [m] int64
-    about: (
-        str  # what the file says of itself, its name, sizes and SHA-256: put it beside every number
-    )
+    # what the file says of itself, its name, sizes and SHA-256: put it beside every number
+    about: str
 
 
 def load_features(path: str | Path) -> Features:

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from .errors import MissingDataError
 
-PREFIXES = tuple(
-    dict.fromkeys((sys.prefix, sys.base_prefix, "/usr"))
-)  # of the system's packages, each once
+# of the system's packages, each once
+PREFIXES = tuple(dict.fromkeys((sys.prefix, sys.base_prefix, "/usr")))
 
 
 @dataclass(frozen=True)

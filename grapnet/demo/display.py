@@ -40,9 +40,8 @@ class Display:
         """Puts a line in the place of the live one; it is only asked for when it is shown."""
         if not self.live or time.monotonic() < self._shown_at + self._pause:
             return
-        width = (
-            shutil.get_terminal_size().columns - 1
-        )  # a line that wraps could not be written over
+        # a line that wraps could not be written over
+        width = shutil.get_terminal_size().columns - 1
         self._write(_CLEAR + line()[:width])
         self._on_screen, self._shown_at = True, time.monotonic()
 

@@ -100,9 +100,8 @@ class Learner:
             per_class=settings.per_class,
         )
         self._generator = torch.Generator().manual_seed(seed)
-        self.net = gn.GrapNet(
-            [PIXELS, 0, CLASSES], device=digits.x.device
-        )  # empty unless it is grown
+        # empty unless it is grown
+        self.net = gn.GrapNet([PIXELS, 0, CLASSES], device=digits.x.device)
         grows = kind in ("own", "seen")
         self.model = (
             self.net if grows else _dense(settings, digits.x.device, scaled=kind == "control")

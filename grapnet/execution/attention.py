@@ -103,10 +103,11 @@ class AttentionPlan:
         self._alone = topology.fan_in() == 0  # children without a parent
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        # views outlive an edit of the Parameter
         key, query = (
             self.key.values().view(-1),
             self.query.values().view(-1),
-        )  # views outlive an edit of the Parameter
+        )
         return self.attend(x, values, key, query, bias)
 
     def attend(self, x: Tensor, values: Tensor, key: Tensor, query: Tensor, bias: Tensor) -> Tensor:

@@ -13,16 +13,15 @@ from grapnet.core.relations import Topology
 
 from .family import group_members
 
-BATCHES = tuple(
-    2**n for n in range(13)
-)  # a batch is treated like the next of these, a larger one like the last
+# a batch is treated like the next of these, a larger one like the last
+BATCHES = tuple(2**n for n in range(13))
+# another backend than dense must be expected to take less of its time than this
 MARGIN = {
     "cpu": 0.93,
     "cuda": 0.5,
-}  # another backend than dense must be expected to take less of its time than this
-MOST_DEGREES = (
-    64  # a transition with more different numbers of children is not searched for families
-)
+}
+# a transition with more different numbers of children is not searched for families
+MOST_DEGREES = 64
 MOST_SHARE = 0.6  # nor is one in which more of the rectangle exists
 MOST_BLOCKS = 4  # families of more different sizes than this are left to other backends
 

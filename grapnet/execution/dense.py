@@ -15,9 +15,8 @@ from .plan import Plan, in_transform
 
 # children up to which a rectangle of one row a child runs faster than one of one row a parent
 NARROW = 16
-LARGE = (
-    1 << 15
-)  # relations from which compiled kernels, which cost some microseconds to call, write a rectangle
+# relations from which compiled kernels, which cost some microseconds to call, write a rectangle
+LARGE = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,8 @@ class RectanglePlan:
     def __init__(self, topology: Topology, narrow: bool) -> None:
         self.topology, self._narrow = topology, narrow
         shape = (topology.n_parents, topology.n_children)
-        self._shape = (
-            shape[::-1] if narrow else shape
-        )  # one row a child when there are few, otherwise one a parent
+        # one row a child when there are few, otherwise one a parent
+        self._shape = shape[::-1] if narrow else shape
         large = topology.n_relations >= LARGE and topology.child.device.type == "cpu"
         self._cells = None if large and not native.missing else self._find_cells()
 

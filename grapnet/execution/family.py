@@ -16,9 +16,8 @@ from .dense import FullPlan
 from .plan import Plan, in_transform
 
 LARGE = 1 << 16  # activations from which it pays to write a product where it belongs
-TILE = (
-    64  # members and children of a family from which a GPU's half-precision tiles are well filled
-)
+# members and children of a family from which a GPU's half-precision tiles are well filled
+TILE = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,9 +65,8 @@ class FamilyPlan:
         device, self.n_children = topology.child.device, topology.n_children
         self._blocks = [_Block(families, topology) for families in groups]
         none = torch.empty(0, dtype=torch.int64, device=device)
-        self._target = torch.cat(
-            [none, *(families.children.reshape(-1) for families in groups)]
-        )  # of stacked rows
+        # of stacked rows
+        self._target = torch.cat([none, *(families.children.reshape(-1) for families in groups)])
         rows = torch.arange(self.n_children, device=device)
         self._in_order = torch.equal(self._target, rows)
         seen = torch.bincount(self._target, minlength=self.n_children)
@@ -80,9 +78,8 @@ class FamilyPlan:
             return torch.addmm(bias, x[:, :0], values.view(0, self.n_children))
         if self._in_order and len(self._blocks) == 1:
             return self._blocks[0].row_by_row(x, values, bias)
-        stacked = torch.cat(
-            [block.by_feature(x, values) for block in self._blocks]
-        )  # [messages, batch]
+        # [messages, batch]
+        stacked = torch.cat([block.by_feature(x, values) for block in self._blocks])
         if self._in_order:
             z = stacked
         elif self._once:
@@ -162,9 +159,10 @@ class _BlockProduct(Function):
         families, size, degree = shape
         z = x.new_empty(len(x), families * degree)
         if x.is_cuda and x.element_size() == 2 and min(size, degree) >= TILE and _has_triton():
+            # baddbmm writes the biases first, which takes as long as the product
             from .gpu_blocks import (
                 block_product,
-            )  # baddbmm writes the biases first, which takes as long as the product
+            )
 
             block_product(x, values, bias, shape, z)
         else:

@@ -53,11 +53,10 @@ class _Mark:
 
     __slots__ = ("_state", "_storage", "_tensor")
 
+    # while we hold this its address is not used again
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._state = weakref.ref(tensor), _state(tensor)
-        self._storage = StorageWeakRef(
-            tensor.untyped_storage()
-        )  # while we hold this its address is not used again
+        self._storage = StorageWeakRef(tensor.untyped_storage())
 
     def is_on(self, tensor: Tensor) -> bool:
         """Says whether it is the same tensor, on the same memory, and nothing was written through
@@ -92,9 +91,8 @@ class _Steps:
     def __init__(self) -> None:
         self._count = 0
         self._last: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # by id
-        self._last_of_gone = (
-            0  # the last step of an optimizer that is no more: nobody knows what it had
-        )
+        # the last step of an optimizer that is no more: nobody knows what it had
+        self._last_of_gone = 0
         self._hook: Any = None
 
     def watch(self) -> int:

@@ -36,9 +36,8 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
         return apart[0](*args, **kwargs)
 
     marked: Any = call
-    marked._torchdynamo_disable = (
-        True  # a trace stops before `call`, as before anything that is disabled
-    )
+    # a trace stops before `call`, as before anything that is disabled
+    marked._torchdynamo_disable = True
     _skip(marked.__code__)
     return call
 

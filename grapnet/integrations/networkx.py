@@ -18,9 +18,8 @@ from .networkx_graphml import write_net
 if TYPE_CHECKING:
     import networkx
 
-_STRANGE = re.compile(
-    r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
-)  # what XML cannot hold or give back
+# what XML cannot hold or give back
+_STRANGE = re.compile(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 _SPACING = 10.0  # between nodes of one layer in the drawing that a file proposes
 _SHARE = 2.0  # of its height: the drawing's width
 

@@ -24,11 +24,12 @@ _OPEN = (
     ' http://graphml.graphdrawing.org/xmlns/1.0/graphml.xsd">'
 )
 _TYPES = {bool: "boolean", int: "long", float: "double", str: "string"}
+# by ending, as networkx does
 _COMPRESSED = {
     ".gz": gzip.open,
     ".gzip": gzip.open,
     ".bz2": bz2.open,
-}  # by ending, as networkx does
+}
 _AT_ONCE = 2**12  # relations that are Python numbers at a time
 
 Attributes = dict[str, Any]

@@ -16,12 +16,13 @@ from grapnet.convert import Chain, Part
 from .transformers_probe import activation_of, computes_linear, read_forward, why_units_are_bound
 
 _TORCH_LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# in layers with attention
 _PAIRS = (
     ("fc1", "fc2"),
     ("linear1", "linear2"),
     ("lin1", "lin2"),
     ("ffn", "ffn_output"),
-)  # in layers with attention
+)
 
 LOOKED_FOR = (
     "two Linears (or Conv1Ds) of one module, from its width to the hidden one and back, as in"

@@ -173,12 +173,11 @@ def computes_linear(module: nn.Linear) -> bool:
 class _Affine(nn.Module):
     """Stands in for a Linear or a Dropout, element by element."""
 
+    # forwards ask for its dtype
     def __init__(self, scale: float, shift: float) -> None:
         super().__init__()
         self.scale, self.shift = scale, shift
-        self.weight = torch.empty(
-            0, dtype=torch.float64, device="cpu"
-        )  # forwards ask for its dtype
+        self.weight = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def forward(self, z: Tensor) -> Tensor:
         if z.shape[-1] != _FEATURES:

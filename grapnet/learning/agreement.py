@@ -54,9 +54,8 @@ _PARTS = (
     Labels,
 )
 _KINDS = {kind.__name__: kind for kind in (Letter, Sent, Commit, *_PARTS)}
-_Found = dict[
-    int, tuple[int, Tensor]
-]  # tensors by identity, so that what two parts share travels once
+# tensors by identity, so that what two parts share travels once
+_Found = dict[int, tuple[int, Tensor]]
 _PLAIN = (type(None), bool, int, float, str)
 _NUMBERS = {
     str(dtype).removeprefix("torch."): dtype
@@ -157,9 +156,8 @@ def unpack(message: Tensor) -> Any:
     for name, shape in table:
         dtype = _NUMBERS[name]
         stop = start + int(np.prod(shape)) * dtype.itemsize
-        tensors.append(
-            message[start:stop].clone().view(dtype).reshape(shape)
-        )  # a copy begins where dtype may
+        # a copy begins where dtype may
+        tensors.append(message[start:stop].clone().view(dtype).reshape(shape))
         start = stop
     return _built(tree, tensors)
 

@@ -161,9 +161,8 @@ def _moves_same(
     one: Mapping[int, LayerChange | TransitionChange],
     other: Mapping[int, LayerChange | TransitionChange],
 ) -> bool:
-    alone = [
-        (one.get(n) or other[n]).index for n in one.keys() ^ other.keys()
-    ]  # a copy may fold where the net has 0
+    # a copy may fold where the net has 0
+    alone = [(one.get(n) or other[n]).index for n in one.keys() ^ other.keys()]
     pairs = [(one[n].index, other[n].index) for n in one.keys() & other.keys()]
     return all(index.is_identity for index in alone) and all(
         a.old_size == b.old_size and equal(a.removed, b.removed) and equal(a.inserted, b.inserted)

@@ -230,9 +230,8 @@ class Distributed(nn.Module):
         raise TopologyError(self._difference)
 
     def _rebuilt(self) -> "_Wrapper":
-        self.__dict__.pop(
-            "_wrapper", None
-        )  # the old one lets go of the gradients before the next takes hold of them
+        # the old one lets go of the gradients before the next takes hold of them
+        self.__dict__.pop("_wrapper", None)
         for net in self.nets:
             for name, buffer in net.named_buffers():
                 if name.endswith("frozen_values") and len(buffer):

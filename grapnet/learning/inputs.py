@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# that torch can count with
 _WHOLE = (
     torch.int64,
     torch.int32,
     torch.int16,
     torch.int8,
     torch.uint8,
-)  # that torch can count with
+)
 
 
 def require_examples(x: Any, y: Any, logits: Any = None) -> None:

@@ -11,9 +11,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 from .replay import Batch
 
 Classes = Tensor | Sequence[int]
-Model = Callable[
-    [Tensor], Tensor
-]  # inputs [batch, ...] -> logits [batch, n_classes]; any nn.Module
+# inputs [batch, ...] -> logits [batch, n_classes]; any nn.Module
+Model = Callable[[Tensor], Tensor]
 
 
 def seen_class_cross_entropy(

@@ -31,9 +31,8 @@ from .stale import forget, mark_followed, parameters_of, require_followed
 from .stale import refuse_stale_state as refuse_stale_state
 
 Survivors = Literal["keep", "renew"]
-Slots = dict[
-    str, dict[str, Tensor]
-]  # parameter name -> state name -> the values of removed coordinates
+# parameter name -> state name -> the values of removed coordinates
+Slots = dict[str, dict[str, Tensor]]
 
 _attached: "weakref.WeakKeyDictionary[Optimizer, list[OptimizerFollower]]" = (
     weakref.WeakKeyDictionary()

@@ -14,12 +14,13 @@ from grapnet.core.errors import GrapNetError
 if TYPE_CHECKING:
     from .readout_statistics import GramStatistics
 
+# added to a unit diagonal, one after the other until the matrix has a root
 JITTER = (
     0.0,
     1e-12,
     1e-10,
     1e-8,
-)  # added to a unit diagonal, one after the other until the matrix has a root
+)
 
 
 class Solution(NamedTuple):

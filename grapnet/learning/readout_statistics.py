@@ -67,9 +67,8 @@ class GramStatistics:
             dtype,
         )
         self.device = torch.empty(0, device=device).device
-        self.lacking: Tensor | None = (
-            None  # [n_features] int64, samples that a feature has missed; None if none has
-        )
+        # [n_features] int64, samples that a feature has missed; None if none has
+        self.lacking: Tensor | None = None
         self.only_labels = True  # whether every sample so far belongs to one of the classes
         self._sums: dict[int, SymmetricSum] = {} if per_class else {0: self._sum()}
         self._cross = None if per_class else self._zeros(n_features + 1, n_outputs)  # Σ [h, 1] yᵀ

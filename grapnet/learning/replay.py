@@ -58,9 +58,8 @@ class ReservoirMemory:
 
     def __init__(self, capacity: int, *, seed: int) -> None:
         self.capacity, seed = whole(capacity, "capacity"), whole(seed, "seed", least=0)
-        self._stored: Batch | None = (
-            None  # [capacity, ...] each, of which the first len(self) rows count
-        )
+        # [capacity, ...] each, of which the first len(self) rows count
+        self._stored: Batch | None = None
         self._labels: list[int] = []  # of the stored rows
         self._counts: Counter[int] = Counter()  # of these labels
         self._offered: Counter[int] = Counter()  # rows, by class

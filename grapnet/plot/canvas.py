@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
 
 PICTURES = (".png", ".svg", ".pdf")
+# grounds; everything else is drawn to be read on its ground
 THEMES = {
     "light": "#ffffff",
     "dark": "#14171c",
-}  # grounds; everything else is drawn to be read on its ground
+}
 DARK_INK, LIGHT_INK = "#1f2328", "#e6e8eb"
 
 
@@ -182,9 +183,8 @@ def legend(
     names, handles = [shortened(name, 30) for name, _ in entries], [handle for _, handle in entries]
     room = ax.get_window_extent()
     columns = _fitting(names, min(columns, len(names)), room.width / ax.figure.dpi)
-    lines = max(
-        2, int(0.4 * room.height / ax.figure.dpi / 0.19)
-    )  # of a low picture no more than is left of it
+    # of a low picture no more than is left of it
+    lines = max(2, int(0.4 * room.height / ax.figure.dpi / 0.19))
     most = columns * min(lines, 4 if columns > 1 else 7)
     if len(names) > most:
         names[most - 1 :] = [f"… and {len(names) - most + 1} more"]
@@ -224,9 +224,8 @@ def _set_title(ax: "Axes", title: str, pad: float | None = None) -> None:
     A layout keeps the middle of a title above its axes: one of twice their width would make them
         ever narrower.
     """
-    wide = (
-        1.2 * ax.get_window_extent().width / ax.figure.dpi
-    )  # inches: layouts leave axes more than they begin with
+    # inches: layouts leave axes more than they begin with
+    wide = 1.2 * ax.get_window_extent().width / ax.figure.dpi
     fits = 72 * wide / (0.56 * max(len(title), 1))  # points
     title = shortened(title, max(8, int(len(title) * fits / 6.5)))
     ax.set_title(title, loc="left", color=ink(ax), fontsize=min(10.5, max(fits, 6.5)), pad=pad)

@@ -130,11 +130,12 @@ def _draw(
     for later, (title, values, color, style) in zip(range(len(lines))[::-1], lines, strict=True):
         counts, _ = np.histogram(values, bins)
         most = max(most, int(counts.max(initial=0)))
+        # seen below equal later ones
         look = {
             "color": color,
             "linestyle": style,
             "linewidth": 1.4 + thicker * later,
-        }  # seen below equal later ones
+        }
         entries.append((title, ax.stairs(counts, bins, label=title, baseline=None, **look)))
     if most > 30:
         ax.set_yscale("symlog", linthresh=1)

@@ -149,9 +149,8 @@ def _mark(
 ) -> dict[str, Any]:
     """Draws one mark a commit, on the line; where the line is unknown, at its nearest end."""
     places: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-    first = dict(
-        zip(versions[::-1].tolist(), values[::-1].tolist(), strict=True)
-    )  # scored first: what the edit left
+    # scored first: what the edit left
+    first = dict(zip(versions[::-1].tolist(), values[::-1].tolist(), strict=True))
     for commit in commits:
         height = first.get(commit.version, float(np.interp(commit.version, versions, values)))
         places[kind_of(commit)].append((commit.version, height))

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
+# inches that a letter is wide and a line high, for every point of its size
 LETTER, LINE = (
     0.0088,
     0.02,
-)  # inches that a letter is wide and a line high, for every point of its size
+)
 Settle = Callable[[Any], None]  # is given the renderer, None where nothing is drawn yet
 
 
@@ -65,6 +66,7 @@ def fit(
         )
 
 
+# letters are set on whole pixels: small ones are wider than their size says
 def _settle(
     ax: "Axes",
     texts: Sequence["Text"],
@@ -76,9 +78,10 @@ def _settle(
 ) -> None:
     if renderer is None:
         return
+    # pixels
     wide, high = (
         units / inch * ax.figure.dpi for units, inch in zip(room, inches(ax), strict=True)
-    )  # pixels
+    )
     for form in forms:
         size = largest
         while size >= least:
@@ -89,9 +92,7 @@ def _settle(
                 share = min(share, wide / max(found.width, 1e-9), high / max(found.height, 1e-9))
             if share == 1:
                 return
-            size *= (
-                0.99 * share
-            )  # letters are set on whole pixels: small ones are wider than their size says
+            size *= 0.99 * share
 
 
 def _watch() -> Any:

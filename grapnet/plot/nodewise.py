@@ -116,9 +116,8 @@ def _draw_relations(
         colors = np.where(part.finite, np.where(part.weights >= 0, POSITIVE, NEGATIVE), ink(ax))
         for frozen, style in ((False, "-"), (True, dashes)):
             chosen = np.flatnonzero(part.frozen == frozen)
-            chosen = chosen[
-                sizes[chosen].argsort(kind="stable")
-            ]  # the strongest lie above the others
+            # the strongest lie above the others
+            chosen = chosen[sizes[chosen].argsort(kind="stable")]
             kind = {"linestyles": [style], "zorder": 1, "gid": "frozen" if frozen else "free"}
             kind["colors"] = colors[chosen].tolist()
             kind["alpha"] = np.where(part.marked[chosen], 0.85, FADED)

@@ -68,9 +68,8 @@ def accuracy_matrix(
     )
     ax.set_yticks(range(len(names)), names)
     dress(ax, "accuracy in per cent", "task evaluated", "after learning task")
-    letters = (
-        2.5 if turned else max(map(len, names)) + 1
-    )  # turned ones need the width of little more than a line
+    # turned ones need the width of little more than a line
+    letters = 2.5 if turned else max(map(len, names)) + 1
     whenever_drawn(
         ax,
         partial(_thin_out, ax, ax.xaxis.get_major_locator(), ax.yaxis.get_major_locator(), letters),

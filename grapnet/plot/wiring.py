@@ -9,10 +9,11 @@ import torch
 
 from grapnet import Commit, GrapNet, GrapNode, NodeSet, RelationSet
 
+# what nodes can be coloured by
 COLUMNS = {
     "owner": "owner_names",
     "activation": "activation_names",
-}  # what nodes can be coloured by
+}
 UNOWNED = "no owner"  # what nodes without a name are called
 Marked = NodeSet | RelationSet | GrapNode
 

@@ -161,9 +161,8 @@ def _first_of_rows(chunk: Tensor, wanted: Tensor, most: int) -> Tensor:
     PRESENT.
     """
     columns = chunk.shape[1]
-    values, at = chunk.topk(
-        min(most + 1, columns), dim=1
-    )  # one more, to see whether the last has an equal
+    # one more, to see whether the last has an equal
+    values, at = chunk.topk(min(most + 1, columns), dim=1)
     chosen = (torch.arange(values.shape[1], device=at.device) < wanted) & (values >= 0)
     last = values.gather(1, (wanted - 1).clamp(min=0))
     following = values.gather(1, wanted.clamp(max=values.shape[1] - 1))

@@ -11,9 +11,8 @@ from grapnet.core.relation_set import RelationSet
 from grapnet.core.remap import kth_smallest, require_ranks
 from grapnet.network import GrapNet
 
-_SINGLE_ROUNDS = (
-    4  # rounds that look only at the nodes that would fall short, before all nodes are looked at
-)
+# rounds that look only at the nodes that would fall short, before all nodes are looked at
+_SINGLE_ROUNDS = 4
 
 
 @dataclass(frozen=True)

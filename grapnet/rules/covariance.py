@@ -122,18 +122,15 @@ def _scored(net: GrapNet, t: int, now: Moment) -> _Targets:
         .numpy()
     )
     sizes = np.array([len(family.members) for family in families], dtype=np.int64)
-    family_of = np.zeros(
-        len(net.layers[t]), dtype=np.int64
-    )  # a node without children is never asked for its own
+    # a node without children is never asked for its own
+    family_of = np.zeros(len(net.layers[t]), dtype=np.int64)
     family_of[rows] = np.repeat(np.arange(len(sizes)), sizes)
-    first = torch.from_numpy(
-        rows[sizes.cumsum() - sizes]
-    )  # one member of each family: its children are the targets
+    # one member of each family: its children are the targets
+    first = torch.from_numpy(rows[sizes.cumsum() - sizes])
     at = topology.owned_by(first.to(topology.ptr.device)).cpu().numpy()
     pairs = family_of[parent.numpy()] * topology.n_children + child.numpy()
-    number = np.empty(
-        len(sizes) * topology.n_children, dtype=np.int32
-    )  # of the target that a pair is
+    # of the target that a pair is
+    number = np.empty(len(sizes) * topology.n_children, dtype=np.int32)
     number[pairs[at]] = np.arange(len(at), dtype=np.int32)
     of_relation = number[pairs]
     family, target = np.divmod(pairs[at], max(topology.n_children, 1))

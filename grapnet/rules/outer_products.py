@@ -10,9 +10,8 @@ from torch import Tensor
 
 from grapnet.core.remap import IndexMap
 
-CELLS = (
-    2**22
-)  # of the rectangle that are computed at a time: fewer rows make the matrix product slower
+# of the rectangle that are computed at a time: fewer rows make the matrix product slower
+CELLS = 2**22
 GATHER = 256  # a gradient alone costs as much as this many in a matrix product
 
 
@@ -25,9 +24,8 @@ class OuterProducts:
     shape: tuple[int, int]  # n_upper, n_lower
     count: int = 0
     task: int = -1  # which backward pass was the last
-    factors: list[tuple[Tensor, Tensor]] = field(
-        default_factory=list
-    )  # h [batch, n_upper], dz [batch, n_lower]
+    # h [batch, n_upper], dz [batch, n_lower]
+    factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     matrix: Tensor | None = None  # [n_upper, n_lower], of factors that are not kept
 
     def __getstate__(self) -> dict[str, Any]:

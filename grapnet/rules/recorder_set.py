@@ -222,9 +222,8 @@ class RecorderSet:
 
     def _put_back(self, before: set[tuple[str, str]]) -> None:
         net = self.net
-        before = {
-            (name, key) for name, key in before if key in self._recorders.get(name, {})
-        }  # others were let go of
+        # others were let go of
+        before = {(name, key) for name, key in before if key in self._recorders.get(name, {})}
         for name, key in sorted(self._watching - before):
             self._recorders[name][key].disarm()
         for name, key in sorted(before - self._watching):

@@ -199,9 +199,8 @@ class CovarianceRecorder(Watcher[Covariances]):
         lower = upper + 1 if lower is None else lower
         super().__init__((upper, lower), window)
         self.upper, self.lower, self.most_cells = upper, lower, most_cells
-        self._waiting: Tensor | None = (
-            None  # what the first of the two layers said in the pass under way
-        )
+        # what the first of the two layers said in the pass under way
+        self._waiting: Tensor | None = None
 
     @property
     def count(self) -> int:

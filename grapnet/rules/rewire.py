@@ -211,9 +211,8 @@ def _weakest_of_each(relations: RelationSet, children: Tensor, quotas: Tensor) -
     keys, child = relations.weights.detach().abs().cpu(), children.numpy()
     require_ranks(keys)
     keys = keys.to(torch.promote_types(keys.dtype, torch.float32)).numpy()
-    small = (
-        np.uint16 if len(quotas) <= 2**16 else np.int32
-    )  # 16 bits are sorted by radix, many times faster
+    # 16 bits are sorted by radix, many times faster
+    small = np.uint16 if len(quotas) <= 2**16 else np.int32
     order = np.argsort(child.astype(small), kind="stable")
     if native.missing:
         chosen = weakest_of_each(keys[order], child[order], quotas.numpy())
@@ -286,9 +285,8 @@ def _random_absent(
     else:
         absent, quotas = n_parents - np.bincount(child, minlength=n_children), per_child.numpy()
     numbers = _distinct(absent, quotas, generator)  # among the absent pairs only
-    before = present - np.arange(
-        len(present)
-    )  # how many absent pairs stand before each present one
+    # how many absent pairs stand before each present one
+    before = present - np.arange(len(present))
     cells = numbers + np.searchsorted(before, numbers, side="right")
     if per_child is not None:
         cells = np.sort(cells % n_parents * n_children + cells // n_parents)

@@ -33,10 +33,9 @@ class Entry:
     def __post_init__(self) -> None:
         self.injected = arguments(self.rule)
 
+    # an entry that was pickled before they were kept has none
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(
-            {"injected": {}, **state}
-        )  # an entry that was pickled before they were kept has none
+        vars(self).update({"injected": {}, **state})
 
     def description(self) -> dict[str, Any]:
         """Returns what must be equal for a saved state to fit, as plain data."""
@@ -141,9 +140,8 @@ class Roster:
             for what, present in entry.description().items():
                 require_same(f"the {what} of {entry.name!r}", saved[entry.name][what], present)
             held = saved[entry.name].get("arguments", {})
-            both = (
-                held.keys() & entry.injected.keys()
-            )  # one that is missing has changed since, or another name
+            # one that is missing has changed since, or another name
+            both = held.keys() & entry.injected.keys()
             _refuse(
                 f"the rule of {entry.name!r}",
                 differing(

@@ -19,9 +19,8 @@ _EXACT: dict[type, Callable[[Any], Any]] = {
     float: float.__float__,
     str: str.__str__,
 }
-MOST = (
-    64  # entries of a list that is compared; a quarter of it in one that stands inside of another
-)
+# entries of a list that is compared; a quarter of it in one that stands inside of another
+MOST = 64
 
 
 def title(thing: Any) -> str:

@@ -136,9 +136,8 @@ def _clustered(affinity: Tensor, k: int) -> Tensor:
     Each group starts from a node of large affinity to others and small affinity to the nodes chosen
     before it.
     """
-    near = torch.zeros(
-        len(affinity), dtype=affinity.dtype, device="cpu"
-    )  # to the closest chosen node
+    # to the closest chosen node
+    near = torch.zeros(len(affinity), dtype=affinity.dtype, device="cpu")
     chosen: list[int] = []
     for _ in range(k):
         appeal = affinity.sum(1) * (1 - near)

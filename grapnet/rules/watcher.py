@@ -71,9 +71,8 @@ class Watcher(ABC, Generic[E]):
             int, E | None
         ] = {}  # version -> the evidence before its commit, for the way back
         self._trial: int | None = None  # version of the trial that is under way
-        self._shared = (
-            False  # whether the evidence shares memory with what the end of the trial brings back
-        )
+        # whether the evidence shares memory with what the end of the trial brings back
+        self._shared = False
 
     @property
     def net(self) -> GrapNet:

@@ -24,12 +24,13 @@ from .command import Study, main
 from .drawing import Group, Row, Value, dots
 
 PAPER = {"difference": 0.0, "cut": 5, "before": 34.38, "after": 92.19}  # per cent of 64 test rows
+# rounding, and the two accuracies
 BARS = {
     "float32": 1e-6,
     "float64": 1e-14,
     "before": 40.0,
     "after": 92.0,
-}  # rounding, and the two accuracies
+}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 KINDS = ("forward", "loss", "weight", "key", "query")  # the last three are gradients
 
@@ -40,11 +41,12 @@ class Settings:
     teacher's answers.
     """
 
+    # of the audited net, whose transitions all run with attention
     sizes: tuple[int, ...] = (
         12,
         10,
         8,
-    )  # of the audited net, whose transitions all run with attention
+    )
     density: float = 0.7
     batch: int = 32
     cut: int = 5  # relations that are deleted

@@ -67,21 +67,22 @@ class Settings:
         Head("silu", 256, "float32"),
         Head("silu", 3000, seeds=3),
     )
-    spread: float = (
-        2 / 7
-    )  # standard deviation of the random incoming weights; that of the biases is 1
+    # standard deviation of the random incoming weights; that of the biases is 1
+    spread: float = 2 / 7
     ridges: tuple[float, ...] = (0.1, 1.0, 10.0)  # to choose from
     memory: int = 500  # images the replay of the paper stores: 24,500 numbers
     batch: int = 64  # of the stream and of the replay
+    # learning rates of Adam and updates a batch
     few_grid: Grid = (
         (5e-4, 1.5e-3, 5e-3, 1.5e-2),
         (1, 4, 16),
-    )  # learning rates of Adam and updates a batch
+    )
     full_grid: Grid = ((2e-4, 7e-4, 2e-3), (1, 4))
+    # of the full stream, where as many bytes are stored as by our head
     large_grid: Grid = (
         (7e-4, 2e-3),
         (4, 16),
-    )  # of the full stream, where as many bytes are stored as by our head
+    )
     epochs: int = 20  # of offline training
     offline_updates: int = 2500  # at least so many, where the stream is short
 
@@ -137,9 +138,8 @@ def images(data: str, seed: int) -> tuple[Batch, Batch]:
     if data == "fashion":
         pictures = [load_fashion(part) for part in ("train", "test")]
     else:
-        generator = torch.Generator().manual_seed(
-            10_000 + seed
-        )  # else a model of the seed is drawn like the patterns
+        # else a model of the seed is drawn like the patterns
+        generator = torch.Generator().manual_seed(10_000 + seed)
         patterns = torch.randint(0, 76, (10, 28, 28), generator=generator)
         pictures = []
         for count in (60, 20):  # a class

@@ -98,18 +98,19 @@ class Settings:
     seeds: tuple[int, ...] = tuple(range(20, 30))
     data: str = "fashion"  # or "made-up": patterns of the same shape, for a run without the images
     few: int = 500  # images a class of the short stream
-    trial: int = (
-        1000  # images a class that choices for the full stream are made with; the others judge them
-    )
+    # images a class that choices for the full stream are made with; the others judge them
+    trial: int = 1000
     judged: int = 10_000  # about how many of these do
+    # of the short and the full stream
     head: tuple[Head, Head] = (
         Head("softplus", 210, "float32"),
         Head("silu", 1000),
-    )  # of the short and the full stream
+    )
+    # nodes that sifting begins with; it ends with those of the head
     start: tuple[int, int] = (
         630,
         3000,
-    )  # nodes that sifting begins with; it ends with those of the head
+    )
     # in which the nodes of a task are sifted out, the others being looked at again after each
     steps: int = 8
     turnover: float = 0.2  # share of the nodes that is replaced after every task but the last
@@ -120,17 +121,19 @@ class Settings:
     rate: float = 2e-3  # of its Adam
     updates: tuple[int, int] = (8, 1)  # a batch, of that head
     scale: float = 10.0  # from solved targets, which are 0 and 1, to logits
+    # of the other head in an average, to choose from
     shares: tuple[float, ...] = (
         0.05,
         0.1,
         0.2,
         0.3,
-    )  # of the other head in an average, to choose from
+    )
+    # of Adam, for tuning the solved readout, to choose from
     tuning_rates: tuple[float, ...] = (
         1e-5,
         1e-4,
         1e-3,
-    )  # of Adam, for tuning the solved readout, to choose from
+    )
     tuning: int = 200  # updates
 
 

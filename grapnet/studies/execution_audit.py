@@ -146,9 +146,8 @@ def _training(settings: Settings, images: Images, seed: int, objective: Any) -> 
         _trained(settings, images, seed, objective, case, matrix)
         return {"seen": 100 * matrix.seen_class, "forgetting": 100 * matrix.forgetting}
 
-    scores = {
-        case: scored(images, case) for case in CASES
-    }  # these runs warm up what is timed afterwards
+    # these runs warm up what is timed afterwards
+    scores = {case: scored(images, case) for case in CASES}
     doubled = images[0].double(), images[1], images[2].double(), images[3]
     exact_scores = {case: scored(doubled, case) for case in BACKENDS}
     rounds = [

@@ -126,9 +126,8 @@ def _apart(settings: Settings, train: Data, seed: int) -> gn.GrapNet:
     torch.manual_seed(seed)
     net = gn.GrapNet([49, 0, 10])
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
-    gn.attach(
-        optimizer, net, survivors="renew"
-    )  # without momentum of earlier tasks, what has no gradient stays put
+    # without momentum of earlier tasks, what has no gradient stays put
+    gn.attach(optimizer, net, survivors="renew")
     grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=2)
     generator = torch.Generator().manual_seed(seed)
     stream = TaskStream(

@@ -20,13 +20,14 @@ from .drawing import Group, Row, Value, differences, dots
 PAPER = {"values": 1.2e-7}  # "up to", across linear, ReLU and GELU MLPs; their sizes are not told
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ACTIVATIONS = {"linear": nn.Identity, "ReLU": nn.ReLU, "GELU": nn.GELU}
+# a snapshot is detached: it has no gradients
 PATHS = (
     "auto",
     "reference",
     "family",
     "walk",
     "snapshot",
-)  # a snapshot is detached: it has no gradients
+)
 GRADIENTS = ("weights", "biases", "inputs")
 
 
@@ -36,11 +37,12 @@ class Settings:
     nets.
     """
 
+    # of the MLPs
     sizes: tuple[tuple[int, ...], ...] = (
         (49, 64, 10),
         (16, 32, 16),
         (12, 24, 24, 6),
-    )  # of the MLPs
+    )
     batch: int = 64  # inputs from N(0, 1)
     seeds: tuple[int, ...] = tuple(range(10))  # of weights and inputs
     fast: bool = False  # what the tests run: it reaches no bar

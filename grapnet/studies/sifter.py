@@ -53,9 +53,8 @@ class Settings:
 
     data: str = "fashion"  # or "made-up": images of the same shape that need no file
     width: int = 50  # of both hidden layers
-    families: int = (
-        5  # of the middle transition; each begins where the one before it has its middle
-    )
+    # of the middle transition; each begins where the one before it has its middle
+    families: int = 5
     degree: int = 20  # children of each node of it
     fraction: float = 0.4  # of a family's children that may go
     cuts: int = 200  # that the budget allows in all

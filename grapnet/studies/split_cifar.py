@@ -73,10 +73,11 @@ PAPER = {  # mean and standard deviation over five seeds, on torchvision's featu
         "forgetting": (28.26, 2.74),
     },
 }
+# of our closed form on the full stream, and of its lead over every head with replay
 BAR, LARGEST_P = (
     82.5,
     1e-3,
-)  # of our closed form on the full stream, and of its lead over every head with replay
+)
 STREAMS = {"few": "500 images a class", "full": "all 5,000 images a class"}
 VARIABLE = "GRAPNET_CIFAR_FEATURES"  # of the environment: the path of the features
 # of those that `NOTE` is about
@@ -107,11 +108,12 @@ class Settings:
     batch: int = 64  # of the stream and of the replay
     rate: float = 2e-3  # of Adam, for the paper's heads, as on Fashion-MNIST
     nodes: int = 48  # grown for every task
+    # of Adam, for the tuned linear heads to choose from
     linear_rates: tuple[float, ...] = (
         2e-4,
         7e-4,
         2e-3,
-    )  # of Adam, for the tuned linear heads to choose from
+    )
     dense_rates: tuple[float, ...] = (7e-5, 2e-4, 7e-4)  # those of the tuned MLPs
     grown_rates: tuple[float, ...] = (7e-4, 2e-3, 5e-3)  # those of the tuned GrapNets
     updates: tuple[int, ...] = (1, 4)  # a batch, for the tuned heads to choose from
@@ -162,9 +164,8 @@ def features(path: str, seed: int) -> tuple[Batch, Batch, str]:
     means.
     """
     if path == "made-up":
-        generator = torch.Generator().manual_seed(
-            10_000 + seed
-        )  # a model of this seed would be drawn like the means
+        # a model of this seed would be drawn like the means
+        generator = torch.Generator().manual_seed(10_000 + seed)
         means, parts = torch.rand(10, 512, generator=generator), []
         for count in (24, 10):  # a class
             y = torch.arange(10).repeat_interleave(count)

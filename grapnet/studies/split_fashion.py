@@ -81,6 +81,7 @@ class Settings:
     per_class: int = 500  # images of every class, shown once
     regime: Regime = field(default_factory=Regime)  # what all heads share
     sgd: float = 0.03  # learning rate of the second regime
+    # to choose from, for every head alike
     rates: tuple[float, ...] = (
         5e-4,
         1e-3,
@@ -89,7 +90,7 @@ class Settings:
         8e-3,
         1.6e-2,
         3.2e-2,
-    )  # to choose from, for every head alike
+    )
     turns: int = 20  # runs in which the training time is compared
     data: Literal["fashion-mnist", "made-up"] = "fashion-mnist"
 

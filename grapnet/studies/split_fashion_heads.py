@@ -262,9 +262,8 @@ def _draw_as_grown(model: nn.Sequential, regime: Regime) -> None:
     above, below, tasks = model[0], model[2], len(regime.tasks)
     assert isinstance(above, nn.Linear)
     assert isinstance(below, nn.Linear)
-    seen = torch.tensor([len(classes) for classes in regime.tasks]).cumsum(
-        0
-    )  # classes that a task's nodes relate to
+    # classes that a task's nodes relate to
+    seen = torch.tensor([len(classes) for classes in regime.tasks]).cumsum(0)
     fifth = torch.arange(below.in_features) * tasks // below.in_features  # [width], of the layer
     with torch.no_grad():
         above.weight.uniform_(-1, 1).mul_(regime.nodes**-0.5)

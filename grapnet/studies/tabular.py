@@ -76,9 +76,8 @@ class Settings:
     epochs: int = 40
     batch: int = 32
     lr: float = 1e-2  # of Adam, renewed at the edit
-    further: int = (
-        9  # splits beside each seed's own, for differences that five splits cannot resolve
-    )
+    # splits beside each seed's own, for differences that five splits cannot resolve
+    further: int = 9
     seeds: tuple[int, ...] = tuple(range(SPLITS))
 
 

@@ -75,6 +75,7 @@ class Referee:
         self.objects, self.before = self._objects()
         sys.addaudithook(self._audit)
 
+    # so that the next mutation is judged by itself
     def judge(self, mutation: Mutation) -> None:
         """Loads and restores one mutated file; notes what is wrong with how that went."""
         self.path.write_bytes(mutation.data)
@@ -96,9 +97,7 @@ class Referee:
             self._restore(mutation)
         except Exception as error:
             self.faults.append(f"{mutation.label}: {type(error).__name__}: {error}"[:500])
-            self.objects, self.before = (
-                self._objects()
-            )  # so that the next mutation is judged by itself
+            self.objects, self.before = self._objects()
 
     def watched(self, act: Callable[[], Any]) -> Any:
         """Returns what `act` returns, or None when it refused the file in the way it should."""
@@ -141,9 +140,8 @@ class Referee:
         assert as_text(data) == as_text(
             {name: told[name] for name in told if extras[name]["kind"] == "data"}
         )
-        expected = (
-            torch.Generator().set_state(told["generator"]).get_state()
-        )  # it does not keep what it does not use
+        # it does not keep what it does not use
+        expected = torch.Generator().set_state(told["generator"]).get_state()
         assert torch.equal(objects["generator"].get_state(), expected)
         kept = vars(objects["scheduler"])
         assert all(as_text(kept[key]) == as_text(value) for key, value in told["scheduler"].items())

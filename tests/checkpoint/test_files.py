@@ -232,8 +232,7 @@ def test_another_process_can_read_while_files_are_replaced(tmp_path):
     reader.send_signal(signal.SIGTERM)
     out, errors = reader.communicate()
     assert errors == ""
-    numbers = [
-        float(line) for line in [*seen, *out.splitlines()[:-1]]
-    ]  # a mixture would be two numbers: no float
+    # a mixture would be two numbers: no float
+    numbers = [float(line) for line in [*seen, *out.splitlines()[:-1]]]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) > 5

@@ -101,9 +101,8 @@ def test_undo_after_resuming_brings_the_optimizer_state_back(tmp_path):
 )
 def test_every_optimizer_resumes(tmp_path, kind):
     def make(net: gn.GrapNet) -> Optimizer:
-        other = torch.nn.Parameter(
-            torch.ones(3)
-        )  # an optimizer may hold parameters beside the net's
+        # an optimizer may hold parameters beside the net's
+        other = torch.nn.Parameter(torch.ones(3))
         settings = {"momentum": 0.9} if kind == "SGD" else {}
         return getattr(torch.optim, kind)(
             [{"params": net.parameters()}, {"params": [other], "lr": 0.3}], lr=0.1, **settings

@@ -66,6 +66,7 @@ def test_grows_task_by_task_and_learns(numbers):
     assert 0.9 < numbers["growth"]["task_local"] <= 1  # chance: 0.5
 
 
+# after few updates, as the report says
 def test_compares_heads_of_as_many_parameters_on_the_same_seeds(numbers):
     comparison = numbers["comparison"]
     heads = comparison["heads"]
@@ -84,9 +85,7 @@ def test_compares_heads_of_as_many_parameters_on_the_same_seeds(numbers):
     ]
     assert comparison["differences"]["own - control"]["mean"] == pytest.approx(sum(differences) / 2)
     assert f"{sum(differences) / 2:+.1f} [" in comparison["verdict"]
-    assert (
-        heads["control"]["mean"] > heads["own"]["mean"] + 2
-    )  # after few updates, as the report says
+    assert heads["control"]["mean"] > heads["own"]["mean"] + 2
 
 
 def test_only_the_cut_task_falls_and_undo_is_bit_identical(numbers):
@@ -142,9 +141,10 @@ def test_checkpoint_is_the_sifted_net_and_undo_in_a_copy_brings_the_relations_ba
         commit["reason"] for commit in numbers["history"]
     ]
     assert saved["bytes"] == (folder / "digits.safetensors").stat().st_size
+    # as it prints
     assert [task["owner"] for task in numbers["growth"]["tasks"]] == [
         f"task-{n}" for n in range(1, 6)
-    ]  # as it prints
+    ]
     assert set(net.layers[1].owners) == {f"task-{n}" for n in range(1, 6)}
     assert net.history[-1].reason == "CovarianceSifter, PruneWeakest"  # nobody told a step
 
@@ -211,9 +211,8 @@ def test_report_is_one_page_that_needs_nothing_else(folder, numbers):
     assert all(widths[n] == widths[n + 1] < widths[n + 2] == widths[n + 3] for n in (0, 4, 8))
     assert source.count("<table>") == source.count('<div class="wide"><table>') == 5
     assert numbers["comparison"]["verdict"] in page.text
-    assert (
-        source.count("CovarianceSifter, PruneWeakest</td>") == 1
-    )  # in the journal; who did it is its reason
+    # in the journal; who did it is its reason
+    assert source.count("CovarianceSifter, PruneWeakest</td>") == 1
     assert f"{numbers['sift']['relations'][0]:,} → {numbers['sift']['relations'][1]:,}" in page.text
 
 

@@ -131,9 +131,8 @@ def test_undo_and_redo_bring_weights_and_moments_back_bit_for_bit(checkpoint, tm
     (net, states), (first, moments) = read_optimizer(path), read_optimizer(checkpoint)
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), first.parameters(), strict=True))
     assert_same_states(states, moments)
-    assert (
-        states["transitions.0.weight"]["exp_avg"][6:12].abs().max() > 0
-    )  # of relations that were gone
+    # of relations that were gone
+    assert states["transitions.0.weight"]["exp_avg"][6:12].abs().max() > 0
     assert run("redo", path, "--in-place").code == 0
     net, states = read_optimizer(path)
     assert all(
@@ -401,6 +400,7 @@ def test_bad_input_is_one_line_and_changes_nothing(
     assert content(tmp_path) == before
 
 
+# it ranks what it may cut
 def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
     net = gn.GrapNet([3, 2])
     with torch.no_grad():
@@ -411,9 +411,7 @@ def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
     with net.edit() as edit:
         edit.freeze(net.node(0).outgoing())
     gn.save(tmp_path / "frozen", net)
-    assert (
-        run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0
-    )  # it ranks what it may cut
+    assert run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0
 
 
 def test_what_somebody_else_writes_meanwhile_stays(checkpoint, tmp_path, run, monkeypatch):

@@ -43,9 +43,8 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
             {"params": [p for _, p in named if p.dim() == 2], "weight_decay": 0.1},
             {"params": [p for _, p in named if p.dim() == 1], "lr": 0.5},
         ],
-        "swapped": lambda: [
-            {"params": [p]} for _, p in reversed(named)
-        ],  # transitions 1 and 2 are of one shape
+        # transitions 1 and 2 are of one shape
+        "swapped": lambda: [{"params": [p]} for _, p in reversed(named)],
         "named": lambda: [{"params": [pair]} for pair in reversed(named)],
     }[order]
     optimizer = torch.optim.AdamW(groups(), lr=0.01)
@@ -69,6 +68,7 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
     assert (undo_slots := bool(net.journal.undoable)) is undo, undo_slots
 
 
+# no vector of 20 has moved
 def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     torch.manual_seed(0)
     net = gn.GrapNet([5, 4, 4, 4])
@@ -118,7 +118,7 @@ def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     assert json.loads(other.out)["extras"] == {
         "adam": "followed",
         "opt": "kept",
-    }  # no vector of 20 has moved
+    }
 
 
 def test_an_older_file_is_not_guessed_at(tmp_path, run):

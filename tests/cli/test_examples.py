@@ -14,16 +14,16 @@ from torch import nn
 from grapnet.cli.main import commands
 
 KNOWN = commands()
-EDITS = [
-    name for name, command in KNOWN.items() if command.group == "Change a net"
-]  # they write what others read
+# they write what others read
+EDITS = [name for name, command in KNOWN.items() if command.group == "Change a net"]
 OTHERS = ["diff", "history", "plot", "export", "convert", "inspect"]
 CODES = {"diff": 1}  # they differ
+# what `grapnet demo` writes, and what test_export.py runs
 ELSEWHERE = (
     "runs/demo/",
     "--to onnx",
     "--to torch",
-)  # what `grapnet demo` writes, and what test_export.py runs
+)
 
 
 @pytest.fixture

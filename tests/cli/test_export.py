@@ -21,9 +21,8 @@ from tests.rounding import SINGLE
 from .edited import content
 from .full_disk import no_file_beyond
 
-pytestmark = pytest.mark.xdist_group(
-    "export"
-)  # one worker: the first ONNX export of a process takes seconds
+# one worker: the first ONNX export of a process takes seconds
+pytestmark = pytest.mark.xdist_group("export")
 
 
 def test_onnx(checkpoint, tmp_path, run):

@@ -99,9 +99,8 @@ def test_a_commit_whose_details_are_gone_and_numbers_that_are_not_finite(
     gn.save(tmp_path / "old", net)
     one = told(run, "history", tmp_path / "old")["nets"][""]
     assert [c["counts"] for c in one["commits"]] == [None, None]
-    assert (
-        one["commits"][0]["operations"][-1]["mean"] is None
-    )  # as in every other command: JSON has no NaN
+    # as in every other command: JSON has no NaN
+    assert one["commits"][0]["operations"][-1]["mean"] is None
     assert "(no reason given)" in run("history", tmp_path / "old").out
 
 

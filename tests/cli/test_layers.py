@@ -31,6 +31,7 @@ def test_an_unclear_order_is_asked_for(tmp_path, run):
 
 
 @pytest.mark.parametrize(("one", "other"), [("1", "01"), ("3", "\N{ARABIC-INDIC DIGIT THREE}")])
+# the only order that fits
 def test_equal_numbers_tell_no_order(tmp_path, run, one, other):
     asked = ["convert", tmp_path / "mlp.pt", "-o", tmp_path / "net"]
     torch.save(
@@ -49,7 +50,7 @@ def test_equal_numbers_tell_no_order(tmp_path, run, one, other):
     assert json.loads(run(*asked, "--force", "--json").out)["keys"] == [
         other,
         one,
-    ]  # the only order that fits
+    ]
 
 
 def test_numbers_of_any_length_tell_the_order(tmp_path, run):

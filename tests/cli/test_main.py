@@ -229,9 +229,8 @@ def test_plain_weights_are_refused_with_the_command_that_converts_them(
         assert run(*hint.partition("grapnet ")[2].split(), "--force").code == 0
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in READERS if name != "convert"]
-)  # which reads plain weights
+# which reads plain weights
+@pytest.mark.parametrize("name", [name for name in READERS if name != "convert"])
 def test_a_whole_checkpoint_is_not_refused_and_json_is_one_object(
     run: Run, checkpoint: Path, name: str
 ) -> None:

@@ -91,9 +91,8 @@ def test_a_local_result_comes_before_the_committed_one_unless_it_is_of_a_short_r
     reason = "made with other settings: seeds [0, 1] instead of"
     assert line.startswith(f"passed over runs/studies/mlp_equivalence.json: {reason}")
     (here / "results/mlp_equivalence.json").unlink()
-    code, out, _ = run(
-        "report", "mlp_equivalence", "--check"
-    )  # where there is no other, it is judged all the same
+    # where there is no other, it is judged all the same
+    code, out, _ = run("report", "mlp_equivalence", "--check")
     assert code == 1
     assert f"MISSED mlp_equivalence: {reason}" in out
     assert out.splitlines()[1].endswith(" runs/studies/mlp_equivalence.json")
@@ -163,15 +162,13 @@ def test_the_page_needs_nothing_else_and_shows_every_plot(run, here):
             int(found)
             for found in re.search(r'style="min-width:(\d+)pt;max-width:(\d+)pt"', plot).groups()
         )
-        assert (
-            0.6 * wide < least < wide
-        )  # what is wider than the window scrolls and can still be read
+        # what is wider than the window scrolls and can still be read
+        assert 0.6 * wide < least < wide
         for used in re.findall(r'(?:url\(|href=")#([^)"]+)', plot):
             assert f'id="{used}"' in plot  # nothing is borrowed from another picture
     assert "target-pair drop" in page
-    assert page.count("<table>") == page.count(
-        '<div class="wide"><table>'
-    )  # tables scroll instead of overflowing
+    # tables scroll instead of overflowing
+    assert page.count("<table>") == page.count('<div class="wide"><table>')
     assert os.listdir(here / "a") == ["page.html"]
     assert run("report", *names, "--html", "a/page.html").code == 2  # it is there
     assert run("report", *names, "--html", "a/page.html", "--force").code == 0

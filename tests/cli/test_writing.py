@@ -107,9 +107,8 @@ def test_a_file_in_a_folder_that_can_only_be_read_is_refused_before_the_work(che
         inner.mkdir()
         path = Path(shutil.copy(checkpoint, inner))
         link.symlink_to(path)
-        assert (
-            "no node has the owner 'task-9'" in run("cut", path, *words).err
-        )  # which is found at work
+        # which is found at work
+        assert "no node has the owner 'task-9'" in run("cut", path, *words).err
         path.chmod(0o666)
         inner.chmod(0o555)
         with as_nobody():

@@ -22,9 +22,8 @@ def stack() -> nn.Sequential:
 @pytest.mark.parametrize("where", [nn.Sequential, "1._orig_mod", "*"])
 def test_a_compiled_part_is_not_grafted(where):
     model = nn.Sequential(nn.Linear(4, 12), wrapped(stack()))
-    where = (
-        where if where != "*" else [nn.Linear, "1._orig_mod"]
-    )  # what comes before it is left alone too
+    # what comes before it is left alone too
+    where = where if where != "*" else [nn.Linear, "1._orig_mod"]
     optimizer, before = torch.optim.Adam(model.parameters()), picture(model)
     with pytest.raises(
         gn.ConversionError,

@@ -101,9 +101,8 @@ def test_training_goes_on_like_that_of_the_pruned_model(way, drop_zeros):
     assert sum(p.numel() for p in net.parameters()) == 5 * 7 + 7 + 7 * 3 + 3 - pruned
     train(net, optimizer, range(3, 6))
     train(twin, other, range(3, 6))
-    twin(
-        torch.zeros(1, 5, dtype=torch.float64)
-    )  # pruning computes the weights ahead of a forward pass
+    # pruning computes the weights ahead of a forward pass
+    twin(torch.zeros(1, 5, dtype=torch.float64))
     require_same_weights(net, twin)
 
 

@@ -68,9 +68,8 @@ def test_program_of_edits_agrees_with_the_cpu(device, tmp_path):
         edit.commit()
         assert len(other.transitions[0].weight) < len(weights)
     assert torch.equal(weights, other.transitions[0].weight)
-    torch.testing.assert_close(
-        before, twins.outputs()[1], rtol=0, atol=1e-12
-    )  # a GPU adds in any order
+    # a GPU adds in any order
+    torch.testing.assert_close(before, twins.outputs()[1], rtol=0, atol=1e-12)
     for verb in ("undo", "undo", "undo", "redo", "redo"):
         for net in twins.nets:
             getattr(net, verb)()

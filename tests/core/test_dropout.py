@@ -146,9 +146,8 @@ def test_every_backend_drops(backend):
     net, _ = net_and_module(hidden=0.5)
     net.execution.use(backend)
     torch.manual_seed(3)
-    outputs = net(batch(4, 6).repeat(2000, 1)).view(
-        2000, 4, 4
-    )  # the output is linear, so it keeps its mean
+    # the output is linear, so it keeps its mean
+    outputs = net(batch(4, 6).repeat(2000, 1)).view(2000, 4, 4)
     torch.testing.assert_close(outputs.mean(0), net.eval()(batch(4, 6)), rtol=0, atol=0.1)
     assert bool((outputs.std(0) > 0.05).all())
 

@@ -51,9 +51,8 @@ class Injection:
             return
         code, caller = frame.f_code, frame.f_back
         name, self.swapping = code.co_name, code.co_name == SWAP
-        generates = (
-            code.co_flags & CO_GENERATOR
-        )  # entered once more to be closed, where errors are lost
+        # entered once more to be closed, where errors are lost
+        generates = code.co_flags & CO_GENERATOR
         foreign = "/grapnet/" not in code.co_filename
         if foreign or self.swapping or generates or name in OUTSIDE or caller is None:
             return
@@ -160,9 +159,8 @@ def test_a_fault_at_any_call_before_the_swap_changes_nothing(followed: Any, acti
     with Injection() as notes:
         ACTIONS[action](twin[0])
     assert notes.swapping
-    last = {
-        call: number for number, call in enumerate(notes.calls)
-    }  # of every place that calls something
+    # of every place that calls something
+    last = {call: number for number, call in enumerate(notes.calls)}
     net, before = followed[0], state(followed)
     for number in last.values():
         with Injection(number) as injection, suppress(Fault):

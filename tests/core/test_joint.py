@@ -89,10 +89,11 @@ def test_a_fault_at_any_call_before_the_swap_changes_no_net(action: str) -> None
     assert notes.swapping
     count = len(notes.calls)
     before = state(block)
+    # in every net; test_faults.py tries all of one
     numbers = {
         *range(0, count, count // 15),
         count - 1,
-    }  # in every net; test_faults.py tries all of one
+    }
     for number in numbers:
         with Injection(number) as injection, suppress(Fault):
             act(block)

@@ -92,6 +92,7 @@ def tensors_in(part: object) -> Iterator[torch.Tensor]:
         yield from (tensor for f in fields(part) for tensor in tensors_in(getattr(part, f.name)))
 
 
+# a slice would keep the whole alive
 def test_a_commit_keeps_no_more_memory_than_it_tells_of() -> None:
     net = gn.GrapNet([40, 300, 4])
     net(torch.ones(2, 40)).sum().backward()
@@ -108,9 +109,7 @@ def test_a_commit_keeps_no_more_memory_than_it_tells_of() -> None:
         found = list(tensors_in(commit.change))
         assert len(found) > 10
         for tensor in found:
-            assert tensor.untyped_storage().nbytes() <= max(
-                tensor.nbytes, 64
-            )  # a slice would keep the whole alive
+            assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 64)
 
 
 def test_names_of_newborns_that_leave_at_once_leave_no_trace() -> None:

@@ -87,9 +87,8 @@ def test_incoming_and_outgoing_of_nodes_and_sets(net: gn.GrapNet) -> None:
     ]
     assert len(net.layers[0].incoming()) == len(net.layers[2].outgoing()) == 0
     assert len(net.select().outgoing()) == len(net.select().incoming()) == 18
-    assert pairs(net.layers[0][[2, 0]].outgoing()) == [
-        (u, v) for u in (0, 2) for v in (4, 5, 6)
-    ]  # owner order
+    # owner order
+    assert pairs(net.layers[0][[2, 0]].outgoing()) == [(u, v) for u in (0, 2) for v in (4, 5, 6)]
     with pytest.raises(ValueError, match=r"owns 3 relations.*\[3\]"):
         net.layers[0][2].outgoing(slots=[0, 3])
     with pytest.raises(ValueError, match="not by both"):
@@ -158,11 +157,12 @@ def test_ranking_by_count_fraction_and_key(net: gn.GrapNet) -> None:
     relations = net.layers[0].outgoing()
     relations.weights = torch.tensor([3, -1, 2, -3, 1, -2, 3, 1, -1, 0, 2, -2])
     assert relations.smallest(count=1).weights.tolist() == [0]
+    # 0 and the first two of four equals
     assert pairs(relations.smallest(count=3)) == [
         (0, 5),
         (1, 5),
         (3, 4),
-    ]  # 0 and the first two of four equals
+    ]
     assert pairs(relations.largest(count=2)) == [(0, 4), (1, 4)]  # the first two of three equals
     assert pairs(relations.largest(count=4, key=relations.weights)) == [
         (0, 4),
@@ -178,12 +178,13 @@ def test_ranking_by_count_fraction_and_key(net: gn.GrapNet) -> None:
     assert len(relations[:0].smallest(fraction=0.5)) == 0
     everywhere = net.select().outgoing()
     chosen = everywhere.largest(count=4)
+    # one ranking over both transitions: 3, -3, 4, 5
     assert pairs(chosen) == [
         (0, 4),
         (1, 4),
         (6, 7),
         (6, 8),
-    ]  # one ranking over both transitions: 3, -3, 4, 5
+    ]
     assert chosen.weights.tolist() == [3, -3, 4, 5]
 
 
@@ -271,12 +272,10 @@ def test_selecting_all_relations_makes_no_array_of_them() -> None:
     one_array = 4 * 2_000_000
     assert allocated(lambda: net.layers[0].outgoing()) < one_array / 50
     assert allocated(lambda: net.select(layer=0)[100:900].outgoing()) < one_array / 50
-    assert (
-        allocated(lambda: net.layers[0].outgoing().weights) < one_array / 50
-    )  # a view of the Parameter
-    assert (
-        allocated(lambda: net.layers[0].outgoing().weights.abs()) >= one_array
-    )  # the measure does see arrays
+    # a view of the Parameter
+    assert allocated(lambda: net.layers[0].outgoing().weights) < one_array / 50
+    # the measure does see arrays
+    assert allocated(lambda: net.layers[0].outgoing().weights.abs()) >= one_array
     assert allocated(lambda: net.layers[1].incoming()) >= one_array
 
 

@@ -258,9 +258,8 @@ def test_a_mirror_is_held_to_the_pinned_sums(
     machine: Path, fashion: Source, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = left(machine)
-    assert (
-        main(["fashion", "--download", "data", "--mirror", fashion.url]) == 1
-    )  # made-up files at that address
+    # made-up files at that address
+    assert main(["fashion", "--download", "data", "--mirror", fashion.url]) == 1
     assert FASHION.md5["train-images-idx3-ubyte.gz"] in capsys.readouterr().err
     assert left(machine) == before
     with pytest.raises(SystemExit):

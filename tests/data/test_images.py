@@ -18,9 +18,8 @@ def test_squares_are_averaged_to_49_inputs() -> None:
     rows = downsample(x, 4)
     assert (rows.shape, rows.dtype) == ((3, 49), torch.float32)
     assert torch.allclose(rows, avg_pool2d(x[:, None].float() / 255, 4).flatten(1))
-    assert rows[1, 7 + 2] == pytest.approx(
-        float(x[1, 4:8, 8:12].float().mean()) / 255
-    )  # row 1, column 2
+    # row 1, column 2
+    assert rows[1, 7 + 2] == pytest.approx(float(x[1, 4:8, 8:12].float().mean()) / 255)
     assert torch.equal(downsample(x), rows)
 
 

@@ -26,9 +26,8 @@ class Shape:
     sizes: Sequence[int]
     wires: Sequence[Wires]
     activation: str | Sequence[str] = "tanh"
-    prepare: Callable[[gn.GrapNet, gn.Edit], object] | None = (
-        None  # an edit that belongs to the shape
-    )
+    # an edit that belongs to the shape
+    prepare: Callable[[gn.GrapNet, gn.Edit], object] | None = None
 
     def build(self, dtype: torch.dtype = torch.float64, device: str = "cpu") -> gn.GrapNet:
         """Returns a net of this shape; the same numbers on every device."""

@@ -150,11 +150,12 @@ def test_undo_of_what_came_before_attention_and_replay() -> None:
     grown, recorded = net.columns["key_1"].value.tolist(), net.history
     net.undo()
     net.undo()
+    # it had none when it left
     assert net.columns["key_1"].value.tolist() == [
         *keys[:2],
         0.0,
         *keys[2:],
-    ]  # it had none when it left
+    ]
     assert difference_of_last(net) <= 1e-12
     net.execution.use("auto")
     net.redo()

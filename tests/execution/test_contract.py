@@ -38,9 +38,8 @@ EDITED = [
 ACTIVATIONS = {"identity": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU}
 
 backends = pytest.mark.parametrize("backend", BACKEND_NAMES)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Attempting to run cuBLAS"
-)  # of a thread's first backward on CUDA
+# of a thread's first backward on CUDA
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 devices = pytest.mark.parametrize("device", DEVICES)
 shapes = pytest.mark.parametrize("shape", SHAPES)
 dtypes = pytest.mark.parametrize("dtype", DTYPES)
@@ -89,9 +88,8 @@ def test_matches_the_reference_before_and_after_edits(
     require_reference(net, *batches)
     before = [results(reference_of(net), x.double()) for x in batches]
     edited(net, cut_and_grow)
-    require_reference(
-        net, *reversed(batches)
-    )  # so that plans are made at the smallest and at the largest
+    # so that plans are made at the smallest and at the largest
+    require_reference(net, *reversed(batches))
     net.undo()
     require_reference(net, *batches)
     for x, wanted in zip(batches, before, strict=True):

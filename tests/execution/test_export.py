@@ -16,9 +16,8 @@ from torch import Tensor, nn
 import grapnet as gn
 from tests.rounding import SINGLE
 
-pytestmark = pytest.mark.xdist_group(
-    "export"
-)  # one worker: the first ONNX export of a process takes seconds
+# one worker: the first ONNX export of a process takes seconds
+pytestmark = pytest.mark.xdist_group("export")
 
 CLOSE = SINGLE  # of the largest value
 MARK = 12345.678
@@ -144,9 +143,8 @@ def in_onnx(net: gn.GrapNet, folder: Path) -> list[bool]:
         numpy_helper.to_array(each) for each in onnx.load(folder / "net.onnx").graph.initializer
     ]
     assert len(held) >= 2 * len(net.transitions)
-    files = b"\n".join(
-        path.read_bytes() for path in folder.iterdir()
-    )  # weights may lie beside the graph
+    # weights may lie beside the graph
+    files = b"\n".join(path.read_bytes() for path in folder.iterdir())
     return [any(PATTERN in array.tobytes() for array in held), PATTERN in files]
 
 

@@ -38,9 +38,8 @@ def test_a_product_written_in_place_is_the_product(
         require_reference(net, inputs(net, batch))
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Attempting to run cuBLAS"
-)  # torch says so of the first backward of a process
+# torch says so of the first backward of a process
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(

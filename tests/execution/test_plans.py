@@ -109,9 +109,8 @@ def stored_bytes(tensor: Tensor) -> bytes:
 @backends
 @devices
 def test_after_a_cut_no_plan_holds_the_coordinate(backend: str, shape: str, device: str) -> None:
-    others = (
-        {id(t): t for t in tensors_alive()} if shape == "ragged" else {}
-    )  # of other tests; held, so no id recurs
+    # of other tests; held, so no id recurs
+    others = {id(t): t for t in tensors_alive()} if shape == "ragged" else {}
     net = SHAPES[shape].build(device=device)
     if not runs_with(net, backend):
         return
@@ -119,9 +118,8 @@ def test_after_a_cut_no_plan_holds_the_coordinate(backend: str, shape: str, devi
     planted = plant(net)
     for batch in (1, 256):
         net(inputs(net, batch)).sum().backward()
-    assert planted in stored_bytes(
-        net.transitions[1].weight
-    )  # the control: it is found where it is
+    # the control: it is found where it is
+    assert planted in stored_bytes(net.transitions[1].weight)
     counts = {store.size for store in net.transitions}
     edited(net, cut_planted)
     counts -= {store.size for store in net.transitions}
@@ -131,9 +129,8 @@ def test_after_a_cut_no_plan_holds_the_coordinate(backend: str, shape: str, devi
         assert not any(
             planted in stored_bytes(tensor) for tensor in [*held, *net.parameters(), *net.buffers()]
         )
-        assert not any(
-            tensor.numel() in counts for tensor in held
-        )  # nor anything as long as the old relations
+        # nor anything as long as the old relations
+        assert not any(tensor.numel() in counts for tensor in held)
         if not ran:
             net(inputs(net, 1)).sum().backward()
     if shape == "ragged":

@@ -31,9 +31,8 @@ from .exported import (
 )
 
 pytestmark = [
-    pytest.mark.xdist_group(
-        "export"
-    ),  # one worker: the first ONNX export of a process takes seconds
+    # one worker: the first ONNX export of a process takes seconds
+    pytest.mark.xdist_group("export"),
     # torch.onnx copies a tree spec in a way that torch itself deprecates; nothing a caller could do
     # differently.
     pytest.mark.filterwarnings(
@@ -229,9 +228,8 @@ def test_a_grafted_transformer_is_exported_after_cuts(tmp_path):
     for run in (plain, program, run_onnx(plain, x, tmp_path / "encoder.onnx")):
         assert_close(run(x), expected)
     dense = encoder().eval()
-    dense.load_state_dict(
-        plain.state_dict()
-    )  # the plain copy has the names that torch's own model has
+    # the plain copy has the names that torch's own model has
+    dense.load_state_dict(plain.state_dict())
     assert_close(dense(x), expected)
     assert [int(layer.linear1.weight.count_nonzero()) for layer in dense.layers] == [64]
 
@@ -244,10 +242,11 @@ def test_torch_transformer_layers_find_the_weights_they_read_in_eval_mode():
     for layer in model.layers:
         layer.linear1, layer.linear2 = gn.from_module(layer.linear1), gn.GrapNet([16, 8])  # by hand
         halve(layer.linear1)
+    # in training the layers call their parts and read no weights
     plain, expected = (
         gn.snapshot(model),
         model(x),
-    )  # in training the layers call their parts and read no weights
+    )
     assert type(plain.layers[0].linear1) is nn.Linear
     assert_close(plain(x), expected)
     assert_close(plain(x, src_key_padding_mask=torch.zeros(3, 5, dtype=torch.bool)), expected)

@@ -77,9 +77,8 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
 )
 def test_a_checkpoint_from_the_middle_of_an_epoch_goes_on_there(tmp_path: Path) -> None:
     x, y = next(iter(data()))
-    alike = DataLoader(
-        TensorDataset(x.repeat(6, 1), y.repeat(6)), 8
-    )  # Lightning begins its loaders again
+    # Lightning begins its loaders again
+    alike = DataLoader(TensorDataset(x.repeat(6, 1), y.repeat(6)), 8)
     whole, saves = (
         Classifier(),
         ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, filename="{step}"),

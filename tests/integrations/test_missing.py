@@ -63,9 +63,8 @@ USES = {  # the library that is absent, and what is tried without it
     "another": ("scipy", "import grapnet.integrations.sklearn"),
     "nothing": ("none of these", "print(net.to_networkx().number_of_nodes())"),
 }
-pytestmark = pytest.mark.xdist_group(
-    "missing"
-)  # one worker, so that GrapNet is imported once more and no oftener
+# one worker, so that GrapNet is imported once more and no oftener
+pytestmark = pytest.mark.xdist_group("missing")
 
 
 class Done(NamedTuple):

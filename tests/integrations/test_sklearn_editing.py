@@ -209,9 +209,8 @@ def test_rules_can_be_injected_between_two_calls():
 
 def test_a_rule_behind_the_last_step_is_told():
     last = quick().fit(X, Y).n_steps_ - 1
-    assert (
-        len(quick(rules=[(PruneWeakest(0.5), At(last))]).fit(X, Y).net_.history) == 1
-    )  # without a warning
+    # without a warning
+    assert len(quick(rules=[(PruneWeakest(0.5), At(last))]).fit(X, Y).net_.history) == 1
     with pytest.warns(
         UserWarning, match=rf"never due: PruneWeakest\. The fit made {last + 1} steps"
     ) as told:

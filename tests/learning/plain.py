@@ -29,9 +29,8 @@ import grapnet as gn
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Key = int | tuple[int, int]  # the uid of a bias's node, the uids of both ends of a relation
 Vector = dict[Key, Tensor]
-Values = dict[
-    Key, tuple[float, bool]
-]  # of each relation and bias: what it is, and whether it is frozen
+# of each relation and bias: what it is, and whether it is frozen
+Values = dict[Key, tuple[float, bool]]
 
 _SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd momentum": (SGD, {"lr": 0.02, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
@@ -48,6 +47,7 @@ _SETTINGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "asgd": (ASGD, {"lr": 0.02, "t0": 1, "weight_decay": 0.1}),
     "rprop": (Rprop, {"lr": 0.02}),
 }
+# what torch fuses on a CPU
 _FUSED = [
     "sgd momentum",
     "sgd nesterov",
@@ -55,7 +55,7 @@ _FUSED = [
     "adam amsgrad",
     "adamw",
     "adagrad",
-]  # what torch fuses on a CPU
+]
 CLEAN = {"sum": 0.1, "step_size": 0.02}  # what state starts from, where that is not 0
 
 

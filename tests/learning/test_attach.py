@@ -60,9 +60,8 @@ def test_the_first_update_of_a_newborn_with_clean_state() -> None:
 def test_the_first_update_of_a_newborn_with_the_mean_of_its_neighbours() -> None:
     net, optimizer, state = grown(make_adam, newborn="mean")
     means = {key: math.fsum(value.flatten().tolist()) / len(value) for key, value in state.items()}
-    place = (
-        net.layers[0][1].outgoing().children.tolist().index(6) + 4
-    )  # behind node 0's four relations
+    # behind node 0's four relations
+    place = net.layers[0][1].outgoing().children.tolist().index(6) + 4
     entry = optimizer.state[net.transitions[0].weight]
     assert all(
         entry[key][place].item() == pytest.approx(mean, rel=1e-12) for key, mean in means.items()

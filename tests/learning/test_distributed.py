@@ -17,9 +17,8 @@ import grapnet as gn
 from grapnet.learning.agreement import Outbox, pack, repeat, unpack
 from grapnet.learning.distributed import Distributed
 
-pytestmark = pytest.mark.xdist_group(
-    "distributed"
-)  # one worker, so that the two processes start once
+# one worker, so that the two processes start once
+pytestmark = pytest.mark.xdist_group("distributed")
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +61,8 @@ def test_a_hundred_edits_of_every_kind_leave_the_ranks_bit_identical(ranks):
     assert first["frozen"] > 0
     assert first["slots"] > 100  # Adam had state to follow with
     assert first["states"] == second["states"]
-    assert (
-        len(set(first["states"])) == len(first["states"]) > 15
-    )  # and something changed in between
+    # and something changed in between
+    assert len(set(first["states"])) == len(first["states"]) > 15
     assert first["limit"] == second["limit"] == 100  # rank 1 began with 3
 
 

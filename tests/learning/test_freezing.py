@@ -82,9 +82,8 @@ def test_what_is_frozen_leaves_the_parameters_and_the_optimizer(how: str) -> Non
     values, held = coordinates(net)
     assert net.count().frozen == int(held.sum()) == count
     assert net.count().trainable == sum(p.numel() for p in net.parameters()) == trainable - count
-    assert (
-        state_bytes(optimizer) == memory - count * 3 * 8
-    )  # exp_avg, exp_avg_sq, max_exp_avg_sq in double precision
+    # exp_avg, exp_avg_sq, max_exp_avg_sq in double precision
+    assert state_bytes(optimizer) == memory - count * 3 * 8
     train(net, optimizer, range(2, 6))
     after, _ = coordinates(net)
     assert torch.equal(after[held], values[held])
@@ -124,9 +123,8 @@ def test_frozen_coordinates_stay_put_under_every_optimizer(kind: str) -> None:
     after, _ = coordinates(net)
     assert torch.equal(after[held], values[held])
     moved = (after != values)[~held]
-    assert bool(moved.all()) or kind.startswith(
-        ("muon", "rprop")
-    )  # Muon has no biases, Rprop skips a turn
+    # Muon has no biases, Rprop skips a turn
+    assert bool(moved.all()) or kind.startswith(("muon", "rprop"))
     assert int(moved.sum()) > len(moved) // 2
     with net.edit() as edit:
         edit.unfreeze(net.select())

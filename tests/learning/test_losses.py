@@ -69,6 +69,7 @@ def rows(model: nn.Module, batch: Batch) -> list[tuple[list[float], int]]:
     return list(zip(model(batch.x).tolist(), batch.y.tolist(), strict=True))
 
 
+# over all columns it is another number
 def test_seen_class_cross_entropy_is_a_softmax_over_the_seen_columns(model, batches):
     logits, y = model(batches[0].x), batches[0].y
     wanted = [entropy(z, t, SEEN) for z, t in rows(model, batches[0])]
@@ -84,9 +85,7 @@ def test_seen_class_cross_entropy_is_a_softmax_over_the_seen_columns(model, batc
     assert seen_class_cross_entropy(logits, y, SEEN, reduction="sum").item() == pytest.approx(
         sum(wanted), abs=1e-12
     )
-    assert (
-        nn.functional.cross_entropy(logits, y).item() > mean(wanted) + 0.1
-    )  # over all columns it is another number
+    assert nn.functional.cross_entropy(logits, y).item() > mean(wanted) + 0.1
 
 
 def test_columns_of_other_classes_get_no_gradient(model, batches):
@@ -163,10 +162,11 @@ def test_adjusted_training_answers_for_equally_frequent_classes():
         loss(z.expand(100, 2), y, [0, 1], *arguments).backward()
         return z.grad.abs().max().item()
 
+    # where the input says nothing, the best plain logits are these
     prior = [
         math.log(0.9),
         math.log(0.1),
-    ]  # where the input says nothing, the best plain logits are these
+    ]
     assert gradient(prior, seen_class_cross_entropy) < 1e-12
     assert gradient([0.0, 0.0], seen_class_cross_entropy) > 0.1
     assert gradient([0.0, 0.0], logit_adjusted_cross_entropy, counts) < 1e-12

@@ -82,9 +82,8 @@ def test_evaluation_uses_eval_mode_and_leaves_every_mode_as_it_was(table):
     assert (model.training, model.inner.training) == (True, False)
     model.eval()
     assert evaluate(model, x, y, TASKS) == training
-    assert (
-        evaluate(lambda rows: model.logits[rows], x, y, TASKS) == training
-    )  # any function will do
+    # any function will do
+    assert evaluate(lambda rows: model.logits[rows], x, y, TASKS) == training
 
     def broken(rows: Tensor) -> Tensor:
         raise RuntimeError("no")

@@ -68,9 +68,8 @@ def test_the_reservoir_keeps_every_row_with_the_same_chance():
     # n/(n−1)
     square = sum((c - times / 5) ** 2 / (times / 5 * 4 / 5) for c in counts) * (n - 1) / n
     assert 0.001 < stats.chi2.sf(square, n - 1) < 0.999
-    first_come = [
-        times if row < capacity else 0 for row in range(n)
-    ]  # and a memory that just fills up would be found
+    # and a memory that just fills up would be found
+    first_come = [times if row < capacity else 0 for row in range(n)]
     assert (
         stats.chi2.sf(sum((c - times / 5) ** 2 / (times / 5 * 4 / 5) for c in first_come), n - 1)
         < 1e-100

@@ -10,10 +10,11 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 DOCS = Path(__file__).parents[2] / "docs"
+# pictures, and the pages that draw them
 PAGES = {
     "graph.png": "guides/pictures.md",
     "deletion.png": "concepts.md",
-}  # pictures, and the pages that draw them
+}
 
 
 def draw(name: str, folder: Path) -> Path:

@@ -20,9 +20,8 @@ def test_a_page_shows_the_picture_that_its_code_draws(name, tmp_path):
         assert kept.size == drawn.size
         same = f"version{matplotlib.__version__}," in kept.info["Software"]
         colors = [np.asarray(picture.convert("RGB"), dtype=float) for picture in (kept, drawn)]
-    other = (
-        np.abs(colors[0] - colors[1]).max(axis=-1) > 100
-    )  # 256 colours are nearer than that; a digit has ten such
+    # 256 colours are nearer than that; a digit has ten such
+    other = np.abs(colors[0] - colors[1]).max(axis=-1) > 100
     most = 5 if same else 0.05 * other.size  # letters of other versions of matplotlib differ
     assert int(other.sum()) < most, (
         "`python -m tests.plot.documented` draws it again; look at it before you commit it"

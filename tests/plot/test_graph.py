@@ -102,9 +102,8 @@ def test_relations_cut_since_a_version_are_drawn_and_named():
     assert cut > 0
     for since in (net.version - 1, net.history[-1], 0):
         ax = plot.graph(net, cut_since=since)
-        expected = (
-            cut if since != 0 else 0
-        )  # at version 0 the relations that were cut since did not exist
+        # at version 0 the relations that were cut since did not exist
+        expected = cut if since != 0 else 0
         assert lines(ax, "cut") == expected
         assert (f"cut ({cut})" in legend(ax)) == (expected > 0)
     net.undo()
@@ -226,9 +225,8 @@ def test_what_was_cut_is_dotted_in_a_lane_through_a_band_or_below_a_thin_one(tas
     grounds = [line for line in ax.lines if to_hex(line.get_color()) == to_hex(ax.get_facecolor())]
     lanes = {line.get_ydata().tobytes() for line in grounds}
     assert all(line.get_zorder() < dotted[0].get_zorder() for line in grounds)
-    assert sum(line.get_ydata().tobytes() in lanes for line in dotted) == (
-        3 if tasks == 3 else 1
-    )  # 1: the 21 others
+    # 1: the 21 others
+    assert sum(line.get_ydata().tobytes() in lanes for line in dotted) == (3 if tasks == 3 else 1)
     assert len(whole.lines) == 0
     lows = [
         band.get_paths()[0].vertices[:, 1].min()

@@ -79,12 +79,10 @@ def test_the_papers_layouts_lose_the_papers_numbers(
     assert sum(net.sizes[1:-1]) == nodes[0] - nodes[1]
     size = layout[1] // layout[3]
     assert net.sizes == [layout[0], layout[1], layout[1] // 2, layout[1] // 2, layout[2]]
-    assert torch.equal(
-        net.layers[0].outgoing().weights, before[0]
-    )  # the first transition is as it was
-    assert (
-        net.layers[3].outgoing().children.bincount().max() == layout[1] // 2
-    )  # outputs lost removed nodes only
+    # the first transition is as it was
+    assert torch.equal(net.layers[0].outgoing().weights, before[0])
+    # outputs lost removed nodes only
+    assert net.layers[3].outgoing().children.bincount().max() == layout[1] // 2
     assert [f.block for f in net.execution.families(1)] == [(size, size // 2)] * layout[3]
     assert [f.block for f in net.execution.families(2)] == [(size // 2, size // 2)] * layout[3]
     cuts = [o for o in net.history[-1].operations if o["operation"] == "cut"]
@@ -216,13 +214,14 @@ def test_budgets_spare_whole_targets() -> None:
         assert cuts[-1] == expected
         assert sum(net.sizes) == 32 - expected // 4
     assert net.version == 0  # nothing was cut, so nothing was committed
+    # a target loses its only family, or none
     assert sifted(Budget(parents=1)).sizes == [
         6,
         8,
         8,
         8,
         2,
-    ]  # a target loses its only family, or none
+    ]
     assert cuts[-1] == 0
     net = sifted(Budget(children=3))
     assert [f.block for f in net.execution.families(1)] == [(4, 3), (4, 3)]

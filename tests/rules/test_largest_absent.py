@@ -116,9 +116,8 @@ def test_the_search_can_be_limited_to_candidates(
 ) -> None:
     net, recorder = graded
     generator = torch.Generator().manual_seed(5)
-    rows = [
-        torch.randint(0, n, (150,), generator=generator) for n in (23, 17)
-    ]  # some twice, some present
+    # some twice, some present
+    rows = [torch.randint(0, n, (150,), generator=generator) for n in (23, 17)]
     uids = net.layers[0].uid[rows[0]], net.layers[1].uid[rows[1]]
     matrix, free = recorder.matrix(), torch.zeros(23, 17, dtype=torch.bool)
     free[rows[0], rows[1]] = True

@@ -201,9 +201,8 @@ def test_a_rule_that_raises_leaves_everything_as_it_was(
     manager.start(net)
     train(net, optimizer)
     before, state = fingerprint(net, optimizer), manager.state_dict()
-    assert (
-        state["rules"][2]["recorders"]["mean"]["count"] == 8 + 2
-    )  # the fingerprint runs the net too
+    # the fingerprint runs the net too
+    assert state["rules"][2]["recorders"]["mean"]["count"] == 8 + 2
     with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
         manager.apply(net, 0)
     assert caught.value.__notes__ == ["raised by rule 'Fail' at step 0"]

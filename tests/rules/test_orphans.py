@@ -16,9 +16,8 @@ def net() -> gn.GrapNet:
     net = gn.GrapNet([4, 5, 6, 3], activation="gelu", dtype=torch.float64)
     with net.edit() as edit:
         edit.cut(net.layers[1][:2].incoming())
-        edit.cut(
-            net.layers[1][2:].outgoing(to=net.layers[2][4])
-        )  # loses its parents with the orphans above
+        # loses its parents with the orphans above
+        edit.cut(net.layers[1][2:].outgoing(to=net.layers[2][4]))
         edit.cut(net.layers[2][5].incoming())
     return net
 

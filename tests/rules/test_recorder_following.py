@@ -192,9 +192,8 @@ def test_a_copy_of_the_net_does_not_feed_it(
     shrink(twin)
     run(twin)
     assert equal(seen(recorder), before)
-    assert not any(
-        module._forward_hooks for module in twin.modules()
-    )  # the first pass took the copied hooks away
+    # the first pass took the copied hooks away
+    assert not any(module._forward_hooks for module in twin.modules())
     run(net)
     assert not equal(seen(recorder), before)
     run(copied := copy.deepcopy(twin))

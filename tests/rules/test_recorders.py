@@ -142,9 +142,8 @@ def test_transforms_are_not_seen(net: gn.GrapNet) -> None:
     assert [recorder.count for recorder in recorders] == [0, 0, 0]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute"
-)  # torch's own, where a hook interrupts what it compiles
+# torch's own, where a hook interrupts what it compiles
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("early", [True, False], ids=["armed before compiling", "armed later"])
 def test_a_compiled_net_is_seen(net: gn.GrapNet, early: bool) -> None:
     recorders = [armed(make(), net) for make in MAKE.values() if early]

@@ -42,12 +42,13 @@ def test_a_schedule_may_be_due_exactly_when_a_step_lies_between(name: str) -> No
 def test_every_task_is_due_when_a_task_is_told_between_start_and_until() -> None:
     schedule = EveryTask(start=3, until=6)
     assert [step for step in range(10) if schedule.is_due(step, "a")] == [3, 4, 5, 6]
+    # task 0 is a task
     assert [step for step in range(10) if schedule.is_due(step, 0)] == [
         3,
         4,
         5,
         6,
-    ]  # task 0 is a task
+    ]
     assert not any(schedule.is_due(step, None) for step in range(10))
     assert [schedule.may_be_due(a, b) for a, b in [(0, 2), (0, 3), (4, 5), (6, 9), (7, 9)]] == [
         False,

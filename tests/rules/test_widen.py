@@ -181,6 +181,7 @@ def test_the_optimizer_starts_shared_relations_afresh_and_keeps_the_rest(net: gn
         lambda edit, layer: edit.freeze(layer.outgoing()[::3]),
     ],
 )
+# copies of one frozen node differ
 def test_frozen_relations_are_neither_cut_nor_changed(
     net: gn.GrapNet, protect: Callable[..., None]
 ) -> None:
@@ -194,9 +195,7 @@ def test_frozen_relations_are_neither_cut_nor_changed(
     assert torch.equal(held.parents, pairs[0])
     assert torch.equal(held.children, pairs[1])
     assert (net(inputs()) - output).abs().max() <= 1e-12
-    assert (
-        len(net.layers[1].outgoing().weights[20:].unique()) > 20
-    )  # copies of one frozen node differ
+    assert len(net.layers[1].outgoing().weights[20:].unique()) > 20
 
 
 @pytest.mark.parametrize(
@@ -220,9 +219,8 @@ def test_beside_a_rule_that_cuts_it_shares_nothing_that_must_stay(
     manager = RuleManager(budget=Budget(parents=least, children=least))
     manager.inject(cut_strongest)
     manager.inject(COPIES)
-    assert (
-        manager.apply(net, 0) is not None
-    )  # a cut that is taken back would leave a relation that is connected again
+    # a cut that is taken back would leave a relation that is connected again
+    assert manager.apply(net, 0) is not None
     assert net.sizes[1] == 14
     gn.check(net)
 
@@ -268,9 +266,8 @@ def test_steep_nodes_hear_nothing_and_get_the_largest_gradient(net: gn.GrapNet) 
     )
     net(inputs()).square().sum().backward()
     norms = new.incoming().gradients.view(6, 4).norm(dim=0)
-    assert torch.allclose(
-        norms, 0.5 * strength, rtol=1e-9
-    )  # also for ReLU: every one of them listens
+    # also for ReLU: every one of them listens
+    assert torch.allclose(norms, 0.5 * strength, rtol=1e-9)
     net.undo()
     random = torch.randn(500, 4, dtype=torch.float64)
     random = 0.5 * random / random.norm(dim=1, keepdim=True)
@@ -282,9 +279,8 @@ def test_directions_come_with_both_signs_and_then_no_more(net: gn.GrapNet) -> No
     found = steepest_directions(matrix)
     assert found.shape == (8, 4)
     assert torch.equal(found[4:], -found[:4])
-    assert bool(
-        (-(matrix @ found[:4].T)).sum(0).gt(0).all()
-    )  # a step makes them speak for positive inputs
+    # a step makes them speak for positive inputs
+    assert bool((-(matrix @ found[:4].T)).sum(0).gt(0).all())
     assert steepest_directions(torch.ones(6, 4)).shape == (2, 4)
     assert steepest_directions(torch.zeros(6, 4)).shape == (0, 4)
     new = widen(net, replace(STEEP, nodes=50))

@@ -37,14 +37,12 @@ def test_every_study_of_the_package_is_registered():
 @pytest.mark.parametrize("name", studies.NAMES)
 def test_a_study_has_a_name_a_form_and_a_test_that_runs_its_fast_form(name):
     text = (HERE / f"test_{name}.py").read_text()
-    assert re.search(
-        r"^def test_\w+\([^)]*\bresult\b", text, flags=re.MULTILINE
-    )  # the fixture runs the fast form
+    # the fixture runs the fast form
+    assert re.search(r"^def test_\w+\([^)]*\bresult\b", text, flags=re.MULTILINE)
     one = studies.registered(name)
     assert one.name == name
-    assert bool(ARTEFACTS[name].figures) == (
-        name != "closed_form_further"
-    )  # which asks what the paper does not
+    # which asks what the paper does not
+    assert bool(ARTEFACTS[name].figures) == (name != "closed_form_further")
     module = importlib.import_module(f"grapnet.studies.{name}")
     assert (one.table, one.missed) == (module.table, module.missed)
     assert re.fullmatch(r"[A-Z].{20,110}\.", one.about)

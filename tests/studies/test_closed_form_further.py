@@ -86,9 +86,8 @@ def test_survivors_carry_over_what_they_would_have_without_the_nodes_that_were_s
         (readout.statistics.cross(), never.statistics.cross()),
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-8)
-    assert not torch.allclose(
-        before[:9, :9], readout.statistics.gram()
-    )  # the nodes that stay are not the first ones
+    # the nodes that stay are not the first ones
+    assert not torch.allclose(before[:9, :9], readout.statistics.gram())
     assert readout.statistics.lacking is None
     assert torch.allclose(readout.solve().weight, never.solve().weight, atol=1e-8)
 
@@ -154,9 +153,8 @@ def test_the_past_fitted_by_survivors_is_exact_for_a_node_that_equals_one(readou
         past.replaced(torch.tensor([2]), stored)
         sums[way] = past.sums()
     gram, cross = sums["survivors"]
-    torch.testing.assert_close(
-        gram[11, :11], gram[6, :11], rtol=1e-2, atol=1.0
-    )  # 7 before a node above it left
+    # 7 before a node above it left
+    torch.testing.assert_close(gram[11, :11], gram[6, :11], rtol=1e-2, atol=1.0)
     torch.testing.assert_close(cross[11], cross[6], rtol=1e-2, atol=1.0)
     assert float(gram[11, 11]) > 0.9 * float(gram[6, 6])
     assert sums["silent"][0][11].abs().sum() == 0

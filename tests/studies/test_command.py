@@ -50,10 +50,11 @@ def test_processes_give_what_one_process_gives_and_a_seed_that_fails_keeps_the_o
     (trace / "fail 7").unlink()
     whole = run(STUDY, settings, folder=kept)
     assert ran(settings) == {7: 2, 1: 1, 4: 1}
+    # as one process finds it
     assert {**whole, "seconds": 0} == {
         **run(STUDY, settings),
         "seconds": 0,
-    }  # as one process finds it
+    }
     assert whole["summary"]["order"] == [7, 1, 4] == [int(seed) for seed in whole["seeds"]]
     assert {row["threads"] for row in whole["seeds"].values()} == {1}
 
@@ -263,6 +264,7 @@ def test_help_says_what_the_study_is_for(capsys):
     assert "Sums of random numbers" in capsys.readouterr().out
 
 
+# nothing partial is left
 def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
     assert command("--plot", tmp_path / "new" / "sums.svg") == 0
     text = (tmp_path / "new" / "sums.svg").read_text()
@@ -274,7 +276,7 @@ def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
         "new",
         "sums.PNG",
         "sums.pdf",
-    ]  # nothing partial is left
+    ]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,7 @@ def test_the_check_for_overlaps_would_find_one():
     assert not rooms["one"].overlaps(rooms["two"])
 
 
+# names and notes lie outside of the axes, and inside of the picture
 def test_a_picture_is_as_high_as_its_rows_need_and_whole(tmp_path):
     figures = []
     for count in (4, 24):
@@ -142,9 +143,7 @@ def test_a_picture_is_as_high_as_its_rows_need_and_whole(tmp_path):
     width = float(
         re.search(r'<svg[^>]* width="([\d.]+)pt"', (tmp_path / "plot.svg").read_text())[1]
     )
-    assert width > 72 * (
-        5.5 + 4
-    )  # names and notes lie outside of the axes, and inside of the picture
+    assert width > 72 * (5.5 + 4)
 
 
 def test_values_whiskers_and_the_papers_interval_stand_where_they_should():

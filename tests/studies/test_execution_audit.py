@@ -43,9 +43,8 @@ def test_what_runs_the_head_does_not_change_what_it_learns(result):
     for found in result["seeds"]["20"]["training"].values():
         scores = found["scores"]
         assert scores["family"] == scores["auto"] == scores["reference"]
-        assert (
-            scores["reference"]["seen"] > 20
-        )  # twice what chance would get, so that something was learnt
+        # twice what chance would get, so that something was learnt
+        assert scores["reference"]["seen"] > 20
         assert scores["dense"] != scores["reference"]
         assert all(seconds > 0 for seconds in found["seconds"].values())
         assert len(found["over dense"]["tasks"]) == 5

@@ -30,14 +30,12 @@ def as_full(result: dict) -> dict:
 def test_the_cut_takes_96_relations_from_storage_and_only_its_own_pair_falls_to_chance(result):
     found = result["summary"]
     assert found["relations"] == [[49 * 240 + 5 * 96, 49 * 240 + 1440]]
-    assert found["rows"]["owned"]["removed"] == [
-        [96, 96, 96]
-    ]  # references, coordinates, weights of a snapshot
+    # references, coordinates, weights of a snapshot
+    assert found["rows"]["owned"]["removed"] == [[96, 96, 96]]
     assert found["target_after"] == [50.0]
     assert found["rows"]["owned"]["other_largest"] == 0
-    assert (
-        found["rows"]["owned"]["moved"] < 1e-4
-    )  # no logit of another pair either, but for rounding
+    # no logit of another pair either, but for rounding
+    assert found["rows"]["owned"]["moved"] < 1e-4
     assert found["rows"]["owned"]["base"][0] > 75  # there was something to lose
 
 

@@ -85,6 +85,7 @@ def test_a_mean_passes_within_the_published_interval_only(folder, made, mean, ag
     assert base.ours == pytest.approx(mean)
 
 
+# 0.1·√(10/9) = 0.105, and 2.262·0.105/√10 = 0.075
 def test_a_row_shows_paper_interval_mean_deviation_and_confidence(folder, made, capsys):
     (folder / "localization.json").write_text(
         json.dumps(localized(made["localization"], apart=98.1, grown=50.0))
@@ -94,9 +95,7 @@ def test_a_row_shows_paper_interval_mean_deviation_and_confidence(folder, made, 
         "| base pair accuracy | 98.26 ± 0.25 | [98.01, 98.51] | 98.10 ± 0.11 | [98.02, 98.18] | 10"
         " | pass |"
     )
-    assert (
-        row in capsys.readouterr().out.splitlines()
-    )  # 0.1·√(10/9) = 0.105, and 2.262·0.105/√10 = 0.075
+    assert row in capsys.readouterr().out.splitlines()
 
 
 def test_a_difference_shows_the_p_of_its_test(folder, made, capsys):
@@ -148,6 +147,7 @@ def test_a_figure_without_a_published_interval_is_not_judged():
     )
 
 
+# without --check nothing is asked of the results
 def test_check_names_missing_results_and_other_settings(folder, capsys):
     assert tables.main(["--results", str(folder), "--check"]) == 1
     lines = capsys.readouterr().err.splitlines()
@@ -163,9 +163,7 @@ def test_check_names_missing_results_and_other_settings(folder, capsys):
             )
     (tiny,) = [line for line in lines if "tiny_transformer" in line]
     assert tiny.endswith("train 256 instead of 1024, epochs 2 instead of 12")
-    assert (
-        tables.main(["--results", str(folder)]) == 0
-    )  # without --check nothing is asked of the results
+    assert tables.main(["--results", str(folder)]) == 0
 
 
 def test_check_passes_what_reaches_its_bars_and_names_one_that_is_missed(
@@ -304,10 +302,8 @@ def test_markdown_and_html_hold_every_table(folder, capsys):
     )
     assert not re.search(r"<p>\s*[|#-]", html)
     assert "<svg" not in text
-    (drawn,) = re.findall(
-        r"<svg.*?</svg>", html
-    )  # of localization: the others have no interval to draw
-    assert (
-        drawn.count("<circle") == drawn.count('fill="none"') == 3
-    )  # made-up images lie outside of all three
+    # of localization: the others have no interval to draw
+    (drawn,) = re.findall(r"<svg.*?</svg>", html)
+    # made-up images lie outside of all three
+    assert drawn.count("<circle") == drawn.count('fill="none"') == 3
     assert ">base pair accuracy</text>" in drawn
