@@ -1,0 +1,1 @@
+"""Mutants: how many small changes of the library its tests notice."""
