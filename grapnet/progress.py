@@ -199,7 +199,6 @@ class Progress:
 
     def _record(self, event: str, note: str, values: Mapping[str, Any]) -> None:
         plain = {key: _plain(value) for key, value in values.items()}
-        # unbuffered: in the system's hands once it returns
         if self._log is not None:
             line = {
                 "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -211,6 +210,7 @@ class Progress:
                 "note": note,
                 "values": plain,
             }
+            # unbuffered: in the system's hands once it returns
             self._log.write(f"{json.dumps(line)}\n".encode())
         if self._curves is not None:
             for key, value in plain.items():

@@ -19,7 +19,6 @@ _SIGNS = {
 }
 
 
-# so that no name of a node ends a command half-way
 def open_streams() -> None:
     """Makes standard output and error take whatever is written to them."""
     for name in ("stdout", "stderr"):
@@ -27,6 +26,7 @@ def open_streams() -> None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (for as long as Python runs)
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
+            # so that no name of a node ends a command half-way
             stream.reconfigure(errors="grapnet")
 
 

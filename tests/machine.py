@@ -116,7 +116,6 @@ class GraphMachine(Operations, Comparison):
         else:
             assert edit.receipt is None
 
-    # selected before, still good
     def trial(self) -> None:
         """Tries an edit: it takes effect, and then nothing has happened."""
         draft, history, relations = (
@@ -135,6 +134,7 @@ class GraphMachine(Operations, Comparison):
                 self.compare(after, draft.shift)
                 self.compare_function(after, keep=False)
         assert self.net.history == history
+        # selected before, still good
         same(relations.weights, self.net.layers[0].outgoing().weights, 0)
 
     def failing_edit(self) -> None:

@@ -166,7 +166,6 @@ def public_names() -> list[tuple[str, str]]:
     return found
 
 
-# a name that is not there is noticed
 def test_names_on_the_walk_through_the_code_are_where_it_says():
     text = " ".join((ROOT / "docs/follow.md").read_text().split())
     named = re.findall(r"`([A-Za-z_.]+)` \(`([a-z_/]+\.py)`\)", text)
@@ -174,6 +173,7 @@ def test_names_on_the_walk_through_the_code_are_where_it_says():
     assert [entry for entry in named if not defines(*entry)] == []
     files = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text)
     assert [path for path in files if not (ROOT / "grapnet" / path).is_file()] == []
+    # a name that is not there is noticed
     assert not defines("Execution.line", "execution/manager.py")
 
 

@@ -97,7 +97,6 @@ def test_units_that_were_done_before_say_nothing_about_the_others(clock):
     assert progress.left == pytest.approx(3 * 20)  # and not 3 · 20 / 7
 
 
-# two units after this one, of (10 + 30) / 2 seconds
 def test_a_unit_that_takes_longer_than_the_others_raises_the_time_left(clock):
     progress = silent(4, clock)
     clock.pass_(10)
@@ -105,6 +104,7 @@ def test_a_unit_that_takes_longer_than_the_others_raises_the_time_left(clock):
     clock.pass_(10)
     assert progress.left == pytest.approx(20)
     clock.pass_(20)
+    # two units after this one, of (10 + 30) / 2 seconds
     assert progress.left == pytest.approx(2 * 20)
 
 
@@ -127,13 +127,13 @@ def test_units_that_run_together_are_reckoned_with(clock, workers):
     assert progress.left == 0
 
 
-# the second ends at once, and then come four more bursts
 def test_units_that_end_in_bursts_are_not_taken_for_the_only_ones(clock):
     alone, together = silent(10, clock), silent(10, clock, workers=2)
     clock.pass_(60)
     for progress in (alone, together):
         progress.advance()
     assert alone.left == pytest.approx(540)
+    # the second ends at once, and then come four more bursts
     assert together.left == pytest.approx(4 * 60)
 
 

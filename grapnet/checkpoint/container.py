@@ -80,8 +80,7 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
         raise CheckpointError(f"container: {str(path)!r} is not a file")
     with path.open("rb") as handle:  # raises what the system says when it may not be read
         # The container opens its file by name twice, and a save may rename another file into place
-        # in between; the open
-        # handle's own name stays with one file.
+        # in between; the open handle's own name stays with one file.
         name = f"/dev/fd/{handle.fileno()}" if os.path.exists("/dev/fd") else os.fspath(path)
         try:
             with safe_open(name, framework="pt") as file:
@@ -134,7 +133,6 @@ def digest(text: str, tensors: dict[str, Tensor]) -> str:
     return total.hexdigest()
 
 
-# one entry may keep any stride
 def _storable(name: str, tensor: Tensor) -> Tensor:
     """Returns the tensor as plain memory on the CPU; raises CheckpointError for one that has no
     such form.
@@ -144,6 +142,7 @@ def _storable(name: str, tensor: Tensor) -> Tensor:
             f"{name}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be saved"
         )
     tensor = tensor.detach().cpu().resolve_neg().contiguous()
+    # one entry may keep any stride
     return tensor.reshape(()).reshape(tensor.shape) if tensor.numel() == 1 else tensor
 
 

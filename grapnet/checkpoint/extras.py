@@ -191,9 +191,9 @@ def restore_all(targets: Sequence[Target]) -> None:
 def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:
     """Gives an optimizer what undo gives back to the coordinates of the nets at these places."""
     nets = []
-    # a file without leaves those of a session
     for prefix in map(prefix_of, places):
         slots = {version: _within(prefix, kept) for version, kept in extra.slots.items()}
+        # a file without leaves those of a session
         nets += [(slots, _within(prefix, extra.owners))] if slots else []
     set_undo_slots(optimizer, nets)
 

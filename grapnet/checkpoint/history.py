@@ -204,8 +204,8 @@ def _put_vector(vector: VectorChange, name: str, tensors: dict[str, Tensor]) -> 
         vector.gone_frozen,
     )
     tensors[name + "flips"] = vector.flips
-    # a shift tells what was cut: the product of a weight and a bias
     if vector.gone_values is None or vector.born_values is None:
+        # a shift tells what was cut: the product of a weight and a bias
         return {
             "values": False,
             "shift": False,

@@ -95,11 +95,11 @@ def carry(name: str, extra: Extra, net: gn.GrapNet, place: str, *, keep: bool) -
             return Staying(error, None if found is None else set(found))
     if extra.made_by == AveragedModel.__name__ and not place:
         averaged = AveragedModel(net)
-        # of a model around the net, say: left to the sizes of its tensors
         try:
             averaged.load_state_dict(extra.content)
             gn.attach(averaged, net)
         except (gn.GrapNetError, RuntimeError, ValueError, TypeError, AttributeError):
+            # of a model around the net, say: left to the sizes of its tensors
             return AsItIs(name, extra)
         return FollowingAverage(name, averaged)
     return AsItIs(name, extra)

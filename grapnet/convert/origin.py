@@ -22,13 +22,13 @@ COMPILED = "_orig_mod"  # the name under which torch.compile(part) holds the par
 
 
 @dataclass(frozen=True, eq=False)
-# by path from the anchor: modules, or functions that a module had as attributes
 class Origin:
     """The chain that a net was made of, and the modules that stood there, whose linear parts are
     empty.
     """
 
     chain: Chain
+    # by path from the anchor: modules, or functions that a module had as attributes
     replaced: dict[str, Any]
 
 

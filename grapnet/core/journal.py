@@ -172,13 +172,13 @@ class Journal:
     and redo need is always kept.
     """
 
-    # (place, bytes) of the commits with details, the oldest first
     def __init__(self, undo_limit: int = 16, detail_limit: int = 256 << 20) -> None:
         self.commits: list[Commit] = []
         self.undoable: list[int] = []  # places in `commits`, the next to undo last
         self.redoable: list[int] = []
         self._undo_limit, self._detail_limit = undo_limit, detail_limit
         self._with_values: set[int] = set()  # places whose commits still hold values
+        # (place, bytes) of the commits with details, the oldest first
         self._details: deque[tuple[int, int]] = deque()
 
     @property

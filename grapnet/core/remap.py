@@ -11,8 +11,7 @@ from torch import Tensor
 from .memory import room
 
 # A copy by runs costs half a microsecond a run and vector, a gather one to two nanoseconds a
-# coordinate: runs pay when
-# they are at least this long.
+# coordinate: runs pay when they are at least this long.
 _SHORTEST_RUN = 600
 _FEW_RUNS = 16
 
@@ -96,8 +95,8 @@ class IndexMap:
         newborn = as_tensor(born).detach() if like_old else old.new_empty(shape)
         if not like_old:
             newborn[:] = born.detach() if isinstance(born, Tensor) else born
-        # never the memory of what was given
         if self.removed.shape[0] == self.old_size:
+            # never the memory of what was given
             return newborn.clone(memory_format=torch.contiguous_format)
         if self.appends:
             return torch.cat([old, newborn], out=room(old, self.new_size))

@@ -40,7 +40,6 @@ class Coordinates(nn.Module):
     # how often any Parameter's coordinates moved, in all graphs of the process
     layout_changes: ClassVar[int] = 0
 
-    # of (trainable, frozen) laid end to end, int32
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
         self._vector_name = name
@@ -51,6 +50,7 @@ class Coordinates(nn.Module):
             "frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False
         )
         self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
+        # of (trainable, frozen) laid end to end, int32
         self.register_buffer("_order", None, persistent=False)
 
     @property

@@ -23,13 +23,13 @@ VIEWS = ("auto", "reference", "dense", "family", "sparse")
 class Scene:
     """The grown net, and everything that the chapters need beside it."""
 
-    # from here on Adam keeps what it knows about coordinates that stay
     def __init__(
         self, learner: Learner, digits: Digits, scores: list[tuple[int, float]], seed: int
     ) -> None:
         self.net, self.optimizer, self.memory = learner.net, learner.optimizer, learner.memory
         self.settings, self.digits, self.scores, self.seed = learner.settings, digits, scores, seed
         gn.detach(self.optimizer, self.net)
+        # from here on Adam keeps what it knows about coordinates that stay
         gn.attach(self.optimizer, self.net)
 
     def logits(self) -> Tensor:

@@ -22,13 +22,13 @@ from .heads import TASKS, Digits, Learner, Settings, load_digits, owner_of
 AGREEMENT = 1e-5  # of the largest logit: how far two ways to compute a sum in float32 may lie apart
 
 
-# version of the net, and its accuracy on all digits seen so far
 class Story(NamedTuple):
     """What came out: all numbers as plain data, and what the pictures are drawn from."""
 
     numbers: dict[str, Any]
     net: gn.GrapNet
     matrix: AccuracyMatrix
+    # version of the net, and its accuracy on all digits seen so far
     scores: list[tuple[int, float]]
 
 

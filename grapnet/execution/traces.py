@@ -53,9 +53,9 @@ class _Mark:
 
     __slots__ = ("_state", "_storage", "_tensor")
 
-    # while we hold this its address is not used again
     def __init__(self, tensor: Tensor) -> None:
         self._tensor, self._state = weakref.ref(tensor), _state(tensor)
+        # while we hold this its address is not used again
         self._storage = StorageWeakRef(tensor.untyped_storage())
 
     def is_on(self, tensor: Tensor) -> bool:

@@ -208,8 +208,8 @@ class RulesCallback(L.Callback):
     ) -> None:
         """Gives the rules the state they had; the nets are back in the module already."""
         managers = self.managers(pl_module)
-        # leaves the recorders of a net that was there before
         for name, manager in managers.items():
+            # leaves the recorders of a net that was there before
             manager.start(nets_in(pl_module)[name])
         load_rules(checkpoint, managers)
 

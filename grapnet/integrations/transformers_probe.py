@@ -173,10 +173,10 @@ def computes_linear(module: nn.Linear) -> bool:
 class _Affine(nn.Module):
     """Stands in for a Linear or a Dropout, element by element."""
 
-    # forwards ask for its dtype
     def __init__(self, scale: float, shift: float) -> None:
         super().__init__()
         self.scale, self.shift = scale, shift
+        # forwards ask for its dtype
         self.weight = torch.empty(0, dtype=torch.float64, device="cpu")
 
     def forward(self, z: Tensor) -> Tensor:

@@ -136,7 +136,6 @@ def _mark_loaded_state(
 
 
 # torch has a hook for the steps of all optimizers but none for their loading, and state that is
-# loaded and then left
-# behind by an edit of equal size would be used for other relations in silence.
+# loaded and then left behind by an edit of equal size would be used for other relations in silence.
 register_optimizer_step_pre_hook(refuse_stale_state)
 Optimizer.__setstate__ = _mark_loaded_state(Optimizer.__setstate__)  # pyright: ignore[reportAttributeAccessIssue]

@@ -66,7 +66,6 @@ def fit(
         )
 
 
-# letters are set on whole pixels: small ones are wider than their size says
 def _settle(
     ax: "Axes",
     texts: Sequence["Text"],
@@ -92,6 +91,7 @@ def _settle(
                 share = min(share, wide / max(found.width, 1e-9), high / max(found.height, 1e-9))
             if share == 1:
                 return
+            # letters are set on whole pixels: small ones are wider than their size says
             size *= 0.99 * share
 
 

@@ -84,7 +84,6 @@ def _head(net: GrapNet, ax: "Axes") -> None:
     """
     last = len(net.transitions)
     heads, texts = [], []
-    # the title leaves room
     for number in range(last + 1):
         kind = "sensory" if number == 0 else "output" if number == last else f"hidden {number}"
         heads.append(f"{kind}\n{net.sizes[number]:,}")
@@ -94,6 +93,7 @@ def _head(net: GrapNet, ax: "Axes") -> None:
             "textcoords": "offset points",
         }
         style = {"ha": "center", "va": "bottom", "fontsize": HEAD, "color": ink(ax)}
+        # the title leaves room
         texts.append(ax.annotate("", (number, 1.0), in_layout=False, **place, **style))
     whenever_drawn(ax, partial(_settle_heads, ax, texts, heads))
 

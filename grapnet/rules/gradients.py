@@ -224,9 +224,9 @@ class GradientRecorder(Watcher[OuterProducts]):
     def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         if not torch.is_grad_enabled():
             return
-        # the input belongs to whoever gave it
         if place == 0:
             said = args[0].detach()
+            # the input belongs to whoever gave it
             self._said = said.clone() if self.upper == 0 else said
         if place == 0 and self.lower > self.upper + 1:
             return

@@ -33,8 +33,8 @@ class Entry:
     def __post_init__(self) -> None:
         self.injected = arguments(self.rule)
 
-    # an entry that was pickled before they were kept has none
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # an entry that was pickled before they were kept has none
         vars(self).update({"injected": {}, **state})
 
     def description(self) -> dict[str, Any]:

@@ -259,10 +259,10 @@ class EstimatedPast:
         late = torch.ones(len(gram), dtype=torch.bool)
         late[old] = False
         known, wanted, fits = said[:, old], said[:, late], []
-        # what leaving one out gets wrong
         for penalty in (1e-2, 1e-1, 1.0, 10.0):
             inverse = torch.linalg.inv(known @ known.t() + penalty * torch.eye(len(known)).double())
             dual = inverse @ wanted
+            # what leaving one out gets wrong
             fits.append((dual / inverse.diagonal()[:, None], known.t() @ dual))
         wrong, fit = min(fits, key=lambda found: float(found[0].square().sum()))
         gram[late] = fit.t() @ gram[old]  # of the surviving ones; the rest follows from symmetry

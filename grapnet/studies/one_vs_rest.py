@@ -162,9 +162,9 @@ def _grown(
     """
     torch.manual_seed(seed)
     net = gn.GrapNet([784, 0, TASKS])
-    # its bias freezes with the task
     with net.edit(reason="an output a task") as edit:
         for number in range(TASKS):
+            # its bias freezes with the task
             edit.set_owner(net.layers[2][number : number + 1], f"task-{number}")
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     gn.attach(optimizer, net, survivors=survivors)

@@ -250,8 +250,8 @@ def _row(figure: Figure, seeds: Sequence[dict[str, Any]]) -> Row:
     low, high = figure.published
     if figure.exact:
         return Row(figure, values, ours, all(value == figure.paper for value in values))
-    # the paper prints two digits
     if figure.largest:
+        # the paper prints two digits
         return Row(figure, values, ours, float(f"{ours:.1e}") <= high)
     low, mean, high = (round(number, figure.digits) for number in (low, ours, high))
     return Row(figure, values, ours, low <= mean <= high)

@@ -75,7 +75,6 @@ class Referee:
         self.objects, self.before = self._objects()
         sys.addaudithook(self._audit)
 
-    # so that the next mutation is judged by itself
     def judge(self, mutation: Mutation) -> None:
         """Loads and restores one mutated file; notes what is wrong with how that went."""
         self.path.write_bytes(mutation.data)
@@ -97,6 +96,7 @@ class Referee:
             self._restore(mutation)
         except Exception as error:
             self.faults.append(f"{mutation.label}: {type(error).__name__}: {error}"[:500])
+            # so that the next mutation is judged by itself
             self.objects, self.before = self._objects()
 
     def watched(self, act: Callable[[], Any]) -> Any:

@@ -66,7 +66,6 @@ def test_grows_task_by_task_and_learns(numbers):
     assert 0.9 < numbers["growth"]["task_local"] <= 1  # chance: 0.5
 
 
-# after few updates, as the report says
 def test_compares_heads_of_as_many_parameters_on_the_same_seeds(numbers):
     comparison = numbers["comparison"]
     heads = comparison["heads"]
@@ -85,6 +84,7 @@ def test_compares_heads_of_as_many_parameters_on_the_same_seeds(numbers):
     ]
     assert comparison["differences"]["own - control"]["mean"] == pytest.approx(sum(differences) / 2)
     assert f"{sum(differences) / 2:+.1f} [" in comparison["verdict"]
+    # after few updates, as the report says
     assert heads["control"]["mean"] > heads["own"]["mean"] + 2
 
 

@@ -400,7 +400,6 @@ def test_bad_input_is_one_line_and_changes_nothing(
     assert content(tmp_path) == before
 
 
-# it ranks what it may cut
 def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
     net = gn.GrapNet([3, 2])
     with torch.no_grad():
@@ -411,6 +410,7 @@ def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
     with net.edit() as edit:
         edit.freeze(net.node(0).outgoing())
     gn.save(tmp_path / "frozen", net)
+    # it ranks what it may cut
     assert run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0
 
 

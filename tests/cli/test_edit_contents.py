@@ -68,7 +68,6 @@ def test_optimizers_of_several_groups_follow(tmp_path, run, undo, order):
     assert (undo_slots := bool(net.journal.undoable)) is undo, undo_slots
 
 
-# no vector of 20 has moved
 def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     torch.manual_seed(0)
     net = gn.GrapNet([5, 4, 4, 4])
@@ -115,6 +114,7 @@ def test_what_cannot_follow_stops_the_edit_unless_dropped(tmp_path, run):
     other = run(
         "cut", tmp_path / "old", "--transition", 1, "--smallest", "0.5", "--dry-run", "--json"
     )
+    # no vector of 20 has moved
     assert json.loads(other.out)["extras"] == {
         "adam": "followed",
         "opt": "kept",

@@ -41,9 +41,9 @@ def test_nodes_that_nobody_hears_are_removed_with_those_that_only_they_hear_and_
     torch.manual_seed(0)
     net, x = gn.GrapNet([2, 3, 3, 2]), torch.randn(5, 2)
     first, second = net.layers[1], net.layers[2]  # uids 2 to 4 and 5 to 7
-    # its only child is unheard
     with net.edit() as edit:
         edit.cut(second[0].outgoing())
+        # its only child is unheard
         edit.cut(first[0].outgoing(to=second[1]) | first[0].outgoing(to=second[2]))
     gn.save(tmp_path / "old", net)
     done = run("cut", tmp_path / "old", "--node", 6, "-o", tmp_path / "new")

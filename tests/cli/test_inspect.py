@@ -224,7 +224,6 @@ def test_a_net_in_two_places_is_told_of_once(run: Run, tmp_path: Path) -> None:
     assert {place: one["also_at"] for place, one in nets.items()} == {"0": ["2"]}
 
 
-# the heading has the whole name
 def test_every_line_fits_a_screen_and_numbers_stand_to_the_right(run: Run, tmp_path: Path) -> None:
     net = gn.GrapNet([1500, 20, 3], density=0.05, generator=torch.Generator().manual_seed(0))
     net.layers[1].dropout = 0.25
@@ -242,6 +241,7 @@ def test_every_line_fits_a_screen_and_numbers_stand_to_the_right(run: Run, tmp_p
     assert "      1     20  1500 to 1519   25.0 %         10.0 %  relu 18, tanh 2" in out
     assert " 1,500" in out
     lines = run("inspect", tmp_path / "wide", "--owner", net.layers[1][0].owner).out.splitlines()
+    # the heading has the whole name
     assert max(len(line) for line in lines[1:] if "in the net:" not in line) <= WIDTH
 
 

@@ -31,7 +31,6 @@ def test_an_unclear_order_is_asked_for(tmp_path, run):
 
 
 @pytest.mark.parametrize(("one", "other"), [("1", "01"), ("3", "\N{ARABIC-INDIC DIGIT THREE}")])
-# the only order that fits
 def test_equal_numbers_tell_no_order(tmp_path, run, one, other):
     asked = ["convert", tmp_path / "mlp.pt", "-o", tmp_path / "net"]
     torch.save(
@@ -47,6 +46,7 @@ def test_equal_numbers_tell_no_order(tmp_path, run, one, other):
         {f"{one}.weight": torch.randn(3, 4), f"{other}.weight": torch.randn(4, 5)},
         tmp_path / "mlp.pt",
     )
+    # the only order that fits
     assert json.loads(run(*asked, "--force", "--json").out)["keys"] == [
         other,
         one,

@@ -92,7 +92,6 @@ def tensors_in(part: object) -> Iterator[torch.Tensor]:
         yield from (tensor for f in fields(part) for tensor in tensors_in(getattr(part, f.name)))
 
 
-# a slice would keep the whole alive
 def test_a_commit_keeps_no_more_memory_than_it_tells_of() -> None:
     net = gn.GrapNet([40, 300, 4])
     net(torch.ones(2, 40)).sum().backward()
@@ -109,6 +108,7 @@ def test_a_commit_keeps_no_more_memory_than_it_tells_of() -> None:
         found = list(tensors_in(commit.change))
         assert len(found) > 10
         for tensor in found:
+            # a slice would keep the whole alive
             assert tensor.untyped_storage().nbytes() <= max(tensor.nbytes, 64)
 
 

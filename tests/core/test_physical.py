@@ -145,7 +145,6 @@ def test_a_masked_layer_fails_the_same_test(place: str, tmp_path: Path) -> None:
         check_physical(Masked(tmp_path), place)
 
 
-# the cut relations did count
 def test_the_twins_differ_in_storage_and_agree_in_the_function(tmp_path: Path) -> None:
     graph, masked = Physical(tmp_path), Masked(tmp_path)
     for node in graph.net.layers[0]:
@@ -156,6 +155,7 @@ def test_the_twins_differ_in_storage_and_agree_in_the_function(tmp_path: Path) -
     x = torch.randn(7, PARENTS, dtype=torch.float64)
     expected = x @ (masked.linear.weight * masked.linear.mask).T + masked.linear.bias
     assert torch.allclose(graph.net(x), expected, atol=1e-12, rtol=0)
+    # the cut relations did count
     assert not torch.allclose(graph.net(x), masked.linear(x), atol=1e-3)
 
 

@@ -170,7 +170,6 @@ def test_attention_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.parametrize("density", [1.0, 0.5])
-# made once: it follows nothing
 def test_no_snapshot_holds_a_cut_coordinate(density):
     net = gn.GrapNet([5, 4, 3], density=density)
     net.layers[0].outgoing()[3:4].weights = MARK
@@ -186,6 +185,7 @@ def test_no_snapshot_holds_a_cut_coordinate(density):
     assert holders() == [True] * 3
     edited(lambda net, edit: edit.cut(net.layers[0].outgoing()[3:4]))(net)
     assert holders() == [False] * 3
+    # made once: it follows nothing
     assert any(holds_mark(tensor) for tensor in module.parameters())
 
 

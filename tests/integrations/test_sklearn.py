@@ -26,8 +26,8 @@ from grapnet.rules import At, PruneWeakest
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/scikit-learn.md"
 # What scikit-learn itself leaves out where pandas is not installed, or SCIPY_ARRAY_API not set
-# before Python starts;
-# the estimators take arrays, and hand data frames to the same validation as scikit-learn's own.
+# before Python starts; the estimators take arrays, and hand data frames to the same validation as
+# scikit-learn's own.
 LEFT_OUT = {
     "check_sample_weights_pandas_series": "pandas",
     "check_classifier_data_not_an_array": "pandas",

@@ -427,8 +427,8 @@ def test_a_copy_attached_late_takes_the_net_s_values_for_what_it_never_had() -> 
     net = make_net()
     rewire(net)
     averaged = AveragedModel(net)
-    # a version that the copy has not seen, and that moves nothing
     with net.edit() as edit:
+        # a version that the copy has not seen, and that moves nothing
         edit.set_owner(net.layers[1], "a")
     gn.attach(averaged, net)
     net.undo()

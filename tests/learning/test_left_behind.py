@@ -63,7 +63,6 @@ def test_one_that_is_not_attached_refuses_to_average(how: str, updates: int) -> 
     AveragedModel(net).update_parameters(net)
 
 
-# nothing was trained, so no average should move
 def test_torch_alone_would_average_the_wrong_relations() -> None:
     net = make_net()
     averaged = AveragedModel(net)
@@ -72,6 +71,7 @@ def test_torch_alone_would_average_the_wrong_relations() -> None:
     swap_one(net)
     AveragedModel.update_parameters.__wrapped__(averaged, net)  # pyright: ignore[reportFunctionMemberAccess]
     after = everything(averaged.module)
+    # nothing was trained, so no average should move
     assert before[0, 6] == everything(net)[0, 6] != after[0, 6]
 
 

@@ -317,7 +317,6 @@ def test_several_groups_optimizers_and_a_scheduler(net: gn.GrapNet) -> None:
     assert set(first.state) == {*biases, *weights[:2]}
 
 
-# a gradient of zero alone does not hold a weight
 def test_frozen_coordinates_do_not_move_a_bit(net: gn.GrapNet) -> None:
     optimizer = attached(net, lambda p: AdamW(p, lr=0.1, weight_decay=0.5))
     control = copy.deepcopy(net)
@@ -333,6 +332,7 @@ def test_frozen_coordinates_do_not_move_a_bit(net: gn.GrapNet) -> None:
     before = control.layers[1].biases.detach()
     control.zero_grad(set_to_none=False)
     adam.step()
+    # a gradient of zero alone does not hold a weight
     assert not torch.equal(control.layers[1].biases, before)
 
 

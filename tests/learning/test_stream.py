@@ -67,7 +67,6 @@ def test_a_task_brings_its_classes_once(data):
     assert len(rows.unique()) == len(rows)
 
 
-# a class keeps its images
 def test_the_seed_decides_the_subset_and_the_order(data):
     def rows(**settings: Any) -> list[list[int]]:
         return [task.rows.tolist() for task in stream_of(data, **settings)]
@@ -83,6 +82,7 @@ def test_the_seed_decides_the_subset_and_the_order(data):
     assert [set(task) for task in whole] == [set(task) for task in whole_of_other]
     assert whole != whole_of_other
     reordered = rows(tasks=[TASKS[2], TASKS[0], TASKS[1]])
+    # a class keeps its images
     assert [set(task) for task in reordered] == [set(first[n]) for n in (2, 0, 1)]
 
 

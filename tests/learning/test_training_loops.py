@@ -109,7 +109,6 @@ def test_an_edit_changes_no_learning_rate(kind: str) -> None:
     assert len(set(rates[0])) > 2
 
 
-# a scale of 2ⁿ rounds nothing
 def test_a_grad_scaler_goes_on_through_an_edit() -> None:
     ends = []
     for scaled in (False, True):
@@ -127,6 +126,7 @@ def test_a_grad_scaler_goes_on_through_an_edit() -> None:
             scaler.update()
         ends.append([p.detach().clone() for p in net.parameters()])
         assert scaler.get_scale() == (8192.0 if scaled else 1.0)
+    # a scale of 2ⁿ rounds nothing
     assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
 
 

@@ -16,7 +16,6 @@ def patches(ax: Any, gid: str) -> int:
     return sum(patch.get_gid() == gid for patch in ax.patches)
 
 
-# the coordinate stays
 def test_deletion_shows_a_real_cut_and_leaves_the_net_as_it_was():
     net = gn.GrapNet([3, 5, 2], density=0.8, generator=torch.Generator().manual_seed(0))
     node = net.layers[0][0]
@@ -46,6 +45,7 @@ def test_deletion_shows_a_real_cut_and_leaves_the_net_as_it_was():
     assert patches(ax, "children before: cut") == patches(ax, "dense after: cut") == 1
     assert patches(ax, "children after: kept") == degree - 1
     assert patches(ax, "children after: cut") == 0
+    # the coordinate stays
     assert sum(patches(ax, f"dense after: {kind}") for kind in ("kept", "cut", "empty")) == 5
 
 

@@ -110,7 +110,6 @@ def test_any_net_gives_a_small_page():
 
 
 @pytest.mark.parametrize("letter", ["'", '"', "<", "é", "\N{GRINNING FACE}", "\ud800"])
-# told by a part of its name
 def test_everything_at_once_gives_a_small_page(letter):
     names = ['"' * 30 + str(n) for n in range(4)]
     for name in names:
@@ -127,6 +126,7 @@ def test_everything_at_once_gives_a_small_page(letter):
     assert len(net._repr_html_().encode()) < 20_000
     found, shown = parsed(net), letter.encode(errors="backslashreplace").decode()
     assert "48 owners more" in " ".join(found.texts)
+    # told by a part of its name
     assert sum(shown in text and text.startswith("3") for text in found.texts) == 1
 
 

@@ -154,10 +154,10 @@ def test_a_rule_keeps_within_its_budget(rule: str, shape: str) -> None:
         return
     gone = {int(uid) for change in commit.change.layers.values() for uid in change.gone.uids}
     cuts, connected = [], 0
-    # not what left with a node
     for change in commit.change.transitions.values():
         connected += len(change.born)
         ends = zip(change.gone.parents.tolist(), change.gone.children.tolist(), strict=True)
+        # not what left with a node
         cuts += [(parent, child) for parent, child in ends if not {parent, child} & gone]
     assert len(cuts) <= 4
     assert connected <= 4

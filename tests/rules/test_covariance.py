@@ -105,8 +105,8 @@ def test_targets_that_do_not_move_with_their_family_are_cut(
     kind: str, recorder: type[CovarianceRecorder]
 ) -> None:
     # Two families of 4 hidden nodes, each with 4 children of its own; all say positive things, so
-    # that ReLU is linear.
-    # Every member says its family's signal. A planted target listens to what no member says.
+    # that ReLU is linear. Every member says its family's signal. A planted target listens to what
+    # no member says.
     generator = torch.Generator().manual_seed(1)
     net = tabular_net(4, 8, 2, 2)
     for layer in (1, 2, 3):

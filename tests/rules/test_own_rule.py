@@ -22,7 +22,6 @@ def executed(blocks: list[str]) -> dict[str, Any]:
     return names
 
 
-# the last number depends on the weights
 def test_the_guide_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = executed(BLOCKS)
@@ -36,6 +35,7 @@ def test_the_guide_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert shown is not None
     expected, printed = shown[1].splitlines(), str(names["preview"]).splitlines()
     assert printed[:-1] == expected[:-1]
+    # the last number depends on the weights
     assert printed[-1].rsplit(" ", 1)[0] == expected[-1].rsplit(" ", 1)[0]
 
 

@@ -126,7 +126,6 @@ def test_frozen_relations_are_never_cut(net: gn.GrapNet, scope: Any) -> None:
 
 
 @pytest.mark.parametrize("scope", ["global", "transition", "node"])
-# it does not hold by itself
 def test_budgets_hold(net: gn.GrapNet, scope: Any) -> None:
     rule = PruneWeakest(sparsity=0.95, scope=scope)
     prune(net, rule, budget=Budget(edits=7))
@@ -138,6 +137,7 @@ def test_budgets_hold(net: gn.GrapNet, scope: Any) -> None:
     assert sum(relations(net)) < 150
     net.undo()
     prune(net, rule)
+    # it does not hold by itself
     assert any(int(t.topology.fan_in().min()) < 2 for t in net.transitions)
 
 
@@ -150,7 +150,6 @@ def test_the_ramp_is_zhu_and_guptas() -> None:
 
 
 @pytest.mark.parametrize("scope", ["global", "transition", "node"])
-# a node of few relations has fewer to lose
 def test_a_run_under_the_ramp_ends_at_the_final_sparsity(scope: Any) -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([30, 50, 10])
@@ -173,6 +172,7 @@ def test_a_run_under_the_ramp_ends_at_the_final_sparsity(scope: Any) -> None:
     assert left[:8] == [2000] * 8  # up to step 4 the ramp asks for nothing, and 8 is the next
     assert left == sorted(left, reverse=True)
     assert left[40:] == [200] * 9
+    # a node of few relations has fewer to lose
     assert len(net.history) == (7 if scope == "node" else 9)
 
 

@@ -181,7 +181,6 @@ def test_the_optimizer_starts_shared_relations_afresh_and_keeps_the_rest(net: gn
         lambda edit, layer: edit.freeze(layer.outgoing()[::3]),
     ],
 )
-# copies of one frozen node differ
 def test_frozen_relations_are_neither_cut_nor_changed(
     net: gn.GrapNet, protect: Callable[..., None]
 ) -> None:
@@ -195,6 +194,7 @@ def test_frozen_relations_are_neither_cut_nor_changed(
     assert torch.equal(held.parents, pairs[0])
     assert torch.equal(held.children, pairs[1])
     assert (net(inputs()) - output).abs().max() <= 1e-12
+    # copies of one frozen node differ
     assert len(net.layers[1].outgoing().weights[20:].unique()) > 20
 
 

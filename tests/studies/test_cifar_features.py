@@ -59,12 +59,12 @@ def expected(net: nn.Module, images: torch.Tensor, size: int) -> torch.Tensor:
         return net((x - mean[:, None, None]) / std[:, None, None])
 
 
-# the batch does not
 def test_features_are_what_the_network_makes_of_resized_normalised_images(images):
     found = extract(Counting(), images, batch=4, size=12)
     assert (found.shape, found.dtype, found.is_inference()) == ((10, 5), torch.float32, False)
     torch.testing.assert_close(found, expected(Counting(), images, 12))
     assert not torch.allclose(found, expected(Counting(), images, 8))  # the size matters
+    # the batch does not
     torch.testing.assert_close(found, extract(Counting(), images, batch=10, size=12))
 
 

@@ -264,7 +264,6 @@ def test_help_says_what_the_study_is_for(capsys):
     assert "Sums of random numbers" in capsys.readouterr().out
 
 
-# nothing partial is left
 def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
     assert command("--plot", tmp_path / "new" / "sums.svg") == 0
     text = (tmp_path / "new" / "sums.svg").read_text()
@@ -272,6 +271,7 @@ def test_a_plot_is_drawn_as_its_name_says(tmp_path, capsys):
     for name, start in (("sums.PNG", b"\x89PNG"), ("sums.pdf", b"%PDF")):
         assert command("--fast", "--plot", tmp_path / name) == 0
         assert (tmp_path / name).read_bytes().startswith(start)
+    # nothing partial is left
     assert sorted(os.listdir(tmp_path)) == [
         "new",
         "sums.PNG",

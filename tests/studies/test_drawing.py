@@ -123,7 +123,6 @@ def test_the_check_for_overlaps_would_find_one():
     assert not rooms["one"].overlaps(rooms["two"])
 
 
-# names and notes lie outside of the axes, and inside of the picture
 def test_a_picture_is_as_high_as_its_rows_need_and_whole(tmp_path):
     figures = []
     for count in (4, 24):
@@ -143,6 +142,7 @@ def test_a_picture_is_as_high_as_its_rows_need_and_whole(tmp_path):
     width = float(
         re.search(r'<svg[^>]* width="([\d.]+)pt"', (tmp_path / "plot.svg").read_text())[1]
     )
+    # names and notes lie outside of the axes, and inside of the picture
     assert width > 72 * (5.5 + 4)
 
 

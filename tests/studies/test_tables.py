@@ -85,7 +85,6 @@ def test_a_mean_passes_within_the_published_interval_only(folder, made, mean, ag
     assert base.ours == pytest.approx(mean)
 
 
-# 0.1·√(10/9) = 0.105, and 2.262·0.105/√10 = 0.075
 def test_a_row_shows_paper_interval_mean_deviation_and_confidence(folder, made, capsys):
     (folder / "localization.json").write_text(
         json.dumps(localized(made["localization"], apart=98.1, grown=50.0))
@@ -95,6 +94,7 @@ def test_a_row_shows_paper_interval_mean_deviation_and_confidence(folder, made, 
         "| base pair accuracy | 98.26 ± 0.25 | [98.01, 98.51] | 98.10 ± 0.11 | [98.02, 98.18] | 10"
         " | pass |"
     )
+    # 0.1·√(10/9) = 0.105, and 2.262·0.105/√10 = 0.075
     assert row in capsys.readouterr().out.splitlines()
 
 
@@ -147,7 +147,6 @@ def test_a_figure_without_a_published_interval_is_not_judged():
     )
 
 
-# without --check nothing is asked of the results
 def test_check_names_missing_results_and_other_settings(folder, capsys):
     assert tables.main(["--results", str(folder), "--check"]) == 1
     lines = capsys.readouterr().err.splitlines()
@@ -163,6 +162,7 @@ def test_check_names_missing_results_and_other_settings(folder, capsys):
             )
     (tiny,) = [line for line in lines if "tiny_transformer" in line]
     assert tiny.endswith("train 256 instead of 1024, epochs 2 instead of 12")
+    # without --check nothing is asked of the results
     assert tables.main(["--results", str(folder)]) == 0
 
 
