@@ -45,9 +45,8 @@ def whole(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Pat
         partial.chmod(place.stat().st_mode & 0o777 if there else folder.stat().st_mode & 0o666)
         _sync(partial)
         (os.replace if replace else _give_name)(partial, place)
-    with suppress(
-        OSError
-    ):  # some mounts sync no folder, and one that may only be written into cannot be opened for it
+    # some mounts sync no folder, and one that may only be written into cannot be opened for it
+    with suppress(OSError):
         _sync(place.parent)
 
 

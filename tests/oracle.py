@@ -159,9 +159,8 @@ class Draft:
         self.thawed: set[Key] = set()
         self.names: dict[tuple[str, int], set[str | None]] = {}
         self.orphans: dict[int, bool] = {}
-        self.bounds: dict[
-            Key, tuple[float, float]
-        ] = {}  # newborn -> least and greatest value; filled by resolve
+        # newborn -> least and greatest value; filled by resolve
+        self.bounds: dict[Key, tuple[float, float]] = {}
         self.shift: Shift = {}  # filled by resolve
 
     def add_nodes(

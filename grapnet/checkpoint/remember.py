@@ -62,9 +62,8 @@ def remember_modules(modules: Iterable[nn.Module]) -> GoBack:
         for storage, content in contents:
             storage.copy_(content)
         for module, extra in extras:
-            with contextlib.suppress(
-                Exception
-            ):  # it may refuse even what it gave; the others get theirs
+            # it may refuse even what it gave; the others get theirs
+            with contextlib.suppress(Exception):
                 module.set_extra_state(extra)
 
     return go_back

@@ -17,9 +17,8 @@ from grapnet.core.relations import MOST_RELATIONS
 from .command import CommandError
 
 _KINDS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-_ODD: tuple[
-    tuple[Callable[[Tensor], bool], str, str], ...
-] = (  # a tensor that is no plain array, and what to do
+# a tensor that is no plain array, and what to do
+_ODD: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
     (lambda tensor: tensor.is_quantized, "is quantized", "save tensor.dequantize() in its place"),
     (
         lambda tensor: tensor.is_nested,
@@ -163,9 +162,8 @@ def _has_trail(width: int, parts: Sequence[Part]) -> bool:
         surplus[part.takes] += 1
         surplus[part.gives] -= 1
         after.setdefault(part.takes, set()).add(part.gives)
-    if [count for count in surplus.values() if count] != [
-        -1
-    ]:  # all but the last width is taken as often as given
+    # all but the last width is taken as often as given
+    if [count for count in surplus.values() if count] != [-1]:
         return False
     reached, waiting = {width}, [width]
     while waiting:

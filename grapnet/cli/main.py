@@ -205,16 +205,14 @@ def _prepare(given: argparse.Namespace) -> None:
         )
     has = "grapnet doctor says what this machine has"
     try:
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # about devices of old, which are refused all the same
+        # about devices of old, which are refused all the same
+        with warnings.catch_warnings(action="ignore"):
             device = torch.empty(0, device=given.device).device
     except (RuntimeError, AssertionError, ImportError) as error:
         why = _one_line(error).partition(". ")[0]  # torch goes on with all that it could have used
         raise CommandError(f"--device {given.device} cannot be used: {why}", has) from None
-    if (
-        str(torch.device(given.device)) != given.device
-    ):  # torch counts devices in 8 bits, where 256 is 0
+    # torch counts devices in 8 bits, where 256 is 0
+    if str(torch.device(given.device)) != given.device:
         raise CommandError(f"--device {given.device} cannot be used: there is no such device", has)
     if device.type == "meta":
         raise CommandError("--device meta cannot be used: it holds no numbers", has)

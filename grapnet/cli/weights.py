@@ -98,9 +98,8 @@ def read_weights(path: Path, prefix: str, keys: Sequence[str] | None) -> Weights
         raise CommandError(f"{path} is a folder, not a file of weights", "name the file inside it")
     if not path.is_file():
         raise CommandError(f"{path} is no file of weights", "name a .safetensors or .pt file")
-    path.open(
-        "rb"
-    ).close()  # raises what the system says, of which the readers below make something else
+    # raises what the system says, of which the readers below make something else
+    path.open("rb").close()
     if path.suffix.lower() in TORCH_ENDINGS:
         return _chosen(_state_dicts(_read_torch(path)), path, prefix, keys or ())
     return Weights(_read_safetensors(path))
@@ -112,9 +111,8 @@ def _read_torch(path: Path) -> Any:
             with zipfile.ZipFile(path) as archive:
                 if archive.testzip() is not None:  # torch.load compares no checksum
                     raise ValueError("a checksum is wrong")
-        with warnings.catch_warnings(
-            action="ignore"
-        ):  # of kinds of tensors that are refused by name later
+        # of kinds of tensors that are refused by name later
+        with warnings.catch_warnings(action="ignore"):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # whatever damage makes of a pickle
         raise CommandError(

@@ -100,9 +100,8 @@ def _row(module: nn.Module) -> str:
     linears = [name for name, child in children.items() if type(child) is nn.Linear]
     others = {name: child for name, child in children.items() if name not in linears}
     chain = [module.get_submodule(name) for name in linears]
-    if len(linears) < 2 or any(
-        a.out_features != b.in_features for a, b in pairwise(chain)
-    ):  # they run otherwise
+    # they run otherwise
+    if len(linears) < 2 or any(a.out_features != b.in_features for a, b in pairwise(chain)):
         return ""
     if any(next(other.parameters(), None) is not None for other in others.values()):
         return ""

@@ -6,9 +6,8 @@ from torch import nn
 
 from grapnet.network import GrapNet
 
-_SWITCHES: dict[
-    type[nn.Module], tuple[str, object]
-] = {  # what turns the fused kernel off, and to what
+# what turns the fused kernel off, and to what
+_SWITCHES: dict[type[nn.Module], tuple[str, object]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }

@@ -107,9 +107,8 @@ class Layer(Coordinates, NodeSet):
         transform only reads it.
         """
         device = torch.device("cpu") if self.is_sensory else self.frozen_at.device
-        if (
-            len(self.activation_names) and len(self.activation_names.names) == 1
-        ):  # the rows matter only among several
+        # the rows matter only among several
+        if len(self.activation_names) and len(self.activation_names.names) == 1:
             none = torch.empty(0, dtype=torch.int64, device=device)
             function = activation_function(str(self.activation_names.names[0]))
             self._kinds, self._kinds_order = [_Kind(function, none)], none

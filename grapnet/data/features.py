@@ -104,10 +104,11 @@ def save_features(
     labels = {"y_train": y_train.cpu().numpy(), "y_test": y_test.cpu().numpy()}
     arrays = {"q_train": q_train, "q_test": q_test, "scale": scale, "zero": zero, **labels}
     _check(path, arrays)
+    # numpy adds an ending to names without
     with (
         whole(path) as partial,
         partial.open("wb") as file,
-    ):  # numpy adds an ending to names without
+    ):
         np.savez_compressed(file, **arrays, about=np.array(about))
     return path
 

@@ -71,9 +71,8 @@ class Execution:
 
     def __init__(self, graph: Graph) -> None:
         self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
-        self._unmet: dict[
-            int, str
-        ] = {}  # by transition: the backend that was asked for and that nobody registered
+        # by transition: the backend that was asked for and that nobody registered
+        self._unmet: dict[int, str] = {}
         self.bind(graph)
 
     def bind(self, graph: Graph) -> None:

@@ -36,9 +36,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "identity": nn.Identity,
 }
 
-_ADJUSTED: dict[
-    str, tuple[type[nn.Module], str]
-] = {  # kind of a name with a number -> its module, and what it sets
+# kind of a name with a number -> its module, and what it sets
+_ADJUSTED: dict[str, tuple[type[nn.Module], str]] = {
     "leaky_relu": (nn.LeakyReLU, "negative_slope"),
     "elu": (nn.ELU, "alpha"),
     "softplus": (nn.Softplus, "beta"),

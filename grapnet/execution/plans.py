@@ -135,11 +135,12 @@ class Plans:
                 " cannot run. Load it from a checkpoint, gn.load(path), or make it on a device that"
                 " holds numbers"
             )
+        # as if called alone
         with (
             temporarily_clear_interpreter_stack(),
             torch.inference_mode(False),
             torch.no_grad(),
-        ):  # as if called alone
+        ):
             plans = [
                 self._plan(t, self._choice(t, batch, training)[0])
                 for t in range(len(self.topologies))

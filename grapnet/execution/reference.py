@@ -43,9 +43,8 @@ class ReferencePlan:
         if self.topology.n_relations <= size:
             return self._sum(x, values, 0) + bias
         z = bias
-        for number, part in enumerate(
-            values.split(size)
-        ):  # each piece is made again in the backward, not kept
+        # each piece is made again in the backward, not kept
+        for number, part in enumerate(values.split(size)):
             z = z + checkpoint(
                 self._sum, x, part, number * size, use_reentrant=False, preserve_rng_state=False
             )

@@ -234,9 +234,8 @@ def _roles(linears: dict[str, tuple[int, int]]) -> Iterator[tuple[dict[str, int]
         fit = all(linears[name] == (width, copies * hidden) for name, copies in into.items())
         if fit and list(into.values()) in ([1], [2], [1, 1]):
             yield into, out
-            if (
-                hidden == 0 and len(into) == 1
-            ):  # an emptied block does not show how many rows a unit has
+            # an emptied block does not show how many rows a unit has
+            if hidden == 0 and len(into) == 1:
                 yield dict.fromkeys(into, 2), out
 
 

@@ -383,9 +383,8 @@ class _Move:
     ) -> None:
         self.taken: dict[str, Tensor] = {}
         self._parameter, self._index = parameter, index
-        self._averages: list[
-            str
-        ] = []  # entries that start from the values of the coordinates that come
+        # entries that start from the values of the coordinates that come
+        self._averages: list[str] = []
         self._state = dict(optimizer.state[parameter])
         for key in per_coordinate(optimizer, parameter, name):
             value, back = self._state[key], restored.get(key)

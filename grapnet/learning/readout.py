@@ -94,9 +94,8 @@ class ClosedFormReadout:
         )
         self._uids: list[Tensor]  # of the layer's nodes and of their children
         self._below: list[float]  # sums over what led to the layer when the samples came in
-        self._kept: dict[
-            int, GramStatistics
-        ] = {}  # version -> what was there before its commit, for the way back
+        # version -> what was there before its commit, for the way back
+        self._kept: dict[int, GramStatistics] = {}
         self._trial: int | None = None  # version of the trial that is under way
         self._shared: bool  # whether the end of a trial brings back the very same object
         self.clear()

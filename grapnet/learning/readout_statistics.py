@@ -109,9 +109,8 @@ class GramStatistics:
     def gram(self) -> Tensor:
         """Returns `Σ [h, 1] [h, 1]ᵀ`, [n_features + 1, n_features + 1]."""
         total = SymmetricSum(self.n_features + 1, self.device)
-        for label in sorted(
-            self._sums
-        ):  # in this order, so that a class that was forgotten leaves no trace
+        # in this order, so that a class that was forgotten leaves no trace
+        for label in sorted(self._sums):
             total.add_sum(self._sums[label])
         return total.square()
 

@@ -128,9 +128,8 @@ def _families(net: GrapNet, number: int) -> np.ndarray:
     if number == len(net.transitions) or len(whole) == 0:
         return whole
     topology = net.transitions[number].topology
-    if (
-        len(np.unique(topology.degrees.cpu().numpy())) > FEW_FAMILIES
-    ):  # nodes of one family have as many children
+    # nodes of one family have as many children
+    if len(np.unique(topology.degrees.cpu().numpy())) > FEW_FAMILIES:
         return whole
     keys = _keys(
         topology.parents().cpu().numpy(),

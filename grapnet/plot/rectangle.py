@@ -85,9 +85,8 @@ def _image(part: Wires, rows: np.ndarray, columns: np.ndarray, broken_color: str
     sides = [_cells(places) for places in (rows, columns)]
     (row_cells, high), (column_cells, wide) = ((cells, int(cells.max()) + 1) for cells in sides)
     at = row_cells[part.parents] * wide + column_cells[part.children]
-    pairs = np.outer(
-        np.bincount(row_cells), np.bincount(column_cells)
-    ).ravel()  # that every cell stands for
+    # that every cell stands for
+    pairs = np.outer(np.bincount(row_cells), np.bincount(column_cells)).ravel()
     counts, sums = (np.bincount(at, of, high * wide) for of in (None, part.weights))
     broken = np.bincount(at[~part.finite], minlength=high * wide) > 0
     to_rgb = require("matplotlib.colors", "plot").to_rgb

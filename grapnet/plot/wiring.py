@@ -146,9 +146,8 @@ def cuts_since(net: GrapNet, since: int | Commit | None) -> Cuts:
     none: Any = np.empty(0, dtype=np.int64)
     if since is None:
         return Cuts([(none, none)] * len(net.transitions), 0)
-    pairs = net.diff(
-        since.version - 1 if isinstance(since, Commit) else since
-    ).relations_removed  # [n, 2] uids
+    # [n, 2] uids
+    pairs = net.diff(since.version - 1 if isinstance(since, Commit) else since).relations_removed
     rows, found = [], 0
     for upper, lower in zip(net.layers, list(net.layers)[1:], strict=False):
         parents, children = upper.rows(pairs[:, 0]).numpy(), lower.rows(pairs[:, 1]).numpy()

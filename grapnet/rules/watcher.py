@@ -67,9 +67,8 @@ class Watcher(ABC, Generic[E]):
     def _unbind(self) -> None:
         self._net: weakref.ref[GrapNet] | None = None
         self._release: weakref.finalize | None = None  # takes the hooks away
-        self._kept: dict[
-            int, E | None
-        ] = {}  # version -> the evidence before its commit, for the way back
+        # version -> the evidence before its commit, for the way back
+        self._kept: dict[int, E | None] = {}
         self._trial: int | None = None  # version of the trial that is under way
         # whether the evidence shares memory with what the end of the trial brings back
         self._shared = False
@@ -308,9 +307,8 @@ class _Ear:
     @untraced
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
         recorder = self._recorder()
-        if (
-            recorder is not None and recorder.armed and not in_transform()
-        ):  # compiled code calls removed hooks too
+        # compiled code calls removed hooks too
+        if recorder is not None and recorder.armed and not in_transform():
             recorder._hear(self._place, args, output)
 
     def __reduce__(self) -> tuple[Any, ...]:

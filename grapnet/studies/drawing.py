@@ -24,9 +24,8 @@ Limits = tuple[float | None, float | None]  # None: where the values end
 
 _INCHES = (5.5, 0.28)  # of the axes, whatever their labels need: width, and height of a line
 _BLUE, _SKY, _ORANGE, _GREY = "#0072B2", "#56B4E9", "#D55E00", "#999999"  # Okabe and Ito's
-_MARKS: tuple[
-    dict[str, Any], ...
-] = (  # of different shapes and fills, for those who see no colours
+# of different shapes and fills, for those who see no colours
+_MARKS: tuple[dict[str, Any], ...] = (
     {"marker": "o", "markersize": 5, "color": "black", "markerfacecolor": "white"},
     {"marker": "^", "markersize": 5, "color": _ORANGE},
     {"marker": "s", "markersize": 4.5, "color": _SKY, "markeredgecolor": "black"},

@@ -232,9 +232,8 @@ class EstimatedPast:
         gram, cross = self.sums()
         gram.diagonal()[:-1] += ridge
         found, net = torch.linalg.solve(gram, cross).float(), self.readout.net
-        net.layers[1].outgoing().weights = found[
-            :-1
-        ].flatten()  # every node relates to every class, in order
+        # every node relates to every class, in order
+        net.layers[1].outgoing().weights = found[:-1].flatten()
         net.layers[2].biases = found[-1]
 
     def _seen(self) -> tuple[Tensor, Tensor]:

@@ -208,13 +208,12 @@ def _run(settings: Settings, tasks: Sequence[Task], learner: Learner) -> dict[st
         matrix.add(Evaluation(fmean(shares), shares, shares))
     learnt, final = [row.seen[-1] for row in matrix.rows], matrix.rows[-1].seen
     changes = [abs(row.seen[n] - final[n]) for row in matrix.rows for n in range(len(row.seen))]
+    # of any task since it was learnt: gains cannot hide losses here
     return {
         "accuracy": 100 * matrix.seen_class,
         "learnt": 100 * fmean(learnt),
         "forgetting": 100 * matrix.forgetting,
-        "largest_change": (
-            100 * max(changes)
-        ),  # of any task since it was learnt: gains cannot hide losses here
+        "largest_change": (100 * max(changes)),
         "by_task": [100 * share for share in final],
     }
 

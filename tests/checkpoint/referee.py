@@ -89,9 +89,8 @@ class Referee:
                     "loaded as it was" if graph == self.graph else "loaded as it says"
                 ] += 1
                 require_agreement(net, mutation.document, mutation.tensors)
-                if (
-                    graph != self.graph or self.outcomes["loaded as it was"] == 1
-                ):  # the same way back is walked once
+                # the same way back is walked once
+                if graph != self.graph or self.outcomes["loaded as it was"] == 1:
                     require_way_back(net)
             self._restore(mutation)
         except Exception as error:
@@ -274,9 +273,8 @@ def main(folder: Path, count: int, seed: int) -> dict[str, Any]:
     objects = objects_for(gn.load(example))
     gn.restore(example, **objects)
     referee = Referee(example, folder / "mutated.ckpt")
-    for mutation in mutations(
-        example.read_bytes(), 60, seed + 1
-    ):  # most ways to fail have been seen once
+    # most ways to fail have been seen once
+    for mutation in mutations(example.read_bytes(), 60, seed + 1):
         referee.judge(mutation)
     for counted in (referee.outcomes, referee.fields, referee.forbidden):
         counted.clear()

@@ -65,9 +65,8 @@ def random_net(rng: random.Random) -> gn.GrapNet:
     if rng.random() < 0.3:
         net.journal.undo_limit = rng.randint(0, 4)
     for _ in range(rng.randint(1, 20)):
-        with suppress(
-            gn.EditError, gn.HistoryError
-        ):  # operations that exclude each other; nothing left to undo
+        # operations that exclude each other; nothing left to undo
+        with suppress(gn.EditError, gn.HistoryError):
             if rng.random() < 0.65:
                 with net.edit(reason=f"{rng.random():.3f}") as edit:
                     for _ in range(rng.randint(1, 3)):

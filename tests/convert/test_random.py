@@ -155,9 +155,8 @@ class Program:
                 edit.remove_nodes([uid])
                 asked += self.gone(number, uid - self.first[number])
         self.twin.hold(sorted(asked, key=lambda one: not one[2]))  # a cut beats a freeze
-        if (
-            self.net.version == before
-        ):  # an edit that changes nothing is no commit, and cannot be undone
+        # an edit that changes nothing is no commit, and cannot be undone
+        if self.net.version == before:
             self.twin.past.pop()
 
     def gone(self, number: int, row: int) -> list[tuple[nn.Parameter, Tensor, bool]]:

@@ -34,9 +34,8 @@ def test_hidden_units_leave_all_nets_at_once_and_the_rest_computes_on() -> None:
     with gn.edit_together(*block.nets, reason="remove hidden units", by="me") as edits:
         for one, nodes in zip(edits, block.hidden(GONE), strict=True):
             one.remove_nodes(nodes, interface=True)
-        assert [
-            net.version for net in block.nets
-        ] == versions  # nothing takes effect inside the block
+        # nothing takes effect inside the block
+        assert [net.version for net in block.nets] == versions
     torch.testing.assert_close(block(x), expected)
     assert [net.sizes for net in block.nets] == [[4, 4], [4, 4], [4, 4]]
     assert [net.version for net in block.nets] == [version + 1 for version in versions]

@@ -269,9 +269,8 @@ def test_what_can_no_longer_be_undone_is_really_let_go(net: gn.GrapNet, limit: i
     gc.collect()
     alive = [{reference() is not None for reference in row} for row in held]
     assert alive == ([{False}] * 4 if limit == 0 else [{False}] * 2 + [{True}] * 2)
-    assert [c.change.counts()["relations_removed"] for c in net.history[:4]] == [
-        3
-    ] * 4  # the summary stays
+    # the summary stays
+    assert [c.change.counts()["relations_removed"] for c in net.history[:4]] == [3] * 4
     assert len(net.diff(0).relations_removed) == 12
 
 

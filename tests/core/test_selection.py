@@ -96,9 +96,8 @@ def test_incoming_and_outgoing_of_nodes_and_sets(net: gn.GrapNet) -> None:
 
 
 def test_a_node_set_is_never_indexed_with_repeats(net: gn.GrapNet) -> None:
-    with pytest.raises(
-        IndexError, match="name a node twice"
-    ):  # else pairs would be others than asked for
+    # else pairs would be others than asked for
+    with pytest.raises(IndexError, match="name a node twice"):
         net.layers[0][[1, 1, 2]]
     assert net.layers[0][[2, 1]].uids.tolist() == [2, 1]
 

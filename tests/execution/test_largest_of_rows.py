@@ -44,9 +44,8 @@ def ranked_rows(
         "equal": values * 0 + 3,
     }.get(kind, values)
     values = (values if kind in ("signed", "extreme") else values.abs()).to(dtype)
-    values[
-        torch.rand(values.shape, generator=draw) < 0.2
-    ] = -1  # stands where a relation is present
+    # stands where a relation is present
+    values[torch.rand(values.shape, generator=draw) < 0.2] = -1
     counts = [
         sizes // 3,
         sizes // 30,

@@ -154,9 +154,8 @@ def test_the_first_average_is_a_copy_of_what_is_frozen_too() -> None:
 def test_orphans_leave_the_copy_its_own_constants(cut: list[int]) -> None:
     net = make_net((5, 4, 4, 3, 2))
     averaged, twin = averaged_net(net)
-    with (
-        net.edit() as edit
-    ):  # node 9 hears of 5 alone, so that it is an orphan without 5, by the bias it is left
+    # node 9 hears of 5 alone, so that it is an orphan without 5, by the bias it is left
+    with net.edit() as edit:
         edit.cut(net.layers[0].outgoing(to=cut))
         edit.cut(net.layers[1][1:].outgoing(to=[9]))
         edit.unfreeze(net.layers[2][3], incoming=False, outgoing=False)

@@ -99,9 +99,8 @@ def test_the_solution_fits_a_linear_layer_behind_any_encoder() -> None:
     assert (head(encoder(x)).argmax(1) == y).float().mean() > 0.8
     shuffled = GramStatistics(30, CLASSES)
     shuffled.add(encoder(x), y[torch.randperm(400)])
-    assert (
-        shuffled.solve(1e-3)(encoder(x)).argmax(1) == y
-    ).float().mean() < 0.6  # it is not the encoder alone
+    # it is not the encoder alone
+    assert (shuffled.solve(1e-3)(encoder(x)).argmax(1) == y).float().mean() < 0.6
 
 
 def test_neither_order_nor_batches_matter() -> None:

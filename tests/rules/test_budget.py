@@ -13,9 +13,8 @@ from grapnet.rules.budget import Budget, enforce, weakest_within
 def ragged(seed: int = 0) -> gn.GrapNet:
     generator = torch.Generator().manual_seed(seed)
     net = gn.GrapNet([20, 16, 12], density=0.4, generator=generator)
-    with (
-        net.edit() as edit
-    ):  # node 0 of layer 1 has a single parent, and the last sensory node no child
+    # node 0 of layer 1 has a single parent, and the last sensory node no child
+    with net.edit() as edit:
         edit.cut(net.layers[1][0].incoming()[1:])
         edit.cut(net.layers[0][19].outgoing())
     return net

@@ -99,9 +99,8 @@ def test_a_rule_keeps_its_contract(rule: str, shape: str) -> None:
 
     preview = run.apply(dry_run=True, probe=run.inputs)
     assert equal(run.state(), before)  # a dry run leaves no trace
-    outputs = copy.deepcopy(run.net)(
-        run.inputs
-    ).detach()  # of a copy, since recorders watch the net
+    # of a copy, since recorders watch the net
+    outputs = copy.deepcopy(run.net)(run.inputs).detach()
 
     commit = run.apply()
     if isinstance(commit, Exception):

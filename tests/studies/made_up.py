@@ -39,9 +39,8 @@ def _leave_trace(folder: Path, seed: int) -> None:
     if (folder / f"fail {seed}").exists():
         raise RuntimeError(f"seed {seed} was told to fail")
     deadline = time.monotonic() + 120
-    while (
-        folder / f"wait {seed}"
-    ).exists() and time.monotonic() < deadline:  # until the seed it names is there
+    # until the seed it names is there
+    while (folder / f"wait {seed}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     for waiting in folder.glob("wait *"):
         if waiting.read_text() == str(seed):

@@ -212,9 +212,8 @@ def test_the_json_takes_the_place_of_the_old_one_whole(tmp_path, capsys):
     path.write_text("old\n")
     os.link(path, tmp_path / "old")
     assert command("--json", path) == 0
-    assert (
-        tmp_path / "old"
-    ).read_text() == "old\n"  # another file was put in its place: no reader saw half of one
+    # another file was put in its place: no reader saw half of one
+    assert (tmp_path / "old").read_text() == "old\n"
     assert os.listdir(path.parent) == ["made_up.json"]
     result = json.loads(path.read_text())
     assert result["settings"]["seeds"] == [7, 1, 4]
