@@ -45,7 +45,7 @@ def save(
     Of every net the file holds the graph, the journal, the chosen backends and which Parameters do
     not train; of a model also where its nets stand, what `gn.ungraft` needs, and the state dict of
     everything beside them. A save that is killed leaves the earlier file as it was, and a folder
-    `.grapnet.….partial` that can be deleted.
+    `.grapnet.….partial` that the next save into that folder removes.
 
     Args:
         path: the file; its folder must exist. A link is followed.

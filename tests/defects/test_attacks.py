@@ -867,11 +867,6 @@ def program_killed_save(path: str) -> None:
     gn.save(path, gn.GrapNet([4, 3]))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D10: what a killed save leaves behind stays for ever",
-)
 def test_the_next_save_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     done = run_program("killed_save", str(path))
@@ -933,11 +928,6 @@ def refuse_to_sync_folders(monkeypatch: pytest.MonkeyPatch, number: int) -> None
     monkeypatch.setattr(os, "fsync", refuse)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D12: an input/output error of the folder is taken for a mount that syncs no folders",
-)
 def test_a_save_raises_when_its_name_may_not_be_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
