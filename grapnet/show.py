@@ -202,12 +202,8 @@ def _owner_table(
 def _commits(history: "Sequence[Commit]") -> str:
     rows = []
     for commit in history[: -LAST_COMMITS - 1 : -1]:
-        counts = commit.change.counts()
-        change = (
-            f"+{counts['relations_added']:,} −{counts['relations_removed']:,}"
-            if commit.has_details
-            else "?"
-        )
+        counts = commit.counts
+        change = f"+{counts['relations_added']:,} −{counts['relations_removed']:,}"
         told = [_told(text, 80) for text in (commit.reason, commit.by or "")]
         rows.append(
             f"<tr><td>{commit.version}</td><td>{told[0]}</td><td>{told[1]}</td><td"

@@ -24,6 +24,7 @@ from .extras import (
     where,
 )
 from .fields import Fields, entry
+from .history import Kept
 from .model import (
     describe_model,
     find_nets,
@@ -37,7 +38,13 @@ from .net import describe_net, rebuild_net, warn_of_unmet_choices
 
 
 def save(
-    path: str | os.PathLike[str], model: nn.Module, /, *, undo: bool = False, **extras: Any
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    /,
+    *,
+    undo: bool = False,
+    history: Kept = "outline",
+    **extras: Any,
 ) -> None:
     """Writes a net, or a model with nets inside, and any extras to one file, which replaces an
     earlier one once whole.
@@ -53,6 +60,8 @@ def save(
             for `gn.restore(path, into=model)`.
         undo: also keep the cut weights that undo and redo need, and the state that attached
             optimizers had for them. By default the file holds nothing of a coordinate that was cut.
+        history: "outline" keeps of every commit its version, reason, author and counts; "full" also
+            keeps which nodes and relations it was about, which `diff`, `blame` and `replay` need.
         extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules,
             memories), `torch.Generator`s (`torch.default_generator` is the global one), or plain
             data and tensors.
@@ -66,11 +75,11 @@ def save(
     """
     if isinstance(path, nn.Module):
         raise TypeError("the path comes first: gn.save(path, net)")
-    container.write(path, *content(model, extras, undo=undo))
+    container.write(path, *content(model, extras, undo=undo, history=history))
 
 
 def content(
-    model: nn.Module, extras: Mapping[str, Any], *, undo: bool
+    model: nn.Module, extras: Mapping[str, Any], *, undo: bool, history: Kept
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns the document and the tensors of the file that `save` writes; raises as it does."""
     held = getattr(model, COMPILED, None)
@@ -90,9 +99,9 @@ def content(
         document = {
             "format": container.FORMAT,
             **(
-                describe_net(model, tensors, undo=undo)
+                describe_net(model, tensors, undo=undo, history=history)
                 if is_net
-                else describe_model(model, tensors, undo=undo)
+                else describe_model(model, tensors, undo=undo, history=history)
             ),
             "extras": {
                 name: describe_extra(name, e, tensors, places, undo=undo)

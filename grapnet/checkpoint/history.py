@@ -1,7 +1,8 @@
 """The journal as tensors and JSON, and back."""
 
 from dataclasses import asdict, replace
-from typing import Any
+from types import NoneType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,40 +19,67 @@ from .fields import LARGEST, Fields, entry, names, number
 from .rewind import Rewind
 from .tree import decode, encode
 
+Kept = Literal["outline", "full"]
 
-def describe_journal(journal: Journal, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
+
+def describe_journal(
+    journal: Journal, tensors: dict[str, Tensor], *, undo: bool, history: Kept
+) -> dict[str, Any]:
     """Puts the journal's arrays into `tensors` and returns the rest as JSON; what undo needs only
     when asked for.
     """
+    undoable = journal.undoable if undo else []
+    redoable = journal.redoable if undo else []
     commits = []
-    for n, commit in enumerate(journal.commits):
-        name = f"journal.{n}."
-        change = commit.change if undo else commit.change.without_values()
-        joint = {} if commit.joint is None else {"joint": asdict(commit.joint)}
-        commits.append(
-            {
-                "version": commit.version,
-                "reason": str(commit.reason),
-                "by": None if commit.by is None else str(commit.by),
-                "undoes": commit.undoes,
-                "operations": encode(list(commit.operations), f"{name}operations", tensors),
-                "layers": {
-                    str(k): _put_layer(c, f"{name}layers.{k}.", tensors)
-                    for k, c in change.layers.items()
-                },
-                "transitions": {
-                    str(k): _put_wires(c, f"{name}transitions.{k}.", tensors)
-                    for k, c in change.transitions.items()
-                },
-                **joint,
-            }
-        )
-    stacks = {
-        "undoable": journal.undoable if undo else [],
-        "redoable": journal.redoable if undo else [],
+    for place, commit in enumerate(journal.commits):
+        can_go_back = place in undoable or place in redoable
+        if not can_go_back and history == "outline":
+            commit = commit.outline()
+        elif not can_go_back:
+            commit = commit.summary()
+        commits.append(_describe_commit(commit, f"journal.{place}.", tensors))
+    return {
+        "undo_limit": journal.undo_limit,
+        "detail_limit": journal.detail_limit,
+        "undo": undo,
+        "history": history,
+        "commits": commits,
+        "undoable": undoable,
+        "redoable": redoable,
     }
-    limits = {"undo_limit": journal.undo_limit, "detail_limit": journal.detail_limit}
-    return {**limits, "undo": undo, "commits": commits, **stacks}
+
+
+def _describe_commit(commit: Commit, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "version": commit.version,
+        "reason": str(commit.reason),
+        "by": None if commit.by is None else str(commit.by),
+        "undoes": commit.undoes,
+    }
+    if commit.joint is not None:
+        described["joint"] = asdict(commit.joint)
+    operations = list(commit.operations)
+    if not commit.has_details:
+        operations = [_outline_operation(item) for item in operations]
+    described["operations"] = encode(operations, f"{name}operations", tensors)
+    if not commit.has_details:
+        described["counts"] = commit.counts
+        return described
+    described["layers"] = {
+        str(k): _put_layer(c, f"{name}layers.{k}.", tensors)
+        for k, c in commit.change.layers.items()
+    }
+    described["transitions"] = {
+        str(k): _put_wires(c, f"{name}transitions.{k}.", tensors)
+        for k, c in commit.change.transitions.items()
+    }
+    return described
+
+
+def _outline_operation(operation: dict[str, Any]) -> dict[str, Any]:
+    """Returns the parts of an operation that are a name, a number or a choice."""
+    kinds = (str, int, float, bool, NoneType)
+    return {key: value for key, value in operation.items() if type(value) in kinds}
 
 
 def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
@@ -60,6 +88,7 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
     """
     where = "journal."
     keeps_undo(document)
+    kept_history(document)
     parts = entry(document, "commits", list, where)
     commits = [_commit(part, f"{where}{n}.", fields, net) for n, part in enumerate(parts)]
     _check_chain(commits, net)
@@ -88,6 +117,14 @@ def keeps_undo(document: Any) -> bool | None:
     was written.
     """
     return entry(document, "undo", bool, "journal.") if "undo" in document else None
+
+
+def kept_history(document: Any) -> Kept:
+    """Returns how much of every commit a journal was described with."""
+    found = entry(document, "history", str, "journal.")
+    if found not in ("outline", "full"):
+        raise CheckpointError('journal.history: expected "outline" or "full"')
+    return found
 
 
 def _can_go_back(commit: Commit) -> bool:
@@ -124,10 +161,6 @@ def _check_chain(commits: list[Commit], net: GrapNet) -> None:
 
 
 def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
-    layers, transitions = (
-        entry(part, "layers", dict, where),
-        entry(part, "transitions", dict, where),
-    )
     undoes, by = part.get("undoes"), part.get("by")
     if undoes is not None and (type(undoes) is not int or not 0 < undoes <= LARGEST):
         raise CheckpointError(f"{where}undoes: expected a version")
@@ -136,6 +169,22 @@ def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
     operations = decode(part.get("operations"), f"{where}operations", fields)
     if not isinstance(operations, list) or any(not isinstance(item, dict) for item in operations):
         raise CheckpointError(f"{where}operations: expected a list of operations")
+    version = number(part, "version", where)
+    reason = entry(part, "reason", str, where)
+    joint = _joint(part, where)
+    if "counts" in part:
+        return Commit(
+            version,
+            reason,
+            Change({}, {}),
+            by,
+            tuple(operations),
+            undoes=undoes,
+            joint=joint,
+            outlined=_counts(part, where),
+        )
+    layers = entry(part, "layers", dict, where)
+    transitions = entry(part, "transitions", dict, where)
     change = Change(
         {
             _key(k, len(net.layers), f"{where}layers."): _layer(
@@ -150,10 +199,15 @@ def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
             for k, c in transitions.items()
         },
     )
-    version, reason = number(part, "version", where), entry(part, "reason", str, where)
-    return Commit(
-        version, reason, change, by, tuple(operations), undoes=undoes, joint=_joint(part, where)
-    )
+    return Commit(version, reason, change, by, tuple(operations), undoes=undoes, joint=joint)
+
+
+def _counts(part: Any, where: str) -> dict[str, int]:
+    found = entry(part, "counts", dict, where)
+    names = Change({}, {}).counts().keys()
+    if found.keys() != names:
+        raise CheckpointError(f"{where}counts: expected {', '.join(names)}")
+    return {name: number(found, name, f"{where}counts.") for name in names}
 
 
 def _joint(part: Any, where: str) -> Joint | None:

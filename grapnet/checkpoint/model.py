@@ -19,6 +19,7 @@ from grapnet.network import GrapNet
 
 from .extras import Target, restore_all
 from .fields import Fields, entry, named
+from .history import Kept
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
 from .remember import remember_structure
 from .tree import decode, encode
@@ -40,7 +41,9 @@ def find_nets(model: nn.Module) -> dict[GrapNet, list[str]]:
     return found
 
 
-def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
+def describe_model(
+    model: nn.Module, tensors: dict[str, Tensor], *, undo: bool, history: Kept
+) -> dict[str, Any]:
     """Puts the arrays of a model into `tensors` and returns the rest of it as JSON.
 
     Raises:
@@ -54,7 +57,7 @@ def describe_model(model: nn.Module, tensors: dict[str, Tensor], *, undo: bool) 
         own: dict[str, Tensor] = {}
         refuse_additions(net, f"the net at {names[0]!r}")
         with named(f"nets.{n}."):
-            part = describe_net(net, own, undo=undo)
+            part = describe_net(net, own, undo=undo, history=history)
         tensors |= {f"nets.{n}.{name}": tensor for name, tensor in own.items()}
         parts.append({"places": names, "origin": describe_origin(net), **part})
     held = Rest(model, [name for names in nets.values() for name in names]).state_dict(

@@ -10,10 +10,12 @@ from grapnet.network import GrapNet
 
 from .fields import Fields, entry
 from .graph import describe_graph, rebuild_columns, rebuild_graph, switch_off
-from .history import describe_journal, rebuild_journal
+from .history import Kept, describe_journal, rebuild_journal
 
 
-def describe_net(net: GrapNet, tensors: dict[str, Tensor], *, undo: bool) -> dict[str, Any]:
+def describe_net(
+    net: GrapNet, tensors: dict[str, Tensor], *, undo: bool, history: Kept
+) -> dict[str, Any]:
     """Puts a net's arrays into `tensors` and returns the rest of it as JSON; what undo needs only
     when asked for.
     """
@@ -29,7 +31,7 @@ def describe_net(net: GrapNet, tensors: dict[str, Tensor], *, undo: bool) -> dic
             )
     return {
         "graph": describe_graph(net, tensors),
-        "journal": describe_journal(net.journal, tensors, undo=undo),
+        "journal": describe_journal(net.journal, tensors, undo=undo, history=history),
         "execution": net.execution.choices(),
     }
 

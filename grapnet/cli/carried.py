@@ -212,7 +212,7 @@ class FollowingOptimizer:
         """
         parameters, left_out, clean = dict(self._net.named_parameters()), 0, 0
         for commit in commits:
-            turned = commit.change.counts()["coordinates_turned"] if commit.undoes is None else 0
+            turned = commit.counts["coordinates_turned"] if commit.undoes is None else 0
             for name, index in commit.parameters.items() if turned else ():
                 state = (
                     self._optimizer.state.get(parameters[name], {}) if name in self._places else {}

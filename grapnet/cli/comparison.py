@@ -148,7 +148,7 @@ def _leads_there(
 
 
 def _is_same(one: gn.Commit, other: gn.Commit) -> bool:
-    if one.has_details and other.has_details and one.change.counts() != other.change.counts():
+    if one.counts != other.counts:
         return False
     return (one.version, one.reason, one.by, one.undoes) == (
         other.version,

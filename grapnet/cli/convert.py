@@ -69,7 +69,7 @@ def _run(given: argparse.Namespace) -> Outcome:
         expected = _computed(chain, activations, inputs)
         difference = largest_difference(net(inputs), expected)
     require_agreement(difference, expected, "the plain computation", "nothing was written")
-    write_checkpoint(output, *content(net, {}, undo=False), force=given.force)
+    write_checkpoint(output, *content(net, {}, undo=False, history="outline"), force=given.force)
     lines, data = _told(chain, activations, net, given)
     lines = [*_read(weights), *lines]
     others = left_out(weights.tensors, prefix, chain)

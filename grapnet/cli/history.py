@@ -94,14 +94,13 @@ def _commits(
         return []
     rows: list[list[Cell]] = []
     for commit in commits:
-        counts = commit.change.counts()
-        kept = commit.has_details
+        counts = commit.counts
         nodes, relations = (
-            _signed(counts[f"{what}_added"], counts[f"{what}_removed"]) if kept else "?"
+            _signed(counts[f"{what}_added"], counts[f"{what}_removed"])
             for what in ("nodes", "relations")
         )
-        coordinates = "" if kept else "?"
-        if kept and counts["coordinates_turned"]:
+        coordinates = ""
+        if counts["coordinates_turned"]:
             coordinates = (
                 f"{counts['coordinates_turned']:,} {turned[commit.version] or ''}".rstrip()
             )
@@ -168,7 +167,7 @@ def _as_data(commit: gn.Commit, way: str | None, turned: str | None) -> dict[str
         "by": commit.by,
         "undoes": commit.undoes,
         "joint": joint,
-        "counts": commit.change.counts() if commit.has_details else None,
+        "counts": commit.counts,
         "turned": turned,
         "operations": plain(commit.operations),
         "way_back": way,

@@ -15,7 +15,7 @@ import grapnet as gn
 from grapnet.checkpoint import container
 from grapnet.checkpoint.extras import prefix_of, read_extra
 from grapnet.checkpoint.fields import Fields, entry
-from grapnet.checkpoint.history import keeps_undo
+from grapnet.checkpoint.history import Kept, keeps_undo, kept_history
 from grapnet.checkpoint.model import read_places
 from grapnet.checkpoint.net import describe_net, rebuild_net
 from grapnet.core.graph import Graph
@@ -45,6 +45,7 @@ class Opened:
         net: the net.
         place: where it stands in its model; "" when it is all of the file.
         undo: whether the file keeps what undo needs.
+        history: how much of every commit the file keeps.
         carried: the extras, by name.
         dropped: the extras that are left out.
         edits: what has happened to the net since.
@@ -53,6 +54,7 @@ class Opened:
     net: gn.GrapNet
     place: str
     undo: bool
+    history: Kept
     carried: dict[str, Carried]
     dropped: tuple[str, ...]
     edits: Edits
@@ -87,7 +89,7 @@ class Opened:
                 tensors |= added
         own: dict[str, Tensor] = {}
         with torch.no_grad():
-            described = describe_net(self.net, own, undo=self.undo)
+            described = describe_net(self.net, own, undo=self.undo, history=self.history)
         tensors |= {self._prefix + name: tensor for name, tensor in own.items()}
         return self._with_net({**self._document, "extras": parts}, described), tensors
 
@@ -131,6 +133,7 @@ def open_checkpoint(
         document, tensors = container.read(path)
         net, place, prefix, part = _net_of(document, tensors, place)
         has_undo = keeps_undo(part["journal"])
+        history = kept_history(part["journal"])
         extras, owned = {}, {}
         for name, part in entry(document, "extras", dict, "").items():
             own = Fields(tensors)
@@ -153,7 +156,9 @@ def open_checkpoint(
     }
     wanted = has_undo if undo is None else undo
     dropped, edits = tuple(dict.fromkeys(drop)), Edits(net)
-    return Opened(net, place, wanted, carried, dropped, edits, document, tensors, prefix, owned)
+    return Opened(
+        net, place, wanted, history, carried, dropped, edits, document, tensors, prefix, owned
+    )
 
 
 def open_net(path: Path, place: str | None) -> gn.GrapNet:

@@ -60,6 +60,7 @@ class Commit:
         joint: which part it is of a transaction over several nets; None for one of its own.
         wirings: the topology that each moved transition is about to have; only followers see it,
             while they prepare.
+        outlined: the counts of a commit of which the journal or the file keeps no details.
     """
 
     version: int
@@ -71,6 +72,16 @@ class Commit:
     undoes: int | None = None
     joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)
+    outlined: dict[str, int] | None = None
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many nodes and relations came and went, and how many coordinates were frozen or
+        released.
+        """
+        if self.outlined is not None:
+            return self.outlined
+        return self.change.counts()
 
     @property
     def ends_trial(self) -> bool:
@@ -107,19 +118,16 @@ class Commit:
         return told[0] if len(told) == 1 else None
 
     def outline(self) -> "Commit":
-        """Returns the commit without the nodes and relations that it was about; `operations` still
-        say how many.
+        """Returns the commit without the nodes and relations that it was about; `counts` still says
+        how many.
         """
-        return replace(self, change=Change({}, {}), parameters={})
+        return replace(self, change=Change({}, {}), parameters={}, outlined=self.counts)
 
     def __repr__(self) -> str:
         way = {"coordinates_turned": f"coordinates_{self.turned or 'turned'}"}
         counts = ", ".join(
-            f"{way.get(name, name)} {count}"
-            for name, count in self.change.counts().items()
-            if count
+            f"{way.get(name, name)} {count}" for name, count in self.counts.items() if count
         )
-        counts = counts if self.has_details else "details no longer kept"
         by = f", by {self.by}" if self.by else ""
         joint = f", part {self.joint.part + 1} of {self.joint.parts}" if self.joint else ""
         return (
@@ -168,8 +176,8 @@ class Journal:
     """Every commit of a graph in order, and what undo and redo need of the last few.
 
     Which nodes and relations a commit was about is kept for the latest ones, as far as they fit
-    into `detail_limit` bytes; older commits keep their version, reason and operations. What undo
-    and redo need is always kept.
+    into `detail_limit` bytes; older commits keep their version, reason, operations and counts. What
+    undo and redo need is always kept.
     """
 
     def __init__(self, undo_limit: int = 16, detail_limit: int = 256 << 20) -> None:
@@ -256,7 +264,8 @@ class Journal:
                 raise HistoryError(
                     "the journal no longer keeps which nodes and relations version"
                     f" {commit.version} was about: net.journal.detail_limit lets it keep"
-                    f" {self._detail_limit:,} bytes of that, the latest first"
+                    f" {self._detail_limit:,} bytes of that, the latest first, and a checkpoint"
+                    ' keeps it only with gn.save(..., history="full")'
                 )
 
     def diff(self, first: int, last: int) -> Diff:

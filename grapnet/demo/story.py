@@ -59,7 +59,7 @@ def tell(
             "version": commit.version,
             "reason": commit.reason,
             "by": commit.by,
-            **commit.change.counts(),
+            **commit.counts,
         }
         for commit in learner.net.history
     ]

@@ -85,19 +85,11 @@ def kind_of(commit: Commit) -> str:
     """Returns which kind of edit a commit is."""
     if commit.undoes is not None:  # the graph itself gave the reason, and begins it with its verb
         return "redo" if commit.reason.startswith("redo: ") else "undo"
-    counts, asked = (
-        commit.change.counts(),
-        {str(done.get("operation")) for done in commit.operations},
-    )
-    if commit.has_details:
-        came, went = (
-            counts[f"nodes_{verb}"] + counts[f"relations_{verb}"] > 0
-            for verb in ("added", "removed")
-        )
-        turned = counts["coordinates_turned"] > 0
-    else:
-        came, went = bool(asked & {"add_nodes", "connect"}), bool(asked & {"cut", "remove_nodes"})
-        turned = bool(asked & {"freeze", "unfreeze"})
+    counts = commit.counts
+    asked = {str(done.get("operation")) for done in commit.operations}
+    came = counts["nodes_added"] + counts["relations_added"] > 0
+    went = counts["nodes_removed"] + counts["relations_removed"] > 0
+    turned = counts["coordinates_turned"] > 0
     if came or went:
         return "rewire" if came and went else "grow" if came else "cut"
     return (
@@ -127,19 +119,16 @@ def _checked(scores: Scores) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _relations(commits: Sequence[Commit], last: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many relations there were at every version that the journal still knows of."""
+    """Returns how many relations there were at every version."""
     versions, totals = [], []
     total = 0 if last is None else last
     for commit in reversed(commits):
         versions.append(commit.version)
         totals.append(total)
-        if not commit.has_details:
-            break
-        counts = commit.change.counts()
+        counts = commit.counts
         total += counts["relations_removed"] - counts["relations_added"]
-    else:
-        versions.append(commits[0].version - 1 if commits else 0)
-        totals.append(total)
+    versions.append(commits[0].version - 1 if commits else 0)
+    totals.append(total)
     found = np.array(totals[::-1], dtype=float)
     return np.array(versions[::-1], dtype=float), found if last is not None else found - found[0]
 

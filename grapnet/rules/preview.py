@@ -108,7 +108,7 @@ def preview(
         with net.edit(f"dry run of {', '.join(rules)}", trial=True, generator=generator) as edit:
             write(edit)
             receipt = edit.commit()
-            counts = {} if receipt is None else receipt.change.counts()
+            counts = {} if receipt is None else receipt.counts
             return Preview(
                 rules=rules,
                 before=before,

@@ -105,7 +105,7 @@ def write_example(path: Path) -> None:
     """Writes the checkpoint that is mutated."""
     net, objects = edited_net()
     net.layers[3].bias.requires_grad_(False)
-    gn.save(path, net, undo=True, notes=copy.deepcopy(NOTES), **objects)
+    gn.save(path, net, undo=True, history="full", notes=copy.deepcopy(NOTES), **objects)
 
 
 def parse(data: bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:

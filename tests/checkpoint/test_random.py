@@ -85,7 +85,7 @@ def test_random_histories_return_and_go_on(tmp_path, seed):
     torch.manual_seed(seed)
     net = random_net(rng)
     for undo in (False, True):
-        gn.save(tmp_path / "net", net, undo=undo)
+        gn.save(tmp_path / "net", net, undo=undo, history="full")
         loaded = gn.load(tmp_path / "net")
         assert content(loaded) == content(net)
     net = copy.deepcopy(net)

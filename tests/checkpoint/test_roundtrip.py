@@ -55,7 +55,7 @@ NETS = {
 
 
 def reloaded(path: Path, net: gn.GrapNet, **settings: Any) -> gn.GrapNet:
-    gn.save(path, net, **settings)
+    gn.save(path, net, history="full", **settings)
     return gn.load(path)
 
 
@@ -119,7 +119,7 @@ UNTRAINED = {
 
 @pytest.mark.parametrize("wrong", UNTRAINED)
 def test_what_is_not_trained_is_no_parameter(tmp_path, wrong):
-    gn.save(tmp_path / "net", fresh())
+    gn.save(tmp_path / "net", fresh(), history="full")
     document, tensors = parse((tmp_path / "net").read_bytes())
     assert "untrained" not in document["graph"]  # files of before read as if all of it trained
     document["graph"]["untrained"] = UNTRAINED[wrong]
@@ -208,19 +208,80 @@ def test_by_default_a_file_holds_nothing_that_was_cut(tmp_path):
         "first": orphan.W_alloc.detach()[0, 0],
         "before folding": before[0],
     }
-    gn.save(tmp_path / "before", net, **objects)
+    gn.save(tmp_path / "before", net, history="full", **objects)
     with net.edit(reason="cut") as edit:
         edit.cut(net.layers[0].outgoing()[4])
         edit.cut(orphan.incoming())
     with net.edit(reason="fold") as edit:
         edit.remove_orphans(fold_bias=True)
-    gn.save(tmp_path / "net", net, **objects)
-    gn.save(tmp_path / "undo", net, undo=True, **objects)
+    gn.save(tmp_path / "net", net, history="full", **objects)
+    gn.save(tmp_path / "undo", net, history="full", undo=True, **objects)
     for name, value in gone.items():
         pattern = value.numpy().tobytes()
         assert pattern in (tmp_path / "before").read_bytes(), name
         assert pattern not in (tmp_path / "net").read_bytes(), name
         assert pattern in (tmp_path / "undo").read_bytes(), name
+
+
+def test_by_default_a_file_keeps_the_outline_of_every_commit(tmp_path):
+    net, _ = edited_net()
+    gn.save(tmp_path / "net", net)
+    loaded = gn.load(tmp_path / "net")
+    assert [repr(commit) for commit in loaded.history] == [repr(commit) for commit in net.history]
+    assert [commit.counts for commit in loaded.history] == [commit.counts for commit in net.history]
+    assert not any(commit.has_details for commit in loaded.history)
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    assert not any(name.startswith("journal.") for name in tensors)
+    with pytest.raises(gn.HistoryError):
+        loaded.diff(0)
+    with pytest.raises(gn.HistoryError):
+        loaded.blame(loaded.layers[0][0], loaded.layers[1][0])
+    with pytest.raises(gn.HistoryError):
+        fresh().replay(loaded.history)
+    gn.save(tmp_path / "again", loaded)
+    assert parse((tmp_path / "again").read_bytes())[0] == document
+
+
+def test_a_file_with_undo_keeps_the_details_that_undo_needs(tmp_path):
+    net, _ = edited_net()
+    net.journal.undo_limit = 2
+    assert len(net.history) > 3
+    gn.save(tmp_path / "net", net, undo=True)
+    loaded = gn.load(tmp_path / "net")
+    kept = [net.journal.keeps(commit.version) for commit in net.history]
+    assert 0 < sum(kept) < len(kept)
+    assert [commit.has_details for commit in loaded.history] == kept
+    loaded.undo()
+    net.undo()
+    assert torch.equal(loaded.layers[0].outgoing().weights, net.layers[0].outgoing().weights)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [{}, {"nodes_added": 1}, {"nodes_added": -1}, {"other": 0}, {"nodes_added": "1"}, 3],
+    ids=str,
+)
+def test_counts_of_a_commit_are_numbers_with_their_names(tmp_path, counts):
+    net, _ = edited_net()
+    gn.save(tmp_path / "net", net)
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    commit = document["journal"]["commits"][0]
+    if isinstance(counts, dict) and "nodes_added" in counts and counts["nodes_added"] != 1:
+        counts = {**commit["counts"], **counts}
+    commit["counts"] = counts
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    with pytest.raises(gn.CheckpointError, match=r"journal\.0\.counts"):
+        gn.load(tmp_path / "net")
+
+
+@pytest.mark.parametrize("wrong", ["some", "", None, 1])
+def test_how_much_of_the_history_was_saved_is_one_of_two_words(tmp_path, wrong):
+    gn.save(tmp_path / "net", fresh())
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    document["journal"]["history"] = wrong
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    with pytest.raises(gn.CheckpointError, match=r"journal\.history"):
+        gn.load(tmp_path / "net")
 
 
 def test_a_file_without_cut_weights_says_why_undo_is_impossible(tmp_path):
@@ -240,7 +301,7 @@ def test_a_file_without_cut_weights_says_why_undo_is_impossible(tmp_path):
 
 def test_a_journal_may_leave_open_whether_it_was_saved_with_undo(tmp_path):
     net, _ = edited_net()
-    gn.save(tmp_path / "net", net, undo=True)
+    gn.save(tmp_path / "net", net, history="full", undo=True)
     document, tensors = parse((tmp_path / "net").read_bytes())
     del document["journal"]["undo"]
     (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
@@ -253,7 +314,7 @@ def test_a_journal_may_leave_open_whether_it_was_saved_with_undo(tmp_path):
 
 @pytest.mark.parametrize("wrong", [1, "yes", None])
 def test_whether_a_journal_was_saved_with_undo_is_a_bool(tmp_path, wrong):
-    gn.save(tmp_path / "net", fresh(), undo=True)
+    gn.save(tmp_path / "net", fresh(), history="full", undo=True)
     document, tensors = parse((tmp_path / "net").read_bytes())
     document["journal"]["undo"] = wrong
     (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
@@ -266,7 +327,7 @@ def test_what_undo_would_take_away_is_as_frozen_as_the_journal_says(tmp_path, pa
     net = fresh()
     with net.edit() as edit:
         edit.connect(net.layers[0], edit.add_nodes(1, 2))
-    gn.save(tmp_path / "net", net, undo=True)
+    gn.save(tmp_path / "net", net, history="full", undo=True)
     document, tensors = parse((tmp_path / "net").read_bytes())
     tensors[f"journal.0.{part}.born_frozen"][1] = True
     (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
@@ -277,10 +338,10 @@ def test_what_undo_would_take_away_is_as_frozen_as_the_journal_says(tmp_path, pa
 
 def test_a_cut_makes_the_file_smaller_except_for_the_journal(tmp_path):
     net, count = gn.GrapNet([40, 50, 10]), 300
-    gn.save(tmp_path / "before", net)
+    gn.save(tmp_path / "before", net, history="full")
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=count))
-    gn.save(tmp_path / "after", net)
+    gn.save(tmp_path / "after", net, history="full")
     (_, before), (document, after) = (
         parse((tmp_path / name).read_bytes()) for name in ("before", "after")
     )
@@ -306,7 +367,14 @@ AROUND = {
 def test_surroundings_do_not_matter(tmp_path, around):
     net, objects = edited_net()
     with AROUND[around]():
-        gn.save(tmp_path / "net", net, undo=True, table=torch.ones(2, device="cpu"), **objects)
+        gn.save(
+            tmp_path / "net",
+            net,
+            history="full",
+            undo=True,
+            table=torch.ones(2, device="cpu"),
+            **objects,
+        )
         loaded = gn.load(tmp_path / "net")
         fresh = objects_for(loaded)
         data = gn.restore(tmp_path / "net", **fresh)
@@ -322,7 +390,7 @@ def test_a_net_in_two_types_is_not_saved(tmp_path):
     net = gn.GrapNet([3, 2])
     net.layers[1].double()
     with pytest.raises(gn.CheckpointError, match=r"graph\.dtype: .*float32.*float64"):
-        gn.save(tmp_path / "net", net)
+        gn.save(tmp_path / "net", net, history="full")
 
 
 def test_a_trial_is_not_saved(tmp_path):
@@ -331,7 +399,7 @@ def test_a_trial_is_not_saved(tmp_path):
         edit.cut(net.layers[0].outgoing()[:3])
         edit.commit()
         with pytest.raises(gn.CheckpointError, match=r"graph\.version: a trial is in effect"):
-            gn.save(tmp_path / "net", net)
+            gn.save(tmp_path / "net", net, history="full")
     assert content(reloaded(tmp_path / "net", net)) == content(net)
 
 

@@ -92,9 +92,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "rng": torch.default_generator,
         "note": {"step": 3},
     }
-    gn.save(folder / "whole", net, undo=True, **extras)
-    gn.save(folder / "earlier", earlier, undo=True)
-    gn.save(folder / "bare", net)
+    gn.save(folder / "whole", net, history="full", undo=True, **extras)
+    gn.save(folder / "earlier", earlier, history="full", undo=True)
+    gn.save(folder / "bare", net, history="full")
     gn.save(folder / "model", model_of_nets())
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     files["damaged"] = files["whole"][:-1] + bytes([files["whole"][-1] ^ 1])

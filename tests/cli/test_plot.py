@@ -16,7 +16,7 @@ def file(tmp_path):
     net = gn.GrapNet([5, 4, 3])
     with net.edit(reason="cut the weakest") as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=3))
-    gn.save(tmp_path / "net.safetensors", net)
+    gn.save(tmp_path / "net.safetensors", net, history="full")
     return tmp_path / "net.safetensors"
 
 
@@ -100,7 +100,7 @@ def test_whatever_the_names_the_picture_is_well_formed(tmp_path, strange, capsys
     net = gn.GrapNet([3, 2])
     with net.edit(reason=f"na{strange}me") as edit:
         edit.set_owner(net.layers[0], f"a{strange}b")
-    gn.save(tmp_path / "net.safetensors", net)
+    gn.save(tmp_path / "net.safetensors", net, history="full")
     for kind in ("graph", "timeline"):
         path = tmp_path / f"{kind}.svg"
         assert (
@@ -114,7 +114,7 @@ def test_signs_that_the_font_lacks_are_told_in_one_line(tmp_path, capsys):
     net = gn.GrapNet([3, 2])
     with net.edit(reason="name") as edit:
         edit.set_owner(net.layers[0], "𒀀ab𒀁")  # matplotlib's own font has no cuneiform
-    gn.save(tmp_path / "net.safetensors", net)
+    gn.save(tmp_path / "net.safetensors", net, history="full")
     assert main(["plot", str(tmp_path / "net.safetensors")]) == 0
     out, error = capsys.readouterr()
     assert out == f"wrote {tmp_path / 'net-graph.png'}\n"

@@ -770,21 +770,11 @@ def growth(tmp_path_factory: pytest.TempPathFactory) -> tuple[float, float]:
     return (more_tensors - tensors) / 200, (more_header - header) / 200
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D7: every past commit adds tensors of its own to every later file",
-)
 def test_a_commit_adds_no_tensors_to_later_files(growth: tuple[float, float]) -> None:
     tensors, _ = growth
     assert tensors == 0
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D7: every past commit adds kilobytes to the header, of which a file holds 100 MB",
-)
 def test_a_file_has_room_for_a_long_history(growth: tuple[float, float]) -> None:
     _, header = growth
     assert header < 500  # bytes: a header of 100 MB then holds 200,000 commits
