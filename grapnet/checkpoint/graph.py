@@ -13,6 +13,7 @@ from grapnet.core.errors import CheckpointError, InvariantError
 from grapnet.core.invariants import check, check_wiring
 from grapnet.core.layer import Layer
 from grapnet.core.relations import Topology, Transition
+from grapnet.core.sampling import full_topology
 from grapnet.core.values import Coordinates
 from grapnet.execution.attention import Attention
 from grapnet.network import GrapNet
@@ -50,12 +51,14 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
             )
     transitions = []
     for t, store in enumerate(net.transitions):
-        tensors[f"transitions.{t}.ptr"], tensors[f"transitions.{t}.child"] = store.ptr, store.child
-        tensors[f"transitions.{t}.weight"], tensors[f"transitions.{t}.frozen"] = (
-            store.values(),
-            store.frozen_at,
-        )
-        transitions.append({"finite": _is_finite(store)})
+        # The wiring of a full transition follows from the sizes of its layers.
+        is_full = store.topology.is_full
+        if not is_full:
+            tensors[f"transitions.{t}.ptr"] = store.ptr
+            tensors[f"transitions.{t}.child"] = store.child
+        tensors[f"transitions.{t}.weight"] = store.values()
+        tensors[f"transitions.{t}.frozen"] = store.frozen_at
+        transitions.append({"finite": _is_finite(store), "full": is_full})
     columns = []
     for name, column in net.columns.items():
         tensors[f"columns.{name}"] = column.values()
@@ -152,6 +155,20 @@ def _transition(
     t: int, part: Any, fields: Fields, dtype: torch.dtype, n_parents: int, n_children: int
 ) -> Transition:
     name = f"transitions.{t}."
+    finite = entry(part, "finite", bool, f"graph.{name}")
+    if entry(part, "full", bool, f"graph.{name}"):
+        # The weights come first: the file holds as many as the wiring is going to have relations.
+        values = _values(fields, name + "weight", dtype, n_parents * n_children, finite)
+        topology = full_topology(n_parents, n_children, torch.device("cpu"))
+    else:
+        topology = _wiring(name, fields, n_parents, n_children)
+        values = _values(fields, name + "weight", dtype, topology.n_relations, finite)
+    transition = Transition(topology, values)
+    transition.hold(fields.positions(topology.n_relations, name + "frozen"))
+    return transition
+
+
+def _wiring(name: str, fields: Fields, n_parents: int, n_children: int) -> Topology:
     child = fields.below(n_children, name + "child", torch.int32)
     ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
     try:
@@ -159,11 +176,7 @@ def _transition(
         check_wiring(ptr, child, n_parents, n_children, name.rstrip("."), distinct=False)
     except InvariantError as error:
         raise CheckpointError(str(error)) from None
-    finite = entry(part, "finite", bool, f"graph.{name}")
-    values = _values(fields, name + "weight", dtype, len(child), finite)
-    transition = Transition(Topology(ptr, child, n_children), values)
-    transition.hold(fields.positions(len(child), name + "frozen"))
-    return transition
+    return Topology(ptr, child, n_children)
 
 
 def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype, next_uid: int) -> Layer:

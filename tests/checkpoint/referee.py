@@ -186,7 +186,11 @@ def require_agreement(net: gn.GrapNet, document: Document, tensors: Tensors) -> 
         for key in ("bias", "frozen") if n else ():
             same(state[name + key], tensors[name + key])
     for t in range(len(net.transitions)):
-        for key in ("ptr", "child", "weight", "frozen"):
+        described = document["graph"]["transitions"][t]
+        assert not described["full"] or net.transitions[t].topology.is_full
+        for key in (
+            ("weight", "frozen") if described["full"] else ("ptr", "child", "weight", "frozen")
+        ):
             same(state[f"transitions.{t}.{key}"].reshape(-1), tensors[f"transitions.{t}.{key}"])
     told = document["graph"].get("untrained", [])
     assert sorted(told) == sorted(

@@ -336,8 +336,36 @@ def test_what_undo_would_take_away_is_as_frozen_as_the_journal_says(tmp_path, pa
         gn.load(tmp_path / "net")
 
 
+def test_the_wiring_of_a_full_transition_is_not_in_the_file(tmp_path):
+    net = gn.GrapNet([7, 5, 3])
+    with net.edit() as edit:
+        edit.cut(net.layers[1][0], slots=[1])
+    gn.save(tmp_path / "net", net)
+    _, tensors = parse((tmp_path / "net").read_bytes())
+    assert "transitions.0.child" not in tensors
+    assert "transitions.1.child" in tensors
+    loaded = gn.load(tmp_path / "net")
+    for one, other in zip(loaded.transitions, net.transitions, strict=True):
+        assert torch.equal(one.ptr, other.ptr)
+        assert torch.equal(one.child, other.child)
+        assert torch.equal(one.weight, other.weight)
+
+
+@pytest.mark.parametrize(("transition", "full"), [(0, False), (1, True), (0, None)])
+def test_a_transition_is_full_when_its_file_says_so(tmp_path, transition, full):
+    net = gn.GrapNet([7, 5, 3])
+    with net.edit() as edit:
+        edit.cut(net.layers[1][0], slots=[1])
+    gn.save(tmp_path / "net", net)
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    document["graph"]["transitions"][transition]["full"] = full
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    with pytest.raises(gn.CheckpointError, match=rf"transitions\.{transition}"):
+        gn.load(tmp_path / "net")
+
+
 def test_a_cut_makes_the_file_smaller_except_for_the_journal(tmp_path):
-    net, count = gn.GrapNet([40, 50, 10]), 300
+    net, count = gn.GrapNet([40, 50, 10], density=0.9), 300
     gn.save(tmp_path / "before", net, history="full")
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=count))

@@ -84,11 +84,6 @@ def same_outputs(first: gn.GrapNet, second: gn.GrapNet) -> bool:
     return torch.equal(first(x), second(x))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F1: the file of a full net is twice as large as its weights",
-)
 def test_the_file_of_a_full_net_is_as_large_as_its_weights(tmp_path: Path) -> None:
     net = gn.GrapNet(SIZES)
     weights = sum(parameter.nbytes for parameter in net.parameters())
