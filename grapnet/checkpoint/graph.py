@@ -19,6 +19,7 @@ from grapnet.execution.attention import Attention
 from grapnet.network import GrapNet
 
 from .fields import Fields, entry, names, number
+from .packing import pack, packed_size, unpack
 
 _FLOATS = {
     str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -55,7 +56,7 @@ def describe_graph(net: GrapNet, tensors: dict[str, Tensor]) -> dict[str, Any]:
         is_full = store.topology.is_full
         if not is_full:
             tensors[f"transitions.{t}.ptr"] = store.ptr
-            tensors[f"transitions.{t}.child"] = store.child
+            tensors[f"transitions.{t}.child"] = pack(store.child, store.n_children)
         tensors[f"transitions.{t}.weight"] = store.values()
         tensors[f"transitions.{t}.frozen"] = store.frozen_at
         transitions.append({"finite": _is_finite(store), "full": is_full})
@@ -161,16 +162,19 @@ def _transition(
         values = _values(fields, name + "weight", dtype, n_parents * n_children, finite)
         topology = full_topology(n_parents, n_children, torch.device("cpu"))
     else:
-        topology = _wiring(name, fields, n_parents, n_children)
-        values = _values(fields, name + "weight", dtype, topology.n_relations, finite)
+        values = _values(fields, name + "weight", dtype, None, finite)
+        topology = _wiring(name, fields, len(values), n_parents, n_children)
     transition = Transition(topology, values)
     transition.hold(fields.positions(topology.n_relations, name + "frozen"))
     return transition
 
 
-def _wiring(name: str, fields: Fields, n_parents: int, n_children: int) -> Topology:
-    child = fields.below(n_children, name + "child", torch.int32)
-    ptr = fields.below(len(child) + 1, name + "ptr", torch.int32, n_parents + 1)
+def _wiring(
+    name: str, fields: Fields, n_relations: int, n_parents: int, n_children: int
+) -> Topology:
+    size = packed_size(n_relations, n_children)
+    child = unpack(fields.vector(name + "child", torch.uint8, size), n_relations, n_children)
+    ptr = fields.below(n_relations + 1, name + "ptr", torch.int32, n_parents + 1)
     try:
         # `check` looks for the rest
         check_wiring(ptr, child, n_parents, n_children, name.rstrip("."), distinct=False)
@@ -209,7 +213,9 @@ def _layer(n: int, part: Any, fields: Fields, dtype: torch.dtype, next_uid: int)
     return layer
 
 
-def _values(fields: Fields, name: str, dtype: torch.dtype, size: int, finite: bool) -> Tensor:
+def _values(
+    fields: Fields, name: str, dtype: torch.dtype, size: int | None, finite: bool
+) -> Tensor:
     values = fields.vector(name, dtype, size)
     if finite and not bool(torch.isfinite(values).all()):
         raise CheckpointError(f"{name}: holds NaN or infinity, and was finite when it was saved")

@@ -161,6 +161,9 @@ def _check_chain(commits: list[Commit], net: GrapNet) -> None:
 
 
 def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
+    # These two find out whether the part is a dict at all.
+    version = number(part, "version", where)
+    reason = entry(part, "reason", str, where)
     undoes, by = part.get("undoes"), part.get("by")
     if undoes is not None and (type(undoes) is not int or not 0 < undoes <= LARGEST):
         raise CheckpointError(f"{where}undoes: expected a version")
@@ -169,8 +172,6 @@ def _commit(part: Any, where: str, fields: Fields, net: GrapNet) -> Commit:
     operations = decode(part.get("operations"), f"{where}operations", fields)
     if not isinstance(operations, list) or any(not isinstance(item, dict) for item in operations):
         raise CheckpointError(f"{where}operations: expected a list of operations")
-    version = number(part, "version", where)
-    reason = entry(part, "reason", str, where)
     joint = _joint(part, where)
     if "counts" in part:
         return Commit(

@@ -188,9 +188,11 @@ def require_agreement(net: gn.GrapNet, document: Document, tensors: Tensors) -> 
     for t in range(len(net.transitions)):
         described = document["graph"]["transitions"][t]
         assert not described["full"] or net.transitions[t].topology.is_full
-        for key in (
-            ("weight", "frozen") if described["full"] else ("ptr", "child", "weight", "frozen")
-        ):
+        if not described["full"]:
+            packed = tensors[f"transitions.{t}.child"].tolist()
+            children = net.transitions[t].child.tolist()
+            assert children == unpacked(packed, net.sizes[t + 1], len(children))
+        for key in ("weight", "frozen") if described["full"] else ("ptr", "weight", "frozen"):
             same(state[f"transitions.{t}.{key}"].reshape(-1), tensors[f"transitions.{t}.{key}"])
     told = document["graph"].get("untrained", [])
     assert sorted(told) == sorted(
@@ -208,6 +210,14 @@ def require_agreement(net: gn.GrapNet, document: Document, tensors: Tensors) -> 
                 same(index.removed, tensors[f"journal.{n}.{kind}.{key}.removed"])
                 same(index.inserted, tensors[f"journal.{n}.{kind}.{key}.inserted"])
     net.diff(0)
+
+
+def unpacked(packed: list[int], limit: int, count: int) -> list[int]:
+    """Returns numbers below `limit` that lie in bytes, the highest bit first."""
+    width = max(limit - 1, 0).bit_length()
+    bits = "".join(f"{byte:08b}" for byte in packed)
+    assert len(packed) == -(-count * width // 8)
+    return [int(bits[n * width : (n + 1) * width] or "0", 2) for n in range(count)]
 
 
 def require_way_back(net: gn.GrapNet) -> None:

@@ -116,11 +116,6 @@ def test_a_rewired_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_pa
     assert file_size(net, tmp_path) <= 1.1 * file_size(born, tmp_path)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F1: the wiring takes four bytes for each relation in a file",
-)
 def test_the_wiring_takes_at_most_one_and_a_half_bytes_for_each_relation(tmp_path: Path) -> None:
     n_parents = 512
     n_children = 1024
