@@ -78,6 +78,12 @@ def _sizes(
         stored = {name: file.get_tensor(name) for name in names if name in file.keys()}  # noqa: SIM118
     # While every relation exists, the weights say so.
     stored.setdefault(names[1], stored[names[0]])
+    references = stored[names[1]]
+    if references.dtype == torch.uint8:
+        # Three bits for one of five children, without the bits that fill the last byte.
+        bits = 8 * references.numel()
+        references = references.new_empty(min(bits // 3, stored[names[0]].numel()))
+        assert bits - 3 * len(references) < 8
     return {
         "parameter": weight.numel(),
         "gradient": weight.grad.numel(),
@@ -85,7 +91,7 @@ def _sizes(
         "state weights": state[names[0]].numel(),
         "state references": state[names[1]].numel(),
         "file weights": stored[names[0]].numel(),
-        "file references": stored[names[1]].numel(),
+        "file references": references.numel(),
     }
 
 
