@@ -4,7 +4,9 @@ from importlib.metadata import PackageNotFoundError as _PackageNotFoundError
 from importlib.metadata import version as _version
 
 from . import rules as rules
+from .checkpoint import Archive as Archive
 from .checkpoint import load as load
+from .checkpoint import open as open
 from .checkpoint import restore as restore
 from .checkpoint import save as save
 from .convert.graft import from_module as from_module

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,6 @@ from torch.optim import Optimizer
 
 from grapnet.core.errors import CheckpointError
 from grapnet.core.graph import Graph
-from grapnet.core.wording import with_article
 from grapnet.learning.optim import (
     Slots,
     refuse_stale_state,
@@ -20,9 +20,9 @@ from grapnet.learning.optim import (
     undo_slots,
 )
 
-from .fields import Fields, entry
-from .remember import GoBack, remember_modules
-from .tree import decode, encode
+from .codec import Fields, decode, encode, entry
+from .optimizers import require_state
+from .rollback import GoBack, remember_modules
 
 
 def where(name: str) -> str:
@@ -37,87 +37,88 @@ def prefix_of(place: str) -> str:
     return f"{place}." if place else ""
 
 
-def describe_extra(
-    name: str, value: Any, tensors: dict[str, Tensor], nets: Mapping[str, Graph], *, undo: bool
-) -> dict[str, Any]:
-    """Puts the tensors of an extra into `tensors` and returns the rest as JSON.
+@dataclass
+class Extra:
+    """What a file holds about one object or value that was saved beside the nets.
 
-    Args:
-        name: of the extra.
-        value: an object with `state_dict()`, a generator, or plain data.
-        tensors: receives its tensors.
-        nets: those of the file, by place; an optimizer is described with the places of their
-            Parameters in it.
-        undo: whether to keep the optimizer state that undo gives back to their coordinates.
+    Attributes:
+        kind: "generator", "state" or "data".
+        made_by: the name of the class.
+        shapes: those of an optimizer's parameters; None for anything else.
+        slots: what undo gives back to an optimizer, by version and Parameter.
+        owners: names of the nets' Parameters, with their places among the optimizer's.
+        content: a state, or plain data.
     """
-    slots, owners = dict[int, Slots](), dict[str, int]()
-    if isinstance(value, Optimizer):
-        refuse_stale_state(value)
-        for prefix, net in ((prefix_of(place), net) for place, net in nets.items()):
-            owners |= {prefix + parameter: n for parameter, n in slot_owners(value, net).items()}
-            for version, kept in undo_slots(value, net).items() if undo else ():
-                slots.setdefault(version, {}).update(
-                    {prefix + parameter: s for parameter, s in kept.items()}
-                )
-    kind = _kind(value)
-    if kind == "state" and not hasattr(value, "state_dict"):
-        kind = "data"
-    return {
-        "kind": kind,
-        "class": type(value).__name__,
-        "shapes": _shapes(value),
-        "slots": encode(slots, f"{where(name)}.slots", tensors),
-        "owners": owners,
-        "knows_owners": True,
-        "tree": encode(value if kind == "data" else _state(value), where(name), tensors),
-    }
-
-
-class Extra(NamedTuple):
-    """What a file says about one extra."""
 
     kind: str
-    made_by: str  # the name of a class
-    shapes: list[list[int]] | None  # of an optimizer's parameters
+    made_by: str
+    shapes: list[list[int]] | None
     slots: dict[int, Slots]
-    owners: dict[str, int]  # names in the net -> places among the optimizer's parameters
-    # that these are all; files of before the field was written tell them with undo=True alone
-    knows_owners: bool
-    content: Any  # a state, or plain data
+    owners: dict[str, int]
+    content: Any
 
+    @classmethod
+    def of(cls, value: Any, nets: Mapping[str, Graph], *, undo: bool) -> "Extra":
+        """Returns what a file is to hold about a value.
 
-def read_extra(name: str, part: Any, fields: Fields) -> Extra:
-    """Returns an extra; raises CheckpointError, naming the field, when the file does not hold
-    one.
-    """
-    prefix = f"{where(name)}."
-    kind, made_by = entry(part, "kind", str, prefix), entry(part, "class", str, prefix)
-    if kind not in ("generator", "state", "data"):
-        raise CheckpointError(f"{prefix}kind: expected generator, state or data")
-    for key in ("shapes", "slots", "owners", "tree"):
-        if key not in part:
-            raise CheckpointError(f"{prefix}{key}: missing")
-    slots = decode(part["slots"], f"{prefix}slots", fields)
-    if not _are_slots(slots):
-        raise CheckpointError(f"{prefix}slots: expected vectors by version, parameter and name")
-    shapes, owners = part["shapes"], part["owners"]
-    if not isinstance(shapes, list | None):
-        raise CheckpointError(f"{prefix}shapes: expected those of an optimizer's parameters")
-    most = len(shapes or ())
-    if not isinstance(owners, dict) or any(
-        type(n) is not int or not 0 <= n < most for n in owners.values()
-    ):
-        raise CheckpointError(f"{prefix}owners: expected places of parameters by name")
-    knows_owners = entry(part, "knows_owners", bool, prefix) if "knows_owners" in part else False
-    return Extra(
-        kind,
-        made_by,
-        shapes,
-        slots,
-        owners,
-        knows_owners,
-        decode(part["tree"], where(name), fields),
-    )
+        Args:
+            value: an object with `state_dict()`, a generator, or plain data.
+            nets: those of the file, by place.
+            undo: whether to keep the optimizer state that undo gives back.
+        """
+        slots: dict[int, Slots] = {}
+        owners: dict[str, int] = {}
+        if isinstance(value, Optimizer):
+            refuse_stale_state(value)
+            for place, net in nets.items():
+                prefix = prefix_of(place)
+                for parameter, n in slot_owners(value, net).items():
+                    owners[prefix + parameter] = n
+                for version, kept in undo_slots(value, net).items() if undo else ():
+                    mine = {prefix + parameter: state for parameter, state in kept.items()}
+                    slots.setdefault(version, {}).update(mine)
+        kind = _kind(value)
+        if kind == "state" and not hasattr(value, "state_dict"):
+            kind = "data"
+        content = value if kind == "data" else _state(value)
+        return cls(kind, type(value).__name__, _shapes(value), slots, owners, content)
+
+    def describe(self, name: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+        """Puts its tensors into `tensors` and returns the rest as JSON."""
+        return {
+            "kind": self.kind,
+            "class": self.made_by,
+            "shapes": self.shapes,
+            "slots": encode(self.slots, f"{where(name)}.slots", tensors),
+            "owners": self.owners,
+            "tree": encode(self.content, where(name), tensors),
+        }
+
+    @classmethod
+    def read(cls, name: str, part: Any, fields: Fields) -> "Extra":
+        """Returns an extra of a file; raises CheckpointError, naming the field, for anything
+        else.
+        """
+        prefix = f"{where(name)}."
+        kind = entry(part, "kind", str, prefix)
+        made_by = entry(part, "class", str, prefix)
+        if kind not in ("generator", "state", "data"):
+            raise CheckpointError(f"{prefix}kind: expected generator, state or data")
+        for key in ("shapes", "slots", "tree"):
+            if key not in part:
+                raise CheckpointError(f"{prefix}{key}: missing")
+        slots = decode(part["slots"], f"{prefix}slots", fields)
+        if not _are_slots(slots):
+            raise CheckpointError(f"{prefix}slots: expected vectors by version, parameter and name")
+        shapes = part["shapes"]
+        if not isinstance(shapes, list | None):
+            raise CheckpointError(f"{prefix}shapes: expected those of an optimizer's parameters")
+        owners = entry(part, "owners", dict, prefix)
+        most = len(shapes or ())
+        if any(type(n) is not int or not 0 <= n < most for n in owners.values()):
+            raise CheckpointError(f"{prefix}owners: expected places of parameters by name")
+        content = decode(part["tree"], where(name), fields)
+        return cls(kind, made_by, shapes, slots, owners, content)
 
 
 def require_fit(name: str, target: Any, extra: Extra) -> None:
@@ -125,16 +126,17 @@ def require_fit(name: str, target: Any, extra: Extra) -> None:
     kind, given = _kind(target), type(target).__name__
     if kind == "state" and not hasattr(target, "load_state_dict"):
         raise TypeError(
-            f"{name}= takes an object with load_state_dict() or a torch.Generator, not"
-            f" {with_article(given)}"
+            f"{name}= takes an object with load_state_dict() or a torch.Generator, not a value of"
+            f" type {given}"
         )
     if extra.kind == "data":
         raise CheckpointError(
             f"{where(name)}: was saved as plain data, which gn.restore(path) returns"
         )
     if (extra.kind, extra.made_by) != (kind, given):
-        saved, asked = with_article(extra.made_by[:60]), with_article(given)
-        raise CheckpointError(f"{where(name)}: was saved from {saved}, not from {asked}")
+        raise CheckpointError(
+            f"{where(name)}: was saved from the class {extra.made_by[:60]}, not from {given}"
+        )
     saved, present = extra.shapes or [], _shapes(target) or []
     if saved != present:
         n = next(
@@ -263,6 +265,7 @@ def _set_state(target: Any, state: Any) -> None:
         target.load_state_dict(state)
         if isinstance(target, Optimizer):
             _keep_types(target, state)
+            require_state(target)
 
 
 def _keep_types(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -11,18 +11,16 @@ from torch.nn.parameter import is_lazy
 from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
 from grapnet.convert.exchange import Exchange, refuse_earlier_losses
-from grapnet.convert.origin import COMPILED, match_names, match_places, module_names
+from grapnet.convert.origin import match_names, match_places, module_names
 from grapnet.core.errors import CheckpointError
-from grapnet.core.wording import with_article
 from grapnet.learning.stale import mark_replaced
 from grapnet.network import GrapNet
 
+from .codec import Fields, decode, encode, entry, named
 from .extras import Target, restore_all
-from .fields import Fields, entry, named
-from .history import Kept
+from .journal import Kept
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
-from .remember import remember_structure
-from .tree import decode, encode
+from .rollback import remember_structure
 
 EXTRA = "_extra_state"  # what torch calls, in a state dict, the plain data of a module
 _VERSIONS = (int, str, type(None))  # what modules give as their `_version`
@@ -73,8 +71,9 @@ def describe_model(
     versions = {name: part.get("version") for name, part in getattr(held, "_metadata", {}).items()}
     for name, version in versions.items():
         if type(version) not in _VERSIONS:
-            kind = with_article(type(version).__name__)
-            raise CheckpointError(f"state.versions: that of {name!r} is {kind}, no number or text")
+            raise CheckpointError(
+                f"state.versions: that of {name!r} is of type {type(version).__name__}"
+            )
     versions = {name: version for name, version in versions.items() if version != 1}
     return {
         "nets": parts,
@@ -103,14 +102,6 @@ def read_places(document: dict[str, Any]) -> list[list[str]]:
     if not places or any(_is_under(name, seen) for name in seen):
         raise CheckpointError("nets: expected nets, none of them inside another")
     return places
-
-
-def is_compiled_net(document: dict[str, Any]) -> bool:
-    """Says whether a file holds `torch.compile(net)` as a model with nothing beside the net, as
-    they once did.
-    """
-    nothing = {"tree": encode({}, "state", {}), "ties": {}, "versions": {}}
-    return read_places(document) == [[COMPILED]] and entry(document, "state", dict, "") == nothing
 
 
 def rebuild_part(document: dict[str, Any], n: int, fields: Fields) -> GrapNet:
@@ -265,11 +256,7 @@ def _require_shape(where: str, value: Tensor, told: Any) -> None:
             f"{where}: is a {value.layout} tensor in the model, and files hold dense ones"
         )
     if not isinstance(told, Tensor) or told.shape != value.shape:
-        found = (
-            f"shape {list(told.shape)}"
-            if isinstance(told, Tensor)
-            else with_article(type(told).__name__)
-        )
+        found = f"shape {list(told.shape)}" if isinstance(told, Tensor) else type(told).__name__
         raise CheckpointError(
             f"{where}: was saved as {found}, and the model has {list(value.shape)}"
         )

@@ -183,7 +183,7 @@ class Graph(nn.Module):
     @property
     def history(self) -> History:
         """Every commit, the oldest first; trials leave none."""
-        return History(self.journal.commits)
+        return self.journal.commits
 
     def undo(self, *, alone: bool = False) -> Commit:
         """Takes the last commit back, as a commit of its own.

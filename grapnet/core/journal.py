@@ -1,8 +1,12 @@
 """The journal: commits as receipts, and the way back."""
 
+import json
+from array import array
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from time import time as now
 from typing import Any, SupportsIndex, overload
 from uuid import uuid4
 
@@ -13,6 +17,9 @@ from .change import Change
 from .errors import HistoryError
 from .relations import Topology
 from .remap import IndexMap
+
+# Bytes that the Python objects and tensors of a commit take beside the content of its tensors.
+_OBJECTS = 4096
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class Commit:
         undoes: the version of the commit that this one takes back, for undo, redo and the end of a
             trial.
         joint: which part it is of a transaction over several nets; None for one of its own.
+        time: when, in seconds since 1970.
         wirings: the topology that each moved transition is about to have; only followers see it,
             while they prepare.
         outlined: the counts of a commit of which the journal or the file keeps no details.
@@ -72,6 +80,7 @@ class Commit:
     undoes: int | None = None
     joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)
+    time: float = field(default_factory=now)
     outlined: dict[str, int] | None = None
 
     @property
@@ -117,12 +126,6 @@ class Commit:
         told = [ways[operation] for operation in ways if operation in asked]
         return told[0] if len(told) == 1 else None
 
-    def outline(self) -> "Commit":
-        """Returns the commit without the nodes and relations that it was about; `counts` still says
-        how many.
-        """
-        return replace(self, change=Change({}, {}), parameters={}, outlined=self.counts)
-
     def __repr__(self) -> str:
         way = {"coordinates_turned": f"coordinates_{self.turned or 'turned'}"}
         counts = ", ".join(
@@ -135,25 +138,109 @@ class Commit:
         )
 
 
-class History(tuple[Commit, ...]):
-    """Commits in order: a tuple that prints one of them a line."""
+class Outlines:
+    """The outline of every commit, in columns: about 150 bytes a commit.
 
-    __slots__ = ()
+    A row holds the version, the time in microseconds, the version that it undoes (0 for none), the
+    counts, and where its text ends. The text is JSON: the reason, the author, the kinds of
+    operations, and the part of a joint transaction.
+    """
+
+    COUNTS = (
+        "nodes_added",
+        "nodes_removed",
+        "relations_added",
+        "relations_removed",
+        "coordinates_turned",
+    )
+    WIDTH = 3 + len(COUNTS) + 1
+
+    def __init__(self) -> None:
+        self.numbers = array("q")  # [commits * WIDTH]
+        self.text = bytearray()
+
+    def __len__(self) -> int:
+        return len(self.numbers) // self.WIDTH
+
+    def append(self, commit: Commit) -> None:
+        """Adds the row of a commit."""
+        kinds = [operation.get("operation") for operation in commit.operations]
+        joint = None
+        if commit.joint is not None:
+            joint = [commit.joint.name, commit.joint.part, commit.joint.parts]
+        by = None
+        if commit.by is not None:
+            by = str(commit.by)
+        self.text += json.dumps(
+            [str(commit.reason), by, list(dict.fromkeys(kinds)), joint], separators=(",", ":")
+        ).encode()
+        counts = commit.counts
+        self.numbers.append(commit.version)
+        self.numbers.append(round(commit.time * 1e6))
+        self.numbers.append(commit.undoes or 0)
+        self.numbers.extend([counts[name] for name in self.COUNTS])
+        self.numbers.append(len(self.text))
+
+    def version(self, place: int) -> int:
+        """Returns the version of a commit."""
+        return self.numbers[place * self.WIDTH]
+
+    def find(self, version: int) -> int:
+        """Returns the place of the first commit that leads to `version` or a later one."""
+        return bisect_left(range(len(self)), version, key=self.version)
+
+    def commit(self, place: int) -> Commit:
+        """Returns the commit of one row, without details."""
+        row = self.numbers[place * self.WIDTH : (place + 1) * self.WIDTH]
+        start = 0
+        if place > 0:
+            start = self.numbers[place * self.WIDTH - 1]
+        reason, by, kinds, joint = json.loads(self.text[start : row[-1]])
+        return Commit(
+            row[0],
+            reason,
+            Change({}, {}),
+            by,
+            tuple({"operation": kind} for kind in kinds),
+            undoes=row[2] or None,
+            joint=joint and Joint(*joint),
+            time=row[1] / 1e6,
+            outlined=dict(zip(self.COUNTS, row[3:-1], strict=True)),
+        )
+
+    def copy(self) -> "Outlines":
+        """Returns columns of its own."""
+        copied = Outlines()
+        copied.numbers = self.numbers[:]
+        copied.text = self.text[:]
+        return copied
+
+
+class History(Sequence[Commit]):
+    """Commits in order, each made when it is read; prints one of them a line."""
+
+    __slots__ = ("_journal", "_places")
+
+    def __init__(self, journal: "Journal", places: range) -> None:
+        self._journal = journal
+        self._places = places
+
+    def __len__(self) -> int:
+        return len(self._places)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Commit: ...
     @overload
     def __getitem__(self, index: slice) -> "History": ...
     def __getitem__(self, index: SupportsIndex | slice) -> "Commit | History":
-        found = super().__getitem__(index)
-        return History(found) if isinstance(found, tuple) else found
+        if isinstance(index, slice):
+            return History(self._journal, self._places[index])
+        return self._journal.commit(self._places[index])
 
     def __repr__(self) -> str:
-        return (
-            "\n".join(["History(", *(f"  {commit!r}" for commit in self), ")"])
-            if self
-            else "History()"
-        )
+        if not self:
+            return "History()"
+        return "\n".join(["History(", *(f"  {commit!r}" for commit in self), ")"])
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,18 +263,29 @@ class Journal:
     """Every commit of a graph in order, and what undo and redo need of the last few.
 
     Which nodes and relations a commit was about is kept for the latest ones, as far as they fit
-    into `detail_limit` bytes; older commits keep their version, reason, operations and counts. What
-    undo and redo need is always kept.
+    into `detail_limit` bytes; of older commits the outline stays: version, time, reason, author,
+    kinds of operations and counts. What undo and redo need is always kept.
     """
 
     def __init__(self, undo_limit: int = 16, detail_limit: int = 256 << 20) -> None:
-        self.commits: list[Commit] = []
-        self.undoable: list[int] = []  # places in `commits`, the next to undo last
+        self.outlines = Outlines()
+        self.details: dict[int, Commit] = {}  # by place, of commits that are more than an outline
+        self.undoable: list[int] = []  # places, the next to undo last
         self.redoable: list[int] = []
         self._undo_limit, self._detail_limit = undo_limit, detail_limit
         self._with_values: set[int] = set()  # places whose commits still hold values
         # (place, bytes) of the commits with details, the oldest first
-        self._details: deque[tuple[int, int]] = deque()
+        self._sizes: deque[tuple[int, int]] = deque()
+        self._total = 0  # of these bytes
+
+    @property
+    def commits(self) -> History:
+        """Every commit, the oldest first."""
+        return History(self, range(len(self.outlines)))
+
+    def commit(self, place: int) -> Commit:
+        """Returns the commit at a place, with its details where they are kept."""
+        return self.details.get(place) or self.outlines.commit(place)
 
     @property
     def undo_limit(self) -> int:
@@ -236,24 +334,39 @@ class Journal:
         self.redoable.pop()
         self._append(commit, self.undoable)
 
-    def reinstate(self, commits: list[Commit], undoable: list[int], redoable: list[int]) -> None:
-        """Takes over the commits of a saved journal."""
-        self.commits, self.undoable, self.redoable = commits, undoable, redoable
+    def reinstate(
+        self,
+        outlines: Outlines,
+        details: dict[int, Commit],
+        undoable: list[int],
+        redoable: list[int],
+    ) -> None:
+        """Takes over the commits of a saved journal; `details` are in the order of their places."""
+        self.outlines = outlines
+        self.details = details
+        self.undoable = undoable
+        self.redoable = redoable
         self._with_values = {*undoable, *redoable}
-        self._details = deque(
-            (n, c.change.detail_bytes) for n, c in enumerate(commits) if c.has_details
-        )
+        self._sizes = deque((place, _size(commit)) for place, commit in details.items())
+        self._total = sum(size for _, size in self._sizes)
         self._let_go()
 
     def keeps(self, version: int) -> bool:
         """Says whether the commit of `version` can still be taken back."""
-        return any(
-            self.commits[place].version == version for place in (*self.undoable, *self.redoable)
-        )
+        kept = (*self.undoable, *self.redoable)
+        return any(self.outlines.version(place) == version for place in kept)
 
-    def between(self, first: int, last: int) -> list[Commit]:
+    def at(self, version: int | None) -> Commit | None:
+        """Returns the commit that led to a version; None where there is none."""
+        if version is None:
+            return None
+        found = self.between(version - 1, version)
+        return found[0] if found else None
+
+    def between(self, first: int, last: int) -> History:
         """Returns the commits that lead from one version to a later one."""
-        return [commit for commit in self.commits if first < commit.version <= last]
+        places = range(self.outlines.find(first + 1), self.outlines.find(last + 1))
+        return History(self, places)
 
     def require_details(self, commits: Iterable[Commit]) -> None:
         """Raises HistoryError when one of the commits no longer says which nodes and relations it
@@ -295,7 +408,8 @@ class Journal:
 
     def last_touch(self, parent: int, child: int) -> Commit | None:
         """Returns the last commit that made or cut the relation, or None when none did."""
-        for commit in reversed(self.commits):
+        for place in sorted(self.details, reverse=True):
+            commit = self.details[place]
             for change in commit.change.transitions.values():
                 for pairs in (change.born, change.gone):
                     if bool(((pairs.parents == parent) & (pairs.children == child)).any()):
@@ -304,7 +418,8 @@ class Journal:
 
     def last_touch_of_node(self, uid: int, *, removal: bool = False) -> Commit | None:
         """Returns the last commit that added or removed the node, or only one that removed it."""
-        for commit in reversed(self.commits):
+        for place in sorted(self.details, reverse=True):
+            commit = self.details[place]
             for change in commit.change.layers.values():
                 if bool((change.gone.uids == uid).any()) or (
                     not removal and bool((change.born.uids == uid).any())
@@ -313,45 +428,53 @@ class Journal:
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
-        copy = Journal(self._undo_limit, self._detail_limit)
-        copy._details = deque(self._details)
-        copy.commits, copy.undoable, copy.redoable = (
-            list(self.commits),
-            list(self.undoable),
-            list(self.redoable),
-        )
-        copy._with_values = set(self._with_values)
-        return copy
+        copied = Journal(self._undo_limit, self._detail_limit)
+        copied.outlines = self.outlines.copy()
+        copied.details = dict(self.details)
+        copied.undoable = list(self.undoable)
+        copied.redoable = list(self.redoable)
+        copied._with_values = set(self._with_values)
+        copied._sizes = deque(self._sizes)
+        copied._total = self._total
+        return copied
 
     def _append(self, commit: Commit, stack: list[int]) -> None:
-        self.commits.append(commit)
-        stack.append(len(self.commits) - 1)
-        self._with_values.add(len(self.commits) - 1)
-        self._details.append((len(self.commits) - 1, commit.change.detail_bytes))
+        place = len(self.outlines)
+        self.outlines.append(commit)
+        self.details[place] = commit
+        stack.append(place)
+        self._with_values.add(place)
+        size = _size(commit)
+        self._sizes.append((place, size))
+        self._total += size
         self._let_go()
 
     def _let_go(self) -> None:
-        """Drops the values of every commit that nobody can take back."""
+        """Drops values that no undo needs, and the oldest details beyond `detail_limit`."""
         del self.undoable[: max(0, len(self.undoable) - self._undo_limit)]
         del self.redoable[: max(0, len(self.redoable) - self._undo_limit)]
         kept = {*self.undoable, *self.redoable}
         for place in self._with_values - kept:
-            self.commits[place] = self.commits[place].summary()
+            self.details[place] = self.details[place].summary()
         self._with_values &= kept
-        total = sum(size for _, size in self._details)
-        while total > self._detail_limit and self._details[0][0] not in kept:
-            place, size = self._details.popleft()
-            self.commits[place] = self.commits[place].outline()
-            total -= size
+        while self._total > self._detail_limit and self._sizes[0][0] not in kept:
+            place, size = self._sizes.popleft()
+            del self.details[place]
+            self._total -= size
 
     def _next(self, stack: list[int], verb: str) -> Commit:
         if not stack:
             limit = f"the journal keeps what {verb} needs for the last {self._undo_limit} commits, "
             kept = limit + "and a checkpoint keeps it only with gn.save(..., undo=True)"
-            raise HistoryError(
-                f"there is nothing to {verb} ({kept if self.commits else 'nothing was edited'})"
-            )
-        return self.commits[stack[-1]]
+            if not len(self.outlines):
+                kept = "nothing was edited"
+            raise HistoryError(f"there is nothing to {verb} ({kept})")
+        return self.details[stack[-1]]
+
+
+def _size(commit: Commit) -> int:
+    """Returns about how many bytes the details of a commit take."""
+    return _OBJECTS + commit.change.detail_bytes
 
 
 def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from grapnet.core.change import Change
 from grapnet.core.errors import OptimizerError
 from grapnet.core.graph import Graph
 from grapnet.core.values import Coordinates
@@ -138,15 +137,8 @@ def _has_followed(copy: Graph, net: Graph) -> bool:
     if copy.version == net.version:
         return any(f.net() is net for f in _following.get(copy, [])) or not difference(copy, net)
     missed = net.journal.between(copy.version, net.version)
-    return not any(_moves(commit.change) for commit in missed) and not difference(copy, net)
-
-
-def _moves(change: Change) -> bool:
-    """Says whether coordinates come, leave, freeze or thaw."""
-    vectors = [c.biases for c in change.layers.values() if c.biases] + [
-        c.weights for c in change.transitions.values()
-    ]
-    return any(not vector.index.is_identity or len(vector.flips) for vector in vectors)
+    has_moved = any(any(commit.counts.values()) for commit in missed)
+    return not has_moved and not difference(copy, net)
 
 
 def _guarded(

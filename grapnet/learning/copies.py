@@ -80,8 +80,7 @@ class CopyFollower:
         """
         if commit.undoes is None:
             return _with_own_constants(copy, commit.change)
-        earlier = [c for c in copy.journal.commits if c.version == commit.undoes]
-        own = self._trial if commit.ends_trial else earlier[-1] if earlier else None
+        own = self._trial if commit.ends_trial else copy.journal.at(commit.undoes)
         if own is None or not own.change.has_values:
             return commit.change
         back = own.change.inverse(with_gradients=commit.ends_trial)
@@ -107,9 +106,9 @@ def _kind(graph: Graph, commit: Commit) -> str:
 
 def way_back(journal: Journal) -> tuple[list[int], list[int]]:
     """Returns the versions that undo, and redo, would take back, the next one last."""
-    undoable, redoable = (
-        [journal.commits[n].version for n in s] for s in (journal.undoable, journal.redoable)
-    )
+    version = journal.outlines.version
+    undoable = [version(place) for place in journal.undoable]
+    redoable = [version(place) for place in journal.redoable]
     return undoable, redoable
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from grapnet.core.errors import CheckpointError
@@ -47,6 +47,24 @@ def write(
     """Writes a checkpoint, whole or not at all; raises FileExistsError where it may not replace a
     file.
     """
+    tensors, metadata = _content(document, tensors)
+    try:
+        with whole(path, replace=replace) as partial:
+            save_file(tensors, os.fspath(partial), metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{os.fspath(path)!r} could not be written ({_first_line(error)})") from error
+
+
+def to_bytes(document: dict[str, Any], tensors: dict[str, Tensor]) -> bytes:
+    """Returns what `write` would write."""
+    tensors, metadata = _content(document, tensors)
+    return save(tensors, metadata=metadata)
+
+
+def _content(
+    document: dict[str, Any], tensors: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Returns the tensors as plain memory, and the metadata of the container."""
     try:
         text = json.dumps(document, separators=(",", ":"))
     except ValueError as error:  # a number of thousands of digits
@@ -60,44 +78,17 @@ def write(
             " lists as tensors"
         )
     tensors = _separate({name: _storable(name, tensor) for name, tensor in tensors.items()})
-    try:
-        with whole(path, replace=replace) as partial:
-            save_file(
-                tensors,
-                os.fspath(partial),
-                metadata={"grapnet": text, "sha256": digest(text, tensors)},
-            )
-    except SafetensorError as error:
-        raise OSError(f"{os.fspath(path)!r} could not be written ({_first_line(error)})") from error
+    return tensors, {"grapnet": text, "sha256": digest(text, tensors)}
 
 
-def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Returns the document and the tensors of a checkpoint whose digest is right."""
-    path = Path(path)
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
-    if not path.is_file():
-        raise CheckpointError(f"container: {str(path)!r} is not a file")
-    with path.open("rb") as handle:  # raises what the system says when it may not be read
-        # The container opens its file by name twice, and a save may rename another file into place
-        # in between; the open handle's own name stays with one file.
-        name = f"/dev/fd/{handle.fileno()}" if os.path.exists("/dev/fd") else os.fspath(path)
-        try:
-            with safe_open(name, framework="pt") as file:
-                metadata = file.metadata() or {}
-                # the container hands out views of the mapped file, which change with it; a copy is
-                # ours alone
-                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
-        except Exception as error:  # whatever the parser trips over
-            handle.seek(0)
-            if handle.read(4) in _PICKLES:
-                raise CheckpointError(
-                    f"container: {str(path)!r} is a pickle, as torch.save writes them, not of"
-                    f" gn.save. {_WAY_ON}"
-                ) from None
-            raise CheckpointError(
-                f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
-            ) from error
+def read(source: str | os.PathLike[str] | bytes) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the document and the tensors of a checkpoint, a file or its bytes, whose digest is
+    right.
+    """
+    if isinstance(source, bytes):
+        metadata, tensors = _read_bytes(source)
+    else:
+        metadata, tensors = _read_file(Path(source))
     if "grapnet" not in metadata or "sha256" not in metadata:
         raise CheckpointError(
             f"metadata: this safetensors file was not written by gn.save. {_WAY_ON}"
@@ -118,6 +109,46 @@ def read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, Tensor
             f"format: this GrapNet reads format {FORMAT}, the file says {repr(found)[:30]}"
         )
     return document, tensors
+
+
+def _read_bytes(data: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
+    try:
+        tensors = load(data)
+        # a container begins with the length of its header
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+    except Exception as error:  # whatever the parser trips over
+        raise CheckpointError(
+            f"container: not a whole safetensors file ({_first_line(error)})"
+        ) from error
+    return header.get("__metadata__") or {}, tensors
+
+
+def _read_file(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    if not path.exists():
+        raise FileNotFoundError(f"there is no checkpoint at {str(path)!r}")
+    if not path.is_file():
+        raise CheckpointError(f"container: {str(path)!r} is not a file")
+    with path.open("rb") as handle:  # raises what the system says when it may not be read
+        # The container opens its file by name twice, and a save may rename another file into place
+        # in between; the open handle's own name stays with one file.
+        name = f"/dev/fd/{handle.fileno()}" if os.path.exists("/dev/fd") else os.fspath(path)
+        try:
+            with safe_open(name, framework="pt") as file:
+                # The container hands out views of the mapped file, which change with it; a copy is
+                # ours alone.
+                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no mapping)
+                return file.metadata() or {}, tensors
+        except Exception as error:  # whatever the parser trips over
+            handle.seek(0)
+            if handle.read(4) in _PICKLES:
+                raise CheckpointError(
+                    f"container: {str(path)!r} is a pickle, as torch.save writes them, not of"
+                    f" gn.save. {_WAY_ON}"
+                ) from None
+            raise CheckpointError(
+                f"container: {str(path)!r} is not a whole safetensors file ({_first_line(error)})"
+            ) from error
 
 
 def digest(text: str, tensors: dict[str, Tensor]) -> str:

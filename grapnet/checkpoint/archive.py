@@ -1,0 +1,533 @@
+"""Archive: a checkpoint in memory, and the functions that save, open, load and restore one."""
+
+import copy
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grapnet.convert.origin import COMPILED
+from grapnet.core.errors import CheckpointError
+from grapnet.network import GrapNet
+
+from . import file
+from .codec import Fields, decode, entry
+from .extras import Extra, Target, require_fit, restore_all, restore_slots, where
+from .following import Following, Moved, follow
+from .journal import Kept
+from .model import (
+    describe_model,
+    find_nets,
+    put_into,
+    read_places,
+    rebuild_part,
+    refuse_additions,
+)
+from .net import describe_net, rebuild_net, warn_of_unmet_choices
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `Archive.save` has written.
+
+    Attributes:
+        nbytes: the size of the file.
+        extras: what became of every extra: "followed", "kept" or "dropped".
+    """
+
+    nbytes: int
+    extras: dict[str, str]
+
+
+class Archive:
+    """A checkpoint in memory: nets to edit, and whatever else the file holds.
+
+    `gn.open(path)` returns one. Its nets are ordinary nets. Optimizers, averages and other extras
+    follow their edits, and `save` writes all of it:
+
+        file = gn.open("net.safetensors")
+        with file.net.edit(reason="prune") as edit:
+            edit.cut(file.net.select().outgoing().smallest(fraction=0.5))
+        file.save("pruned.safetensors")
+
+    Attributes:
+        path: where it was read from; None for one that was packed or came as bytes.
+    """
+
+    path: Path | None
+
+    def __init__(
+        self,
+        document: dict[str, Any],
+        tensors: dict[str, Tensor],
+        path: Path | None = None,
+    ) -> None:
+        self.path = path
+        self._document = document
+        self._tensors = tensors
+        self._fields = Fields(tensors)
+        self._places = [names[0] for names in read_places(document)]
+        self._extras: dict[str, Extra] = {}
+        for name, part in entry(document, "extras", dict, "").items():
+            self._extras[name] = Extra.read(name, part, self._fields)
+        self._nets: dict[str, GrapNet] | None = None
+        self._moved: dict[str, Moved] = {}
+        self._following: dict[tuple[str, str], Following] = {}  # by extra and place
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        /,
+        *,
+        undo: bool = False,
+        history: Kept = "outline",
+        **extras: Any,
+    ) -> "Archive":
+        """Packs a net, or a model with nets inside, and any extras; see `gn.save`."""
+        document, tensors = _pack(model, extras, undo=undo, history=history)
+        # copies, so that training on does not change the archive
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        return cls(document, tensors)
+
+    @property
+    def is_model(self) -> bool:
+        """True when it holds a model with nets inside, False when it holds one net."""
+        return "nets" in self._document
+
+    @property
+    def nets(self) -> dict[str, GrapNet]:
+        """Its nets by their places in the model, ready to edit; "" is the place of a net alone."""
+        if self._nets is None:
+            nets = self._rebuilt()
+            for place, net in nets.items():
+                warn_of_unmet_choices(net)
+                self._moved[place] = Moved(net)
+                for name, extra in self._extras.items():
+                    self._following[name, place] = follow(name, extra, net, place)
+            self._nets = nets
+        return self._nets
+
+    @property
+    def net(self) -> GrapNet:
+        """Its only net, ready to edit.
+
+        Raises:
+            CheckpointError: it holds several; `nets` has them by place.
+        """
+        if len(self._places) > 1:
+            raise CheckpointError(
+                f"nets: this file holds {len(self._places)} nets, at {', '.join(self._places)};"
+                " choose one: file.nets[place]"
+            )
+        return self.nets[self._places[0]]
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What was saved beside the nets: plain data as it was, objects as their state."""
+        return {name: extra.content for name, extra in self._extras.items()}
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The class that every extra was saved from; "data" for plain data."""
+        kinds = {}
+        for name, extra in self._extras.items():
+            kinds[name] = "data" if extra.kind == "data" else extra.made_by
+        return kinds
+
+    @property
+    def undo(self) -> bool:
+        """True when it keeps what undo needs."""
+        return any(entry(part, "undo", bool, "journal.") for part in self._journals())
+
+    @property
+    def history(self) -> Kept:
+        """How much of every commit it keeps: "outline" or "full"."""
+        found = {entry(part, "history", str, "journal.") for part in self._journals()}
+        return "full" if "full" in found else "outline"
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the file that it was read from, or of one like it."""
+        if self.path is not None:
+            return self.path.stat().st_size
+        return len(file.to_bytes(self._document, self._tensors))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of its tensors by what they are about: values, wiring, journal, model and
+        extras.
+        """
+        sizes: dict[str, int] = {}
+        for part in ("values", "wiring", "journal", "model", "extras"):
+            sizes[part] = 0
+        for name, tensor in self._tensors.items():
+            sizes[_part_of(name)] += tensor.nbytes
+        return sizes
+
+    @torch.inference_mode(False)
+    def model(self, into: nn.Module) -> nn.Module:
+        """Puts the nets and the state of the saved model into one made like it, and returns that;
+        see `gn.restore`.
+
+        Raises:
+            CheckpointError: something does not fit; nothing was changed.
+        """
+        self._put(into, {})
+        return into
+
+    @torch.inference_mode(False)
+    def load(self, **objects: Any) -> dict[str, Any]:
+        """Gives objects the state they were saved with, all of them or none; see `gn.restore`.
+
+        Args:
+            objects: under the names they were saved by.
+
+        Returns:
+            The extras that were saved as plain data.
+
+        Raises:
+            CheckpointError: a name was not saved, or a state does not fit its object; nothing was
+                changed.
+        """
+        self._put(None, objects)
+        return {n: extra.content for n, extra in self._extras.items() if extra.kind == "data"}
+
+    def save(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        undo: bool | None = None,
+        history: Kept | None = None,
+        drop: Iterable[str] = (),
+        keep: Iterable[str] = (),
+        replace: bool = True,
+    ) -> Saved:
+        """Writes the nets as they are now and every extra after their edits to a file.
+
+        Args:
+            path: the file; the one it was read from by default.
+            undo: whether to keep what undo needs; as before by default.
+            history: how much of every commit to keep; as before by default.
+            drop: extras to leave out.
+            keep: extras to leave as they are, even if they do not fit the edited nets.
+            replace: whether to replace a file that exists.
+
+        Raises:
+            CheckpointError: an extra cannot follow an edit; nothing was written.
+            FileExistsError: there is a file, and `replace` is False.
+            OSError: the file cannot be written; an earlier one is as it was.
+        """
+        path = self.path if path is None else Path(path)
+        if path is None:
+            raise ValueError("this archive was not read from a file; give a path")
+        document, tensors, extras = self._content(undo, history, list(drop), list(keep))
+        file.write(path, document, tensors, replace=replace)
+        return Saved(path.stat().st_size, extras)
+
+    def to_bytes(
+        self,
+        *,
+        undo: bool | None = None,
+        history: Kept | None = None,
+        drop: Iterable[str] = (),
+        keep: Iterable[str] = (),
+    ) -> bytes:
+        """Returns the bytes of the file that `save` writes."""
+        document, tensors, _ = self._content(undo, history, list(drop), list(keep))
+        return file.to_bytes(document, tensors)
+
+    def _content(
+        self, undo: bool | None, history: Kept | None, drop: list[str], keep: list[str]
+    ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
+        """Returns the document and the tensors after the edits, and what became of the extras."""
+        for name in (*drop, *keep):
+            if name not in self._extras:
+                raise CheckpointError(f"{where(name)}: {self._missing()}")
+        undo = self.undo if undo is None else undo
+        history = self.history if history is None else history
+        as_before = (undo, history) == (self.undo, self.history)
+        if self._nets is None and as_before:
+            # nobody has touched a net
+            document = dict(self._document)
+            tensors = {n: t for n, t in self._tensors.items() if _part_of(n) != "extras"}
+        else:
+            tensors = {n: t for n, t in self._tensors.items() if _part_of(n) == "model"}
+            document = self._document | self._described(tensors, undo=undo, history=history)
+        parts = {}
+        outcomes = dict.fromkeys(drop, "dropped")
+        for name, extra in self._extras.items():
+            if name in drop:
+                continue
+            extra = copy.copy(extra)
+            followings = [] if name in keep else self._followings(name)
+            outcomes[name] = "kept"
+            for place, following in followings:
+                following.update(extra, self._moved[place], undo=undo)
+                if following.how == "followed":
+                    outcomes[name] = "followed"
+            if not undo:
+                extra.slots = {}
+            parts[name] = extra.describe(name, tensors)
+        document["extras"] = parts
+        return document, tensors, outcomes
+
+    def _followings(self, name: str) -> list[tuple[str, Following]]:
+        return [(place, f) for (extra, place), f in self._following.items() if extra == name]
+
+    def _described(
+        self, tensors: dict[str, Tensor], *, undo: bool, history: Kept
+    ) -> dict[str, Any]:
+        """Puts the arrays of all nets into `tensors` and returns their parts of the document."""
+        parts = []
+        with torch.no_grad():
+            for n, place in enumerate(self._places):
+                own: dict[str, Tensor] = {}
+                part = describe_net(self.nets[place], own, undo=undo, history=history)
+                if not self.is_model:
+                    tensors.update(own)
+                    return part
+                tensors.update({f"nets.{n}.{name}": tensor for name, tensor in own.items()})
+                parts.append(self._document["nets"][n] | part)
+        return {"nets": parts}
+
+    def _rebuilt(self) -> dict[str, GrapNet]:
+        """Returns new nets from the file, by place."""
+        with torch.inference_mode(False):
+            if self.is_model:
+                nets = {}
+                for n, place in enumerate(self._places):
+                    nets[place] = rebuild_part(self._document, n, self._fields)
+                state = entry(self._document, "state", dict, "")
+                decode(state.get("tree"), "state", self._fields)
+            else:
+                nets = {"": rebuild_net(self._document, self._fields)}
+        self._fields.require_all_read()
+        return nets
+
+    def _put(self, into: nn.Module | None, objects: Mapping[str, Any]) -> None:
+        for name in objects:
+            if name not in self._extras:
+                raise CheckpointError(f"{where(name)}: {self._missing()}")
+        if into is not None:
+            self._require_model(into, objects)
+        for name, target in objects.items():
+            require_fit(name, target, self._extras[name])
+        targets = [
+            Target(where(name), target, self._extras[name].content)
+            for name, target in objects.items()
+        ]
+        if into is None:
+            restore_all(targets)
+        else:
+            put_into(into, self._document, self._fields, targets)
+        for name, target in objects.items():
+            if isinstance(target, Optimizer):
+                restore_slots(target, self._extras[name], self._places)
+
+    def _require_model(self, into: Any, objects: Mapping[str, Any]) -> None:
+        """Raises when `into` cannot take what the file holds, or an object would be left with
+        Parameters that are gone.
+        """
+        if not isinstance(into, nn.Module):
+            raise TypeError(
+                f"into= takes the model to put nets into, not a value of type {type(into).__name__}"
+            )
+        if not self.is_model:
+            raise CheckpointError(
+                "graph: this file holds one net, not a model; gn.load(path) returns it"
+            )
+        if isinstance(into, GrapNet):
+            raise CheckpointError(
+                "nets: this file holds a model with nets inside; a net cannot be made into one."
+                " Give the model"
+            )
+        for name, target in objects.items():
+            held = getattr(target, "optimizer", None)
+            if isinstance(target, Optimizer) or isinstance(held, Optimizer):
+                raise CheckpointError(
+                    f"{where(name)}: its parameters would be replaced by those of the nets. First"
+                    " gn.restore(path, into=model), then make the optimizer over"
+                    f" model.parameters(), then gn.restore(path, {name}={name})"
+                )
+
+    def _missing(self) -> str:
+        saved = ", ".join(sorted(self._extras)) or "none"
+        return f"not in this checkpoint, which holds {saved[:200]}"
+
+    def _journals(self) -> list[dict[str, Any]]:
+        parts = self._document["nets"] if self.is_model else [self._document]
+        return [entry(part, "journal", dict, "") for part in parts]
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    /,
+    *,
+    undo: bool = False,
+    history: Kept = "outline",
+    **extras: Any,
+) -> None:
+    """Writes a net, or a model with nets inside, and any extras to one file, which replaces an
+    earlier one once whole.
+
+    Of every net the file holds the graph, the journal, the chosen backends and which Parameters do
+    not train; of a model also where its nets stand, what `gn.ungraft` needs, and the state dict of
+    everything beside them. A save that is killed leaves the earlier file as it was, and a folder
+    `.grapnet.….partial` that the next save into that folder removes.
+
+    Args:
+        path: the file; its folder must exist. A link is followed.
+        model: a GrapNet, compiled or not, which `gn.load` returns; or any module with nets inside,
+            for `gn.restore(path, into=model)`.
+        undo: also keep the cut weights that undo and redo need, and the state that attached
+            optimizers had for them. By default the file holds nothing of a coordinate that was cut.
+        history: "outline" keeps of every commit its version, time, author, reason and counts;
+            "full" also keeps which nodes and relations it was about, which `diff`, `blame` and
+            `replay` need.
+        extras: anything to bring back: objects with `state_dict()` (optimizers, schedulers, rules,
+            memories), `torch.Generator`s (`torch.default_generator` is the global one), or plain
+            data and tensors.
+
+    Raises:
+        CheckpointError: something to save is not data, a trial is in effect, a part of a net is in
+            the model by itself or in another net too, or a net has a forward, modules or buffers of
+            its own; nothing was written.
+        OptimizerError: an optimizer has not followed an edit; nothing was written.
+        OSError: the file cannot be written; an earlier one is as it was.
+    """
+    if isinstance(path, nn.Module):
+        raise TypeError("the path comes first: gn.save(path, net)")
+    file.write(path, *_pack(model, extras, undo=undo, history=history))
+
+
+def open(source: str | os.PathLike[str] | bytes, /) -> Archive:
+    """Returns a checkpoint in memory, from a file or its bytes.
+
+    Nets and extras come out of it as they are asked for:
+
+        file = gn.open("run.safetensors")
+        net = file.net
+        optimizer = torch.optim.Adam(net.parameters())
+        file.load(optimizer=optimizer)
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged or not a checkpoint.
+    """
+    path = None if isinstance(source, bytes) else Path(source)
+    document, tensors = file.read(source)
+    return Archive(document, tensors, path)
+
+
+def load(path: str | os.PathLike[str], *, device: torch.device | str | None = None) -> GrapNet:
+    """Returns the net of a checkpoint, ready to train, run and edit.
+
+    It warns of a chosen backend that is not registered in this process: `auto` runs in its place,
+    and the name stays chosen, also in the next file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: the file is damaged or not a checkpoint, and the message names the field;
+            or it holds a model.
+    """
+    archive = open(path)
+    if archive.is_model:
+        raise CheckpointError(
+            "nets: this file holds a model with nets inside, not one net. Make a model like it,"
+            " then gn.restore(path, into=model)"
+        )
+    (net,) = archive._rebuilt().values()
+    warn_of_unmet_choices(net)
+    if device is None:
+        return net
+    with torch.inference_mode(False):
+        return net.to(device)
+
+
+def restore(
+    path: str | os.PathLike[str], /, *, into: nn.Module | None = None, **objects: Any
+) -> dict[str, Any]:
+    """Puts what a checkpoint holds back into objects made like those that were saved, all of them
+    or none.
+
+    A model given as `into` gets nets in the places where the saved one had them, whatever stands
+    there: the dense modules of a fresh model, of any shape and even on the meta device, or nets of
+    any version. A net goes to the device and the dtype of what it replaces, and trains what that
+    trains. Everything else is loaded by name and shape. Parameters beside the nets stay the same
+    objects, those of the nets are others, so make the optimizer afterwards; one that holds those of
+    before raises OptimizerError at its next step:
+
+        gn.restore(path, into=model)
+        optimizer = torch.optim.Adam(model.parameters())
+        gn.restore(path, optimizer=optimizer)
+
+    Args:
+        path: the file.
+        into: a model made like the saved one.
+        objects: under the names they were saved by: objects with `load_state_dict()`, or
+            `torch.Generator`s, of the class that was saved.
+
+    Returns:
+        The extras that were saved as plain data.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        CheckpointError: a name was not saved, a state does not fit its object, or a net to be
+            replaced has hooks or something of its own, or is held by `torch.compile(net)`; nothing
+            was changed.
+    """
+    archive = open(path)
+    with torch.inference_mode(False):
+        archive._put(into, objects)
+    return archive.load()
+
+
+def _pack(
+    model: nn.Module, extras: Mapping[str, Any], *, undo: bool, history: Kept
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns the document and the tensors of a file; raises as `save` does."""
+    held = getattr(model, COMPILED, None)
+    if isinstance(held, GrapNet):  # torch.compile(net) is saved as the net
+        model = held
+    nets = find_nets(model) if isinstance(model, nn.Module) else {}
+    if not nets:
+        raise TypeError(
+            "gn.save(path, model) saves a GrapNet or a model with nets inside; this"
+            f" {type(model).__name__} has none"
+        )
+    places = {names[0]: net for net, names in nets.items()}
+    tensors: dict[str, Tensor] = {}
+    document: dict[str, Any] = {"format": file.FORMAT}
+    with torch.no_grad():
+        if isinstance(model, GrapNet):
+            refuse_additions(model, "this net")
+            document |= describe_net(model, tensors, undo=undo, history=history)
+        else:
+            document |= describe_model(model, tensors, undo=undo, history=history)
+        parts = {}
+        for name, value in extras.items():
+            parts[name] = Extra.of(value, places, undo=undo).describe(name, tensors)
+        document["extras"] = parts
+    return document, tensors
+
+
+def _part_of(name: str) -> str:
+    """Returns which part of a checkpoint a tensor belongs to."""
+    if name.startswith("extras"):
+        return "extras"
+    if name.startswith("state["):
+        return "model"
+    if name.startswith("nets."):
+        name = name.split(".", 2)[2]
+    if name.startswith("journal."):
+        return "journal"
+    if name.startswith("columns.") or name.endswith((".weight", ".bias")):
+        return "values"
+    return "wiring"

@@ -1,0 +1,77 @@
+"""Whether the state that an optimizer has loaded is one that it can step with."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grapnet.core.errors import CheckpointError
+
+_SIZES = (3, 5, 7, 11, 13)  # of a trial parameter; all differ, so that a shape tells its dimensions
+
+
+def require_state(optimizer: Optimizer) -> None:
+    """Raises CheckpointError when an option, or an entry of the state, is missing or has another
+    form than this optimizer gives it.
+
+    What form that is shows one step of a small optimizer of the same class. One that cannot be made
+    or cannot step in this way is not looked at.
+    """
+    for n, group in enumerate(optimizer.param_groups):
+        for name, default in optimizer.defaults.items():
+            if name not in group or not _is_alike(group[name], default):
+                raise CheckpointError(f"param_groups[{n}][{name!r}]: missing or of another type")
+        expected: dict[int, dict[str, Any] | None] = {}  # by the number of dimensions
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if not state:
+                continue
+            if parameter.dim() not in expected:
+                expected[parameter.dim()] = _first_state(optimizer, group, parameter)
+            for key, example in (expected[parameter.dim()] or {}).items():
+                shape = list(parameter.shape)
+                if key not in state or not _has_form(state[key], example, shape):
+                    raise CheckpointError(f"{key!r} of a parameter of shape {shape} does not fit")
+
+
+def _first_state(
+    optimizer: Optimizer, group: dict[str, Any], parameter: nn.Parameter
+) -> dict[str, Any] | None:
+    """Returns the state after one step of a small parameter with the options of a group; None where
+    that is not possible.
+    """
+    if parameter.dim() > len(_SIZES):
+        return None
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    trial = nn.Parameter(parameter.new_zeros(_SIZES[: parameter.dim()]))
+    trial.grad = torch.zeros_like(trial)
+    try:
+        make: Any = type(optimizer)
+        small = make([{**options, "params": [trial]}])
+        small.step()
+    except Exception:  # an own class may want other arguments, or a closure
+        return None
+    return dict(small.state[trial])
+
+
+def _has_form(value: Any, example: Any, shape: list[int]) -> bool:
+    """Says whether a value has the form of an example from a parameter of the shape `_SIZES`."""
+    if not isinstance(example, Tensor):
+        return _is_alike(value, example)
+    expected = []
+    for dimension, size in enumerate(example.shape):
+        is_of_parameter = dimension < len(shape) and size == _SIZES[dimension]
+        expected.append(shape[dimension] if is_of_parameter else size)
+    return isinstance(value, Tensor) and list(value.shape) == expected
+
+
+def _is_alike(value: Any, default: Any) -> bool:
+    """Says whether a number stands for a number, and a sequence for one of the same length."""
+    if isinstance(default, bool | str) or default is None:
+        return True
+    if isinstance(default, int | float | Tensor):
+        return isinstance(value, int | float | Tensor)
+    if isinstance(default, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(default)
+    return True
