@@ -141,6 +141,14 @@ class Archive:
         return kinds
 
     @property
+    def rest(self) -> dict[str, Any]:
+        """The state dict of the model beside its nets; empty where there is no model."""
+        if not self.is_model:
+            return {}
+        state = entry(self._document, "state", dict, "")
+        return decode(state.get("tree"), "state", self._fields)
+
+    @property
     def undo(self) -> bool:
         """True when it keeps what undo needs."""
         return any(entry(part, "undo", bool, "journal.") for part in self._journals())
@@ -230,16 +238,21 @@ class Archive:
         file.write(path, document, tensors, replace=replace)
         return Saved(path.stat().st_size, extras)
 
-    def to_bytes(
+    def preview(
         self,
         *,
         undo: bool | None = None,
         history: Kept | None = None,
         drop: Iterable[str] = (),
         keep: Iterable[str] = (),
-    ) -> bytes:
+    ) -> Saved:
+        """Returns what `save` would return, and raises as it does; writes nothing."""
+        document, tensors, extras = self._content(undo, history, list(drop), list(keep))
+        return Saved(len(file.to_bytes(document, tensors)), extras)
+
+    def to_bytes(self) -> bytes:
         """Returns the bytes of the file that `save` writes."""
-        document, tensors, _ = self._content(undo, history, list(drop), list(keep))
+        document, tensors, _ = self._content(None, None, [], [])
         return file.to_bytes(document, tensors)
 
     def _content(
@@ -303,8 +316,7 @@ class Archive:
                 nets = {}
                 for n, place in enumerate(self._places):
                     nets[place] = rebuild_part(self._document, n, self._fields)
-                state = entry(self._document, "state", dict, "")
-                decode(state.get("tree"), "state", self._fields)
+                _ = self.rest  # so that its tensors count as read
             else:
                 nets = {"": rebuild_net(self._document, self._fields)}
         self._fields.require_all_read()
