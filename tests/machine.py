@@ -118,11 +118,9 @@ class GraphMachine(Operations, Comparison):
 
     def trial(self) -> None:
         """Tries an edit: it takes effect, and then nothing has happened."""
-        draft, history, relations = (
-            Draft(self.oracle.state),
-            self.net.history,
-            self.net.layers[0].outgoing(),
-        )
+        draft = Draft(self.oracle.state)
+        history = list(self.net.history)
+        relations = self.net.layers[0].outgoing()
         with self.net.edit(trial=True) as edit:
             self.operations(edit, draft)
             if (after := expected(draft)) is None:
@@ -133,7 +131,7 @@ class GraphMachine(Operations, Comparison):
                 self.adopt_newborn(after, draft)
                 self.compare(after, draft.shift)
                 self.compare_function(after, keep=False)
-        assert self.net.history == history
+        assert list(self.net.history) == history
         # selected before, still good
         same(relations.weights, self.net.layers[0].outgoing().weights, 0)
 
@@ -272,7 +270,7 @@ class GraphMachine(Operations, Comparison):
         undo = self.draw(st.booleans())
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "net")
-            gn.save(path, self.net, undo=undo, optimizer=self.optimizer)
+            gn.save(path, self.net, undo=undo, history="full", optimizer=self.optimizer)
             self.drive(gn.load(path))
             gn.restore(path, optimizer=self.optimizer)
         if not undo:

@@ -419,6 +419,7 @@ def save(
     file.write(path, *_pack(model, extras, undo=undo, history=history))
 
 
+@torch.inference_mode(False)  # what is made from it is to be trained, whoever calls
 def open(source: str | os.PathLike[str] | bytes, /) -> Archive:
     """Returns a checkpoint in memory, from a file or its bytes.
 

@@ -130,18 +130,27 @@ def _without_gradients(change: Change) -> Change:
     """Returns a change without what only the end of a trial needs."""
     layers = {}
     for n, layer in change.layers.items():
-        columns = {name: _vector_only(vector) for name, vector in layer.columns.items()}
-        biases = None if layer.biases is None else _vector_only(layer.biases)
+        columns = {}
+        for name, vector in layer.columns.items():
+            columns[name] = _vector_only(vector, layer.index)
+        biases = None
+        if layer.biases is not None:
+            biases = _vector_only(layer.biases, layer.index)
         layers[n] = replace(layer, biases=biases, columns=columns, folded=None)
     transitions = {
-        t: replace(wires, weights=_vector_only(wires.weights), wiring=None)
+        t: replace(wires, weights=_vector_only(wires.weights, wires.index), wiring=None)
         for t, wires in change.transitions.items()
     }
     return Change(layers, transitions)
 
 
-def _vector_only(vector: VectorChange) -> VectorChange:
-    kept = replace(vector, born_gradients=None, gone_gradients=None, flip_gradients=None)
+def _vector_only(vector: VectorChange, index: IndexMap) -> VectorChange:
+    """Returns the change of a vector that moves by `index`, the object, so that it is written
+    once.
+    """
+    kept = replace(
+        vector, index=index, born_gradients=None, gone_gradients=None, flip_gradients=None
+    )
     if vector.gone_values is None:
         # a shift tells what was cut: the product of a weight and a bias
         kept = replace(kept, shift=None)
@@ -174,11 +183,11 @@ def _outlines(fields: Fields, version: int) -> Outlines:
 def _check_text(text: bytearray, where: str) -> None:
     """Raises CheckpointError when a row's text is not what `Outlines` writes."""
     try:
-        reason, by, kinds, joint = json.loads(text)
+        reason, by, operations, joint = json.loads(text)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{where}: not the outline of a commit") from error
-    is_right = type(reason) is str and isinstance(by, str | None) and type(kinds) is list
-    if not is_right or any(type(kind) is not str for kind in kinds):
+    is_right = type(reason) is str and isinstance(by, str | None) and type(operations) is list
+    if not is_right or any(type(operation) not in (str, dict) for operation in operations):
         raise CheckpointError(f"{where}: expected a reason, an author and kinds of operations")
     if joint is None:
         return

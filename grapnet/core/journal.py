@@ -20,6 +20,7 @@ from .remap import IndexMap
 
 # Bytes that the Python objects and tensors of a commit take beside the content of its tensors.
 _OBJECTS = 4096
+_PLAIN = (str, int, float, bool, type(None))
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Outlines:
 
     A row holds the version, the time in microseconds, the version that it undoes (0 for none), the
     counts, and where its text ends. The text is JSON: the reason, the author, the kinds of
-    operations, and the part of a joint transaction.
+    operations with the remarks, and the part of a joint transaction.
     """
 
     COUNTS = (
@@ -164,7 +165,14 @@ class Outlines:
 
     def append(self, commit: Commit) -> None:
         """Adds the row of a commit."""
-        kinds = [operation.get("operation") for operation in commit.operations]
+        # Remarks are the words of whoever edited and stay; of other operations the kind does.
+        operations: list[str | dict[str, Any]] = []
+        for operation in commit.operations:
+            kind = operation["operation"]
+            if kind == "remark":
+                operations.append({k: v for k, v in operation.items() if type(v) in _PLAIN})
+            elif kind not in operations:
+                operations.append(kind)
         joint = None
         if commit.joint is not None:
             joint = [commit.joint.name, commit.joint.part, commit.joint.parts]
@@ -172,7 +180,7 @@ class Outlines:
         if commit.by is not None:
             by = str(commit.by)
         self.text += json.dumps(
-            [str(commit.reason), by, list(dict.fromkeys(kinds)), joint], separators=(",", ":")
+            [str(commit.reason), by, operations, joint], separators=(",", ":")
         ).encode()
         counts = commit.counts
         self.numbers.append(commit.version)
@@ -195,13 +203,14 @@ class Outlines:
         start = 0
         if place > 0:
             start = self.numbers[place * self.WIDTH - 1]
-        reason, by, kinds, joint = json.loads(self.text[start : row[-1]])
+        reason, by, kept, joint = json.loads(self.text[start : row[-1]])
+        operations = [{"operation": o} if isinstance(o, str) else o for o in kept]
         return Commit(
             row[0],
             reason,
             Change({}, {}),
             by,
-            tuple({"operation": kind} for kind in kinds),
+            tuple(operations),
             undoes=row[2] or None,
             joint=joint and Joint(*joint),
             time=row[1] / 1e6,

@@ -2,13 +2,9 @@
 and tensors.
 """
 
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -82,8 +78,7 @@ def load_nets(module: nn.Module, checkpoint: Mapping[str, Any]) -> dict[str, gn.
     here = match_places([part["name"] for part in parts], module)
     for part in parts:
         name = here[part["name"]]
-        with _unpacked(part["file"]) as path:
-            found[name] = net = gn.load(path)
+        found[name] = net = _unpack(part["file"]).net
         installs.append(place(module, name, net, part["origin"]))
     for install in installs:
         install()
@@ -105,8 +100,7 @@ def load_rules(checkpoint: Mapping[str, Any], rules: Mapping[str, gn.RuleManager
     for part in parts:
         manager = rules.get(here[part["name"]])
         if manager is not None:
-            with _unpacked(part["file"]) as path:
-                gn.restore(path, rules=manager)
+            _unpack(part["file"]).load(rules=manager)
 
 
 def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:
@@ -124,19 +118,13 @@ def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:
 
 def _pack(name: str, net: gn.GrapNet, extras: dict[str, Any]) -> Tensor:
     """Returns what `gn.save` writes, [bytes] uint8."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "net.safetensors")
-        try:
-            gn.save(path, net, **extras)
-        except gn.CheckpointError as error:
-            raise gn.CheckpointError(f"{name}: {error}") from error
-        return torch.from_numpy(np.fromfile(path, dtype=np.uint8))
+    try:
+        data = gn.Archive.of(net, **extras).to_bytes()
+    except gn.CheckpointError as error:
+        raise gn.CheckpointError(f"{name}: {error}") from error
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-@contextmanager
-def _unpacked(data: Tensor) -> Iterator[Path]:
-    """Makes a file of what `_pack` returned, inside the block."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "net.safetensors")
-        data.cpu().numpy().tofile(path)
-        yield path
+def _unpack(data: Tensor) -> gn.Archive:
+    """Returns the archive that `_pack` packed."""
+    return gn.open(data.cpu().numpy().tobytes())

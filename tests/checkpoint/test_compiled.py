@@ -2,7 +2,6 @@
 nets stay put.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from torch import nn
 
 import grapnet as gn
 
-from .files import build, parse
-from .models import content, values
+from .models import content
 from .referee import as_text
 
 
@@ -88,43 +86,6 @@ def test_names_that_only_a_wrapper_would_tell_apart_are_not_mixed_up(tmp_path: P
     ):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
-
-
-@pytest.mark.parametrize("beside", [False, True])
-def test_a_compiled_net_that_was_saved_as_a_model(tmp_path: Path, beside: bool) -> None:
-    class Holder(nn.Module):
-        """Makes the file that was once written for `torch.compile(net)`."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.held, self.beside = (
-                gn.GrapNet([4, 3]),
-                nn.Linear(2, 2) if beside else nn.Identity(),
-            )
-
-    saved = Holder()
-    optimizer = torch.optim.Adam(saved.held.parameters())
-    gn.save(tmp_path / "run", saved, optimizer=optimizer)
-    document, tensors = parse((tmp_path / "run").read_bytes())
-    text = json.dumps(document).replace('"held', '"_orig_mod')
-    (tmp_path / "run").write_bytes(build(text, tensors))
-    for fresh in (nn.Sequential(gn.GrapNet([4, 3])), wrapped(gn.GrapNet([4, 3]))):
-        before = values(fresh)
-        told = (
-            "this file holds one net, not a model"
-            if not beside
-            else "'_orig_mod' (in this Seq|is all that torch)"
-        )
-        with pytest.raises(gn.CheckpointError, match=told):
-            gn.restore(tmp_path / "run", into=fresh)
-        assert values(fresh) == before
-    if beside:
-        with pytest.raises(gn.CheckpointError, match="a model with nets inside"):
-            gn.load(tmp_path / "run")
-        return
-    loaded = gn.load(tmp_path / "run")
-    assert as_text(dict(loaded.state_dict())) == as_text(dict(saved.held.state_dict()))
-    gn.restore(tmp_path / "run", optimizer=torch.optim.Adam(loaded.parameters()))
 
 
 def test_a_net_that_torch_compile_holds_is_not_replaced(tmp_path):

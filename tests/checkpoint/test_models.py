@@ -331,7 +331,7 @@ def test_a_net_and_a_model_are_told_apart(tmp_path):
             gn.restore(tmp_path / "net", into=into)
     with pytest.raises(gn.CheckpointError, match=r"nets: .* Give the model"):
         gn.restore(tmp_path / "model", into=gn.GrapNet([48, 8, 4]))
-    with pytest.raises(TypeError, match="into= takes the model to put nets into, not a str"):
+    with pytest.raises(TypeError, match="into="):
         gn.restore(tmp_path / "model", into="model")
     for nothing in (nn.Linear(2, 2), None):
         with pytest.raises(TypeError, match="has none"):
@@ -352,9 +352,7 @@ def test_a_model_that_cannot_be_saved_is_refused_by_name(tmp_path):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     model[0][4].get_extra_state = lambda: {"seen": object()}
-    with pytest.raises(
-        gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: .* not an object"
-    ):
+    with pytest.raises(gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: "):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     with model[1].edit(trial=True) as trial:
@@ -365,9 +363,13 @@ def test_a_model_that_cannot_be_saved_is_refused_by_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_of_a_net_has_the_fields_it_always_had(tmp_path: Path):
+def test_the_fields_of_a_file_of_a_net(tmp_path: Path):
     gn.save(tmp_path / "net", gn.GrapNet([3, 2]), epoch=1)
     document, tensors = parse((tmp_path / "net").read_bytes())
     assert list(document) == ["format", "graph", "journal", "execution", "extras"]
     assert document["format"] == 1
-    assert {name.split(".")[0] for name in tensors} == {"layers", "transitions"}
+    assert {name.split(".")[0] for name in tensors} == {
+        "layers",
+        "transitions",
+        "journal",
+    }

@@ -189,7 +189,7 @@ def test_a_scheduler_that_holds_functions_is_named(tmp_path):
     scheduler = lr_scheduler.LambdaLR(Adam(net.parameters()), Decay())
     with pytest.raises(
         gn.CheckpointError,
-        match=r"extras\.scheduler\['lr_lambdas'\]\[0\]\['rule'\]: .* not a function",
+        match=r"extras\.scheduler\['lr_lambdas'\]\[0\]\['rule'\]: ",
     ):
         gn.save(tmp_path / "net", net, scheduler=scheduler)
     assert list(tmp_path.iterdir()) == []
@@ -229,12 +229,12 @@ MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception]
     "wrong class": (
         lambda net: {"last": torch.optim.SGD(net.parameters(), lr=0.1)},
         gn.CheckpointError,
-        r"extras\.last: was saved from an Adam, not from an SGD",
+        r"extras\.last: was saved from .*Adam.* SGD",
     ),
     "wrong kind": (
         lambda net: {"last": torch.Generator()},
         gn.CheckpointError,
-        "was saved from an Adam, not from a Gen",
+        "was saved from .*Adam.* Gen",
     ),
     "plain data": (
         lambda net: {"notes": objects_for(net)["optimizer"]},
@@ -244,7 +244,7 @@ MISFITS: dict[str, tuple[Callable[[gn.GrapNet], dict[str, Any]], type[Exception]
     "no object": (
         lambda net: {"last": 5},
         TypeError,
-        r"last= takes an object with load_state_dict\(\).* not an int",
+        r"last= takes an object with load_state_dict\(\)",
     ),
     "refuses": (
         lambda net: {"memory": Reluctant(refuses=True)},

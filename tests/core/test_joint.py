@@ -246,7 +246,7 @@ def test_a_trial_takes_effect_in_all_nets_at_once_and_is_taken_back() -> None:
     before, output = copy.deepcopy(contents(block)[:2]), block(x)
     gradients, history = (
         [p.grad.clone() for p in block.parameters()],
-        [net.history for net in block.nets],
+        [list(net.history) for net in block.nets],
     )
     with gn.edit_together(*block.nets, trial=True) as edits:
         for one, nodes in zip(edits, block.hidden(GONE), strict=True):
@@ -264,7 +264,7 @@ def test_a_trial_takes_effect_in_all_nets_at_once_and_is_taken_back() -> None:
         torch.equal(p.grad, gradient)
         for p, gradient in zip(block.parameters(), gradients, strict=True)
     )
-    assert [net.history for net in block.nets] == history
+    assert [list(net.history) for net in block.nets] == history
     assert [net.version for net in block.nets] == [0, 1, 0]
     block.step()
 

@@ -108,16 +108,20 @@ def test_transactions_are_known_again_in_copies_and_files(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "joint", [None, {}, {"name": "x", "part": 3, "parts": 3}, {"name": "", "part": 0, "parts": 2}]
+    "joint", ["x", [], ["x"], ["x", 3, 3], ["", 0, 2], ["x", 0, 1], ["x", -1, 2]], ids=str
 )
 def test_a_file_that_lies_about_a_transaction_is_refused(joint: Any, tmp_path: Path) -> None:
     path = tmp_path / "net.gn"
     gn.save(path, edited().gate)
     document, tensors = parse(path.read_bytes())
-    assert document["journal"]["commits"][0]["joint"].keys() == {"name", "part", "parts"}
-    document["journal"]["commits"][0]["joint"] = joint
+    outline = json.loads(bytes(tensors["journal.text"].tolist()))
+    assert len(outline[3]) == 3
+    outline[3] = joint
+    text = json.dumps(outline).encode()
+    tensors["journal.text"] = torch.tensor(list(text), dtype=torch.uint8)
+    tensors["journal.numbers"][0, -1] = len(text)
     path.write_bytes(build(json.dumps(document), tensors))
-    with pytest.raises(gn.CheckpointError, match=r"journal\.0\.joint"):
+    with pytest.raises(gn.CheckpointError, match=r"journal\.text"):
         gn.load(path)
 
 

@@ -110,7 +110,7 @@ def test_one_apply_is_one_commit_that_says_who_did_what(
     manager.inject(CutWeakest(2))
     manager.inject(Grow(1), name="growth")
     commit = manager.apply(net, 7, task="b")
-    assert net.history == (commit,)
+    assert list(net.history) == [commit]
     assert (commit.by, commit.reason) == (
         "CutWeakest, growth",
         "CutWeakest, growth at step 7, task b",
