@@ -1,0 +1,58 @@
+"""Means with their spread, and paired comparisons over seeds."""
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from scipy.stats import ttest_rel
+
+
+class Summary(NamedTuple):
+    """A mean, a standard deviation, and the number of values."""
+
+    mean: float
+    std: float
+    n: int
+
+
+class Paired(NamedTuple):
+    """The differences of two methods: mean, deviation, 95 % interval, and p of a paired t-test."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+    p: float
+    n: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} [{self.low:.2f}, {self.high:.2f}], p = {self.p:.1e}, n = {self.n}"
+
+
+def summary(values: Sequence[float], *, population: bool = False) -> Summary:
+    """Returns mean ± standard deviation; with `population` the squares are divided by n.
+
+    Examples:
+        >>> summary([60.0, 62.0, 67.0], population=True).mean
+        63.0
+    """
+    deviation = statistics.pstdev if population else statistics.stdev
+    return Summary(statistics.fmean(values), deviation(values), len(values))
+
+
+def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
+    """Compares two methods seed by seed: the differences a − b, with Student's interval and test.
+
+    Where all differences are the same, the interval is that point, and p is 0, or 1 when they are
+    0.
+
+    Examples:
+        >>> print(paired([63.0, 62.0, 66.0, 61.0], [51.0, 50.0, 52.0, 51.0]))
+        +12.00 [9.40, 14.60], p = 6.8e-04, n = 4
+    """
+    mean, std, n = summary([x - y for x, y in zip(a, b, strict=True)])
+    if std == 0:
+        return Paired(mean, std, mean, mean, float(mean == 0), n)
+    test = ttest_rel(a, b)
+    interval = test.confidence_interval(0.95)
+    return Paired(mean, std, float(interval.low), float(interval.high), float(test.pvalue), n)
