@@ -20,12 +20,14 @@ from torch.nn.functional import cross_entropy
 import grapnet as gn
 
 from .paper import published
+from .statistics import merged
 from .tables import grid
 
 PAPER = published("attention_audit")
 # Rounding, and the two accuracies.
 BARS = {"float32": 1e-6, "float64": 1e-14, "before": 40.0, "after": 92.0}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+WHEN = ("before", "after")  # the deletion
 KINDS = ("forward", "loss", "weight", "key", "query")  # the last three are gradients
 
 
@@ -112,7 +114,8 @@ def _audit(settings: Settings, seed: int, dtype: torch.dtype) -> dict[str, Any]:
 
 def _differences(net: gn.GrapNet, x: Tensor) -> dict[str, dict[str, float]]:
     """Returns the largest differences of every kind, and the largest values, which are not 0."""
-    policy, rectangle = _measured(net, net, x), _measured(net, lambda h: dense_attention(net, h), x)
+    policy = _measured(net, net, x)
+    rectangle = _measured(net, lambda h: dense_attention(net, h), x)
     return {
         "differences": {
             kind: float((policy[kind] - rectangle[kind]).abs().max()) for kind in KINDS
@@ -129,15 +132,12 @@ def _measured(net: gn.GrapNet, forward: Callable[[Tensor], Tensor], x: Tensor) -
     loss = (output - torch.linspace(-1, 1, output.shape[1], dtype=x.dtype)).square().mean()
     named = dict(net.named_parameters())
     kinds = {"weight": ".weight", "key": ".key_", "query": ".query_"}
-    wanted = {
-        kind: [p for name, p in named.items() if part in name] for kind, part in kinds.items()
-    }
-    gradients = iter(torch.autograd.grad(loss, [p for group in wanted.values() for p in group]))
-    found = {
-        kind: torch.cat([next(gradients).flatten() for _ in group])
-        for kind, group in wanted.items()
-    }
-    return {"forward": output.detach(), "loss": loss.detach(), **found}
+    found = {"forward": output.detach(), "loss": loss.detach()}
+    for kind, part in kinds.items():
+        wanted = [parameter for name, parameter in named.items() if part in name]
+        gradients = torch.autograd.grad(loss, wanted, retain_graph=True)
+        found[kind] = torch.cat([gradient.flatten() for gradient in gradients])
+    return found
 
 
 def _taught(settings: Settings, seed: int, kind: str) -> dict[str, float]:
@@ -201,27 +201,18 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
     audit = {}
     for dtype in DTYPES:
         audits = [one["audit"][dtype] for one in ones]
-        audit[dtype] = {
-            when: {kind: max(a[when]["differences"][kind] for a in audits) for kind in KINDS}
-            for when in ("before", "after")
-        }
-        audit[dtype]["smallest gradient"] = min(
-            a[when]["largest"][kind]
-            for a in audits
-            for when in ("before", "after")
-            for kind in KINDS[2:]
-        )
-    training: dict[str, dict[str, dict[str, float]]] = {}
-    for kind in ("attention", "sum"):
-        runs = [one["training"][kind] for one in ones]
-        columns = {key: [run[key] for run in runs] for key in runs[0]}
-        training[kind] = {
-            k: {"mean": fmean(v), "lowest": min(v), "highest": max(v)} for k, v in columns.items()
-        }
-    relations = sorted(
-        {tuple(one["audit"][dtype]["relations"]) for one in ones for dtype in DTYPES}
-    )
-    return {"audit": audit, "relations": relations, "training": training}
+        largest = merged([{when: one[when] for when in WHEN} for one in audits], max)
+        smallest = merged([{when: one[when]["largest"] for when in WHEN} for one in audits], min)
+        audit[dtype] = {when: largest[when]["differences"] for when in WHEN}
+        gradients = [smallest[when][kind] for when in WHEN for kind in KINDS[2:]]
+        audit[dtype]["smallest gradient"] = min(gradients)
+    training = merged([one["training"] for one in ones], _extremes)
+    relations = {tuple(one["audit"][dtype]["relations"]) for one in ones for dtype in DTYPES}
+    return {"audit": audit, "relations": sorted(relations), "training": training}
+
+
+def _extremes(values: list[float]) -> dict[str, float]:
+    return {"mean": fmean(values), "lowest": min(values), "highest": max(values)}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -229,11 +220,7 @@ def table(result: dict[str, Any]) -> str:
     summary = result["summary"]
     rows = []
     for kind in KINDS:
-        cells = [
-            f"{summary['audit'][dtype][when][kind]:.1e}"
-            for dtype in DTYPES
-            for when in ("before", "after")
-        ]
+        cells = [f"{summary['audit'][dtype][when][kind]:.1e}" for dtype in DTYPES for when in WHEN]
         name = f"{kind} gradient" if kind in KINDS[2:] else kind
         rows.append((name, *cells, "0"))
     titles = ["difference"]
@@ -261,7 +248,8 @@ def missed(result: dict[str, Any]) -> list[str]:
     summary = result["summary"]
     lines = []
     for dtype in DTYPES:
-        found, bar = summary["audit"][dtype], BARS[dtype]
+        found = summary["audit"][dtype]
+        bar = BARS[dtype]
         for when in ("before", "after"):
             for kind in KINDS:
                 if not found[when][kind] <= bar:

@@ -177,7 +177,9 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
 
 def _rows(setup: Setup) -> dict[str, dict[str, Any]]:
-    head, choice, plain = setup.head, setup.choice, _plain_net(setup, setup.head.nodes)
+    head = setup.head
+    choice = setup.choice
+    plain = _plain_net(setup, setup.head.nodes)
     trial = _chosen(setup, plain)
     ridge = trial.ridge
     readout, row = _learnt(setup, plain, ridge)
@@ -194,7 +196,8 @@ def _rows(setup: Setup) -> dict[str, dict[str, Any]]:
 
 
 def _plain_net(setup: Setup, nodes: int) -> gn.GrapNet:
-    head, inputs = Head(setup.head.activation, nodes), setup.choice.test.x.shape[1]
+    head = Head(setup.head.activation, nodes)
+    inputs = setup.choice.test.x.shape[1]
     return random_net(inputs, head, setup.seed, spread=2 / inputs**0.5)
 
 
@@ -206,10 +209,12 @@ def _readout(setup: Setup, net: gn.GrapNet, ridge: float) -> ClosedFormReadout:
 
 def _chosen(setup: Setup, net: gn.GrapNet) -> ClosedFormReadout:
     """Returns the readout of the trial stream with the ridge that does best on held-out images."""
-    readout, held_out = _readout(setup, net, 0.0), setup.choice.held_out
+    readout = _readout(setup, net, 0.0)
+    held_out = setup.choice.held_out
     for task in setup.choice.trial:
         take_in(readout, task.content)
-    said, sums = readout.features(held_out.x), readout.statistics
+    said = readout.features(held_out.x)
+    sums = readout.statistics
     readout.ridge = max(
         setup.settings.ridges, key=lambda ridge: accuracy(sums.solve(ridge)(said), held_out.y)
     )
@@ -248,7 +253,8 @@ def _learnt(
 
 def _sifted(setup: Setup, ridge: float, *, at_random: bool) -> dict[str, Any]:
     """Returns the row of a head that starts with more nodes and loses as many after every task."""
-    tasks, generator = len(setup.choice.stream), torch.Generator().manual_seed(setup.seed)
+    tasks = len(setup.choice.stream)
+    generator = torch.Generator().manual_seed(setup.seed)
 
     def between(task: Task, readout: ClosedFormReadout) -> None:
         sums = readout.statistics
@@ -272,9 +278,11 @@ def _turned_over(setup: Setup, ridge: float, way: Way) -> dict[str, Any]:
     """Returns the row of a head whose least useful nodes make room for better drawn ones after
     every task.
     """
-    settings, net = setup.settings, _plain_net(setup, setup.head.nodes)
+    settings = setup.settings
+    net = _plain_net(setup, setup.head.nodes)
     past = EstimatedPast(_readout(setup, net, ridge), way)
-    memory, generator = _memory(setup), torch.Generator().manual_seed(setup.seed)
+    memory = _memory(setup)
+    generator = torch.Generator().manual_seed(setup.seed)
     count = round(settings.turnover * setup.head.nodes)
 
     def between(task: Task, readout: ClosedFormReadout) -> None:
@@ -302,8 +310,11 @@ def _hybrids(
     """Returns the rows of the plain head together with stored images, or with sums of the inputs by
     class.
     """
-    settings, choice, stored = setup.settings, setup.choice, _stored(readout)
-    streams, readouts = (choice.trial, choice.stream), (trial, readout)
+    settings = setup.settings
+    choice = setup.choice
+    stored = _stored(readout)
+    streams = (choice.trial, choice.stream)
+    readouts = (trial, readout)
     memories = _memory(setup), _memory(setup)
     inputs = tuple(
         GramStatistics(choice.test.x.shape[1], 10, per_class=True, dtype=readout.dtype)
@@ -353,7 +364,8 @@ def _solved(readout: ClosedFormReadout) -> Logits:
 
 def _replayed(setup: Setup, stream: TaskStream) -> Logits:
     """Returns a head trained by logit-adjusted replay."""
-    settings, test = setup.settings, setup.choice.test
+    settings = setup.settings
+    test = setup.choice.test
     torch.manual_seed(setup.seed)
     model = dense(test.x.shape[1], settings.replayed)
     how = {"memory": settings.memory, "rate": settings.rate, "updates": setup.updates}

@@ -7,6 +7,7 @@ as a share of the largest, too.
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from .data import small_images
 from .family_differences import family_differences, grow
 from .forward_times import compiled_ratios, snapshot_ratios
 from .paper import published
+from .statistics import merged
 from .tables import grid
 
 PAPER = published("execution_audit")
@@ -128,19 +130,16 @@ def _training(settings: Settings, images: Images, seed: int, objective: Any) -> 
         _trained(settings, images, seed, objective, case, matrix)
         return {"seen": 100 * matrix.seen_class, "forgetting": 100 * matrix.forgetting}
 
-    # these runs warm up what is timed afterwards
+    # These runs warm up what is timed afterwards.
     scores = {case: scored(images, case) for case in CASES}
     doubled = images[0].double(), images[1], images[2].double(), images[3]
     exact_scores = {case: scored(doubled, case) for case in BACKENDS}
-    rounds = [
-        {case: _trained(settings, images, seed, objective, case) for case in CASES}
-        for _ in range(settings.rounds)
-    ]
-    seconds = {case: median(sum(one[case].tasks) for one in rounds) for case in CASES}
-    faster = {
-        case: median(sum(one["reference"].tasks) / sum(one[case].tasks) for one in rounds)
-        for case in CASES
-    }
+    rounds = _rounds(settings, images, seed, objective, CASES, settings.rounds)
+    seconds = {}
+    faster = {}
+    for case in CASES:
+        seconds[case] = median(sum(one[case].tasks) for one in rounds)
+        faster[case] = median(sum(one["reference"].tasks) / sum(one[case].tasks) for one in rounds)
     return {
         "scores": scores,
         "float64 scores": exact_scores,
@@ -153,14 +152,25 @@ def _training(settings: Settings, images: Images, seed: int, objective: Any) -> 
 def _whole_stream(settings: Settings, images: Images, seed: int) -> dict[str, Any]:
     """Returns the training times over dense where every image of the training set comes once."""
     whole = replace(settings, per_class=None)
-    rounds = [
-        {
-            case: _trained(whole, images, seed, ExperienceReplay(), case)
-            for case in ("auto", "dense")
-        }
-        for _ in range(settings.whole_rounds)
-    ]
-    return _over_dense(rounds)
+    cases = ("auto", "dense")
+    return _over_dense(
+        _rounds(whole, images, seed, ExperienceReplay(), cases, settings.whole_rounds)
+    )
+
+
+def _rounds(
+    settings: Settings,
+    images: Images,
+    seed: int,
+    objective: Any,
+    cases: Sequence[str],
+    count: int,
+) -> list[dict[str, "Trained"]]:
+    """Returns the training times of some cases that take turns."""
+    found = []
+    for _ in range(count):
+        found.append({case: _trained(settings, images, seed, objective, case) for case in cases})
+    return found
 
 
 def _over_dense(rounds: list[dict[str, "Trained"]]) -> dict[str, Any]:
@@ -237,70 +247,47 @@ def _trained(
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Returns the largest differences over the seeds, and the means of accuracies and ratios."""
     ones = list(seeds.values())
-    exact = {
-        dtype: {
-            when: _worst([one["exact"][dtype][when] for one in ones])
-            for when in ("before", "after")
-        }
-        for dtype in DTYPES
-    }
+    exact: dict[str, dict[str, Any]] = {dtype: {} for dtype in DTYPES}
+    for dtype in DTYPES:
+        for when in ("before", "after"):
+            exact[dtype][when] = _worst([one["exact"][dtype][when] for one in ones])
     training = {
         name: _training_summary([one["training"][name] for one in ones])
         for name in ones[0]["training"]
     }
-    snapshot = {key: fmean(one["snapshot"][key] for one in ones) for key in ones[0]["snapshot"]}
     compiled = ones[0]["compiled"]
     if "missing" not in compiled:
-        compiled = {key: fmean(one["compiled"][key] for one in ones) for key in compiled}
+        compiled = merged([one["compiled"] for one in ones], fmean)
     return {
         "exact": exact,
         "relations": ones[0]["exact"]["float32"]["relations"],
         "families": ones[0]["exact"]["float32"]["families"],
         "training": training,
-        "whole stream": _mean_over_dense([one["whole stream"] for one in ones]),
-        "snapshot": snapshot,
+        "whole stream": merged([one["whole stream"] for one in ones], fmean),
+        "snapshot": merged([one["snapshot"] for one in ones], fmean),
         "compiled": compiled,
     }
 
 
 def _worst(found: list[dict[str, float]]) -> dict[str, float]:
-    shares = {"forward": "largest output", "gradient": "largest gradient"}
-    worst = {kind: max(one[kind] for one in found) for kind in shares}
-    return worst | {
-        f"{kind} share": max(one[kind] / one[size] for one in found)
-        for kind, size in shares.items()
-    }
+    """Returns the largest differences, also as a share of the largest value beside each."""
+    worst = {}
+    for kind, size in (("forward", "largest output"), ("gradient", "largest gradient")):
+        worst[kind] = max(one[kind] for one in found)
+        worst[f"{kind} share"] = max(one[kind] / one[size] for one in found)
+    return worst
 
 
 def _training_summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    scores = {
-        case: {
-            key: fmean(run["scores"][case][key] for run in runs) for key in ("seen", "forgetting")
-        }
-        for case in CASES
-    }
-
     def gap(kind: str) -> float:
         pairs = [(run[kind][case], run[kind]["reference"]) for run in runs for case in BACKENDS]
         return max(
             abs(one[key] - other[key]) for one, other in pairs for key in ("seen", "forgetting")
         )
 
-    return {
-        "scores": scores,
-        "largest gap": {"float32": gap("scores"), "float64": gap("float64 scores")},
-        "faster": {case: fmean(run["faster"][case] for run in runs) for case in CASES},
-        "seconds": {case: fmean(run["seconds"][case] for run in runs) for case in CASES},
-        "over dense": _mean_over_dense([run["over dense"] for run in runs]),
-    }
-
-
-def _mean_over_dense(found: list[dict[str, Any]]) -> dict[str, Any]:
-    means = {key: fmean(one[key] for one in found) for key in ("stream", "without growth")}
-    return {
-        **means,
-        "tasks": [fmean(task) for task in zip(*(one["tasks"] for one in found), strict=True)],
-    }
+    kinds = ("scores", "faster", "seconds", "over dense")
+    means = {kind: merged([run[kind] for run in runs], fmean) for kind in kinds}
+    return {**means, "largest gap": {"float32": gap("scores"), "float64": gap("float64 scores")}}
 
 
 def table(result: dict[str, Any]) -> str:

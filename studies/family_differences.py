@@ -31,10 +31,8 @@ def family_differences(
         cut: share of the relations of each transition to cut, the weakest.
         seed: of the weights.
     """
-    net, generator = (
-        gn.GrapNet([x.shape[1], 0, 10], dtype=x.dtype),
-        torch.Generator().manual_seed(seed),
-    )
+    net = gn.GrapNet([x.shape[1], 0, 10], dtype=x.dtype)
+    generator = torch.Generator().manual_seed(seed)
     for task in range(5):
         grow(net, task, nodes, generator)
     found: dict[str, Any] = {"families": [len(net.execution.families(t)) for t in (0, 1)]}

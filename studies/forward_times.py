@@ -24,8 +24,10 @@ def snapshot_ratios(sizes: Sequence[int], batch: int, rounds: int, seed: int) ->
     the families.
     """
     torch.manual_seed(seed)
-    net, x = gn.GrapNet(sizes), torch.randn(batch, sizes[0])
-    by_reference, snapshot = copy.deepcopy(net), net.snapshot()
+    net = gn.GrapNet(sizes)
+    x = torch.randn(batch, sizes[0])
+    by_reference = copy.deepcopy(net)
+    snapshot = net.snapshot()
     by_reference.execution.use("reference")
     linear = nn.Linear(sizes[0], sizes[1])
     cases = {
@@ -48,7 +50,8 @@ def compiled_ratios(
     `missing`.
     """
     torch.manual_seed(seed)
-    net, x = gn.GrapNet(sizes, density=density), torch.randn(batch, sizes[0])
+    net = gn.GrapNet(sizes, density=density)
+    x = torch.randn(batch, sizes[0])
     refused = net.execution.describe(batch)[0]["refused"]
     if "sparse" in refused:
         return {"missing": "; ".join(refused["sparse"])}

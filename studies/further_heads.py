@@ -69,7 +69,8 @@ def fixed_net(layers: Sequence[Layer], classes: int = 10) -> gn.GrapNet:
 
 def windows(head: Head, first: Batch, seed: int, *, width: int = 5) -> gn.GrapNet:
     """Returns a net whose nodes each relate only to a random square window of the picture."""
-    generator, place = _generator(seed), torch.arange(SIDE)
+    generator = _generator(seed)
+    place = torch.arange(SIDE)
     corner = torch.randint(0, SIDE - width + 1, (2, head.nodes, 1), generator=generator)
     inside = (place >= corner) & (place < corner + width)  # [rows or columns, nodes, side]
     related = (inside[0][:, :, None] & inside[1][:, None, :]).flatten(1).t().contiguous()
@@ -103,7 +104,8 @@ def half_learned(
     a second time.
     """
     torch.manual_seed(seed)
-    count, inputs = head.nodes // 2, first.x.shape[1]
+    count = head.nodes // 2
+    inputs = first.x.shape[1]
     model = dense(inputs, count, ACTIVATIONS[head.activation])
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
     for _ in range(epochs):
@@ -113,7 +115,8 @@ def half_learned(
             optimizer.step()
     learned, bias = (parameter.detach() for parameter in list(model.parameters())[:2])
     drawn = _drawn(inputs, head.nodes - count, _generator(seed))
-    weights, biases = torch.cat([learned.t(), drawn[0]], 1), torch.cat([bias, drawn[1]])
+    weights = torch.cat([learned.t(), drawn[0]], 1)
+    biases = torch.cat([bias, drawn[1]])
     return fixed_net([Layer(weights, biases, head.activation)])
 
 
@@ -147,8 +150,10 @@ def weakest(gram: Tensor, cross: Tensor, ridge: float, count: int, *, steps: int
     system = gram.clone()
     system.diagonal()[:-1] += ridge
     inverse = torch.linalg.inv(system)
-    weights, left = inverse @ cross, torch.arange(len(gram))
-    gone, at_a_time = [], -(-count // steps)
+    weights = inverse @ cross
+    left = torch.arange(len(gram))
+    gone = []
+    at_a_time = -(-count // steps)
     while count > 0:
         growth = weights[:-1].square().sum(1) / inverse.diagonal()[:-1]
         out = growth.argsort()[: min(count, at_a_time)]
@@ -158,12 +163,11 @@ def weakest(gram: Tensor, cross: Tensor, ridge: float, count: int, *, steps: int
             inverse[out][:, out], torch.cat([inverse[out][:, stay], weights[out]], 1)
         )
         lost = inverse[stay][:, out] @ share
-        inverse, weights = (
-            inverse[stay][:, stay] - lost[:, : len(lost)],
-            weights[stay] - lost[:, len(lost) :],
-        )
+        inverse = inverse[stay][:, stay] - lost[:, : len(lost)]
+        weights = weights[stay] - lost[:, len(lost) :]
         gone.append(left[out])
-        left, count = left[stay], count - len(out)
+        left = left[stay]
+        count = count - len(out)
     return torch.cat(gone).sort().values if gone else left[:0]
 
 
@@ -201,26 +205,32 @@ class EstimatedPast:
     """
 
     def __init__(self, readout: ClosedFormReadout, way: Way) -> None:
-        self.readout, self._way = readout, way
+        self.readout = readout
+        self._way = way
         self._gram, self._cross = (torch.zeros_like(part) for part in self._seen())
 
     def replaced(self, rows: Tensor, stored: Batch) -> None:
         """Follows `replace` of these rows."""
-        size, count = len(self._gram) - 1, len(rows)
+        size = len(self._gram) - 1
+        count = len(rows)
         left = torch.ones(size + 1, dtype=torch.bool)
         left[rows] = False
         old = torch.cat([torch.arange(size - count), torch.tensor([size])])
-        gram, cross = torch.zeros_like(self._gram), torch.zeros_like(self._cross)
-        gram[old[:, None], old], cross[old] = self._gram[left][:, left], self._cross[left]
-        self._gram, self._cross = gram, cross
+        gram = torch.zeros_like(self._gram)
+        cross = torch.zeros_like(self._cross)
+        gram[old[:, None], old] = self._gram[left][:, left]
+        cross[old] = self._cross[left]
+        self._gram = gram
+        self._cross = cross
         if self._way != "silent":
-            told = (
-                self._by_stored(stored)
-                if self._way == "stored"
-                else self._by_survivors(stored, old)
-            )
+            if self._way == "stored":
+                past_gram, past_cross = self._by_stored(stored)
+            else:
+                past_gram, past_cross = self._by_survivors(stored, old)
             late = slice(size - count, size)
-            gram[late], gram[:, late], cross[late] = told[0][late], told[0][:, late], told[1][late]
+            gram[late] = past_gram[late]
+            gram[:, late] = past_gram[:, late]
+            cross[late] = past_cross[late]
 
     def sums(self) -> tuple[Tensor, Tensor]:
         """Returns Σ [h, 1] [h, 1]ᵀ and Σ [h, 1] yᵀ, seen and guessed together."""
@@ -231,7 +241,8 @@ class EstimatedPast:
         """Writes the outgoing relations and the biases they lead to."""
         gram, cross = self.sums()
         gram.diagonal()[:-1] += ridge
-        found, net = torch.linalg.solve(gram, cross).float(), self.readout.net
+        found = torch.linalg.solve(gram, cross).float()
+        net = self.readout.net
         # every node relates to every class, in order
         net.layers[1].outgoing().weights = found[:-1].flatten()
         net.layers[2].biases = found[-1]
@@ -244,7 +255,8 @@ class EstimatedPast:
         return torch.cat([said, torch.ones(len(said), 1).double()], 1)
 
     def _by_stored(self, stored: Batch) -> tuple[Tensor, Tensor]:
-        said, counts = self._said(stored), self.readout.statistics.class_counts
+        said = self._said(stored)
+        counts = self.readout.statistics.class_counts
         weighted = (
             said
             * (counts / stored.y.bincount(minlength=len(counts)).clamp(min=1))[stored.y][:, None]
@@ -254,10 +266,13 @@ class EstimatedPast:
         ).double()
 
     def _by_survivors(self, stored: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
-        said, (gram, cross) = self._said(stored), self.sums()
+        said = self._said(stored)
+        gram, cross = self.sums()
         late = torch.ones(len(gram), dtype=torch.bool)
         late[old] = False
-        known, wanted, fits = said[:, old], said[:, late], []
+        known = said[:, old]
+        wanted = said[:, late]
+        fits = []
         for penalty in (1e-2, 1e-1, 1.0, 10.0):
             inverse = torch.linalg.inv(known @ known.t() + penalty * torch.eye(len(known)).double())
             dual = inverse @ wanted
@@ -269,7 +284,8 @@ class EstimatedPast:
         among = fit.t() @ gram[old][:, old] @ fit
         among.diagonal().add_(wrong.square().mean(0) * self.readout.statistics.count)
         places = late.nonzero().squeeze(1)
-        gram[places[:, None], places], cross[late] = among, fit.t() @ cross[old]
+        gram[places[:, None], places] = among
+        cross[late] = fit.t() @ cross[old]
         return gram, cross
 
 
@@ -343,7 +359,8 @@ def best_of(choice: Choice, options: Mapping[float, Sequence[Logits]], what: str
     trial and the stream.
     """
     with torch.no_grad():
-        held_out, test = choice.held_out, choice.test
+        held_out = choice.held_out
+        test = choice.test
         best = max(options, key=lambda key: accuracy(options[key][0](held_out.x), held_out.y))
         return {"seen_class": accuracy(options[best][1](test.x), test.y), "chosen": {what: best}}
 

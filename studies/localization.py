@@ -165,11 +165,14 @@ def _audit(net: gn.GrapNet, test: Images, choose: Choice) -> dict[str, Any]:
     found: dict[str, list[Any]] = {
         key: [] for key in ("removed", "after", "moved", "seen_drop", "restored")
     }
-    before, stored, logits = _accuracies(net, test), _stored(net), _logits(net, test)
+    before = _accuracies(net, test)
+    stored = _stored(net)
+    logits = _logits(net, test)
     for task in range(len(TASKS)):
         with net.edit(reason=f"audit of task {task}") as edit:
             edit.cut(choose(net, task))
-        left, after = _stored(net), _accuracies(net, test)
+        left = _stored(net)
+        after = _accuracies(net, test)
         others = [number for n, pair in enumerate(TASKS) if n != task for number in pair]
         found["removed"].append([was - has for was, has in zip(stored, left, strict=True)])
         found["after"].append(after["local"])
@@ -179,19 +182,15 @@ def _audit(net: gn.GrapNet, test: Images, choose: Choice) -> dict[str, Any]:
         found["restored"].append(
             _accuracies(net, test) == before and torch.equal(_logits(net, test), logits)
         )
-    drops = [
-        [b - a for b, a in zip(before["local"], after, strict=True)] for after in found["after"]
-    ]
-    return {
-        **found,
-        "target": [row[task] for task, row in enumerate(drops)],
-        "other": [
-            fmean(drop for n, drop in enumerate(row) if n != task) for task, row in enumerate(drops)
-        ],
-        "other_largest": max(
-            abs(d) for task, row in enumerate(drops) for n, d in enumerate(row) if n != task
-        ),
-    }
+    target = []
+    other = []
+    largest = 0.0
+    for task, after in enumerate(found["after"]):
+        drops = [was - has for was, has in zip(before["local"], after, strict=True)]
+        target.append(drops.pop(task))
+        other.append(fmean(drops))
+        largest = max(largest, *map(abs, drops))
+    return {**found, "target": target, "other": other, "other_largest": largest}
 
 
 def _stored(net: gn.GrapNet) -> list[int]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import grapnet as gn
 
 from .paper import published
+from .statistics import merged
 from .tables import grid
 
 # "up to", across linear, ReLU and GELU MLPs, whose sizes the paper does not print
@@ -46,26 +47,15 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Returns the largest differences of one seed: dtype, activation, path, then values and
     gradients.
     """
-    return {
-        dtype: {
-            activation: _largest_of_sizes(settings, seed, dtype, activation)
-            for activation in ACTIVATIONS
-        }
-        for dtype in DTYPES
-    }
-
-
-def _largest_of_sizes(
-    settings: Settings, seed: int, dtype: str, activation: str
-) -> dict[str, dict[str, float]]:
-    found = [
-        _compare(mlp(sizes, activation, dtype, seed), settings.batch, seed)
-        for sizes in settings.sizes
-    ]
-    return {
-        path: {kind: max(one[path][kind] for one in found) for kind in kinds}
-        for path, kinds in found[0].items()
-    }
+    found: dict[str, dict[str, Any]] = {dtype: {} for dtype in DTYPES}
+    for dtype in DTYPES:
+        for activation in ACTIVATIONS:
+            by_size = [
+                _compare(mlp(sizes, activation, dtype, seed), settings.batch, seed)
+                for sizes in settings.sizes
+            ]
+            found[dtype][activation] = merged(by_size, max)
+    return found
 
 
 def mlp(sizes: tuple[int, ...], activation: str, dtype: str, seed: int) -> nn.Sequential:
@@ -83,7 +73,8 @@ def _compare(dense: nn.Sequential, batch: int, seed: int) -> dict[str, dict[str,
     """
     net = gn.from_module(dense)
     linears = [module for module in dense if isinstance(module, nn.Linear)]
-    generator, example = torch.Generator().manual_seed(seed), linears[0].weight
+    generator = torch.Generator().manual_seed(seed)
+    example = linears[0].weight
     x = torch.randn(batch, linears[0].in_features, generator=generator, dtype=torch.float64).to(
         example
     )
@@ -127,11 +118,13 @@ def _gradients(net: gn.GrapNet) -> dict[str, Tensor]:
     """Returns the gradients of a net in the order of the MLP's: every matrix [out, in], by the
     nodes' names.
     """
-    weights, biases = [], []
+    weights = []
+    biases = []
     for upper, lower in pairwise(net.layers):
         relations = upper.outgoing()
         matrix = relations.gradients.new_zeros(len(lower), len(upper))
-        rows, columns = lower.rows(relations.children).long(), upper.rows(relations.parents).long()
+        rows = lower.rows(relations.children).long()
+        columns = upper.rows(relations.parents).long()
         weights.append(matrix.index_put((rows, columns), relations.gradients).flatten())
         assert lower.bias is not None
         assert lower.bias.grad is not None
@@ -145,20 +138,7 @@ def _largest(one: Tensor, other: Tensor) -> float:
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """Returns the largest differences over all seeds, in the form of one seed."""
-    first, *_ = seeds.values()
-    return {
-        dtype: {
-            activation: {
-                path: {
-                    kind: max(one[dtype][activation][path][kind] for one in seeds.values())
-                    for kind in kinds
-                }
-                for path, kinds in paths.items()
-            }
-            for activation, paths in activations.items()
-        }
-        for dtype, activations in first.items()
-    }
+    return merged(list(seeds.values()), max)
 
 
 def bar(result: dict[str, Any], dtype: str, activation: str, kind: str) -> float:
@@ -170,17 +150,15 @@ def bar(result: dict[str, Any], dtype: str, activation: str, kind: str) -> float
     over the batch. A unit is that of the largest number. So the bar does not depend on the order in
     which the BLAS of a machine adds, as a fixed one would.
     """
-    forward = [
-        sum((parents + 1) ** 0.5 for parents in sizes[:-1]) for sizes in result["settings"]["sizes"]
-    ]
-    back = [sum(children**0.5 for children in sizes[1:]) for sizes in result["settings"]["sizes"]]
-    batch = result["settings"]["batch"] ** 0.5
-    units = (
-        max(forward) if kind == "values" else max(map(sum, zip(forward, back, strict=True))) + batch
-    )
-    return (
-        units * torch.finfo(DTYPES[dtype]).eps * result["summary"][dtype][activation]["MLP"][kind]
-    )
+    units = 0.0
+    for sizes in result["settings"]["sizes"]:
+        forward = sum((parents + 1) ** 0.5 for parents in sizes[:-1])
+        back = sum(children**0.5 for children in sizes[1:])
+        units = max(units, forward if kind == "values" else forward + back)
+    if kind != "values":
+        units += result["settings"]["batch"] ** 0.5
+    largest = result["summary"][dtype][activation]["MLP"][kind]
+    return units * torch.finfo(DTYPES[dtype]).eps * largest
 
 
 def table(result: dict[str, Any]) -> str:

@@ -74,7 +74,8 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Returns accuracy after the last task, accuracy when each task was just learnt, and
     forgetting, in per cent.
     """
-    tasks, found = _tasks(settings, seed), {}
+    tasks = _tasks(settings, seed)
+    found = {}
     for key, renew in (("sequential", False), ("renewed", True)):
         torch.manual_seed(seed)
         mlp = nn.Sequential(
@@ -165,7 +166,8 @@ def _grown(
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     gn.attach(optimizer, net, survivors=survivors)
     grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=1)
-    generator, kept = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    kept = {}
 
     def begin(task: int) -> None:
         with net.edit(reason=f"nodes for task {task}", generator=generator) as edit:
@@ -202,7 +204,8 @@ def _run(settings: Settings, tasks: Sequence[Task], learner: Learner) -> dict[st
         learner.end(task.number)
         shares = [_share(learner.model, old) for old in tasks[: task.number + 1]]
         matrix.add(Evaluation(fmean(shares), shares, shares))
-    learnt, final = [row.seen[-1] for row in matrix.rows], matrix.rows[-1].seen
+    learnt = [row.seen[-1] for row in matrix.rows]
+    final = matrix.rows[-1].seen
     changes = [abs(row.seen[n] - final[n]) for row in matrix.rows for n in range(len(row.seen))]
     # of any task since it was learnt: gains cannot hide losses here
     return {

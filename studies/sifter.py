@@ -170,7 +170,8 @@ def trained_around(
 
     train_on(epochs[0])
     found: dict[str, Any] = {"before": _accuracy(net, test)}
-    relations, nodes = net.count().relations, sum(net.sizes[1:-1])
+    relations = net.count().relations
+    nodes = sum(net.sizes[1:-1])
     change(net, optimizer)
     found["edited"] = _accuracy(net, test)
     train_on(epochs[1])
@@ -276,7 +277,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def _range(counts: Sequence[int]) -> str:
-    low, high = min(counts), max(counts)
+    low = min(counts)
+    high = max(counts)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 

@@ -119,7 +119,8 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
             for title, parts in inputs.items()
         }
         plain = choices["as they are"]
-        rows, first = {}, settings.heads[0]
+        rows = {}
+        first = settings.heads[0]
         for head in settings.heads:
             if head.seeds is None or seed in settings.seeds[: head.seeds]:
                 spread = train.x.shape[1] ** -0.5
@@ -141,7 +142,8 @@ def features(path: str, seed: int) -> tuple[Batch, Batch, str]:
     if path == "made-up":
         # a model of this seed would be drawn like the means
         generator = torch.Generator().manual_seed(10_000 + seed)
-        means, parts = torch.rand(10, 512, generator=generator), []
+        means = torch.rand(10, 512, generator=generator)
+        parts = []
         for count in (24, 10):  # a class
             y = torch.arange(10).repeat_interleave(count)
             parts.append(
@@ -163,7 +165,8 @@ def grown(inputs: int, nodes: int, seed: int, rate: float, *, frozen: bool) -> L
     net = gn.GrapNet([inputs, 0, 10])
     optimizer = torch.optim.Adam(net.parameters(), lr=rate)
     gn.attach(optimizer, net, survivors="renew")
-    grow, freeze = GrowForTask(layer=1, nodes=nodes, classes_per_task=2), FreezeOwner()
+    grow = GrowForTask(layer=1, nodes=nodes, classes_per_task=2)
+    freeze = FreezeOwner()
     generator = torch.Generator().manual_seed(seed)
 
     def before_task(task: Task) -> None:

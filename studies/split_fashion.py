@@ -109,14 +109,13 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
     rows = {name: reached(head) for name, head in ROWS.items()}
     known = {ROWS[name]: row["seen_class"] for name, row in rows.items()}
-    controls = {
-        name: {
-            way: known[head] if head in known else reached(head)["seen_class"]
-            for way, (initial, renewed) in WAYS.items()
-            for head in [Head(topology, initial=initial, renewed=renewed)]
-        }
-        for name, topology in TOPOLOGIES.items()
-    }
+    controls: dict[str, dict[str, float]] = {name: {} for name in TOPOLOGIES}
+    for name, topology in TOPOLOGIES.items():
+        for way, (initial, renewed) in WAYS.items():
+            head = Head(topology, initial=initial, renewed=renewed)
+            if head not in known:
+                known[head] = reached(head)["seen_class"]
+            controls[name][way] = known[head]
     plain = replace(regime, optimizer="sgd", lr=settings.sgd)
     return {
         "rows": rows,
@@ -141,24 +140,18 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
     def over(*path: str) -> list[float]:
         return [_at(run, path) for run in runs]
 
-    rows = {
-        name: {
-            "parameters": sorted(set(over("rows", name, "parameters"))),
-            "drift": max(over("rows", name, "drift")),
-            **{kind: summary(over("rows", name, kind))[:2] for kind in (*KINDS, "seconds")},
-        }
-        for name in ROWS
-    }
-    contrasts = {
-        f"{kind}, {memory}": (
-            paired(
-                over("rows", f"GrapNet-48 plastic, {memory}", key),
-                over("rows", f"Dense ER-256, {memory}", key),
-            )._asdict()
-        )
-        for memory in ("reservoir", "balanced")
-        for kind, key in (("seen-class", "seen_class"), ("forgetting", "forgetting"))
-    }
+    rows: dict[str, dict[str, Any]] = {}
+    for name in ROWS:
+        rows[name] = {"parameters": sorted(set(over("rows", name, "parameters")))}
+        rows[name]["drift"] = max(over("rows", name, "drift"))
+        for kind in (*KINDS, "seconds"):
+            rows[name][kind] = summary(over("rows", name, kind))[:2]
+    contrasts = {}
+    for memory in ("reservoir", "balanced"):
+        for kind in ("seen_class", "forgetting"):
+            plastic = over("rows", f"GrapNet-48 plastic, {memory}", kind)
+            dense = over("rows", f"Dense ER-256, {memory}", kind)
+            contrasts[f"{KINDS[kind]}, {memory}"] = paired(plastic, dense)._asdict()
     result = {
         "rows": rows,
         "contrasts": contrasts,
@@ -187,9 +180,11 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
 
 def sentence(result: dict[str, Any]) -> str:
     """Says in plain words what the controls teach."""
-    controls, parts = result["controls"], result["parts"]
+    controls = result["controls"]
+    parts = result["parts"]
     gain = controls["GrapNet"][RENEWED][0] - controls["dense-256"][KEPT][0]
-    alone, same = parts["topology: GrapNet − dense-256, both PyTorch's way"], parts[SAME]
+    alone = parts["topology: GrapNet − dense-256, both PyTorch's way"]
+    same = parts[SAME]
     start = (
         f"GrapNet's {gain:+.1f} points over dense-256 as PyTorch makes it become"
         f" {same['mean']:+.1f} [{same['low']:.1f}, {same['high']:.1f}] once dense-256 starts from"
@@ -282,7 +277,8 @@ def _parts(seen: Callable[[str, str], Sequence[float]]) -> dict[str, Any]:
     """Returns what each step from the default dense head to the grown one is worth, all other
     things equal.
     """
-    plain, related = "dense-256", "growth, old nodes also related to new classes"
+    plain = "dense-256"
+    related = "growth, old nodes also related to new classes"
     steps = {
         "initial weights alone: dense-256": ((plain, "GrapNet init, kept"), (plain, KEPT)),
         "renewed Adam alone: dense-256": ((plain, "linear init, renewed"), (plain, KEPT)),

@@ -76,7 +76,8 @@ class Learner:
         self, head: Head, regime: Regime, seed: int, *, inputs: int = 49, classes: int = 10
     ) -> None:
         torch.manual_seed(seed)
-        self.head, self.regime = head, regime
+        self.head = head
+        self.regime = regime
         self.memory = (ReservoirMemory if head.memory == "reservoir" else BalancedMemory)(
             regime.capacity, seed=seed
         )
@@ -143,7 +144,8 @@ class Learner:
 
     def _change(self, number: int) -> None:
         """Grows for a task, and freezes what the one before has learnt, in one transaction."""
-        net, head = self.model, self.head
+        net = self.model
+        head = self.head
         assert isinstance(net, gn.GrapNet)
         with net.edit(reason=f"task {number}", generator=self.generator) as edit:
             if head.frozen and number:
@@ -237,7 +239,9 @@ def _draw_as_grown(model: nn.Sequential, regime: Regime) -> None:
     """Gives a dense head the scales of a grown one: incoming 1/√48, outgoing 1/√2 to 1/√10 by
     fifths of its layer.
     """
-    above, below, tasks = model[0], model[2], len(regime.tasks)
+    above = model[0]
+    below = model[2]
+    tasks = len(regime.tasks)
     assert isinstance(above, nn.Linear)
     assert isinstance(below, nn.Linear)
     # classes that a task's nodes relate to

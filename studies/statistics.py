@@ -1,8 +1,8 @@
 """Means with their spread, and paired comparisons over seeds."""
 
 import statistics
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from scipy.stats import ttest_rel
 
@@ -56,3 +56,18 @@ def paired(a: Sequence[float], b: Sequence[float]) -> Paired:
     test = ttest_rel(a, b)
     interval = test.confidence_interval(0.95)
     return Paired(mean, std, float(interval.low), float(interval.high), float(test.pvalue), n)
+
+
+def merged(trees: Sequence[Any], reduce: Callable[[list[float]], Any]) -> Any:
+    """Returns one tree of dicts and lists in which every number is reduced over all trees.
+
+    Examples:
+        >>> merged([{"a": 1.0, "b": [2.0, 0.0]}, {"a": 3.0, "b": [1.0, 5.0]}], max)
+        {'a': 3.0, 'b': [2.0, 5.0]}
+    """
+    first = trees[0]
+    if isinstance(first, dict):
+        return {key: merged([tree[key] for tree in trees], reduce) for key in first}
+    if isinstance(first, list):
+        return [merged(values, reduce) for values in zip(*trees, strict=True)]
+    return reduce(list(trees))

@@ -152,8 +152,10 @@ def solved_rows(
 
 def statistics_rows(choice: Choice, ridges: Sequence[float]) -> dict[str, dict[str, Any]]:
     """Returns the rows of the closed forms on the inputs themselves."""
-    inputs, test = choice.test.x.shape[1], choice.test
-    trial, statistics = GramStatistics(inputs, 10), GramStatistics(inputs, 10)
+    inputs = choice.test.x.shape[1]
+    test = choice.test
+    trial = GramStatistics(inputs, 10)
+    statistics = GramStatistics(inputs, 10)
     for sums, stream in ((trial, choice.trial), (statistics, choice.stream)):
         for task in stream:
             sums.add(task.content.x, task.content.y)

@@ -86,10 +86,10 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
             _one_split(settings, layout, seed + SPLITS * number)
             for number in range(1, settings.further + 1)
         ]
-        further = {
-            row: {when: [one[row][when] for one in later] for when in ("edited", "after")}
-            for row in ROWS
-        }
+        further: dict[str, dict[str, list[float]]] = {row: {} for row in ROWS}
+        for row in ROWS:
+            for when in ("edited", "after"):
+                further[row][when] = [one[row][when] for one in later]
         found[name] = {**_one_split(settings, layout, seed), "further": further}
     return found
 

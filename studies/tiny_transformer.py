@@ -61,7 +61,8 @@ class TinyTransformer(nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
-        width, hidden = settings.width, settings.hidden
+        width = settings.width
+        hidden = settings.hidden
         self.embed = nn.Embedding(settings.tokens, width)
         self.position = nn.Parameter(torch.randn(settings.length, width) / 10)
         self.attention = nn.MultiheadAttention(width, settings.heads, batch_first=True)
@@ -195,7 +196,8 @@ def _cut(settings: Settings, data: Data) -> dict[str, Any]:
     views["snapshot"] = sum(
         int((m.weight != 0).sum()) for m in net.snapshot() if isinstance(m, nn.Linear)
     )
-    h, errors = dense.attended(data[2]).detach(), {}
+    h = dense.attended(data[2]).detach()
+    errors = {}
     net.execution.use("reference")
     expected = net(h)
     refused = {name for row in net.execution.describe() for name in row["refused"]}

@@ -130,6 +130,26 @@ def test_committed_results_have_every_figure_and_the_settings_of_a_full_run(path
         assert path.stem in {"rigl_fashion", "soak"}  # which are no studies
 
 
+def numbers(found: object) -> list:
+    """Returns what lies at the ends of a tree, in order."""
+    if isinstance(found, dict):
+        return [leaf for key in sorted(found) for leaf in (key, *numbers(found[key]))]
+    if isinstance(found, list):
+        return [leaf for item in found for leaf in numbers(item)]
+    return [found]
+
+
+@pytest.mark.parametrize("name", [name for name in run.STUDIES if name != "tiny_transformer"])
+def test_the_committed_summary_is_that_of_the_committed_seeds(name):
+    result = json.loads((RESULTS / f"{name}.json").read_text())
+    module = run.study(name)
+    again = json.loads(json.dumps(module.summarise(module.Settings(), result["seeds"])))
+    for ours, committed in zip(numbers(again), numbers(result["summary"]), strict=True):
+        assert ours == (
+            pytest.approx(committed, rel=1e-9) if isinstance(committed, float) else committed
+        )
+
+
 def test_check_names_what_is_missing_missed_or_made_otherwise(tmp_path, capsys):
     for name in ("tiny_transformer", "mlp_equivalence"):
         (tmp_path / f"{name}.json").write_text((RESULTS / f"{name}.json").read_text())
