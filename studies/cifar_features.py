@@ -58,7 +58,7 @@ def extract(backbone: nn.Module, images: Tensor, how: How) -> Tensor:
 
 
 def write_features(
-    path: Path, backbone: nn.Module, train: Images, test: Images, how: How, *, whose: str
+    path: Path, backbone: nn.Module, train: Images, test: Images, how: How, *, source: str
 ) -> None:
     """Writes the features of training and test images for `studies.data.load_features`.
 
@@ -70,10 +70,10 @@ def write_features(
         train: images and their classes.
         test: images and their classes.
         how: see `extract`.
-        whose: one line on the network and its weights, which the file keeps.
+        source: one line on the network and its weights, which the file keeps.
     """
     memory = joblib.Memory(path.with_name(f"{path.name}.parts"), verbose=0)
-    # Parts are told apart by the network's weights, the images and their size.
+    # Parts are distinguished by the network's weights, the images and their size.
     cached: Any = memory.cache(_part, ignore=["backbone", "how"])
     digest = weights_digest(backbone)
     rows = []
@@ -83,7 +83,7 @@ def write_features(
             for part in tqdm(images.split(PART), unit_scale=PART, unit="images")
         ]
         rows.append(torch.from_numpy(np.concatenate(parts)))
-    about = f"{whose}; {how.size} px, bilinear, colours normalised as ImageNet models want them"
+    about = f"{source}; {how.size} px, bilinear, colours normalised as ImageNet models want them"
     save_features(path, (rows[0], train[1]), (rows[1], test[1]), about)
 
 
@@ -103,13 +103,13 @@ def resnet18(weights: str) -> tuple[nn.Module, str]:
     if Path(weights).is_file():
         net = models.resnet18(weights=None)
         net.load_state_dict(torch.load(weights, map_location="cpu", weights_only=True))
-        whose = f"weights of the file {Path(weights).name}"
+        source = f"weights of the file {Path(weights).name}"
     else:
         net = models.resnet18(weights=weights)
-        whose = f"weights {weights}"
+        source = f"weights {weights}"
     net.fc = nn.Identity()
     digest = weights_digest(net)[:16]
-    return net, f"ResNet-18 of torchvision {version}, {whose}, SHA-256 of its parameters {digest}"
+    return net, f"ResNet-18 of torchvision {version}, {source}, SHA-256 of its parameters {digest}"
 
 
 def weights_digest(net: nn.Module) -> str:
@@ -135,9 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     train = load_cifar10("train", given.data)
     test = load_cifar10("test", given.data)
-    backbone, whose = resnet18(given.weights)
+    backbone, source = resnet18(given.weights)
     how = How(given.batch, given.size, given.device)
-    write_features(given.out, backbone, train, test, how, whose=whose)
+    write_features(given.out, backbone, train, test, how, source=source)
     print(given.out)
     return 0
 

@@ -213,10 +213,10 @@ def _chosen(setup: Setup, net: gn.GrapNet) -> ClosedFormReadout:
     held_out = setup.choice.held_out
     for task in setup.choice.trial:
         take_in(readout, task.content)
-    said = readout.features(held_out.x)
+    features = readout.features(held_out.x)
     sums = readout.statistics
     readout.ridge = max(
-        setup.settings.ridges, key=lambda ridge: accuracy(sums.solve(ridge)(said), held_out.y)
+        setup.settings.ridges, key=lambda ridge: accuracy(sums.solve(ridge)(features), held_out.y)
     )
     return readout
 

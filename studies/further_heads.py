@@ -128,8 +128,8 @@ def compressed(
     """
     torch.manual_seed(seed)
     weights, biases = _drawn(first.x.shape[1], times * head.nodes, _generator(seed))
-    said = ACTIVATIONS[head.activation]()(first.x[:looked_at] @ weights + biases)
-    directions = torch.pca_lowrank(said, q=head.nodes)[2].contiguous()
+    values = ACTIVATIONS[head.activation]()(first.x[:looked_at] @ weights + biases)
+    directions = torch.pca_lowrank(values, q=head.nodes)[2].contiguous()
     linear = Layer(directions, torch.zeros(head.nodes), "identity")
     return fixed_net([Layer(weights, biases, head.activation), linear])
 
@@ -250,28 +250,28 @@ class EstimatedPast:
     def _seen(self) -> tuple[Tensor, Tensor]:
         return self.readout.statistics.gram(), self.readout.statistics.cross()
 
-    def _said(self, stored: Batch) -> Tensor:
-        said = self.readout.features(stored.x).double()
-        return torch.cat([said, torch.ones(len(said), 1).double()], 1)
+    def _values(self, stored: Batch) -> Tensor:
+        values = self.readout.features(stored.x).double()
+        return torch.cat([values, torch.ones(len(values), 1).double()], 1)
 
     def _by_stored(self, stored: Batch) -> tuple[Tensor, Tensor]:
-        said = self._said(stored)
+        values = self._values(stored)
         counts = self.readout.statistics.class_counts
         weighted = (
-            said
+            values
             * (counts / stored.y.bincount(minlength=len(counts)).clamp(min=1))[stored.y][:, None]
         )
-        return weighted.t() @ said, weighted.t() @ nn.functional.one_hot(
+        return weighted.t() @ values, weighted.t() @ nn.functional.one_hot(
             stored.y, len(counts)
         ).double()
 
     def _by_survivors(self, stored: Batch, old: Tensor) -> tuple[Tensor, Tensor]:
-        said = self._said(stored)
+        values = self._values(stored)
         gram, cross = self.sums()
         late = torch.ones(len(gram), dtype=torch.bool)
         late[old] = False
-        known = said[:, old]
-        wanted = said[:, late]
+        known = values[:, old]
+        wanted = values[:, late]
         fits = []
         for penalty in (1e-2, 1e-1, 1.0, 10.0):
             inverse = torch.linalg.inv(known @ known.t() + penalty * torch.eye(len(known)).double())
@@ -296,9 +296,9 @@ def better_drawn(
     what is left over.
     """
     weights, biases = _drawn(stored.x.shape[1], 10 * count, generator)
-    said = ACTIVATIONS[activation]()(stored.x @ weights + biases)
-    said = said - said.mean(0)
-    follows = (said.t() @ residual).square().sum(1) / said.square().sum(0).clamp(min=1e-12)
+    values = ACTIVATIONS[activation]()(stored.x @ weights + biases)
+    values = values - values.mean(0)
+    follows = (values.t() @ residual).square().sum(1) / values.square().sum(0).clamp(min=1e-12)
     best = follows.argsort(descending=True)[:count]
     return weights[:, best], biases[best]
 

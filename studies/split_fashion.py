@@ -192,17 +192,17 @@ def sentence(result: dict[str, Any]) -> str:
         f" ({controls['dense-256'][RENEWED][0]:.1f} against {controls['GrapNet'][RENEWED][0]:.1f})"
     )
     if same["low"] > 0:
-        said = (
+        reason = (
             "larger initial outgoing weights and the renewed optimizer explain the rest of the gain"
         )
     else:
         level = "behind" if same["high"] < 0 else "level at best"
-        said = (
+        reason = (
             "the gain comes from larger initial outgoing weights and the renewed optimizer, beside"
             f" which the topology is {level}"
         )
     return (
-        f"{start}: {said}; with nn.Linear's weights and one Adam the topology alone is worth"
+        f"{start}: {reason}; with nn.Linear's weights and one Adam the topology alone is worth"
         f" {alone['mean']:+.1f}."
     )
 

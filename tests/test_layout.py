@@ -53,6 +53,8 @@ OPTIONAL = (
     "onnxruntime",
     "networkx",
     "tensorboard",
+    "joblib",
+    "pooch",
 )
 
 

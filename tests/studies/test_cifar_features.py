@@ -58,10 +58,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
             return super().forward(x)
 
     with pytest.raises(KeyboardInterrupt):
-        write_features(path, Interrupted(), train, test, How(size=32), whose="counting")
+        write_features(path, Interrupted(), train, test, How(size=32), source="counting")
     assert not path.exists()
     network = Counting()
-    write_features(path, network, train, test, How(size=32), whose="counting")
+    write_features(path, network, train, test, How(size=32), source="counting")
     assert network.seen == 14 - 8
     found = load_features(path)
     assert found.about.startswith("counting; 32 px, bilinear")
@@ -70,6 +70,6 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     with torch.no_grad():
         network.scale.mul_(2)
     network.seen = 0
-    write_features(path, network, train, test, How(size=32), whose="other weights")
+    write_features(path, network, train, test, How(size=32), source="other weights")
     assert network.seen == 14
     assert weights_digest(network) != weights_digest(Counting())
