@@ -3,7 +3,6 @@
 import re
 
 from grapnet.page import (
-    STYLE,
     Html,
     Picture,
     bar,
@@ -14,9 +13,7 @@ from grapnet.page import (
     page,
     paragraph,
     table,
-    wide,
 )
-from grapnet.studies import page as markdown
 
 PNG = b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR"  # then the width, in four bytes
 
@@ -88,11 +85,3 @@ def test_a_picture_follows_theme_and_width():
     # the first that holds is shown, the image where none does
     assert media[2] == "(prefers-color-scheme: dark)"
     assert 'width="700"' in made
-
-
-def test_reports_of_studies_have_the_same_style():
-    made = markdown.page("# title\n\n| a | b |\n|---|---:|\n| x | 1 2 |\n\n<svg></svg>", "t")
-    assert f"<style>{STYLE}</style>" in made
-    assert table(["a", "b"], [["x", "1 2"]], right=[1]) in made
-    assert wide("<svg></svg>") in made
-    assert heading("title", 1) in made

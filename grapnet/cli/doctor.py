@@ -11,14 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import grapnet as gn
-from grapnet.data import MissingDataError, find_cifar10, find_fashion, load_cifar10, load_fashion
-from grapnet.data.places import default_root
 from grapnet.execution import native
 
 from .checkup import check_up, runnable, small_net
@@ -26,7 +23,6 @@ from .columns import WIDTH
 from .command import Command, Outcome
 
 OURS = ("test", "lint", "docs")  # extras for work on the library itself
-DATA = {"Fashion-MNIST": (find_fashion, load_fashion), "CIFAR-10": (find_cifar10, load_cifar10)}
 
 
 @dataclass(frozen=True)
@@ -39,24 +35,20 @@ class Finding:
         state: "ok", "absent" for something optional that is not there, or "failed" for what should
             work and does not.
         told: what was found.
-        details: further lines, such as every folder that was looked at.
     """
 
     section: str
     name: str
     state: str
     told: str
-    details: tuple[str, ...] = ()
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--verbose", action="store_true", help="list every folder that data sets were looked for in"
-    )
+    """Adds nothing: `doctor` has only the options of all commands."""
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    found = [one for look in (_library, _machine, _gpu, _extras, _data) for one in look()]
+    found = [one for look in (_library, _machine, _gpu, _extras) for one in look()]
     started = time.perf_counter()
     found += list(_self_check(given.device))
     seconds = time.perf_counter() - started
@@ -71,7 +63,7 @@ def _run(given: argparse.Namespace) -> Outcome:
         f"; optional and not there: {', '.join(one.name for one in absent)}" if absent else ""
     )
     lines = [
-        *_lines(found, verbose=given.verbose),
+        *_lines(found),
         "",
         f"{end} (self-check: {seconds:.2f} s){optional}",
     ]
@@ -83,7 +75,7 @@ def _run(given: argparse.Namespace) -> Outcome:
     return Outcome("\n".join(lines), data, code=1 if failed else 0)
 
 
-def _lines(found: list[Finding], *, verbose: bool) -> list[str]:
+def _lines(found: list[Finding]) -> list[str]:
     lines = []
     for section in dict.fromkeys(one.section for one in found):
         lines += ["", section]
@@ -91,15 +83,13 @@ def _lines(found: list[Finding], *, verbose: bool) -> list[str]:
             sign = {"ok": "ok", "absent": "–", "failed": "FAILED"}[one.state]
             start = f"  {sign:<6}  {one.name:<17}  "
             rest = " " * len(start)
-            told = (
-                one.told
-                if verbose or not one.details
-                else f"{one.told}: grapnet doctor --verbose lists them"
-            )
             lines += textwrap.wrap(
-                told, WIDTH, initial_indent=start, subsequent_indent=rest, break_long_words=False
+                one.told,
+                WIDTH,
+                initial_indent=start,
+                subsequent_indent=rest,
+                break_long_words=False,
             )
-            lines += [f"{'':<10}{line}" for line in one.details] if verbose else []
     return lines[1:]
 
 
@@ -136,17 +126,6 @@ def _machine() -> Iterator[Finding]:
     yield Finding("Machine", "CPU", "ok", f"torch uses {features}; {cores} cores for this process")
     yield Finding(
         "Machine", "threads", "ok", f"torch computes with {torch.get_num_threads()} (--threads N)"
-    )
-    root = default_root()
-    first = next((folder for folder in (root, *root.parents) if folder.exists()), Path("/"))
-    writable = first.is_dir() and os.access(first, os.W_OK | os.X_OK)
-    told = f"{root}{'' if root.exists() else ' (made when needed)'}"
-    hint = " cannot be written; export GRAPNET_DATA=FOLDER names another"
-    yield Finding(
-        "Machine",
-        "data folder",
-        "ok" if writable else "absent",
-        told if writable else f"{told}{hint}",
     )
 
 
@@ -192,28 +171,6 @@ def _extras() -> Iterator[Finding]:
         told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
         missing = f'lacks {", ".join(lacks)}. Run: pip install "grapnet[{extra}]"'
         yield Finding("Extras", extra, "absent" if lacks else "ok", missing if lacks else told)
-
-
-def _data() -> Iterator[Finding]:
-    for name, (find, load) in DATA.items():
-        folder = find()
-        try:
-            images, _ = load("test", folder)
-        except MissingDataError as error:
-            told = f"not found; looked in {len(error.folders)} folders"
-            yield Finding(
-                "Data sets",
-                name,
-                "absent",
-                told,
-                tuple(map(str.strip, str(error).splitlines()[1:])),
-            )
-        except (gn.GrapNetError, OSError) as error:
-            yield Finding(
-                "Data sets", name, "failed", (str(error).splitlines() or [type(error).__name__])[0]
-            )
-        else:
-            yield Finding("Data sets", name, "ok", f"{folder} ({len(images):,} test images read)")
 
 
 def _self_check(device: torch.device) -> Iterator[Finding]:
@@ -277,10 +234,10 @@ def _version(name: str) -> str:
 COMMANDS: tuple[Command, ...] = (
     Command(
         "doctor",
-        "torch, CPU, GPU, kernels, extras and data sets of this machine, and a self-check",
+        "torch, CPU, GPU, kernels and extras of this machine, and a self-check",
         "See what it is",
         _configure,
         _run,
-        ("doctor", "doctor --verbose", "doctor --device cuda"),
+        ("doctor", "doctor --device cuda"),
     ),
 )

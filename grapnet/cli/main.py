@@ -19,7 +19,6 @@ from typing import NoReturn
 import torch
 
 import grapnet as gn
-from grapnet.data import MissingDataError
 from grapnet.streams import abandon_stdout, open_streams, printable
 
 from .command import Command, CommandError, Outcome
@@ -30,7 +29,6 @@ GROUPS = {  # heading -> modules of this folder, each with one or more COMMANDS
     "Look at a net": ("inspect", "history", "plot"),
     "Change a net": ("edit",),
     "Bring a net elsewhere": ("export", "convert"),
-    "The paper's studies": ("study", "report"),
 }
 # exit codes: of what cannot be done, of Ctrl-C, of SIGTERM
 WRONG, INTERRUPTED, TERMINATED = (
@@ -45,7 +43,6 @@ TRACEBACK = (  # in the environment: errors that nobody expects show where they 
 # told in one line; all else is a bug
 EXPECTED = (
     gn.GrapNetError,
-    MissingDataError,
     ImportError,
     OSError,
 )
@@ -283,13 +280,6 @@ def _hint(error: BaseException, command: str) -> str:
     """Returns what to do about an error that does not say so itself, or of which only the first
     line is told.
     """
-    if isinstance(error, MissingDataError) and error.commands:
-        looked = (
-            "; grapnet doctor --verbose lists the folders that were looked at"
-            if error.folders
-            else ""
-        )
-        return f"{', or: '.join(error.commands)}{looked}"
     if isinstance(error, ImportError):
         return "grapnet doctor lists what is installed and what is not"
     if isinstance(error, OSError) and _number(error) in SYSTEM_HINTS:

@@ -2,9 +2,10 @@
 and one sentence.
 """
 
+from statistics import fmean, stdev
 from typing import Any
 
-from grapnet.learning import paired, summary
+from scipy.stats import ttest_rel
 
 from .chapters import accuracy
 from .display import Display
@@ -32,7 +33,8 @@ def compare(settings: Settings, seed: int, digits: Digits, display: Display) -> 
             learner.learn()
             reached.append(100 * accuracy(learner.model, digits))
             parameters = learner.parameters
-        mean, std, _ = summary(reached)
+        mean = fmean(reached)
+        std = stdev(reached)
         heads[kind] = {
             "name": name,
             "parameters": parameters,
@@ -42,12 +44,18 @@ def compare(settings: Settings, seed: int, digits: Digits, display: Display) -> 
         }
         display.keep(f"  {name:<40} {mean:.1f} ± {std:.1f} %")
     differences = {
-        f"{one} - {other}": paired(heads[one]["seen_class"], heads[other]["seen_class"])._asdict()
+        f"{one} - {other}": _paired(heads[one]["seen_class"], heads[other]["seen_class"])
         for one in ("own", "seen")
         for other in ("dense", "control")
     }
     found = {"seeds": list(seeds), "heads": heads, "differences": differences}
     return {**found, "verdict": verdict(differences, settings.seeds)}
+
+
+def _paired(a: list[float], b: list[float]) -> dict[str, float]:
+    """Returns the mean difference of two heads over the seeds, and its 95 % interval."""
+    interval = ttest_rel(a, b).confidence_interval(0.95)
+    return {"mean": fmean(a) - fmean(b), "low": float(interval.low), "high": float(interval.high)}
 
 
 def verdict(differences: dict[str, Any], seeds: int) -> str:

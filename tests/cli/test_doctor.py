@@ -3,10 +3,8 @@ broken is.
 """
 
 import json
-import re
 from collections.abc import Callable
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,21 +28,11 @@ def findings(run: Run, code: int = 0) -> dict[str, dict]:
     return {one["name"]: one for one in told["findings"]}
 
 
-@pytest.fixture(autouse=True)
-def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Hides the data sets of this machine."""
-    for name in ("HOME", "XDG_CACHE_HOME", "GRAPNET_DATA"):
-        monkeypatch.setenv(name, str(tmp_path))
-    monkeypatch.setattr("grapnet.data.places.PREFIXES", (str(tmp_path / "prefix"),))
-    monkeypatch.chdir(tmp_path)
-
-
 def test_a_machine_without_anything_optional_is_healthy(run: Run) -> None:
     code, out, err = run("doctor")
     assert (code, err) == (0, "")
     last = out.splitlines()[-1]
     assert last.startswith("healthy (self-check: ")
-    assert "Fashion-MNIST, CIFAR-10" in last
     assert [name for name, one in findings(run).items() if one["state"] == "failed"] == []
 
 
@@ -55,43 +43,6 @@ def test_versions_and_features_are_those_of_this_machine(run: Run) -> None:
     assert torch.backends.cpu.get_cpu_capability() in found["CPU"]["told"]
     assert str(torch.get_num_threads()) in found["threads"]["told"]
     assert found["CUDA"]["state"] == ("ok" if torch.cuda.is_available() else "absent")
-
-
-def test_every_folder_where_data_was_looked_for_is_listed(run: Run, tmp_path: Path) -> None:
-    found = findings(run)
-    for name, folder in (
-        ("Fashion-MNIST", "FashionMNIST/raw"),
-        ("CIFAR-10", "cifar-10-batches-py"),
-    ):
-        assert found[name]["state"] == "absent"
-        listed = "\n".join(found[name]["details"])
-        for root in (tmp_path, tmp_path / "grapnet", tmp_path / "prefix/share/datasets"):
-            assert str(root / folder) in listed
-        assert "--download data" in listed
-        assert listed.count("\n") >= 10
-
-
-def test_a_missing_data_set_takes_one_line_unless_more_is_asked_for(
-    run: Run, tmp_path: Path
-) -> None:
-    plain, verbose = run("doctor").out.splitlines(), run("doctor", "--verbose").out
-    for name in ("Fashion-MNIST", "CIFAR-10"):
-        (at,) = [n for n, line in enumerate(plain) if line.split()[:2] == ["–", name]]
-        assert re.search(
-            r"not found; looked in \d\d folders: grapnet doctor --verbose lists them$", plain[at]
-        )
-        assert plain[at + 1].split()[:2] in ([], ["–", "CIFAR-10"])
-    assert f"{tmp_path / 'prefix/share/datasets/FashionMNIST/raw'} (a system package)" in verbose
-    assert "sudo apt install dataset-fashion-mnist" in verbose
-
-
-def test_a_damaged_data_set_is_a_failure(run: Run, tmp_path: Path) -> None:
-    folder = tmp_path / "FashionMNIST/raw"
-    folder.mkdir(parents=True)
-    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-        (folder / f"{name}-ubyte").write_bytes(b"no images")
-    assert findings(run, code=1)["Fashion-MNIST"]["state"] == "failed"
-    assert run("doctor").out.splitlines()[-1].startswith("1 of ")
 
 
 def test_missing_kernels_are_told_with_what_to_do_and_are_no_failure(
@@ -106,7 +57,6 @@ def test_missing_kernels_are_told_with_what_to_do_and_are_no_failure(
         "name": "compiled kernels",
         "state": "absent",
         "told": "the compiled kernels are not installed; install a C++ compiler",
-        "details": [],
     }
 
 
@@ -126,17 +76,6 @@ def test_extras_are_told_with_the_command_that_installs_them(
     assert (found["one"]["state"], found["one"]["told"]) == ("ok", installed)
     assert found["two"]["told"] == 'lacks no-such-library. Run: pip install "grapnet[two]"'
     assert (found["two"]["state"], "lint" in found) == ("absent", False)
-
-
-def test_the_folder_for_data_is_told_and_not_made(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GRAPNET_DATA", str(tmp_path / "later"))
-    assert findings(run)["data folder"]["told"] == f"{tmp_path / 'later'} (made when needed)"
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv("GRAPNET_DATA", str(tmp_path / "file/below"))
-    assert findings(run)["data folder"]["state"] == "absent"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 def test_the_self_check_is_short_and_finds_a_backend_that_computes_wrongly(

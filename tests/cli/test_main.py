@@ -24,7 +24,6 @@ from grapnet.cli.command import Command, CommandError, Outcome
 from grapnet.cli.demo import called
 from grapnet.cli.files import writing
 from grapnet.cli.main import GROUPS, commands, main, parser
-from grapnet.data import MissingDataError
 
 Run = Callable[..., Any]  # the fixture `run`: (code, out, err)
 ARGUMENTS = {  # what a command needs beside its files, so that only the files are at fault
@@ -258,20 +257,12 @@ def test_the_answer_no_is_exit_code_1(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert run("inspect", "file", "--json") == (1, '{\n "answer": "no"\n}\n', "")
 
 
-def missing_features() -> MissingDataError:
-    error = MissingDataError("no variable is set")
-    error.commands = ("make features", "export VARIABLE=FILE")
-    return error
-
-
 @pytest.mark.parametrize(
     ("error", "first", "hint"),
     [
         (CommandError("cannot", "do this"), "cannot", "do this"),
         (CommandError("cannot"), "cannot", "grapnet inspect --help"),
         (gn.EditError("wrong slots\nand more"), "wrong slots", "grapnet inspect --help"),
-        (MissingDataError("no file of features"), "no file of features", "grapnet inspect --help"),
-        (missing_features(), "no variable is set", "hint: make features, or: export VARIABLE=FILE"),
         (
             ImportError('Run: pip install "grapnet[plot]"'),
             'Run: pip install "grapnet[plot]"',
