@@ -33,9 +33,7 @@ PUBLIC = tuple(
         "convert",
         "data",
         "learning",
-        "page",
         "plot",
-        "progress",
         "streams",
         "whole",
     )
@@ -54,7 +52,6 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "networkx",
-    "tensorboard",
 )
 
 
