@@ -31,14 +31,12 @@ PUBLIC = tuple(
         "rules",
         "convert",
         "learning",
-        "page",
         "plot",
-        "progress",
         "streams",
         "whole",
     )
 )
-PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")
+PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot")
 OPTIONAL = (
     "sklearn",
     "scipy",
@@ -52,7 +50,6 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "networkx",
-    "tensorboard",
     "joblib",
     "pooch",
 )

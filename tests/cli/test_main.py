@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 import grapnet as gn
 from grapnet.cli import inspect
 from grapnet.cli.command import Command, CommandError, Outcome
-from grapnet.cli.demo import called
 from grapnet.cli.files import writing
 from grapnet.cli.main import GROUPS, commands, main, parser
 
@@ -414,25 +413,6 @@ def test_a_reader_who_left_is_no_error(checkpoint: Path, monkeypatch: pytest.Mon
     with open(writer, "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
         assert main(["inspect", str(checkpoint)]) == 130
-
-
-def test_the_command_is_told_by_its_path_where_the_shell_does_not_find_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "an env/bin"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(sys, "executable", str(folder / "python"))
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert called() == "'an env/bin/python' -m grapnet"
-    for path in (folder / "grapnet", tmp_path / "grapnet"):
-        path.touch(0o755)
-    assert called() == "'an env/bin/grapnet'"  # the other one is another's
-    monkeypatch.setenv("PATH", str(folder))
-    assert called() == "grapnet"
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.chdir(folder.parent)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    assert called() == str(tmp_path / "grapnet")
 
 
 def test_the_installed_command_and_the_module_are_this_one():
