@@ -29,6 +29,7 @@ LAZY = {  # imported when a function is called
 PUBLIC = tuple(
     f"grapnet.{name}"
     for name in (
+        "_atomic",
         "rules",
         "convert",
         "data",
@@ -37,7 +38,6 @@ PUBLIC = tuple(
         "plot",
         "progress",
         "streams",
-        "whole",
     )
 )
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")

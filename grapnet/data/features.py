@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.whole import whole
+from grapnet._atomic import atomic_write
 
 from .errors import DataError, MissingDataError
 from .places import user_path
@@ -106,7 +106,7 @@ def save_features(
     _check(path, arrays)
     # numpy adds an ending to names without
     with (
-        whole(path) as partial,
+        atomic_write(path) as partial,
         partial.open("wb") as file,
     ):
         np.savez_compressed(file, **arrays, about=np.array(about))

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from grapnet._atomic import partial_folder
 from grapnet.integrations.extra import require
-from grapnet.whole import partial_folder
 
 from .display import Display
 from .heads import Settings

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import grapnet as gn
+from grapnet._atomic import atomic_write
 from grapnet.data import load_cifar10, save_features
-from grapnet.whole import whole
 
 MEAN, SPREAD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's pixels, by colour
 PART = 2000  # images that are kept together when the run is interrupted
@@ -123,7 +123,7 @@ def extract_in_parts(
         if rows is None:
             rows = extract(backbone, some, **asdict(how))
             folder.mkdir(parents=True, exist_ok=True)
-            with whole(path) as partial:
+            with atomic_write(path) as partial:
                 np.save(partial, rows.numpy())
             computed += len(some)
         found.append(rows)

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 import grapnet as gn
+from grapnet._atomic import atomic_write
 from grapnet.plot import save
 from grapnet.progress import Progress
 from grapnet.streams import open_streams
-from grapnet.whole import whole
 
 from .drawing import Draw, drawn, picture_path
 from .interrupts import held_back
@@ -405,5 +405,5 @@ def write_json(path: Path, content: Any) -> None:
 def write_text(path: Path, text: str) -> None:
     """Writes a file of text, whole or not at all, in UTF-8 whatever the machine prefers."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
