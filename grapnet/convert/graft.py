@@ -119,6 +119,11 @@ def graft_chains(
     """
     optimizers, nets, exchanges, installs = as_optimizers(optimizer), {}, [], []
     for name, chain in chains.items():
+        if not joined(name, chain.place):
+            raise ConversionError(
+                f"this {type(model).__name__} cannot be replaced in place by itself; pass the model"
+                " that it is in, or use gn.from_module"
+            )
         anchor = find(model, name)
         _require_alone(model, anchor, name, chain)
         net, exchanged = build_net(anchor, chain, name, drop_zeros)
