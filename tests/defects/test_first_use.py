@@ -488,11 +488,6 @@ def test_graft_ffn_is_a_name_of_the_package() -> None:
     assert handle.net.sizes == [8, 32, 8]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F14: the refusal of a feed-forward block does not name graft_ffn",
-)
 def test_the_refusal_of_a_feed_forward_block_names_graft_ffn() -> None:
     model = nn.Sequential(nn.Linear(4, 8), FeedForward())
     with pytest.raises(gn.ConversionError) as refusal:
