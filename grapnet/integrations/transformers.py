@@ -422,7 +422,7 @@ def _read(name: str, module: nn.Module, projections: Mapping[str, Projections]) 
     for place, linear in zip(places, linears, strict=True):
         if _is_transposed(linear) is None:
             kind = type(linear).__name__
-            return _refused(name, module, f"{place!r} is no plain Linear but a {kind}")
+            return _refused(name, module, f"{place!r} ({kind}) is no plain Linear")
     if known.activation is not None:
         function = operator.attrgetter(known.activation)(module)
         activation = _activation_of(function)
@@ -473,16 +473,16 @@ def _read_net(name: str, net: nn.Module) -> _Block | None:
     return _Block(name.removesuffix(chain.place).removesuffix("."), (name,))
 
 
-def _read_sequential(name: str, module: nn.Module) -> _Block | None:
+def _read_sequential(name: str, module: nn.Sequential) -> _Block | None:
     """Returns the block that a Sequential is: two Linears with an activation between them."""
     try:
         chain = read_chain(module, name)
     except gn.ConversionError:
         return None
-    if len(chain.parts) != 2 or chain.parts[0].activation == "identity":
+    linears = [child for child in module if type(child) is nn.Linear]
+    if len(chain.parts) != 2 or len(linears) != 2 or chain.parts[0].activation == "identity":
         return None
-    first, second = (module.get_submodule(part.path) for part in chain.parts)
-    if getattr(first, "in_features", None) != getattr(second, "out_features", None):
+    if linears[0].in_features != linears[1].out_features:
         return None
     return _Block(name, (name,), {name: chain})
 
