@@ -28,12 +28,12 @@ LAZY = {  # imported when a function is called
 PUBLIC = tuple(
     f"grapnet.{name}"
     for name in (
+        "_atomic",
         "rules",
         "convert",
         "learning",
         "plot",
         "streams",
-        "whole",
     )
 )
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot")

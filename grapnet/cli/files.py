@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 import grapnet as gn
+from grapnet._atomic import atomic_write
 from grapnet.checkpoint import container
-from grapnet.whole import whole
 
 from .command import CommandError
 
@@ -102,7 +102,7 @@ def writing(path: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         CommandError: somebody else has written `path` meanwhile, and may keep it.
     """
-    with _told_if_taken(path), whole(path, replace=force) as partial:
+    with _told_if_taken(path), atomic_write(path, replace=force) as partial:
         yield partial
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.whole import whole
+from grapnet._atomic import atomic_write
 
 from .extra import require
 from .networkx_graphml import write_net
@@ -134,11 +134,11 @@ def write_graphml(net: "gn.GrapNet | networkx.Graph[Any]", path: str | os.PathLi
     """
     if isinstance(net, gn.GrapNet):
         nodes = _drawable(_without_relations(net))
-        with whole(path) as partial:
+        with atomic_write(path) as partial:
             write_net(partial, net, nodes)
         return
     graph = _drawable(_copy_of(net))
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         require("networkx", "networkx").write_graphml_xml(
             graph, os.fspath(partial), prettyprint=False
         )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grapnet._atomic import atomic_write
 from grapnet.integrations.extra import require
-from grapnet.whole import whole
 
 from .colors import CUT, CUT_ON_DARK, is_dark
 
@@ -72,7 +72,7 @@ def save(drawn: "Axes | FigureBase", path: Path | str, *, dpi: int = 150) -> Pat
         "bbox_extra_artists": _seen(_root(drawn)),
         "pad_inches": 0.12,
     }
-    with texts, whole(path) as partial:
+    with texts, atomic_write(path) as partial:
         _root(drawn).savefig(partial, format=kind, metadata=undated, **how)
     return path
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import grapnet as gn
-from tests.checkpoint.models import content
+from tests.checkpoint.models import values
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
@@ -89,7 +89,7 @@ def test_an_archive_tells_what_a_file_holds(tmp_path: Path) -> None:
     assert file.nbytes == (tmp_path / "net").stat().st_size
     assert file.sizes["values"] == 4 * (net.count().relations + net.count().biases)
     assert sum(file.sizes.values()) < file.nbytes
-    assert content(file.net) == content(net)
+    assert values(file.net) == values(net)
 
 
 def test_an_edit_of_an_archive_is_the_edit_of_the_live_net(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_an_edit_of_an_archive_is_the_edit_of_the_live_net(tmp_path: Path) -> No
     assert saved.extras == {"optimizer": "followed", "epoch": "kept"}
     assert saved.nbytes == (tmp_path / "cut").stat().st_size
     loaded = gn.load(tmp_path / "cut")
-    assert content(loaded) == content(net)
+    assert values(loaded) == values(net)
     resumed = torch.optim.Adam(loaded.parameters())
     assert gn.restore(tmp_path / "cut", optimizer=resumed) == {"epoch": 3}
     assert_same_states(resumed, optimizer)
@@ -118,7 +118,7 @@ def test_undo_and_its_optimizer_state_go_through_an_archive(tmp_path: Path) -> N
     loaded = gn.load(tmp_path / "net")
     resumed = torch.optim.Adam(loaded.parameters())
     gn.restore(tmp_path / "net", optimizer=resumed)
-    assert content(loaded) == content(net)
+    assert values(loaded) == values(net)
     assert_same_states(resumed, optimizer)
     loaded.redo()
 
@@ -129,7 +129,7 @@ def test_a_file_that_nobody_edited_is_written_as_it_was(tmp_path: Path) -> None:
     one = gn.open(tmp_path / "net")
     other = gn.open(tmp_path / "again")
     assert one.sizes == other.sizes
-    assert content(one.net) == content(other.net)
+    assert values(one.net) == values(other.net)
 
 
 def test_a_preview_writes_nothing_and_knows_the_size(tmp_path: Path) -> None:
