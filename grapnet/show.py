@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .plot.colors import NOBODY, owner_colors
+from .plot._canvas import NOBODY, owner_colors
 
 if TYPE_CHECKING:
     from .core.journal import Commit
