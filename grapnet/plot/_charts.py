@@ -392,14 +392,11 @@ def _write_versions(ax: "Axes", commits: Sequence[Commit]) -> None:
     if not 0 < len(commits) <= MOST_REASONS:
         canvas.whole_numbers(ax.xaxis)
         return
-    rotation = 32
-    if canvas.size_of(ax)[0] < 0.45 * len(commits):
-        rotation = 60
     versions = [commit.version for commit in commits]
     texts = [
         f"{commit.version} {canvas.shortened(commit.reason, 22)}".strip() for commit in commits
     ]
-    style = {"rotation": rotation, "ha": "right", "rotation_mode": "anchor"}
+    style = {"rotation": 40, "ha": "right", "rotation_mode": "anchor"}
     ax.set_xticks(versions, texts, fontsize=TICK_SIZE, **style)
 
 
