@@ -134,17 +134,9 @@ def _weights(node: GrapNode) -> dict[int, float]:
 
 def _number(weight: float) -> str:
     """Returns a weight in at most six letters."""
-    size = abs(weight)
-    if size == 0:
-        return "0"
-    if 0.1 <= size < 100:
-        text = f"{size:.2f}"
-    elif 0.0005 <= size < 0.1:
-        text = f"{size:.3f}"[1:]
-    else:
-        text = f"{size:.0e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
-    if weight < 0:
-        return f"−{text}"
+    text = f"{weight:.2g}"
+    if len(text) > 6:
+        text = f"{weight:.0e}"
     return text
 
 
@@ -218,7 +210,7 @@ def _draw_cell(
         text["weight"] = "bold"
         if cell.kind == "kept":
             text["color"] = canvas.POSITIVE
-            if words.startswith("−"):
+            if words.startswith("-"):
                 text["color"] = canvas.NEGATIVE
     if cell.kind == "cut":
         box |= {"edgecolor": canvas.cut_color(ax), "hatch": "////", "linewidth": 1.4}
@@ -230,4 +222,4 @@ def _draw_cell(
     elif cell.kind == "empty":
         text["alpha"] = 0.45
     ax.add_patch(Rectangle((x, y), width, 0.7, gid=f"{name}: {cell.kind}", **box))
-    picture.write(x + width / 2, y + 0.33, words, 6.5, **text)
+    picture.write(x + width / 2, y + 0.33, words, 6.0, **text)

@@ -22,9 +22,9 @@ MOST_NODES = 60
 MOST_RELATIONS = 800
 DASHES = (0, (3, 1.6))  # of frozen relations
 HEAD_SIZE = 8.5  # points of the texts above the layers
-BOX_SIZE = 7.5  # points of the texts in the boxes
+BOX_SIZE = 7.0  # points of the texts in the boxes
 NUMBER_SIZE = 7.0  # points of the numbers on the bands
-HALF = 0.19  # half of the width of a box; the distance of two layers is 1
+HALF = 0.22  # half of the width of a box; the distance of two layers is 1
 THINNEST = 0.003  # width of a band; the height of the axes is 1
 
 
@@ -81,7 +81,7 @@ def graph(
         height = 0.62 * max(len(part) for part in groups)
     width = 3.0 + 2.5 * len(net.transitions)
     ax = canvas.axes_for(ax, min(24.0, width), min(9.0, max(3.4, height + 0.8)))
-    ax.set_xlim(-0.4, len(net.transitions) + 0.4)
+    ax.set_xlim(-0.3, len(net.transitions) + 0.3)
     ax.set_ylim(-0.02, 1.02)
     canvas.dress(ax, _title(net))
     _write_heads(net, ax)
@@ -109,7 +109,7 @@ def _write_heads(net: GrapNet, ax: "Axes") -> None:
     kinds = ["sensory", *(f"hidden {n}" for n in range(1, last)), "output"]
     heads = [f"{kind}\n{size:,}" for kind, size in zip(kinds, net.sizes, strict=True)]
     # "hidden 10" has nine letters.
-    room = canvas.size_of(ax)[0] / (last + 0.8)
+    room = canvas.size_of(ax)[0] / (last + 0.6)
     every = math.ceil(9 * LETTER * HEAD_SIZE / room)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)

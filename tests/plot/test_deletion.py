@@ -90,7 +90,7 @@ def extremes() -> gn.GrapNet:
     return gn.GrapNet.from_relations([1, 9], [([0] * 9, list(range(9)), weights)])
 
 
-@pytest.mark.parametrize("wide", [3.2, 4.0, 9.6])
+@pytest.mark.parametrize("wide", [4.0, 9.6])
 @pytest.mark.parametrize("net", [extremes(), gn.GrapNet([2, 300])], ids=["extreme", "many"])
 def test_weights_stay_inside_of_their_cells(net, wide):
     ax = plot.deletion(
