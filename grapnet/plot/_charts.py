@@ -58,8 +58,6 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
         transition: the number of the transition.
         ax: the axes to draw into; a figure of its own without.
     """
-    from matplotlib.patches import Patch
-
     transition = range(len(net.transitions))[transition]
     wires = wiring.wires_of(net, transition)
     groups = wiring.summarized(net, wiring.groups_by(net, "owner"))
@@ -82,9 +80,24 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     for spine in ax.spines.values():
         spine.set_visible(True)
 
+    canvas.legend(ax, _cell_entries(ax, max(rows, columns) > MOST_CELLS, broken > 0))
+    canvas.settle(ax)
+    width, height = canvas.size_of(ax)
+    # A column shows as many letters of its name as it is wide, a row its name if it is high enough.
+    letters = lower.sizes / max(columns, 1) * width / (LETTER * TICK_SIZE) - 1
+    lines = upper.sizes / max(rows, 1) * height / (LINE * TICK_SIZE)
+    _divide(ax.xaxis, ax.axvline, lower, letters.astype(int))
+    _divide(ax.yaxis, ax.axhline, upper, np.where(lines < 1, 0, 14))
+    return ax
+
+
+def _cell_entries(ax: "Axes", binned: bool, broken: bool) -> list[tuple[str, Any]]:
+    """Returns the legend of a rectangle."""
+    from matplotlib.patches import Patch
+
     value = "weight"
     opacity = "|weight|"
-    if max(rows, columns) > MOST_CELLS:
+    if binned:
         value = "sum of weights"
         opacity = "% of pairs"
     entries = [
@@ -94,15 +107,7 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     if broken:
         entries.append(("not finite", Patch(color=canvas.ink(ax))))
     entries.append((f"opacity: {opacity}", Patch(alpha=0)))
-    canvas.legend(ax, entries)
-    canvas.settle(ax)
-    width, height = canvas.size_of(ax)
-    # A column shows as many letters of its name as it is wide, a row its name if it is high enough.
-    letters = lower.sizes / max(columns, 1) * width / (LETTER * TICK_SIZE) - 1
-    lines = upper.sizes / max(rows, 1) * height / (LINE * TICK_SIZE)
-    _divide(ax.xaxis, ax.axvline, lower, letters.astype(int))
-    _divide(ax.yaxis, ax.axhline, upper, np.where(lines < 1, 0, 14))
-    return ax
+    return entries
 
 
 def _image(wires: Wires, rows: np.ndarray, columns: np.ndarray, broken_color: str) -> np.ndarray:
