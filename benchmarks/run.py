@@ -11,6 +11,7 @@ BENCHMARKS = (
     "costs",
     "edits",
     "execution",
+    "files",
     "graft",
     "rules",
 )

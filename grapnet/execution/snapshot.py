@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from grapnet.core.errors import PlanError
 from grapnet.core.graph import Graph
-from grapnet.core.wording import with_article
 
 from .modules import (
     MOST_CELLS,
@@ -173,7 +172,7 @@ class SnapshotController:
     def __init__(self, net: Net, *, most_cells: int = MOST_CELLS) -> None:
         if not isinstance(net, Graph):
             raise TypeError(
-                f"a SnapshotController runs one net, got {with_article(type(net).__name__)}. Give"
+                f"a SnapshotController runs one net, got {type(net).__name__}. Give"
                 " it the net inside and run the rest of the model around it; or take"
                 " gn.snapshot(model) again when the model has changed"
             )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grapnet._atomic import atomic_write
 from grapnet.integrations.extra import require
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ def save(drawn: "Axes | FigureBase", path: Path | str, *, dpi: int = 150) -> Pat
     # Without dates, the same picture is the same file.
     metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
     settings = {"svg.fonttype": "none", "svg.hashsalt": "grapnet"}
-    with require("matplotlib", "plot").rc_context(settings), whole(path) as partial:
+    with require("matplotlib", "plot").rc_context(settings), atomic_write(path) as partial:
         _root(drawn).savefig(
             partial,
             format=suffix[1:],

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grapnet.core.errors import CheckpointError, GrapNetError
-from grapnet.core.wording import with_article
 from grapnet.network import GrapNet
 
 from .budget import Budget
@@ -179,7 +178,7 @@ def _refuse(what: str, found: list[str]) -> None:
 def require_net(net: Any) -> None:
     """Raises TypeError for what is not a net itself."""
     if not isinstance(net, GrapNet):
-        kind = with_article(type(net).__name__)
+        kind = type(net).__name__
         raise TypeError(
             f"the net comes first: manager.apply(net, step); got {kind}. Give the GrapNet, not a"
             " wrapper"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import costs, edits, execution, graft, rules, run
+from benchmarks import costs, edits, execution, files, graft, rules, run
 from benchmarks.timing import threads
 
 
@@ -153,3 +153,14 @@ def test_the_benchmark_of_grafts_runs_and_its_check_can_fail(tmp_path, monkeypat
     ):
         slow = [{**row, **worse} if row["cut"] == cut else row for row in at_the_bars]
         assert len(graft.missed({"settings": settings, "rows": slow})) == 2
+
+
+def test_the_benchmark_of_files_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["run", "files", "--fast", "--check", "--json", str(tmp_path / "f")]
+    )
+    assert run.main() == 1
+    result = json.loads((tmp_path / "f").read_text())
+    assert result["rows"]["50 commits: bytes a commit in the file"] < 300
+    assert "100,000 commits" in capsys.readouterr().err
+    assert files.missed({"rows": files.BARS}) == []
