@@ -81,7 +81,7 @@ class PoolReader:
             raise CheckpointError(f"{path}: expected the type and the shape of a tensor")
         kind, *shape = reference
         pool = self._tensors.get(kind)
-        if pool is None or pool.dim() != 1:
+        if pool is None or pool.dim() != 1 or str(pool.dtype) != f"torch.{kind}":
             raise CheckpointError(f"{path}: there are no values of the type {kind[:30]}")
         start = self._read[kind]
         size = 1
@@ -206,6 +206,8 @@ class Decoder:
             if not isinstance(pair, list) or len(pair) != 2 or type(pair[0]) not in _PLAIN:
                 raise CheckpointError(f"{path}: a dict is stored as pairs of key and value")
             key, item = pair
+            if key in items:
+                raise CheckpointError(f"{path}: holds the key {str(key)[:30]!r} twice")
             items[key] = self.decode(item, f"{path}[{key!r}]", depth + 1)
         return items
 

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from grapnet.core.change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
 from grapnet.core.errors import CheckpointError
+from grapnet.core.fit import require_fit
 from grapnet.core.invariants import check
 from grapnet.core.journal import Commit, Journal, Outlines
 from grapnet.core.labels import Labels
 from grapnet.core.remap import IndexMap, contains
+from grapnet.core.reversal import Verb, next_reversed, reverse
 from grapnet.core.vector import Shift, VectorChange
 from grapnet.network import GrapNet
 
@@ -130,10 +132,13 @@ def rehearse(net: GrapNet) -> None:
     if not net.journal.undoable and not net.journal.redoable:
         return
     twin = copy.deepcopy(net)
-    for verb in ("redo", "undo", "redo"):
+    verbs: tuple[Verb, ...] = ("redo", "undo", "redo")
+    for verb in verbs:
         try:
             while getattr(twin.journal, f"{verb}able"):
-                getattr(twin, verb)(alone=True)
+                commit = next_reversed(twin.journal, verb)
+                require_fit(twin, replace(commit, change=commit.change.inverse()))
+                reverse(twin, verb, alone=True)
                 check(twin)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
