@@ -51,7 +51,7 @@ PAGES = ["docs/concepts.md", "docs/execution.md", "docs/migration.md", "docs/com
 DOCUMENTS = ["README.md", *PAGES, *(f"docs/guides/{name}.md" for name in RUN_HERE)]
 NEEDS_KERNELS = {"docs/execution.md": pytest.mark.sparse}
 LISTED = (
-    "grapnet",
+    "grapnet._api",
     "grapnet.rules",
     "grapnet.learning",
     "grapnet.data",
