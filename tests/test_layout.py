@@ -40,7 +40,7 @@ PUBLIC = tuple(
         "whole",
     )
 )
-PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo")
+PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo", "cli")
 OPTIONAL = (
     "sklearn",
     "scipy",

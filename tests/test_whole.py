@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grapnet.whole import whole
-from tests.cli.nobody import as_nobody, open_folder
+from tests.nobody import as_nobody, open_folder
 
 
 def names(folder: Path) -> list[str]:
