@@ -1,7 +1,6 @@
 """What the commands share: outcomes and errors, tables, and the files they read and write."""
 
 import argparse
-import difflib
 import math
 import os
 import re
@@ -161,19 +160,6 @@ def few(names: Iterable[str], most: int = 12) -> str:
     return ", ".join(listed)
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Returns a question with the most similar name, or nothing where none is similar.
-
-    Examples:
-        >>> did_you_mean("inspct", ["inspect", "history"])
-        "did you mean 'inspect'? "
-    """
-    similar = difflib.get_close_matches(name, list(names), n=1)
-    if not similar:
-        return ""
-    return f"did you mean {similar[0]!r}? "
-
-
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or the name of its class without one."""
     lines = str(error).strip().splitlines()
@@ -193,6 +179,14 @@ def plain(value: Any) -> Any:
     if isinstance(value, int | float | str | None):
         return value
     return str(value)
+
+
+def positive(text: str) -> int:
+    """Reads a whole number on the command line that is at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
 
 
 def add_file(

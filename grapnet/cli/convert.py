@@ -16,7 +16,6 @@ from .command import (
     add_output,
     counted,
     few,
-    first_line,
     require_free,
     writing,
 )
@@ -243,11 +242,7 @@ def _module(
 
 def _activation(name: str) -> "nn.Module":
     """Returns an activation as a plain module."""
-    try:
-        small = gn.GrapNet([1, 1, 1], activation=name)
-    except ValueError as error:
-        raise CommandError(f"--activation: {first_line(error)}") from None
-    return gn.snapshot(small)[1]
+    return gn.snapshot(gn.GrapNet([1, 1, 1], activation=name))[1]
 
 
 COMMANDS = (

@@ -20,10 +20,10 @@ from .command import (
     first_line,
     open_file,
     place_of,
+    positive,
     require_free,
     table,
 )
-from .inspect import no_such_owner
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -139,20 +139,15 @@ def _chosen_nodes(net: "gn.GrapNet", given: argparse.Namespace) -> "gn.NodeSet":
     """Returns the nodes that the options name; all nodes where they name none."""
     import torch
 
-    for number in given.layer or ():
-        if not -len(net.layers) <= number < len(net.layers):
-            raise CommandError(f"no layer {number}", f"layers are 0 to {len(net.layers) - 1}")
     nodes = net.select(layer=given.layer)
-    for owner in given.owner or ():
-        if owner not in net.owners:
-            raise no_such_owner(owner, net.owners)
     if given.owner:
-        owned = [name in given.owner for name in nodes.owners]
-        nodes = nodes[torch.tensor(owned, dtype=torch.bool)]
-    for uid in given.node or ():
-        _require_node(net, uid)
+        owned = net.select(owner=given.owner[0])
+        for owner in given.owner[1:]:
+            owned |= net.select(owner=owner)
+        nodes &= owned
     if given.node:
-        nodes = nodes[torch.isin(nodes.uids, torch.tensor(given.node))]
+        uids = [net.node(uid).uid for uid in given.node]
+        nodes = nodes[torch.isin(nodes.uids, torch.tensor(uids))]
     return nodes
 
 
@@ -169,7 +164,7 @@ def _chosen_relations(
     else:
         found = nodes.outgoing() | nodes.incoming()
     if given.transition:
-        found &= net.select(layer=_transitions(net, given)).outgoing()
+        found &= net.select(layer=given.transition).outgoing()
     if given.relation:
         named = [_relation(net, text) for text in given.relation]
         for other in named[1:]:
@@ -188,14 +183,6 @@ def _names_relations(given: argparse.Namespace) -> bool:
     return bool(given.transition or given.relation) or given.smallest is not None
 
 
-def _transitions(net: "gn.GrapNet", given: argparse.Namespace) -> tuple[int, ...]:
-    count = len(net.transitions)
-    for t in given.transition:
-        if not 0 <= t < count:
-            raise CommandError(f"no transition {t}", f"transitions are 0 to {count - 1}")
-    return tuple(given.transition)
-
-
 def _relation(net: "gn.GrapNet", text: str) -> "gn.RelationSet":
     """Returns the relation that `PARENT:CHILD` names."""
     try:
@@ -204,17 +191,10 @@ def _relation(net: "gn.GrapNet", text: str) -> "gn.RelationSet":
         raise CommandError(
             f"--relation {text}: expected PARENT:CHILD, two uids", "for example --relation 3:61"
         ) from None
-    _require_node(net, parent)
-    _require_node(net, child)
     found = net.node(parent).outgoing(to=net.node(child))
     if not len(found):
         raise CommandError(f"--relation {text}: node {parent} owns no relation to node {child}")
     return found
-
-
-def _require_node(net: "gn.GrapNet", uid: int) -> None:
-    if net.find(uid) is None:
-        raise CommandError(f"no node {uid}", "grapnet inspect FILE lists the uids of every layer")
 
 
 def _unused_nodes(net: "gn.GrapNet") -> "Tensor":
@@ -320,7 +300,7 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
 def _prune(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
     options: dict[str, Any] = {}
     if given.transition:
-        options["transitions"] = _transitions(net, given)
+        options["transitions"] = tuple(given.transition)
     if given.scope is not None:
         options["scope"] = given.scope
     rule = gn.rules.PruneWeakest(fraction=given.fraction, **options)
@@ -349,7 +329,7 @@ def _set_owner(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) ->
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser)
     parser.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="how many commits (default: 1)"
+        "--steps", type=positive, default=1, metavar="N", help="how many commits (default: 1)"
     )
     parser.add_argument(
         "--alone",
@@ -359,8 +339,6 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(net: "gn.GrapNet", given: argparse.Namespace) -> None:
-    if given.steps < 1:
-        raise CommandError(f"--steps is at least 1, got {given.steps}")
     step = net.undo if given.command == "undo" else net.redo
     for done in range(given.steps):
         try:

@@ -10,13 +10,13 @@ import grapnet as gn
 from .command import (
     Cell,
     Command,
-    CommandError,
     Outcome,
     add_file,
     counted,
     few,
     open_file,
     plain,
+    positive,
     table,
     title,
 )
@@ -32,15 +32,13 @@ _LISTED = 1000  # of them in JSON
 
 def _configure_history(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N commits")
+    parser.add_argument("--last", type=positive, metavar="N", help="only the last N commits")
     parser.add_argument(
         "--details", action="store_true", help="also the operations and remarks of every commit"
     )
 
 
 def _run_history(given: argparse.Namespace) -> Outcome:
-    if given.last is not None and given.last < 1:
-        raise CommandError(f"--last is at least 1, got {given.last}", "leave it out for all")
     lines = []
     data = {}
     for place, net in open_file(given.file).nets.items():

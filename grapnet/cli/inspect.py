@@ -13,10 +13,10 @@ from .command import (
     Outcome,
     add_file,
     counted,
-    did_you_mean,
     few,
     open_file,
     plain,
+    positive,
     table,
     table_of,
     title,
@@ -31,7 +31,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--owner", metavar="NAME", help="only the nodes of one owner")
     parser.add_argument(
         "--batch",
-        type=int,
+        type=positive,
         default=256,
         metavar="N",
         help="samples at once, for the choice of backends (default: 256)",
@@ -39,12 +39,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    if given.batch < 1:
-        raise CommandError(f"--batch is at least 1, got {given.batch}", "leave it out for 256")
     file = open_file(given.file)
-    owners = [owner for net in file.nets.values() for owner in net.owners]
-    if given.owner is not None and given.owner not in owners:
-        raise no_such_owner(given.owner, owners)
     data: dict[str, Any] = {
         "file": str(given.file),
         "bytes": file.nbytes,
@@ -71,13 +66,10 @@ def _run(given: argparse.Namespace) -> Outcome:
             found = _census_of_owner(net, given.owner)
             lines += _about_owner(place, found)
             data["nets"][place] = found
+    if not data["nets"]:
+        owners = [owner for net in file.nets.values() for owner in net.owners]
+        raise CommandError(f"no node has the owner {given.owner!r}", f"owners are: {few(owners)}")
     return Outcome("\n".join(lines), data)
-
-
-def no_such_owner(owner: str, owners: list[str]) -> CommandError:
-    """Returns the error of an owner that no node has."""
-    hint = f"{did_you_mean(owner, owners)}owners are: {few(owners) or 'none'}"
-    return CommandError(f"no node has the owner {owner!r}", hint)
 
 
 def _about_file(data: dict[str, Any]) -> list[str]:

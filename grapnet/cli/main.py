@@ -1,6 +1,7 @@
 """`grapnet`: finds the command, runs it, and prints its outcome or one clear error."""
 
 import argparse
+import difflib
 import errno
 import importlib
 import io
@@ -12,7 +13,7 @@ from typing import NoReturn
 
 import grapnet as gn
 
-from .command import Command, CommandError, Outcome, did_you_mean, first_line
+from .command import Command, CommandError, Outcome, first_line, positive
 
 # Modules of this folder, each with one or more COMMANDS; none imports torch before it runs.
 MODULES = ("demo", "doctor", "inspect", "history", "plot", "edit", "export", "convert")
@@ -122,7 +123,7 @@ def _add_shared(part: argparse.ArgumentParser) -> None:
     )
     shared.add_argument(
         "--threads",
-        type=int,
+        type=positive,
         metavar="N",
         help="for computing on the CPU (default: torch decides)",
     )
@@ -133,7 +134,9 @@ def _run(words: list[str]) -> Outcome:
     if not words:
         return Outcome(parser(known).format_help().rstrip(), code=WRONG)
     if not words[0].startswith("-") and words[0] not in known:
-        hint = f"{did_you_mean(words[0], known)}grapnet --help lists the commands"
+        hint = "grapnet --help lists the commands"
+        for name in difflib.get_close_matches(words[0], known, n=1):
+            hint = f"did you mean grapnet {name}? {hint}"
         raise CommandError(f"there is no command {words[0]!r}", hint)
     given = parser(known).parse_args(words)
     _prepare(given)
@@ -145,8 +148,6 @@ def _prepare(given: argparse.Namespace) -> None:
     import torch
 
     if given.threads is not None:
-        if given.threads < 1:
-            raise CommandError(f"--threads is at least 1, got {given.threads}")
         torch.set_num_threads(given.threads)
     try:
         given.device = torch.empty(0, device=given.device).device
@@ -192,7 +193,7 @@ def _explained(error: Exception, words: list[str]) -> tuple[str, str]:
         return message, SYSTEM_HINTS.get(error.errno or 0, options)
     if isinstance(error, ImportError):
         return first_line(error), "grapnet doctor lists what is installed"
-    if isinstance(error, gn.GrapNetError):
+    if isinstance(error, gn.GrapNetError | ValueError):
         return first_line(error), options
     message = f"{type(error).__name__}: {first_line(error)}"
     return message, f"{TRACEBACK}=1 shows where; if the input is sound, this is a bug"
