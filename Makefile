@@ -19,7 +19,7 @@ demo: .venv/.setup ## run the demonstration
 
 test: export OMP_NUM_THREADS = 1
 test: .venv/.test ## run the tests and the doctests
-	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet
+	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet studies
 
 NUMERIC := tests/core tests/execution tests/learning tests/rules tests/convert tests/studies tests/integrations
 
@@ -31,7 +31,7 @@ numerics: .venv/.test .venv/.without-kernels ## run the numeric tests as on othe
 
 coverage: export OMP_NUM_THREADS = 1
 coverage: .venv/.test ## run the tests and write build/coverage.json
-	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet \
+	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet studies \
 		--cov=grapnet --cov-report=term --cov-report=json:build/coverage.json
 
 mutants: .venv/.test ## change the library in 448 small ways, for hours, and write which changes the tests notice
@@ -58,14 +58,14 @@ bench: .venv/.test ## measure edits, execution, rules and grafts, checking their
 
 study-fast: export OMP_NUM_THREADS = 1
 study-fast: .venv/.test ## run the fast form of every study, in seconds; the tests do so as well
-	$(BIN)/python -m grapnet.studies.all --fast
+	$(BIN)/python -m studies.run --fast
 
 studies: .venv/.test ## run every study in full, for hours, resuming from build/studies, and write results/
-	$(BIN)/python -m grapnet.studies.all --results results --resume build/studies
-	$(BIN)/python -m grapnet.studies.tables --check
+	$(BIN)/python -m studies.run --results results
+	$(BIN)/python -m studies.run --read results --check
 
 tables: .venv/.test ## set the committed results beside the paper's figures and check every bar
-	$(BIN)/python -m grapnet.studies.tables --check --markdown build/tables.md --html build/tables.html
+	$(BIN)/python -m studies.run --read results --check --markdown build/tables.md
 
 docs: .venv/.docs ## build the documentation into site/
 	$(BIN)/mkdocs build --strict

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import grapnet as gn
-from grapnet.data import load_fashion
 from grapnet.rules import Every, Rewire, RuleManager
+from studies.data import load_fashion
 
 METHODS = ("dense", "static", "SET", "RigL")
 Split = tuple[Tensor, Tensor]

@@ -16,8 +16,7 @@ from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli.main import main
 from grapnet.execution.plans import BACKENDS
-from grapnet.studies import all as studies
-from grapnet.studies import split_fashion, tables
+from studies import run, split_fashion
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -27,7 +26,6 @@ RUN_HERE = (
     "checkpoints",
     "continual-learning",
     "closed-form",
-    "data",
     "prune",
 )
 RUN_HERE += (
@@ -48,13 +46,17 @@ RUN_ELSEWHERE = (
     "distributed",
 )
 PAGES = ["docs/concepts.md", "docs/execution.md", "docs/migration.md", "docs/comparison.md"]
-DOCUMENTS = ["README.md", *PAGES, *(f"docs/guides/{name}.md" for name in RUN_HERE)]
+DOCUMENTS = [
+    "README.md",
+    "studies/README.md",
+    *PAGES,
+    *(f"docs/guides/{name}.md" for name in RUN_HERE),
+]
 NEEDS_KERNELS = {"docs/execution.md": pytest.mark.sparse}
 LISTED = (
     "grapnet._api",
     "grapnet.rules",
     "grapnet.learning",
-    "grapnet.data",
     "grapnet.convert",
     "grapnet.plot",
 )
@@ -286,7 +288,7 @@ def test_the_performance_page_shows_the_committed_measurements_of_grafts(name):
 def test_the_readme_shows_the_committed_controls_of_split_fashion():
     result = json.loads((ROOT / "results/split_fashion.json").read_text())
     readme = " ".join((ROOT / "README.md").read_text().split())
-    table = split_fashion.STUDY.table(result)
+    table = split_fashion.table(result)
     for shown in ("48.0 ± 1.8", "67.1 ± 2.1", "55.0 ± 2.7", "63.8 ± 1.9"):
         assert shown in readme
     for measured in ("48.02 ± 1.77", "67.13 ± 2.12", "54.96 ± 2.71", "63.77 ± 1.86"):
@@ -297,19 +299,14 @@ def test_the_readme_shows_the_committed_controls_of_split_fashion():
 
 def test_every_number_of_the_papers_claims_in_the_readme_was_measured_or_published():
     claims = (
-        (ROOT / "README.md")
-        .read_text()
-        .split("`python -m grapnet.studies.` |\n")[1]
-        .split("\n\n")[0]
+        (ROOT / "README.md").read_text().split("`python -m studies.run` |\n")[1].split("\n\n")[0]
     )
     rows = [line for line in claims.splitlines() if not line.startswith("|---")]
     assert len(rows) > 8
     for row in rows:
         study = row.strip("|").split("|")[-1].strip(" `")
         result = json.loads((ROOT / f"results/{study}.json").read_text())
-        page = tables.markdown([tables.report(study, ROOT / "results")]) + json.dumps(
-            result["settings"]
-        )
+        page = run.markdown([run.report(study, ROOT / "results")]) + json.dumps(result["settings"])
         assert numbers(row.replace("MLP-256", "").replace("dense-256", "")) <= numbers(page), row
 
 
@@ -339,7 +336,7 @@ def test_the_readme_shows_the_committed_rows_of_the_closed_form():
 
 def section_of(study: str) -> str:
     """Returns the section of docs/studies.md that prints the command of a study."""
-    command = f"python -m grapnet.studies.{study} --json results/{study}.json"
+    command = f"python -m studies.run {study} --results results"
     found = [
         section
         for section in (ROOT / "docs/studies.md").read_text().split("\n## ")
@@ -373,22 +370,20 @@ def numbers(text: str) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("study", studies.NAMES)
+@pytest.mark.parametrize("study", run.STUDIES)
 def test_the_page_of_studies_shows_the_committed_results(study):
     result = json.loads((ROOT / f"results/{study}.json").read_text())
-    report, section = tables.report(study, ROOT / "results"), section_of(study)
-    page, recorded = (
-        tables.markdown([report]),
-        f" {json.dumps(result['settings'])} {result.get('seconds')} ",
-    )
+    report = run.report(study, ROOT / "results")
+    section = section_of(study)
+    page = run.markdown([report])
+    recorded = f" {json.dumps(result['settings'])} {result.get('seconds')} "
     assert unsupported(section, page, recorded) == []
     listed = re.findall(r"^- (.*)$", section, flags=re.MULTILINE)
     assert listed == report.missed  # every bar that was missed, and none that was reached
 
 
 def test_the_page_and_the_readme_count_the_figures_that_came_out():
-    page = tables.markdown([tables.report(name, ROOT / "results") for name in studies.NAMES])
-    overview = page[page.index("| study | published intervals met") :].split("\n\n")[0]
+    overview = run.overview([run.report(name, ROOT / "results") for name in run.STUDIES])
     assert overview in (ROOT / "docs/studies.md").read_text()
     met = [tuple(map(int, found)) for found in re.findall(r"\| (\d+) of (\d+) \|", overview)]
     met, of = (sum(counts) for counts in zip(*met, strict=True))

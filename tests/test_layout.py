@@ -24,23 +24,18 @@ OUTSIDE = {"torch", "numpy"}
 ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}
 LAZY = {  # imported when a function is called
     "grapnet.network": {"grapnet.integrations.networkx", "networkx", "grapnet.show"},
-    "grapnet.learning.statistics": {"scipy"},
 }
 PUBLIC = tuple(
     f"grapnet.{name}"
     for name in (
         "rules",
         "convert",
-        "data",
         "learning",
-        "page",
         "plot",
-        "progress",
-        "streams",
         "whole",
     )
 )
-PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "demo", "cli")
+PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "cli")
 OPTIONAL = (
     "sklearn",
     "scipy",
@@ -54,7 +49,8 @@ OPTIONAL = (
     "onnxscript",
     "onnxruntime",
     "networkx",
-    "tensorboard",
+    "joblib",
+    "pooch",
 )
 
 
@@ -196,10 +192,7 @@ def test_programs_use_public_names_only(folder: str) -> None:
         )
         == []
     )
-    assert (
-        private("from grapnet.rules import Every\nfrom grapnet.data import load_fashion", folder)
-        == []
-    )
+    assert private("from grapnet.rules import Every\nfrom studies.data import load", folder) == []
     assert private("from grapnet.core.graph import Graph\nfrom grapnet import network", folder) == [
         "core",
         "network",

@@ -20,10 +20,9 @@ from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# The studies belong to the wheel for as long as they are inside the package.
 GROUPS = {
     "wheel": ("grapnet",),
-    "studies": ("grapnet/studies", "studies"),
+    "studies": ("studies",),
     "wheel+studies": ("grapnet", "studies"),
     "tests": ("tests",),
     "programs": ("benchmarks", "examples", "tools"),

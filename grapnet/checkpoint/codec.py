@@ -77,17 +77,19 @@ class PoolReader:
 
     def take(self, path: str, reference: Any) -> Tensor:
         """Returns the next tensor of a type and shape."""
-        if type(reference) is not list or not reference or reference[0] not in self._tensors:
+        if type(reference) is not list or not reference or type(reference[0]) is not str:
             raise CheckpointError(f"{path}: expected the type and the shape of a tensor")
         kind, *shape = reference
-        pool = self._tensors[kind]
+        pool = self._tensors.get(kind)
+        if pool is None or pool.dim() != 1:
+            raise CheckpointError(f"{path}: there are no values of the type {kind[:30]}")
         start = self._read[kind]
         size = 1
         for length in shape:
             if type(length) is not int or not 0 <= length <= len(pool):
                 raise CheckpointError(f"{path}: expected the type and the shape of a tensor")
             size *= length
-        if pool.dim() != 1 or start + size > len(pool):
+        if start + size > len(pool):
             raise CheckpointError(f"{path}: {kind} holds too few values")
         self._read[kind] = start + size
         # a copy, so that it does not keep the whole vector alive

@@ -53,7 +53,8 @@ def describe_journal(
     undoable = list(journal.undoable) if undo else []
     redoable = list(journal.redoable) if undo else []
     outlines = journal.outlines
-    numbers = torch.tensor(outlines.numbers, dtype=torch.int64, device="cpu")
+    # Views of the columns, not copies: a long history costs no further memory.
+    numbers = torch.from_numpy(np.frombuffer(outlines.numbers, dtype=np.int64))
     tensors["journal.numbers"] = numbers.view(-1, Outlines.WIDTH)
     tensors["journal.text"] = _bytes(outlines.text)
     reversible = {*undoable, *redoable}
@@ -69,7 +70,8 @@ def describe_journal(
     if details:
         pool = Pool()
         tree = Encoder(pool).encode(details, "journal.details")
-        tensors["journal.details"] = _bytes(json.dumps(tree, separators=(",", ":")).encode())
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        tensors["journal.details"] = _bytes(bytearray(text))
         tensors.update(pool.tensors(_POOL))
     return {
         "undo_limit": journal.undo_limit,
@@ -100,10 +102,22 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
                 raise CheckpointError(f"journal.{name}: names a commit that cannot be taken back")
             if not details[place].change.has_values:
                 raise CheckpointError(f"journal.{name}: names a commit that cannot be taken back")
+    for place, commit in details.items():
+        is_reversible = place in stacks["undoable"] or place in stacks["redoable"]
+        if not is_reversible and _holds_values(commit.change):
+            raise CheckpointError(f"journal.details[{place}]: holds values that no undo needs")
     undo_limit = number(document, "undo_limit", "journal.")
     journal = Journal(undo_limit, number(document, "detail_limit", "journal."))
     journal.reinstate(outlines, details, **stacks)
     return journal
+
+
+def _holds_values(change: Change) -> bool:
+    vectors = [layer.biases for layer in change.layers.values() if layer.biases is not None]
+    vectors += [wires.weights for wires in change.transitions.values()]
+    for layer in change.layers.values():
+        vectors += layer.columns.values()
+    return any(vector.gone_values is not None for vector in vectors)
 
 
 def rehearse(net: GrapNet) -> None:
@@ -115,8 +129,8 @@ def rehearse(net: GrapNet) -> None:
     """
     if not net.journal.undoable and not net.journal.redoable:
         return
-    for verb in ("undo", "redo"):
-        twin = copy.deepcopy(net)
+    twin = copy.deepcopy(net)
+    for verb in ("redo", "undo", "redo"):
         try:
             while getattr(twin.journal, f"{verb}able"):
                 getattr(twin, verb)(alone=True)
@@ -348,5 +362,5 @@ def _labels(labels: Labels, size: int, where: str) -> None:
     _require(len(set(labels.names)) == len(labels.names), where, "a name occurs twice")
 
 
-def _bytes(content: bytes | bytearray) -> Tensor:
-    return torch.from_numpy(np.frombuffer(bytes(content), dtype=np.uint8).copy())
+def _bytes(content: bytearray) -> Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8))

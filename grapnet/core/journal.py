@@ -19,7 +19,7 @@ from .relations import Topology
 from .remap import IndexMap
 
 # Bytes that the Python objects and tensors of a commit take beside the content of its tensors.
-_OBJECTS = 4096
+_OBJECTS = 10_000
 _PLAIN = (str, int, float, bool, type(None))
 
 

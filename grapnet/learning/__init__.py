@@ -22,10 +22,6 @@ from .replay import BalancedMemory as BalancedMemory
 from .replay import Batch as Batch
 from .replay import Memory as Memory
 from .replay import ReservoirMemory as ReservoirMemory
-from .statistics import Paired as Paired
-from .statistics import Summary as Summary
-from .statistics import paired as paired
-from .statistics import summary as summary
 from .stream import Run as Run
 from .stream import Step as Step
 from .stream import Task as Task

@@ -75,21 +75,52 @@ def mutations(data: bytes, count: int, seed: int) -> Iterator[Mutation]:
     """Yields `count` mutations of a file, every second one signed again."""
     rng = random.Random(seed)
     document, tensors = parse(data)
-    written = json.dumps(document)
+    unfolded = copy.deepcopy(document)
+    unfold_details(unfolded, rest := dict(tensors))
+    written = json.dumps(unfolded)
     for n in range(count // 2):
         damage = DAMAGES[n % len(DAMAGES)]
         yield Mutation(f"{n}: {damage.__name__}", damage(rng, data), document, tensors)
         forge = FORGERIES[n % len(FORGERIES)]
         new_document, new_tensors = (
             json.loads(written),
-            {name: t.clone() for name, t in tensors.items()},
+            {name: t.clone() for name, t in rest.items()},
         )
         text = None
         while text is None:  # a draw may not apply, or change nothing
             detail, text = forge(rng, new_document, new_tensors)
+        text = fold_details(text, new_tensors)
         yield Mutation(
             f"{n}: {forge.__name__} {detail}", build(text, new_tensors), _read(text), new_tensors
         )
+
+
+def unfold_details(document: Document, tensors: Tensors) -> None:
+    """Moves the details of journals from tensors into the document, where forgeries reach them."""
+    for prefix, part in _parts(document):
+        text = tensors.pop(f"{prefix}journal.details", None)
+        if text is not None:
+            part["journal"]["details"] = json.loads(bytes(text.tolist()))
+
+
+def fold_details(text: str, tensors: Tensors) -> str:
+    """Puts the details of journals back; returns the text of the document without them."""
+    document = _read(text)
+    if document is None:
+        return text
+    for prefix, part in _parts(document):
+        journal = part.get("journal") if isinstance(part, dict) else None
+        if isinstance(journal, dict) and "details" in journal:
+            details = json.dumps(journal.pop("details"), separators=(",", ":")).encode()
+            tensors[f"{prefix}journal.details"] = torch.tensor(list(details), dtype=torch.uint8)
+    return json.dumps(document)
+
+
+def _parts(document: Document) -> list[tuple[str, Any]]:
+    """Returns the descriptions of the nets, with what the names of their tensors begin with."""
+    if isinstance(document.get("nets"), list):
+        return [(f"nets.{n}.", part) for n, part in enumerate(document["nets"])]
+    return [("", document)]
 
 
 def _read(text: str) -> Document | None:
@@ -355,7 +386,7 @@ def reorder_a_list(rng: random.Random, document: Document, tensors: Tensors) -> 
 
 def break_a_stack(rng: random.Random, document: Document, tensors: Tensors) -> Forged:
     journal = rng.choice(document.get("nets", [document]))["journal"]
-    name, count = rng.choice(["undoable", "redoable"]), len(journal["commits"])
+    name, count = rng.choice(["undoable", "redoable"]), 8
     journal[name] = [rng.randrange(-1, count + 1) for _ in range(rng.randint(0, 5))]
     return f"{name} = {journal[name]}", json.dumps(document)
 

@@ -23,7 +23,7 @@ def net() -> gn.GrapNet:
         with net.edit(reason=f"rewire {step}") as edit:
             edit.cut(net.layers[0].outgoing().smallest(count=20))
             edit.connect(net.layers[1][:2], edit.add_nodes(2, 1))
-    net.journal.detail_limit = 30_000
+    net.journal.detail_limit = 70_000
     return net
 
 
@@ -31,7 +31,7 @@ def test_the_oldest_details_go_first_and_the_rest_stays(net: gn.GrapNet) -> None
     kept = [commit.has_details for commit in net.history]
     assert kept == sorted(kept)
     assert 3 < sum(kept) < 20
-    assert sum(commit.change.detail_bytes for commit in net.history) <= 30_000
+    assert sum(commit.change.detail_bytes for commit in net.history) <= 70_000
     assert [commit.reason for commit in net.history] == [f"rewire {step}" for step in range(20)]
     assert net.history[0].counts["relations_removed"] == 20
     assert net.history[0].operations[0] == {"operation": "cut"}
@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_what_the_journal_holds(net: gn.GrapNet, tmp_path: Pa
     gn.save(tmp_path / "net.gn", net, undo=True, history="full")
     loaded = gn.load(tmp_path / "net.gn")
     assert [c.has_details for c in loaded.history] == [c.has_details for c in net.history]
-    assert loaded.journal.detail_limit == 30_000
+    assert loaded.journal.detail_limit == 70_000
     loaded.undo()
     net.undo()
     assert torch.equal(loaded(torch.ones(1, 20)), net(torch.ones(1, 20)))

@@ -7,14 +7,13 @@ import copy
 import pytest
 import torch
 
-from grapnet.studies import execution_audit, forward_times
+from studies import execution_audit, forward_times
 
 
 @pytest.fixture
 def reached(result) -> dict:
     """A result with the times that a full run would have to reach."""
     result = copy.deepcopy(result)
-    result["settings"]["fast"] = False
     summary = result["summary"]
     for name in ("ER", "DER++"):
         summary["training"][name]["faster"]["family"] = 2.0

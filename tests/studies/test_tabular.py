@@ -6,21 +6,18 @@ import copy
 
 import pytest
 
-from grapnet.studies import tabular
+from studies import tabular
 
 COUNTS = {"Breast Cancer": ([[1536, 1184]], [[96, 64]]), "Wine": ([[504, 342]], [[54, 36]])}
 
 
 @pytest.fixture
 def reached(result) -> dict:
-    """Returns the fast result with the settings and accuracies of the paper, so that only what is
-    made worse shows.
-    """
+    """Returns the fast result with the accuracies of the paper."""
     full = copy.deepcopy(result)
-    full["settings"].update(epochs=40, seeds=list(range(5)))
     for name, one in full["summary"]["sets"].items():
         for row in ("none", "covariance"):
-            one["rows"][row]["after"][0] = tabular.PAPER[name][row][0] - 0.99
+            one["rows"][row]["after"][0] = tabular.PAPER[f"{name}, {tabular.ROWS[row]}"] - 0.99
     assert tabular.missed(full) == []
     return full
 
@@ -74,7 +71,7 @@ def test_further_splits_enter_the_differences_alone(result):
         pair, was = (part["contrasts"]["covariance − no edit"] for part in (one, before))
         assert pair["n"] == 4
         assert pair["mean"] == pytest.approx((was["mean"] + 1) / 2)
-        assert one["rows"]["none"]["after"] == before["rows"]["none"]["after"]
+        assert list(one["rows"]["none"]["after"]) == before["rows"]["none"]["after"]
 
 
 def test_the_table_has_every_row_and_the_papers_figures(result):
@@ -85,10 +82,6 @@ def test_the_table_has_every_row_and_the_papers_figures(result):
     assert all(figure in shown for figure in ("96.49 ± 1.52", "96.73 ± 1.20", "98.89 ± 0.91"))
     assert "352 of 1,536 / 32 of 96" in shown
     assert "162 of 504 / 18 of 54" in shown
-
-
-def test_a_fast_run_reaches_no_bar(result):
-    assert tabular.missed(result)[0].startswith("settings: 2 splits, 4 epochs")
 
 
 @pytest.mark.parametrize(

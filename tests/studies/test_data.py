@@ -1,0 +1,260 @@
+"""Data sets are found where they lie, downloaded only on request and with their hashes, and read
+as they were written.
+"""
+
+import functools
+import gzip
+import hashlib
+import io
+import tarfile
+import threading
+from collections.abc import Iterator
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import avg_pool2d
+
+from studies import data
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine without data, in whose folder `work` the test runs."""
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("GRAPNET_DATA", raising=False)
+    return tmp_path
+
+
+def idx(array: np.ndarray) -> bytes:
+    return bytes([0, 0, 8, array.ndim]) + np.array(array.shape, ">u4").tobytes() + array.tobytes()
+
+
+def fashion_content() -> dict[str, bytes]:
+    """The four files of Fashion-MNIST with five training and three test images."""
+    found = {}
+    for start, count in (("train", 5), ("t10k", 3)):
+        images = np.arange(count * 784, dtype=np.uint8).reshape(count, 28, 28)
+        found[f"{start}-images-idx3-ubyte"] = idx(images)
+        found[f"{start}-labels-idx1-ubyte"] = idx(np.arange(count, dtype=np.uint8))
+    return found
+
+
+def write_fashion(folder: Path, *, packed: bool = False) -> Path:
+    folder.mkdir(parents=True)
+    for name, content in fashion_content().items():
+        if packed:
+            (folder / f"{name}.gz").write_bytes(gzip.compress(content))
+        else:
+            (folder / name).write_bytes(content)
+    return folder
+
+
+def cifar_records(number: int) -> np.ndarray:
+    """Two records of a batch: a label, then the red, green and blue planes."""
+    records = np.random.default_rng(number).integers(0, 256, (2, 3073), dtype=np.uint8)
+    records[:, 0] = (number, 9 - number)
+    return records
+
+
+def write_cifar(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    for number, name in enumerate([*data.CIFAR_FILES["train"], *data.CIFAR_FILES["test"]]):
+        (folder / name).write_bytes(cifar_records(number).tobytes())
+    return folder
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fashion_is_read_packed_or_not(machine: Path, packed: bool) -> None:
+    folder = write_fashion(machine / "mine", packed=packed)
+    images, labels = data.load_fashion("train", folder)
+    assert (images.dtype, labels.dtype) == (torch.uint8, torch.int64)
+    assert torch.equal(images.flatten(), (torch.arange(5 * 784) % 256).to(torch.uint8))
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+    assert data.load_fashion("test", folder)[0].shape == (3, 28, 28)
+
+
+def test_cifar_is_read_from_the_binary_version(machine: Path) -> None:
+    folder = write_cifar(machine / "mine")
+    images, labels = data.load_cifar10("train", folder)
+    assert images.shape == (10, 3, 32, 32)
+    assert labels.tolist() == [0, 9, 1, 8, 2, 7, 3, 6, 4, 5]
+    # the green plane of the second image of the third batch, row by row
+    green = cifar_records(2)[1, 1 + 1024 : 1 + 2048].reshape(32, 32)
+    assert np.array_equal(images[5, 1].numpy(), green)
+    assert data.load_cifar10("test", folder)[1].tolist() == [5, 4]
+
+
+def test_sets_are_found_in_order_and_guessed_folders_only_by_their_name(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(FileNotFoundError, match="FashionMNIST/raw") as error:
+        data.find_fashion()
+    assert "python -m studies.data fashion --download data" in str(error.value)
+    write_fashion(machine / "work/datasets")  # might be MNIST: the names are the same
+    with pytest.raises(FileNotFoundError):
+        data.find_fashion()
+    guessed = write_fashion(machine / "work/data/FashionMNIST/raw")
+    assert data.find_fashion().resolve() == guessed
+    named = write_fashion(machine / "named", packed=True)
+    monkeypatch.setenv("GRAPNET_DATA", str(machine / "named"))
+    assert data.find_fashion() == named
+    asked = write_fashion(machine / "asked/fashion-mnist")
+    assert data.find_fashion(machine / "asked") == asked
+    with pytest.raises(FileNotFoundError):
+        data.find_fashion(machine / "home")  # a folder that was asked for is the only one
+    (named / "t10k-labels-idx1-ubyte.gz").unlink()
+    assert data.find_fashion().resolve() == guessed
+
+
+def test_a_damaged_file_is_no_data(machine: Path) -> None:
+    folder = write_fashion(machine / "mine")
+    path = folder / "train-images-idx3-ubyte"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="reshape"):
+        data.load_fashion("train", folder)
+    path.write_bytes(b"no images")
+    with pytest.raises(ValueError, match="idx"):
+        data.load_fashion("train", folder)
+
+
+@pytest.fixture
+def server(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server with made-up archives, whose hashes the module then expects."""
+    served = machine / "served"
+    served.mkdir()
+    hashes = {}
+    for name, content in fashion_content().items():
+        packed = gzip.compress(content)
+        (served / f"{name}.gz").write_bytes(packed)
+        hashes[f"{name}.gz"] = f"md5:{hashlib.md5(packed).hexdigest()}"
+    monkeypatch.setattr(data, "FASHION_FILES", hashes)
+    write_cifar(served / data.CIFAR_FOLDER)
+    (served / data.CIFAR_FOLDER / "readme.html").write_text("more than the batches")
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
+        tar.add(served / data.CIFAR_FOLDER, data.CIFAR_FOLDER)
+    (served / "cifar-10-binary.tar.gz").write_bytes(archive.getvalue())
+    digest = hashlib.md5(archive.getvalue()).hexdigest()
+    monkeypatch.setattr(data, "CIFAR_HASH", f"md5:{digest}")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Prints nothing."""
+
+    handler = functools.partial(Quiet, directory=str(served))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+def test_downloads_land_where_they_are_found_and_are_not_fetched_twice(
+    machine: Path, server: str
+) -> None:
+    folder = data.download_fashion("data", server)
+    assert folder == Path("data/FashionMNIST/raw") == data.find_fashion()
+    assert data.load_fashion("test")[1].tolist() == [0, 1, 2]
+    batches = data.download_cifar10("data", f"{server}/cifar-10-binary.tar.gz")
+    assert batches == Path("data/cifar-10-batches-bin") == data.find_cifar10()
+    assert not (batches / "readme.html").exists()
+    assert data.load_cifar10("test")[1].tolist() == [5, 4]
+    for path in (machine / "served").rglob("*.gz"):
+        path.unlink()
+    assert data.download_fashion("data", server) == folder
+    assert data.download_cifar10("data", f"{server}/cifar-10-binary.tar.gz") == batches
+
+
+def test_a_file_with_another_hash_is_not_kept(machine: Path, server: str) -> None:
+    (machine / "served/t10k-labels-idx1-ubyte.gz").write_bytes(b"something else")
+    with pytest.raises(ValueError, match="t10k-labels"):
+        data.download_fashion("data", server)
+    with pytest.raises(FileNotFoundError):
+        data.find_fashion()
+
+
+def test_the_command_says_where_a_set_is(machine: Path, capsys: pytest.CaptureFixture) -> None:
+    assert data.main(["fashion"]) == 1
+    assert "GRAPNET_DATA" in capsys.readouterr().err
+    write_fashion(machine / "work/data/FashionMNIST/raw")
+    assert data.main(["fashion"]) == 0
+    assert capsys.readouterr().out == "data/FashionMNIST/raw\n"
+
+
+def test_made_up_images_look_like_fashion_mnist() -> None:
+    for (images, y), each in zip(data.fashion_images("made-up"), (80, 40), strict=True):
+        assert images.shape == (10 * each, 28, 28)
+        assert images.dtype == torch.uint8
+        assert torch.bincount(y).tolist() == [each] * 10
+
+
+def test_squares_are_averaged_to_49_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 256, (3, 28, 28), generator=generator, dtype=torch.uint8)
+    rows = data.downsample(x)
+    assert (rows.shape, rows.dtype) == ((3, 49), torch.float32)
+    assert torch.allclose(rows, avg_pool2d(x[:, None].float() / 255, 4).flatten(1))
+    assert torch.equal(data.downsample(x, 1), x.float().flatten(1) / 255)
+
+
+def test_standardising_uses_the_training_rows_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    train = torch.randn(50, 3, generator=generator, dtype=torch.float64) * 4 + 7
+    test = torch.randn(20, 3, generator=generator, dtype=torch.float64) * 4 + 7
+    train[:, 2] = test[:, 2] = 5.0
+    rows, others = data.standardise(train, test)
+    assert torch.allclose(rows.mean(0), torch.zeros(3, dtype=torch.float64), atol=1e-12)
+    expected = (test[:, :2] - train[:, :2].mean(0)) / train[:, :2].std(0, correction=0)
+    assert torch.allclose(others[:, :2], expected)
+    assert (others[:, 2] == 0).all()
+
+
+def test_features_are_zero_plus_scale_times_q(tmp_path: Path) -> None:
+    path = tmp_path / "some.npz"
+    arrays = {
+        "q_train": np.array([[0, 255], [10, 20], [1, 2]], np.uint8),
+        "q_test": np.array([[3, 4]], np.uint8),
+        "scale": np.array([0.5, 0.25], np.float32),
+        "zero": np.array([0.0, 2.0], np.float32),
+        "y_train": np.array([0, 1, 1], np.uint8),
+        "y_test": np.array([1], np.uint8),
+    }
+    np.savez_compressed(path, **arrays)
+    features = data.load_features(path)
+    assert features.x_train.tolist() == [[0.0, 65.75], [5.0, 7.0], [0.5, 2.5]]
+    assert features.x_test.tolist() == [[1.5, 3.0]]
+    assert features.x_train.dtype == torch.float32
+    assert (features.y_train.tolist(), features.y_test.tolist()) == ([0, 1, 1], [1])
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    assert features.about == f"some.npz: 3 + 1 rows of 2 features in 8 bits, SHA-256 {digest}"
+    np.savez(path, **{**arrays, "zero": np.array([{}, {}], object)})
+    with pytest.raises(ValueError, match="pickle"):
+        data.load_features(path)
+
+
+def test_saved_features_return_within_half_a_step(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_train = torch.randn(40, 5, generator=generator) * torch.arange(5) - 3
+    x_test = torch.randn(20, 5, generator=generator) * torch.arange(5) - 3
+    train = (x_train, torch.arange(40) % 10)
+    test = (x_test, torch.arange(20) % 10)
+    path = tmp_path / "mine.npz"
+    data.save_features(path, train, test, "made up")
+    features = data.load_features(path)
+    both = torch.cat([x_train, x_test])
+    step = (both.amax(0) - both.amin(0)) / 255
+    assert ((features.x_train - x_train).abs() <= step / 2 + 1e-5).all()
+    assert ((features.x_test - x_test).abs() <= step / 2 + 1e-5).all()
+    assert (features.x_train[:, 0] == -3).all()  # a constant coordinate is exact
+    assert torch.equal(features.y_test, test[1])
+    assert features.about.startswith("made up; mine.npz: 40 + 20 rows of 5 features")
+    with pytest.raises(ValueError, match="finite"):
+        data.save_features(path, (x_train * torch.inf, train[1]), test, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["mine.npz"]
