@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -81,8 +81,10 @@ def _library() -> Iterator[Finding]:
     threads = torch.get_num_threads()
     features = torch.backends.cpu.get_cpu_capability()
     yield Finding(section, "CPU", "ok", f"{features}, {cores} cores, {threads} threads of torch")
-    if find_spec("grapnet.execution._kernels") is None:
-        yield Finding(section, "compiled kernels", "absent", "install GrapNet with a C++ compiler")
+    try:
+        import_module("grapnet.execution._kernels")
+    except ImportError as error:
+        yield Finding(section, "compiled kernels", "absent", first_line(error))
     else:
         yield Finding(section, "compiled kernels", "ok", "installed")
 
