@@ -28,11 +28,11 @@ LAZY = {  # imported when a function is called
 PUBLIC = tuple(
     f"grapnet.{name}"
     for name in (
+        "_atomic",
         "rules",
         "convert",
         "learning",
         "plot",
-        "whole",
     )
 )
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "cli")

@@ -262,10 +262,11 @@ def _set_state(target: Any, state: Any) -> None:
     if isinstance(target, torch.Generator):
         target.set_state(state)
     else:
+        groups = getattr(target, "param_groups", [])
         target.load_state_dict(state)
         if isinstance(target, Optimizer):
             _keep_types(target, state)
-            require_state(target)
+            require_state(target, groups)
 
 
 def _keep_types(optimizer: Optimizer, state: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
+from grapnet._atomic import atomic_write
 from grapnet.core.errors import CheckpointError
-from grapnet.whole import whole
 
 FORMAT = 1
 _LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads
@@ -49,7 +49,7 @@ def write(
     """
     tensors, metadata = _content(document, tensors)
     try:
-        with whole(path, replace=replace) as partial:
+        with atomic_write(path, replace=replace) as partial:
             save_file(tensors, os.fspath(partial), metadata=metadata)
     except SafetensorError as error:
         raise OSError(f"{os.fspath(path)!r} could not be written ({_first_line(error)})") from error

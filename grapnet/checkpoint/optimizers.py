@@ -11,16 +11,19 @@ from grapnet.core.errors import CheckpointError
 _SIZES = (3, 5, 7, 11, 13)  # of a trial parameter; all differ, so that a shape tells its dimensions
 
 
-def require_state(optimizer: Optimizer) -> None:
+def require_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Raises CheckpointError when an option, or an entry of the state, is missing or has another
     form than this optimizer gives it.
 
-    What form that is shows one step of a small optimizer of the same class. One that cannot be made
-    or cannot step in this way is not looked at.
+    `groups` are those that the optimizer had before it loaded. What form an entry has shows
+    one step of a small optimizer of the same class; one that cannot be made or cannot step in this
+    way is not looked at.
     """
-    for n, group in enumerate(optimizer.param_groups):
-        for name, default in optimizer.defaults.items():
-            if name not in group or not _is_alike(group[name], default):
+    for n, (group, own) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        for name, option in own.items():
+            if name == "params":
+                continue
+            if name not in group or not _is_alike(group[name], option):
                 raise CheckpointError(f"param_groups[{n}][{name!r}]: missing or of another type")
         expected: dict[int, dict[str, Any] | None] = {}  # by the number of dimensions
         for parameter in group["params"]:
@@ -66,12 +69,12 @@ def _has_form(value: Any, example: Any, shape: list[int]) -> bool:
     return isinstance(value, Tensor) and list(value.shape) == expected
 
 
-def _is_alike(value: Any, default: Any) -> bool:
+def _is_alike(value: Any, example: Any) -> bool:
     """Says whether a number stands for a number, and a sequence for one of the same length."""
-    if isinstance(default, bool | str) or default is None:
+    if isinstance(example, bool | str) or example is None:
         return True
-    if isinstance(default, int | float | Tensor):
+    if isinstance(example, int | float | Tensor):
         return isinstance(value, int | float | Tensor)
-    if isinstance(default, list | tuple):
-        return isinstance(value, list | tuple) and len(value) == len(default)
+    if isinstance(example, list | tuple):
+        return isinstance(value, list | tuple) and len(value) == len(example)
     return True

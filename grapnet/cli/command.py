@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grapnet as gn
+from grapnet._atomic import atomic_write
 
 if TYPE_CHECKING:
     from grapnet import Archive
@@ -267,10 +268,8 @@ def writing(path: Path, *, force: bool) -> Iterator[Path]:
     Raises:
         CommandError: another program has written `path` meanwhile, and `force` is False.
     """
-    from grapnet.whole import whole
-
     try:
-        with whole(path, replace=force) as partial:
+        with atomic_write(path, replace=force) as partial:
             yield partial
     except FileExistsError:
         raise _exists(path) from None

@@ -56,6 +56,10 @@ def _run(given: argparse.Namespace) -> Outcome:
     file = open_file(given.file)
     net = file.nets[place_of(file, given.net)].to(given.device)
     require_free(path, force=given.force)
+    if not 0 <= given.transition < len(net.transitions):
+        raise CommandError(
+            f"no transition {given.transition}", f"transitions are 0 to {len(net.transitions) - 1}"
+        )
     options = {}
     if given.kind == "graph":
         options["cut_since"] = given.since

@@ -2,6 +2,8 @@
 modules again.
 """
 
+from grapnet.execution.modules import activation_name as activation_name
+
 from .chain import Chain as Chain
 from .chain import Part as Part
 from .chain import read_chain as read_chain

@@ -10,10 +10,7 @@ from torch import nn
 
 from grapnet.core.activation import is_activation, setting_of
 from grapnet.core.errors import ConversionError
-from grapnet.core.wording import with_article
 from grapnet.execution.modules import activation_name
-
-from .advice import refusal, way_on
 
 
 @dataclass(frozen=True)
@@ -98,9 +95,10 @@ def read_chain(module: nn.Module, name: str = "") -> Chain:
         return Chain((Part(""),))
     if not _is_sequence(module):
         raise ConversionError(
-            f"{_called(name)} is {with_article(type(module).__name__)}; what becomes a net is an"
-            " nn.Linear or an nn.Sequential of Linear, activation, Dropout and Identity"
-            f" modules{way_on(module, name)}"
+            f"{_called(name)} ({type(module).__name__}) cannot become a net; an nn.Linear can, and"
+            " an nn.Sequential of Linear, activation, Dropout and Identity modules. Make nets of"
+            " the Linears in it: gn.graft(model, nn.Linear); or of a feed-forward block:"
+            " grapnet.integrations.transformers.graft_ffn"
         )
     reading = _Reading(name)
     for path, step in _steps(module):
@@ -161,7 +159,12 @@ class _Reading:
     def _activate(self, path: str, module: nn.Module, where: str) -> None:
         activation = activation_name(module)
         if activation is None:
-            raise ConversionError(refusal(module, _called(where), len(self.parts)))
+            raise ConversionError(
+                f"{_called(where)} ({type(module).__name__}) is neither a plain nn.Linear nor an"
+                " activation of nodes. Leave it outside, and make nets of the Linears around it:"
+                " gn.graft(model, nn.Linear). A function of one number becomes an activation by"
+                " gn.register_activation"
+            )
         if not self.parts:
             raise ConversionError(
                 f"{_called(where)} comes before the first nn.Linear, and sensory nodes pass their"

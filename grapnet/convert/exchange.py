@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from grapnet.core.errors import OptimizerError
 from grapnet.core.values import refuse_old_backward, replace_content
-from grapnet.core.wording import with_article
 from grapnet.learning.optimizer_state import clean_value, is_average, per_coordinate, refuse_kind
 from grapnet.learning.stale import forget, mark_followed, parameters_of, refuse_stale_state
 
@@ -54,8 +53,7 @@ def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
     for one in found:
         if not isinstance(one, Optimizer):
             raise TypeError(
-                "optimizer= takes a torch.optim optimizer or several, not"
-                f" {with_article(type(one).__name__)}"
+                f"optimizer= takes a torch.optim optimizer or several, got {type(one).__name__}"
             )
     return found
 

@@ -6,7 +6,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from grapnet.core.errors import ConversionError
-from grapnet.core.wording import with_article
 from grapnet.learning.optim import attach
 from grapnet.learning.stale import mark_replaced, parameters_of
 from grapnet.network import GrapNet
@@ -120,9 +119,9 @@ def graft_chains(
     optimizers, nets, exchanges, installs = as_optimizers(optimizer), {}, [], []
     for name, chain in chains.items():
         anchor = find(model, name)
-        _require_alone(model, anchor, name, chain)
         net, exchanged = build_net(anchor, chain, name, drop_zeros)
         installs.append(prepare_graft(model, name, chain, net))
+        _require_alone(model, anchor, name, chain)
         nets[joined(name, chain.place)] = net
         exchanges += exchanged
     homes = [list(net.parameters()) for net in nets.values()]
@@ -191,7 +190,7 @@ def _require_module(module: object) -> None:
             " convert FILE --activation relu"
         )
     if not isinstance(module, nn.Module):
-        raise TypeError(f"gn.from_module takes a module, not {with_article(type(module).__name__)}")
+        raise TypeError(f"gn.from_module takes a module, got {type(module).__name__}")
 
 
 def _attach(optimizers: Sequence[Optimizer], nets: Sequence[GrapNet]) -> None:

@@ -14,7 +14,6 @@ from grapnet.core.relations import Transition, require_countable
 from grapnet.core.remap import flatnonzero
 from grapnet.core.sampling import full_topology, topology_from_pairs
 from grapnet.core.values import Coordinates
-from grapnet.core.wording import with_article
 
 Carry = Callable[
     [Tensor, float], Tensor
@@ -136,9 +135,7 @@ def require_no_hooks(module: nn.Module, where: str) -> None:
 def _require_plain(parameter: nn.Parameter, what: str) -> None:
     """Raises ConversionError for a Parameter that is more than its numbers."""
     if type(parameter) is not nn.Parameter:
-        raise ConversionError(
-            f"{what} is {with_article(type(parameter).__name__)}, no plain nn.Parameter"
-        )
+        raise ConversionError(f"{what} is no plain nn.Parameter but {type(parameter).__name__}")
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         raise ConversionError(
             f"{what} has hooks, which would be lost; remove them, and register them on the net's"

@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from grapnet.core.errors import ConversionError
-from grapnet.core.wording import with_article
 from grapnet.network import GrapNet
 
 from .additions import describe_additions, describe_hooks
@@ -67,8 +66,7 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
     present, linears = find(model, name), []
     if not isinstance(present, nn.Module):
         raise ConversionError(
-            f"{name!r} is {with_article(type(present).__name__)}, and a net goes in place of a"
-            " module"
+            f"{name!r} ({type(present).__name__}) is no module, and a net goes in place of one"
         )
     require_not_compiled(model, present, name)
     anchor_name = name if chain is None else _anchor_name(name, chain.place)
@@ -128,15 +126,15 @@ def _find_linears(chain: Chain, replaced: dict[str, Any], name: str) -> list[nn.
         )
     for path in linears:
         if not getattr(found[path], "_parameters", {}).keys() & {"weight", "weight_orig"}:
-            kind = with_article(type(found[path]).__name__)
+            kind = type(found[path]).__name__
             raise ConversionError(
-                f"{joined(name, path)!r} is {kind}, and the net stands for linear modules"
+                f"{joined(name, path)!r} ({kind}) is not the linear module that the net stands for"
             )
     for path in drops:
         if not isinstance(getattr(found[path], "p", None), float | int):
-            kind = with_article(type(found[path]).__name__)
+            kind = type(found[path]).__name__
             raise ConversionError(
-                f"{joined(name, path)!r} is {kind}, and the net stands for a Dropout there"
+                f"{joined(name, path)!r} ({kind}) is not the Dropout that the net stands for"
             )
     return [found[path] for path in linears]
 
@@ -167,9 +165,10 @@ def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Ca
     linears = [find(anchor, part.path, name) for part in chain.parts]
     for part, linear in zip(chain.parts, linears, strict=True):
         if not _is_linear(linear):
-            kind = with_article(type(linear).__name__)
+            place = joined(name, part.path)
             raise ConversionError(
-                f"{joined(name, part.path)!r} is {kind}, and the net stands for linear modules"
+                f"{place!r} ({type(linear).__name__}) is not the linear module that the net stands"
+                " for"
             )
     emptied = {id(linear): _without_weights(linear) for linear in linears}
     paths = [chain.place, *chain.emptied]

@@ -11,7 +11,6 @@ from .graph import Graph
 from .journal import Commit, Joint
 from .reversal import Verb, next_reversed, prepare_reversal
 from .transaction import commit_all
-from .wording import with_article
 
 
 @contextmanager
@@ -143,8 +142,7 @@ def _require_nets(nets: Sequence[Graph], verb: str) -> None:
     for n, net in enumerate(nets):
         if not isinstance(net, Graph):
             raise TypeError(
-                f"{verb} takes the nets one by one, gn.{verb}(*nets), got"
-                f" {with_article(type(net).__name__)}"
+                f"{verb} takes the nets one by one, gn.{verb}(*nets), got {type(net).__name__}"
             )
         again = next(m for m, other in enumerate(nets) if other is net)
         if again < n:

@@ -12,7 +12,6 @@ from .relation_set import RelationSet
 from .remap import ascending
 from .requests import Requests
 from .selection import Nodes, NodeSet, as_uids
-from .wording import with_article
 
 if TYPE_CHECKING:
     from .graph import Graph
@@ -57,9 +56,7 @@ def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> di
     """
     if slots is not None:
         if not hasattr(relations, "uid"):
-            raise TypeError(
-                f"slots= are those of one GrapNode, not of {with_article(type(relations).__name__)}"
-            )
+            raise TypeError(f"slots= are those of one GrapNode, got {type(relations).__name__}")
         relations = cast("GrapNode", relations).outgoing(slots=slots)
     if not isinstance(relations, RelationSet):
         raise TypeError(

@@ -203,7 +203,7 @@ def test_meta_and_lazy_models_are_refused():
     with pytest.raises(gn.ConversionError, match=r"'0' has a weight of torch.float32 .* on meta"):
         gn.graft(model, nn.Linear)
     lazy = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(gn.ConversionError, match="'0' is a LazyLinear"):
+    with pytest.raises(gn.ConversionError, match=r"'0' \(LazyLinear\)"):
         gn.graft(lazy, "0")
     lazy(torch.zeros(1, 4))
     assert gn.graft(lazy, "0")["0"].sizes == [4, 3]
@@ -350,9 +350,7 @@ def test_a_net_from_elsewhere_takes_its_place():
     other = nn.ModuleDict(
         {"ffn": nn.Sequential(nn.LayerNorm(6), nn.GELU(), nn.Dropout(0.1), nn.Linear(9, 6))}
     )
-    with pytest.raises(
-        gn.ConversionError, match=r"'ffn\.0' is a LayerNorm, and the net stands for linear modules"
-    ):
+    with pytest.raises(gn.ConversionError, match=r"'ffn\.0' \(LayerNorm\)"):
         place(other, "ffn", net, described)
     with pytest.raises(ValueError, match="not a chain"):
         place(fresh, "blocks.1.ffn", net, {"parts": [{"path": 3}], "emptied": []})

@@ -68,7 +68,7 @@ def test_an_optimizer_of_something_else_is_refused():
     before = picture(model, optimizer, stranger)
     with pytest.raises(gn.OptimizerError, match="none of the parameters"):
         gn.graft(model, FFN, [optimizer, stranger])
-    with pytest.raises(TypeError, match="optimizer or several, not a LambdaLR"):
+    with pytest.raises(TypeError, match="LambdaLR"):
         gn.graft(model, FFN, [schedule])
     assert picture(model, optimizer, stranger) == before
 

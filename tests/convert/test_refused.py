@@ -1,7 +1,5 @@
 """gn.from_module and gn.graft: what is refused by name, with nothing changed."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -81,35 +79,35 @@ def _row(*modules: nn.Module) -> nn.Sequential:
 
 
 REFUSED = {
-    "batch norm": (lambda: _row(nn.BatchNorm1d(3)), "'1' is a BatchNorm1d, whose statistics"),
-    "layer norm": (lambda: _row(nn.ReLU(), nn.LayerNorm(3)), "'2' is a LayerNorm"),
+    "batch norm": (lambda: _row(nn.BatchNorm1d(3)), r"'1' \(BatchNorm1d\)"),
+    "layer norm": (lambda: _row(nn.ReLU(), nn.LayerNorm(3)), r"'2' \(LayerNorm\)"),
     "nested norm": (
         lambda: _row(nn.Sequential(nn.ReLU(), nn.GroupNorm(1, 3))),
-        "'1.1' is a GroupNorm",
+        r"'1.1' \(GroupNorm\)",
     ),
-    "conv": (lambda: _row(nn.Conv1d(1, 1, 1)), "'1' is a Conv1d"),
-    "conv alone": (lambda: nn.Conv2d(1, 1, 1), "the module is a Conv2d"),
-    "softmax": (lambda: _row(nn.Softmax(-1)), "'1' is a Softmax, neither"),
-    "prelu": (lambda: _row(nn.PReLU()), "'1' is a PReLU"),
-    "rrelu": (lambda: _row(nn.RReLU()), "'1' is an RReLU"),
-    "infinite elu": (lambda: _row(nn.ELU(float("inf"))), "'1' is an ELU"),
-    "softplus with a threshold": (lambda: _row(nn.Softplus(threshold=3)), "'1' is a Softplus"),
-    "other dropout": (lambda: _row(nn.AlphaDropout(0.1)), "'1' is an AlphaDropout"),
-    "bilinear": (lambda: nn.Bilinear(2, 2, 2), "the module is a Bilinear"),
+    "conv": (lambda: _row(nn.Conv1d(1, 1, 1)), r"'1' \(Conv1d\)"),
+    "conv alone": (lambda: nn.Conv2d(1, 1, 1), r"the module \(Conv2d\)"),
+    "softmax": (lambda: _row(nn.Softmax(-1)), r"'1' \(Softmax\)"),
+    "prelu": (lambda: _row(nn.PReLU()), r"'1' \(PReLU\)"),
+    "rrelu": (lambda: _row(nn.RReLU()), r"'1' \(RReLU\)"),
+    "infinite elu": (lambda: _row(nn.ELU(float("inf"))), r"'1' \(ELU\)"),
+    "softplus with a threshold": (lambda: _row(nn.Softplus(threshold=3)), r"'1' \(Softplus\)"),
+    "other dropout": (lambda: _row(nn.AlphaDropout(0.1)), r"'1' \(AlphaDropout\)"),
+    "bilinear": (lambda: nn.Bilinear(2, 2, 2), r"the module \(Bilinear\)"),
     "out_proj": (
         lambda: _row(nn.MultiheadAttention(4, 2).out_proj),
-        "'1' is a NonDynamicallyQuantizableLinear",
+        r"'1' \(NonDynamicallyQuantizableLinear\)",
     ),
     "out_proj alone": (
         lambda: nn.MultiheadAttention(4, 2).out_proj,
-        "is a NonDynamicallyQuantizableLinear",
+        "NonDynamicallyQuantizableLinear",
     ),
     "embedding": (
         lambda: nn.Sequential(nn.Embedding(3, 3), nn.Linear(3, 3)),
-        "'0' is an Embedding",
+        r"'0' \(Embedding\)",
     ),
-    "a net inside": (lambda: nn.Sequential(gn.GrapNet([3, 3])), "'0' is a GrapNet"),
-    "parametrized": (_parametrized, "'0' is a ParametrizedLinear"),
+    "a net inside": (lambda: nn.Sequential(gn.GrapNet([3, 3])), r"'0' \(GrapNet\)"),
+    "parametrized": (_parametrized, r"'0' \(ParametrizedLinear\)"),
     "weight norm": (lambda: parametrizations.weight_norm(nn.Linear(3, 3)), "ParametrizedLinear"),
     "old weight norm": (_old_weight_norm, "weight_g, weight_v"),
     "spectral norm": (
@@ -120,7 +118,7 @@ REFUSED = {
         lambda: _row(nn.utils.spectral_norm(nn.Linear(3, 3))),
         "weight of '1' is computed",
     ),
-    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), "'0' is a LazyLinear"),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(3)), r"'0' \(LazyLinear\)"),
     "forward hook": (lambda: _hooked("register_forward_hook"), "'1' has hooks"),
     "forward pre-hook": (lambda: _hooked("register_forward_pre_hook"), "'1' has hooks"),
     "backward hook": (lambda: _hooked("register_full_backward_hook"), "'1' has hooks"),
@@ -176,122 +174,39 @@ def test_refused_by_name_with_nothing_changed(case):
 
 
 class Own(nn.Module):
-    """An MLP whose forward nobody can read."""
+    """An MLP with a forward of its own."""
 
-    def __init__(self, activation: nn.Module | None, inner: nn.Module | None = None) -> None:
+    def __init__(self, activation: nn.Module) -> None:
         super().__init__()
         self.fc_in, self.fc_out = nn.Linear(4, 5), nn.Linear(5, 3)
-        self.act, self.inner = activation, inner
+        self.act = activation
 
     def forward(self, x):
-        return self.fc_out((self.act or nn.ReLU())(self.fc_in(x)))
+        return self.fc_out(self.act(self.fc_in(x)))
 
 
-@pytest.mark.parametrize("activation", [None, nn.Tanh()])
-def test_an_own_class_is_told_how_to_become_a_net(activation):
-    model, x = Own(activation), torch.randn(6, 4)
-    with pytest.raises(gn.ConversionError, match="is an Own") as refused:
+def test_the_linears_of_an_own_class_are_grafted_instead():
+    model, x = Own(nn.Tanh()), torch.randn(6, 4)
+    with pytest.raises(gn.ConversionError, match=r"Own.*gn\.graft\(model, nn\.Linear\)"):
         gn.from_module(model)
-    told = re.findall(r"gn\.\w+\(.*?\)(?=, or|$)", str(refused.value))
-    between = "nn.ReLU()" if activation is None else "model.act"
-    assert told == [
-        f"gn.from_module(nn.Sequential(model.fc_in, {between}, model.fc_out))",
-        "gn.graft(model, nn.Linear)",
-    ]
+    with pytest.raises(gn.ConversionError, match="'a'"):
+        gn.graft(nn.ModuleDict({"a": model}), "a")
     expected = model(x)
-    torch.testing.assert_close(eval(told[0])(x), expected)
-    assert list(eval(told[1])) == ["fc_in", "fc_out"]
+    assert list(gn.graft(model, nn.Linear)) == ["fc_in", "fc_out"]
     torch.testing.assert_close(model(x), expected)
 
 
-class Reordered(nn.Module):
-    """Its Linears do not run in the order in which they were made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.first = nn.Linear(5, 3), nn.Linear(4, 5)
-
-
-class OddlyNamed(nn.Module):
-    """Its children have names that Python does not take as attributes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name, linear in {
-            "class": nn.Linear(4, 5),
-            "a-b": nn.Linear(5, 5),
-            "0": nn.Linear(5, 3),
-        }.items():
-            self.add_module(name, linear)
-
-
-def test_what_an_own_class_is_told_can_be_run():
-    with pytest.raises(gn.ConversionError, match="is a Reordered") as refused:
-        gn.from_module(Reordered())
-    assert "nn.Sequential(" not in str(refused.value).partition(". ")[2]
-    model = OddlyNamed()
-    with pytest.raises(gn.ConversionError, match="is an OddlyNamed") as refused:
-        gn.from_module(model)
-    told = re.findall(r"gn\.from_module\(.*\)(?=, or)", str(refused.value))
-    assert eval(told[0]).sizes == [4, 5, 5, 3]
-
-
-def test_an_own_class_that_holds_more_or_stands_in_a_model_is_grafted():
-    with pytest.raises(
-        gn.ConversionError, match=r"Make nets of the Linears in it: gn\.graft\(model, nn\.Linear\)"
-    ):
-        gn.from_module(Own(None, nn.Conv1d(1, 1, 1)))
-    with pytest.raises(
-        gn.ConversionError, match=r'gn\.graft\(model, \["a\.fc_in", "a\.fc_out"\]\)'
-    ):
-        gn.graft(nn.ModuleDict({"a": Own(None)}), "a")
-
-
-@pytest.mark.parametrize(
-    ("stack", "way"),
-    [
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)), "a net of the modules after it"),
-        (lambda: _row(nn.LogSoftmax(-1)), "nets of the modules before it and after it"),
-        (lambda: _row(nn.Conv1d(1, 1, 1)), "nets of the modules before it and after it"),
-        (lambda: _row(nn.RReLU()), "nets of the modules before it and after it"),
-    ],
-)
-def test_what_is_no_activation_is_left_outside(stack, way):
-    with pytest.raises(gn.ConversionError) as refused:
-        gn.from_module(stack())
-    assert (
-        f"Leave it outside: make {way}, or of every Linear around it: gn.graft(model, nn.Linear)"
-        in str(refused.value)
-    )
-    assert "register_activation" not in str(refused.value)
-
-
-def test_what_is_no_module_is_told_to_become_one():
-    with pytest.raises(
-        TypeError, match=r"no activations\. Build the module .*grapnet convert FILE"
-    ):
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match="state dict"):
         gn.from_module(nn.Linear(3, 4).state_dict())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="takes a module, not an int"):
+    with pytest.raises(TypeError, match="int"):
         gn.from_module(3)  # pyright: ignore[reportArgumentType]
 
 
-def test_an_own_activation_with_a_name_that_is_taken_is_told_another():
-    stack = nn.Sequential(nn.Linear(3, 4), type("GELU", (Halved,), {})(), nn.Linear(4, 2))
-    with pytest.raises(
-        gn.ConversionError, match=r'gn\.register_activation\("own_gelu", function\)'
-    ):
-        gn.from_module(stack)
-
-
-def test_an_unknown_activation_is_told_how_to_become_one_of_nodes():
+def test_an_unknown_activation_becomes_one_of_nodes():
     stack, x = nn.Sequential(nn.Linear(3, 4), nn.Softsign(), nn.Linear(4, 2)), torch.randn(5, 3)
-    with pytest.raises(gn.ConversionError) as refused:
+    with pytest.raises(gn.ConversionError, match=r"'1' \(Softsign\).*gn\.register_activation"):
         gn.from_module(stack)
-    for way in (
-        'gn.register_activation("softsign", function)',
-        'edit.set_activation(net.layers[1], "softsign")',
-    ):
-        assert way in str(refused.value)
     gn.register_activation("softsign", nn.functional.softsign)
     net = gn.from_module(nn.Sequential(stack[0], nn.Identity(), stack[2]))
     with net.edit() as edit:

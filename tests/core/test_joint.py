@@ -200,7 +200,7 @@ def test_nets_are_given_one_by_one_and_once(verb: str) -> None:
         together(block.gate, block.up, block.gate)
     with pytest.raises(TypeError, match=r"\*nets"):
         together(list(block.nets))
-    with pytest.raises(TypeError, match="got a Block"):
+    with pytest.raises(TypeError, match="got Block"):
         together(block.gate, block)
     edit(block)
 

@@ -244,11 +244,6 @@ def exit_codes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[int]]
     return json.loads((folder / "exit_codes.json").read_text())
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="N3: reasons with characters of twelve bytes in JSON exceed the report of a rank",
-)
 @pytest.mark.xdist_group("found_later")
 def test_ranks_refuse_whatever_characters_a_reason_has(exit_codes: dict[str, list[int]]) -> None:
     assert exit_codes["twelve_bytes"] == [0, 0]
@@ -259,11 +254,6 @@ def test_ranks_refuse_with_long_reasons(exit_codes: dict[str, list[int]]) -> Non
     assert exit_codes["six_bytes"] == [0, 0]
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="N4: a rank receives commits in a buffer on the default device",
-)
 @pytest.mark.xdist_group("found_later")
 def test_ranks_synchronize_whatever_the_default_device(exit_codes: dict[str, list[int]]) -> None:
     assert exit_codes["meta"] == [0, 0]

@@ -19,7 +19,7 @@ GUIDE = Path(__file__).parents[2] / "docs/guides/transformers.md"
 def test_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(GUIDE.name), "exec"), names)

@@ -373,6 +373,51 @@ def refused(rank: int) -> dict[str, Any]:
     return found
 
 
+def every_dtype(rank: int) -> dict[str, Any]:
+    """A commit of every kind of edit, on nets of each dtype."""
+    found = {}
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        net = gn.GrapNet([4, 5, 3], dtype=dtype, generator=torch.Generator().manual_seed(0))
+        model = Distributed(net)
+        if rank == 0:
+            with net.edit(reason="grow ✓", by="me") as edit:
+                new = edit.add_nodes(1, 2, owner="new")
+                edit.connect(net.layers[0], new)
+                edit.freeze(net.layers[1][0])
+                edit.cut(net.layers[1].outgoing().smallest(count=3))
+                edit.remark("why", score=0.1, count=3, certain=True, nothing=None)
+        model.synchronize()
+        commit = net.history[0]
+        values = [tensor.tolist() for tensor in (*net.parameters(), *net.buffers())]
+        found[str(dtype).removeprefix("torch.")] = {
+            "values": values,
+            "commit": [commit.reason, commit.by, commit.operations],
+        }
+    return found
+
+
+def undo_beyond_the_limit(rank: int) -> dict[str, Any]:
+    """Rank 0 undoes more commits than the journal of rank 1 would keep by its own limit."""
+    net = gn.GrapNet([10, 10, 3], generator=torch.Generator().manual_seed(0))
+    model = Distributed(net)
+    before = copy.deepcopy(net.state_dict())
+    if rank == 0:
+        net.journal.undo_limit = 40
+        for _ in range(30):
+            with net.edit() as edit:
+                edit.cut(net.layers[0].outgoing().smallest(count=2))
+        for _ in range(30):
+            net.undo()
+        net.journal.undo_limit = 2
+    model.synchronize()
+    after = net.state_dict()
+    return {
+        "version": net.version,
+        "limit": net.journal.undo_limit,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+    }
+
+
 def the_guide(rank: int) -> dict[str, Any]:
     """The script of the guide."""
     names: dict[str, Any] = {"__name__": "guide"}
@@ -396,8 +441,10 @@ CHECKS = [
     stale,
     alone_in_a_group,
     refused,
+    every_dtype,
+    undo_beyond_the_limit,
+    the_guide,
 ]
-CHECKS += [the_guide]
 
 
 def main(folder: Path, rank: int, only: list[str]) -> None:

@@ -6,15 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import torch.distributed as dist
 from torch import nn
 
 import grapnet as gn
-from grapnet.learning.agreement import Outbox, pack, repeat, unpack
 from grapnet.learning.distributed import Distributed
 
 # one worker, so that the two processes start once
@@ -174,59 +174,46 @@ def test_a_module_without_a_net_is_refused():
         Distributed(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_commits_travel_as_bytes_and_share_what_they_share(dtype):
-    nets = [
-        gn.GrapNet([4, 5, 3], dtype=dtype, generator=torch.Generator().manual_seed(0))
-        for _ in range(2)
-    ]
-    outbox = Outbox(nets[0])
-    with nets[0].edit(reason="grow ✓", by="me") as edit:
-        new = edit.add_nodes(1, 2, owner="new")
-        edit.connect(nets[0].layers[0], new)
-        edit.freeze(nets[0].layers[1][0])
-        edit.cut(nets[0].layers[1].outgoing().smallest(count=3))
-        edit.remark("why", score=0.1, count=3, certain=True, nothing=None)
-    message = pack(outbox.letter())
-    assert message.dtype == torch.uint8
-    repeat(nets[1], unpack(message))
-    assert all(
-        torch.equal(a, b) for a, b in zip(nets[0].parameters(), nets[1].parameters(), strict=True)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True))
-    first, second = nets[0].history[0], nets[1].history[0]
-    assert (first.reason, first.by, first.operations) == (
-        second.reason,
-        second.by,
-        second.operations,
-    )
-    with pytest.raises(TypeError, match="not a set"):
-        pack({"a": {1, 2}})
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_commit_arrives_with_its_values_and_its_words(ranks, dtype):
+    first, second = (rank[dtype] for rank in both(ranks, "every_dtype"))
+    assert first == second
+    assert first["commit"][:2] == ["grow ✓", "me"]
+    assert first["commit"][2][-1]["score"] == 0.1
 
 
-def test_undo_beyond_what_the_other_process_would_keep_is_repeated():
-    nets = [gn.GrapNet([10, 10, 3], generator=torch.Generator().manual_seed(0)) for _ in range(2)]
-    outbox, states = Outbox(nets[0]), [net.state_dict() for net in nets]
-    nets[0].journal.undo_limit = 40
-    for _ in range(30):
-        with nets[0].edit() as edit:
-            edit.cut(nets[0].layers[0].outgoing().smallest(count=2))
-    for _ in range(30):
-        nets[0].undo()
-    nets[0].journal.undo_limit = 2
-    repeat(nets[1], unpack(pack(outbox.letter())))
-    assert [net.version for net in nets] == [60, 60]
-    assert [net.journal.undo_limit for net in nets] == [2, 2]
-    for net, before in zip(nets, states, strict=True):
-        assert all(torch.equal(before[name], now) for name, now in net.state_dict().items())
+def test_undo_beyond_what_the_other_process_would_keep_is_repeated(ranks):
+    first, second = both(ranks, "undo_beyond_the_limit")
+    assert first == second
+    assert first["version"] == 60
+    assert first["limit"] == 2
+    assert first["unchanged"]
 
 
-def test_a_cut_relation_costs_thirteen_bytes_and_an_undo_nothing():
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_cut_relation_costs_thirteen_bytes_and_an_undo_a_few(monkeypatch):
     net = gn.GrapNet([200, 100, 1])
-    outbox = Outbox(net)
+    model = Distributed(net)
+    sent = []
+    broadcast = dist.broadcast_object_list
+
+    def record(objects: list[bytes], *args: Any, **options: Any) -> None:
+        sent.append(len(objects[0]))
+        broadcast(objects, *args, **options)
+
+    monkeypatch.setattr(dist, "broadcast_object_list", record)
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=10_000))
-    cut = len(pack(outbox.letter()))
-    assert 130_000 < cut < 132_000
+    model.synchronize()
     net.undo()
-    assert len(pack(outbox.letter())) - cut < 300
+    model.synchronize()
+    assert 130_000 < sent[0] < 135_000
+    assert sent[1] < 2_000

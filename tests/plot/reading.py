@@ -9,11 +9,16 @@ def texts(ax: Any) -> list[str]:
     return [text.get_text() for text in ax.texts]
 
 
+def words(ax: Any) -> str:
+    """Returns the title on one line."""
+    return " ".join(ax.get_title().split())
+
+
 def overlaps(ax: Any) -> list[tuple[str, str]]:
     """Returns the pairs of level texts that lie on each other, once the figure is drawn."""
     renderer = FigureCanvasAgg(ax.figure).get_renderer()
     ax.figure.draw(renderer)
-    shown = [*ax.texts, ax._left_title, *(ax.get_legend().get_texts() if ax.get_legend() else [])]
+    shown = [*ax.texts, ax.title, *(ax.get_legend().get_texts() if ax.get_legend() else [])]
     if ax.axison:
         shown += [ax.xaxis.label, ax.yaxis.label, *ax.get_xticklabels(), *ax.get_yticklabels()]
     level = [text for text in shown if text.get_text() and text.get_rotation() in (0, 90)]

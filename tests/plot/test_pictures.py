@@ -1,12 +1,12 @@
 """Adjacency, timeline, accuracy matrix, distributions: what they show is what the net has."""
 
-import pickle
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 import grapnet as gn
@@ -14,7 +14,7 @@ from grapnet import plot
 from grapnet.learning import AccuracyMatrix, Evaluation
 
 from .nets import families, grown
-from .reading import overlaps, texts
+from .reading import overlaps, texts, words
 
 
 def ticks(axis: Any) -> list[str]:
@@ -55,7 +55,7 @@ def test_a_large_rectangle_is_binned_and_loses_no_relation():
     store = net.transitions[0]
     rows, columns = store.topology.parents().numpy() * 600 // 1500, store.child.numpy() * 600 // 700
     assert set(zip(*np.nonzero(cells[..., 3]), strict=True)) == set(zip(rows, columns, strict=True))
-    with pytest.raises(ValueError, match="the net has transitions 0 to 0, got 2"):
+    with pytest.raises(IndexError):
         plot.adjacency(net, 2)
 
 
@@ -117,7 +117,7 @@ def test_timeline_tells_an_undo_from_a_redo_however_often_they_follow_each_other
         kind: [version for version, _ in points]
         for kind, points in marks(plot.timeline(net)).items()
     } == expected
-    assert plot.timeline(net).get_title("left") == "6 edits: 1 cut, 3 undo, 2 redo"
+    assert words(plot.timeline(net)) == "6 edits: 1 cut, 3 undo, 2 redo"
     assert {
         kind: len(points) for kind, points in marks(plot.timeline(net.history[-2:])).items()
     } == {
@@ -143,11 +143,6 @@ def test_timeline_against_scores():
     assert marks(ax)["grow"] == [(1, 20.0)]
     (line,) = [line for line in ax.lines if line.get_gid() == "line"]
     assert line.get_ydata().tolist() == [20.0, 90.0, 80.0]
-    with pytest.raises(TypeError, match=r"pairs \(version, accuracy\).*0\.1 is no pair"):
-        plot.timeline(net, [0.1, 0.2])  # pyright: ignore[reportArgumentType]
-    for wrong in ({}, {1: float("nan")}):
-        with pytest.raises(ValueError, match="scores are versions with an accuracy each"):
-            plot.timeline(net, wrong)
 
 
 def test_timeline_needs_no_details_of_commits():
@@ -175,15 +170,6 @@ def test_a_net_without_edits_is_one_point_on_its_timeline():
     assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [0]
 
 
-def test_reasons_stand_steeper_where_there_is_less_room():
-    net = edited()
-    turned = [
-        plot.timeline(net, ax=ax).get_xticklabels()[0].get_rotation()
-        for ax in (Figure((3, 3)).subplots(), None)
-    ]
-    assert turned == [60, 32]
-
-
 def test_accuracy_matrix_has_its_numbers_in_its_cells():
     matrix = AccuracyMatrix()
     matrix.add(Evaluation(0.9, [0.9], [0.95]))
@@ -195,36 +181,12 @@ def test_accuracy_matrix_has_its_numbers_in_its_cells():
     assert texts(ax) == ["95.0", "85.0", "92.5"]
     assert ticks(ax.yaxis) == ["shirts", "shoes"]
     assert texts(plot.accuracy_matrix(np.eye(2))) == ["100.0", "0.0", "0.0", "100.0"]
-    assert texts(plot.accuracy_matrix(torch.ones(30, 30))) == []
-    with pytest.raises(ValueError, match="the matrix has 2 tasks, got 1 names"):
+    assert texts(plot.accuracy_matrix(torch.ones(60, 60))) == []
+    with pytest.raises(ValueError, match="2 tasks, got 1"):
         plot.accuracy_matrix(matrix, tasks=["shirts"])
-    with pytest.raises(ValueError, match=r"square and not empty, got the shape \[2, 3\]"):
-        plot.accuracy_matrix(np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="not empty"):
-        plot.accuracy_matrix(AccuracyMatrix())
-
-
-@pytest.mark.parametrize(
-    ("tasks", "name"), [(5, "{}"), (10, "no {}"), (20, "{}"), (30, "a task called {}")]
-)
-def test_an_accuracy_matrix_writes_what_there_is_room_for(tasks, name):
-    called = [name.format(n) for n in range(tasks)]
-    figure = Figure((11, 6), layout="constrained")
-    ax = plot.accuracy_matrix(
-        torch.ones(tasks, tasks), tasks=called, ax=figure.subplots(2, 2)[0, 0]
-    )
-    assert overlaps(ax) == []
-    assert len(ax.texts) == (tasks**2 if tasks <= 10 else 0)
-    assert all(text.get_text() == "100.0" for text in ax.texts)
-    assert len(figure.axes) == (4 if tasks <= 10 else 5)  # with a colour bar where no numbers are
-    for axis in (ax.xaxis, ax.yaxis):
-        every = called.index(ticks(axis)[1])
-        assert ticks(axis) == called[::every]
-        assert tasks < 20 or every > 1
-    own = plot.accuracy_matrix(torch.ones(tasks, tasks), tasks=called)
-    own.figure.draw_without_rendering()
-    assert len(own.texts) == (tasks**2 if tasks <= 20 else 0)
-    assert ticks(own.yaxis) == called
+    for wrong in (np.zeros((2, 3)), AccuracyMatrix()):
+        with pytest.raises(ValueError, match="square"):
+            plot.accuracy_matrix(wrong)
 
 
 def steps(ax: Any) -> dict[str, int]:
@@ -243,10 +205,10 @@ def test_distributions_count_every_node_and_every_relation():
     expected = {f"task-{n}": len(net.select(owner=f"task-{n}").outgoing()) for n in (1, 2, 3)}
     assert by_owner == {"no owner": relations[0], **expected}
     for draw in (plot.degrees, plot.weights):
-        with pytest.raises(ValueError, match='by is "transition" or "owner", got \'layer\''):
+        with pytest.raises(ValueError, match="layer"):
             draw(net, by="layer")
         draw(gn.GrapNet([2, 0])).figure.draw_without_rendering()
-    with pytest.raises(ValueError, match='of is "children" or "parents"'):
+    with pytest.raises(ValueError, match="friends"):
         plot.degrees(net, of="friends")  # pyright: ignore[reportArgumentType]
 
 
@@ -255,7 +217,7 @@ def test_weights_that_are_no_numbers_are_counted_and_nothing_fails():
         [2, 2], [([0, 0, 1], [0, 1, 1], [1.0, float("nan"), float("inf")])]
     )
     ax = plot.weights(net)
-    assert ax.get_title("left") == "weights of 3 relations (2 not finite), by transition"
+    assert words(ax) == "weights of 3 relations (2 not finite), by transition"
     assert steps(ax) == {"0 to 1": 1}
     for draw in (plot.weights, plot.graph, plot.adjacency, plot.deletion):
         draw(net).figure.draw_without_rendering()
@@ -271,19 +233,6 @@ def test_a_degree_stands_where_it_belongs():
         1: 1,
         3: 1,
     }
-
-
-@pytest.mark.parametrize(("per_task", "tasks"), [(3, 3), (40, 9)])
-def test_no_text_lies_on_another(per_task, tasks):
-    net = grown(per_task, tasks, inputs=30, outputs=18)
-    drawn = [plot.deletion(net), plot.timeline(net), plot.accuracy_matrix(torch.ones(tasks, tasks))]
-    drawn += [
-        draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")
-    ]
-    drawn += [plot.adjacency(net), plot.adjacency(net, 1)]
-    assert [overlaps(ax) for ax in drawn] == [[]] * len(drawn)
-    drawn[1].text(0.0, 1.02, "on the legend or the title", transform=drawn[1].transAxes)
-    assert overlaps(drawn[1]) != []
 
 
 def test_every_function_draws_into_the_axes_it_is_given():
@@ -304,29 +253,115 @@ def test_every_function_draws_into_the_axes_it_is_given():
         assert own.figure.get_layout_engine() is not None
 
 
-@pytest.mark.parametrize(
-    "draw", [plot.graph, plot.adjacency, plot.degrees, plot.weights, plot.deletion]
-)
-def test_what_cannot_be_drawn_or_drawn_into_is_named(draw):
-    with pytest.raises(TypeError, match=r"a GrapNet, got Linear; gn\.from_module\(module\)"):
-        draw(torch.nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"one Axes, such as axes\[0, 0\]"):
-        draw(grown(), ax=Figure().subplots(2, 2))
+def named(ax: Any) -> dict[str, Any]:
+    """Returns the handles of a legend by their texts."""
+    part = ax.get_legend()
+    return dict(
+        zip((text.get_text() for text in part.get_texts()), part.legend_handles, strict=True)
+    )
 
 
-@pytest.mark.parametrize("per_task", [3, 40])
-def test_every_picture_can_be_pickled(per_task):
-    net = grown(per_task)
-    drawn = [draw(net) for draw in (plot.graph, plot.deletion, plot.adjacency, plot.timeline)]
-    drawn += [
-        draw(net, by=by) for draw in (plot.degrees, plot.weights) for by in ("transition", "owner")
-    ]
-    drawn += [plot.accuracy_matrix(np.eye(tasks)) for tasks in (3, 60)]
-    for ax in drawn:
-        ax.figure.draw_without_rendering()
-        copied = pickle.loads(pickle.dumps(ax.figure))
-        copied.draw_without_rendering()
-        for one, other in zip(ax.figure.axes, copied.axes, strict=True):
-            assert ticks(one.yaxis) == ticks(other.yaxis)
-            assert texts(one) == texts(other)
-    assert "100 %" in ticks(drawn[-1].figure.axes[1].yaxis)
+def cells(ax: Any) -> np.ndarray:
+    return np.asarray(ax.images[0].get_array())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_weights_that_are_not_finite_have_a_look_and_are_counted(value):
+    net = gn.GrapNet.from_relations([1, 3], [([0, 0, 0], [0, 1, 2], [1.0, value, -0.5])])
+    ax = plot.graph(net)
+    assert "1 not finite" in words(ax)
+    drawn: Any = next(part for part in ax.collections if part.get_gid() == "free")
+    top = drawn.get_edgecolor()[-1, :3].tolist()  # it lies above the others
+    assert top == list(to_rgb(named(ax)["not finite"].get_color()))
+    assert drawn.get_linewidths()[-1] == max(drawn.get_linewidths())
+    ax = plot.adjacency(net)
+    assert "3 relations (100 % of all pairs, 1 not finite)" in words(ax)
+    assert cells(ax)[0, 1].tolist() == [*named(ax)["not finite"].get_facecolor()[:3], 1.0]
+    assert len({tuple(cell[:3]) for cell in cells(ax)[0].tolist()}) == 3
+
+
+def test_a_net_of_nothing_finite_does_not_look_like_one_of_zeros():
+    net = gn.GrapNet([4, 3, 2])
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.fill_(float("-inf"))
+    assert list(named(plot.graph(net))) == ["not finite"]
+    large = gn.GrapNet.from_relations(
+        [1, 900], [(torch.zeros(900).long(), torch.arange(900), [float("nan")] * 900)]
+    )
+    assert "900 not finite" in words(plot.graph(large))
+    assert len(np.unique(cells(plot.adjacency(large)).reshape(-1, 4), axis=0)) == 1
+
+
+def test_large_numbers_of_float64_are_finite():
+    net = gn.GrapNet([4, 3, 2], dtype=torch.float64)
+    with torch.no_grad():
+        for store in net.transitions:
+            store.values().fill_(-1e300)
+    for draw in (plot.graph, plot.adjacency, plot.weights):
+        ax = draw(net)
+        assert "not finite" not in ax.get_title()
+        assert "not finite" not in named(ax)
+    assert list(named(plot.graph(net))) == ["weight < 0"]
+
+
+@pytest.mark.parametrize("sizes", [[784, 500], [500, 784], [601, 1199]])
+def test_a_full_rectangle_is_equally_opaque_everywhere(sizes):
+    assert np.unique(cells(plot.adjacency(gn.GrapNet(sizes)))[..., 3]).tolist() == [1.0]
+
+
+def test_a_cell_of_many_pairs_is_as_opaque_as_its_share_of_them():
+    children = torch.arange(1200)
+    children = children[(children % 2 == 0) | (children < 600)]
+    net = gn.GrapNet.from_relations([1, 1200], [(torch.zeros(900).long(), children)])
+    opaque = cells(plot.adjacency(net))[0, :, 3]
+    assert opaque[:300].tolist() == [1.0] * 300  # both of a cell
+    assert opaque[300:].tolist() == [0.25 + 0.75 / 2] * 300  # one of the two
+
+
+def test_a_rectangle_says_what_its_opacity_means():
+    small, large = (list(named(plot.adjacency(gn.GrapNet([size, 2])))) for size in (600, 601))
+    assert small == ["weight ≥ 0", "weight < 0", "opacity: |weight|"]
+    assert large == ["sum of weights ≥ 0", "sum of weights < 0", "opacity: % of pairs"]
+
+
+@pytest.mark.parametrize("draw", [plot.weights, plot.degrees])
+def test_distributions_of_many_parts_count_the_smallest_as_one(draw):
+    net = gn.GrapNet([2] * 13)
+    axes = draw(net)
+    drawn = [int(patch.get_data().values.sum()) for patch in axes.patches]
+    assert sum(drawn) == (48 if draw is plot.weights else 24)
+    assert axes.get_legend().get_texts()[-1].get_text() == "2 others"
+    assert len(drawn) == 11
+    few = draw(gn.GrapNet([2] * 11))
+    assert (len(few.patches), "others" in str(few.get_legend().get_texts()[-1])) == (10, False)
+
+
+def test_owners_beyond_the_seventh_have_another_line():
+    for draw in (plot.degrees, plot.weights):
+        lines = draw(gn.GrapNet([2] * 10)).patches
+        assert [line.get_linestyle() for line in lines] == ["-"] * 7 + ["--"] * 2
+
+
+@pytest.mark.parametrize(("per_task", "tasks"), [(3, 3), (40, 9)])
+def test_no_text_lies_on_another(per_task, tasks):
+    net = grown(per_task, tasks, inputs=30, outputs=18)
+    drawn = [plot.deletion(net), plot.timeline(net), plot.accuracy_matrix(torch.ones(tasks, tasks))]
+    for by in ("transition", "owner"):
+        drawn += [plot.degrees(net, by=by), plot.weights(net, by=by)]
+    drawn += [plot.adjacency(net), plot.adjacency(net, 1)]
+    assert [overlaps(ax) for ax in drawn] == [[]] * len(drawn)
+    drawn[1].text(0.5, 1.02, "on the title", transform=drawn[1].transAxes)
+    assert overlaps(drawn[1]) != []
+
+
+@pytest.mark.parametrize("tasks", [5, 12, 30])
+def test_no_text_of_an_accuracy_matrix_lies_on_another(tasks):
+    called = [f"a task called {n}" for n in range(tasks)]
+    quarter = Figure((11, 6), layout="constrained").subplots(2, 2)[0, 0]
+    for ax in (None, quarter):
+        ax = plot.accuracy_matrix(torch.ones(tasks, tasks), tasks=called, ax=ax)
+        assert overlaps(ax) == []
+        assert len(ax.texts) in (0, tasks**2)
+        every = called.index(ticks(ax.yaxis)[1])
+        assert ticks(ax.yaxis) == called[::every]

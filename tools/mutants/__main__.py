@@ -49,7 +49,6 @@ AREAS = {
     ),
     "following": Area(
         (
-            "grapnet/learning/agreement.py",
             "grapnet/learning/averaged.py",
             "grapnet/learning/copies.py",
             "grapnet/learning/distributed.py",

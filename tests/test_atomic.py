@@ -1,4 +1,4 @@
-"""Files written whole: what a failure, a link, a permission and another writer do to them."""
+"""Atomic writes: what a failure, a link, a permission and another writer do to a file."""
 
 import errno
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from grapnet.whole import whole
+from grapnet._atomic import atomic_write
 from tests.nobody import as_nobody, open_folder
 
 
@@ -22,14 +22,14 @@ def test_an_error_inside_leaves_what_was_there_and_nothing_else(tmp_path: Path) 
     path.write_text("before")
 
     def fail() -> None:
-        with whole(path) as partial:
+        with atomic_write(path) as partial:
             partial.write_text("half")
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
     assert (path.read_text(), names(tmp_path)) == ("before", ["file"])
-    with whole(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text("after")
         assert path.read_text() == "before"
     assert (path.read_text(), names(tmp_path)) == ("after", ["file"])
@@ -41,7 +41,7 @@ def test_links_and_permissions_stay(tmp_path: Path, mode: int) -> None:
     path.write_text("before")
     path.chmod(mode)
     link.symlink_to("file")
-    with whole(link) as partial:
+    with atomic_write(link) as partial:
         partial.write_text("after")
     assert link.is_symlink()
     assert (path.read_text(), path.stat().st_mode & 0o777) == ("after", mode)
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_synced_takes_files_all_the_same(
 
     monkeypatch.setattr(os, "fsync", sync_files_only)
     path = tmp_path / "file"
-    with whole(path, replace=replace) as partial:
+    with atomic_write(path, replace=replace) as partial:
         partial.write_text("after")
     assert (path.read_text(), names(tmp_path), len(refused)) == ("after", ["file"], 1)
 
@@ -75,7 +75,7 @@ def test_a_folder_that_may_be_written_but_not_read_takes_files() -> None:
         with as_nobody():
             with pytest.raises(PermissionError):
                 names(box)
-            with whole(box / "file") as partial:
+            with atomic_write(box / "file") as partial:
                 partial.write_text("after")
         box.chmod(0o700)
         assert ((box / "file").read_text(), names(box)) == ("after", ["file"])
@@ -85,10 +85,10 @@ def test_an_error_of_the_system_names_the_path_that_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(FileNotFoundError) as told, whole("file") as partial:
+    with pytest.raises(FileNotFoundError) as told, atomic_write("file") as partial:
         assert not partial.exists()  # and nothing is written
     assert (told.value.filename, names(tmp_path)) == ("file", [])
-    with pytest.raises(FileNotFoundError) as told, whole("file"):
+    with pytest.raises(FileNotFoundError) as told, atomic_write("file"):
         Path("other").read_text()
     assert told.value.filename == "other"
 
@@ -97,9 +97,9 @@ def test_only_the_first_of_two_may_take_a_free_name(tmp_path: Path) -> None:
     path = tmp_path / "file"
 
     def write_late() -> None:
-        with whole(path, replace=False) as late:
+        with atomic_write(path, replace=False) as late:
             late.write_text("late")
-            with whole(path, replace=False) as early:
+            with atomic_write(path, replace=False) as early:
                 early.write_text("early")
 
     with pytest.raises(FileExistsError):
@@ -120,7 +120,7 @@ def test_a_file_system_without_links_gives_the_name_once_too(
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(OSError, match="is a device, a pipe or a socket"), whole(pipe):
+    with pytest.raises(OSError, match="is a device, a pipe or a socket"), atomic_write(pipe):
         pytest.fail("the block ran")
     assert pipe.is_fifo()
 
@@ -128,10 +128,10 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
 def test_a_place_that_cannot_hold_a_file_is_refused_before_the_work(tmp_path: Path) -> None:
     with (
         pytest.raises(FileNotFoundError, match=r"there is no folder .*none"),
-        whole(tmp_path / "none" / "file"),
+        atomic_write(tmp_path / "none" / "file"),
     ):
         pytest.fail("the block ran")
-    with pytest.raises(IsADirectoryError, match="is a folder"), whole(tmp_path):
+    with pytest.raises(IsADirectoryError, match="is a folder"), atomic_write(tmp_path):
         pytest.fail("the block ran")
     assert names(tmp_path) == []
 
@@ -140,8 +140,8 @@ def test_a_killed_process_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("before")
     program = (
-        "import os, sys, signal\nfrom grapnet.whole import whole\n"
-        "with whole(sys.argv[1]) as partial:\n"
+        "import os, sys, signal\nfrom grapnet._atomic import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as partial:\n"
         "    partial.write_text('half')\n    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     assert subprocess.run([sys.executable, "-c", program, os.fspath(path)]).returncode == -9
