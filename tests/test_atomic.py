@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from grapnet._atomic import atomic_write
-from tests.cli.nobody import as_nobody, open_folder
+from tests.nobody import as_nobody, open_folder
 
 
 def names(folder: Path) -> list[str]:

@@ -54,7 +54,7 @@ DOCUMENTS = [
 ]
 NEEDS_KERNELS = {"docs/execution.md": pytest.mark.sparse}
 LISTED = (
-    "grapnet",
+    "grapnet._api",
     "grapnet.rules",
     "grapnet.learning",
     "grapnet.convert",

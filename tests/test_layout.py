@@ -33,10 +33,9 @@ PUBLIC = tuple(
         "convert",
         "learning",
         "plot",
-        "streams",
     )
 )
-PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot")
+PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "cli")
 OPTIONAL = (
     "sklearn",
     "scipy",
@@ -202,12 +201,20 @@ def test_programs_use_public_names_only(folder: str) -> None:
 
 
 def test_importing_grapnet_is_quiet_keeps_global_state_and_imports_nothing_optional() -> None:
-    program = (
-        "import sys, torch; torch.manual_seed(0); a = torch.get_rng_state(); t ="
-        " torch.get_num_threads(); d = torch.get_default_dtype(); import grapnet; assert"
-        " torch.equal(a, torch.get_rng_state()); assert (t, d) == (torch.get_num_threads(),"
-        " torch.get_default_dtype()); print(*sorted({name.split('.')[0] for name in sys.modules}))"
-    )
+    program = """
+import sys
+import torch
+
+def state():
+    return torch.get_rng_state().tolist(), torch.get_num_threads(), torch.get_default_dtype()
+
+torch.manual_seed(0)
+before = state()
+import grapnet
+grapnet.GrapNet
+assert state() == before
+print(*sorted({name.split(".")[0] for name in sys.modules}))
+"""
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120
     )
@@ -215,3 +222,23 @@ def test_importing_grapnet_is_quiet_keeps_global_state_and_imports_nothing_optio
     loaded = set(done.stdout.split())
     assert {"grapnet", "torch", "numpy", "safetensors"} <= loaded
     assert loaded & set(OPTIONAL) == set()
+
+
+def test_importing_grapnet_loads_torch_with_the_first_public_name() -> None:
+    program = """
+import sys
+import grapnet as gn
+
+assert gn.__version__
+assert not hasattr(gn, "__wrapped__")
+assert "torch" not in sys.modules
+assert "GrapNet" in dir(gn)
+assert "torch" in sys.modules
+names = {}
+exec("from grapnet import *", names)
+assert names["GrapNet"] is gn.GrapNet
+assert names["rules"] is gn.rules
+assert gn.rules.PruneWeakest and gn.learning.ReservoirMemory
+assert not hasattr(gn, "nonsense")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -296,9 +296,9 @@ def collect(revision: str | None) -> dict[str, Any]:
     for group, folders in GROUPS.items():
         signs[group] = count_files(python_files(ROOT, folders))
     signs["one_importer"] = single_importers(ROOT / PACKAGE)
-    signs["top_level_names"] = public_names((ROOT / PACKAGE / "__init__.py").read_text("utf-8"))
+    signs["top_level_names"] = public_names((ROOT / PACKAGE / "_api.py").read_text("utf-8"))
     signs["files_of_an_edit"] = trace_edit()
-    seconds = median_difference(cpu_seconds, "import torch", "import torch, grapnet", IMPORTS)
+    seconds = median_difference(cpu_seconds, "import torch", "import torch, grapnet._api", IMPORTS)
     signs["import_cpu_seconds"] = round(seconds, 2)
     signs["depends_on_the_machine"] = ["import_cpu_seconds"]
     return signs

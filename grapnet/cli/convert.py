@@ -1,25 +1,30 @@
-"""convert: the weights of a plain MLP become a GrapNet checkpoint, checked against the plain
-computation.
-"""
+"""`grapnet convert`: makes a checkpoint of the weights of a plain MLP, and checks it."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grapnet as gn
-from grapnet.checkpoint import content
-from grapnet.core.activation import activation_function
-from grapnet.execution.modules import NamedActivation
 
-from .agreement import largest_difference, require_agreement, told_of_overflow
-from .command import Command, CommandError, Outcome
-from .files import add_file, add_output, require_free, write_checkpoint
-from .layers import Part, few, find_chain, left_out
-from .weights import Weights, read_weights
+from .command import (
+    Command,
+    CommandError,
+    Outcome,
+    add_file,
+    add_output,
+    counted,
+    few,
+    require_free,
+    writing,
+)
+from .export import largest_difference
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_TORCH_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")  # of the files that torch.save writes
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -29,170 +34,218 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "where to write the checkpoint (default: FILE with .grapnet.safetensors)")
     parser.add_argument(
         "--activation",
+        default="relu",
         metavar="A[,B,...]",
-        help=(
-            "of all hidden layers, or one name for each: relu,tanh; files do not tell (default:"
-            " relu)"
-        ),
+        help="of all hidden layers, or one for each: relu,tanh; files hold none (default: relu)",
     )
     parser.add_argument(
         "--drop-zeros", action="store_true", help="leave weights that are zero out of the graph"
     )
     parser.add_argument(
-        "--prefix", default="", metavar="TEXT", help="read only keys that begin so, such as head."
+        "--prefix", metavar="TEXT", help="read only keys that begin so, such as head."
     )
     parser.add_argument(
         "--keys",
         metavar="A,B,...",
-        help="the layers to take, in order: fc_in,fc_out (default: all, as they fit)",
+        help="the layers to take, in order: fc_in,fc_out (default: all, by their numbers)",
     )
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    names = [
-        name.strip()
-        for name in ("relu" if given.activation is None else given.activation).split(",")
-    ]
-    _require_known(names)
-    keys = None if given.keys is None else given.keys.split(",")
-    weights = read_weights(given.file, given.prefix, keys)
-    prefix = weights.prefix_inside(given.prefix)
-    chain = find_chain(
-        weights.tensors, prefix, None if keys is None else weights.keys_inside(keys, given.prefix)
-    )
-    activations = _one_each(names, chain[:-1])
+    import torch
+
     output = given.output or given.file.with_name(f"{given.file.stem}.grapnet.safetensors")
     require_free(output, force=given.force)
-    net = gn.from_module(_module(chain, activations), drop_zeros=given.drop_zeros).eval()
-    inputs = torch.randn(7, net.sizes[0], dtype=chain[0].weight.dtype)
+    prefix, state = _chosen(_read(given.file), given.prefix)
+    state = _unpruned(state)
+    layers = _layers(state, given.keys)
+    activations = _activations(given.activation, len(layers) - 1)
+    module = _module(state, layers, activations)
+    net = gn.from_module(module, drop_zeros=given.drop_zeros).eval()
+    inputs = torch.randn(7, net.sizes[0], dtype=next(net.parameters()).dtype)
     with torch.no_grad():
-        expected = _computed(chain, activations, inputs)
-        difference = largest_difference(net(inputs), expected)
-    require_agreement(difference, expected, "the plain computation", "nothing was written")
-    write_checkpoint(output, *content(net, {}, undo=False, history="outline"), force=given.force)
-    lines, data = _told(chain, activations, net, given)
-    lines = [*_read(weights), *lines]
-    others = left_out(weights.tensors, prefix, chain)
-    if others:
-        lines.append(
-            f"left out: {few(others)}; where these take part between the layers above, a norm say, "
-            "this net is not what the model computes"
-        )
-    agreed = (
-        "largest difference from these matrices, on 7 random inputs:"
-        f" {difference:.3g}{told_of_overflow(expected)}"
-    )
-    found = {
+        difference = largest_difference(net(inputs), module(inputs))
+    with writing(output, force=given.force) as partial:
+        gn.save(partial, net)
+    taken = {f"{layer}{part}" for layer in layers for part in ("weight", "bias")}
+    left_out = [key for key in state if key not in taken]
+    data = {
         "file": str(given.file),
         "written": str(output),
-        "under": weights.under or None,
-        **data,
-    }
-    return Outcome(
-        "\n".join([f"wrote {output}: {net!r}", *lines, agreed]),
-        {
-            **found,
-            "left_out": others,
-            "no_tensors": weights.no_tensors,
-            "beside": weights.beside,
-            "difference": difference,
-        },
-    )
-
-
-def _require_known(activations: Sequence[str]) -> None:
-    for name in activations:
-        try:
-            activation_function(name)
-        except ValueError as error:
-            wrong, _, known = str(error).rpartition("; ")
-            raise CommandError(f"--activation: {wrong}", known) from None
-
-
-def _one_each(names: list[str], hidden: Sequence[Part]) -> list[str]:
-    """Returns one activation a hidden layer."""
-    if len(names) == 1:
-        return names * len(hidden)
-    if len(names) != len(hidden):
-        behind = f", behind {', '.join(part.key for part in hidden)}" if hidden else ""
-        raise CommandError(
-            f"--activation names {len(names)} activations, and the number of hidden layers is"
-            f" {len(hidden)}{behind}",
-            "give one name for all of them, or one for each with commas between",
-        )
-    return names
-
-
-def _module(chain: Sequence[Part], activations: Sequence[str]) -> nn.Sequential:
-    modules: list[nn.Module] = []
-    for part, activation in zip(chain, [*activations, "identity"], strict=True):
-        # draws nothing, and warns of no empty matrix
-        linear = nn.Linear(1, 1, part.bias is not None, device="meta")
-        linear.in_features, linear.out_features = part.takes, part.gives
-        linear.weight = nn.Parameter(part.weight.detach())
-        if part.bias is not None:
-            linear.bias = nn.Parameter(part.bias.detach())
-        modules += [linear, NamedActivation(activation)]
-    return nn.Sequential(*modules)
-
-
-def _computed(chain: Sequence[Part], activations: Sequence[str], x: Tensor) -> Tensor:
-    """Returns what the weights compute as plain matrices."""
-    for part, activation in zip(chain, [*activations, "identity"], strict=True):
-        x = activation_function(activation)(functional.linear(x, part.weight, part.bias))
-    return x
-
-
-def _read(weights: Weights) -> list[str]:
-    """Returns what of a file was read, for people."""
-    lines = [f"read the state dict under {weights.under!r}"] if weights.under else []
-    if weights.beside:
-        lines[0] += (
-            f", and nothing under {few(list(map(repr, weights.beside)))}, where there is no linear"
-            " layer"
-        )
-    return lines + (
-        [f"left out, as these are no tensors of a state dict: {few(weights.no_tensors)}"]
-        if weights.no_tensors
-        else []
-    )
-
-
-def _told(
-    chain: Sequence[Part], activations: Sequence[str], net: gn.GrapNet, given: argparse.Namespace
-) -> tuple[list[str], dict[str, Any]]:
-    """Returns what was found in the file, for people and as data."""
-    cells = sum(part.weight.numel() for part in chain)
-    zeros = sum(int((part.weight == 0).sum()) for part in chain)
-    fate = "left out" if given.drop_zeros else "kept as relations; --drop-zeros leaves them out"
-    lines = []
-    for part, transition, activation in zip(
-        chain, net.transitions, [*activations, None], strict=True
-    ):
-        bias = "bias" if part.bias is not None else "no bias"
-        then = f", then {activation}" if activation else ""
-        lines.append(
-            f"  {part.key}: {part.takes} -> {part.gives}, {transition.size:,} relations,"
-            f" {bias}{then}"
-        )
-    lines += [f"{zeros:,} of {cells:,} weights are zero, {fate}"] if zeros else []
-    if activations and given.activation is None:
-        lines.append(
-            "hidden activation: relu, as the file does not say (--activation A[,B,...] for another)"
-        )
-    data = {
-        "keys": [part.key for part in chain],
+        "prefix": prefix,
+        "keys": [layer.removesuffix(".") for layer in layers],
         "sizes": net.sizes,
-        "activations": list(activations),
+        "activations": activations,
         "relations": net.count().relations,
-        "weights": cells,
-        "zeros": zeros,
+        "zeros": sum(int((state[f"{layer}weight"] == 0).sum()) for layer in layers),
         "zeros_dropped": given.drop_zeros,
+        "left_out": left_out,
+        "difference": difference,
     }
-    return lines, data
+    lines = [
+        f"wrote {output}: {net!r}",
+        f"layers: {few(data['keys'])}; hidden activations: {few(activations) or 'none'}",
+    ]
+    if data["zeros"] and not given.drop_zeros:
+        lines.append(f"{data['zeros']:,} weights are zero; --drop-zeros leaves them out")
+    if left_out:
+        lines.append(f"left out: {few(left_out)}; if these run between the layers, the net differs")
+    lines.append(f"largest difference from these matrices on 7 random inputs: {difference:.3g}")
+    return Outcome("\n".join(lines), data)
 
 
-COMMANDS: tuple[Command, ...] = (
+def _read(path: Path) -> "dict[str, dict[str, Tensor]]":
+    """Returns every dict of tensors in a file by what stands before its keys; runs no code."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    if not path.is_file():
+        raise CommandError(
+            f"{path}: no such file", "torch.save(model.state_dict(), path) writes one"
+        )
+    if path.suffix.lower() not in _TORCH_ENDINGS:
+        try:
+            return {"": load_file(path)}
+        except SafetensorError:
+            raise CommandError(
+                f"{path} is no whole safetensors file",
+                f"if torch.save wrote it, its name has to end in {', '.join(_TORCH_ENDINGS)}",
+            ) from None
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception:  # damage to a pickle raises anything
+        raise CommandError(
+            f"{path} is damaged, or holds more than tensors and plain data, which would be code",
+            "save the state dict alone: torch.save(model.state_dict(), path)",
+        ) from None
+    found: dict[str, dict[str, Tensor]] = {}
+    _collect(content, "", found)
+    return found
+
+
+def _collect(content: Any, prefix: str, found: "dict[str, dict[str, Tensor]]") -> None:
+    """Adds a dict of tensors, and those inside of it, to `found`."""
+    import torch
+
+    if not isinstance(content, dict):
+        return
+    for key, value in content.items():
+        if isinstance(value, torch.Tensor):
+            found.setdefault(prefix, {})[str(key)] = value
+        _collect(value, f"{prefix}{key}.", found)
+
+
+def _chosen(
+    found: "dict[str, dict[str, Tensor]]", prefix: str | None
+) -> "tuple[str, dict[str, Tensor]]":
+    """Returns the state dict behind a prefix; without one, the only dict that holds a matrix."""
+    places = []
+    for place, tensors in found.items():
+        if any(_is_matrix(key, tensor) for key, tensor in tensors.items()):
+            places.append(place)
+    if prefix is not None or not places:
+        prefix = prefix or ""
+        state = {}
+        for place, tensors in found.items():
+            for key, tensor in tensors.items():
+                if f"{place}{key}".startswith(prefix):
+                    state[f"{place}{key}".removeprefix(prefix)] = tensor
+        return prefix, state
+    if len(places) > 1:
+        choices = " or ".join(f"--prefix {place}" for place in places if place)
+        raise CommandError(f"the file holds {len(places)} state dicts", f"choose one: {choices}")
+    return places[0], found[places[0]]
+
+
+def _is_matrix(key: str, tensor: "Tensor") -> bool:
+    last = key.rpartition(".")[2].removesuffix("_orig")
+    return last == "weight" and tensor.dim() == 2
+
+
+def _unpruned(state: "dict[str, Tensor]") -> "dict[str, Tensor]":
+    """Returns a state dict in which what torch.nn.utils.prune has split into two is one again."""
+    whole = dict(state)
+    for key in state:
+        name = key.removesuffix("_orig")
+        if name != key and f"{name}_mask" in state:
+            whole[name] = whole.pop(key) * whole.pop(f"{name}_mask")
+    return whole
+
+
+def _layers(state: "dict[str, Tensor]", keys: str | None) -> list[str]:
+    """Returns the names of the linear layers, each with its dot, in the order in which they run."""
+    found = [key.removesuffix("weight") for key in state if _is_matrix(key, state[key])]
+    listed = few(layer.removesuffix(".") for layer in found)
+    if not found:
+        raise CommandError("no linear layer here", f"the keys are: {few(state) or 'none'}")
+    if keys is not None:
+        layers = [f"{key}." for key in keys.split(",")]
+        for layer in layers:
+            if layer not in found:
+                raise CommandError(f"--keys: no linear layer {layer[:-1]}", f"layers are: {listed}")
+    else:
+        layers = sorted(found, key=_natural)
+        others = [key for key in state if not key.startswith(tuple(found))]
+        if others:
+            raise CommandError(
+                f"{others[0]} of shape {list(state[others[0]].shape)} belongs to no linear layer",
+                "gn.graft(model, nn.Linear) in Python takes any model; --keys A,B takes these"
+                f" layers alone, of: {listed}",
+            )
+    for first, second in pairwise(layers):
+        gives = len(state[f"{first}weight"])
+        takes = state[f"{second}weight"].shape[1]
+        if gives != takes:
+            raise CommandError(
+                f"{first}weight gives {gives} values and {second}weight takes {takes}",
+                f"name the layers in the order in which they run: --keys A,B,... of {listed}",
+            )
+    return layers
+
+
+def _natural(key: str) -> list[tuple[int, str]]:
+    """Sorts keys with the numbers in them as numbers."""
+    return [(int(part or 0), text) for text, part in re.findall(r"(\D*)(\d*)", key)]
+
+
+def _activations(names: str, hidden: int) -> list[str]:
+    """Returns one activation for each hidden layer."""
+    activations = names.split(",")
+    if len(activations) == 1:
+        return activations * hidden
+    if len(activations) != hidden:
+        raise CommandError(
+            f"--activation names {len(activations)} for {counted(hidden, 'hidden layer')}",
+            "give one for all of them, or one for each",
+        )
+    return activations
+
+
+def _module(
+    state: "dict[str, Tensor]", layers: list[str], activations: list[str]
+) -> "nn.Sequential":
+    """Returns the plain model that the matrices make."""
+    from torch import nn
+
+    modules = []
+    for layer, activation in zip(layers, [*activations, "identity"], strict=True):
+        weight = state[f"{layer}weight"]
+        bias = state.get(f"{layer}bias")
+        linear = nn.Linear(*reversed(weight.shape), bias=bias is not None, dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias)
+        modules += [linear, _activation(activation)]
+    return nn.Sequential(*modules[:-1])
+
+
+def _activation(name: str) -> "nn.Module":
+    """Returns an activation as a plain module."""
+    return gn.snapshot(gn.GrapNet([1, 1, 1], activation=name))[1]
+
+
+COMMANDS = (
     Command(
         "convert",
         "makes a checkpoint of the weights of a plain MLP, and checks it",

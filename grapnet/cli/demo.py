@@ -352,7 +352,7 @@ class Story:
 
     def chapter(self, title: str, text: str, rows: dict[str, Any], **numbers: Any) -> None:
         """Adds a chapter with a table; its last row has all columns."""
-        from .columns import table
+        from .command import table
 
         titles = list(list(rows.values())[-1])
         cells = []

@@ -4,240 +4,240 @@ import argparse
 import os
 import platform
 import re
-import textwrap
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import Any
-
-import torch
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 import grapnet as gn
-from grapnet.execution import native
 
-from .checkup import check_up, runnable, small_net
-from .columns import WIDTH
-from .command import Command, Outcome
+from .command import Cell, Command, Outcome, first_line, table
 
-OURS = ("test", "lint", "docs")  # extras for work on the library itself
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_OURS = ("test", "lint", "docs")  # extras for work on the library itself
+_BACKENDS = ("reference", "dense", "family", "sparse")
+_TOLERANCE = 1e-10  # of sums of a few dozen float64 products in another order
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """What was found about one thing.
 
     Attributes:
-        section: the heading it is told under.
+        section: the heading that lists it.
         name: what was looked at.
-        state: "ok", "absent" for something optional that is not there, or "failed" for what should
-            work and does not.
-        told: what was found.
+        state: "ok", "absent" for something optional, or "failed" for what should work.
+        text: what was found.
     """
 
     section: str
     name: str
     state: str
-    told: str
-
-
-def _configure(parser: argparse.ArgumentParser) -> None:
-    """Adds nothing: `doctor` has only the options of all commands."""
+    text: str
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    found = [one for look in (_library, _machine, _gpu, _extras) for one in look()]
+    found = [*_library(), *_gpu(), *_extras()]
     started = time.perf_counter()
-    found += list(_self_check(given.device))
+    for name, check in _CHECKS.items():
+        found.append(_tried(f"Self-check on {given.device}", name, "works", check, given.device))
     seconds = time.perf_counter() - started
-    failed = [one for one in found if one.state == "failed"]
-    absent = [one for one in found if one.state == "absent"]
-    end = (
-        f"{len(failed)} of {len(found)} failed: {', '.join(one.name for one in failed)}"
-        if failed
-        else "healthy"
-    )
-    optional = (
-        f"; optional and not there: {', '.join(one.name for one in absent)}" if absent else ""
-    )
-    lines = [
-        *_lines(found),
-        "",
-        f"{end} (self-check: {seconds:.2f} s){optional}",
-    ]
-    data: dict[str, Any] = {
-        "healthy": not failed,
-        "findings": [asdict(one) for one in found],
-        "seconds": seconds,
-    }
-    return Outcome("\n".join(lines), data, code=1 if failed else 0)
-
-
-def _lines(found: list[Finding]) -> list[str]:
     lines = []
     for section in dict.fromkeys(one.section for one in found):
-        lines += ["", section]
-        for one in (one for one in found if one.section == section):
-            sign = {"ok": "ok", "absent": "–", "failed": "FAILED"}[one.state]
-            start = f"  {sign:<6}  {one.name:<17}  "
-            rest = " " * len(start)
-            lines += textwrap.wrap(
-                one.told,
-                WIDTH,
-                initial_indent=start,
-                subsequent_indent=rest,
-                break_long_words=False,
-            )
-    return lines[1:]
+        rows: list[list[Cell]] = []
+        for one in found:
+            if one.section == section:
+                rows.append([one.state, one.name, one.text])
+        lines += [section, *table(["", "", ""], rows)[1:], ""]
+    failed = [one.name for one in found if one.state == "failed"]
+    summary = "healthy"
+    if failed:
+        summary = f"failed: {', '.join(failed)}"
+    lines.append(f"{summary}; self-check in {seconds:.1f} s")
+    data = {
+        "healthy": not failed,
+        "findings": [one._asdict() for one in found],
+        "seconds": seconds,
+    }
+    return Outcome("\n".join(lines), data, code=int(bool(failed)))
 
 
 def _library() -> Iterator[Finding]:
-    yield Finding("Library", "grapnet", "ok", gn.__version__)
-    cuda = (
-        f"CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "ROCm"
-        if torch.version.hip
-        else "CPU only"
-    )
-    yield Finding("Library", "torch", "ok", f"{torch.__version__}, built for {cuda}")
-    yield Finding(
-        "Library",
-        "python",
-        "ok",
-        f"{platform.python_version()} on {platform.system()} {platform.machine()}",
-    )
-    if native.missing:
-        yield Finding("Library", "compiled kernels", "absent", native.missing)
-    else:
-        yield Finding(
-            "Library",
-            "compiled kernels",
-            "ok",
-            f"variants this CPU runs: {', '.join(native.variants())}",
-        )
+    import torch
 
-
-def _machine() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    section = "Library"
+    yield Finding(section, "grapnet", "ok", gn.__version__)
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    yield Finding(section, "torch", "ok", f"{torch.__version__}, {build}")
+    system = f"{platform.system()} {platform.machine()}"
+    yield Finding(section, "python", "ok", f"{platform.python_version()} on {system}")
+    cores = os.cpu_count()
+    threads = torch.get_num_threads()
     features = torch.backends.cpu.get_cpu_capability()
-    yield Finding("Machine", "CPU", "ok", f"torch uses {features}; {cores} cores for this process")
-    yield Finding(
-        "Machine", "threads", "ok", f"torch computes with {torch.get_num_threads()} (--threads N)"
-    )
+    yield Finding(section, "CPU", "ok", f"{features}, {cores} cores, {threads} threads of torch")
+    try:
+        import_module("grapnet.execution._kernels")
+    except ImportError as error:
+        yield Finding(section, "compiled kernels", "absent", first_line(error))
+    else:
+        yield Finding(section, "compiled kernels", "ok", "installed")
 
 
 def _gpu() -> Iterator[Finding]:
+    import torch
+
     if not torch.cuda.is_available():
-        why = (
-            "torch was built without CUDA" if torch.version.cuda is None else "torch sees no device"
-        )
-        yield Finding("GPU", "CUDA", "absent", why)
-    else:
-        told = ", ".join(torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count()))
-        yield _tried("GPU", "CUDA", told, _computes)
+        yield Finding("GPU", "CUDA", "absent", "torch finds no device")
+        return
+    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    yield _tried("GPU", "CUDA", ", ".join(names), _check_backends, torch.device("cuda"))
     if find_spec("triton") is None:
-        yield Finding(
-            "GPU",
-            "Triton",
-            "absent",
-            "the sparse backend needs it on GPUs; CUDA builds of torch bring it",
-        )
-    elif not torch.cuda.is_available():
-        yield Finding("GPU", "Triton", "absent", f"{_version('triton')}, of no use without a GPU")
-    else:
-        yield _tried("GPU", "Triton", _version("triton"), _triton_runs)
+        yield Finding("GPU", "Triton", "absent", "the sparse backend needs it on GPUs")
 
 
 def _extras() -> Iterator[Finding]:
-    """Tells of every extra in the metadata of the installed package."""
-    wanted = defaultdict[str, list[str]](list)
+    """Yields what is installed of every extra in the metadata of the package."""
     try:
         required = metadata.requires("grapnet") or []
     except metadata.PackageNotFoundError:
-        yield Finding(
-            "Extras", "grapnet", "absent", "runs from a source tree; install it: pip install -e ."
-        )
+        yield Finding("Extras", "grapnet", "absent", "not installed: pip install -e .")
         return
+    wanted = defaultdict[str, list[str]](list)
     for line in required:
         named = re.fullmatch(r"([\w.-]+)[^;]*;.*extra == [\"']([\w-]+)[\"'].*", line)
-        if named and named[2] not in OURS:
+        if named and named[2] not in _OURS:
             wanted[named[2]].append(named[1])
     for extra, names in wanted.items():
-        versions = {name: _version(name) for name in names}
-        lacks = [name for name, version in versions.items() if not version]
-        told = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
-        missing = f'lacks {", ".join(lacks)}. Run: pip install "grapnet[{extra}]"'
-        yield Finding("Extras", extra, "absent" if lacks else "ok", missing if lacks else told)
+        present = []
+        missing = []
+        for name in names:
+            try:
+                present.append(f"{name} {metadata.version(name)}")
+            except metadata.PackageNotFoundError:
+                missing.append(name)
+        if missing:
+            text = f'lacks {", ".join(missing)}: pip install "grapnet[{extra}]"'
+            yield Finding("Extras", extra, "absent", text)
+        else:
+            yield Finding("Extras", extra, "ok", ", ".join(present))
 
 
-def _self_check(device: torch.device) -> Iterator[Finding]:
-    found = check_up(device)
-    told = dict.fromkeys(found, "as it should")
-    if not found["backends agree"]:
-        backends = ", ".join(runnable(small_net(device)))
-        told["backends agree"] = (
-            f"{backends}: values with Algorithm 1 node by node, gradients with the reference"
-        )
-    for name, wrong in found.items():
-        yield Finding(
-            f"Self-check on {device}", name, "failed" if wrong else "ok", wrong or told[name]
-        )
-
-
-def _tried(section: str, name: str, told: str, work: Callable[[], str]) -> Finding:
-    """Returns how a tiny computation went, which says what is wrong or nothing."""
+def _tried(
+    section: str,
+    name: str,
+    text: str,
+    check: "Callable[[torch.device], None]",
+    device: "torch.device",
+) -> Finding:
+    """Returns how a small computation went."""
     try:
-        wrong = work()
-    except Exception as error:  # a driver may fail in any way
-        wrong = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-    return Finding(
-        section,
-        name,
-        "failed" if wrong else "ok",
-        f"{told}: {wrong}" if wrong else f"{told}, computes",
-    )
+        check(device)
+    except Exception as error:  # a broken installation fails in any way
+        return Finding(section, name, "failed", f"{type(error).__name__}: {first_line(error)}")
+    return Finding(section, name, "ok", text)
 
 
-def _computes() -> str:
-    x = torch.arange(6.0, device="cuda").view(2, 3)
-    return (
-        ""
-        if (x @ x.t()).cpu().tolist() == [[5.0, 14.0], [14.0, 50.0]]
-        else "a product of matrices is wrong"
-    )
+def _small_net(device: "torch.device") -> "gn.GrapNet":
+    """Returns a net with shared children, with none, and with frozen relations."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    net = gn.GrapNet([8, 6, 4], dtype=torch.float64, device=device, generator=generator)
+    with net.edit(reason="thin out and grow") as edit:
+        edit.cut(net.layers[0].outgoing().smallest(fraction=0.6))
+        nodes = edit.add_nodes(1, 3, owner="grown")
+        edit.connect(net.layers[0][:2], nodes)
+        edit.connect(nodes, net.layers[2])
+        edit.freeze(net.layers[1][:2])
+    gn.check(net)
+    return net
 
 
-def _triton_runs() -> str:
-    net = small_net(torch.device("cuda"))
-    x = torch.ones(3, 8, dtype=torch.float64, device="cuda")
+def _check_edits(device: "torch.device") -> None:
+    import torch
+
+    net = _small_net(device)
+    before = _tensors(net)
+    with net.edit(reason="cut what was grown") as edit:
+        edit.cut(net.select(owner="grown").outgoing())
+    gn.check(net)
+    net.undo()
+    gn.check(net)
+    torch.testing.assert_close(_tensors(net), before, rtol=0, atol=0)
+
+
+def _check_backends(device: "torch.device") -> None:
+    import torch
+
+    net = _small_net(device)
+    x = torch.linspace(-1, 1, 5 * 8, dtype=torch.float64, device=device).view(5, 8)
+    parameters = list(net.parameters())
+    net.execution.use("reference")
+    gradients = torch.autograd.grad(net(x).square().sum(), parameters)
     with torch.no_grad():
-        net.execution.use("reference")
-        expected = net(x)
-        net.execution.use("sparse")
-        found = net(x)
-    return (
-        "" if torch.allclose(found, expected) else "the sparse backend differs from the reference"
-    )
+        expected = net.walk(x)
+    refused = {name for row in net.execution.describe() for name in row["refused"]}
+    for name in set(_BACKENDS) - refused:
+        net.execution.use(name)
+        output = net(x)
+        found = torch.autograd.grad(output.square().sum(), parameters)
+        torch.testing.assert_close(output, expected, rtol=0, atol=_TOLERANCE)
+        torch.testing.assert_close(found, gradients, rtol=0, atol=_TOLERANCE)
 
 
-def _version(name: str) -> str:
-    """Returns the version of an installed package, or nothing."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
+def _check_optimizers(device: "torch.device") -> None:
+    import torch
+
+    net = _small_net(device)
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.attach(optimizer, net)
+    for _ in range(2):
+        net(torch.ones(2, 8, dtype=torch.float64, device=device)).sum().backward()
+        # A step raises when the optimizer did not follow the edit before it.
+        optimizer.step()
+        optimizer.zero_grad()
+        with net.edit(reason="thin out") as edit:
+            edit.cut(net.layers[0].outgoing().smallest(fraction=0.1))
 
 
-COMMANDS: tuple[Command, ...] = (
+def _check_files(device: "torch.device") -> None:
+    import torch
+
+    net = _small_net(device)
+    with tempfile.TemporaryDirectory(prefix="grapnet-") as folder:
+        path = Path(folder) / "net.safetensors"
+        gn.save(path, net)
+        loaded = gn.load(path, device=device)
+    torch.testing.assert_close(_tensors(loaded), _tensors(net), rtol=0, atol=0)
+
+
+def _tensors(net: "gn.GrapNet") -> "dict[str, Tensor]":
+    import torch
+
+    state = net.state_dict()
+    return {name: v.clone() for name, v in state.items() if isinstance(v, torch.Tensor)}
+
+
+_CHECKS: "dict[str, Callable[[torch.device], None]]" = {
+    "edit and undo": _check_edits,
+    "backends agree": _check_backends,
+    "optimizer follows": _check_optimizers,
+    "save and load": _check_files,
+}
+
+COMMANDS = (
     Command(
         "doctor",
         "torch, CPU, GPU, kernels and extras of this machine, and a self-check",
         "See what it is",
-        _configure,
+        lambda parser: None,
         _run,
-        ("doctor", "doctor --device cuda"),
+        ("doctor", "doctor --device cuda", "doctor --json"),
     ),
 )

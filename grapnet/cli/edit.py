@@ -1,172 +1,335 @@
-"""cut, freeze, unfreeze, remove, prune, set-owner, undo, redo: edits of a checkpoint from the
-shell.
-"""
+"""Edits of a checkpoint: cut, freeze, unfreeze, remove, prune, set-owner, undo, redo, compact."""
 
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import grapnet as gn
-from grapnet.rules import Moment, PruneWeakest
 
-from .columns import counted
-from .command import Command, CommandError
-from .editing import Act, add_shared, run_edit
-from .selection import (
-    Selection,
-    add_node_options,
-    add_relation_options,
-    require_rank,
-    require_share,
+from .command import (
+    Cell,
+    Command,
+    CommandError,
+    Outcome,
+    add_file,
+    add_output,
+    add_place,
+    few,
+    first_line,
+    open_file,
+    place_of,
+    positive,
+    require_free,
+    table,
 )
 
-_SCOPES: dict[str, Literal["global", "transition"]] = {
-    "global": "global",
-    "per-transition": "transition",
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from grapnet import Archive
+
+_CHOICES = "--owner NAME, --layer N, --node UID or --all"
+# Options that the journal repeats where --reason gives no other text.
+_REPEATED = (
+    *("owner", "layer", "node", "all", "childless", "side", "transition", "relation", "smallest"),
+    *("fraction", "scope", "to", "none", "orphans"),
+)
+
+Act = Callable[["gn.GrapNet", argparse.Namespace], None]
+
+
+def _add_shared(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that all edits have."""
+    add_file(parser)
+    add_output(parser, "where to write the edited checkpoint")
+    parser.add_argument("--in-place", action="store_true", help="write over FILE")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print what would happen, and write nothing"
+    )
+    parser.add_argument(
+        "--reason", metavar="TEXT", help="why, for the journal (default: the options)"
+    )
+    add_place(parser)
+    kept = parser.add_argument_group("what NEW keeps", "(default: what FILE keeps)")
+    kept.add_argument(
+        "--undo",
+        action=argparse.BooleanOptionalAction,
+        help="what undo needs, cut weights included",
+    )
+    kept.add_argument(
+        "--history",
+        choices=("outline", "full"),
+        help="which nodes and relations each commit was about, or only how many",
+    )
+    kept.add_argument(
+        "--drop",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="leave out something saved beside the net (repeatable)",
+    )
+    kept.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="keep as it is something that cannot follow the edit (repeatable)",
+    )
+
+
+def _add_nodes(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose nodes."""
+    group = parser.add_argument_group(
+        "which nodes", "one option several times adds up; different options narrow each other"
+    )
+    group.add_argument("--owner", action="append", metavar="NAME", help="those of an owner")
+    group.add_argument(
+        "--layer", action="append", type=int, metavar="N", help="those of a layer, 0 is the input"
+    )
+    group.add_argument("--node", action="append", type=int, metavar="UID", help="this one")
+    group.add_argument("--all", action="store_true", help="all of them")
+
+
+def _add_relations(parser: argparse.ArgumentParser, about: str) -> None:
+    """Adds the options that choose relations of nodes; `about` says which are meant by default."""
+    group = parser.add_argument_group("which of their relations", about)
+    side = group.add_mutually_exclusive_group()
+    for name, meaning in (
+        ("outgoing", "those the nodes own"),
+        ("incoming", "those that lead to them"),
+        ("both", "both"),
+    ):
+        side.add_argument(f"--{name}", dest="side", action="store_const", const=name, help=meaning)
+    group.add_argument(
+        "--transition", action="append", type=int, metavar="T", help="those from layer T on"
+    )
+    group.add_argument(
+        "--relation", action="append", metavar="PARENT:CHILD", help="this one, by uids"
+    )
+    group.add_argument(
+        "--smallest", type=_share, metavar="F", help="of all these the share of smallest |weight|"
+    )
+
+
+def _add_losses(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of edits that take relations away."""
+    parser.add_argument(
+        "--orphans",
+        action="store_true",
+        help="then remove hidden nodes without parents, with all they own",
+    )
+    parser.add_argument(
+        "--allow-dead",
+        action="store_true",
+        help="also take the last relation of a transition or the last parent of an output",
+    )
+
+
+def _share(text: str) -> float:
+    """Reads a share on the command line."""
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is no share between 0 and 1")
+    return share
+
+
+def _chosen_nodes(net: "gn.GrapNet", given: argparse.Namespace) -> "gn.NodeSet":
+    """Returns the nodes that the options name; all nodes where they name none."""
+    import torch
+
+    nodes = net.select(layer=given.layer)
+    if given.owner:
+        owned = net.select(owner=given.owner[0])
+        for owner in given.owner[1:]:
+            owned |= net.select(owner=owner)
+        nodes &= owned
+    if given.node:
+        uids = [net.node(uid).uid for uid in given.node]
+        nodes = nodes[torch.isin(nodes.uids, torch.tensor(uids))]
+    return nodes
+
+
+def _chosen_relations(
+    net: "gn.GrapNet", given: argparse.Namespace, default: str
+) -> "gn.RelationSet":
+    """Returns the relations that the options name, of the `default` side if they name none."""
+    nodes = _chosen_nodes(net, given)
+    side = given.side or default
+    if side == "outgoing":
+        found = nodes.outgoing()
+    elif side == "incoming":
+        found = nodes.incoming()
+    else:
+        found = nodes.outgoing() | nodes.incoming()
+    if given.transition:
+        found &= net.select(layer=given.transition).outgoing()
+    if given.relation:
+        named = [_relation(net, text) for text in given.relation]
+        for other in named[1:]:
+            named[0] |= other
+        found &= named[0]
+    if given.smallest is not None:
+        found = found.smallest(fraction=given.smallest)
+    return found
+
+
+def _names_nodes(given: argparse.Namespace) -> bool:
+    return bool(given.owner or given.layer or given.node or given.all)
+
+
+def _names_relations(given: argparse.Namespace) -> bool:
+    return bool(given.transition or given.relation) or given.smallest is not None
+
+
+def _relation(net: "gn.GrapNet", text: str) -> "gn.RelationSet":
+    """Returns the relation that `PARENT:CHILD` names."""
+    try:
+        parent, child = map(int, text.split(":"))
+    except ValueError:
+        raise CommandError(
+            f"--relation {text}: expected PARENT:CHILD, two uids", "for example --relation 3:61"
+        ) from None
+    found = net.node(parent).outgoing(to=net.node(child))
+    if not len(found):
+        raise CommandError(f"--relation {text}: node {parent} owns no relation to node {child}")
+    return found
+
+
+def _unused_nodes(net: "gn.GrapNet") -> "Tensor":
+    """Returns the uids of hidden nodes that have no children, or only such children."""
+    import torch
+
+    unused = torch.empty(0, dtype=torch.int64)
+    found = [unused]
+    for layer in reversed(net.layers[1:-1]):
+        relations = layer.outgoing()
+        used = relations.parents[~torch.isin(relations.children, unused)]
+        unused = layer.uids[~torch.isin(layer.uids, used)]
+        found.append(unused)
+    return torch.cat(found)
 
 
 def _add_cut(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser)
-    add_node_options(parser)
-    add_relation_options(
-        parser, "those that the nodes own, unless another side is named; frozen ones are cut too"
-    )
-    _add_orphans(parser)
+    _add_shared(parser)
+    _add_nodes(parser)
+    _add_relations(parser, "by default those that the nodes own; frozen ones are cut, too")
+    _add_losses(parser)
 
 
-def _cut(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
-    chosen = Selection.of(given)
-    chosen.require_some()
-    relations = chosen.chosen_relations(net, "outgoing")
+def _cut(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+    if not (_names_nodes(given) or _names_relations(given)):
+        raise CommandError("nothing names what to cut", f"add {_CHOICES}; --help lists more")
+    relations = _chosen_relations(net, given, "outgoing")
     if len(relations):
         edit.cut(relations)
-        _remove_orphans(edit, given)
+        if given.orphans:
+            edit.remove_orphans()
 
 
 def _add_freeze(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser)
-    add_node_options(parser)
-    add_relation_options(
-        parser,
-        "without these options all that belongs to the nodes: biases and relations of both sides",
-    )
+    _add_shared(parser)
+    _add_nodes(parser)
+    _add_relations(parser, "without these options biases and relations of both sides")
 
 
-def _turn(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace, *, freeze: bool) -> None:
-    chosen, turn = Selection.of(given), edit.freeze if freeze else edit.unfreeze
-    chosen.require_some()
-    relations = chosen.names_relations or chosen.side is not None
-    what = chosen.chosen_relations(net, "both") if relations else chosen.chosen_nodes(net)
+def _set_frozen(
+    net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace, *, frozen: bool
+) -> None:
+    if not (_names_nodes(given) or _names_relations(given)):
+        raise CommandError("nothing names what to freeze", f"add {_CHOICES}; --help lists more")
+    if given.side or _names_relations(given):
+        what = _chosen_relations(net, given, "both")
+    else:
+        what = _chosen_nodes(net, given)
     if len(what):
-        turn(what)
+        change = edit.freeze if frozen else edit.unfreeze
+        change(what)
 
 
 def _add_remove(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser)
-    add_node_options(parser, childless=True)
-    _add_orphans(parser)
+    _add_shared(parser)
+    _add_nodes(parser)
+    parser.add_argument(
+        "--childless",
+        action="store_true",
+        help="hidden nodes without children, or with such children only; no output changes",
+    )
+    _add_losses(parser)
 
 
-def _remove(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
-    chosen = Selection.of(given)
-    if not given.orphans:
-        chosen.require_nodes()
-    if chosen.names_nodes:
-        nodes = chosen.chosen_nodes(net)
-        _require_hidden(nodes, len(net.layers) - 1, chosen)
+def _remove(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+    import torch
+
+    if not (_names_nodes(given) or given.childless or given.orphans):
+        raise CommandError("nothing names the nodes", f"add {_CHOICES}, --childless or --orphans")
+    if _names_nodes(given) or given.childless:
+        nodes = _chosen_nodes(net, given)
+        if given.childless:
+            nodes = nodes[torch.isin(nodes.uids, _unused_nodes(net))]
+        ends = sorted({0, len(net.layers) - 1} & nodes.uids_by_layer.keys())
+        if ends:
+            raise CommandError(
+                f"layer {ends[0]} is an input or output of the net, and its nodes stay",
+                "choose hidden nodes with --layer; edit.remove_nodes(..., interface=True) in Python"
+                " removes all",
+            )
         if len(nodes):
             edit.remove_nodes(nodes)
-    _remove_orphans(edit, given)
-
-
-def _require_hidden(nodes: gn.NodeSet, last: int, chosen: Selection) -> None:
-    """Raises CommandError for sensory and output nodes, with the way to the hidden ones among those
-    chosen.
-    """
-    uids = {number: found.tolist() for number, found in nodes.uids_by_layer.items() if len(found)}
-    for number, kind in ((0, "sensory"), (last, "output")):
-        if number not in uids:
-            continue
-        count, first = len(uids[number]), uids[number][0]
-        told = (
-            f"node {first} is one of the {kind} nodes"
-            if count == 1
-            else f"{count:,} of these are {kind} nodes"
-        )
-        hidden = [f"--layer {n}" for n in uids if n not in (0, last)]
-        hint = (
-            "only hidden nodes are removed from the shell; in Python, edit.remove_nodes(nodes,"
-            " interface=True)"
-        )
-        if hidden and not (chosen.layers or chosen.nodes):
-            hint = f"name a hidden layer besides: {' '.join(hidden)}"
-        raise CommandError(
-            f"{told}, of layer {number}, and without {'it' if count == 1 else 'them'} the net "
-            f"{'takes' if number == 0 else 'gives'} something else",
-            hint,
-        )
+    if given.orphans:
+        edit.remove_orphans()
 
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser)
+    _add_shared(parser)
     parser.add_argument(
-        "--fraction", type=float, required=True, metavar="F", help="the share of relations to cut"
+        "--fraction", type=_share, required=True, metavar="F", help="the share of relations to cut"
     )
     parser.add_argument(
         "--scope",
-        choices=_SCOPES,
-        default="global",
-        help="rank all together, or each transition alone (default: global)",
+        choices=("global", "transition", "node"),
+        help="what is ranked together (default: that of gn.rules.PruneWeakest)",
     )
-    told = (
-        "prune here only (repeatable); of an owner or a layer: grapnet cut FILE --owner NAME"
-        " --smallest F"
+    parser.add_argument(
+        "--transition", action="append", type=int, metavar="T", help="only here (repeatable)"
     )
-    parser.add_argument("--transition", action="append", type=int, metavar="T", help=told)
-    _add_orphans(parser)
+    _add_losses(parser)
 
 
-def _prune(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
-    require_share("fraction", given.fraction)
-    count = len(net.transitions)
-    for t in given.transition or ():
-        if not -count <= t < count:
-            raise CommandError(f"there is no transition {t}", f"transitions are 0 to {count - 1}")
-    transitions = tuple(sorted({t % count for t in given.transition})) if given.transition else None
-    free = net.select(layer=transitions or range(count)).outgoing()
-    require_rank(free[~free.frozen])
-    scope = _SCOPES[given.scope]
-    rule = PruneWeakest(fraction=given.fraction, transitions=transitions, scope=scope)
-    rule(net, edit, Moment())
-    _remove_orphans(edit, given)
+def _prune(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+    options: dict[str, Any] = {}
+    if given.transition:
+        options["transitions"] = tuple(given.transition)
+    if given.scope is not None:
+        options["scope"] = given.scope
+    rule = gn.rules.PruneWeakest(fraction=given.fraction, **options)
+    rule(net, edit, gn.rules.Moment())
+    if given.orphans:
+        edit.remove_orphans()
 
 
 def _add_set_owner(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser)
+    _add_shared(parser)
     name = parser.add_mutually_exclusive_group(required=True)
     name.add_argument("--to", metavar="NAME", help="the owner that the nodes get")
     name.add_argument("--none", action="store_true", help="take their owner away")
-    add_node_options(parser)
+    _add_nodes(parser)
 
 
-def _set_owner(net: gn.GrapNet, edit: gn.Edit, given: argparse.Namespace) -> None:
-    if given.to == "":
-        raise CommandError("--to names no owner", "--none takes the owner away")
-    chosen = Selection.of(given)
-    chosen.require_nodes()
-    nodes = chosen.chosen_nodes(net)
-    owner = None if given.none else given.to
-    others = nodes[[n for n, present in enumerate(nodes.owners) if present != owner]]
-    if len(others):
-        edit.set_owner(others, owner)
+def _set_owner(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+    if not _names_nodes(given):
+        raise CommandError("nothing names the nodes", f"add {_CHOICES}")
+    nodes = _chosen_nodes(net, given)
+    others = [n for n, owner in enumerate(nodes.owners) if owner != given.to]
+    if others:
+        edit.set_owner(nodes[others], given.to)
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
-    add_shared(parser, reason=False)
+    _add_shared(parser)
     parser.add_argument(
-        "--steps", type=int, default=1, metavar="N", help="how many commits (default: 1)"
+        "--steps", type=positive, default=1, metavar="N", help="how many commits (default: 1)"
     )
     parser.add_argument(
         "--alone",
@@ -175,83 +338,210 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _steps(net: gn.GrapNet, given: argparse.Namespace, *, verb: str) -> None:
-    if given.steps < 1:
-        raise CommandError(f"--steps is a whole number, at least 1, got {given.steps}")
-    journal = net.journal
-    if journal.commits and not journal.undoable and not journal.redoable:
-        listed = counted(len(journal.commits), "commit")
-        raise CommandError(
-            f"there is nothing to {verb}: {given.file} was saved without undo=True; it lists"
-            f" {listed} and keeps nothing that {verb} needs",
-            "save it with gn.save(..., undo=True); of an edit from the shell, --undo keeps it",
-        )
+def _step(net: "gn.GrapNet", given: argparse.Namespace) -> None:
+    step = net.undo if given.command == "undo" else net.redo
     for done in range(given.steps):
         try:
-            net.undo(alone=given.alone) if verb == "undo" else net.redo(alone=given.alone)
+            step(alone=given.alone)
         except gn.HistoryError as error:
-            hint = (
-                "grapnet history FILE lists the commits; a file keeps what undo needs with"
-                " gn.save(..., undo=True)"
-            )
-            if "transaction over" in str(error):
-                hint = "--alone takes it back in this net and leaves the other nets as they are"
-            elif done:
-                hint = (
-                    f"--steps {done} goes as far as it can; grapnet history FILE lists the commits"
-                )
-            told, past = str(error).splitlines()[0], "undone" if verb == "undo" else "redone"
-            can = f"{done} of {given.steps} steps can be {past}; then: " if given.steps > 1 else ""
-            raise CommandError(f"{can}{told}", hint) from None
+            raise CommandError(
+                f"step {done + 1} of {given.steps}: {first_line(error)}",
+                "grapnet history FILE lists the commits; --alone takes back a part of a joint one",
+            ) from None
 
 
-def _add_orphans(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--orphans",
-        action="store_true",
-        help="then remove hidden nodes without parents, with all they own",
-    )
-
-
-def _remove_orphans(edit: gn.Edit, given: argparse.Namespace) -> None:
-    if given.orphans:
-        edit.remove_orphans()
-
-
-def _inside_edit(
-    verb: str, write: Callable[[gn.GrapNet, gn.Edit, argparse.Namespace], None]
-) -> Act:
-    """Returns what makes one commit of what `write` asks for."""
-
-    def act(net: gn.GrapNet, given: argparse.Namespace) -> None:
-        reason = given.reason if given.reason is not None else f"{verb} {_told(given)}".strip()
-        with net.edit(reason=reason, by=f"grapnet {verb}") as edit:
+def _transaction(
+    net: "gn.GrapNet",
+    given: argparse.Namespace,
+    *,
+    write: "Callable[[gn.GrapNet, gn.Edit, argparse.Namespace], None]",
+) -> None:
+    """Commits what `write` asks for."""
+    options: dict[str, Any] = {}
+    if getattr(given, "allow_dead", False):
+        options["allow_dead"] = True
+    reason = given.reason
+    if reason is None:
+        reason = _options(given)
+    try:
+        with net.edit(reason=reason, by=f"grapnet {given.command}", **options) as edit:
             write(net, edit, given)
+    except gn.EditError as error:
+        if "allow_dead" not in str(error):
+            raise
+        raise CommandError(first_line(error), "take less, or add --allow-dead") from None
 
-    return act
+
+def _options(given: argparse.Namespace) -> str:
+    """Returns the command with the options that name what to do."""
+    words = [given.command]
+    for name in _REPEATED:
+        value = getattr(given, name, None)
+        if name == "side" and value is not None:
+            words.append(f"--{value}")
+        elif value is True:
+            words.append(f"--{name}")
+        elif isinstance(value, list):
+            words += [f"--{name} {item}" for item in value]
+        elif value is not None and value is not False:
+            words.append(f"--{name} {value}")
+    return " ".join(words)
 
 
-def _told(given: argparse.Namespace) -> str:
-    """Returns the options that say what to do, for the journal."""
-    parts = [str(Selection.of(given))]
-    values = {name: getattr(given, name, None) for name in ("fraction", "scope", "to")}
-    parts += [f"--{name} {value}" for name, value in values.items() if value is not None]
-    parts += [f"--{name}" for name in ("none", "orphans") if getattr(given, name, False)]
-    return " ".join(part for part in parts if part)
+def _run(given: argparse.Namespace, *, act: Act) -> Outcome:
+    """Edits a net of a file and writes another file, or only prints what would happen."""
+    output = _destination(given)
+    file = open_file(given.file)
+    place = place_of(file, given.net)
+    net = file.nets[place]
+    before = _counts(net) | {"file_bytes": file.nbytes}
+    act(net, given)
+    if net.version == before["version"]:
+        text = f"{given.command} changes nothing in {given.file}; nothing was written"
+        return Outcome(text, {"command": given.command, "changed": False, "written": None}, code=1)
+    gn.check(net)
+    size, extras = _save(file, given, output)
+    data = {
+        "command": given.command,
+        "file": str(given.file),
+        "net": place,
+        "changed": True,
+        "reason": net.history[-1].reason,
+        "before": before,
+        "after": _counts(net) | {"file_bytes": size},
+        "extras": extras,
+        "written": output and str(output),
+    }
+    return Outcome("\n".join(_lines(data)), data)
+
+
+def _destination(given: argparse.Namespace) -> Path | None:
+    """Returns where to write, None for a dry run."""
+    if given.dry_run:
+        return None
+    if given.output is not None and given.in_place:
+        raise CommandError("-o and --in-place name two places to write to", "leave one out")
+    if given.in_place:
+        return given.file
+    if given.output is None:
+        raise CommandError("no place to write to", "add -o NEW, --in-place or --dry-run")
+    require_free(given.output, force=given.force)
+    return given.output
+
+
+def _save(
+    file: "Archive", given: argparse.Namespace, output: Path | None
+) -> tuple[int, dict[str, str]]:
+    """Writes a file, if there is a place to write to; returns its size and what became of the
+    extras.
+    """
+    options = {name: getattr(given, name) for name in ("undo", "history", "drop", "keep")}
+    try:
+        if output is None:
+            saved = file.preview(**options)
+        else:
+            saved = file.save(output, replace=given.force or output == given.file, **options)
+    except (gn.CheckpointError, gn.OptimizerError) as error:
+        raise CommandError(
+            first_line(error), "--drop NAME leaves an extra out, --keep NAME keeps it as it is"
+        ) from None
+    except FileExistsError:
+        raise CommandError(f"{output} exists already", "write over it: --force") from None
+    return saved.nbytes, dict(saved.extras)
+
+
+def _counts(net: "gn.GrapNet") -> dict[str, Any]:
+    import torch
+
+    orphans = 0
+    childless = 0
+    for layer in net.layers[1:-1]:
+        orphans += int((~torch.isin(layer.uids, layer.incoming().children)).sum())
+        childless += int((~torch.isin(layer.uids, layer.outgoing().parents)).sum())
+    return {
+        "version": net.version,
+        "nodes": net.sizes,
+        "relations": [len(layer.outgoing()) for layer in net.layers[:-1]],
+        "frozen": net.count().frozen,
+        "orphans": orphans,
+        "childless": childless,
+        "owners": {owner: len(net.select(owner=owner)) for owner in net.owners},
+    }
+
+
+def _lines(data: dict[str, Any]) -> list[str]:
+    before = data["before"]
+    after = data["after"]
+    rows: list[list[Cell]] = []
+    for number in range(len(after["nodes"])):
+        rows.append([f"nodes of layer {number}", before["nodes"][number], after["nodes"][number]])
+    for t in range(len(after["relations"])):
+        counts = [before["relations"][t], after["relations"][t]]
+        rows.append([f"relations {t} → {t + 1}", *counts])
+    for what in ("frozen", "orphans", "childless"):
+        rows.append([what, before[what], after[what]])
+    for owner in dict.fromkeys([*before["owners"], *after["owners"]]):
+        counts = [before["owners"].get(owner, 0), after["owners"].get(owner, 0)]
+        rows.append([f"nodes of {owner}", *counts])
+    rows = [row for row in rows if row[1] != row[2]]
+    rows.append(["bytes of the file", before["file_bytes"], after["file_bytes"]])
+    versions = f"version {before['version']:,} → {after['version']:,}"
+    lines = [
+        f"{data['command']}: {data['reason']!r}, {versions}",
+        *table(["", "before", "after"], rows),
+    ]
+    if data["extras"]:
+        extras = [f"{name} {state}" for name, state in data["extras"].items()]
+        lines.append(f"beside the net: {few(extras)}")
+    if after["childless"] > before["childless"]:
+        lines.append("grapnet remove FILE --childless removes the hidden nodes without children")
+    return [*lines, _written(data)]
+
+
+def _written(data: dict[str, Any]) -> str:
+    if data["written"] is None:
+        return "dry run: nothing was written"
+    return f"wrote {data['written']}"
+
+
+def _add_compact(parser: argparse.ArgumentParser) -> None:
+    add_file(parser)
+    add_output(parser, "where to write it (default: over FILE)")
+    parser.add_argument("--dry-run", action="store_true", help="print the sizes, write nothing")
+    parser.set_defaults(undo=False, history="outline", drop=[], keep=[])
+
+
+def _compact(given: argparse.Namespace) -> Outcome:
+    output = given.output or given.file
+    if given.output is not None:
+        require_free(output, force=given.force)
+    if given.dry_run:
+        output = None
+    file = open_file(given.file)
+    before = file.nbytes
+    after, _ = _save(file, given, output)
+    data = {
+        "command": "compact",
+        "file": str(given.file),
+        "before": {"file_bytes": before},
+        "after": {"file_bytes": after},
+        "written": output and str(output),
+    }
+    return Outcome(f"compact: {before:,} → {after:,} bytes\n{_written(data)}", data)
 
 
 def _command(
     name: str, about: str, configure: Callable[..., object], act: Act, *examples: str
 ) -> Command:
-    return Command(name, about, "Change a net", configure, partial(run_edit, name, act), examples)
+    return Command(name, about, "Change a net", configure, partial(_run, act=act), examples)
 
 
-COMMANDS: tuple[Command, ...] = (
+COMMANDS = (
     _command(
         "cut",
         "cuts relations: of an owner, of nodes, the weakest, or one by one",
         _add_cut,
-        _inside_edit("cut", _cut),
+        partial(_transaction, write=_cut),
         "cut net.safetensors --owner task-1 --both --dry-run",
         "cut net.safetensors --owner task-1 -o unheard.safetensors",
         "cut net.safetensors --owner task-1 --incoming -o orphaned.safetensors",
@@ -261,21 +551,21 @@ COMMANDS: tuple[Command, ...] = (
         "freeze",
         "freezes nodes with all that belongs to them, or relations",
         _add_freeze,
-        _inside_edit("freeze", partial(_turn, freeze=True)),
+        partial(_transaction, write=partial(_set_frozen, frozen=True)),
         "freeze net.safetensors --owner task-1 -o frozen.safetensors",
     ),
     _command(
         "unfreeze",
         "makes nodes or relations trainable again",
         _add_freeze,
-        _inside_edit("unfreeze", partial(_turn, freeze=False)),
+        partial(_transaction, write=partial(_set_frozen, frozen=False)),
         "unfreeze frozen.safetensors --all --in-place",
     ),
     _command(
         "remove",
         "removes hidden nodes with their relations: by name, orphans, or those without children",
         _add_remove,
-        _inside_edit("remove", _remove),
+        partial(_transaction, write=_remove),
         "remove net.safetensors --owner task-1 --layer 1 -o without-1.safetensors",
         "remove unheard.safetensors --childless --in-place",
         "remove orphaned.safetensors --orphans --in-place",
@@ -284,29 +574,37 @@ COMMANDS: tuple[Command, ...] = (
         "prune",
         "cuts a share of the relations, those of smallest |weight|; frozen ones never",
         _add_prune,
-        _inside_edit("prune", _prune),
-        "prune net.safetensors --fraction 0.5 --scope per-transition -o half.safetensors",
+        partial(_transaction, write=_prune),
+        "prune net.safetensors --fraction 0.5 --scope transition -o half.safetensors",
     ),
     _command(
         "set-owner",
-        "tags nodes with an owner",
+        "gives nodes an owner",
         _add_set_owner,
-        _inside_edit("set-owner", _set_owner),
+        partial(_transaction, write=_set_owner),
         "set-owner net.safetensors --layer 1 --to base -o tagged.safetensors",
     ),
     _command(
         "undo",
         "takes the last commits back, as far as the file keeps what that needs",
         _add_steps,
-        partial(_steps, verb="undo"),
-        "undo net.safetensors -o earlier.safetensors",
+        _step,
+        "undo net.safetensors -o back.safetensors",
         "undo half.safetensors --steps 2 --dry-run",
     ),
     _command(
         "redo",
         "takes the last undo back",
         _add_steps,
-        partial(_steps, verb="redo"),
-        "redo earlier.safetensors --in-place",
+        _step,
+        "redo back.safetensors --in-place",
+    ),
+    Command(
+        "compact",
+        "writes a checkpoint without what undo needs, and with the outline of its history only",
+        "Change a net",
+        _add_compact,
+        _compact,
+        ("compact net.safetensors -o small.safetensors", "compact small.safetensors --dry-run"),
     ),
 )

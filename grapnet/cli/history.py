@@ -1,21 +1,30 @@
-"""`grapnet history` and `grapnet diff`: what happened to a net, and what differs between two
-checkpoints.
-"""
+"""`grapnet history` and `grapnet diff`: the edits of a net, and what differs between two files."""
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grapnet as gn
 
-from .beside import compare_beside
-from .columns import Cell, counted, plain, table
-from .command import Command, CommandError, Outcome
-from .comparison import Comparison, compare
-from .contents import Contents, read_contents, title
-from .files import add_file
+from .command import (
+    Cell,
+    Command,
+    Outcome,
+    add_file,
+    counted,
+    few,
+    open_file,
+    plain,
+    positive,
+    table,
+    title,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from grapnet import Archive
 
 _SHOWN = 6  # nodes or relations that are named as examples on a screen
 _LISTED = 1000  # of them in JSON
@@ -23,152 +32,108 @@ _LISTED = 1000  # of them in JSON
 
 def _configure_history(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    parser.add_argument("--last", type=int, metavar="N", help="only the last N commits")
+    parser.add_argument("--last", type=positive, metavar="N", help="only the last N commits")
     parser.add_argument(
         "--details", action="store_true", help="also the operations and remarks of every commit"
     )
 
 
 def _run_history(given: argparse.Namespace) -> Outcome:
-    if given.last is not None and given.last < 1:
-        raise CommandError(
-            f"--last is a whole number, at least 1, got {given.last}",
-            "leave it out for all commits",
-        )
-    contents = read_contents(given.file)
-    lines, data = [], {}
-    for place, net in contents.nets.items():
-        commits = net.history[-given.last :] if given.last else net.history
-        ways, turned = _ways_back(net), _turned(net.history)
-        lines += [
-            f"The {title(place)} at version {net.version:,}, {counted(len(net.history), 'commit')}"
-        ]
-        if len(commits) < len(net.history):
-            lines[-1] += f", the last {len(commits):,}"
-        lines += [*_commits(commits, ways, turned, details=given.details), *_outlook(net), ""]
+    lines = []
+    data = {}
+    for place, net in open_file(given.file).nets.items():
+        commits = net.history
+        if given.last is not None:
+            commits = commits[-given.last :]
+        ways = _ways_back(net)
+        shown = f"{len(commits):,} of {counted(len(net.history), 'commit')}"
+        lines += [f"The {title(place)} at version {net.version:,}: {shown}"]
+        lines += [*_commits(commits, ways), _outlook(net), ""]
+        if given.details and commits:
+            lines += ["Operations", *_operations(commits), ""]
         data[place] = {
             "version": net.version,
-            "commits": [
-                _as_data(commit, ways.get(commit.version), turned[commit.version])
-                for commit in commits
-            ],
+            "commits": [_as_data(commit, ways.get(commit.version)) for commit in commits],
             "of": len(net.history),
-            "undoable": [net.history[n].version for n in reversed(net.journal.undoable)],
-            "redoable": [net.history[n].version for n in reversed(net.journal.redoable)],
         }
     return Outcome("\n".join(lines[:-1]), {"file": str(given.file), "nets": data})
 
 
-def _ways_back(net: gn.GrapNet) -> dict[int, str]:
+def _ways_back(net: "gn.GrapNet") -> dict[int, str]:
     """Returns, by version, the command that takes a commit back, with those after it."""
-    journal, found = net.journal, {}
+    journal = net.journal
+    found = {}
     for verb, stack in (("undo", journal.undoable), ("redo", journal.redoable)):
-        found |= {
-            journal.commits[place].version: f"{verb} --steps {n}"
-            for n, place in enumerate(reversed(stack), 1)
-        }
+        for steps, place in enumerate(reversed(stack), 1):
+            found[journal.commits[place].version] = f"{verb} --steps {steps}"
     return found
 
 
-def _turned(history: Sequence[gn.Commit]) -> dict[int, str | None]:
-    """Returns, by version, whether coordinates were frozen or unfrozen; an undo turns them the
-    other way.
-    """
-    found: dict[int, str | None] = {}
-    other = {"frozen": "unfrozen", "unfrozen": "frozen", None: None}
-    for commit in history:
-        found[commit.version] = (
-            commit.turned if commit.undoes is None else other[found.get(commit.undoes)]
-        )
-    return found
+def _outlook(net: "gn.GrapNet") -> str:
+    journal = net.journal
+    if not journal.commits:
+        return "  nothing was edited"
+    if not journal.undoable and not journal.redoable:
+        return "  none can be undone: gn.save(..., undo=True) keeps what that needs"
+    return f"  {len(journal.undoable):,} can be undone, {len(journal.redoable):,} redone"
 
 
-def _commits(
-    commits: Sequence[gn.Commit],
-    ways: dict[int, str],
-    turned: dict[int, str | None],
-    *,
-    details: bool,
-) -> list[str]:
+def _commits(commits: "Sequence[gn.Commit]", ways: dict[int, str]) -> list[str]:
     if not commits:
         return []
     rows: list[list[Cell]] = []
     for commit in commits:
         counts = commit.counts
-        nodes, relations = (
-            _signed(counts[f"{what}_added"], counts[f"{what}_removed"])
-            for what in ("nodes", "relations")
-        )
-        coordinates = ""
+        turned = ""
         if counts["coordinates_turned"]:
-            coordinates = (
-                f"{counts['coordinates_turned']:,} {turned[commit.version] or ''}".rstrip()
-            )
-        way = ways.get(commit.version, "")
+            turned = f"{counts['coordinates_turned']:,} {commit.turned or ''}"
+        reason = commit.reason or "(no reason given)"
+        if commit.joint is not None:
+            reason += f" (part {commit.joint.part + 1} of {commit.joint.parts})"
         rows.append(
-            [commit.version, nodes, relations, coordinates, way, commit.by or "", _reason(commit)]
+            [
+                commit.version,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.time)),
+                _signed(counts["nodes_added"], counts["nodes_removed"]),
+                _signed(counts["relations_added"], counts["relations_removed"]),
+                turned,
+                ways.get(commit.version, ""),
+                commit.by or "",
+                reason,
+            ]
         )
-        if details:
-            rows += [_detail(operation) for operation in commit.operations]
-    titles = ["version", "nodes", "relations", "(un)frozen", "way back", "by", "reason"]
-    used = [n for n in range(len(titles)) if n in (0, 6) or any(row[n] for row in rows)]
-    return table([titles[n] for n in used], [[row[n] for n in used] for row in rows])
+    titles = ["version", "time", "nodes", "relations", "(un)frozen", "way back", "by", "reason"]
+    return table(titles, rows)
 
 
-def _detail(operation: dict[str, Any]) -> list[Cell]:
-    told = {name: value for name, value in operation.items() if name not in ("operation", "text")}
-    parts = [
-        f"{name}={value:,}" if type(value) is int else f"{name}={value}"
-        for name, value in told.items()
-    ]
-    text = f"{operation['text']!r} " if "text" in operation else ""
-    return ["", "", "", "", "", "", f"· {operation['operation']} {text}{', '.join(parts)}"]
+def _operations(commits: "Sequence[gn.Commit]") -> list[str]:
+    rows: list[list[Cell]] = []
+    for commit in commits:
+        for operation in commit.operations:
+            words = [f"{name}={value}" for name, value in operation.items()]
+            rows.append([commit.version, " ".join(words).removeprefix("operation=")])
+    return table(["version", "operation"], rows)
 
 
 def _signed(added: int, removed: int) -> str:
-    return " ".join([f"+{added:,}"] * bool(added) + [f"−{removed:,}"] * bool(removed))
+    parts = []
+    if added:
+        parts.append(f"+{added:,}")
+    if removed:
+        parts.append(f"−{removed:,}")
+    return " ".join(parts)
 
 
-def _reason(commit: gn.Commit) -> str:
-    joint = f" (part {commit.joint.part + 1} of {commit.joint.parts})" if commit.joint else ""
-    return f"{commit.reason or '(no reason given)'}{joint}"
-
-
-def _outlook(net: gn.GrapNet) -> list[str]:
-    """Says what undo and redo would do."""
-    journal = net.journal
-    if not journal.commits:
-        return ["  nothing was edited"]
-    if not journal.undoable and not journal.redoable:
-        return ["  none can be undone: gn.save(..., undo=True) keeps what that needs"]
-    told = []
-    for verb, done, stack in (
-        ("undo", "undone", journal.undoable),
-        ("redo", "redone", journal.redoable),
-    ):
-        if stack:
-            first = journal.commits[stack[-1]].version
-            told.append(
-                f"  {counted(len(stack), 'commit')} can be {done}: grapnet {verb} takes version"
-                f" {first:,} back"
-            )
-    return told
-
-
-def _as_data(commit: gn.Commit, way: str | None, turned: str | None) -> dict[str, Any]:
-    joint = commit.joint and {
-        "name": commit.joint.name,
-        "part": commit.joint.part,
-        "parts": commit.joint.parts,
-    }
+def _as_data(commit: "gn.Commit", way: str | None = None) -> dict[str, Any]:
+    joint = commit.joint and {"part": commit.joint.part, "parts": commit.joint.parts}
     return {
         "version": commit.version,
+        "time": commit.time,
         "reason": commit.reason,
         "by": commit.by,
         "undoes": commit.undoes,
         "joint": joint,
         "counts": commit.counts,
-        "turned": turned,
         "operations": plain(commit.operations),
         "way_back": way,
     }
@@ -180,84 +145,239 @@ def _configure_diff(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_diff(given: argparse.Namespace) -> Outcome:
-    a, b = read_contents(given.a), read_contents(given.b)
+    a = open_file(given.a)
+    b = open_file(given.b)
     data: dict[str, Any] = {"a": str(given.a), "b": str(given.b), "nets": {}}
     lines = [f"A  {given.a}", f"B  {given.b}"]
     for place in dict.fromkeys([*a.nets, *b.nets]):
-        told, found = _compared(a, b, place)
-        lines += ["", *told]
+        found = _compared(a.nets.get(place), b.nets.get(place))
         data["nets"][place] = found
-    beside = compare_beside(
-        *([*one.extras, *([one.beside] if one.beside else [])] for one in (a, b))
-    )
-    lines += ["", "Beside the nets, which does not count for the exit code"] if beside else []
-    lines += [f"  {name}: {one}" for name, one in beside.items()]
-    data["beside"] = {name: one._asdict() for name, one in beside.items()}
+        lines += ["", f"The {title(place)}", *_about_difference(found)]
+    data["beside"] = _compared_extras(a, b)
+    if data["beside"]:
+        lines += ["", "Beside the nets, which does not count for the exit code"]
+        for name, (state, *differ) in data["beside"].items():
+            lines.append(f"  {name}: {state} {few(differ, 3)}".rstrip())
     equal = all(one["equal"] for one in data["nets"].values())
-    return Outcome("\n".join(lines), {"equal": equal, **data}, code=0 if equal else 1)
+    return Outcome("\n".join(lines), {"equal": equal, **data}, code=int(not equal))
 
 
-def _compared(a: Contents, b: Contents, place: str) -> tuple[list[str], dict[str, Any]]:
-    for one, other, side in ((a, b, "B"), (b, a, "A")):
-        if place not in one.nets:
-            told = f"The {title(place)} is only in {side}: {other.nets[place]!r}"
-            return [told], {"equal": False, "only_in": side.lower()}
-    first, second = a.nets[place], b.nets[place]
-    found = compare(first, second)
-    lines = [f"The {title(place)}", f"  A  {first!r}", f"  B  {second!r}", f"  {found.lineage}"]
-    turned = _turned(max(first.history, second.history, key=len))
-    lines += _commits(found.commits, {}, turned, details=False)
-    if found.is_equal:
-        lines += ["  nodes, relations, names, settings and values are equal, bit for bit"]
-    else:
-        lines += ["", *_differences(found)]
-        lines += _examples(found)
-    return lines, _comparison_data(found, turned)
+def _compared(a: "gn.GrapNet | None", b: "gn.GrapNet | None") -> dict[str, Any]:
+    """Returns what differs between two nets.
+
+    Histories do not count: a net whose cut was undone is equal to the net before the cut.
+    """
+    if a is None:
+        return {"equal": False, "only_in": "b", "b": repr(b)}
+    if b is None:
+        return {"equal": False, "only_in": "a", "a": repr(a)}
+    ours = _columns(a)
+    theirs = _columns(b)
+    differences = {}
+    for what, column in ours.items():
+        counts = _compared_columns(column, theirs[what])
+        if counts["added"] or counts["removed"] or counts["changed"]:
+            differences[what] = counts
+    lineage, commits = _lineage(a, b)
+    return {
+        "equal": not differences,
+        "a": repr(a),
+        "b": repr(b),
+        "lineage": lineage,
+        "commits": [_as_data(commit) for commit in commits],
+        "differences": plain(differences),
+    }
 
 
-def _differences(found: Comparison) -> list[str]:
+class _Column(NamedTuple):
+    """One value for each node or relation of a net, or for the net itself."""
+
+    keys: "np.ndarray"  # [n] int64, another one for every row
+    values: "np.ndarray"  # [n]
+    kind: str = ""  # "node" or "relation" where rows of one net alone are a difference
+
+
+def _columns(net: "gn.GrapNet") -> dict[str, _Column]:
+    """Returns all that a net consists of, apart from its history."""
+    import numpy as np
+    import torch
+
+    nodes = net.select()
+    layers = torch.arange(len(net.layers)).repeat_interleave(torch.tensor(net.sizes))
+    # Sensory nodes have no bias: 0, and not frozen.
+    biases = torch.zeros(len(nodes), dtype=torch.float64)
+    frozen = torch.zeros(len(nodes), dtype=torch.bool)
+    for number, layer in enumerate(net.layers[1:], 1):
+        biases[layers == number] = layer.biases.detach().double()
+        frozen[(layers == number).nonzero().flatten()[layer.frozen_at.long()]] = True
+    relations = net.select().outgoing()
+    node_keys = nodes.uids.numpy()
+    relation_keys = (relations.parents << 32 | relations.children).numpy()
+    columns = {
+        "nodes": _Column(node_keys, layers.numpy(), "node"),
+        "biases": _Column(node_keys, biases.numpy()),
+        "frozen biases": _Column(node_keys, frozen.numpy()),
+        "owners": _Column(node_keys, np.array(nodes.owners, dtype=object)),
+        "activations": _Column(node_keys, np.array(nodes.activations, dtype=object)),
+        "relations": _Column(relation_keys, np.zeros(len(relations)), "relation"),
+        "weights": _Column(relation_keys, relations.weights.detach().double().numpy()),
+        "frozen relations": _Column(relation_keys, relations.frozen.numpy()),
+    }
+    state = net.state_dict()
+    settings = {
+        "activation of layers": [layer.default_activation for layer in net.layers],
+        "dropout of layers": [layer.dropout for layer in net.layers],
+        "backends": net.execution.choices(),
+        "data type": net.execution.dtype,
+        "attention": [state[name].tolist() for name in state if name.startswith("columns.")],
+    }
+    for name, value in settings.items():
+        columns[name] = _Column(np.zeros(1, dtype=np.int64), np.array([repr(value)], dtype=object))
+    return columns
+
+
+def _compared_columns(a: _Column, b: _Column) -> dict[str, Any]:
+    import numpy as np
+
+    _, at, other_at = np.intersect1d(a.keys, b.keys, assume_unique=True, return_indices=True)
+    first = a.values[at]
+    second = b.values[other_at]
+    differs = first != second
+    largest = None
+    if first.dtype == np.float64:
+        # Bit for bit, so that NaN equals itself and 0 differs from -0.
+        differs = first.view(np.int64) != second.view(np.int64)
+        with np.errstate(invalid="ignore"):
+            changes = np.abs(second[differs] - first[differs])
+        largest = float(changes.max()) if len(changes) else None
+    counts = {"added": 0, "removed": 0, "changed": int(differs.sum()), "largest": largest}
+    if a.kind:
+        added = np.delete(b.keys, other_at)
+        removed = np.delete(a.keys, at)
+        counts["added"] = len(added)
+        counts["removed"] = len(removed)
+        counts["first_added"] = _uids(added, a.kind)
+        counts["first_removed"] = _uids(removed, a.kind)
+        # The order of children is part of the graph.
+        counts["changed"] += int((a.keys[np.sort(at)] != b.keys[np.sort(other_at)]).sum())
+    return counts
+
+
+def _uids(keys: "np.ndarray", kind: str) -> list[str]:
+    found = keys[:_LISTED].tolist()
+    if kind == "node":
+        return [str(key) for key in found]
+    return [f"{key >> 32}→{key & 0xFFFFFFFF}" for key in found]
+
+
+def _lineage(a: "gn.GrapNet", b: "gn.GrapNet") -> "tuple[str, Sequence[gn.Commit]]":
+    """Returns how the histories are related, and the commits that only the longer one has."""
+    same = 0
+    for one, other in zip(a.history, b.history, strict=False):
+        if _identity(one) != _identity(other):
+            break
+        same += 1
+    longer = b
+    shorter = a
+    names = "B continues A"
+    if len(a.history) > len(b.history):
+        longer = a
+        shorter = b
+        names = "A continues B"
+    if same < len(shorter.history):
+        if not same:
+            return "separate histories", ()
+        return f"their histories part after version {a.history[same - 1].version:,}", ()
+    further = longer.history[same:]
+    if not _leads_from(shorter, longer, further):
+        return "separate histories", ()
+    if not further:
+        return f"both are at version {a.version:,} of the same history", ()
+    commits = counted(len(further), "commit")
+    return f"{names}: {commits} from version {shorter.version:,} to {longer.version:,}", further
+
+
+def _identity(commit: "gn.Commit") -> tuple[object, ...]:
+    """Returns what tells a commit from others, whatever a file keeps of it."""
+    return commit.version, commit.time, commit.reason, commit.by, commit.undoes, commit.counts
+
+
+def _leads_from(a: "gn.GrapNet", b: "gn.GrapNet", commits: "Sequence[gn.Commit]") -> bool:
+    """Says whether the counts of commits explain the sizes of both nets."""
+    nodes = sum(a.sizes)
+    relations = a.count().relations
+    for commit in commits:
+        nodes += commit.counts["nodes_added"] - commit.counts["nodes_removed"]
+        relations += commit.counts["relations_added"] - commit.counts["relations_removed"]
+    return (nodes, relations) == (sum(b.sizes), b.count().relations)
+
+
+def _about_difference(found: dict[str, Any]) -> list[str]:
+    if "only_in" in found:
+        return [f"  only in {found['only_in'].upper()}: {found[found['only_in']]}"]
+    lines = [f"  A  {found['a']}", f"  B  {found['b']}", f"  {found['lineage']}"]
+    for commit in found["commits"]:
+        lines.append(f"    version {commit['version']:,}: {commit['reason']}")
+    if found["equal"]:
+        return [*lines, "  nodes, relations, names, settings and values are equal, bit for bit"]
     rows: list[list[Cell]] = []
-    for what, one in found.differences.items():
-        if any(one[:3]):
-            largest = "" if one.largest is None else f"{one.largest:.3g}"
-            rows.append([what, *("" if count is None else count for count in one[:3]), largest])
-    return table(["what", "added", "removed", "changed", "largest change"], rows)
+    examples = []
+    for what, counts in found["differences"].items():
+        largest = counts["largest"]
+        row = [counts[key] or "" for key in ("added", "removed", "changed")]
+        rows.append([what, *row, "" if largest is None else f"{largest:.3g}"])
+        for way in ("added", "removed"):
+            if counts[way]:
+                uids = few(counts[f"first_{way}"], _SHOWN)
+                examples.append(f"  {what} {way}, by uid: {uids}")
+    titles = ["what", "added", "removed", "changed", "largest change"]
+    return [*lines, "", *table(titles, rows), *examples]
 
 
-def _examples(found: Comparison) -> list[str]:
-    """Names the first few nodes and relations that came and went, by uid."""
-    lines = []
-    for what, uids in _listed(found).items():
-        some = [
-            "→".join(map(str, uid)) if isinstance(uid, list) else str(uid)
-            for uid in uids[:_SHOWN].tolist()
-        ]
-        if some:
-            more = ", …" if len(uids) > len(some) else ""
-            lines.append(f"  {what.replace('_', ' ')}, by uid: {', '.join(some)}{more}")
-    return lines
+def _compared_extras(a: "Archive", b: "Archive") -> dict[str, list[str]]:
+    """Returns, by name, whether extras are equal bit for bit, and the places that differ."""
+    ours = dict(a.extras)
+    theirs = dict(b.extras)
+    if a.is_model and b.is_model:
+        ours["rest of the model"] = a.rest
+        theirs["rest of the model"] = b.rest
+    found = {}
+    for name in dict.fromkeys([*ours, *theirs]):
+        if name not in theirs:
+            found[name] = ["only in A"]
+        elif name not in ours:
+            found[name] = ["only in B"]
+        else:
+            first = {"kind": a.kinds.get(name), **dict(_leaves(ours[name]))}
+            second = {"kind": b.kinds.get(name), **dict(_leaves(theirs[name]))}
+            places = dict.fromkeys([*first, *second])
+            differ = [place for place in places if first.get(place) != second.get(place)]
+            found[name] = ["differs", *differ] if differ else ["equal"]
+    return found
 
 
-def _listed(found: Comparison) -> dict[str, np.ndarray]:
-    return {
-        "nodes_added": found.nodes_added,
-        "nodes_removed": found.nodes_removed,
-        "relations_added": found.relations_added,
-        "relations_removed": found.relations_removed,
-    }
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, object]]:
+    """Yields every value of a tree with its place, in a form that is equal where the bits are."""
+    import numpy as np
+    import torch
+
+    if isinstance(value, dict):
+        yield place, "dict"
+        for key, item in value.items():
+            yield from _leaves(item, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        yield place, type(value).__name__
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{place}[{number}]")
+    elif isinstance(value, torch.Tensor | np.ndarray):
+        tensor = torch.as_tensor(value).detach().cpu().contiguous()
+        content = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+        yield place, (tensor.dtype, tensor.shape, content)
+    else:
+        yield place, repr(value)
 
 
-def _comparison_data(found: Comparison, turned: dict[int, str | None]) -> dict[str, Any]:
-    return {
-        "equal": found.is_equal,
-        "lineage": found.lineage,
-        "commits": [_as_data(commit, None, turned[commit.version]) for commit in found.commits],
-        "differences": plain({what: one._asdict() for what, one in found.differences.items()}),
-        "first": {name: uids[:_LISTED].tolist() for name, uids in _listed(found).items()},
-    }
-
-
-COMMANDS: tuple[Command, ...] = (
+COMMANDS = (
     Command(
         "history",
         "the journal of a checkpoint: what was edited, why, and what can be undone",

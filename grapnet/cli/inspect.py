@@ -1,24 +1,37 @@
 """`grapnet inspect`: what a checkpoint holds."""
 
 import argparse
+from collections import Counter
 from typing import Any
 
 import grapnet as gn
 
-from .census import MOST_RELATIONS, census, census_of_owner
-from .columns import Cell, counted, in_bytes, pairs, table
-from .command import Command, CommandError, Outcome
-from .contents import Contents, read_contents, title
-from .files import add_file
-from .selection import require_owner
+from .command import (
+    Cell,
+    Command,
+    CommandError,
+    Outcome,
+    add_file,
+    counted,
+    few,
+    open_file,
+    plain,
+    positive,
+    table,
+    table_of,
+    title,
+)
+
+_MOST_RELATIONS = 2_000_000  # of a transition in which families are looked for
+_LARGEST = 3  # sizes of families that are listed
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    parser.add_argument("--owner", metavar="NAME", help="tell only of the nodes of one owner")
+    parser.add_argument("--owner", metavar="NAME", help="only the nodes of one owner")
     parser.add_argument(
         "--batch",
-        type=int,
+        type=positive,
         default=256,
         metavar="N",
         help="samples at once, for the choice of backends (default: 256)",
@@ -26,219 +39,241 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    if given.batch < 1:
-        raise CommandError(
-            f"--batch is a whole number, at least 1, got {given.batch}", "leave it out for 256"
-        )
-    contents = read_contents(given.file, given.device)
-    lines, data = _file(contents, with_extras=given.owner is None)
-    data["nets"] = {}
-    for place, net in _owned(contents, given.owner).items():
+    file = open_file(given.file)
+    data: dict[str, Any] = {
+        "file": str(given.file),
+        "bytes": file.nbytes,
+        "sizes": dict(file.sizes),
+        "kind": "model" if file.is_model else "net",
+        "undo": file.undo,
+        "history": file.history,
+        "extras": dict(file.kinds),
+        "nets": {},
+    }
+    undo = "kept" if file.undo else "not kept"
+    lines = [
+        f"{given.file}: {counted(len(file.nets), 'net')}, {file.nbytes:,} bytes",
+        f"  undo: {undo}; history: {file.history}",
+    ]
+    if given.owner is None:
+        lines += _about_file(data)
+    for place, net in file.nets.items():
         if given.owner is None:
-            told = census(net, given.batch)
-            lines += ["", *_whole(contents, place, net, told, given.batch)]
-        else:
-            told = census_of_owner(net, given.owner)
-            lines += ["", *_narrowed(place, told)]
-        data["nets"][place] = told | {"also_at": contents.also_at[place]}
+            found = _census(net.to(given.device), given.batch)
+            lines += _about_net(place, found, given.batch)
+            data["nets"][place] = found
+        elif given.owner in net.owners:
+            found = _census_of_owner(net, given.owner)
+            lines += _about_owner(place, found)
+            data["nets"][place] = found
+    if not data["nets"]:
+        owners = [owner for net in file.nets.values() for owner in net.owners]
+        raise CommandError(f"no node has the owner {given.owner!r}", f"owners are: {few(owners)}")
     return Outcome("\n".join(lines), data)
 
 
-def _owned(contents: Contents, owner: str | None) -> dict[str, gn.GrapNet]:
-    """Returns the nets to tell of; raises CommandError when no net has that owner."""
-    if owner is None:
-        return contents.nets
-    require_owner(
-        owner, dict.fromkeys(name for net in contents.nets.values() for name in net.owners)
-    )
-    return {place: net for place, net in contents.nets.items() if owner in net.owners}
+def _about_file(data: dict[str, Any]) -> list[str]:
+    rows: list[list[Cell]] = [[part, size] for part, size in data["sizes"].items() if size]
+    lines = ["", "Parts of the file", *table(["part", "bytes"], rows)]
+    if data["extras"]:
+        rows = [[name, kind] for name, kind in data["extras"].items()]
+        lines += ["", "Beside the net", *table(["name", "what it is"], rows)]
+    return lines
 
 
-def _file(contents: Contents, *, with_extras: bool) -> tuple[list[str], dict[str, Any]]:
-    kept = [*contents.extras, *([contents.beside] if contents.beside else [])]
-    what = f"a model with {counted(len(contents.nets), 'net')}" if contents.is_model else "one net"
-    lines = [
-        str(contents.path),
-        f"  {what}, {in_bytes(contents.bytes)}, checkpoint format {contents.format}",
-    ]
-    if kept and with_extras:
-        rows: list[list[Cell]] = [[one.name, one.bytes or None, one.made_by] for one in kept]
-        lines += ["", "Beside the nets" if contents.is_model else "Beside the net"]
-        lines += table(["name", "bytes", "what it is"], rows)
-    return lines, {
-        "file": str(contents.path),
-        "bytes": contents.bytes,
-        "format": contents.format,
-        "kind": "model" if contents.is_model else "net",
-        "extras": {
-            one.name: {"saved_from": one.made_by, "bytes": one.bytes} for one in contents.extras
-        },
-        "beside": (
-            contents.beside and {"holds": contents.beside.made_by, "bytes": contents.beside.bytes}
-        ),
+def _census(net: "gn.GrapNet", batch: int) -> dict[str, Any]:
+    """Returns the facts about a net that can be known without running it."""
+    count = net.count()
+    return {
+        "sizes": net.sizes,
+        "version": net.version,
+        "commits": len(net.history),
+        "undoable": len(net.journal.undoable),
+        "redoable": len(net.journal.redoable),
+        "dtype": str(net.execution.dtype).removeprefix("torch."),
+        "relations": count.relations,
+        "biases": count.biases,
+        "frozen": count.frozen,
+        "trainable": count.trainable,
+        "flops": count.flops,
+        "bytes": count.bytes,
+        "layers": [_layer(net, number) for number in range(len(net.layers))],
+        "transitions": [_transition(net, t) for t in range(len(net.transitions))],
+        "owners": [_owner(net, owner) for owner in [*net.owners, None]],
+        "backends": plain(net.execution.describe(batch)),
     }
 
 
-def _whole(
-    contents: Contents, place: str, net: gn.GrapNet, told: dict[str, Any], batch: int
-) -> list[str]:
-    also = f" (also at {', '.join(contents.also_at[place])})" if contents.also_at[place] else ""
-    way_back = f"{told['undoable']:,} can be undone, {told['redoable']:,} redone"
-    if told["commits"] and not told["undoable"] and not told["redoable"]:
-        way_back = "none can be undone: gn.save(..., undo=True) keeps what that needs"
-    memory = told["bytes"]
-    facts = {
-        "version": (
-            f"{told['version']:,}: {counted(told['commits'], 'commit')}, {way_back}"
-            if told["commits"]
-            else "0: no edits"
-        ),
-        "parameters": (
-            f"{told['parameters']:,} trainable, {told['frozen']:,} frozen, {told['dtype']}"
-        ),
-        "memory": (
-            f"{in_bytes(memory['coordinates'])} of values and {in_bytes(memory['wiring'])} of"
-            " wiring"
-        ),
-        "one sample": f"{told['flops']:,} floating-point operations forward",
+def _layer(net: "gn.GrapNet", number: int) -> dict[str, Any]:
+    layer = net.layers[number]
+    return {
+        "layer": number,
+        "nodes": len(layer),
+        "uids": _range(layer.uids.tolist()),
+        "dropout": layer.dropout,
+        "frozen_biases": len(layer.frozen_at) if number > 0 else 0,
+        "activation": _activations(layer) or layer.default_activation,
     }
-    lines = [f"The {title(place)}: {'-'.join(map(str, told['sizes']))}{also}", *pairs(facts)]
-    lines += ["", "Layers", *_table_of_layers(told["layers"])]
-    lines += ["", "Relations", *_table_of_relations(told["transitions"])]
-    if net.owners:
-        lines += ["", "Owners", *_table_of_owners(told["owners"])]
-    return [
-        *lines,
-        "",
-        f"Backends at batch {batch:,} on {net.device}",
-        *_backends(told["backends"]),
+
+
+def _transition(net: "gn.GrapNet", t: int) -> dict[str, Any]:
+    relations = net.layers[t].outgoing()
+    cells = len(net.layers[t]) * len(net.layers[t + 1])
+    return {
+        "transition": t,
+        "layers": f"{t} → {t + 1}",
+        "relations": len(relations),
+        "density": len(relations) / max(cells, 1),
+        "frozen": int(relations.frozen.sum()),
+        "families": _families(net, t),
+    }
+
+
+def _owner(net: "gn.GrapNet", owner: str | None) -> dict[str, Any]:
+    nodes = net.select(owner=owner)
+    outgoing = nodes.outgoing()
+    return {
+        "owner": owner,
+        "nodes": len(nodes),
+        "outgoing": len(outgoing),
+        "frozen": int(outgoing.frozen.sum()),
+        "incoming": len(nodes.incoming()),
+    }
+
+
+def _families(net: "gn.GrapNet", t: int) -> str:
+    """Returns the sizes of the largest families: nodes × children that they have in common."""
+    if len(net.layers[t].outgoing()) > _MOST_RELATIONS:
+        return f"not looked for above {_MOST_RELATIONS:,} relations"
+    sizes = Counter(family.block for family in net.execution.families(t))
+    texts = []
+    others = sizes.total()
+    for (members, children), number in sizes.items():
+        if members > 1 and len(texts) < _LARGEST:
+            several = f"{number:,} of " if number > 1 else ""
+            texts.append(f"{several}{members:,} × {children:,}")
+            others -= number
+    if texts and others:
+        texts.append(f"{others:,} others")
+    return ", ".join(texts) or "none"
+
+
+def _about_net(place: str, found: dict[str, Any], batch: int) -> list[str]:
+    way_back = ""
+    if found["undoable"] or found["redoable"]:
+        way_back = f"; {found['undoable']:,} can be undone, {found['redoable']:,} redone"
+    elif found["commits"]:
+        way_back = "; none can be undone: gn.save(..., undo=True) keeps what that needs"
+    facts: list[list[Cell]] = [
+        ["version", f"{found['version']:,}{way_back}"],
+        ["parameters", f"{found['trainable']:,} trainable, {found['frozen']:,} frozen"],
+        ["memory", f"{found['bytes']:,} bytes, {found['dtype']}"],
+        ["one sample", f"{found['flops']:,} floating-point operations forward"],
     ]
-
-
-def _table_of_layers(layers: list[dict[str, Any]]) -> list[str]:
+    lines = ["", f"The {title(place)}: {'-'.join(map(str, found['sizes']))}"]
+    lines += table(["", ""], facts)[1:]
+    titles = {
+        "layer": "layer",
+        "nodes": "nodes",
+        "uids": "uids",
+        "dropout": "dropout",
+        "frozen_biases": "biases frozen",
+        "activation": "activation",
+    }
+    lines += ["", "Layers", *table_of(titles, found["layers"])]
+    titles = {
+        "layers": "layers",
+        "relations": "relations",
+        "density": "density",
+        "frozen": "frozen",
+        "families": "families: nodes × children",
+    }
+    lines += ["", "Relations", *table_of(titles, found["transitions"])]
+    titles = {
+        "owner": "owner",
+        "nodes": "nodes",
+        "outgoing": "relations owned",
+        "frozen": "frozen of these",
+        "incoming": "received",
+    }
+    if len(found["owners"]) > 1:
+        lines += ["", "Owners", *table_of(titles, found["owners"])]
     rows: list[list[Cell]] = []
-    for layer in layers:
-        names = ", ".join(
-            f"{name} {count:,}" if len(layer["activations"]) > 1 else name
-            for name, count in layer["activations"].items()
-        )
-        share = layer["frozen_biases"] / layer["biases"] if layer["biases"] else None
-        rows.append(
-            [
-                layer["layer"],
-                layer["nodes"],
-                _uids(layer["first_and_last_uid"], layer["nodes"]),
-                layer["dropout"] or None,
-                share,
-                names,
-            ]
-        )
-    return _sparing(
-        ["layer", "nodes", "uids", "dropout", "biases frozen", "activation"], rows, 3, 4
-    )
-
-
-def _table_of_relations(transitions: list[dict[str, Any]]) -> list[str]:
-    rows: list[list[Cell]] = []
-    for one in transitions:
-        share = one["frozen"] / one["relations"] if one["relations"] else None
-        rows.append([_place(one), one["relations"], one["density"], share, _families(one)])
-    return _sparing(
-        ["layers", "relations", "density", "frozen", "families: nodes × children in common"],
-        rows,
-        3,
-    )
-
-
-def _table_of_owners(owners: dict[str, dict[str, int]]) -> list[str]:
-    rows: list[list[Cell]] = []
-    for name, one in owners.items():
-        share = one["frozen"] / one["outgoing"] if one["outgoing"] else None
-        rows.append([_shown(name), one["nodes"], one["outgoing"], share, one["incoming"]])
-    return _sparing(["owner", "nodes", "relations owned", "frozen of these", "received"], rows, 3)
-
-
-def _sparing(titles: list[str], rows: list[list[Cell]], *spared: int) -> list[str]:
-    """Returns a table without those of the columns `spared` that have nothing to say in any row."""
-    kept = [n for n in range(len(titles)) if n not in spared or any(row[n] for row in rows)]
-    return table([titles[n] for n in kept], [[row[n] for n in kept] for row in rows])
-
-
-def _uids(ascending: list[int], nodes: int) -> str | None:
-    """Returns the uids of nodes of a layer, of which at least the first and the last are given."""
-    if not ascending:
-        return None
-    first, last = ascending[0], ascending[-1]
-    told = f"{first}" if first == last else f"{first} to {last}"
-    return told if last - first + 1 == nodes else f"{told}, with gaps"
-
-
-def _place(one: dict[str, Any]) -> str:
-    return f"{one['transition']} → {one['transition'] + 1}"
-
-
-def _families(one: dict[str, Any]) -> str:
-    """Returns the largest families of a transition; nodes whose children nobody else has are
-    none.
-    """
-    if one["families"] is None:
-        return f"not looked for above {MOST_RELATIONS:,} relations"
-    large = [family for family in one["largest_families"] if family["members"] > 1]
-    counts = [f"{f['families']:,} of " if f["families"] > 1 else "" for f in large]
-    blocks = [
-        f"{count}{f['members']:,} × {f['children']:,}"
-        for count, f in zip(counts, large, strict=True)
-    ]
-    others = one["families"] - sum(family["families"] for family in large)
-    return ", ".join(blocks) + (f", {others:,} others" if others else "") if large else "none"
-
-
-def _backends(backends: list[dict[str, Any]]) -> list[str]:
-    rows: list[list[Cell]] = []
-    for one in backends:
-        rows.append([_place(one), one["chosen"], one["runs"], one["why"]])
+    for one in found["backends"]:
+        t = one["transition"]
+        rows.append([f"{t} → {t + 1}", one["chosen"], one["runs"], one["why"]])
         for name, reasons in one["refused"].items():
             rows.append(["", "", f"not {name}", "; ".join(reasons)])
-    return table(["layers", "asked for", "runs", "why"], rows)
+    lines += ["", f"Backends at batch {batch:,}"]
+    return lines + table(["layers", "chosen", "runs", "why"], rows)
 
 
-def _narrowed(place: str, told: dict[str, Any]) -> list[str]:
-    head = f"{_shown(told['owner'])} in the {title(place)}: {counted(told['nodes'], 'node')}"
-    layers: list[list[Cell]] = [
-        [
-            one["layer"],
-            f"{one['nodes']:,} of {one['of']:,}",
-            _uids(one["uids"], one["nodes"]),
-            one["frozen_biases"],
-            ", ".join(one["activations"]),
-        ]
-        for one in told["layers"]
-    ]
-    wires: list[list[Cell]] = []
-    for one in told["transitions"]:
-        sides = [f"to {_shown(name)} {count:,}" for name, count in one["to"].items()]
-        sides += [f"from {_shown(name)} {count:,}" for name, count in one["from"].items()]
-        wires.append(
-            [_place(one), one["outgoing"], one["incoming"], one["frozen"], ", ".join(sides)]
-        )
-    lines = [
-        head,
-        *_sparing(["layer", "nodes", "uids", "biases frozen", "activation"], layers, 3),
+def _census_of_owner(net: "gn.GrapNet", owner: str) -> dict[str, Any]:
+    """Returns where the nodes of one owner are and which owners they are related to."""
+    everybody = net.select()
+    names = [owner or "no owner" for owner in everybody.owners]
+    owner_of = dict(zip(everybody.uids.tolist(), names, strict=True))
+    layers = []
+    for number, uids in net.select(owner=owner).uids_by_layer.items():
+        activation = _activations(net.select(layer=number, owner=owner))
+        layers.append({"layer": number, "uids": uids.tolist(), "activation": activation})
+    transitions = []
+    for t in range(len(net.transitions)):
+        outgoing = net.select(layer=t, owner=owner).outgoing()
+        incoming = net.select(layer=t + 1, owner=owner).incoming()
+        related = Counter(f"to {owner_of[uid]}" for uid in outgoing.children.tolist())
+        related += Counter(f"from {owner_of[uid]}" for uid in incoming.parents.tolist())
+        one = {
+            "layers": f"{t} → {t + 1}",
+            "outgoing": len(outgoing),
+            "incoming": len(incoming),
+            "frozen": int((outgoing | incoming).frozen.sum()),
+            "with": few(f"{count:,} {other}" for other, count in related.items()),
+        }
+        transitions.append(one)
+    return {"owner": owner, "layers": layers, "transitions": transitions}
+
+
+def _about_owner(place: str, found: dict[str, Any]) -> list[str]:
+    rows: list[list[Cell]] = []
+    for one in found["layers"]:
+        uids = _range(one["uids"])
+        rows.append([one["layer"], len(one["uids"]), uids, one["activation"]])
+    titles = {
+        "layers": "layers",
+        "outgoing": "owned",
+        "incoming": "received",
+        "frozen": "frozen",
+        "with": "with",
+    }
+    return [
         "",
-        "Relations",
+        f"{found['owner']} in the {title(place)}",
+        *table(["layer", "nodes", "uids", "activation"], rows),
+        "",
+        *table_of(titles, found["transitions"]),
     ]
-    return lines + _sparing(["layers", "owned", "received", "frozen", "with"], wires, 3)
 
 
-def _shown(owner: str) -> str:
-    """Returns the name of an owner, in quotes where nothing of it would be seen."""
-    return owner if owner.strip() else repr(owner)
+def _activations(nodes: "gn.NodeSet") -> str:
+    counts = Counter(nodes.activations)
+    if len(counts) == 1:
+        return next(iter(counts))
+    return few(f"{name} {count:,}" for name, count in counts.items())
 
 
-COMMANDS: tuple[Command, ...] = (
+def _range(uids: list[int]) -> str:
+    """Returns ascending uids as text."""
+    if len(uids) < 2:
+        return few(map(str, uids))
+    gaps = "" if uids[-1] - uids[0] + 1 == len(uids) else ", with gaps"
+    return f"{uids[0]} to {uids[-1]}{gaps}"
+
+
+COMMANDS = (
     Command(
         "inspect",
-        "layers, relations, owners, memory and backends of a checkpoint",
+        "size, layers, relations, owners and backends of a checkpoint",
         "Look at a net",
         _configure,
         _run,

@@ -1,31 +1,37 @@
-"""Small checkpoint files for the tests of the command line, each a fresh copy in the test's own
-folder.
+"""Small files for the tests of the command line, and what runs a command in this process.
 
-- `checkpoint`: a grown net 6-9-3 of the owners task-0, task-1 and task-2 at version 7: six inputs,
-  three hidden nodes an owner, three outputs without owner, 36 relations; three of task-0's frozen,
-  three commits by a rule with remarks, a cut and its undo. Saved with undo=True, an optimizer, a
-  memory, a generator and a note.
-- `earlier_checkpoint`: the same net, saved at version 4, before task-2 was grown.
-- `bare_checkpoint`: the same net at version 7 without undo and extras.
-- `model_checkpoint`: a model with two grafted nets, "0" (8-6-4) and "2" (4-2), beside a LayerNorm.
-- `damaged_checkpoint`: `checkpoint` with one byte of its last tensor turned.
-- `missing_checkpoint`: a path at which there is nothing.
-- `run`: `run("inspect", path, ...)` runs a command in this process and returns its exit code,
-  output and errors.
+`folder` is an empty folder, in which the test runs, with
+- net.safetensors: a grown net 6-9-3 of the owners task-0, task-1 and task-2 at version 7, three of
+  task-0's relations frozen, with a cut and its undo in the journal; with undo, the full history,
+  Adam, a memory, a generator and a note;
+- earlier.safetensors: the same net at version 4, before task-2 was grown;
+- bare.safetensors: the same net at version 7 with the outline of its history, and nothing else;
+- model.safetensors: a model with two nets, "0" (8-6-4) and "2" (4-2), beside a LayerNorm;
+- damaged.safetensors: net.safetensors with one bit of its last tensor turned;
+- mlp.pt: the state dict of a plain 5-8-3 MLP with ReLU, under the key "model" of a checkpoint;
+- pruned.safetensors: the same with half of its weights zero.
 """
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import prune
 
 import grapnet as gn
 from grapnet.cli.main import main
 from grapnet.learning import ReservoirMemory
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --renew."""
+    parser.addoption("--renew", action="store_true", help="write tests/cli/golden again")
 
 
 class Ran(NamedTuple):
@@ -37,9 +43,10 @@ class Ran(NamedTuple):
 
 
 def grown_net() -> tuple[gn.GrapNet, gn.GrapNet]:
-    """Returns the net of `checkpoint`, and the net as it was before its third owner."""
+    """Returns a net of three owners, and the net as it was before its third owner."""
     torch.manual_seed(0)
-    net, earlier = gn.GrapNet([6, 0, 3]), None
+    net = gn.GrapNet([6, 0, 3])
+    earlier = net
     for task in range(3):
         if task == 2:
             earlier = copy.deepcopy(net)
@@ -52,13 +59,12 @@ def grown_net() -> tuple[gn.GrapNet, gn.GrapNet]:
             with net.edit(reason="keep task 0") as edit:
                 edit.freeze(net.select(owner="task-0").outgoing())
         if task == 1:
-            with net.edit(reason="let task 0 speak too") as edit:
+            with net.edit(reason="let both reach the last output") as edit:
                 edit.connect(net.select(owner="task-0"), net.layers[2][1:])
                 edit.connect(net.select(owner="task-1"), net.layers[2][2:])
     with net.edit(reason="forget task 1") as edit:
         edit.cut(net.select(owner="task-1").outgoing())
     net.undo()
-    assert earlier is not None
     return net, earlier
 
 
@@ -76,14 +82,27 @@ def model_of_nets() -> nn.Module:
     return model
 
 
+def plain_mlp() -> nn.Sequential:
+    """Returns the plain model of mlp.pt."""
+    torch.manual_seed(2)
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, width: int) -> None:
+    """Makes two steps, so that an optimizer has state."""
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(5, width)).square().sum().backward()
+        optimizer.step()
+
+
 @pytest.fixture(scope="session")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    """The content of every file, written once."""
-    folder = tmp_path_factory.mktemp("checkpoints")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with every file, written once."""
+    folder = tmp_path_factory.mktemp("files")
     net, earlier = grown_net()
     optimizer = torch.optim.Adam(net.parameters())
-    net(torch.ones(2, 6)).sum().backward()
-    optimizer.step()
+    train(net, optimizer, 6)
     memory = ReservoirMemory(4, seed=0)
     memory.add(torch.zeros(6, 6), torch.arange(6) % 3)
     extras = {
@@ -92,54 +111,31 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
         "rng": torch.default_generator,
         "note": {"step": 3},
     }
-    gn.save(folder / "whole", net, history="full", undo=True, **extras)
-    gn.save(folder / "earlier", earlier, history="full", undo=True)
-    gn.save(folder / "bare", net, history="full")
-    gn.save(folder / "model", model_of_nets())
-    files = {path.name: path.read_bytes() for path in folder.iterdir()}
-    files["damaged"] = files["whole"][:-1] + bytes([files["whole"][-1] ^ 1])
-    return files
+    gn.save(folder / "net.safetensors", net, undo=True, history="full", **extras)
+    gn.save(folder / "earlier.safetensors", earlier, undo=True, history="full")
+    gn.save(folder / "bare.safetensors", net)
+    gn.save(folder / "model.safetensors", model_of_nets())
+    content = bytearray((folder / "net.safetensors").read_bytes())
+    content[-1] ^= 1
+    (folder / "damaged.safetensors").write_bytes(content)
+    mlp = plain_mlp()
+    torch.save({"model": mlp.state_dict(), "epoch": 3}, folder / "mlp.pt")
+    prune.l1_unstructured(mlp[0], "weight", 0.5)
+    save_file(mlp.state_dict(), folder / "pruned.safetensors")
+    return folder
 
 
 @pytest.fixture
-def checkpoint(saved: dict[str, bytes], tmp_path: Path) -> Path:
-    """A grown net of three owners, with everything that a file can hold."""
-    return _put(tmp_path / "net.safetensors", saved["whole"])
-
-
-@pytest.fixture
-def earlier_checkpoint(saved: dict[str, bytes], tmp_path: Path) -> Path:
-    """The same net before its third owner."""
-    return _put(tmp_path / "earlier.safetensors", saved["earlier"])
-
-
-@pytest.fixture
-def bare_checkpoint(saved: dict[str, bytes], tmp_path: Path) -> Path:
-    """The same net without undo and extras."""
-    return _put(tmp_path / "bare.safetensors", saved["bare"])
-
-
-@pytest.fixture
-def model_checkpoint(saved: dict[str, bytes], tmp_path: Path) -> Path:
-    """A model with two nets inside."""
-    return _put(tmp_path / "model.safetensors", saved["model"])
-
-
-@pytest.fixture
-def damaged_checkpoint(saved: dict[str, bytes], tmp_path: Path) -> Path:
-    """A file whose content is not what was saved."""
-    return _put(tmp_path / "damaged.safetensors", saved["damaged"])
-
-
-@pytest.fixture
-def missing_checkpoint(tmp_path: Path) -> Path:
-    """A path at which there is nothing."""
-    return tmp_path / "missing.safetensors"
+def folder(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A fresh copy of every file, in the working directory of the test."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    """Runs a command in this process."""
+    """Runs a command in this process: `run("inspect", path)`."""
 
     def run_command(*arguments: object) -> Ran:
         capsys.readouterr()
@@ -147,12 +143,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
             code = main([str(argument) for argument in arguments])
         except SystemExit as end:  # of the parser
             code = int(end.code or 0)
-        told = capsys.readouterr()
-        return Ran(code, told.out, told.err)
+        printed = capsys.readouterr()
+        return Ran(code, printed.out, printed.err)
 
     return run_command
-
-
-def _put(path: Path, content: bytes) -> Path:
-    path.write_bytes(content)
-    return path

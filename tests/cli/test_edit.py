@@ -1,443 +1,319 @@
-"""Edits from the shell: they do what the same edit does in Python, to all that a file holds, or
-nothing at all.
-"""
+"""Edits from the shell are the edits of Python, and a file is written whole or not at all."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import grapnet as gn
-from grapnet.learning import ReservoirMemory
 
-from .edited import assert_same_states, content, read_optimizer, values
+from .conftest import Ran, model_of_nets, train
+from .full_disk import no_file_beyond
 
-
-def test_a_cut_does_what_python_does_and_the_optimizer_follows(checkpoint, tmp_path, run):
-    expected = gn.load(checkpoint)
-    optimizer = torch.optim.Adam(expected.parameters())
-    gn.restore(checkpoint, optimizer=optimizer)
-    gn.attach(optimizer, expected)
-    with expected.edit(reason="forget it") as edit:
-        edit.cut(expected.select(owner="task-1").outgoing())
-    done = run(
-        "cut",
-        checkpoint,
-        "--owner",
-        "task-1",
-        "--reason",
-        "forget it",
-        "-o",
-        tmp_path / "cut.safetensors",
-    )
-    assert (done.code, done.err) == (0, "")
-    net, states = read_optimizer(tmp_path / "cut.safetensors")
-    assert all(
-        torch.equal(a, b) for a, b in zip(net.parameters(), expected.parameters(), strict=True)
-    )
-    assert_same_states(
-        states, {name: optimizer.state[p] for name, p in expected.named_parameters()}
-    )
-    assert len(states["transitions.1.weight"]["exp_avg"]) == 9  # of 18, 3 are frozen and 6 are gone
-    assert (net.history[-1].reason, net.history[-1].by, net.version) == (
-        "forget it",
-        "grapnet cut",
-        8,
-    )
-    assert [commit.reason for commit in net.history[:-1]] == [
-        c.reason for c in expected.history[:-1]
-    ]
+Run = Callable[..., Ran]
+NET = Path("net.safetensors")
+NEW = Path("new.safetensors")
 
 
-def test_everything_else_in_the_file_stays(checkpoint, tmp_path, run):
-    new = tmp_path / "new.safetensors"
-    assert run("cut", checkpoint, "--owner", "task-1", "-o", new).code == 0
-    found = []
-    for path in (checkpoint, new):
-        memory, random = ReservoirMemory(4, seed=9), torch.Generator()
-        data = gn.restore(path, memory=memory, rng=random)
-        found.append(
-            (memory.state_dict()["content"]["x"].tolist(), random.get_state().tolist(), data)
-        )
-    assert found[0] == found[1]
-    assert found[0][2] == {"note": {"step": 3}}
+def read(path: Path) -> tuple[gn.GrapNet, dict[str, dict]]:
+    """Returns the net of a file and the state of its optimizer by the names of Parameters."""
+    file = gn.open(path)
+    optimizer = torch.optim.Adam(file.net.parameters())
+    file.load(optimizer=optimizer)
+    return file.net, {name: optimizer.state[p] for name, p in file.net.named_parameters()}
 
 
-def test_a_dry_run_writes_nothing_and_tells_the_numbers_of_the_real_one(checkpoint, tmp_path, run):
-    before = content(tmp_path)
-    asked = ["cut", checkpoint, "--owner", "task-1", "--both", "--json"]
-    told = json.loads(run(*asked, "--dry-run").out)
-    assert content(tmp_path) == before
-    real = json.loads(run(*asked, "-o", tmp_path / "new.safetensors").out)
-    assert told.pop("dry_run") is True
-    assert real.pop("dry_run") is False
-    assert (told.pop("written"), real.pop("written")) == (None, str(tmp_path / "new.safetensors"))
-    assert told == real
-    net, effect = gn.load(tmp_path / "new.safetensors"), real["effect"]
-    assert effect["removed"] == [6, 6]
-    assert effect["added"] == [0, 0]
-    assert effect["after"]["relations"] == [t.size for t in net.transitions] == [12, 12]
-    assert (effect["before"]["orphans"], effect["after"]["orphans"]) == (0, 3)
-    assert effect["after"]["bytes"] == net.count().bytes < effect["before"]["bytes"]
-    text = run("cut", checkpoint, "--owner", "task-1", "--dry-run").out
-    assert "dry run of cut" in text
-    assert "nothing was written" in text
-    assert "optimizer followed" in text
-
-
-@pytest.mark.parametrize(
-    ("options", "removed"),
-    [
-        ("--owner task-1", [0, 6]),
-        ("--owner task-1 --incoming", [6, 0]),
-        ("--owner task-1 --both", [6, 6]),
-        ("--owner task-1 --owner task-2", [0, 9]),
-        ("--owner task-0 --owner task-1 --node 9", [0, 3]),
-        ("--layer 0", [18, 0]),
-        ("--layer 1 --owner task-1", [0, 6]),
-        ("--layer -1 --incoming", [0, 18]),
-        ("--transition 0", [18, 0]),
-        ("--transition 0 --transition 1", [18, 18]),
-        ("--owner task-1 --both --transition 0", [6, 0]),
-        ("--node 0", [3, 0]),
-        ("--relation 0:9 --relation 0:10", [2, 0]),
-        ("--node 0 --relation 0:9 --relation 1:9", [1, 0]),
-        ("--transition 1 --smallest 0.5", [0, 9]),
-        ("--owner task-2 --incoming --smallest 0.34", [2, 0]),
-        ("--all", [18, 18]),
-    ],
-)
-def test_options_of_one_kind_add_up_and_different_ones_narrow(
-    bare_checkpoint, run, options, removed
-):
-    done = run("cut", bare_checkpoint, *options.split(), "--dry-run", "--json")
-    assert (done.code, done.err) == (0, "")
-    assert json.loads(done.out)["effect"]["removed"] == removed
-
-
-def test_the_smallest_are_the_smallest_of_what_is_selected(checkpoint, tmp_path, run):
-    weakest = gn.load(checkpoint).select(owner="task-1").outgoing().smallest(count=2)
-    pairs = set(zip(weakest.parents.tolist(), weakest.children.tolist(), strict=True))
-    run("cut", checkpoint, "--owner", "task-1", "--smallest", "0.34", "-o", tmp_path / "new")
-    gone = gn.load(tmp_path / "new").diff(7, 8).relations_removed
-    assert {tuple(pair) for pair in gone.tolist()} == pairs
-
-
-def test_undo_and_redo_bring_weights_and_moments_back_bit_for_bit(checkpoint, tmp_path, run):
-    path = tmp_path / "new.safetensors"
-    assert run("cut", checkpoint, "--owner", "task-1", "--both", "--orphans", "-o", path).code == 0
-    cut = read_optimizer(path)
-    assert run("undo", path, "--in-place").code == 0
-    (net, states), (first, moments) = read_optimizer(path), read_optimizer(checkpoint)
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), first.parameters(), strict=True))
-    assert_same_states(states, moments)
-    # of relations that were gone
-    assert states["transitions.0.weight"]["exp_avg"][6:12].abs().max() > 0
-    assert run("redo", path, "--in-place").code == 0
-    net, states = read_optimizer(path)
-    assert all(
-        torch.equal(a, b) for a, b in zip(net.parameters(), cut[0].parameters(), strict=True)
-    )
-    assert_same_states(states, cut[1])
-    assert (net.version, net.sizes) == (10, [6, 6, 3])
-    done = run("undo", path, "--steps", 3, "--json", "-o", tmp_path / "older")
-    # the cut; then the undo of "forget task 1" is a pair that has left the way back; then the
-    # growth of task 2
-    assert (done.code, gn.load(tmp_path / "older").version) == (0, 13)
-
-
-def test_undo_is_kept_as_in_the_file_or_as_asked(checkpoint, bare_checkpoint, tmp_path, run):
-    for path, options, kept in [
-        (checkpoint, [], True),
-        (checkpoint, ["--no-undo"], False),
-        (bare_checkpoint, [], False),
-        (bare_checkpoint, ["--undo"], True),
-    ]:
-        done = run(
-            "cut", path, "--owner", "task-1", "-o", tmp_path / "new", "--force", "--json", *options
-        )
-        assert json.loads(done.out)["undo"] is kept
-        assert bool(gn.load(tmp_path / "new").journal.undoable) is kept
-        back = run("undo", tmp_path / "new", "--dry-run")
-        assert back.code == (0 if kept else 2)
-        assert (
-            kept
-            or f"there is nothing to undo: {tmp_path / 'new'} was saved without undo=True"
-            in back.err
-        )
-    run("cut", checkpoint, "--owner", "task-1", "--no-undo", "-o", tmp_path / "first")
-    again = run("cut", tmp_path / "first", "--owner", "task-2", "--dry-run", "--json")
-    assert json.loads(again.out)["undo"] is False
-
-
-def test_without_undo_the_file_holds_nothing_of_what_was_cut(checkpoint, tmp_path, run):
-    weights = gn.load(checkpoint).select(owner="task-1").outgoing().weights.detach()
-    moments = read_optimizer(checkpoint)[1]["transitions.1.weight"]["exp_avg"].flatten()
-    gone = [value.numpy().tobytes() for value in (*weights, *moments) if value != 0]
-    for option in ("--undo", "--no-undo"):
-        run("cut", checkpoint, "--transition", 1, option, "-o", tmp_path / option)
-    assert all(value in (tmp_path / "--undo").read_bytes() for value in gone)
-    assert not any(value in (tmp_path / "--no-undo").read_bytes() for value in gone)
-
-
-def test_freeze_and_unfreeze(checkpoint, tmp_path, run):
-    path = tmp_path / "new.safetensors"
-    done = run("freeze", checkpoint, "--owner", "task-1", "-o", path, "--json")
-    after = json.loads(done.out)["effect"]["after"]
-    assert (after["frozen_biases"], after["frozen_relations"]) == ([0, 3, 0], [6, 9])
-    net, states = read_optimizer(path)
-    assert net.select(owner="task-1").frozen.all()
-    assert len(states["transitions.0.weight"]["exp_avg"]) == 12
-    run("unfreeze", path, "--all", "--in-place")
-    assert gn.load(path).count().frozen == 0
-    run("freeze", path, "--owner", "task-1", "--incoming", "--in-place")
+def read_attached(path: Path) -> tuple[gn.GrapNet, torch.optim.Adam]:
+    """Returns the net of a file with its optimizer, ready for an edit in Python."""
     net = gn.load(path)
-    assert (net.count().frozen, net.select(owner="task-1").incoming().frozen.all().item()) == (
-        6,
-        True,
-    )
-    done = run("freeze", path, "--transition", "0", "--smallest", "0.5", "--dry-run", "--json")
-    assert json.loads(done.out)["effect"]["after"]["frozen_biases"] == [0, 0, 0]
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.attach(optimizer, net)
+    gn.restore(path, optimizer=optimizer)
+    return net, optimizer
 
 
-def test_remove_nodes_and_orphans(checkpoint, tmp_path, run):
-    path = tmp_path / "new.safetensors"
-    assert run("remove", checkpoint, "--owner", "task-1", "-o", path).code == 0
-    assert gn.load(path).sizes == [6, 6, 3]
-    assert (
-        run("cut", checkpoint, "--owner", "task-2", "--incoming", "-o", path, "--force").code == 0
-    )
-    assert gn.load(path).sizes == [6, 9, 3]
-    assert run("remove", path, "--orphans", "--in-place").code == 0
-    net = gn.load(path)
-    assert (net.sizes, "task-2" in net.owners) == ([6, 6, 3], False)
-    assert run("remove", path, "--orphans", "--in-place").code == 1
+def assert_same_nets(a: gn.GrapNet, b: gn.GrapNet) -> None:
+    state = b.state_dict()
+    for name, value in a.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, state[name]), name
+    assert a.select().owners == b.select().owners
 
 
-@pytest.mark.parametrize(("scope", "removed"), [("per-transition", [9, 9]), ("global", None)])
-def test_prune_cuts_the_weakest(checkpoint, tmp_path, run, scope, removed):
-    done = run(
-        "prune", checkpoint, "--fraction", 0.5, "--scope", scope, "-o", tmp_path / "new", "--json"
-    )
-    told = json.loads(done.out)["effect"]["removed"]
-    before, after = gn.load(checkpoint), gn.load(tmp_path / "new")
-    assert sum(told) == 18
-    assert removed is None or told == removed
-    assert after.count().frozen == before.count().frozen == 3
-    if scope == "global":
-        free = before.select().outgoing()
-        free = free[~free.frozen].weights.detach().abs().sort().values
-        kept = after.select().outgoing()
-        assert kept[~kept.frozen].weights.detach().abs().min() == free[18]
-    done = run("prune", checkpoint, "--fraction", 0.5, "--transition", 0, "--dry-run", "--json")
-    assert json.loads(done.out)["effect"]["removed"] == [9, 0]
+def assert_same_states(a: dict[str, dict], b: dict[str, dict]) -> None:
+    assert a.keys() == b.keys()
+    for name, state in a.items():
+        assert state.keys() == b[name].keys()
+        for key, value in state.items():
+            assert torch.equal(value, b[name][key]), (name, key)
 
 
-def test_set_owner(checkpoint, tmp_path, run):
-    path = tmp_path / "new.safetensors"
-    assert (
-        run(
-            "set-owner", checkpoint, "--owner", "task-1", "--node", 12, "--to", "mine", "-o", path
-        ).code
-        == 0
-    )
-    assert gn.load(path).node(12).owner == "mine"
-    assert run("set-owner", path, "--node", 12, "--to", "mine", "--in-place").code == 1
-    assert run("set-owner", path, "--all", "--none", "--in-place").code == 0
-    assert set(gn.load(path).select().owners) == {None}
+def content(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_reason_of_its_own_names_every_value_that_was_given(checkpoint, tmp_path, run):
-    path = tmp_path / "new.safetensors"
-    assert run("cut", checkpoint, "--owner", "task-2", "--incoming", "-o", path).code == 0
-    assert run("prune", path, "--fraction", 0, "--orphans", "--in-place").code == 0
-    assert gn.load(path).history[-1].reason == "prune --fraction 0.0 --scope global --orphans"
+def task_1(net: gn.GrapNet) -> gn.NodeSet:
+    return net.select(owner="task-1")
 
 
-def test_nothing_matched_is_told_and_nothing_is_written(checkpoint, tmp_path, run):
-    before = content(tmp_path)
-    for asked in (
-        ["cut", checkpoint, "--layer", 2],
-        ["cut", checkpoint, "--owner", "task-1", "--layer", 0],
-        ["unfreeze", checkpoint, "--owner", "task-2"],
-        ["prune", checkpoint, "--fraction", 0],
-    ):
-        done = run(*asked, "-o", tmp_path / "new")
-        assert (done.code, done.out.count("\n"), done.err) == (1, 1, "")
-        assert "nothing matched" in done.out
-        assert json.loads(run(*asked, "--dry-run", "--json").out)["changed"] is False
-    assert content(tmp_path) == before
+EDITS = {
+    "cut --owner task-1": lambda net, edit: edit.cut(task_1(net).outgoing()),
+    "cut --owner task-1 --incoming --orphans": lambda net, edit: (
+        edit.cut(task_1(net).incoming()),
+        edit.remove_orphans(),
+    ),
+    "cut --owner task-1 --layer 1 --both": lambda net, edit: edit.cut(
+        task_1(net).outgoing() | task_1(net).incoming()
+    ),
+    "cut --owner task-1 --owner task-2 --smallest 0.5": lambda net, edit: edit.cut(
+        (task_1(net) | net.select(owner="task-2")).outgoing().smallest(fraction=0.5)
+    ),
+    "cut --transition 0 --smallest 0.5": lambda net, edit: edit.cut(
+        net.layers[0].outgoing().smallest(fraction=0.5)
+    ),
+    "cut --node 9 --relation 9:6": lambda net, edit: edit.cut(net.node(9).outgoing(to=net.node(6))),
+    "freeze --owner task-1": lambda net, edit: edit.freeze(task_1(net)),
+    "freeze --transition 0": lambda net, edit: edit.freeze(net.layers[0].outgoing()),
+    "freeze --owner task-1 --incoming": lambda net, edit: edit.freeze(task_1(net).incoming()),
+    "unfreeze --all": lambda net, edit: edit.unfreeze(net.select()),
+    "remove --owner task-1": lambda net, edit: edit.remove_nodes(task_1(net)),
+    "remove --node 9 --node 12": lambda net, edit: edit.remove_nodes([9, 12]),
+    "prune --fraction 0.3 --scope transition": lambda net, edit: gn.rules.PruneWeakest(
+        fraction=0.3, scope="transition"
+    )(net, edit, gn.rules.Moment()),
+    "set-owner --owner task-1 --to x": lambda net, edit: edit.set_owner(task_1(net), "x"),
+    "set-owner --owner task-1 --none": lambda net, edit: edit.set_owner(task_1(net), None),
+}
 
 
-@pytest.mark.parametrize(
-    ("asked", "message", "hint"),
-    [
-        (
-            "cut FILE --owner task-9 -o NEW",
-            "no node has the owner 'task-9'",
-            "owners are: task-0, task-1, task-2",
-        ),
-        (
-            "cut FILE --owner tsk-1 -o NEW",
-            "no node has the owner 'tsk-1'",
-            "did you mean 'task-1'?",
-        ),
-        ("cut FILE --owner zzz -o NEW", "no node has the owner 'zzz'", "hint: owners are:"),
-        ("cut FILE -o NEW", "nothing says what to edit", "--owner NAME"),
-        ("cut FILE --owner task-1", "nothing says where to write", "--dry-run"),
-        ("cut FILE --owner task-1 -o NEW --in-place", "two places", "leave one out"),
-        ("cut FILE --owner task-1 -o FILE", "is the file to edit", "--in-place"),
-        ("cut FILE --owner task-1 -o EARLIER", "exists already", "--force"),
-        ("cut FILE --owner task-1 -o FOLDER/none/new", "no such folder", "mkdir"),
-        ("cut FILE --layer 3 -o NEW", "no layer 3", "layers are 0 to 2"),
-        ("cut FILE --transition 2 -o NEW", "no transition 2", "transitions are 0 to 1"),
-        ("cut FILE --node 99 -o NEW", "no node 99", "grapnet inspect FILE tells the uids"),
-        (f"cut FILE --node {10**17} -o NEW", f"no node {10**17}", "grapnet inspect"),
-        (f"cut FILE --node {2**70} -o NEW", f"'{2**70}' is no uid", "cut --help"),
-        (f"cut FILE --node {'9' * 5000} -o NEW", f"'{'9' * 36}…' is no uid", "cut --help"),
-        ("cut FILE --node x -o NEW", "'x' is no uid", "cut --help"),
-        (
-            f"cut FILE --relation {'9' * 5000}:9 -o NEW",
-            f"--relation {'9' * 36}…: expected PARENT:CHILD",
-            "3:61",
-        ),
-        (f"cut FILE --relation 0:{10**17} -o NEW", f"no node {10**17}", "grapnet inspect"),
-        (
-            "cut BROKEN --all --smallest 0.5 -o NEW",
-            "1 weight of these relations cannot be ranked: NaN, at 0:3",
-            "0:3",
-        ),
-        (
-            "prune BROKEN --fraction 0.5 -o NEW",
-            "1 weight of these relations cannot be ranked: NaN, at 0:3",
-            "0:3",
-        ),
-        (
-            "cut FILE --relation 0:17 -o NEW",
-            "node 0 owns no relation to node 17",
-            "one layer to the next",
-        ),
-        ("cut FILE --relation 0-17 -o NEW", "expected PARENT:CHILD", "3:61"),
-        (
-            "cut FILE --all --smallest -1 -o NEW",
-            "--smallest is a share between 0 and 1, got -1",
-            "0.3 for 30 %",
-        ),
-        (
-            "cut FILE --all --drop nothing -o NEW",
-            "--drop nothing: not in",
-            "optimizer, memory, rng, note",
-        ),
-        (
-            "cut FILE --all --drop note --keep note -o NEW",
-            "--drop note and --keep note contradict",
-            "leave one out",
-        ),
-        ("set-owner FILE --all --to= -o NEW", "--to names no owner", "--none"),
-        ("cut FILE --all --net head -o NEW", "one net and no model", "leave out --net"),
-        ("cut FILE --all --device tpu9 -o NEW", "--device tpu9 cannot be used", "doctor"),
-        ("cut MISSING --all -o NEW", "no such file", "gn.save"),
-        ("cut DAMAGED --all -o NEW", "damaged.safetensors: sha256", "an earlier one"),
-        ("cut FOLDER --all -o NEW", "is a folder", ""),
-        ("remove FILE --owner task-1 --layer 0 --node 0 --node 1 --all --layer 2 -o NEW", "", ""),
-        (
-            "remove FILE --layer 2 -o NEW",
-            "3 of these are output nodes, of layer 2",
-            "interface=True",
-        ),
-        (
-            "remove FILE --node 3 -o NEW",
-            "node 3 is one of the sensory nodes, of layer 0",
-            "interface=True",
-        ),
-        (
-            "remove FILE --all -o NEW",
-            "6 of these are sensory nodes",
-            "name a hidden layer besides: --layer 1",
-        ),
-        ("remove FILE -o NEW", "nothing says which nodes", "--owner"),
-        (
-            "prune FILE --fraction 30 -o NEW",
-            "--fraction is a share between 0 and 1, got 30",
-            "--fraction 0.3 for 30 %",
-        ),
-        (
-            "undo FILE --steps 99 -o NEW",
-            "5 of 99 steps can be undone; then: there is nothing to undo",
-            "--steps 5",
-        ),
-        ("undo FILE --steps 0 -o NEW", "at least 1", ""),
-        ("redo EARLIER -o NEW", "grapnet: there is nothing to redo", "history"),
-    ],
-)
-def test_bad_input_is_one_line_and_changes_nothing(
-    checkpoint, earlier_checkpoint, damaged_checkpoint, tmp_path, run, asked, message, hint
-):
-    names = {
-        "FILE": checkpoint,
-        "DAMAGED": damaged_checkpoint,
-        "MISSING": tmp_path / "missing",
-        "NEW": tmp_path / "new",
-        "EARLIER": earlier_checkpoint,
-        "BROKEN": tmp_path / "broken",
-    }
-    broken = gn.GrapNet([3, 2])
-    with torch.no_grad():
-        broken.transitions[0].weight[0] = float("nan")
-    gn.save(names["BROKEN"], broken)
-    before = content(tmp_path)
-    words = [names.get(word, word.replace("FOLDER", str(tmp_path))) for word in asked.split()]
-    done = run(*words)
-    if not message:
-        assert done.code == 1  # layers 0 and 2 hold none of that owner
-    else:
-        lines = done.err.splitlines()
-        assert (done.code, done.out) == (2, "")
-        assert lines[0].startswith("grapnet: ")
-        assert message in lines[0]
-        assert len(lines) == (2 if hint else len(lines)) <= 2
-        assert hint in lines[-1]
-    assert content(tmp_path) == before
-
-
-def test_relations_that_are_not_ranked_may_be_broken(tmp_path, run):
-    net = gn.GrapNet([3, 2])
-    with torch.no_grad():
-        net.transitions[0].weight[0] = float("nan")
-    gn.save(tmp_path / "broken", net)
-    assert run("cut", tmp_path / "broken", "--relation", "0:3", "-o", tmp_path / "mended").code == 0
-    assert run("prune", tmp_path / "mended", "--fraction", 0.5, "--dry-run").code == 0
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("words", EDITS)
+def test_an_edit_is_that_of_python_and_the_optimizer_follows_bit_for_bit(
+    words: str, run: Run
+) -> None:
+    before = NET.read_bytes()
+    verb, *options = words.split()
+    done = run(verb, NET, *options, "-o", NEW, "--json")
+    assert (done.code, done.err) == (0, "")
+    net, optimizer = read_attached(NET)
     with net.edit() as edit:
-        edit.freeze(net.node(0).outgoing())
-    gn.save(tmp_path / "frozen", net)
-    # it ranks what it may cut
-    assert run("prune", tmp_path / "frozen", "--fraction", 0.5, "--dry-run").code == 0
+        EDITS[words](net, edit)
+    edited, states = read(NEW)
+    gn.check(edited)
+    assert_same_nets(edited, net)
+    expected = {name: optimizer.state[p] for name, p in net.named_parameters()}
+    assert_same_states(states, expected)
+    assert NET.read_bytes() == before
+    outcome = json.loads(done.out)
+    assert outcome["before"]["file_bytes"] == NET.stat().st_size
+    assert outcome["after"]["file_bytes"] == NEW.stat().st_size
+    assert outcome["after"]["version"] == edited.version == 8
+    assert sum(outcome["after"]["relations"]) == edited.count().relations
+    assert outcome["after"]["frozen"] == edited.count().frozen
+    commit = edited.history[-1]
+    assert (commit.reason, commit.by) == (words, f"grapnet {verb}")
 
 
-def test_what_somebody_else_writes_meanwhile_stays(checkpoint, tmp_path, run, monkeypatch):
-    new, check = tmp_path / "new", gn.check
-
-    def check_slowly(net: gn.GrapNet) -> None:
-        check(net)
-        new.write_text("theirs")  # once -o has been found free
-
-    monkeypatch.setattr(gn, "check", check_slowly)
-    done = run("cut", checkpoint, "--owner", "task-1", "-o", new)
-    assert (done.code, new.read_text()) == (2, "theirs")
-    assert "exists already" in done.err
-    loop = tmp_path / "loop"
-    loop.symlink_to(loop)
-    done = run("cut", checkpoint, "--owner", "task-1", "-o", loop)
-    assert (done.code, loop.is_symlink(), "leads back to itself" in done.err) == (2, True, True)
-    assert {path.name for path in tmp_path.iterdir()} == {"net.safetensors", "new", "loop"}
+@pytest.mark.usefixtures("folder")
+def test_what_an_edit_does_not_touch_stays(run: Run) -> None:
+    assert run("cut", NET, "--owner", "task-1", "-o", NEW).code == 0
+    before = gn.open(NET)
+    after = gn.open(NEW)
+    assert after.extras["note"] == before.extras["note"] == {"step": 3}
+    assert torch.equal(after.extras["rng"], before.extras["rng"])
+    assert list(after.kinds) == list(before.kinds)
+    assert (after.undo, after.history) == (before.undo, before.history) == (True, "full")
 
 
-def test_in_place_and_force_write_over_and_nothing_else_is_left(checkpoint, tmp_path, run):
-    first = values(gn.load(checkpoint))
-    assert run("cut", checkpoint, "--node", 0, "-o", tmp_path / "new").code == 0
-    assert run("cut", checkpoint, "--node", 1, "-o", tmp_path / "new", "--force").code == 0
-    assert all(torch.equal(a, b) for a, b in zip(values(gn.load(checkpoint)), first, strict=True))
-    assert gn.load(tmp_path / "new").node(0).degree == 3
-    assert run("cut", checkpoint, "--node", 0, "--in-place").code == 0
-    assert gn.load(checkpoint).node(0).degree == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"net.safetensors", "new"}
+def test_a_dry_run_has_the_numbers_of_the_real_one_and_writes_nothing(
+    folder: Path, run: Run
+) -> None:
+    before = content(folder)
+    words = ["prune", NET, "--fraction", "0.3", "--json"]
+    dry = json.loads(run(*words, "--dry-run").out)
+    assert content(folder) == before
+    real = json.loads(run(*words, "-o", NEW).out)
+    assert dry | {"written": str(NEW)} == real
+
+
+@pytest.mark.usefixtures("folder")
+def test_undo_and_redo_bring_weights_and_moments_back_bit_for_bit(run: Run) -> None:
+    net, states = read(NET)
+    assert run("cut", NET, "--owner", "task-1", "--both", "-o", NEW).code == 0
+    cut, cut_states = read(NEW)
+    assert run("undo", NEW, "--in-place").code == 0
+    back, back_states = read(NEW)
+    assert_same_nets(back, net)
+    assert_same_states(back_states, states)
+    assert run("redo", NEW, "--in-place").code == 0
+    again, again_states = read(NEW)
+    assert_same_nets(again, cut)
+    assert_same_states(again_states, cut_states)
+    assert run("undo", NEW, "--steps", 2, "--in-place").code == 0
+    assert read(NEW)[0].count().relations == 27
+
+
+@pytest.mark.usefixtures("folder")
+def test_undo_and_history_are_kept_as_in_the_file_or_as_asked(run: Run) -> None:
+    words = ["--owner", "task-1", "-o", NEW, "--force"]
+    assert run("cut", NET, *words, "--no-undo", "--history", "outline").code == 0
+    file = gn.open(NEW)
+    assert (file.undo, file.history) == (False, "outline")
+    assert not file.net.journal.undoable
+    assert run("cut", "bare.safetensors", *words).code == 0
+    assert not gn.open(NEW).undo
+    assert run("cut", "bare.safetensors", *words, "--undo").code == 0
+    assert run("undo", NEW, "--in-place").code == 0
+    assert_same_nets(gn.load(NEW), gn.load("bare.safetensors"))
+
+
+@pytest.mark.usefixtures("folder")
+def test_compact_makes_a_file_small_and_keeps_net_and_extras(run: Run) -> None:
+    net, states = read(NET)
+    size = NET.stat().st_size
+    done = json.loads(run("compact", NET, "-o", NEW, "--json").out)
+    assert done["before"]["file_bytes"] == size == NET.stat().st_size
+    assert done["after"]["file_bytes"] == NEW.stat().st_size < 0.75 * size
+    small, small_states = read(NEW)
+    assert_same_nets(small, net)
+    assert_same_states(small_states, states)
+    assert [commit.reason for commit in small.history] == [c.reason for c in net.history]
+    assert run("compact", NET).code == 0
+    assert NET.stat().st_size == NEW.stat().st_size
+
+
+def test_a_pruned_file_is_smaller(folder: Path, run: Run) -> None:
+    gn.save(folder / "full.safetensors", gn.GrapNet([64, 128, 32]))
+    words = ["--fraction", 0.8, "--scope", "transition", "-o", NEW, "--json"]
+    done = json.loads(run("prune", "full.safetensors", *words).out)
+    assert done["after"]["file_bytes"] < 0.5 * done["before"]["file_bytes"]
+
+
+def test_what_cannot_follow_stops_the_edit_unless_dropped_or_kept(folder: Path, run: Run) -> None:
+    net = gn.GrapNet([5, 4, 3])
+    optimizer = torch.optim.LBFGS(net.parameters())
+    optimizer.step(lambda: net(torch.ones(2, 5)).square().sum())
+    gn.save(NET, net, opt=optimizer, scores=torch.zeros(20))
+    before = content(folder)
+    words = ["cut", NET, "--transition", 0, "--smallest", 0.5, "-o", NEW]
+    for dropped in ([], ["--drop", "opt"], ["--drop", "scores"]):
+        refused = run(*words, *dropped)
+        assert (refused.code, refused.out, refused.err.count("\n")) == (2, "", 2)
+        assert content(folder) == before
+    done = json.loads(run(*words, "--drop", "opt", "--keep", "scores", "--json").out)
+    assert done["extras"] == {"opt": "dropped", "scores": "kept"}
+    assert list(gn.open(NEW).extras) == ["scores"]
+
+
+@pytest.mark.usefixtures("folder")
+def test_an_averaged_copy_follows(run: Run) -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([5, 6, 2])
+    averaged = torch.optim.swa_utils.AveragedModel(net)
+    averaged.update_parameters(net)
+    train(net, torch.optim.SGD(net.parameters(), lr=0.1), 5)
+    averaged.update_parameters(net)
+    gn.save(NET, net, ema=averaged)
+    done = run("remove", NET, "--node", 5, "--node", 7, "-o", NEW, "--json")
+    assert json.loads(done.out)["extras"] == {"ema": "followed"}
+    gn.attach(averaged, net)
+    with net.edit() as edit:
+        edit.remove_nodes([5, 7])
+    again = torch.optim.swa_utils.AveragedModel(gn.load(NEW))
+    gn.restore(NEW, ema=again)
+    x = torch.randn(3, 5)
+    assert torch.equal(again(x), averaged(x))
+    assert not torch.equal(again(x), net(x))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_net_of_a_model_is_edited_and_the_rest_stays(run: Run) -> None:
+    model = model_of_nets()
+    optimizer = torch.optim.Adam(model.parameters())
+    gn.attach(optimizer, model)
+    train(model, optimizer, 8)
+    gn.save(NET, model, optimizer=optimizer, epoch=3)
+    words = ["cut", NET, "--net", "0", "--all", "--smallest", 0.5, "-o", NEW, "--json"]
+    assert json.loads(run(*words).out)["extras"] == {"optimizer": "followed", "epoch": "kept"}
+    net = model.get_submodule("0")
+    assert isinstance(net, gn.GrapNet)
+    with net.edit() as edit:
+        edit.cut(net.select().outgoing().smallest(fraction=0.5))
+    again = model_of_nets()
+    assert gn.restore(NEW, into=again) == {"epoch": 3}
+    other = torch.optim.Adam(again.parameters())
+    gn.restore(NEW, optimizer=other)
+    x = torch.randn(5, 8)
+    for each, its in ((model, optimizer), (again, other)):
+        its.zero_grad()
+        each(x).square().sum().backward()
+        its.step()
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_part_of_a_joint_transaction_is_undone_only_alone(run: Run) -> None:
+    nets = gn.GrapNet([4, 4]), gn.GrapNet([4, 2])
+    with gn.edit_together(*nets, reason="both") as edits:
+        for net, edit in zip(nets, edits, strict=True):
+            edit.cut(net.layers[0].outgoing().smallest(count=3))
+    gn.save(NET, nn.Sequential(*nets), undo=True)
+    assert run("undo", NET, "--net", "0", "-o", NEW).code == 2
+    assert not NEW.exists()
+    assert run("undo", NET, "--net", "0", "--alone", "-o", NEW).code == 0
+    assert [net.count().relations for net in gn.open(NEW).nets.values()] == [16, 5]
+
+
+def test_childless_nodes_go_with_those_that_have_only_such_children(folder: Path, run: Run) -> None:
+    net = gn.GrapNet([3, 4, 4, 2])
+    x = torch.randn(5, 3)
+    with net.edit() as edit:
+        edit.cut(net.layers[2][:2].outgoing())
+        edit.cut(net.layers[1][:1].outgoing(to=net.layers[2][2:]))
+    gn.save(NET, net)
+    assert run("remove", NET, "--childless", "-o", NEW).code == 0
+    smaller = gn.load(NEW)
+    assert smaller.sizes == [3, 3, 2, 2]
+    torch.testing.assert_close(smaller(x), net(x))
+
+
+def test_a_full_disk_leaves_everything_as_it_was(folder: Path, run: Run) -> None:
+    before = content(folder)
+    for words in (
+        ["cut", NET, "--owner", "task-1", "-o", NEW],
+        ["cut", NET, "--owner", "task-1", "--in-place"],
+        ["compact", NET],
+        ["export", NET, "--to", "safetensors-dense"],
+        ["convert", "mlp.pt", "-o", NEW],
+    ):
+        with no_file_beyond(100):
+            done = run(*words)
+        assert (done.code, done.err.count("\n")) == (2, 2)
+        assert content(folder) == before
+
+
+def test_another_file_is_not_written_over_without_force(folder: Path, run: Run) -> None:
+    NEW.write_text("precious")
+    before = content(folder)
+    for words in (
+        ["cut", NET, "--owner", "task-1"],
+        ["compact", NET],
+        ["export", NET, "--to", "safetensors-dense"],
+        ["convert", "mlp.pt"],
+        ["plot", NET],
+    ):
+        output = NEW
+        if words[0] == "plot":
+            output = folder / "picture.png"
+            output.write_text("precious")
+            before = content(folder)
+        refused = run(*words, "-o", output)
+        assert refused.code == 2
+        assert content(folder) == before
+        assert run(*words, "-o", output, "--force").code == 0
+        output.write_text("precious")
+        before = content(folder)

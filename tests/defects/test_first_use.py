@@ -152,11 +152,6 @@ def test_a_default_file_does_not_name_the_relations_that_were_cut(tmp_path: Path
     assert is_refused(lambda: loaded.diff(0))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F1: the prune command writes a file that is larger than the one it read",
-)
 def test_the_prune_command_writes_a_smaller_file(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -179,11 +174,6 @@ def numbers_in(outcome: object) -> set[int]:
     return {int(digits) for digits in re.findall(r"\d+", json.dumps(outcome))}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F1: no command makes the file of a net with a long history small again",
-)
 def test_the_compact_command_writes_a_smaller_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -570,11 +560,6 @@ print(json.dumps(outcomes))
 """
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F17: the command imports torch to print its help, its version or a wrong argument",
-)
 def test_help_version_and_wrong_arguments_do_not_import_torch() -> None:
     command = [sys.executable, "-c", COMMAND_WITHOUT_TORCH]
     ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
