@@ -211,6 +211,11 @@ def _add_orphans(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="then remove hidden nodes without parents, with all they own",
     )
+    parser.add_argument(
+        "--allow-dead",
+        action="store_true",
+        help="also take the last relation of a transition or the last parent of an output",
+    )
 
 
 def _remove_orphans(edit: gn.Edit, given: argparse.Namespace) -> None:
@@ -225,8 +230,15 @@ def _inside_edit(
 
     def act(net: gn.GrapNet, given: argparse.Namespace) -> None:
         reason = given.reason if given.reason is not None else f"{verb} {_told(given)}".strip()
-        with net.edit(reason=reason, by=f"grapnet {verb}") as edit:
-            write(net, edit, given)
+        allowed = getattr(given, "allow_dead", False)
+        try:
+            with net.edit(reason=reason, by=f"grapnet {verb}", allow_dead=allowed) as edit:
+                write(net, edit, given)
+        except gn.EditError as error:
+            if "allow_dead" not in str(error):
+                raise
+            hint = "cut less, or say --allow-dead"
+            raise CommandError(str(error).splitlines()[0], hint) from None
 
     return act
 

@@ -90,7 +90,8 @@ def cut(scene: Scene) -> dict[str, Any]:
         scene.moments(),
     )
     relations = net.count().relations
-    with net.edit(f"cut what {owner_of(task)} owns", by="demo") as edit:
+    reason = f"cut what {owner_of(task)} owns"
+    with net.edit(reason, by="demo", allow_dead=True) as edit:
         edit.cut(net.select(owner=owner_of(task)).outgoing())
     left, after, moved, cut_score = (
         net.count().relations,

@@ -205,7 +205,7 @@ def _audit(net: gn.GrapNet, test: Data, choose: Choice) -> dict[str, Any]:
     }
     before, stored, logits = _accuracies(net, test), _stored(net), _logits(net, test)
     for task in range(len(TASKS)):
-        with net.edit(reason=f"audit of task {task}") as edit:
+        with net.edit(reason=f"audit of task {task}", allow_dead=True) as edit:
             edit.cut(choose(net, task))
         left, after = _stored(net), _accuracies(net, test)
         others = [number for n, pair in enumerate(TASKS) if n != task for number in pair]

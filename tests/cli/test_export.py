@@ -148,7 +148,7 @@ def test_dropout_is_off_in_what_is_exported(tmp_path, run):
 
 def test_outputs_that_overflow_are_counted(tmp_path, run):
     net = gn.GrapNet([4, 2, 3])
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[1].outgoing())
         edit.connect(net.layers[1], net.layers[2][:1], weights=3e38)
     net.layers[1].bias.data.fill_(100.0)

@@ -199,7 +199,7 @@ def test_a_cut_that_was_undone_leaves_an_equal_net(
     run: Run, checkpoint: Path, tmp_path: Path
 ) -> None:
     net = gn.load(checkpoint)
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[1].outgoing())
     gn.save(tmp_path / "cut", net, undo=True)
     assert (

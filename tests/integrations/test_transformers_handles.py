@@ -208,7 +208,10 @@ def test_added_units_are_taken_back() -> None:
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_all_units_can_go(family: str) -> None:
     run, handle = grafted(family)
-    handle.remove_hidden(torch.ones(32, dtype=torch.bool))
+    with pytest.raises(gn.EditError):
+        handle.remove_hidden(torch.ones(32, dtype=torch.bool))
+    assert len(handle.hidden) == 32
+    handle.remove_hidden(torch.ones(32, dtype=torch.bool), allow_dead=True)
     assert len(handle.hidden) == len(handle.importance()) == 0
     assert [len(each.hidden) for each in ffn_handles(run.model)] == [0, 32]
     assert handle.remove_hidden([]) == ()
@@ -223,7 +226,7 @@ def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
         gn.EditError,
         match=r"all hidden units of 'transformer\.h\.0\.mlp', .* Conv1Ds .*; leave one",
     ):
-        handle.remove_hidden(range(32))
+        handle.remove_hidden(range(32), allow_dead=True)
     assert handle.net.version == 0
     handle.remove_hidden(range(1, 32))
     logits = run.logits()
@@ -234,7 +237,7 @@ def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
 def test_units_of_an_emptied_block_have_the_biases_of_its_linears() -> None:
     for family, bias, trained in (("llama", None, 0), ("bert", "there", 3)):
         run, handle = grafted(family)
-        handle.remove_hidden(range(32))
+        handle.remove_hidden(range(32), allow_dead=True)
         handle.add_hidden(3, outgoing="linear")
         makers = [net.layers[1] for net in (handle.nets[:-1] or handle.nets)]
         assert [len(layer.bias) for layer in makers] == [trained] * len(makers)
