@@ -9,6 +9,7 @@ import torch
 
 import grapnet as gn
 from grapnet.learning import ReservoirMemory
+from grapnet.rules import lamp_scores
 
 from .edited import assert_same_states, content, read_optimizer, values
 
@@ -110,9 +111,24 @@ def test_a_dry_run_writes_nothing_and_tells_the_numbers_of_the_real_one(checkpoi
 def test_options_of_one_kind_add_up_and_different_ones_narrow(
     bare_checkpoint, run, options, removed
 ):
-    done = run("cut", bare_checkpoint, *options.split(), "--dry-run", "--json")
+    done = run("cut", bare_checkpoint, *options.split(), "--allow-dead", "--dry-run", "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)["effect"]["removed"] == removed
+
+
+@pytest.mark.parametrize(
+    "words", ["cut --transition 0", "prune --fraction 1", "remove --layer 1"], ids=str
+)
+def test_no_layer_dies_unless_it_is_allowed(bare_checkpoint, tmp_path, run, words):
+    command, *options = words.split()
+    new = tmp_path / "new"
+    for where in (["--dry-run"], ["-o", new]):
+        done = run(command, bare_checkpoint, *options, *where)
+        assert done.code == 2
+        assert "--allow-dead" in done.err
+    assert not new.exists()
+    assert run(command, bare_checkpoint, *options, "--allow-dead", "-o", new).code == 0
+    assert min(t.size for t in gn.load(new).transitions) == 0
 
 
 def test_the_smallest_are_the_smallest_of_what_is_selected(checkpoint, tmp_path, run):
@@ -175,7 +191,8 @@ def test_without_undo_the_file_holds_nothing_of_what_was_cut(checkpoint, tmp_pat
     moments = read_optimizer(checkpoint)[1]["transitions.1.weight"]["exp_avg"].flatten()
     gone = [value.numpy().tobytes() for value in (*weights, *moments) if value != 0]
     for option in ("--undo", "--no-undo"):
-        run("cut", checkpoint, "--transition", 1, option, "-o", tmp_path / option)
+        words = ["--transition", 1, "--allow-dead", option]
+        run("cut", checkpoint, *words, "-o", tmp_path / option)
     assert all(value in (tmp_path / "--undo").read_bytes() for value in gone)
     assert not any(value in (tmp_path / "--no-undo").read_bytes() for value in gone)
 
@@ -225,10 +242,11 @@ def test_prune_cuts_the_weakest(checkpoint, tmp_path, run, scope, removed):
     assert removed is None or told == removed
     assert after.count().frozen == before.count().frozen == 3
     if scope == "global":
-        free = before.select().outgoing()
-        free = free[~free.frozen].weights.detach().abs().sort().values
-        kept = after.select().outgoing()
-        assert kept[~kept.frozen].weights.detach().abs().min() == free[18]
+        relations = before.select().outgoing()
+        scores = lamp_scores(relations)[~relations.frozen]
+        weakest = relations[~relations.frozen].smallest(count=18, key=scores)
+        left = relations - weakest
+        assert torch.equal(after.select().outgoing().weights, left.weights)
     done = run("prune", checkpoint, "--fraction", 0.5, "--transition", 0, "--dry-run", "--json")
     assert json.loads(done.out)["effect"]["removed"] == [9, 0]
 

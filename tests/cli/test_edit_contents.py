@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.checkpoint import container
+from grapnet.rules import Moment, PruneWeakest
 from tests.checkpoint.referee import as_text
 
 from .conftest import model_of_nets
@@ -192,7 +193,7 @@ def test_edits_that_move_nothing_of_an_optimizer_leave_its_state_alone(tmp_path,
     for asked in (
         ["set-owner", "--layer", 1, "--to", "me"],
         ["freeze", "--transition", 0],
-        ["cut", "--transition", 0],
+        ["cut", "--transition", 0, "--allow-dead"],
     ):
         done = run(asked[0], tmp_path / "old", *asked[1:], "-o", new, "--force", "--json")
         assert json.loads(done.out)["extras"] == {"opt": "kept"}
@@ -200,7 +201,11 @@ def test_edits_that_move_nothing_of_an_optimizer_leave_its_state_alone(tmp_path,
         other = make([again.transitions[1].weight, again.layers[2].parameter])
         gn.restore(new, opt=other)
         assert as_text(other.state_dict()["state"]) == bits
-    for asked in (["freeze", "--transition", 1], ["cut", "--layer", 1], ["freeze", "--layer", 2]):
+    for asked in (
+        ["freeze", "--transition", 1],
+        ["cut", "--layer", 1, "--allow-dead"],
+        ["freeze", "--layer", 2],
+    ):
         done = run(asked[0], tmp_path / "old", *asked[1:], "--dry-run")
         assert (done.code, "cannot follow" in done.err) == (2, True)
 
@@ -251,14 +256,13 @@ def test_a_net_of_a_model_is_edited_and_the_rest_stays(tmp_path, run):
         "prune", tmp_path / "old", "--net", "1", "--fraction", 0.5, "-o", tmp_path / "new"
     )
     assert (refused.code, refused.err.splitlines()[1]) == (2, "hint: nets stand at: 0, 2")
-    done = run(
-        "prune", tmp_path / "old", "--net", "0", "--fraction", 0.5, "-o", tmp_path / "new", "--json"
-    )
+    words = ["--net", "0", "--fraction", 0.5, "--json"]
+    done = run("prune", tmp_path / "old", *words, "-o", tmp_path / "new")
     assert json.loads(done.out)["extras"] == {"optimizer": "followed", "epoch": "kept"}
     net = model.get_submodule("0")
     assert isinstance(net, gn.GrapNet)
     with net.edit() as edit:
-        edit.cut(net.select().outgoing().smallest(fraction=0.5))
+        PruneWeakest(fraction=0.5)(net, edit, Moment())
     again = model_of_nets()
     assert gn.restore(tmp_path / "new", into=again) == {"epoch": 3}
     other = torch.optim.Adam(again.parameters())
