@@ -169,7 +169,7 @@ def _audit(net: gn.GrapNet, test: Images, choose: Choice) -> dict[str, Any]:
     stored = _stored(net)
     logits = _logits(net, test)
     for task in range(len(TASKS)):
-        with net.edit(reason=f"audit of task {task}") as edit:
+        with net.edit(reason=f"audit of task {task}", allow_dead=True) as edit:
             edit.cut(choose(net, task))
         left = _stored(net)
         after = _accuracies(net, test)

@@ -90,11 +90,15 @@ class GraphMachine(Operations, Comparison):
         if self.draw(st.integers(0, 3)) == 0:
             self.net.zero_grad()
             self.forget_gradients()
+        allow_dead = self.draw(st.booleans())
         before = after = self.oracle.state
-        draft, old, moved = Draft(before), self.loss(self.output()), self.net.layers[0].outgoing()
+        draft = Draft(before, allow_dead=allow_dead)
+        old, moved = self.loss(self.output()), self.net.layers[0].outgoing()
         generator, random = torch.Generator().manual_seed(7) if own else None, torch.get_rng_state()
         try:
-            with self.net.edit(reason="program", by="machine", generator=generator) as edit:
+            with self.net.edit(
+                reason="program", by="machine", generator=generator, allow_dead=allow_dead
+            ) as edit:
                 self.operations(edit, draft, 5, *verbs)
                 after = expected(draft)
                 assert self.net.version == self.oracle.version
@@ -118,10 +122,11 @@ class GraphMachine(Operations, Comparison):
 
     def trial(self) -> None:
         """Tries an edit: it takes effect, and then nothing has happened."""
-        draft = Draft(self.oracle.state)
+        allow_dead = self.draw(st.sampled_from([None, False, True]))
+        draft = Draft(self.oracle.state, allow_dead=allow_dead is not False)
         history = list(self.net.history)
         relations = self.net.layers[0].outgoing()
-        with self.net.edit(trial=True) as edit:
+        with self.net.edit(trial=True, allow_dead=allow_dead) as edit:
             self.operations(edit, draft)
             if (after := expected(draft)) is None:
                 with pytest.raises(gn.EditError):
@@ -189,7 +194,7 @@ class GraphMachine(Operations, Comparison):
             self.drive(other)
             self.oracle.forget_moments()
             self.forget_gradients()
-        with edited.edit() as edit:
+        with edited.edit(allow_dead=True) as edit:
             edit.unfreeze(edited.select())
             edit.cut(edited.layers[0].outgoing())
             edit.connect(edit.add_nodes(0, 2), edit.add_nodes(1, 1))

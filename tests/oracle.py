@@ -149,8 +149,9 @@ class State:
 class Draft:
     """What one edit asks for; every name in it means the graph as it was when the edit began."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, *, allow_dead: bool = True) -> None:
         self.state = state
+        self.allow_dead = allow_dead
         self.added: list[tuple[int, Node, Initial]] = []
         self.removed: set[int] = set()
         self.connected: list[tuple[Pair, Initial]] = []
@@ -229,7 +230,16 @@ class Draft:
                 for name in self.names.get((kind, node.uid), ()):
                     setattr(node, kind, name)
         self._bound(after)
+        if not self.allow_dead and self._dies(after):
+            raise Refused("takes the last relation of a transition or the last parent of an output")
         return after
+
+    def _dies(self, after: State) -> bool:
+        for t in range(len(after.layers) - 1):
+            if self.state.transition(t) and not after.transition(t):
+                return True
+        outputs = after.uids(-1)
+        return any(self.state.fan_in(uid) and not after.fan_in(uid) for uid in outputs)
 
     def _fold(self, gone: list[Node], left: dict[int, float]) -> None:
         present = self.state.coordinates()

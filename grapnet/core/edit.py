@@ -25,7 +25,7 @@ from .requests import (
     checked_initial,
     checked_owner,
 )
-from .resolve import resolve
+from .resolve import require_alive, resolve
 from .selection import Nodes, NodeSet, as_node_set, as_uids
 from .transaction import Tokens, commit_all
 
@@ -50,10 +50,12 @@ class Edit:
         by: str | None,
         trial: bool,
         generator: torch.Generator | None,
+        allow_dead: bool,
     ) -> None:
         self.reason = reason
         self.by = by
         self.trial = trial
+        self.allow_dead = allow_dead
         self.generator = generator
         self.receipt: Commit | None = None
         self.graph = graph
@@ -329,10 +331,13 @@ class Edit:
         self._open = False
 
     def resolved(self, generator: torch.Generator) -> Change:
-        """Returns what its operations amount to; raises EditError when they conflict. Touches
-        nothing.
+        """Returns what its operations amount to; raises EditError when they conflict, or when they
+        leave a layer dead and that is not allowed. Touches nothing.
         """
-        return resolve(self.graph, self._requests, generator)
+        change = resolve(self.graph, self._requests, generator)
+        if not self.allow_dead:
+            require_alive(self.graph, change)
+        return change
 
     def prepare(self, change: Change, joint: Joint | None) -> Callable[[], None]:
         """Does all of the commit that can fail once its requests are resolved; returns what puts it

@@ -167,6 +167,7 @@ class Graph(nn.Module):
         by: str | None = None,
         trial: bool = False,
         generator: torch.Generator | None = None,
+        allow_dead: bool | None = None,
     ) -> Edit:
         """Opens a transaction: `with net.edit(reason="…") as edit:`.
 
@@ -177,8 +178,12 @@ class Graph(nn.Module):
                 effect. Training inside the block is not taken back: survivors keep the weights they
                 have at its end, as after undo.
             generator: source of the random numbers for newborn weights.
+            allow_dead: commit even if a transition loses its last relation or an output its last
+                parent, which raises EditError otherwise. By default only a trial may do so.
         """
-        return Edit(self, reason, by, trial, generator)
+        if allow_dead is None:
+            allow_dead = trial
+        return Edit(self, reason, by, trial, generator, allow_dead)
 
     @property
     def history(self) -> History:

@@ -20,6 +20,7 @@ def edit_together(
     by: str | None = None,
     trial: bool = False,
     generator: torch.Generator | None = None,
+    allow_dead: bool | None = None,
 ) -> Iterator[tuple[Edit, ...]]:
     """Opens one transaction over several nets: `with gn.edit_together(gate, up, down) as (g, u,
     d):`.
@@ -36,6 +37,7 @@ def edit_together(
         trial: take all edits back when the block ends, as `net.edit(trial=True)` does. `commit()`
             of any one of the edits lets all of them take effect.
         generator: source of the random numbers for newborn weights; each device's own by default.
+        allow_dead: as for `net.edit`.
 
     Raises:
         EditError: a net is named twice or has an edit open, or what was asked for is impossible;
@@ -56,7 +58,9 @@ def edit_together(
     _require_nets(nets, "edit_together")
     with ExitStack() as stack:
         edits = tuple(
-            stack.enter_context(net.edit(reason, by=by, trial=trial, generator=generator))
+            stack.enter_context(
+                net.edit(reason, by=by, trial=trial, generator=generator, allow_dead=allow_dead)
+            )
             for net in nets
         )
         for edit in edits:

@@ -11,11 +11,15 @@ from torch import Tensor
 from .activation import activation_function
 from .change import Change
 from .drafts import LayerDraft, TransitionDraft, union
+from .errors import EditError
 from .remap import contains, flatnonzero
 from .requests import Requests
 
 if TYPE_CHECKING:
     from .graph import Graph
+
+# relations to look at first for parents of outputs; four times as many each time after that
+_FIRST_LOOK = 4096
 
 
 def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | None) -> Change:
@@ -45,6 +49,56 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
             {n: replace(c, folded=folded.get(n)) for n, c in layers.items() if not c.is_empty},
             {t: c for t, c in transitions.items() if not c.is_empty},
         )
+
+
+def require_alive(graph: "Graph", change: Change) -> None:
+    """Raises EditError when a change takes the last relation of a transition, or the last parent of
+    an output that stays.
+
+    It looks at the relations that leave, and at as many others as it takes to meet every output
+    that lost a parent.
+    """
+    for t, part in change.transitions.items():
+        if part.index.old_size > 0 and part.index.new_size == 0:
+            raise _dead(f"this edit takes the last relation of transition {t}")
+    last = len(graph.transitions) - 1
+    part = change.transitions.get(last)
+    if part is None or part.wiring is None or len(part.index.removed) == 0:
+        return
+    outputs = graph.layers[-1]
+    child = part.wiring.child
+    # outputs that lost a parent, [rows before], then [rows after]
+    rows = graph.transitions[last].child.index_select(0, part.index.removed).long()
+    without = torch.zeros(len(outputs), dtype=torch.bool, device=child.device)
+    without[rows] = True
+    index = None
+    if last + 1 in change.layers:
+        index = change.layers[last + 1].index
+        without = index.carry(without.cpu(), False).to(child.device)
+    # Most outputs have a parent among the first relations, so that few are read.
+    start = 0
+    stop = _FIRST_LOOK
+    while start < len(child) and bool(without.any()):
+        without[child[start:stop].long()] = False
+        start = stop
+        stop *= 4
+    dead = flatnonzero(without).cpu()
+    if len(dead) == 0:
+        return
+    if index is not None:
+        dead = index.old_positions(dead)
+    uids = outputs.uid[dead.long()].tolist()
+    names = ", ".join(str(uid) for uid in uids[:5])
+    if len(uids) > 5:
+        names += ", …"
+    raise _dead(f"this edit takes the last parent of output nodes: {names}")
+
+
+def _dead(what: str) -> EditError:
+    return EditError(
+        f"{what}; an output would no longer depend on the input, and nothing was changed.\n"
+        "Cut less, or say allow_dead=True"
+    )
 
 
 def _remove_orphans(

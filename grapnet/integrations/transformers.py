@@ -235,7 +235,12 @@ class FeedForward:
         return torch.cat(norms).prod(0)
 
     def remove_hidden(
-        self, units: Any, *, reason: str = "remove hidden units", by: str | None = None
+        self,
+        units: Any,
+        *,
+        reason: str = "remove hidden units",
+        by: str | None = None,
+        allow_dead: bool = False,
     ) -> tuple[gn.Commit, ...]:
         """Removes hidden units from all nets in one transaction; an error anywhere leaves every net
         as it was.
@@ -245,6 +250,7 @@ class FeedForward:
                 the nets, such as `handle.hidden[:3]`.
             reason: why; it stands in every net's journal.
             by: which rule or person edits.
+            allow_dead: as for `net.edit`; True to remove all of them.
 
         Returns:
             The receipt of every net; none when there was nothing to remove.
@@ -261,7 +267,8 @@ class FeedForward:
                 f"these are all hidden units of {self.name!r}, and the Conv1Ds that gn.ungraft puts"
                 " back there cannot run without any; leave one"
             )
-        with gn.edit_together(*self.nets, reason=reason, by=by) as edits:
+        together = gn.edit_together(*self.nets, reason=reason, by=by, allow_dead=allow_dead)
+        with together as edits:
             for edit, (layer, copies) in zip(edits, self._layers(), strict=True):
                 nodes = layer[torch.cat([rows + number * count for number in range(copies)])]
                 edit.remove_nodes(nodes, interface=True)

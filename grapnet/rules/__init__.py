@@ -11,6 +11,7 @@ from .orphans import RemoveOrphans as RemoveOrphans
 from .preview import Preview as Preview
 from .prune import GradualSchedule as GradualSchedule
 from .prune import PruneWeakest as PruneWeakest
+from .prune import lamp_scores as lamp_scores
 from .recorders import ActivationRecorder as ActivationRecorder
 from .recorders import CovarianceRecorder as CovarianceRecorder
 from .rewire import Rewire as Rewire

@@ -47,6 +47,9 @@ class RuleManager:
     Args:
         seed: of the generator.
         budget: what all rules of one `apply` together must keep within.
+        allow_dead: commit even if a transition loses its last relation or an output its last
+            parent; otherwise `apply`, a dry run too, raises EditError. `Budget(parents=1)` keeps
+            the last parents instead.
 
     Examples:
         >>> def halve(net, edit, now):
@@ -60,9 +63,16 @@ class RuleManager:
         Commit(version=1, 'halve at step 10', by halve: relations_removed 16)
     """
 
-    def __init__(self, *, seed: int = 0, budget: Budget = Budget()) -> None:  # noqa: B008 (it is frozen)
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        budget: Budget = Budget(),  # noqa: B008 (it is frozen)
+        allow_dead: bool = False,
+    ) -> None:
         require_budget(budget)
         self.budget = budget
+        self.allow_dead = allow_dead
         self._generator = torch.Generator(device="cpu").manual_seed(seed)
         self._roster = Roster()
         self._recorders = RecorderSet()
@@ -228,6 +238,8 @@ class RuleManager:
             run.
 
         Raises:
+            EditError: a transition would lose its last relation or an output its last parent, and
+                the manager does not allow it.
             Exception: whatever a rule raises, with a note that names it. Net, optimizers,
                 generator, recorders, and the state of rules that have `state_dict` and
                 `load_state_dict` are as before.
@@ -248,15 +260,24 @@ class RuleManager:
             with recorders.aside(), self._rewound(due, always=True):
                 waiting = "" if due else self._roster.waiting(now.step)
                 return preview(
-                    net, names, write, generator=self._generator, probe=probe, waiting=waiting
+                    net,
+                    names,
+                    write,
+                    generator=self._generator,
+                    allow_dead=self.allow_dead,
+                    probe=probe,
+                    waiting=waiting,
                 )
         commit = None
         if due:
             by = ", ".join(names)
-            with (
-                self._rewound(due),
-                net.edit(by + in_words(said), by=by, generator=self._generator) as edit,
-            ):
+            edit = net.edit(
+                by + in_words(said),
+                by=by,
+                generator=self._generator,
+                allow_dead=self.allow_dead,
+            )
+            with self._rewound(due), edit:
                 write(edit)
                 commit = edit.commit()
         self._adopt(recorders)

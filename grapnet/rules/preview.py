@@ -90,6 +90,7 @@ def preview(
     write: Callable[[Edit], None],
     *,
     generator: torch.Generator,
+    allow_dead: bool,
     probe: Tensor | None = None,
     waiting: str = "",
 ) -> Preview:
@@ -100,12 +101,14 @@ def preview(
         rules: who writes into the edit.
         write: lets them.
         generator: source of the random numbers for newborn weights.
+        allow_dead: as for the edit that would follow.
         probe: inputs to compare the output on.
         waiting: what to say when there are no rules.
     """
     before, output, next_uid = net.count(), _output(net, probe), net.next_uid
+    reason = f"dry run of {', '.join(rules)}"
     try:
-        with net.edit(f"dry run of {', '.join(rules)}", trial=True, generator=generator) as edit:
+        with net.edit(reason, trial=True, generator=generator, allow_dead=allow_dead) as edit:
             write(edit)
             receipt = edit.commit()
             counts = {} if receipt is None else receipt.counts

@@ -1,10 +1,11 @@
-"""PruneWeakest: cuts the relations with the smallest |weight|, at once or along a ramp."""
+"""PruneWeakest: cuts the weakest relations, at once or along a ramp."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grapnet.core.edit import Edit
 from grapnet.core.errors import EditError
@@ -60,7 +61,7 @@ class GradualSchedule:
 
 @dataclass(frozen=True)
 class PruneWeakest:
-    """Cuts the relations with the smallest |weight|; frozen ones never.
+    """Cuts the weakest relations; frozen ones never.
 
     Attributes:
         fraction: cut this share of the present relations at every call; or
@@ -70,6 +71,9 @@ class PruneWeakest:
         scope: "global" ranks all relations together; "transition" and "node" give each transition,
             or each node among the relations it owns, its own share, rounded. With "node", a
             relation that the budget protects is not replaced by the next one.
+        score: how relations of different transitions compare. "lamp" ranks by `lamp_scores`,
+            whatever the scales of the transitions, and the strongest parent of each output behind
+            all others. "magnitude" ranks by |weight|. Of no effect with the scope "node".
 
     Examples:
         >>> import grapnet as gn
@@ -84,6 +88,7 @@ class PruneWeakest:
     sparsity: float | GradualSchedule | None = None
     transitions: tuple[int, ...] | int | None = None
     scope: Literal["global", "transition", "node"] = "global"
+    score: Literal["lamp", "magnitude"] = "lamp"
 
     def __post_init__(self) -> None:
         if (self.fraction is None) == (self.sparsity is None):
@@ -94,34 +99,54 @@ class PruneWeakest:
                 raise EditError(f"{name} lies between 0 and 1, got {share!r}")
         if self.scope not in ("global", "transition", "node"):
             raise EditError(f'scope is "global", "transition" or "node", got {self.scope!r}')
+        if self.score not in ("lamp", "magnitude"):
+            raise EditError(f'score is "lamp" or "magnitude", got {self.score!r}')
         object.__setattr__(self, "transitions", given_transitions(self.transitions))
 
     def __call__(self, net: GrapNet, edit: Edit, now: Moment) -> None:
         """Asks the edit to cut them."""
-        numbers, groups = chosen_transitions(net, self.transitions), []
-        for chosen in [numbers] if self.scope == "global" else [[t] for t in numbers]:
-            relations = net.select(layer=chosen).outgoing()
-            if self.scope == "node":
-                relations = self._of_each_node(net, relations, chosen[0], now.step)
-                count = len(relations)
-            else:
-                possible = sum(net.sizes[t] * net.sizes[t + 1] for t in chosen)
-                count = int(self._quota(np.array([len(relations)]), possible, now.step)[0])
-            if count and (self.scope != "node" or now.budget.parents or now.budget.children):
-                relations = weakest_within(net, relations, count, now.budget)
-            if count:
-                groups.append(relations)
-        weakest = groups[0] if groups else RelationSet(net, {})
-        for group in groups[1:]:
-            weakest |= group
+        numbers = chosen_transitions(net, self.transitions)
+        groups = [numbers] if self.scope == "global" else [[t] for t in numbers]
+        found: dict[int, Tensor | range] = {}
+        for group in groups:
+            found |= self._weakest_of(net, group, now).positions_by_transition()
+        weakest = RelationSet(net, found)
         if now.budget.edits is not None and len(weakest) > now.budget.edits:
-            weakest = weakest.smallest(count=now.budget.edits)
+            weakest = weakest.smallest(count=now.budget.edits, key=self._scores(weakest))
+        largest = 0.0
         if len(weakest):
             edit.cut(weakest)
-        largest = float(weakest.weights.detach().abs().max()) if len(weakest) else 0.0
+            largest = float(weakest.weights.detach().abs().max())
         edit.remark(
             f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest
         )
+
+    def _weakest_of(self, net: GrapNet, transitions: list[int], now: Moment) -> RelationSet:
+        """Returns what to cut in some transitions, which are ranked together."""
+        relations = net.select(layer=transitions).outgoing()
+        if self.scope == "node":
+            weakest = self._of_each_node(net, relations, transitions[0], now.step)
+            if now.budget.parents or now.budget.children:
+                weakest = weakest_within(net, weakest, len(weakest), now.budget)
+            return weakest
+        possible = sum(net.sizes[t] * net.sizes[t + 1] for t in transitions)
+        count = int(self._quota(np.array([len(relations)]), possible, now.step)[0])
+        if count == 0:
+            return RelationSet(net, {})
+        scores = self._scores(relations)
+        last = len(net.transitions) - 1
+        if self.score == "lamp" and last in transitions:
+            # The relations of the last transition are the last ones of the set.
+            first = len(relations) - net.transitions[last].size
+            scores[first + _strongest_parents(net)] = torch.inf
+        return weakest_within(net, relations, count, now.budget, scores)
+
+    def _scores(self, relations: RelationSet) -> Tensor:
+        """Returns one number a relation; the smallest go first."""
+        # Within one transition the order is that of |weight|, which needs no sorting here.
+        if self.score == "lamp" and len(relations.positions_by_transition()) > 1:
+            return lamp_scores(relations)
+        return relations.weights.detach().abs()
 
     def _quota(self, present: np.ndarray, possible: int, step: int) -> np.ndarray:
         """Returns how many of the present relations to cut, where so many are possible."""
@@ -144,6 +169,51 @@ class PruneWeakest:
         require_ranks(keys := relations.weights.detach().abs())
         keys = (keys if keys.dtype == torch.float64 else keys.float()).cpu().numpy()
         return relations[torch.from_numpy(weakest_of_each(keys, owners.cpu().numpy(), quota))]
+
+
+def _strongest_parents(net: GrapNet) -> Tensor:
+    """Returns the position of the strongest relation that leads to each output, where one does."""
+    transition = net.transitions[-1]
+    child = transition.child.long()
+    weights = transition.values().detach().abs()
+    strongest = weights.new_zeros(net.sizes[-1]).scatter_reduce_(0, child, weights, "amax")
+    # several of one output where weights are equal
+    equals = (weights == strongest[child]).nonzero().view(-1)
+    places = torch.full_like(strongest, -1, dtype=torch.int64)
+    places.scatter_reduce_(0, child[equals], equals, "amax")
+    return places[places >= 0]
+
+
+def lamp_scores(relations: RelationSet) -> Tensor:
+    """Returns the layer-adaptive magnitude of every relation (Lee et al., 2021).
+
+    It is w² divided by the sum of w² over those relations of the set, in the same transition, that
+    are not smaller. So the scale of a transition does not count, and the strongest relation of
+    each has the score 1: ranked by these scores, no transition is emptied before the others.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([16, 64, 4])
+        >>> relations = net.select().outgoing()
+        >>> with net.edit(reason="prune") as edit:
+        ...     edit.cut(relations.smallest(fraction=0.9, key=lamp_scores(relations)))
+    """
+    weights = relations.weights.detach().abs()
+    found = torch.empty(len(weights), dtype=torch.float64, device=weights.device)
+    sizes = [len(at) for at in relations.positions_by_transition().values()]
+    tiny = torch.finfo(found.dtype).tiny
+    for part, place in zip(weights.split(sizes), found.split(sizes), strict=True):
+        ascending, order = part.sort(stable=True)
+        ascending = ascending.double()
+        largest = ascending[-1]
+        # Divided by the largest, so that no square overflows; the smallest divisor is for zeros.
+        squares = (ascending / largest.clamp(min=tiny)) ** 2
+        not_smaller = squares.flip(0).cumsum(0).flip(0)
+        scores = squares / not_smaller.clamp(min=tiny)
+        if not bool(largest.isnan()):
+            scores[-1] = 1.0
+        place[order] = scores
+    return found
 
 
 def weakest_of_each(keys: np.ndarray, owners: np.ndarray, quota: np.ndarray) -> np.ndarray:

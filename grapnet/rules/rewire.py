@@ -33,9 +33,10 @@ class Rewire:
     or fewer afterwards.
 
     SET is `Rewire()`, RigL `Rewire(grow="gradient", decay_until=T)`, SRigL that with
-    `fan_in="constant"`. A frozen relation is never dropped and does not count; what is dropped does
-    not come back in the same call. Beside the rules before it in the same edit, it handles neither
-    what they cut, nor pairs they connect, nor nodes they remove.
+    `fan_in="constant"`. A frozen relation is never dropped and does not count, an output keeps its
+    last parent, and what is dropped does not come back in the same call. Beside the rules before it
+    in the same edit, it handles neither what they cut, nor pairs they connect, nor nodes they
+    remove.
 
     Attributes:
         transitions: which ones, all of them by default; a full one is left alone.
@@ -107,12 +108,16 @@ class Rewire:
         taken = {t: absent_among(net, t, taken_pairs(net, edit, t)) for t in self._numbers(net)}
         candidates = {t: self._candidates(net, edit, t, fraction, taken[t]) for t in taken}
         shares = _shared_out([count for _, count in candidates.values()], now.budget.edits)
-        budget = _beside(edit.cuts, now.budget)
+        earlier = edit.cuts
         for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
-            if count:
-                self._rewire(
-                    net, edit, now, t, weakest_within(net, relations, count, budget), taken[t]
-                )
+            if count == 0:
+                continue
+            within = now.budget
+            # An output keeps its last parent; with a constant fan-in it gets another one.
+            if t == len(net.transitions) - 1 and self.fan_in != "constant":
+                within = within.tightened(Budget(parents=1))
+            dropped = weakest_within(net, relations, count, _beside(earlier, within))
+            self._rewire(net, edit, now, t, dropped, taken[t])
 
     def _rewire(
         self, net: GrapNet, edit: Edit, now: Moment, t: int, dropped: RelationSet, taken: Tensor

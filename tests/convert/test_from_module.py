@@ -268,6 +268,6 @@ def test_with_the_optimizer_a_loss_of_before_is_refused():
 def test_a_copy_of_the_net_is_a_net():
     net = gn.from_module(stack())
     other = copy.deepcopy(net)
-    with other.edit() as edit:
+    with other.edit(allow_dead=True) as edit:
         edit.cut(other.layers[0].outgoing())
     assert net.count().relations == other.count().relations + 48

@@ -129,7 +129,7 @@ class Program:
     def edit(self) -> None:
         """Cuts, freezes and removes, in one edit."""
         asked, before = [], self.net.version
-        with self.net.edit() as edit:
+        with self.net.edit(allow_dead=True) as edit:
             for t in range(len(self.sizes) - 1):
                 for verb in (edit.cut, edit.freeze):
                     chosen = (

@@ -71,7 +71,7 @@ def test_node_removal_takes_its_relations_and_nothing_else(net: gn.GrapNet) -> N
     assert [n.uid for n in net.select()] == others
     assert all(n.children.uids.tolist() == [4, 6] for n in net.layers[0])
     assert net.count().relations == 4 * 2 + 2 * 3 + 3 * 2
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[1].outgoing())  # cutting all relations removes no node
     assert net.sizes == [4, 2, 3, 2]
     gn.check(net)
@@ -262,7 +262,7 @@ def test_an_empty_layer_grows_to_any_size(hidden: int) -> None:
         edit.connect(new, net.layers[2])
     gn.check(net)
     assert torch.equal(net.layers[0].outgoing().weights.view(49, hidden), weights)
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.remove_nodes(net.layers[1])
     assert net.sizes == [49, 0, 10]
     net.undo()
@@ -280,7 +280,7 @@ def test_orphans_go_with_what_they_leave_without_parents(net: gn.GrapNet) -> Non
         edit.connect(new, net.layers[2][0])
         edit.remove_orphans()
     assert [n.uid for n in net.select()] == [0, 1, 2, 3, 4, 12, 7, 8, 10, 11]
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[2].outgoing())  # no children is no reason
         edit.remove_orphans()
     assert net.sizes == [4, 2, 2, 2]

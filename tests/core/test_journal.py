@@ -261,7 +261,7 @@ def test_what_can_no_longer_be_undone_is_really_let_go(net: gn.GrapNet, limit: i
     held = []
     for row in range(4):
         train(net, optimizer)
-        with net.edit() as edit:
+        with net.edit(allow_dead=True) as edit:
             edit.cut(net.layers[0][row].outgoing())
         values = edit.receipt.change.transitions[0].weights
         held.append([weakref.ref(t) for t in (values.gone_values, values.gone_gradients)])
@@ -320,7 +320,7 @@ def test_replay_refuses_a_different_graph(
         gn.GrapNet.from_relations([2, 2], other),
     )
     verb, parent, child = edit
-    with made.edit() as opened:
+    with made.edit(allow_dead=True) as opened:
         if verb == "cut":
             opened.cut(made.layers[0][parent].outgoing(to=made.layers[1][child]))
         else:

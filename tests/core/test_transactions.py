@@ -173,7 +173,7 @@ def test_a_trial_that_never_commits_or_raises_leaves_no_trace_either(net: gn.Gra
     with pytest.raises(ZeroDivisionError):
         cut_everything_on_trial(net, then=lambda: 1 / 0)
     assert (net.version, net.count().relations) == (0, 18)
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[0].outgoing())
     assert net.version == 1
 
@@ -276,7 +276,7 @@ def test_an_edit_begins_when_its_block_does(net: gn.GrapNet) -> None:
 
 
 def test_an_operation_that_raised_asks_for_nothing(net: gn.GrapNet) -> None:
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[1].incoming())
     before = fingerprint(net)
     with net.edit() as edit:

@@ -199,11 +199,6 @@ def cut_of(net: gn.GrapNet, relations: gn.RelationSet) -> Callable[[], None]:
     return action
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: an edit empties a transition in silence",
-)
 def test_cutting_the_last_relations_of_a_transition_raises() -> None:
     net = gn.GrapNet([6, 8, 4])
     assert is_refused(cut_of(net, net.layers[1].outgoing()))
@@ -211,11 +206,6 @@ def test_cutting_the_last_relations_of_a_transition_raises() -> None:
     assert net.count().relations == 80
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: an edit takes the last parent of an output in silence",
-)
 def test_cutting_the_last_parents_of_an_output_raises() -> None:
     net = gn.GrapNet([6, 8, 4])
     assert is_refused(cut_of(net, net.layers[2][:1].incoming()))
@@ -223,11 +213,6 @@ def test_cutting_the_last_parents_of_an_output_raises() -> None:
     assert net.count().relations == 80
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: the pruned net in the deployment guide returns a constant",
-)
 def test_the_pruned_net_of_the_deployment_guide_depends_on_its_input() -> None:
     guide = (ROOT / "docs" / "guides" / "deploy.md").read_text()
     examples = re.findall(r"```python\n(.*?)```", guide, flags=re.DOTALL)
@@ -244,11 +229,6 @@ def pruning(fraction: float) -> gn.RuleManager:
     return manager
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: the pruning rule empties the last transition of a fresh net",
-)
 def test_the_pruning_rule_leaves_outputs_that_depend_on_the_input() -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([64, 128, 10])
@@ -258,22 +238,12 @@ def test_the_pruning_rule_leaves_outputs_that_depend_on_the_input() -> None:
     assert is_alive(net)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: the preview of a rule that cuts every relation gives no alarm",
-)
 def test_the_preview_of_a_rule_that_empties_a_transition_raises() -> None:
     net = gn.GrapNet([6, 8, 4])
     pruning(0.5).apply(net, dry_run=True)
     assert is_refused(lambda: pruning(1.0).apply(net, dry_run=True))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: the prune command empties the last transition of a fresh net",
-)
 def test_the_prune_command_leaves_outputs_that_depend_on_the_input(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -287,11 +257,6 @@ def test_the_prune_command_leaves_outputs_that_depend_on_the_input(
     assert is_alive(gn.load(pruned))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="F2: the prune command cuts every relation and reports success",
-)
 def test_the_prune_command_refuses_to_empty_a_transition(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -213,7 +213,7 @@ EDITS: dict[str, Callable[[gn.GrapNet, gn.Edit], None]] = {
 
 def edited(net: gn.GrapNet, operate: Callable[[gn.GrapNet, gn.Edit], object]) -> None:
     """Commits one edit."""
-    with net.edit(reason="test") as edit:
+    with net.edit(reason="test", allow_dead=True) as edit:
         operate(net, edit)
 
 

@@ -32,7 +32,7 @@ def random_net(seed: int) -> gn.GrapNet:
     kinds = draw.choice(ACTIVATIONS, size=len(sizes) - 1).tolist()
     net = gn.GrapNet(sizes, activation=kinds, density=float(draw.uniform(0.4, 1)))
     for _ in range(3):
-        with net.edit() as edit:
+        with net.edit(allow_dead=True) as edit:
             n = int(draw.integers(1, len(net.layers)))
             layer, above = net.layers[n], net.layers[n - 1]
             edit.cut(above.outgoing().smallest(fraction=float(draw.uniform(0, 0.4))))
@@ -45,7 +45,9 @@ def random_net(seed: int) -> gn.GrapNet:
                 )
                 edit.connect(above[::2], grown)
                 edit.connect(grown, net.layers[n + 1][:2])
-    with net.edit() as edit:  # a node that nobody leads to, and one that leads nowhere
+    with net.edit(
+        allow_dead=True
+    ) as edit:  # a node that nobody leads to, and one that leads nowhere
         edit.cut(net.layers[-1][0].incoming())
         edit.cut(net.layers[0][-1].outgoing())
     return net
@@ -95,7 +97,7 @@ class Tied(nn.Module):
 
 
 def prune(net: gn.GrapNet) -> None:
-    with net.edit(reason="half of it") as edit:
+    with net.edit(reason="half of it", allow_dead=True) as edit:
         for layer in net.layers[:-1]:
             edit.cut(layer.outgoing().smallest(fraction=0.5))
         edit.set_activation(net.layers[-1][:2], "tanh")

@@ -98,7 +98,7 @@ def test_every_node_and_relation_says_what_its_handle_says(build):
 def test_the_graph_is_a_copy():
     net = full()
     graph = to_networkx(net)
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[0].outgoing())
     assert graph.number_of_edges() == 12 + 16 + 8
     assert to_networkx(net).number_of_edges() == 16 + 8

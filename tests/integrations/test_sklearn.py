@@ -69,7 +69,7 @@ def test_pipelines_searches_and_cross_validation_take_rules_and_sizes(iris):
     x, y = iris
     pipeline = make_pipeline(StandardScaler(), quick(learning_rate=0.02))
     assert cross_val_score(pipeline, x, y, cv=3).min() > 0.85
-    rules = [None, [(PruneWeakest(0.5), At(10))], ((PruneWeakest(1.0), At(29)),)]
+    rules = [None, [(PruneWeakest(0.5), At(10))], ((PruneWeakest(0.95), At(29)),)]
     grid = {
         "grapnetclassifier__rules": rules,
         "grapnetclassifier__hidden_layer_sizes": [(16,), (8, 8)],
@@ -78,7 +78,7 @@ def test_pipelines_searches_and_cross_validation_take_rules_and_sizes(iris):
     assert search.best_score_ > 0.9
     assert search.best_params_["grapnetclassifier__rules"] in rules[:2]
     scores = {str(p["grapnetclassifier__rules"]): s for p, s in zip(*_results(search), strict=True)}
-    assert scores[str(rules[2])] < 0.5  # which cuts everything
+    assert scores[str(rules[2])] < 0.8  # which cuts almost everything at the end
 
 
 def _results(search):

@@ -90,7 +90,7 @@ def test_an_edit_between_two_calls_is_trained_on_with_the_same_optimizer():
 
 def test_predictions_are_those_of_the_edited_net():
     model = quick().fit(X, Y)
-    with model.net_.edit() as change:
+    with model.net_.edit(allow_dead=True) as change:
         change.cut(model.net_.layers[1].outgoing())
     assert len(np.unique(model.predict(X))) == 1
     model.net_.undo()

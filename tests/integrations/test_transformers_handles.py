@@ -199,7 +199,10 @@ def test_added_units_are_taken_back() -> None:
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_all_units_can_go(family: str) -> None:
     run, handle = grafted(family)
-    handle.remove_hidden(torch.ones(32, dtype=torch.bool))
+    with pytest.raises(gn.EditError):
+        handle.remove_hidden(torch.ones(32, dtype=torch.bool))
+    assert len(handle.hidden) == 32
+    handle.remove_hidden(torch.ones(32, dtype=torch.bool), allow_dead=True)
     assert len(handle.hidden) == len(handle.importance()) == 0
     assert [len(each.hidden) for each in ffn_handles(run.model)] == [0, 32]
     assert handle.remove_hidden([]) == ()
@@ -211,7 +214,7 @@ def test_all_units_can_go(family: str) -> None:
 def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
     run, handle = grafted("gpt2")
     with pytest.raises(gn.EditError):
-        handle.remove_hidden(range(32))
+        handle.remove_hidden(range(32), allow_dead=True)
     assert handle.net.version == 0
     handle.remove_hidden(range(1, 32))
     logits = run.logits()
@@ -223,7 +226,7 @@ def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
 def test_an_emptied_block_grows_again(family: str) -> None:
     run, handle = grafted(family)
     keys = list(training(family, steps=0).model.state_dict())
-    handle.remove_hidden(range(32))
+    handle.remove_hidden(range(32), allow_dead=True)
     handle.add_hidden(3, outgoing="linear")
     assert len(handle.hidden) == 3
     run.step(2)

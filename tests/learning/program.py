@@ -79,7 +79,11 @@ def perform(net: gn.GrapNet, action: Any, step: int) -> str:
     trial, verb = action == "trial", remove if action == "trial" else action
     generator = torch.Generator().manual_seed(step)
     with net.edit(
-        reason=f"{verb.__name__} {step}", by="ranks", trial=trial, generator=generator
+        reason=f"{verb.__name__} {step}",
+        by="ranks",
+        trial=trial,
+        generator=generator,
+        allow_dead=True,
     ) as edit:
         verb(net, edit, step)
         edit.remark("as planned", step=step, score=0.1)

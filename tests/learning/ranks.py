@@ -185,7 +185,7 @@ def frozen_and_empty(rank: int) -> dict[str, Any]:
         train(model, optimizer, 0)
         sizes = [net.transitions[0].weight.numel()]
         if rank == 0:
-            with net.edit() as edit:
+            with net.edit(allow_dead=True) as edit:
                 edit.cut(net.layers[2].outgoing())
         model.synchronize()
         train(model, optimizer, 1)

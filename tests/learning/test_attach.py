@@ -98,7 +98,7 @@ def test_the_mean_covers_every_entry_and_is_clean_without_survivors(kind: str) -
         assert optimizer.state[weight][key][place].item() == pytest.approx(
             value.mean().item(), rel=1e-12, abs=1e-300
         )
-    with net.edit() as edit:
+    with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[0].outgoing())
     with net.edit() as edit:
         edit.connect(net.layers[0], net.layers[1])
@@ -229,7 +229,7 @@ def test_parameters_of_one_coordinate_and_of_none(kind: str) -> None:
         (0, lambda edit: edit.freeze(net.layers[1])),
         (1, lambda edit: edit.unfreeze(net.layers[1])),
     ):
-        with net.edit() as edit:
+        with net.edit(allow_dead=True) as edit:
             act(edit)
         entries = [v for v in optimizer.state[weight].values() if isinstance(v, Tensor) and v.dim()]
         assert {v.shape for v in entries} <= {weight.shape}

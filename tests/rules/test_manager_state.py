@@ -76,7 +76,7 @@ def test_a_restored_run_goes_on_bit_by_bit(tmp_path: Path, stop: int, live: bool
     half = managed()
     net, optimizer = started(half)
     run(net, optimizer, half, range(stop))
-    gn.save(tmp_path / "run", net, rules=half, optimizer=optimizer)
+    gn.save(tmp_path / "run", net, history="full", rules=half, optimizer=optimizer)
     del net, optimizer, half
 
     net, manager = gn.load(tmp_path / "run"), managed(seed=99)

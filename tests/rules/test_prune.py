@@ -9,7 +9,7 @@ import torch
 import grapnet as gn
 from grapnet.rules.budget import Budget
 from grapnet.rules.manager import RuleManager
-from grapnet.rules.prune import GradualSchedule, PruneWeakest, weakest_of_each
+from grapnet.rules.prune import GradualSchedule, PruneWeakest, lamp_scores, weakest_of_each
 from grapnet.rules.rule import Moment
 from grapnet.rules.schedule import Every
 
@@ -20,8 +20,8 @@ def net() -> gn.GrapNet:
     return gn.GrapNet([12, 20, 10, 4])  # 240 + 200 + 40 relations
 
 
-def prune(net: gn.GrapNet, rule: PruneWeakest, **moment: Any) -> None:
-    with net.edit() as edit:
+def prune(net: gn.GrapNet, rule: PruneWeakest, *, allow_dead: bool = False, **moment: Any) -> None:
+    with net.edit(allow_dead=allow_dead) as edit:
         rule(net, edit, Moment(**moment))
     gn.check(net)
 
@@ -45,7 +45,7 @@ def test_a_fraction_of_the_present_relations_goes_at_every_call(net: gn.GrapNet)
     everything = net.select().outgoing()
     bound = everything.weights.abs().sort().values[119].item()
     for left in (360, 270):
-        prune(net, PruneWeakest(fraction=0.25))
+        prune(net, PruneWeakest(fraction=0.25, score="magnitude"))
         assert sum(relations(net)) == left
         if left == 360:
             assert net.select().outgoing().weights.abs().min() > bound
@@ -59,8 +59,95 @@ def test_sparsity_is_the_share_of_absent_relations_and_nothing_grows(net: gn.Gra
     for sparsity in (0.9, 0.5, 0.0):
         prune(net, PruneWeakest(sparsity=sparsity))
     assert (net.version, sum(relations(net))) == (version, 48)
-    prune(net, PruneWeakest(sparsity=1.0))
+    with pytest.raises(gn.EditError):
+        prune(net, PruneWeakest(sparsity=1.0))
+    assert sum(relations(net)) == 48
+    prune(net, PruneWeakest(sparsity=1.0), allow_dead=True)
     assert sum(relations(net)) == 0
+
+
+def literal_lamp(weights: list[float]) -> list[float]:
+    """Returns w² divided by the sum of w² over what is not smaller; of equals, the later ones."""
+    ranked = sorted(range(len(weights)), key=lambda n: abs(weights[n]))
+    scores = [0.0] * len(weights)
+    for place, n in enumerate(ranked):
+        scores[n] = weights[n] ** 2 / sum(weights[m] ** 2 for m in ranked[place:])
+    return scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_lamp_scores_are_those_of_its_definition(net: gn.GrapNet, dtype: torch.dtype) -> None:
+    net = net.to(dtype)
+    with torch.no_grad():
+        net.transitions[1].weight[:5] = 0.2
+        net.transitions[1].weight[5:9] = 0.0
+    expected = []
+    for transition in net.transitions:
+        expected += literal_lamp(transition.weight.detach().double().flatten().tolist())
+    found = lamp_scores(net.select().outgoing())
+    assert found.tolist() == pytest.approx(expected, rel=1e-12)
+    assert lamp_scores(net.select().outgoing().smallest(count=0)).shape == (0,)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-3, 1e3, 1e18])
+def test_the_scale_of_a_transition_does_not_count(net: gn.GrapNet, scale: float) -> None:
+    everything = net.select().outgoing()
+    before = lamp_scores(everything)
+    with torch.no_grad():
+        net.transitions[0].weight *= scale
+        net.transitions[2].weight /= scale
+    assert torch.allclose(lamp_scores(everything), before, rtol=1e-5, atol=0)
+    prune(net, PruneWeakest(fraction=0.9))
+    assert min(relations(net)) > 4
+
+
+def test_no_transition_is_emptied_before_the_others(net: gn.GrapNet) -> None:
+    with torch.no_grad():
+        net.transitions[1].weight.zero_()
+    prune(net, PruneWeakest(fraction=474 / 480))
+    assert relations(net) == [1, 1, 4]
+
+
+@pytest.mark.parametrize("sizes", [[64, 128, 10], [784, 512, 512, 10]], ids=str)
+@pytest.mark.parametrize("fraction", [0.9, 0.95, 0.99])
+def test_outputs_of_a_fresh_net_keep_parents(sizes: list[int], fraction: float) -> None:
+    torch.manual_seed(1)
+    net = gn.GrapNet(sizes)
+    before = net.count().relations
+    prune(net, PruneWeakest(fraction=fraction))
+    assert net.count().relations == before - round(fraction * before)
+    assert net.transitions[-1].topology.fan_in().min() > 0
+    # 95 relations are too few for every output of the small net to reach the input.
+    if before * (1 - fraction) > 100:
+        with torch.no_grad():
+            assert bool((net(torch.randn(64, sizes[0])).std(dim=0) > 0).all())
+
+
+@pytest.mark.parametrize("scope", ["global", "transition"])
+@pytest.mark.parametrize("equal", [False, True], ids=["drawn", "equal"])
+def test_the_strongest_parent_of_each_output_goes_last(equal: bool, scope: Any) -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([6, 20])
+    if equal:
+        net.layers[0].outgoing().weights = 0.5
+    weights = net.transitions[0].weight.detach().view(6, 20).abs()
+    prune(net, PruneWeakest(fraction=100 / 120, scope=scope))
+    assert net.transitions[0].topology.fan_in().tolist() == [1] * 20
+    left = net.layers[0].outgoing()
+    by_output = left.weights.detach().abs()[left.children.argsort()]
+    assert torch.equal(by_output, weights.max(dim=0).values)
+    with pytest.raises(gn.EditError):
+        prune(net, PruneWeakest(fraction=0.1, scope=scope))
+
+
+def test_magnitudes_of_different_scales_empty_a_transition() -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([64, 128, 10])
+    with pytest.raises(gn.EditError):
+        prune(net, PruneWeakest(fraction=0.9, score="magnitude"))
+    assert net.version == 0
+    prune(net, PruneWeakest(fraction=0.9, score="magnitude", scope="transition"))
+    assert relations(net) == [819, 128]
 
 
 def test_a_sparse_start_counts_as_sparsity() -> None:
@@ -136,7 +223,7 @@ def test_budgets_hold(net: gn.GrapNet, scope: Any) -> None:
         assert transition.topology.degrees.min() >= 1
     assert sum(relations(net)) < 150
     net.undo()
-    prune(net, rule)
+    prune(net, rule, allow_dead=True)
     # it does not hold by itself
     assert any(int(t.topology.fan_in().min()) < 2 for t in net.transitions)
 
@@ -187,7 +274,7 @@ def test_undo_brings_every_relation_back(net: gn.GrapNet) -> None:
 
 def test_the_journal_says_how_many_and_how_large(net: gn.GrapNet) -> None:
     with net.edit() as edit:
-        PruneWeakest(fraction=0.1)(net, edit, Moment())
+        PruneWeakest(fraction=0.1, score="magnitude")(net, edit, Moment())
     assert edit.receipt is not None
     remark = next(o for o in edit.receipt.operations if o["operation"] == "remark")
     assert (remark["relations"], remark["text"]) == (48, "prunes the 48 weakest relations")
@@ -203,6 +290,7 @@ def test_the_journal_says_how_many_and_how_large(net: gn.GrapNet) -> None:
         ({"sparsity": -0.5}, "sparsity lies between 0 and 1, got -0.5"),
         ({"sparsity": "0.5"}, "got '0.5'"),
         ({"fraction": 0.5, "scope": "layer"}, "scope is"),
+        ({"fraction": 0.5, "score": "l1"}, "score is"),
         ({"fraction": 0.5, "transitions": ["a"]}, "transitions are given as numbers"),
     ],
 )

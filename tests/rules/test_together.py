@@ -129,7 +129,7 @@ def test_blocks_are_filled_beside_a_rule_that_fills_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "first", [COPIES, GrowWidth(2, 3, "net2net"), PruneWeakest(0.6), Rewire(), remove_two]
+    "first", [COPIES, GrowWidth(2, 3, "net2net"), PruneWeakest(0.4), Rewire(), remove_two]
 )
 @pytest.mark.parametrize("nodes", [3, 20])
 def test_copies_do_what_their_originals_do_beside_other_rules(first: Any, nodes: int) -> None:
