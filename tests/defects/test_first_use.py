@@ -22,7 +22,6 @@ import grapnet.rules
 from grapnet.integrations.transformers import graft_ffn
 
 ROOT = Path(__file__).parents[2]
-SIZES = [256, 512, 512, 10]
 
 
 def require(holds: bool) -> None:
@@ -59,77 +58,9 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
     return int(end.value.code or 0)
 
 
-def file_size(net: gn.GrapNet, folder: Path) -> int:
-    """Returns the size in bytes of the file that a default save writes."""
-    path = folder / "size.safetensors"
-    gn.save(path, net)
-    return path.stat().st_size
-
-
-def born_like(net: gn.GrapNet) -> gn.GrapNet:
-    """Returns a net without history that has the relations, weights and biases of another."""
-    relations = []
-    biases = []
-    for layer, following in zip(net.layers[:-1], net.layers[1:], strict=True):
-        outgoing = layer.outgoing()
-        parents = outgoing.parents - layer.uids[0]
-        children = outgoing.children - following.uids[0]
-        relations.append((parents, children, outgoing.weights.detach()))
-        biases.append(following.biases.detach())
-    return gn.GrapNet.from_relations(net.sizes, relations, biases=biases)
-
-
 def same_outputs(first: gn.GrapNet, second: gn.GrapNet) -> bool:
     x = torch.randn(4, first.sizes[0], generator=torch.Generator().manual_seed(0))
     return torch.equal(first(x), second(x))
-
-
-def test_the_file_of_a_full_net_is_as_large_as_its_weights(tmp_path: Path) -> None:
-    net = gn.GrapNet(SIZES)
-    weights = sum(parameter.nbytes for parameter in net.parameters())
-    size = file_size(net, tmp_path)
-    require(size > weights)
-    assert size <= 1.02 * weights
-
-
-def test_a_cut_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = gn.GrapNet(SIZES)
-    with net.edit(reason="cut nine tenths of every transition") as edit:
-        for layer in net.layers[:-1]:
-            edit.cut(layer.outgoing().smallest(fraction=0.9))
-    born = born_like(net)
-    require(same_outputs(net, born))
-    assert file_size(net, tmp_path) <= 1.05 * file_size(born, tmp_path) + 300
-
-
-def test_a_rewired_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    net = gn.GrapNet(SIZES, density=0.1)
-    manager = gn.RuleManager(seed=0)
-    manager.inject(grapnet.rules.Rewire(fraction=0.3))
-    for step in range(12):
-        manager.apply(net, step)
-    require(net.version == 12)
-    born = born_like(net)
-    require(same_outputs(net, born))
-    assert file_size(net, tmp_path) <= 1.1 * file_size(born, tmp_path)
-
-
-def test_the_wiring_takes_at_most_one_and_a_half_bytes_for_each_relation(tmp_path: Path) -> None:
-    n_parents = 512
-    n_children = 1024
-    n_relations = n_parents * n_children // 10
-    generator = torch.Generator().manual_seed(0)
-    cells = torch.randperm(n_parents * n_children, generator=generator)[:n_relations]
-    pairs = (cells // n_children, cells % n_children)
-    net = gn.GrapNet.from_relations([n_parents, n_children], [pairs])
-    # The file of a net without relations has everything else: biases, nodes and metadata.
-    empty = gn.GrapNet([n_parents, n_children], density=0)
-    relations = file_size(net, tmp_path) - file_size(empty, tmp_path)
-    weights = net.transitions[0].weight.nbytes
-    require(relations > weights)
-    assert relations - weights <= 1.5 * n_relations
 
 
 def test_a_default_file_does_not_name_the_relations_that_were_cut(tmp_path: Path) -> None:
