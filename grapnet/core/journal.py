@@ -228,10 +228,12 @@ class Outlines:
 class History(Sequence[Commit]):
     """Commits in order, each made when it is read; prints one of them a line."""
 
-    __slots__ = ("_journal", "_places")
+    __slots__ = ("_details", "_outlines", "_places")
 
-    def __init__(self, journal: "Journal", places: range) -> None:
-        self._journal = journal
+    def __init__(self, outlines: Outlines, details: dict[int, Commit], places: range) -> None:
+        self._outlines = outlines
+        # A copy: the journal lets go of values and details that this history still has.
+        self._details = dict(details)
         self._places = places
 
     def __len__(self) -> int:
@@ -243,8 +245,9 @@ class History(Sequence[Commit]):
     def __getitem__(self, index: slice) -> "History": ...
     def __getitem__(self, index: SupportsIndex | slice) -> "Commit | History":
         if isinstance(index, slice):
-            return History(self._journal, self._places[index])
-        return self._journal.commit(self._places[index])
+            return History(self._outlines, self._details, self._places[index])
+        place = self._places[index]
+        return self._details.get(place) or self._outlines.commit(place)
 
     def __repr__(self) -> str:
         if not self:
@@ -290,11 +293,7 @@ class Journal:
     @property
     def commits(self) -> History:
         """Every commit, the oldest first."""
-        return History(self, range(len(self.outlines)))
-
-    def commit(self, place: int) -> Commit:
-        """Returns the commit at a place, with its details where they are kept."""
-        return self.details.get(place) or self.outlines.commit(place)
+        return History(self.outlines, self.details, range(len(self.outlines)))
 
     @property
     def undo_limit(self) -> int:
@@ -369,13 +368,15 @@ class Journal:
         """Returns the commit that led to a version; None where there is none."""
         if version is None:
             return None
-        found = self.between(version - 1, version)
-        return found[0] if found else None
+        place = self.outlines.find(version)
+        if place == len(self.outlines) or self.outlines.version(place) != version:
+            return None
+        return self.details.get(place) or self.outlines.commit(place)
 
     def between(self, first: int, last: int) -> History:
         """Returns the commits that lead from one version to a later one."""
         places = range(self.outlines.find(first + 1), self.outlines.find(last + 1))
-        return History(self, places)
+        return History(self.outlines, self.details, places)
 
     def require_details(self, commits: Iterable[Commit]) -> None:
         """Raises HistoryError when one of the commits no longer says which nodes and relations it

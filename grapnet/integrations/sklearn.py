@@ -46,7 +46,7 @@ _ADVICE = (
 )
 
 
-class Samples:
+class _Samples:
     """Features, targets and weights, of which `batch` moves some rows to the device of the net.
 
     Args:
@@ -102,7 +102,7 @@ def _tensor(array: Any, net: gn.GrapNet) -> Tensor:
 
 
 @dataclass(eq=False)
-class Training:
+class _Training:
     """One net in training, from one call to the next; a copy, pickled or not, continues alike.
 
     Attributes:
@@ -131,7 +131,7 @@ class Training:
         # Followers hold a net weakly, and are not copied with it.
         self.__post_init__()
 
-    def epoch(self, samples: Samples, loss: Loss, batch_size: int, task: Any = None) -> float:
+    def epoch(self, samples: _Samples, loss: Loss, batch_size: int, task: Any = None) -> float:
         """Trains on the samples once, in random order, and returns their mean loss.
 
         Args:
@@ -159,7 +159,7 @@ class Training:
         self._require_finite(samples.batch(batches[-1])[0])
         return mean
 
-    def _step(self, samples: Samples, rows: Tensor, loss: Loss) -> Tensor:
+    def _step(self, samples: _Samples, rows: Tensor, loss: Loss) -> Tensor:
         x, targets, weights = samples.batch(rows)
         self.optimizer.zero_grad()
         mean = _weighted(loss(self.net(x), targets), weights).mean()
@@ -180,7 +180,7 @@ class Training:
             yield
 
     @torch.no_grad()
-    def loss(self, samples: Samples, loss: Loss) -> float:
+    def loss(self, samples: _Samples, loss: Loss) -> float:
         """Returns the mean loss of samples that are not trained on."""
         total = 0.0
         with self._predicting() as net:
@@ -236,10 +236,10 @@ def _weighted(losses: Tensor, weights: Tensor | None) -> Tensor:
     return losses * weights
 
 
-class FittedEstimator(BaseEstimator):
+class _FittedEstimator(BaseEstimator):
     """The attributes of an estimator that was fitted."""
 
-    training_: Training
+    training_: _Training
     classes_: np.ndarray
     loss_curve_: list[float]
     validation_loss_curve_: list[float]
@@ -278,7 +278,7 @@ class FittedEstimator(BaseEstimator):
 
 # The dataclass writes an `__init__` of plain assignments, as scikit-learn expects it.
 @dataclass(eq=False, repr=False)
-class GrapNetEstimator(FittedEstimator):
+class _NetEstimator(_FittedEstimator):
     """A net that is fitted; `GrapNetClassifier` documents the parameters."""
 
     hidden_layer_sizes: int | Sequence[int] = (100,)
@@ -339,7 +339,7 @@ class GrapNetEstimator(FittedEstimator):
         _choose_backends(net, self.execution, generator)
         optimizer = self._make_optimizer(net)
         manager = _make_manager(self.rules, rules_seed)
-        self.training_ = Training(net, optimizer, manager, generator, (x.shape[1], n_outputs))
+        self.training_ = _Training(net, optimizer, manager, generator, (x.shape[1], n_outputs))
         self.loss_curve_ = []
         vars(self).pop("validation_loss_curve_", None)
         return random
@@ -367,7 +367,7 @@ class GrapNetEstimator(FittedEstimator):
         if self.early_stopping:
             self._train_until_it_stops(x, targets, weights, loss, random)
         else:
-            samples = Samples(x, targets, weights, self.net_)
+            samples = _Samples(x, targets, weights, self.net_)
             for _ in range(self.max_epochs):
                 self._epoch(samples, loss)
         left = self.rules_.never_due(self.n_steps_)
@@ -396,7 +396,7 @@ class GrapNetEstimator(FittedEstimator):
             random_state=random,
         ):
             chosen = None if weights is None else weights[rows]
-            parts.append(Samples(x[rows], targets[rows], chosen, self.net_))
+            parts.append(_Samples(x[rows], targets[rows], chosen, self.net_))
         learned, held = parts
         self.validation_loss_curve_ = []
         best = np.inf
@@ -410,7 +410,7 @@ class GrapNetEstimator(FittedEstimator):
                 since = 0
             best = min(best, found)
 
-    def _epoch(self, samples: Samples, loss: Loss, task: Any = None) -> None:
+    def _epoch(self, samples: _Samples, loss: Loss, task: Any = None) -> None:
         self.loss_curve_.append(self.training_.epoch(samples, loss, self.batch_size, task))
         if self.verbose:
             relations = self.net_.count().relations
@@ -469,7 +469,7 @@ def _choose_backends(
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
-class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
+class GrapNetClassifier(ClassifierMixin, _NetEstimator):
     """A classifier whose net has one output node a class, and can be edited afterwards: `net_`.
 
     Equal data and an equal `random_state` give equal nets, and torch's global random state is left
@@ -544,7 +544,7 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
             check_classification_targets(y)
             self.classes_, labels = np.unique(y, return_inverse=True)
             weights = self._weights_of(x, labels, sample_weight)
-            self._fit(x, labels, weights, len(self.classes_), cross_entropies)
+            self._fit(x, labels, weights, len(self.classes_), _cross_entropies)
         return self
 
     def partial_fit(
@@ -584,8 +584,8 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
                     f"classes are {classes} here, and were {self.classes_} in the first call"
                 )
             labels = self._labels(y)
-            samples = Samples(x, labels, self._weights_of(x, labels, sample_weight), self.net_)
-            self._epoch(samples, cross_entropies, task)
+            samples = _Samples(x, labels, self._weights_of(x, labels, sample_weight), self.net_)
+            self._epoch(samples, _cross_entropies, task)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -624,7 +624,7 @@ class GrapNetClassifier(ClassifierMixin, GrapNetEstimator):
         return of_classes[labels] * weights
 
 
-class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
+class GrapNetRegressor(RegressorMixin, _NetEstimator):
     """A regressor with squared error, whose net has one output node a target and can be edited
     afterwards: `net_`.
 
@@ -651,7 +651,9 @@ class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
         """
         with self._unchanged_on_error():
             x, targets = self._read_both(X, y, reset=True)
-            self._fit(x, targets, self._weights(x, sample_weight), targets.shape[1], squared_errors)
+            self._fit(
+                x, targets, self._weights(x, sample_weight), targets.shape[1], _squared_errors
+            )
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None, *, task: Any = None) -> Self:
@@ -668,8 +670,8 @@ class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
             x, targets = self._read_both(X, y, reset=first)
             if first:
                 self._begin(x, targets.shape[1])
-            samples = Samples(x, targets, self._weights(x, sample_weight), self.net_)
-            self._epoch(samples, squared_errors, task)
+            samples = _Samples(x, targets, self._weights(x, sample_weight), self.net_)
+            self._epoch(samples, _squared_errors, task)
         return self
 
     def predict(self, X: Any) -> np.ndarray:
@@ -698,11 +700,11 @@ class GrapNetRegressor(RegressorMixin, GrapNetEstimator):
         return x, targets
 
 
-def cross_entropies(outputs: Tensor, labels: Tensor) -> Tensor:
+def _cross_entropies(outputs: Tensor, labels: Tensor) -> Tensor:
     """Returns the cross-entropy of every sample: outputs [n, n_classes], labels [n] -> [n]."""
     return cross_entropy(outputs, labels, reduction="none")
 
 
-def squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
+def _squared_errors(outputs: Tensor, targets: Tensor) -> Tensor:
     """Returns the mean squared error of every sample: both [n, n_targets] -> [n]."""
     return (outputs - targets).square().mean(1)

@@ -535,7 +535,7 @@ def test_a_reader_beside_a_commit_finds_one_version(backend: str) -> None:
 def program_reads_with_kernels() -> None:
     """Prints what copies of this process read at the last lines of a commit."""
     reader = Reader("sparse")
-    found = reader.read_during_a_commit(reader.read_in_a_copy_of_the_process, last=120)
+    found = reader.read_during_a_commit(reader.read_in_a_copy_of_the_process, last=250)
     print(json.dumps(found))
 
 

@@ -329,7 +329,7 @@ def test_controller_does_not_keep_the_net_alive():
 def test_controller_of_a_model_says_what_to_do():
     model: Any = nn.Sequential(nn.Linear(4, 4), full())
     with pytest.raises(
-        TypeError, match=r"runs one net, got a Sequential\. Give it the net inside .* gn\.snapshot"
+        TypeError, match=r"runs one net, got Sequential\. Give it the net inside .* gn\.snapshot"
     ):
         gn.SnapshotController(model)
 
