@@ -96,9 +96,12 @@ def read_places(document: dict[str, Any]) -> list[list[str]]:
     places = [entry(part, "places", list, f"nets.{n}.") for n, part in enumerate(parts)]
     seen: set[str] = set()
     for n, names in enumerate(places):
-        if not names or any(type(name) is not str or not name or name in seen for name in names):
-            raise CheckpointError(f"nets.{n}.places: expected names in a model, each once")
-        seen |= set(names)
+        if not names:
+            raise CheckpointError(f"nets.{n}.places: expected names in a model")
+        for name in names:
+            if type(name) is not str or not name or name in seen:
+                raise CheckpointError(f"nets.{n}.places: expected names in a model, each once")
+            seen.add(name)
     if not places or any(_is_under(name, seen) for name in seen):
         raise CheckpointError("nets: expected nets, none of them inside another")
     return places

@@ -1,5 +1,7 @@
 """gn.open: a checkpoint in memory, its edits, and what follows them into the next file."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import grapnet as gn
+from tests.checkpoint.files import build, parse
 from tests.checkpoint.models import values
+from tests.checkpoint.mutations import fold_details, unfold_details
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.01),
@@ -246,3 +250,200 @@ def test_the_state_of_every_optimizer_is_one_that_it_can_step_with(
     train(other, resumed)
     for one, two in zip(live.parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two)
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of a class that is not torch's, with an option that is no number."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.01, momentum=0.5)
+        for group in self.param_groups:
+            group["notes"] = {"made": "here"}
+
+
+def test_what_cannot_follow_stays_while_its_parameters_do_not_move(tmp_path: Path) -> None:
+    net = gn.GrapNet([6, 8, 4])
+    optimizer = Own(net.parameters())
+    train(net, optimizer)
+    gn.save(tmp_path / "net", net, optimizer=optimizer)
+    file = gn.open(tmp_path / "net")
+    with file.net.edit() as edit:
+        edit.set_owner(file.net.layers[1][:2], "task")
+    assert file.save(tmp_path / "renamed").extras == {"optimizer": "kept"}
+    loaded = gn.load(tmp_path / "renamed")
+    resumed = Own(loaded.parameters())
+    gn.restore(tmp_path / "renamed", optimizer=resumed)
+    assert_same_states(resumed, optimizer)
+    cut(file.net)
+    with pytest.raises(gn.CheckpointError, match="optimizer"):
+        file.save(tmp_path / "cut")
+    assert not (tmp_path / "cut").exists()
+
+
+def test_groups_of_an_optimizer_follow_by_their_places(tmp_path: Path) -> None:
+    live = model()
+    groups = [
+        {"params": list(live[1].parameters()), "lr": 0.1},
+        {"params": list(live[0].parameters()), "lr": 0.2},
+        {"params": list(live[2].parameters()), "lr": 0.3},
+    ]
+    optimizer = torch.optim.Adam(groups)
+    gn.attach(optimizer, live)
+    train(live, optimizer)
+    gn.save(tmp_path / "model", live, optimizer=optimizer)
+    file = gn.open(tmp_path / "model")
+    for net in (live[0], live[2], *file.nets.values()):
+        cut(net)
+    file.save()
+    again = gn.open(tmp_path / "model")
+    restored = again.model(model())
+    others = [
+        {"params": list(restored[1].parameters())},
+        {"params": list(restored[0].parameters())},
+        {"params": list(restored[2].parameters())},
+    ]
+    resumed = torch.optim.Adam(others)
+    again.load(optimizer=resumed)
+    assert [group["lr"] for group in resumed.param_groups] == [0.1, 0.2, 0.3]
+    assert_same_states(resumed, optimizer)
+
+
+def test_an_edit_of_one_net_leaves_what_undo_gives_back_in_the_other(tmp_path: Path) -> None:
+    live = model()
+    optimizer = torch.optim.Adam(live.parameters())
+    gn.attach(optimizer, live)
+    train(live, optimizer)
+    cut(live[0])
+    gn.save(tmp_path / "model", live, undo=True, optimizer=optimizer)
+    file = gn.open(tmp_path / "model")
+    cut(file.nets["2"])
+    file.save()
+    restored = gn.open(tmp_path / "model").model(model())
+    resumed = torch.optim.Adam(restored.parameters())
+    gn.restore(tmp_path / "model", optimizer=resumed)
+    gn.attach(resumed, restored)
+    cut(live[2])
+    for each in (live, restored):
+        each[0].undo()
+    assert_same_states(resumed, optimizer)
+
+
+def test_an_existing_file_stays_on_request(tmp_path: Path) -> None:
+    net, _ = trained(tmp_path / "net")
+    (tmp_path / "other").write_text("mine")
+    with pytest.raises(FileExistsError):
+        gn.open(tmp_path / "net").save(tmp_path / "other", replace=False)
+    assert (tmp_path / "other").read_text() == "mine"
+    assert not gn.Archive.of(net).undo
+    assert gn.Archive.of(net).history == "outline"
+
+
+def test_the_warning_of_an_unknown_backend_names_the_line_that_loads(tmp_path: Path) -> None:
+    gn.save(tmp_path / "net", gn.GrapNet([3, 2]))
+    document, tensors = parse((tmp_path / "net").read_bytes())
+    document["execution"] = ["own"]
+    (tmp_path / "net").write_bytes(build(json.dumps(document), tensors))
+    with pytest.warns(UserWarning, match="own") as found:
+        gn.load(tmp_path / "net")
+    assert [warning.filename for warning in found] == [__file__]
+
+
+class Interrupted:
+    """An object that is interrupted when it takes its state for the first time."""
+
+    taken = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken += 1
+        if self.taken == 1:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupt_is_passed_on_and_everything_is_as_before(tmp_path: Path) -> None:
+    net, _ = trained(tmp_path / "net")
+    gn.save(tmp_path / "net", net, first=torch.Generator(), slow=Interrupted())
+    generator = torch.Generator().manual_seed(9)
+    before = generator.get_state()
+    with pytest.raises(KeyboardInterrupt):
+        gn.restore(tmp_path / "net", first=generator, slow=Interrupted())
+    assert torch.equal(generator.get_state(), before)
+
+
+def forge(path: Path, change: Callable[[Any, dict[str, Tensor]], None]) -> None:
+    """Changes a file, the details of its journal included, under a right digest."""
+    document, tensors = parse(path.read_bytes())
+    unfold_details(document, tensors)
+    change(document, tensors)
+    path.write_bytes(build(fold_details(json.dumps(document), tensors), tensors))
+
+
+@pytest.mark.parametrize("rate", ["fast", None, [0.1]], ids=str)
+def test_options_of_another_type_are_refused(rate: Any, tmp_path: Path) -> None:
+    trained(tmp_path / "net")
+
+    def change(document: Any, tensors: dict[str, Tensor]) -> None:
+        group = document["extras"]["optimizer"]["tree"]["dict"][1][1]["list"][0]["dict"]
+        entry = next(pair for pair in group if pair[0] == "lr")
+        entry[1] = {"list": rate} if isinstance(rate, list) else rate
+
+    forge(tmp_path / "net", change)
+    net = gn.load(tmp_path / "net")
+    with pytest.raises(gn.CheckpointError, match="lr"):
+        gn.restore(tmp_path / "net", optimizer=torch.optim.Adam(net.parameters()))
+
+
+@pytest.mark.parametrize(
+    "places", [[["0"], ["0"]], [["0"], []], [["0"], ["0.1"]], [["0", "0"], ["2"]]]
+)
+def test_places_that_nets_cannot_have_are_refused(places: Any, tmp_path: Path) -> None:
+    gn.save(tmp_path / "model", model())
+
+    def change(document: Any, tensors: dict[str, Tensor]) -> None:
+        for part, names in zip(document["nets"], places, strict=True):
+            part["places"] = names
+
+    forge(tmp_path / "model", change)
+    with pytest.raises(gn.CheckpointError, match="nets"):
+        gn.open(tmp_path / "model")
+
+
+def transition_change(document: Any) -> list[Any]:
+    """Returns the first change of a transition in the details of a journal, as key and record."""
+    change = document["journal"]["details"]["dict"][0][1]["list"][0]["record"]
+    return change[2]["dict"][0]
+
+
+def out_of_range(document: Any, tensors: dict[str, Tensor]) -> None:
+    transition_change(document)[0] = 2
+
+
+def out_of_order(document: Any, tensors: dict[str, Tensor]) -> None:
+    flat = tensors["journal.pool.int32"]
+    # the positions of what the commit brought
+    flat[:2] = flat[:2].flip(0)
+
+
+def turns_a_newborn(document: Any, tensors: dict[str, Tensor]) -> None:
+    weights = transition_change(document)[1]["record"][4]["record"]
+    assert weights[4] == {"tensor": ["int32", 0]}
+    weights[4] = {"tensor": ["int32", 1]}
+    flat = tensors["journal.pool.int32"]
+    tensors["journal.pool.int32"] = torch.cat([flat, flat[:1]])
+
+
+@pytest.mark.parametrize("change", [out_of_range, out_of_order, turns_a_newborn])
+def test_details_that_cannot_be_are_refused(
+    change: Callable[[Any, dict[str, Tensor]], None], tmp_path: Path
+) -> None:
+    ends = torch.tensor([0, 1])
+    net = gn.GrapNet.from_relations([4, 3, 2], [(ends, ends), (ends, ends)])
+    with net.edit() as edit:
+        edit.connect(net.layers[0][2:], net.layers[1][2])
+    gn.save(tmp_path / "net", net, history="full")
+    assert gn.load(tmp_path / "net").version == 1
+    forge(tmp_path / "net", change)
+    with pytest.raises(gn.CheckpointError, match="journal"):
+        gn.load(tmp_path / "net")

@@ -19,7 +19,7 @@ def test_numbers_come_back_from_as_few_bits_as_they_need(
     packed = packing.pack(numbers, limit)
     assert packed.dtype == torch.uint8
     assert len(packed) == packing.packed_size(count, limit)
-    assert len(packed) <= count * limit.bit_length() / 8 + 1
+    assert len(packed) == -(-count * (limit - 1).bit_length() // 8)
     assert torch.equal(packing.unpack(packed, count, limit), numbers)
 
 
