@@ -328,6 +328,16 @@ def test_an_edit_of_one_net_leaves_what_undo_gives_back_in_the_other(tmp_path: P
     assert_same_states(resumed, optimizer)
 
 
+def test_data_that_is_not_about_what_moved_stays(tmp_path: Path) -> None:
+    net = gn.GrapNet([6, 8, 4])
+    losses = torch.rand(7)
+    gn.save(tmp_path / "net", net, losses=losses)
+    file = gn.open(tmp_path / "net")
+    cut(file.net)
+    assert file.save().extras == {"losses": "kept"}
+    assert torch.equal(gn.open(tmp_path / "net").extras["losses"], losses)
+
+
 def test_an_existing_file_stays_on_request(tmp_path: Path) -> None:
     net, _ = trained(tmp_path / "net")
     (tmp_path / "other").write_text("mine")
@@ -434,7 +444,21 @@ def turns_a_newborn(document: Any, tensors: dict[str, Tensor]) -> None:
     tensors["journal.pool.int32"] = torch.cat([flat, flat[:1]])
 
 
-@pytest.mark.parametrize("change", [out_of_range, out_of_order, turns_a_newborn])
+def has_gradients(document: Any, tensors: dict[str, Tensor]) -> None:
+    weights = transition_change(document)[1]["record"][4]["record"]
+    assert weights[8] is None
+    weights[8] = {"tensor": ["bool", 0]}
+
+
+def has_no_change(document: Any, tensors: dict[str, Tensor]) -> None:
+    document["journal"]["details"]["dict"][0][1] = {"list": []}
+    for name in [name for name in tensors if name.startswith("journal.pool.")]:
+        del tensors[name]
+
+
+@pytest.mark.parametrize(
+    "change", [out_of_range, out_of_order, turns_a_newborn, has_gradients, has_no_change]
+)
 def test_details_that_cannot_be_are_refused(
     change: Callable[[Any, dict[str, Tensor]], None], tmp_path: Path
 ) -> None:
@@ -446,4 +470,32 @@ def test_details_that_cannot_be_are_refused(
     assert gn.load(tmp_path / "net").version == 1
     forge(tmp_path / "net", change)
     with pytest.raises(gn.CheckpointError, match="journal"):
+        gn.load(tmp_path / "net")
+
+
+def unknown_uid(document: Any, tensors: dict[str, Tensor]) -> None:
+    tensors["journal.pool.int64"][0] = 10**6
+
+
+def narrow_uids(document: Any, tensors: dict[str, Tensor]) -> None:
+    details = json.dumps(document["journal"]["details"]).replace('"int64"', '"int16"')
+    document["journal"]["details"] = json.loads(details)
+    tensors["journal.pool.int16"] = tensors.pop("journal.pool.int64").to(torch.int16)
+
+
+def much_dropout(document: Any, tensors: dict[str, Tensor]) -> None:
+    document["graph"]["layers"][1]["dropout"] = 1.5
+
+
+@pytest.mark.parametrize("change", [unknown_uid, narrow_uids, much_dropout])
+def test_nodes_that_cannot_be_are_refused(
+    change: Callable[[Any, dict[str, Tensor]], None], tmp_path: Path
+) -> None:
+    net = gn.GrapNet([4, 3, 2])
+    with net.edit() as edit:
+        edit.remove_nodes(net.layers[1][0])
+    gn.save(tmp_path / "net", net, history="full")
+    assert gn.load(tmp_path / "net").version == 1
+    forge(tmp_path / "net", change)
+    with pytest.raises(gn.CheckpointError):
         gn.load(tmp_path / "net")
