@@ -122,3 +122,20 @@ def test_names_of_newborns_that_leave_at_once_leave_no_trace() -> None:
         edit.add_nodes(1, 0, owner="nobody", activation="gelu")
     assert set(net.layers[1].owner_names.names) == {None}
     assert set(net.layers[1].activation_names.names) == {"relu"}
+
+
+def test_an_outline_keeps_author_reason_time_and_counts() -> None:
+    net = gn.GrapNet([4, 3, 2])
+    net.journal.undo_limit = 0
+    with net.edit(reason="weak ü", by="a rule") as edit:
+        edit.cut(net.layers[0].outgoing()[:2])
+        edit.freeze(net.layers[1].outgoing()[:1])
+    whole = net.history[0]
+    net.journal.detail_limit = 0
+    outline = net.history[0]
+    assert whole.has_details
+    assert not outline.has_details
+    assert (outline.version, outline.reason, outline.by) == (1, "weak ü", "a rule")
+    assert outline.counts == whole.counts
+    assert outline.time == pytest.approx(whole.time, abs=1e-5)
+    assert [operation["operation"] for operation in outline.operations] == ["cut", "freeze"]
