@@ -88,20 +88,20 @@ def _of_wirings(sizes: list[int], rewirings: int, path: Path) -> dict[str, float
     with net.edit(reason="cut nine tenths of every transition") as edit:
         for layer in net.layers[:-1]:
             edit.cut(layer.outgoing().smallest(fraction=0.9))
-    ratio = _bytes(net, path) / _bytes(_made_like(net), path)
+    ratio = _bytes(net, path) / _bytes(made_like(net), path)
     rows["90 % cut: file / the same wiring made so"] = ratio
     # What the file of a net without relations holds is not wiring.
     rest = _bytes(gn.GrapNet(sizes, density=0), path)
     relations = net.count().relations
     weights = sum(transition.weight.nbytes for transition in net.transitions)
-    wiring = _bytes(_made_like(net), path) - rest - weights
+    wiring = _bytes(made_like(net), path) - rest - weights
     rows["wiring at 10 % density: bytes a relation"] = wiring / relations
     net = gn.GrapNet(sizes, density=0.1)
     manager = gn.RuleManager(seed=0)
     manager.inject(gn.rules.Rewire(fraction=0.3))
     for step in range(rewirings):
         manager.apply(net, step)
-    ratio = _bytes(net, path) / _bytes(_made_like(net), path)
+    ratio = _bytes(net, path) / _bytes(made_like(net), path)
     rows["rewired: file / the same wiring made so"] = ratio
     return rows
 
@@ -129,7 +129,7 @@ def _of_histories(count: int, path: Path) -> dict[str, float]:
     }
 
 
-def _made_like(net: gn.GrapNet) -> gn.GrapNet:
+def made_like(net: gn.GrapNet) -> gn.GrapNet:
     """Returns a net without history that has the relations, weights and biases of another."""
     relations = []
     biases = []

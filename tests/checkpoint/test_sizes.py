@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import grapnet as gn
+from benchmarks.files import made_like
 
 SIZES = [256, 512, 512, 10]
 
@@ -16,19 +17,6 @@ def file_size(net: gn.GrapNet, folder: Path) -> int:
     path = folder / "size.safetensors"
     gn.save(path, net)
     return path.stat().st_size
-
-
-def born_like(net: gn.GrapNet) -> gn.GrapNet:
-    """Returns a net without history that has the relations, weights and biases of another."""
-    relations = []
-    biases = []
-    for layer, following in zip(net.layers[:-1], net.layers[1:], strict=True):
-        outgoing = layer.outgoing()
-        parents = outgoing.parents - layer.uids[0]
-        children = outgoing.children - following.uids[0]
-        relations.append((parents, children, outgoing.weights.detach()))
-        biases.append(following.biases.detach())
-    return gn.GrapNet.from_relations(net.sizes, relations, biases=biases)
 
 
 def same_outputs(first: gn.GrapNet, second: gn.GrapNet) -> bool:
@@ -49,7 +37,7 @@ def test_a_cut_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_path: 
     with net.edit(reason="cut nine tenths of every transition") as edit:
         for layer in net.layers[:-1]:
             edit.cut(layer.outgoing().smallest(fraction=0.9))
-    born = born_like(net)
+    born = made_like(net)
     assert same_outputs(net, born)
     assert file_size(net, tmp_path) <= 1.05 * file_size(born, tmp_path) + 300
 
@@ -62,7 +50,7 @@ def test_a_rewired_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_pa
     for step in range(12):
         manager.apply(net, step)
     assert net.version == 12
-    born = born_like(net)
+    born = made_like(net)
     assert same_outputs(net, born)
     assert file_size(net, tmp_path) <= 1.1 * file_size(born, tmp_path)
 
