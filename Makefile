@@ -49,11 +49,12 @@ soak: .venv/.test ## run the long random test and write results/soak.json
 	@mkdir -p results
 	$(BIN)/python -m tests.soak --json results/soak.json
 
-bench: .venv/.test ## measure edits, execution, rules and grafts, checking their results, and write benchmarks/results/
+bench: .venv/.test ## measure edits, execution, rules, files and grafts, checking their results, and write benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.run edits --check --json benchmarks/results/edits.json
 	$(BIN)/python -m benchmarks.run execution --check --json benchmarks/results/execution.json
 	$(BIN)/python -m benchmarks.run rules --check --json benchmarks/results/rules.json
+	$(BIN)/python -m benchmarks.run files --check --json benchmarks/results/files.json
 	$(BIN)/python -m benchmarks.run graft --check --json benchmarks/results/graft.json
 
 study-fast: export OMP_NUM_THREADS = 1

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import execution, graft, rules
+from benchmarks import execution, files, graft, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli.main import main
@@ -272,6 +272,12 @@ def test_the_guide_shows_the_committed_runs_of_rigl():
 def test_the_performance_page_shows_the_committed_costs_of_rules():
     result = json.loads((RESULTS / "rules.json").read_text())
     assert rules.markdown(result) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_guide_shows_the_committed_sizes_of_files():
+    result = json.loads((RESULTS / "files.json").read_text())
+    assert files.table(result) in (ROOT / "docs/guides/checkpoints.md").read_text()
+    assert files.missed(result) == []
 
 
 @pytest.mark.parametrize("name", ["graft", "graft-cuda"])
