@@ -17,7 +17,8 @@ else:
 
     def __getattr__(name):
         if name == "__all__":
-            return list(_import_names())
+            # `from grapnet import *` leaves Python's open alone.
+            return [name for name in _import_names() if name != "open"]
         if not name.startswith("_"):
             _import_names()
         if name in globals():
@@ -31,5 +32,6 @@ else:
     def _import_names():
         api = _importlib.import_module("grapnet._api")
         names = {name: value for name, value in vars(api).items() if not name.startswith("_")}
-        globals().update(names)
+        for name, value in names.items():
+            globals().setdefault(name, value)  # somebody may have replaced one
         return names

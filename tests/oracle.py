@@ -92,6 +92,13 @@ class State:
         ]
         return biases + wires
 
+    def reached(self) -> set[int]:
+        """Returns the outputs that a path from the sensory layer leads to."""
+        reached = set(self.uids(0))
+        for t in range(len(self.layers) - 1):
+            reached = {child for parent, child in self.transition(t) if parent in reached}
+        return reached
+
     def fan_in(self, uid: int) -> int:
         """Returns how many parents a node has."""
         return sum(child == uid for _, child in self.relations)
@@ -235,11 +242,11 @@ class Draft:
         return after
 
     def _dies(self, after: State) -> bool:
+        alive = self.state.reached()
         for t in range(len(after.layers) - 1):
-            if self.state.transition(t) and not after.transition(t):
+            if alive and self.state.transition(t) and not after.transition(t):
                 return True
-        outputs = after.uids(-1)
-        return any(self.state.fan_in(uid) and not after.fan_in(uid) for uid in outputs)
+        return any(uid in alive and not after.fan_in(uid) for uid in after.uids(-1))
 
     def _fold(self, gone: list[Node], left: dict[int, float]) -> None:
         present = self.state.coordinates()

@@ -129,8 +129,8 @@ class Archive:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What was saved beside the nets: plain data as it was, objects as their state."""
-        return {name: extra.content for name, extra in self._extras.items()}
+        """Copies of what was saved beside the nets: plain data, and objects as their state."""
+        return {name: copy.deepcopy(extra.content) for name, extra in self._extras.items()}
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -180,18 +180,19 @@ class Archive:
 
     @torch.inference_mode(False)
     def model(self, into: nn.Module) -> nn.Module:
-        """Puts the nets and the state of the saved model into one made like it, and returns that;
-        see `gn.restore`.
+        """Puts copies of the nets, as they are now, and the state of the saved model into one made
+        like it, and returns that; see `gn.restore`.
 
         Raises:
             CheckpointError: something does not fit; nothing was changed.
         """
-        self._put(into, {})
+        self._copy(keep=list(self._extras))._put(into, {})
         return into
 
     @torch.inference_mode(False)
     def load(self, **objects: Any) -> dict[str, Any]:
-        """Gives objects the state they were saved with, all of them or none; see `gn.restore`.
+        """Gives objects the state they were saved with, after the edits of the nets since, all of
+        them or none; see `gn.restore`.
 
         Args:
             objects: under the names they were saved by.
@@ -200,11 +201,12 @@ class Archive:
             The extras that were saved as plain data.
 
         Raises:
-            CheckpointError: a name was not saved, or a state does not fit its object; nothing was
-                changed.
+            CheckpointError: a name was not saved, a state does not fit its object, or cannot follow
+                an edit; nothing was changed.
         """
-        self._put(None, objects)
-        return {n: extra.content for n, extra in self._extras.items() if extra.kind == "data"}
+        now = self._copy(keep=[name for name in self._extras if name not in objects])
+        now._put(None, objects)
+        return now._data()
 
     def save(
         self,
@@ -254,6 +256,15 @@ class Archive:
         """Returns the bytes of the file that `save` writes."""
         document, tensors, _ = self._content(None, None, [], [])
         return file.to_bytes(document, tensors)
+
+    def _copy(self, keep: list[str]) -> "Archive":
+        """Returns an archive of its own with the nets and the extras as they are now."""
+        document, tensors, _ = self._content(None, None, [], keep)
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        return Archive(copy.deepcopy(document), tensors)
+
+    def _data(self) -> dict[str, Any]:
+        return {n: extra.content for n, extra in self._extras.items() if extra.kind == "data"}
 
     def _content(
         self, undo: bool | None, history: Kept | None, drop: list[str], keep: list[str]
@@ -434,7 +445,8 @@ def open(source: str | os.PathLike[str] | bytes, /) -> Archive:
         FileNotFoundError: there is no such file.
         CheckpointError: the file is damaged or not a checkpoint.
     """
-    path = None if isinstance(source, bytes) else Path(source)
+    # absolute, so that `save` finds the file wherever the process has gone since
+    path = None if isinstance(source, bytes) else Path(source).absolute()
     document, tensors = file.read(source)
     return Archive(document, tensors, path)
 
@@ -499,7 +511,7 @@ def restore(
     archive = open(path)
     with torch.inference_mode(False):
         archive._put(into, objects)
-    return archive.load()
+    return archive._data()
 
 
 def _pack(

@@ -98,7 +98,7 @@ def _follow_optimizer(name: str, extra: Extra, net: GrapNet, place: str) -> Foll
     if not mine:
         return _Kept(name, extra, is_independent=True)
     try:
-        return _Optimizer(extra, net, prefix, mine)
+        return _Optimizer(name, extra, net, prefix, mine)
     except (OptimizerError, TypeError, ValueError, RuntimeError, KeyError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return _Refusing(_refusal(name, extra, reason), set(mine))
@@ -150,11 +150,15 @@ class _Optimizer:
 
     how = "followed"
 
-    def __init__(self, extra: Extra, net: GrapNet, prefix: str, names: Sequence[str]) -> None:
+    def __init__(
+        self, name: str, extra: Extra, net: GrapNet, prefix: str, names: Sequence[str]
+    ) -> None:
         kind = getattr(torch.optim, extra.made_by, None)
         if not isinstance(kind, type) or not issubclass(kind, Optimizer):
             raise OptimizerError("its class is not one of torch.optim")
+        self._name = name
         self._net = net
+        self._known = {n for n, _ in net.named_parameters()}
         self._prefix = prefix
         self._places = {name: extra.owners[prefix + name] for name in names}
         # what the saved state calls the parameters, in order
@@ -169,6 +173,8 @@ class _Optimizer:
         theirs.
         """
         parameters = dict(self._net.named_parameters())
+        if parameters.keys() != self._known:
+            raise _refusal(self._name, extra, "Parameters came or left with a backend")
         assert extra.shapes is not None
         extra.shapes = list(extra.shapes)
         state = dict(extra.content["state"])

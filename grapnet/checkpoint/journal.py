@@ -52,6 +52,8 @@ def describe_journal(
         undo: whether to keep the values that undo and redo need.
         history: whether to keep which nodes and relations every commit was about.
     """
+    if history not in ("outline", "full"):
+        raise ValueError(f'history is "outline" or "full", got {history!r}')
     undoable = list(journal.undoable) if undo else []
     redoable = list(journal.redoable) if undo else []
     outlines = journal.outlines
@@ -76,8 +78,8 @@ def describe_journal(
         tensors["journal.details"] = _bytes(bytearray(text))
         tensors.update(pool.tensors(_POOL))
     return {
-        "undo_limit": journal.undo_limit,
-        "detail_limit": journal.detail_limit,
+        "undo_limit": int(journal.undo_limit),
+        "detail_limit": int(journal.detail_limit),
         "undo": undo,
         "history": history,
         "undoable": undoable,
@@ -98,7 +100,7 @@ def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
         details = _details(fields, outlines, net)
     stacks = {}
     for name in ("undoable", "redoable"):
-        stacks[name] = entry(document, name, list, "journal.")
+        stacks[name] = list(entry(document, name, list, "journal."))
         for place in stacks[name]:
             if type(place) is not int or place not in details:
                 raise CheckpointError(f"journal.{name}: names a commit that cannot be taken back")

@@ -1,5 +1,6 @@
 """Whether the state that an optimizer has loaded is one that it can step with."""
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,15 +16,12 @@ def require_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Raises CheckpointError when an option, or an entry of the state, is missing or has another
     form than this optimizer gives it.
 
-    `groups` are those that the optimizer had before it loaded. What form an entry has shows
-    one step of a small optimizer of the same class; one that cannot be made or cannot step in this
-    way is not looked at.
+    `groups` are those that the optimizer had before it loaded. What form an entry has shows one
+    step of a small optimizer of the same class, which is made for classes of torch.optim only.
     """
     for n, (group, own) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        for name, option in own.items():
-            if name == "params":
-                continue
-            if name not in group or not _is_alike(group[name], option):
+        for name in optimizer.defaults.keys() & own.keys():
+            if name not in group or not _is_alike(group[name], own[name]):
                 raise CheckpointError(f"param_groups[{n}][{name!r}]: missing or of another type")
         expected: dict[int, dict[str, Any] | None] = {}  # by the number of dimensions
         for parameter in group["params"]:
@@ -44,16 +42,20 @@ def _first_state(
     """Returns the state after one step of a small parameter with the options of a group; None where
     that is not possible.
     """
-    if parameter.dim() > len(_SIZES):
+    kind = type(optimizer)
+    if parameter.dim() > len(_SIZES) or kind is not getattr(torch.optim, kind.__name__, None):
         return None
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     trial = nn.Parameter(parameter.new_zeros(_SIZES[: parameter.dim()]))
     trial.grad = torch.zeros_like(trial)
+    make: Any = kind
+    # without the hooks that others have registered for steps
+    step: Any = inspect.unwrap(kind.step)
     try:
-        make: Any = type(optimizer)
         small = make([{**options, "params": [trial]}])
-        small.step()
-    except Exception:  # an own class may want other arguments, or a closure
+        with torch.no_grad():
+            step(small)
+    except Exception:  # one that wants a closure, or sparse gradients
         return None
     return dict(small.state[trial])
 

@@ -506,17 +506,14 @@ def _written(data: dict[str, Any]) -> str:
 
 def _add_compact(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
-    add_output(parser, "where to write it (default: over FILE)")
+    add_output(parser, "where to write it")
+    parser.add_argument("--in-place", action="store_true", help="write over FILE")
     parser.add_argument("--dry-run", action="store_true", help="print the sizes, write nothing")
     parser.set_defaults(undo=False, history="outline", drop=[], keep=[])
 
 
 def _compact(given: argparse.Namespace) -> Outcome:
-    output = given.output or given.file
-    if given.output is not None:
-        require_free(output, force=given.force)
-    if given.dry_run:
-        output = None
+    output = _destination(given)
     file = open_file(given.file)
     before = file.nbytes
     after, _ = _save(file, given, output)

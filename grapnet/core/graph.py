@@ -249,10 +249,14 @@ class Graph(nn.Module):
         first = int(as_uids(self, parent))
         if child is None:
             found = self.journal.last_touch_of_node(first)
+            kinds = ("nodes_added", "nodes_removed")
         else:
             found = self.journal.last_touch(first, int(as_uids(self, child)))
-        if found is None:
-            self.journal.require_details(self.journal.commits)  # an older one may have
+            kinds = ("relations_added", "relations_removed")
+        # A later commit without details may have touched it, too.
+        start = 0 if found is None else found.version
+        later = self.journal.between(start, self.version)
+        self.journal.require_details(c for c in later if any(c.counts[kind] for kind in kinds))
         return found
 
     def follow(self, follower: Follower) -> None:

@@ -56,10 +56,11 @@ def require_alive(graph: "Graph", change: Change) -> None:
     an output that stays.
 
     It looks at the relations that leave, and at as many others as it takes to meet every output
-    that lost a parent.
+    that lost a parent. An output that no path from the inputs led to before may lose its parents.
     """
     for t, part in change.transitions.items():
-        if part.index.old_size > 0 and part.index.new_size == 0:
+        is_emptied = part.index.old_size > 0 and part.index.new_size == 0
+        if is_emptied and bool(_reached(graph).any()):
             raise _dead(f"this edit takes the last relation of transition {t}")
     last = len(graph.transitions) - 1
     part = change.transitions.get(last)
@@ -87,11 +88,26 @@ def require_alive(graph: "Graph", change: Change) -> None:
         return
     if index is not None:
         dead = index.old_positions(dead)
+    # An output that only parentless nodes led to is a constant already.
+    dead = dead[_reached(graph)[dead.long()]]
+    if len(dead) == 0:
+        return
     uids = outputs.uid[dead.long()].tolist()
     names = ", ".join(str(uid) for uid in uids[:5])
     if len(uids) > 5:
         names += ", …"
     raise _dead(f"this edit takes the last parent of output nodes: {names}")
+
+
+def _reached(graph: "Graph") -> Tensor:
+    """Says of every output whether a path from the sensory layer leads to it, [outputs] bool."""
+    reached = torch.ones(len(graph.layers[0]), dtype=torch.bool, device=graph.device)
+    for transition in graph.transitions:
+        topology = transition.topology
+        arriving = topology.child[reached[topology.parents().long()]]
+        reached = torch.zeros(topology.n_children, dtype=torch.bool, device=graph.device)
+        reached[arriving.long()] = True
+    return reached.cpu()
 
 
 def _dead(what: str) -> EditError:

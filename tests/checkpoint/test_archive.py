@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.optim.swa_utils import AveragedModel
 
 import grapnet as gn
@@ -499,3 +500,122 @@ def test_nodes_that_cannot_be_are_refused(
     forge(tmp_path / "net", change)
     with pytest.raises(gn.CheckpointError):
         gn.load(tmp_path / "net")
+
+
+def test_what_an_archive_hands_out_is_as_it_is_after_the_edits(tmp_path: Path) -> None:
+    net, optimizer = trained(tmp_path / "net")
+    file = gn.open(tmp_path / "net")
+    for each in (net, file.net):
+        with each.edit() as edit:
+            edit.cut(each.layers[0].outgoing()[:3])
+            edit.connect(each.layers[0][5], edit.add_nodes(1, 3), weights="zero")
+    resumed = torch.optim.Adam(file.net.parameters())
+    file.load(optimizer=resumed)
+    assert_same_states(resumed, optimizer)
+
+
+def test_what_an_archive_hands_out_has_memory_of_its_own(tmp_path: Path) -> None:
+    trained(tmp_path / "net")
+    file = gn.open(tmp_path / "net")
+    optimizers = []
+    for _ in range(2):
+        optimizer = torch.optim.Adam(file.net.parameters())
+        file.load(optimizer=optimizer)
+        optimizers.append(optimizer)
+    before = file.extras["optimizer"]["state"][0]["exp_avg"]
+    train(file.net, optimizers[0])
+    assert torch.equal(states(optimizers[1])[0]["exp_avg"], before)
+    assert torch.equal(file.extras["optimizer"]["state"][0]["exp_avg"], before)
+    file.extras["optimizer"]["state"].clear()
+    assert file.extras["optimizer"]["state"]
+    gn.save(tmp_path / "model", model())
+    file = gn.open(tmp_path / "model")
+    one = file.model(model())
+    other = file.model(model())
+    kept = other[0].transitions[0].weight.detach().clone()
+    with torch.no_grad():
+        one[0].transitions[0].weight.add_(1)
+    assert torch.equal(other[0].transitions[0].weight, kept)
+
+
+def test_a_model_gets_the_nets_after_their_edits(tmp_path: Path) -> None:
+    gn.save(tmp_path / "model", model())
+    file = gn.open(tmp_path / "model")
+    cut(file.nets["0"])
+    restored = file.model(model())
+    assert values(restored[0]) == values(file.nets["0"])
+    assert restored[0].version == 1
+    file.nets["0"].undo()
+    assert file.model(model())[0].version == 2
+
+
+def test_a_misspelt_history_leaves_the_file_alone(tmp_path: Path) -> None:
+    net, _ = trained(tmp_path / "net")
+    before = (tmp_path / "net").read_bytes()
+    wrong: Any = "all"
+    with pytest.raises(ValueError, match="history"):
+        gn.save(tmp_path / "net", net, history=wrong)
+    with pytest.raises(ValueError, match="history"):
+        gn.open(tmp_path / "net").save(history=wrong)
+    assert (tmp_path / "net").read_bytes() == before
+
+
+def test_a_file_is_saved_where_it_was_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path / "net")
+    monkeypatch.chdir(tmp_path)
+    file = gn.open("net")
+    cut(file.net)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    file.save()
+    assert gn.load(tmp_path / "net").version == 1
+
+
+def test_a_backend_with_parameters_stops_an_optimizer_from_following(tmp_path: Path) -> None:
+    trained(tmp_path / "net")
+    file = gn.open(tmp_path / "net")
+    file.net.execution.use("attention", transition=0)
+    with pytest.raises(gn.CheckpointError, match="optimizer"):
+        file.save(tmp_path / "attended")
+    assert not (tmp_path / "attended").exists()
+
+
+def test_options_of_schedulers_and_of_users_may_differ(tmp_path: Path) -> None:
+    net, optimizer = trained(tmp_path / "net")
+    resumed = torch.optim.Adam([{"params": list(net.parameters()), "name": "head"}])
+    torch.optim.lr_scheduler.StepLR(resumed, 3)
+    assert "initial_lr" in resumed.param_groups[0]
+    gn.restore(tmp_path / "net", optimizer=resumed)
+    assert_same_states(resumed, optimizer)
+
+
+def test_a_restore_fires_no_hooks_of_steps(tmp_path: Path) -> None:
+    net, _ = trained(tmp_path / "net")
+    seen = []
+    hook = register_optimizer_step_post_hook(lambda *given: seen.append(given))
+    try:
+        gn.restore(tmp_path / "net", optimizer=torch.optim.Adam(net.parameters()))
+    finally:
+        hook.remove()
+    assert seen == []
+
+
+def test_blame_raises_when_a_later_commit_has_no_details(tmp_path: Path) -> None:
+    net = gn.GrapNet([4, 3, 2])
+    parent = net.layers[0][0]
+    child = net.layers[1][1]
+    with net.edit(reason="first") as edit:
+        edit.cut(parent.outgoing(to=child))
+    with net.edit(reason="back") as edit:
+        edit.connect(parent, child)
+    net.undo()
+    with net.edit(reason="another") as edit:
+        edit.cut(net.layers[1].outgoing()[:1])
+    assert net.blame(parent, child).version == 3
+    gn.save(tmp_path / "net", net, undo=True)
+    loaded = gn.load(tmp_path / "net")
+    assert [commit.has_details for commit in loaded.history] == [True, False, False, True]
+    with pytest.raises(gn.HistoryError):
+        loaded.blame(parent.uid, child.uid)

@@ -181,7 +181,7 @@ def test_compact_makes_a_file_small_and_keeps_net_and_extras(run: Run) -> None:
     assert_same_nets(small, net)
     assert_same_states(small_states, states)
     assert [commit.reason for commit in small.history] == [c.reason for c in net.history]
-    assert run("compact", NET).code == 0
+    assert run("compact", NET, "--in-place").code == 0
     assert NET.stat().st_size == NEW.stat().st_size
 
 
@@ -286,7 +286,7 @@ def test_a_full_disk_leaves_everything_as_it_was(folder: Path, run: Run) -> None
     for words in (
         ["cut", NET, "--owner", "task-1", "-o", NEW],
         ["cut", NET, "--owner", "task-1", "--in-place"],
-        ["compact", NET],
+        ["compact", NET, "--in-place"],
         ["export", NET, "--to", "safetensors-dense"],
         ["convert", "mlp.pt", "-o", NEW],
     ):

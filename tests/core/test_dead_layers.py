@@ -164,3 +164,18 @@ def test_a_manager_refuses_unless_it_allows() -> None:
     assert manager.apply(net, dry_run=True).after.relations == 0
     manager.apply(net)
     assert net.count().relations == 0
+
+
+def test_an_output_that_was_a_constant_before_may_lose_its_parents(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.cut(net.layers[1][:2].incoming())
+        edit.cut(net.layers[1][2:].outgoing(to=net.layers[2][0]))
+    x = torch.randn(5, 3)
+    before = net(x)
+    assert torch.equal(before[:, 0], before[:1, 0].expand(5))
+    with net.edit() as edit:
+        edit.remove_orphans(fold_bias=True)
+    assert torch.allclose(net(x), before)
+    assert len(net.layers[2][0].parents) == 0
+    with pytest.raises(gn.EditError):
+        cut(net, net.layers[2][1].incoming())
