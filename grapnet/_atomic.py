@@ -38,7 +38,7 @@ def atomic_write(path: str | os.PathLike[str], *, replace: bool = True) -> Itera
         raise IsADirectoryError(f"{str(target)!r} is a folder; name a file in it")
     if target.exists() and not target.is_file():
         raise OSError(f"{str(target)!r} is a device, a pipe or a socket")
-    with partial_folder(target.parent, told=path) as folder:
+    with _partial_folder(target.parent, path) as folder:
         partial = folder / Path(path).name
         yield partial
         # The folder was made with the permissions that the umask allows.
@@ -59,11 +59,11 @@ def atomic_write(path: str | os.PathLike[str], *, replace: bool = True) -> Itera
 
 
 @contextmanager
-def partial_folder(beside: Path, *, told: str | os.PathLike[str]) -> Iterator[Path]:
+def _partial_folder(beside: Path, path: str | os.PathLike[str]) -> Iterator[Path]:
     """Makes a folder for unfinished files, and removes it with its content after the block.
 
-    Removes those of processes that are gone, too. Errors of the system about files inside name the
-    path `told` instead.
+    Removes those of processes that are gone, too. Errors of the system about files inside name
+    `path` instead.
     """
     folder = beside / f".grapnet.{os.urandom(8).hex()}.partial"
     with ExitStack() as locks:
@@ -77,7 +77,7 @@ def partial_folder(beside: Path, *, told: str | os.PathLike[str]) -> Iterator[Pa
         except OSError as error:
             if not str(error.filename).startswith(str(folder)):
                 raise
-            raise OSError(error.errno, error.strerror, os.fspath(told)) from error
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -3,7 +3,7 @@
 import copy
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +186,10 @@ class Archive:
         Raises:
             CheckpointError: something does not fit; nothing was changed.
         """
-        self._copy(keep=list(self._extras))._put(into, {})
+        document, tensors, _ = self._content(None, None, list(self._extras), [])
+        # copies, so that training the model does not change the archive
+        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        Archive(document, tensors)._put(into, {}, {})
         return into
 
     @torch.inference_mode(False)
@@ -204,9 +207,14 @@ class Archive:
             CheckpointError: a name was not saved, a state does not fit its object, or cannot follow
                 an edit; nothing was changed.
         """
-        now = self._copy(keep=[name for name in self._extras if name not in objects])
-        now._put(None, objects)
-        return now._data()
+        self._require_saved(objects)
+        extras = {}
+        for name in objects:
+            extra, _ = self._after_edits(name, undo=self.undo)
+            # a copy, so that training on does not change the archive
+            extras[name] = copy.deepcopy(extra)
+        self._put(None, objects, extras)
+        return copy.deepcopy(self._data())
 
     def save(
         self,
@@ -257,12 +265,6 @@ class Archive:
         document, tensors, _ = self._content(None, None, [], [])
         return file.to_bytes(document, tensors)
 
-    def _copy(self, keep: list[str]) -> "Archive":
-        """Returns an archive of its own with the nets and the extras as they are now."""
-        document, tensors, _ = self._content(None, None, [], keep)
-        tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        return Archive(copy.deepcopy(document), tensors)
-
     def _data(self) -> dict[str, Any]:
         return {n: extra.content for n, extra in self._extras.items() if extra.kind == "data"}
 
@@ -270,9 +272,7 @@ class Archive:
         self, undo: bool | None, history: Kept | None, drop: list[str], keep: list[str]
     ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, str]]:
         """Returns the document and the tensors after the edits, and what became of the extras."""
-        for name in (*drop, *keep):
-            if name not in self._extras:
-                raise CheckpointError(f"{where(name)}: {self._missing()}")
+        self._require_saved([*drop, *keep])
         undo = self.undo if undo is None else undo
         history = self.history if history is None else history
         as_before = (undo, history) == (self.undo, self.history)
@@ -288,21 +288,34 @@ class Archive:
         for name, extra in self._extras.items():
             if name in drop:
                 continue
-            extra = copy.copy(extra)
-            followings = [] if name in keep else self._followings(name)
             outcomes[name] = "kept"
-            for place, following in followings:
-                following.update(extra, self._moved[place], undo=undo)
-                if following.how == "followed":
-                    outcomes[name] = "followed"
+            if name not in keep:
+                extra, outcomes[name] = self._after_edits(name, undo=undo)
             if not undo:
-                extra.slots = {}
+                extra = replace(extra, slots={})
             parts[name] = extra.describe(name, tensors)
         document["extras"] = parts
         return document, tensors, outcomes
 
-    def _followings(self, name: str) -> list[tuple[str, Following]]:
-        return [(place, f) for (extra, place), f in self._following.items() if extra == name]
+    def _after_edits(self, name: str, *, undo: bool) -> tuple[Extra, str]:
+        """Returns an extra after the edits of the nets, and whether it "followed" or was "kept"."""
+        extra = replace(self._extras[name])
+        outcome = "kept"
+        for (owner, place), following in self._following.items():
+            if owner == name:
+                following.update(extra, self._moved[place], undo=undo)
+                if following.how == "followed":
+                    outcome = "followed"
+        return extra, outcome
+
+    def _require_saved(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError for a name that is none of an extra."""
+        for name in names:
+            if name not in self._extras:
+                saved = ", ".join(sorted(self._extras)) or "none"
+                raise CheckpointError(
+                    f"{where(name)}: not in this checkpoint, which holds {saved[:200]}"
+                )
 
     def _described(
         self, tensors: dict[str, Tensor], *, undo: bool, history: Kept
@@ -333,25 +346,23 @@ class Archive:
         self._fields.require_all_read()
         return nets
 
-    def _put(self, into: nn.Module | None, objects: Mapping[str, Any]) -> None:
-        for name in objects:
-            if name not in self._extras:
-                raise CheckpointError(f"{where(name)}: {self._missing()}")
+    def _put(
+        self, into: nn.Module | None, objects: Mapping[str, Any], extras: Mapping[str, Extra]
+    ) -> None:
+        """Gives a model its nets, and objects the states in `extras`, all of them or none."""
         if into is not None:
             self._require_model(into, objects)
+        targets = []
         for name, target in objects.items():
-            require_fit(name, target, self._extras[name])
-        targets = [
-            Target(where(name), target, self._extras[name].content)
-            for name, target in objects.items()
-        ]
+            require_fit(name, target, extras[name])
+            targets.append(Target(where(name), target, extras[name].content))
         if into is None:
             restore_all(targets)
         else:
             put_into(into, self._document, self._fields, targets)
         for name, target in objects.items():
             if isinstance(target, Optimizer):
-                restore_slots(target, self._extras[name], self._places)
+                restore_slots(target, extras[name], self._places)
 
     def _require_model(self, into: Any, objects: Mapping[str, Any]) -> None:
         """Raises when `into` cannot take what the file holds, or an object would be left with
@@ -378,10 +389,6 @@ class Archive:
                     " gn.restore(path, into=model), then make the optimizer over"
                     f" model.parameters(), then gn.restore(path, {name}={name})"
                 )
-
-    def _missing(self) -> str:
-        saved = ", ".join(sorted(self._extras)) or "none"
-        return f"not in this checkpoint, which holds {saved[:200]}"
 
     def _journals(self) -> list[dict[str, Any]]:
         parts = self._document["nets"] if self.is_model else [self._document]
@@ -510,7 +517,8 @@ def restore(
     """
     archive = open(path)
     with torch.inference_mode(False):
-        archive._put(into, objects)
+        archive._require_saved(objects)
+        archive._put(into, objects, archive._extras)
     return archive._data()
 
 
