@@ -309,7 +309,7 @@ class Archive:
         return extra, outcome
 
     def _require_saved(self, names: Iterable[str]) -> None:
-        """Raises CheckpointError for a name that is none of an extra."""
+        """Raises CheckpointError for a name under which nothing was saved."""
         for name in names:
             if name not in self._extras:
                 saved = ", ".join(sorted(self._extras)) or "none"

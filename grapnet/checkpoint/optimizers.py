@@ -16,8 +16,12 @@ def require_state(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     """Raises CheckpointError when an option, or an entry of the state, is missing or has another
     form than this optimizer gives it.
 
-    `groups` are those that the optimizer had before it loaded. What form an entry has shows one
-    step of a small optimizer of the same class, which is made for classes of torch.optim only.
+    One step of a small optimizer of the same class gives the expected form of every entry. Classes
+    outside of torch.optim are not checked in this way.
+
+    Args:
+        optimizer: the optimizer, after it has loaded.
+        groups: the parameter groups that it had before.
     """
     for n, (group, own) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for name in optimizer.defaults.keys() & own.keys():

@@ -100,7 +100,7 @@ def require_alive(graph: "Graph", change: Change) -> None:
 
 
 def _reached(graph: "Graph") -> Tensor:
-    """Says of every output whether a path from the sensory layer leads to it, [outputs] bool."""
+    """Returns whether a path from the sensory layer leads to each output, [outputs] bool."""
     reached = torch.ones(len(graph.layers[0]), dtype=torch.bool, device=graph.device)
     for transition in graph.transitions:
         topology = transition.topology
