@@ -21,7 +21,7 @@ test: export OMP_NUM_THREADS = 1
 test: .venv/.test ## run the tests and the doctests
 	$(BIN)/python $(PYTEST) --doctest-modules tests grapnet studies
 
-NUMERIC := tests/core tests/execution tests/learning tests/rules tests/convert tests/studies tests/integrations
+NUMERIC := tests/core tests/execution tests/following tests/continual tests/rules tests/convert tests/studies tests/integrations
 
 numerics: export OMP_NUM_THREADS = 1
 numerics: .venv/.test .venv/.without-kernels ## run the numeric tests as on other CPUs, and without compiled kernels

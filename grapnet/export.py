@@ -6,7 +6,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from .core.errors import GrapNetError, PlanError
+from .core._errors import GrapNetError, PlanError
 from .execution.modules import MOST_CELLS
 from .execution.snapshot import Snapshot
 from .network import GrapNet

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .core.activation import activation_function
-from .core.errors import EditError, PlanError, TopologyError
-from .core.graph import Graph
-from .core.layer import Layer
-from .core.relations import Topology, Transition
-from .core.remap import as_tensor
-from .core.requests import draw
-from .core.sampling import erk_densities, random_topology, topology_from_pairs
-from .core.state import prepare_to_load
+from .core._activation import activation_function
+from .core._errors import EditError, PlanError, TopologyError
+from .core._graph import Graph
+from .core._index_map import as_tensor
+from .core._layer import Layer
+from .core._resolve import draw
+from .core._state import prepare_to_load
+from .core._transition import (
+    Topology,
+    Transition,
+    erk_densities,
+    random_topology,
+    topology_from_pairs,
+)
 from .execution.attention import Attention
 from .execution.manager import Execution
 from .execution.reference import walk

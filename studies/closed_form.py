@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from grapnet.learning import Batch
+from grapnet.continual import Batch
 
 from .data import small_images
 from .paper import published

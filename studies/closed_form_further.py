@@ -36,7 +36,7 @@ import torch
 from torch import nn
 
 import grapnet as gn
-from grapnet.learning import (
+from grapnet.continual import (
     AccuracyMatrix,
     Batch,
     ClosedFormReadout,

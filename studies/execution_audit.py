@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.learning import (
+from grapnet.continual import (
     AccuracyMatrix,
     DERpp,
     ExperienceReplay,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.learning import (
+from grapnet.continual import (
     Batch,
     ClosedFormReadout,
     GramStatistics,

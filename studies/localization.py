@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.learning import (
+from grapnet.continual import (
     ExperienceReplay,
     ReservoirMemory,
     TaskStream,

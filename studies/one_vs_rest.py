@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import grapnet as gn
-from grapnet.learning import AccuracyMatrix, Evaluation, structural_drift
+from grapnet.continual import AccuracyMatrix, Evaluation, structural_drift
 from grapnet.rules import FreezeOwner, GrowForTask, Moment
 
 from .data import downsample, fashion_images

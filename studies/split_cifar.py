@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import grapnet as gn
-from grapnet.learning import Batch, Task
+from grapnet.continual import Batch, Task
 from grapnet.rules import FreezeOwner, GrowForTask, Moment
 
 from .data import load_features, standardise

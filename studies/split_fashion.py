@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean, median
 from typing import Any, Literal
 
-from grapnet.learning import TaskStream
+from grapnet.continual import TaskStream
 
 from .data import small_images
 from .paper import published

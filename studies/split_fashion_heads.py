@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.learning import (
+from grapnet.continual import (
     AccuracyMatrix,
     BalancedMemory,
     ExperienceReplay,

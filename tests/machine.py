@@ -335,7 +335,11 @@ def run_programs(seed: int, programs: int, **options: Any) -> None:
         CALM, max_examples=programs, suppress_health_check=list(HealthCheck), **options
     )
     small = (
-        {"core.remap._FEW_RUNS": 0, "core.memory.LARGE": 64, "execution.reference.CELLS": 8}
+        {
+            "core._index_map._FEW_RUNS": 0,
+            "core._index_map.LARGE": 64,
+            "execution.reference.CELLS": 8,
+        }
         if seed % 2
         else {}
     )

@@ -56,7 +56,7 @@ NEEDS_KERNELS = {"docs/execution.md": pytest.mark.sparse}
 LISTED = (
     "grapnet._api",
     "grapnet.rules",
-    "grapnet.learning",
+    "grapnet.continual",
     "grapnet.convert",
     "grapnet.plot",
 )

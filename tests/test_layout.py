@@ -1,5 +1,6 @@
-"""The import rule: core ← execution ← network ← {learning, rules}, and nothing optional comes with
-`import grapnet`.
+"""The import rule: core ← execution ← network ← {following, rules} ← continual.
+
+Nothing optional comes with `import grapnet`.
 """
 
 import ast
@@ -16,7 +17,8 @@ MAY_IMPORT = {
     "core": {"core"},
     "execution": {"core", "execution"},
     "network": {"core", "execution", "network"},
-    "learning": {"core", "execution", "network", "learning"},
+    "following": {"core", "execution", "network", "following"},
+    "continual": {"core", "execution", "network", "following", "continual"},
     "rules": {"core", "execution", "network", "rules"},
 }
 OUTSIDE = {"torch", "numpy"}
@@ -31,7 +33,8 @@ PUBLIC = tuple(
         "_atomic",
         "rules",
         "convert",
-        "learning",
+        "following",
+        "continual",
         "plot",
     )
 )
@@ -104,7 +107,8 @@ def test_every_module_imports_only_what_lies_below_it() -> None:
         "core",
         "execution",
         "network",
-        "learning",
+        "following",
+        "continual",
     }
     wrong = [line for name, path in modules() for line in violations(path.read_text(), name)]
     assert wrong == []
@@ -113,21 +117,25 @@ def test_every_module_imports_only_what_lies_below_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "named"),
     [
-        ("grapnet.core.edit", "from grapnet.execution.plan import Plan", "grapnet.execution.plan"),
-        ("grapnet.core.edit", "from ..execution import plan", "grapnet.execution"),
-        ("grapnet.core.edit", "from .. import network", "grapnet.network"),
-        ("grapnet.core.edit", "import grapnet", "grapnet"),
-        ("grapnet.core.edit", "def f():\n    import scipy.sparse", "scipy.sparse"),
+        ("grapnet.core._edit", "from grapnet.execution.plan import Plan", "grapnet.execution.plan"),
+        ("grapnet.core._edit", "from ..execution import plan", "grapnet.execution"),
+        ("grapnet.core._edit", "from .. import network", "grapnet.network"),
+        ("grapnet.core._edit", "import grapnet", "grapnet"),
+        ("grapnet.core._edit", "def f():\n    import scipy.sparse", "scipy.sparse"),
         (
-            "grapnet.core.edit",
-            "if TYPE_CHECKING:\n    from grapnet.learning.optim import attach",
-            "grapnet.learning.optim",
+            "grapnet.core._edit",
+            "if TYPE_CHECKING:\n    from grapnet.following.optimizers import attach",
+            "grapnet.following.optimizers",
         ),
         ("grapnet.execution.dense", "from grapnet import GrapNet", "grapnet.GrapNet"),
         ("grapnet.execution.dense", "from ..network import GrapNet", "grapnet.network"),
-        ("grapnet.learning.replay", "from grapnet.rules.grow import Grow", "grapnet.rules.grow"),
-        ("grapnet.rules.grow", "from ..learning import optim", "grapnet.learning"),
-        ("grapnet.network", "from .learning.optim import attach", "grapnet.learning.optim"),
+        ("grapnet.continual.memories", "from grapnet.rules.grow import Grow", "grapnet.rules.grow"),
+        ("grapnet.rules.grow", "from ..following import optimizers", "grapnet.following"),
+        (
+            "grapnet.network",
+            "from .following.optimizers import attach",
+            "grapnet.following.optimizers",
+        ),
     ],
 )
 def test_a_wrong_import_would_be_found(module: str, source: str, named: str) -> None:
@@ -138,24 +146,24 @@ def test_a_wrong_import_would_be_found(module: str, source: str, named: str) -> 
     ("module", "source"),
     [
         (
-            "grapnet.core.edit",
+            "grapnet.core._edit",
             "import torch\nfrom .errors import EditError\nimport numpy as np\nimport weakref",
         ),
         (
             "grapnet.execution.plan",
-            "from grapnet.core.relations import Topology\nfrom .reference import walk",
+            "from grapnet.core._transition import Topology\nfrom .reference import walk",
         ),
         (
             "grapnet.network",
             "from .core.graph import Graph\nfrom .execution.manager import Execution",
         ),
         (
-            "grapnet.learning.optim",
-            "from grapnet.core.graph import Graph\nfrom grapnet.network import GrapNet",
+            "grapnet.following.optimizers",
+            "from grapnet.core._graph import Graph\nfrom grapnet.network import GrapNet",
         ),
         (
             "grapnet.checkpoint.graph",
-            "from grapnet.network import GrapNet\nfrom grapnet.learning.optim import attach",
+            "from grapnet.network import GrapNet\nfrom grapnet.following.optimizers import attach",
         ),
     ],
 )
@@ -193,7 +201,9 @@ def test_programs_use_public_names_only(folder: str) -> None:
         == []
     )
     assert private("from grapnet.rules import Every\nfrom studies.data import load", folder) == []
-    assert private("from grapnet.core.graph import Graph\nfrom grapnet import network", folder) == [
+    assert private(
+        "from grapnet.core._graph import Graph\nfrom grapnet import network", folder
+    ) == [
         "core",
         "network",
     ]
@@ -238,7 +248,7 @@ names = {}
 exec("from grapnet import *", names)
 assert names["GrapNet"] is gn.GrapNet
 assert names["rules"] is gn.rules
-assert gn.rules.PruneWeakest and gn.learning.ReservoirMemory
+assert gn.rules.PruneWeakest and gn.continual.ReservoirMemory
 assert not hasattr(gn, "nonsense")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

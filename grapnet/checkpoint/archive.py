@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet.convert.origin import COMPILED
-from grapnet.core.errors import CheckpointError
+from grapnet.core._errors import CheckpointError
 from grapnet.network import GrapNet
 
 from . import file

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core.errors import CheckpointError
-from grapnet.core.graph import Graph
-from grapnet.learning.optim import (
+from grapnet.core._errors import CheckpointError
+from grapnet.core._graph import Graph
+from grapnet.following.optimizers import (
     Slots,
     refuse_stale_state,
     set_undo_slots,

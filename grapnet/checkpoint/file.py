@@ -12,7 +12,7 @@ from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from grapnet._atomic import atomic_write
-from grapnet.core.errors import CheckpointError
+from grapnet.core._errors import CheckpointError
 
 FORMAT = 1
 _LONGEST = 100_000_000  # bytes of names and metadata that safetensors reads

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from grapnet.core.errors import CheckpointError, GrapNetError, OptimizerError
-from grapnet.core.graph import Graph
-from grapnet.core.journal import Commit
-from grapnet.learning.optim import attach, set_undo_slots, undo_slots
+from grapnet.core._errors import CheckpointError, GrapNetError, OptimizerError
+from grapnet.core._graph import Graph
+from grapnet.core._journal import Commit
+from grapnet.following.optimizers import attach, set_undo_slots, undo_slots
 from grapnet.network import GrapNet
 
 from .extras import Extra, prefix_of, where

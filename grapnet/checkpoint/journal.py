@@ -11,15 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.core.change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
-from grapnet.core.errors import CheckpointError
-from grapnet.core.fit import require_fit
-from grapnet.core.invariants import check
-from grapnet.core.journal import Commit, Journal, Outlines
-from grapnet.core.labels import Labels
-from grapnet.core.remap import IndexMap, contains
-from grapnet.core.reversal import Verb, next_reversed, reverse
-from grapnet.core.vector import Shift, VectorChange
+from grapnet.core._change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
+from grapnet.core._check import check
+from grapnet.core._commit import Verb, next_reversed, require_fit, reverse
+from grapnet.core._coordinates import Shift, VectorChange
+from grapnet.core._errors import CheckpointError
+from grapnet.core._index_map import IndexMap, Labels, contains
+from grapnet.core._journal import Commit, Journal, Outlines
 from grapnet.network import GrapNet
 
 from .codec import LARGEST, Decoder, Encoder, Fields, Pool, PoolReader, entry, number

@@ -12,8 +12,8 @@ from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
 from grapnet.convert.exchange import Exchange, refuse_earlier_losses
 from grapnet.convert.origin import match_names, match_places, module_names
-from grapnet.core.errors import CheckpointError
-from grapnet.learning.stale import mark_replaced
+from grapnet.core._errors import CheckpointError
+from grapnet.following.optimizers import mark_replaced
 from grapnet.network import GrapNet
 
 from .codec import Fields, decode, encode, entry, named

@@ -8,15 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.core.activation import is_activation
-from grapnet.core.column import Column
-from grapnet.core.edit import LARGEST_UID
-from grapnet.core.errors import CheckpointError, InvariantError
-from grapnet.core.invariants import check, check_wiring
-from grapnet.core.layer import Layer
-from grapnet.core.relations import Topology, Transition
-from grapnet.core.sampling import full_topology
-from grapnet.core.values import Coordinates
+from grapnet.core._activation import is_activation
+from grapnet.core._check import check, check_wiring
+from grapnet.core._coordinates import Coordinates
+from grapnet.core._edit import LARGEST_UID
+from grapnet.core._errors import CheckpointError, InvariantError
+from grapnet.core._graph import Column
+from grapnet.core._layer import Layer
+from grapnet.core._transition import Topology, Transition, full_topology
 from grapnet.execution.attention import Attention
 from grapnet.network import GrapNet
 

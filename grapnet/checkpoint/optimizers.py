@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core.errors import CheckpointError
+from grapnet.core._errors import CheckpointError
 
 _SIZES = (3, 5, 7, 11, 13)  # of a trial parameter; all differ, so that a shape tells its dimensions
 

@@ -58,7 +58,7 @@ def learn(model: Any, digits: Any, seed: int, **hooks: Any) -> tuple[Any, Any]:
     """Trains on the tasks, one after the other; returns the optimizer and the replay memory."""
     from torch.optim import Adam
 
-    from grapnet.learning import ExperienceReplay, ReservoirMemory, TaskStream, train_on_stream
+    from grapnet.continual import ExperienceReplay, ReservoirMemory, TaskStream, train_on_stream
 
     optimizer = Adam(model.parameters(), RATE)
     if isinstance(model, gn.GrapNet):
@@ -72,10 +72,10 @@ def learn(model: Any, digits: Any, seed: int, **hooks: Any) -> tuple[Any, Any]:
 
 def evaluate(model: Any, digits: Any, tasks: int = 5) -> Any:
     """Returns the accuracy on the first tasks."""
-    from grapnet import learning
+    from grapnet import continual
 
     x, y = digits
-    return learning.evaluate(model, x, y, TASKS[:tasks])
+    return continual.evaluate(model, x, y, TASKS[:tasks])
 
 
 def tell(story: "Story", train: Any, test: Any, seed: int) -> None:
@@ -84,7 +84,7 @@ def tell(story: "Story", train: Any, test: Any, seed: int) -> None:
     from torch import Tensor
 
     from grapnet import plot
-    from grapnet.learning import AccuracyMatrix, ExperienceReplay, TaskStream, train_on_stream
+    from grapnet.continual import AccuracyMatrix, ExperienceReplay, TaskStream, train_on_stream
     from grapnet.rules import CovarianceSifter, PruneWeakest
 
     torch.manual_seed(seed)

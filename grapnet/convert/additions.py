@@ -4,7 +4,7 @@ it.
 
 from torch import nn
 
-from grapnet.core.values import Coordinates
+from grapnet.core._coordinates import Coordinates
 from grapnet.network import GrapNet
 
 _PARTS = {"layers", "transitions", "columns"}

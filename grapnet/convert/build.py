@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from grapnet.core.errors import ConversionError
-from grapnet.core.layer import Layer
-from grapnet.core.relations import Transition
+from grapnet.core._errors import ConversionError
+from grapnet.core._layer import Layer
+from grapnet.core._transition import Transition
 from grapnet.execution.modules import has_no_bias
 from grapnet.network import GrapNet
 

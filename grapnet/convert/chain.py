@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from grapnet.core.activation import is_activation, setting_of
-from grapnet.core.errors import ConversionError
+from grapnet.core._activation import is_activation, setting_of
+from grapnet.core._errors import ConversionError
 from grapnet.execution.modules import activation_name
 
 

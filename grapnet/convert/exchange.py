@@ -11,10 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core.errors import OptimizerError
-from grapnet.core.values import refuse_old_backward, replace_content
-from grapnet.learning.optimizer_state import clean_value, is_average, per_coordinate, refuse_kind
-from grapnet.learning.stale import forget, mark_followed, parameters_of, refuse_stale_state
+from grapnet.core._coordinates import refuse_old_backward, replace_content
+from grapnet.core._errors import OptimizerError
+from grapnet.following.optimizers import (
+    clean_value,
+    forget,
+    is_average,
+    mark_followed,
+    parameters_of,
+    per_coordinate,
+    refuse_kind,
+    refuse_stale_state,
+)
 
 from .linear import Carry
 

@@ -5,9 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
-from grapnet.core.errors import ConversionError
-from grapnet.learning.optim import attach
-from grapnet.learning.stale import mark_replaced, parameters_of
+from grapnet.core._errors import ConversionError
+from grapnet.following.optimizers import attach, mark_replaced, parameters_of
 from grapnet.network import GrapNet
 
 from .build import build_net

@@ -8,12 +8,16 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 
-from grapnet.core.errors import ConversionError
-from grapnet.core.layer import Layer
-from grapnet.core.relations import Transition, require_countable
-from grapnet.core.remap import flatnonzero
-from grapnet.core.sampling import full_topology, topology_from_pairs
-from grapnet.core.values import Coordinates
+from grapnet.core._coordinates import Coordinates
+from grapnet.core._errors import ConversionError
+from grapnet.core._index_map import flatnonzero
+from grapnet.core._layer import Layer
+from grapnet.core._transition import (
+    Transition,
+    full_topology,
+    require_countable,
+    topology_from_pairs,
+)
 
 Carry = Callable[
     [Tensor, float], Tensor

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from grapnet.core.errors import ConversionError
+from grapnet.core._errors import ConversionError
 from grapnet.network import GrapNet
 
 Kind = TypeVar("Kind", bound=nn.Module)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from grapnet.core.errors import ConversionError
+from grapnet.core._errors import ConversionError
 from grapnet.network import GrapNet
 
 from .additions import describe_additions, describe_hooks

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 from torch import nn
 
-from grapnet.core.errors import ConversionError, PlanError
-from grapnet.core.graph import Graph
-from grapnet.core.journal import Commit
-from grapnet.core.layer import Layer
+from grapnet.core._errors import ConversionError, PlanError
+from grapnet.core._graph import Graph
+from grapnet.core._journal import Commit
+from grapnet.core._layer import Layer
 from grapnet.execution.modules import MOST_CELLS, activation_module
-from grapnet.learning.optim import detach
-from grapnet.learning.stale import mark_replaced
+from grapnet.following.optimizers import detach, mark_replaced
 from grapnet.network import GrapNet
 
 from .build import fill_linears

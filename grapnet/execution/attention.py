@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grapnet.core.column import Column, drawn
-from grapnet.core.errors import PlanError
-from grapnet.core.graph import Graph
-from grapnet.core.relations import Topology
-from grapnet.core.remap import as_tensor
+from grapnet.core._errors import PlanError
+from grapnet.core._graph import Column, Graph, drawn
+from grapnet.core._index_map import as_tensor
+from grapnet.core._transition import Topology
 
 from . import reference
 

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from importlib.resources import files
 from typing import Any
 
-from grapnet.core.relations import Topology
+from grapnet.core._transition import Topology
 
 from .family import group_members
 

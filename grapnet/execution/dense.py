@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from grapnet.core.errors import PlanError
-from grapnet.core.relations import Topology
+from grapnet.core._errors import PlanError
+from grapnet.core._transition import Topology
 
 from . import kernels, native
 from .plan import Plan, in_transform

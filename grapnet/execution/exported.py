@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from grapnet.core.errors import PlanError
-from grapnet.core.relations import Topology
+from grapnet.core._errors import PlanError
+from grapnet.core._transition import Topology
 
 from .attention import Attention
 from .plans import Plans, Step

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from grapnet.core.relations import Topology
+from grapnet.core._transition import Topology
 
 from . import native
 from .dense import FullPlan

@@ -10,7 +10,7 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.autograd import Function
 
-from grapnet.core.relations import Topology
+from grapnet.core._transition import Topology
 
 from .plan import in_transform
 from .reference import ReferencePlan

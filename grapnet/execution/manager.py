@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
-from grapnet.core.errors import PlanError, StaleTopologyError
-from grapnet.core.graph import Graph
-from grapnet.core.journal import Commit
-from grapnet.core.relations import Transition
-from grapnet.core.requests import rewound_on_error
-from grapnet.core.selection import NodeSet
-from grapnet.core.values import Token
+from grapnet.core._coordinates import Token
+from grapnet.core._errors import PlanError, StaleTopologyError
+from grapnet.core._graph import Graph
+from grapnet.core._journal import Commit
+from grapnet.core._resolve import rewound_on_error
+from grapnet.core._sets import NodeSet
+from grapnet.core._transition import Transition
 
 from .attention import Attention
 from .auto import batch_class

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from grapnet.core.activation import activation_function, adjusted_name, is_activation, setting_of
-from grapnet.core.errors import EditError, PlanError
-from grapnet.core.graph import Graph
-from grapnet.core.layer import Layer
-from grapnet.core.relations import Transition
+from grapnet.core._activation import activation_function, adjusted_name, is_activation, setting_of
+from grapnet.core._errors import EditError, PlanError
+from grapnet.core._graph import Graph
+from grapnet.core._layer import Layer
+from grapnet.core._transition import Transition
 
 from .manager import Execution
 

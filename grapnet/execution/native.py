@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grapnet.core import memory
-from grapnet.core.errors import PlanError
-from grapnet.core.relations import Topology
+from grapnet.core._errors import PlanError
+from grapnet.core._index_map import LARGE, room
+from grapnet.core._transition import Topology
 
 _NARROW = 1 << 16  # parents and slots below this fit together into 32 bits
 _DTYPES = (torch.float32, torch.float64)
@@ -70,7 +70,7 @@ def order_by_child(topology: Topology) -> ByChild:
         or int(topology.degrees.max() if topology.n_parents else 0) > _NARROW
     )
     in_ptr = topology.ptr.new_empty(topology.n_children + 1)
-    entries = memory.room(
+    entries = room(
         in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations
     )
     _loaded().order_by_child(*_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr())
@@ -90,7 +90,7 @@ def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChil
     _check("removed", removed, _POSITIONS, len(removed))
     in_ptr, entries = (
         torch.empty_like(order.in_ptr),
-        memory.room(order.entries, len(order.entries) - len(removed)),
+        room(order.entries, len(order.entries) - len(removed)),
     )
     old = (order.in_ptr.data_ptr(), order.entries.data_ptr(), order.entries.dtype == torch.int64)
     gone = (removed.data_ptr(), len(removed))
@@ -229,7 +229,7 @@ def gradients(
         x = _matrix("x", x, n_parents, dz.dtype)
         if x.shape[0] != batch:
             raise PlanError(f"x holds {x.shape[0]} samples, dz {batch}")
-        dw, dbias = memory.room(nothing, n_relations), dz.new_empty(n_children)
+        dw, dbias = room(nothing, n_relations), dz.new_empty(n_children)
         if batch == 0:
             dw, dbias = dw.zero_(), dbias.zero_()
     _loaded().gradients(
@@ -381,8 +381,8 @@ def _reused_activations(like: Tensor, batch: int, width: int, row_major: bool) -
     """Returns such room where an earlier step had it: the first touch of fresh pages costs as much
     as a sparse sum.
     """
-    if batch * width * like.element_size() < memory.LARGE:
+    if batch * width * like.element_size() < LARGE:
         return empty_activations(like, batch, width, row_major)
     rows, columns = (batch, width) if row_major else (width, batch)
-    found = memory.room(like.new_empty(0, columns), rows)
+    found = room(like.new_empty(0, columns), rows)
     return found if row_major else found.t()

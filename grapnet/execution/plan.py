@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
-from grapnet.core.relations import Topology
-from grapnet.core.remap import IndexMap
+from grapnet.core._index_map import IndexMap
+from grapnet.core._transition import Topology
 
 
 class Plan(Protocol):

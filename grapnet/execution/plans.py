@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-from grapnet.core.errors import PlanError
-from grapnet.core.journal import Commit
-from grapnet.core.layer import Layer
-from grapnet.core.relations import Topology, Transition
+from grapnet.core._errors import PlanError
+from grapnet.core._journal import Commit
+from grapnet.core._layer import Layer
+from grapnet.core._transition import Topology, Transition
 
 from . import native
 from .attention import Attention

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from grapnet.core.activation import activation_function
-from grapnet.core.graph import Graph
-from grapnet.core.relations import Topology
+from grapnet.core._activation import activation_function
+from grapnet.core._graph import Graph
+from grapnet.core._transition import Topology
 
 # Messages (batch × relations) made at once; larger pieces leave the cache and run two to three
 # times slower.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grapnet.core.errors import PlanError
-from grapnet.core.graph import Graph
+from grapnet.core._errors import PlanError
+from grapnet.core._graph import Graph
 
 from .modules import (
     MOST_CELLS,

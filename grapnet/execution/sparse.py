@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grapnet.core.relations import Topology
-from grapnet.core.remap import IndexMap
+from grapnet.core._index_map import IndexMap
+from grapnet.core._transition import Topology
 
 from . import kernels, native
 from .plan import Plan, in_transform

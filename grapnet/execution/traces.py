@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from grapnet.core.graph import Graph
-from grapnet.core.values import Token
+from grapnet.core._coordinates import Token
+from grapnet.core._graph import Graph
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from grapnet import Commit, GrapNet
-from grapnet.learning import AccuracyMatrix
+from grapnet.continual import AccuracyMatrix
 
 from . import _canvas as canvas
 from . import _wiring as wiring

@@ -7,8 +7,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grapnet.core.relations import Topology
-from grapnet.core.remap import contains, flatnonzero, kth_smallest
+from grapnet.core._index_map import contains, flatnonzero, kth_smallest
+from grapnet.core._transition import Topology
 from grapnet.execution import native
 
 PRESENT = -1.0  # stands where a relation is: below every |gradient|

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
-from grapnet.core.relation_set import RelationSet
-from grapnet.core.remap import kth_smallest, require_ranks
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._index_map import kth_smallest, require_ranks
+from grapnet.core._sets import RelationSet
 from grapnet.network import GrapNet
 
 # rounds that look only at the nodes that would fall short, before all nodes are looked at

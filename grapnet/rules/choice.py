@@ -5,7 +5,7 @@ seen.
 from collections.abc import Iterable
 from typing import Any
 
-from grapnet.core.errors import EditError
+from grapnet.core._errors import EditError
 from grapnet.network import GrapNet
 
 from .rule import Moment

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
 from grapnet.network import GrapNet
 
 from .budget import Budget

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
 from grapnet.network import GrapNet
 
 from .grow import owner_of

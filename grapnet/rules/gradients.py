@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]
 
-from grapnet.core.errors import CheckpointError, GrapNetError
-from grapnet.core.relation_set import RelationSet
-from grapnet.core.remap import as_tensor
+from grapnet.core._errors import CheckpointError, GrapNetError
+from grapnet.core._index_map import as_tensor
+from grapnet.core._sets import RelationSet
 from grapnet.network import GrapNet
 
 from .absent import Absent, first_largest, largest_among, largest_of_all, largest_of_each

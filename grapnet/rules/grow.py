@@ -8,10 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
-from grapnet.core.requests import INITIALISATIONS
-from grapnet.core.selection import NodeSet
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._resolve import INITIALISATIONS
+from grapnet.core._sets import NodeSet
 from grapnet.network import GrapNet
 
 from .budget import Budget

@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.journal import Commit
+from grapnet.core._edit import Edit
+from grapnet.core._journal import Commit
 from grapnet.network import GrapNet
 
 from .budget import Budget

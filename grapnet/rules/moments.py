@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grapnet.core.remap import IndexMap
+from grapnet.core._index_map import IndexMap
 
 from .watcher import checked
 

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
 from grapnet.network import GrapNet
 
 from .rule import Moment

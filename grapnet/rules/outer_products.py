@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grapnet.core.remap import IndexMap
+from grapnet.core._index_map import IndexMap
 
 # of the rectangle that are computed at a time: fewer rows make the matrix product slower
 CELLS = 2**22

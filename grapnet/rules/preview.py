@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.graph import Count
+from grapnet.core._edit import Edit
+from grapnet.core._graph import Count
 from grapnet.execution.evaluating import evaluating
 from grapnet.network import GrapNet
 

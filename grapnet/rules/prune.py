@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
-from grapnet.core.relation_set import RelationSet
-from grapnet.core.remap import require_ranks
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._index_map import require_ranks
+from grapnet.core._sets import RelationSet
 from grapnet.network import GrapNet
 
 from .budget import weakest_within

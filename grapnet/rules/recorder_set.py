@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from grapnet.core.errors import CheckpointError, GrapNetError
+from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.network import GrapNet
 
 from .rule import Recorder, RecordingRule, Rule

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from grapnet.core.errors import CheckpointError, GrapNetError
+from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.network import GrapNet
 
 from .budget import Budget

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from grapnet.core.edit import Edit
+from grapnet.core._edit import Edit
 from grapnet.network import GrapNet
 
 from .budget import Budget

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
-from grapnet.core.relations import Topology
-from grapnet.core.remap import contains
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._index_map import contains
+from grapnet.core._transition import Topology
 from grapnet.network import GrapNet
 
 from .budget import weakest_within

@@ -3,11 +3,10 @@
 import torch
 from torch import Tensor
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
-from grapnet.core.relation_set import RelationSet
-from grapnet.core.remap import contains
-from grapnet.core.selection import NodeSet
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._index_map import contains
+from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.network import GrapNet
 
 

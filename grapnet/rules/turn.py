@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
 from grapnet.network import GrapNet
 
 from .budget import Budget, enforce

@@ -11,10 +11,10 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from grapnet.core.errors import CheckpointError, GrapNetError
-from grapnet.core.graph import Graph
-from grapnet.core.journal import Commit
-from grapnet.core.remap import IndexMap
+from grapnet.core._errors import CheckpointError, GrapNetError
+from grapnet.core._graph import Graph
+from grapnet.core._index_map import IndexMap
+from grapnet.core._journal import Commit
 from grapnet.execution.plan import in_transform
 from grapnet.execution.untraced import untraced
 from grapnet.network import GrapNet

@@ -8,10 +8,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from grapnet.core.activation import activation_function
-from grapnet.core.edit import Edit
-from grapnet.core.errors import EditError
-from grapnet.core.remap import contains
+from grapnet.core._activation import activation_function
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._index_map import contains
 from grapnet.network import GrapNet
 
 from .budget import weakest_within

@@ -26,7 +26,7 @@ from torch.nn.utils import prune
 
 import grapnet as gn
 from grapnet.cli.main import main
-from grapnet.learning import ReservoirMemory
+from grapnet.continual import ReservoirMemory
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import grapnet as gn
-from tests.learning.plain import OPTIMIZERS
+from tests.following.plain import OPTIMIZERS
 
 from .models import backward, difference, make, train, twin
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.core.errors import PlanError
-from grapnet.core.relations import Topology
-from grapnet.core.remap import IndexMap
+from grapnet.core._errors import PlanError
+from grapnet.core._index_map import IndexMap
+from grapnet.core._transition import Topology
 from grapnet.execution import kernels, native
 from grapnet.execution.sparse import Sparse, SparsePlan
 

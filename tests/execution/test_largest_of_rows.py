@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from grapnet.core.errors import PlanError
+from grapnet.core._errors import PlanError
 from grapnet.execution import native
 
 pytestmark = pytest.mark.sparse

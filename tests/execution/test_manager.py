@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.core.relations import Topology
+from grapnet.core._transition import Topology
 from grapnet.execution.auto import Shape, fastest
 from grapnet.execution.plans import BACKENDS
 from tests.fingerprint import fingerprint

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import grapnet as gn
 from grapnet import plot
-from grapnet.learning import AccuracyMatrix, Evaluation
+from grapnet.continual import AccuracyMatrix, Evaluation
 
 from .nets import families, grown
 from .reading import overlaps, texts, words

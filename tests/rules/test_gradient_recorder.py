@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.core.errors import GrapNetError, StaleNodeError, StaleTopologyError
+from grapnet.core._errors import GrapNetError, StaleNodeError, StaleTopologyError
 from grapnet.execution.plans import BACKENDS
 from grapnet.rules.gradients import GradientRecorder
 from grapnet.rules.manager import RuleManager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.core.errors import GrapNetError
+from grapnet.core._errors import GrapNetError
 from grapnet.execution import native
 from grapnet.rules import Moment, Rewire, absent, gradients
 from grapnet.rules.gradients import GradientRecorder

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grapnet as gn
-from grapnet.core.errors import CheckpointError
+from grapnet.core._errors import CheckpointError
 from grapnet.rules.budget import Budget
 from grapnet.rules.covariance import CovarianceSifter
 from grapnet.rules.manager import RuleManager

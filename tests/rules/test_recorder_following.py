@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.core.errors import CheckpointError, GrapNetError
+from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.rules.recorders import ActivationRecorder, CovarianceRecorder
 from tests.rules.watched import MAKE, armed, batch, close, equal, run, said, seen, small_net
 

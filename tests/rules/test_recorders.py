@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import grapnet as gn
-from grapnet.core.errors import GrapNetError
+from grapnet.core._errors import GrapNetError
 from grapnet.execution.plans import BACKENDS
 from grapnet.rules.gradients import GradientRecorder
 from grapnet.rules.recorders import ActivationRecorder, CovarianceRecorder

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from grapnet.learning import Batch, GramStatistics, TaskStream
+from grapnet.continual import Batch, GramStatistics, TaskStream
 from studies.closed_form import FAST, STORED, Settings, missed
 from studies.data import small_images
 from studies.stream_heads import TASKS, Choice, dense, trained, tuned_replay

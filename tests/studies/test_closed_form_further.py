@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from grapnet.learning import Batch, ClosedFormReadout, GramStatistics, linear_discriminant
+from grapnet.continual import Batch, ClosedFormReadout, GramStatistics, linear_discriminant
 from studies.closed_form_further import AT_RANDOM, FAST, ROWS, SIFTED, WAYS, missed
 from studies.data import small_images
 from studies.further_heads import (

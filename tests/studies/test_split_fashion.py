@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from grapnet.learning import TaskStream
+from grapnet.continual import TaskStream
 from studies import split_fashion as study
 from studies.data import small_images
 from studies.split_fashion_heads import Head, Learner, Regime, learned

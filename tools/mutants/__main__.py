@@ -48,15 +48,9 @@ AREAS = {
         without=("grapnet/execution/gpu*.py",),
     ),
     "following": Area(
+        ("grapnet/following/*.py",),
         (
-            "grapnet/learning/averaged.py",
-            "grapnet/learning/copies.py",
-            "grapnet/learning/distributed.py",
-            "grapnet/learning/optim*.py",
-            "grapnet/learning/stale.py",
-        ),
-        (
-            "tests/learning/test_*.py",
+            "tests/following/test_*.py",
             "tests/convert/test_optimizers*.py",
             "tests/execution/test_attention_following.py",
         ),

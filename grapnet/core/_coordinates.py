@@ -1,0 +1,525 @@
+"""Coordinates: a vector whose trainable part is a Parameter and whose frozen part is a buffer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ._errors import FrozenError, InvariantError, StaleTopologyError
+from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new
+    vector).
+    """
+
+    positions: Tensor  # [n] int32
+    before: Tensor
+    after: Tensor
+
+    def apply(self, current: Tensor) -> Tensor:
+        """Returns `after` where the value is still `before`, and adds the difference where it has
+        moved on.
+        """
+        return torch.where(current == self.before, self.after, current + (self.after - self.before))
+
+
+@dataclass(frozen=True, eq=False)
+class VectorChange:
+    """What one commit does to one vector, in both directions.
+
+    The values are None once the journal no longer keeps them; everything else stays.
+    """
+
+    index: IndexMap
+    born_frozen: Tensor  # [inserted] bool
+    gone_frozen: Tensor  # [removed] bool
+    flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
+    born_values: Tensor | None = None  # [inserted]
+    gone_values: Tensor | None = None  # [removed]
+    born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
+    gone_gradients: Tensor | None = None  # [removed]
+    # [flips]: what freezing takes away, and the end of a trial gives back
+    flip_gradients: Tensor | None = None
+    shift: Shift | None = None
+
+    @classmethod
+    def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
+        """Returns the change of a vector without frozen coordinates; what comes has the values
+        `born`, or 0.
+        """
+        born_frozen, gone_frozen = (
+            torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed)
+        )
+        return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
+
+    def inverse(self, *, with_gradients: bool) -> "VectorChange":
+        """Returns the change that leads back."""
+        shift = self.shift
+        return VectorChange(
+            self.index.inverse(),
+            born_frozen=self.gone_frozen,
+            gone_frozen=self.born_frozen,
+            flips=self.index.old_positions(self.flips),
+            born_values=self.gone_values,
+            born_gradients=self.gone_gradients if with_gradients else None,
+            flip_gradients=self.flip_gradients if with_gradients else None,
+            shift=shift
+            and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
+        )
+
+    def to(self, device: torch.device) -> "VectorChange":
+        """Returns the change on the device of the net, which may have moved since the change was
+        made.
+        """
+        if self.flips.device == device:
+            return self
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved |= {
+            name: value.to(device)
+            for name, value in moved.items()
+            if isinstance(value, Tensor | IndexMap)
+        }
+        shift = self.shift and Shift(
+            *(getattr(self.shift, f.name).to(device) for f in fields(Shift))
+        )
+        return VectorChange(**{**moved, "shift": shift})
+
+    def without_values(self) -> "VectorChange":
+        """Returns the change as the journal keeps it for ever."""
+        gradients = {"born_gradients": None, "gone_gradients": None, "flip_gradients": None}
+        return replace(self, born_values=None, gone_values=None, **gradients)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedVector:
+    """The content a vector will have, computed and not yet put in place."""
+
+    change: VectorChange  # with what leaves filled in
+    parameter_index: IndexMap  # how the Parameter's own coordinates move
+    content: Tensor
+    gradient: Tensor | None
+    frozen_values: Tensor
+    frozen_at: Tensor
+    order: Tensor | None  # see Coordinates.values
+
+
+def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector:
+    """Computes the vector that `change` leads to, without touching the present one."""
+    index, gradient = change.index, store.parameter.grad
+    trainable, frozen = store.parameter.detach(), store.frozen_values
+    born = _like(change.born_values, trainable, len(index.inserted))
+    born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
+    # not a slice: the journal would keep the whole old vector alive
+    gone_values = trainable.new_empty(0)
+    gone_gradients = None if gradient is None else gradient.new_empty(0)
+    if index.removed.shape[0]:
+        gone_values, gone_gradients = (
+            store.read(index.removed).detach(),
+            store.gradients(index.removed),
+        )
+    change = replace(
+        change, born_values=born.view(-1), gone_values=gone_values, gone_gradients=gone_gradients
+    )
+    if not (store.frozen_at.shape[0] or change.flips.shape[0] or bool(change.born_frozen.any())):
+        parameter_index, frozen_at = index, store.frozen_at
+        content = index.carry(trainable, born)
+        gradient = None if gradient is None else index.carry(gradient, born_gradient)
+    else:
+        crossing = _Crossing(store, change)
+        parameter_index, frozen_at = crossing.parameter_index, crossing.frozen_at
+        thawed_values = frozen[torch.searchsorted(store.frozen_at, crossing.thawed_from)]
+        froze_values = trainable[crossing.froze_from_place]
+        content = parameter_index.carry(trainable, crossing.into_parameter(born, thawed_values))
+        frozen = crossing.frozen_index.carry(frozen, crossing.into_frozen(born, froze_values))
+        if gradient is not None:
+            flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
+            taken = torch.zeros_like(flip_gradient)
+            taken[~crossing.melts] = gradient[crossing.froze_from_place]
+            change = replace(change, flip_gradients=taken.view(-1))
+            returning = crossing.into_parameter(born_gradient, flip_gradient[crossing.melts])
+            gradient = parameter_index.carry(gradient, returning)
+    if change.shift is not None:
+        content = _shifted(content, change.shift, frozen_at)
+    order = _assembly_order(len(content), frozen_at)
+    return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at, order)
+
+
+class _Crossing:
+    """Which coordinates a change moves into and out of the Parameter and the frozen buffer.
+
+    Positions named `…_from` are in the old vector, all others in the new one.
+    """
+
+    def __init__(self, store: "Coordinates", change: VectorChange) -> None:
+        index = change.index
+        # frozen and staying
+        held = index.new_positions(store.frozen_at[~contains(index.removed, store.frozen_at)])
+        self._born_frozen = change.born_frozen
+        self.melts = contains(held, change.flips)
+        thawed, froze = change.flips[self.melts], change.flips[~self.melts]
+        born_held, born_free = (
+            index.inserted[change.born_frozen],
+            index.inserted[~change.born_frozen],
+        )
+        self.frozen_at = (
+            torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
+        )
+        self.thawed_from, froze_from = index.old_positions(thawed), index.old_positions(froze)
+        self.froze_from_place = _among_free(froze_from, store.frozen_at).long()
+
+        was_frozen = store.frozen_bits(index.removed)
+        to_parameter, self._parameter_order = torch.cat([born_free, thawed]).sort()
+        to_frozen, self._frozen_order = torch.cat([born_held, froze]).sort()
+        leaves_parameter = torch.cat([index.removed[~was_frozen], froze_from]).sort().values
+        leaves_frozen = torch.cat([index.removed[was_frozen], self.thawed_from]).sort().values
+        free = len(store.parameter)
+        self.parameter_index = IndexMap(
+            free,
+            free - len(leaves_parameter) + len(to_parameter),
+            _among_free(leaves_parameter, store.frozen_at),
+            _among_free(to_parameter, self.frozen_at),
+        )
+        self.frozen_index = IndexMap(
+            len(store.frozen_at),
+            len(self.frozen_at),
+            torch.searchsorted(store.frozen_at, leaves_frozen, out_int32=True),
+            torch.searchsorted(self.frozen_at, to_frozen, out_int32=True),
+        )
+
+    def into_parameter(self, born: Tensor, thawed: Tensor) -> Tensor:
+        """Returns what comes into the Parameter, in the order of its new positions."""
+        return torch.cat([born[~self._born_frozen], thawed])[self._parameter_order]
+
+    def into_frozen(self, born: Tensor, froze: Tensor) -> Tensor:
+        """Returns what comes into the frozen buffer, in the order of its new positions."""
+        return torch.cat([born[self._born_frozen], froze])[self._frozen_order]
+
+
+def _among_free(positions: Tensor, frozen_at: Tensor) -> Tensor:
+    """Returns where trainable positions stand among the trainable ones alone."""
+    return positions - torch.searchsorted(frozen_at, positions, out_int32=True)
+
+
+def _like(values: Tensor | None, example: Tensor, count: int) -> Tensor:
+    """Returns `values` (zeros when None) in the dtype, device and trailing shape of `example`."""
+    if values is None:
+        return example.new_zeros((count, *example.shape[1:]))
+    return values.to(example).reshape(count, *example.shape[1:])
+
+
+def _assembly_order(free: int, frozen_at: Tensor) -> Tensor | None:
+    """Returns where each coordinate stands in (trainable, frozen) laid end to end; None when
+    nothing is frozen.
+    """
+    if len(frozen_at) == 0:
+        return None
+    places = ascending(free + len(frozen_at), frozen_at.device)
+    index = IndexMap(free, len(places), empty_positions(frozen_at.device), frozen_at)
+    return index.carry(places[:free], places[free:])
+
+
+def _shifted(content: Tensor, shift: Shift, frozen_at: Tensor) -> Tensor:
+    place = _among_free(shift.positions, frozen_at).long()
+    content = content.clone()
+    content[place] = Shift(
+        shift.positions, shift.before.to(content), shift.after.to(content)
+    ).apply(content[place])
+    return content
+
+
+class Token:
+    """Something that is only ever equal to itself: the same token means that nothing moved in
+    between.
+    """
+
+    __slots__ = ()
+
+
+torch.serialization.add_safe_globals([Token])  # a Parameter has one, and torch.load would refuse it
+
+
+def layout_of(parameter: Tensor) -> "Token | None":
+    """Returns the token of a Parameter's coordinates, None when they never moved."""
+    return getattr(parameter, "grapnet_layout", None)
+
+
+class Coordinates(nn.Module):
+    """A module with one vector of coordinates, trainable or frozen one by one.
+
+    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a
+    buffer, so no optimizer, decay or clipping ever sees them. `values()` puts both back in order.
+    """
+
+    frozen_values: Tensor
+    frozen_at: Tensor  # [n_frozen] int32, sorted positions
+    _order: Tensor | None
+    # how often any Parameter's coordinates moved, in all graphs of the process
+    layout_changes: ClassVar[int] = 0
+
+    def __init__(self, name: str, values: Tensor | None) -> None:
+        super().__init__()
+        self._vector_name = name
+        self.register_parameter(name, None if values is None else nn.Parameter(values))
+        if values is None:
+            return
+        self.register_buffer(
+            "frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False
+        )
+        self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
+        # of (trainable, frozen) laid end to end, int32
+        self.register_buffer("_order", None, persistent=False)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The trainable coordinates."""
+        try:
+            parameter = self._parameters[self._vector_name]
+        except KeyError:
+            raise self._taken_away() from None
+        assert parameter is not None
+        return parameter
+
+    @property
+    def size(self) -> int:
+        """How many coordinates there are, trainable and frozen."""
+        try:
+            parameter = self._parameters[self._vector_name]
+        except KeyError:
+            raise self._taken_away() from None
+        return 0 if parameter is None else parameter.shape[0] + self.frozen_at.shape[0]
+
+    def values(self, shape: tuple[int, ...] = (-1,)) -> Tensor:
+        """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another
+        shape.
+        """
+        try:
+            # past nn.Module's lookup
+            parameter, order = (
+                self._parameters[self._vector_name],
+                self._buffers["_order"],
+            )
+        except KeyError:
+            raise self._taken_away() from None
+        assert parameter is not None
+        if order is None:
+            return parameter if parameter.dim() == len(shape) == 1 else parameter.view(shape)
+        return (
+            torch.cat([parameter.view(-1), self.frozen_values.view(-1)])
+            .index_select(0, order)
+            .view(shape)
+        )
+
+    def is_assembled_in_order(self) -> bool:
+        """Says whether `values()` puts every frozen coordinate where it belongs."""
+        if self._order is None or len(self.frozen_at) == 0:
+            return self._order is None and len(self.frozen_at) == 0
+        free, held = len(self.parameter), self._order >= len(self.parameter)
+        ranks = torch.arange(max(free, len(self.frozen_at)), device=held.device)
+        return (
+            torch.equal(flatnonzero(held), self.frozen_at)
+            and torch.equal(self._order[held].long() - free, ranks[: len(self.frozen_at)])
+            and torch.equal(self._order[~held].long(), ranks[:free])
+        )
+
+    def read(self, positions: Tensor) -> Tensor:
+        """Returns the coordinates at `positions`, live and differentiable."""
+        trainable, frozen = self.parameter.view(-1), self.frozen_values.view(-1)
+        if frozen.shape[0] == 0:
+            return trainable.index_select(0, positions)
+        rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
+        held = frozen.index_select(0, rank.clamp(max=len(frozen) - 1))
+        if len(trainable) == 0:
+            return held
+        free = trainable.index_select(0, (positions - rank).clamp(max=len(trainable) - 1))
+        return torch.where(self.frozen_bits(positions), held, free)
+
+    def write(self, positions: Tensor | slice, new: Tensor) -> None:
+        """Assigns trainable coordinates; raises FrozenError, before writing, when one of them is
+        frozen.
+        """
+        self.require_free(positions)
+        flat = self.parameter.view(-1)
+        place = positions if len(self.frozen_at) == 0 else self._place(self._listed(positions))
+        with torch.no_grad():
+            flat[place.long() if isinstance(place, Tensor) else place] = new.to(flat)
+
+    def require_free(self, positions: Tensor | slice) -> None:
+        """Raises FrozenError when one of the coordinates is frozen."""
+        if len(self.frozen_at) == 0:
+            return
+        held = self.frozen_bits(self._listed(positions))
+        if bool(held.any()):
+            raise FrozenError(
+                f"{int(held.sum())} of the {len(held)} coordinates to assign are frozen; unfreeze"
+                " them in an edit first"
+            )
+
+    def gradients(self, positions: Tensor) -> Tensor | None:
+        """Returns the gradients at `positions` (0 where frozen), or None when there is none yet."""
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None if len(self.parameter) else self.frozen_values.new_zeros(len(positions))
+        if len(self.frozen_at) == 0:
+            return gradient.view(-1).index_select(0, positions)
+        found = gradient.new_zeros(len(positions))
+        free = ~self.frozen_bits(positions)
+        found[free] = gradient.view(-1)[self._place(positions[free]).long()]
+        return found
+
+    def frozen_bits(self, positions: Tensor) -> Tensor:
+        """Says for every position whether it is frozen."""
+        return contains(self.frozen_at, positions)
+
+    def prepare(self, change: VectorChange) -> PreparedVector:
+        """Computes the vector after `change` without touching the present one."""
+        return prepare_vector(self, change)
+
+    def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
+        """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout`
+        if it moved.
+        """
+        replace_content(self.parameter, prepared.content, prepared.gradient)
+        if not prepared.parameter_index.is_identity:
+            self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+            Coordinates.layout_changes += 1
+        kept = {
+            "frozen_values": prepared.frozen_values,
+            "frozen_at": prepared.frozen_at,
+            "_order": prepared.order,
+        }
+        self._buffers.update(kept)  # past nn.Module's slow assignment
+        prepared.parameter_index.release()
+
+    def hold(self, positions: Tensor) -> None:
+        """Makes `positions` the frozen ones of a vector that is just being built and has none
+        yet.
+        """
+        if len(positions) == 0:
+            return
+        none = torch.empty(0, dtype=torch.bool, device=positions.device)
+        index = IndexMap(
+            self.size,
+            self.size,
+            empty_positions(positions.device),
+            empty_positions(positions.device),
+        )
+        self.swap(self.prepare(VectorChange(index, none, none, positions)), None)
+
+    def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
+        """Says what in a state dict does not fit this vector; empty when it fits."""
+        values = state.get(prefix + self._vector_name)
+        if values is not None and values.numel() != self.size:
+            return (
+                f"{prefix}{self._vector_name} has {values.numel()} coordinates where this graph has"
+                f" {self.size}"
+            )
+        return ""
+
+    def _state(self) -> dict[str, Tensor]:
+        """Returns what a state dict holds of this vector: all values in order, and which are
+        frozen.
+        """
+        if self._parameters[self._vector_name] is None:
+            return {}
+        values = (
+            self.values().view(-1, *self.parameter.shape[1:])
+            if len(self.frozen_at)
+            else self.parameter
+        )
+        return {self._vector_name: values, "frozen": self.frozen_at}
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        for name, tensor in self._state().items():
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Reads the values into the present partition; the graph has adopted the frozen bits
+        before.
+        """
+        expected = [prefix + name for name in self._state()]
+        missing_keys += [key for key in expected if key not in state_dict]
+        unexpected_keys += [
+            key for key in state_dict if strict and key.startswith(prefix) and key not in expected
+        ]
+        difference = self.differs_from(state_dict, prefix)
+        values = state_dict.get(prefix + self._vector_name)
+        if difference:
+            error_msgs.append(difference)
+        elif expected and values is not None:
+            with torch.no_grad():
+                values = values.to(self.parameter).reshape(self.size, *self.parameter.shape[1:])
+                free = torch.ones(self.size, dtype=torch.bool, device=values.device)
+                free[self.frozen_at.long()] = False
+                self.parameter.copy_(values[free] if len(self.frozen_at) else values)
+                self.frozen_values.copy_(values[~free])
+
+    def _taken_away(self) -> InvariantError:
+        return InvariantError(
+            f"the Parameter {self._vector_name!r} was taken out of this {type(self).__name__}, as"
+            " prune, weight_norm and parametrize of torch.nn.utils do; a net holds its coordinates"
+            " itself. Take that back (prune.remove, remove_weight_norm, remove_parametrizations)"
+            " and cut relations in an edit instead"
+        )
+
+    def _place(self, positions: Tensor) -> Tensor:
+        """Returns where positions stand in (trainable, frozen) laid end to end."""
+        if len(self.frozen_at) == 0:
+            return positions
+        rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
+        return torch.where(
+            self.frozen_bits(positions), len(self.parameter) + rank, positions - rank
+        )
+
+    def _listed(self, positions: Tensor | slice) -> Tensor:
+        if isinstance(positions, Tensor):
+            return positions
+        return torch.arange(
+            positions.start, positions.stop, dtype=torch.int32, device=self.frozen_at.device
+        )
+
+
+def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor | None) -> None:
+    """Gives a Parameter other content, of any length, and keeps the Parameter object.
+
+    Assigning `.data` once would leave the old gradient accumulator in place, with the old shape,
+    while a loss is alive. Passing through another dtype makes autograd drop it.
+    """
+    other = torch.float16 if parameter.dtype != torch.float16 else torch.float32
+    parameter.grad = None
+    parameter.data = torch.empty(0, dtype=other, device=content.device)
+    parameter.data = content
+    parameter.grad = gradient
+
+
+def refuse_old_backward(parameter: nn.Parameter, message: str) -> None:
+    """Makes every backward raise that reaches the parameter through a forward of before this
+    call.
+    """
+    if not parameter.requires_grad:
+        return
+
+    def stale(_: object) -> None:
+        raise StaleTopologyError(message)
+
+    with torch.enable_grad():
+        view = parameter.view_as(parameter).grad_fn
+    assert view is not None
+    accumulator = view.next_functions[0][0]
+    assert accumulator is not None
+    accumulator.register_prehook(stale)

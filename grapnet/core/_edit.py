@@ -1,0 +1,561 @@
+"""Where the nodes, relations and layers that a user names stand in a graph."""
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._change import Change
+from ._commit import Tokens, commit_all
+from ._errors import EditError
+from ._index_map import as_tensor, ascending, contains
+from ._journal import Commit, Joint
+from ._layer import Layer
+from ._resolve import (
+    Connection,
+    Initial,
+    Naming,
+    Newborns,
+    Requests,
+    checked_activation,
+    checked_initial,
+    checked_owner,
+    require_alive,
+    resolve,
+    union,
+)
+from ._sets import Nodes, NodeSet, RelationSet, as_node_set, as_uids
+
+if TYPE_CHECKING:
+    from ._graph import Graph
+    from ._node import GrapNode
+
+
+def layer_number(graph: "Graph", layer: Any) -> int:
+    """Returns the number of a layer, counted from the sensory one; raises EditError when there is
+    none.
+    """
+    count = len(graph.layers)
+    if isinstance(layer, Layer):
+        place = next(
+            (f"; this one has number {n}" for n, own in enumerate(graph.layers) if own is layer), ""
+        )
+        raise EditError(f"a layer is named by its number, 0 to {count - 1}{place}, got {layer!r}")
+    if not isinstance(layer, int | np.integer) or not -count <= layer < count:
+        raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
+    return int(layer) % count
+
+
+def hidden_layers(graph: "Graph", layers: Any) -> list[int]:
+    """Returns the numbers of hidden layers, of all of them for None; raises EditError for one that
+    is not hidden.
+    """
+    hidden = range(1, len(graph.layers) - 1)
+    if layers is None:
+        return list(hidden)
+    numbers = [
+        layer_number(graph, n)
+        for n in ([layers] if isinstance(layers, int | np.integer) else layers)
+    ]
+    outside = [number for number in numbers if number not in hidden]
+    if outside:
+        raise EditError(f"layers {outside} are not hidden, so they have no orphans")
+    return numbers
+
+
+def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> dict[int, Tensor]:
+    """Returns the positions of relations by transition; with `slots`, `relations` is the node that
+    owns them.
+    """
+    if slots is not None:
+        if not hasattr(relations, "uid"):
+            raise TypeError(f"slots= are those of one GrapNode, got {type(relations).__name__}")
+        relations = cast("GrapNode", relations).outgoing(slots=slots)
+    if not isinstance(relations, RelationSet):
+        raise TypeError(
+            "relations are given as a RelationSet (node.outgoing(), net.select(...).incoming()), "
+            f"not as {type(relations).__name__}"
+        )
+    if relations.graph is not graph:
+        raise EditError("the relations belong to another graph")
+    return {
+        t: torch.arange(at.start, at.stop, dtype=torch.int32, device=graph.device)
+        if isinstance(at, range)
+        else at
+        for t, at in relations.positions_by_transition().items()
+    }
+
+
+def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tensor]:
+    """Returns rows by layer, the nodes that the requests add counted after the present ones."""
+    if isinstance(nodes, Layer) and nodes.graph is graph:
+        return {nodes.index: ascending(len(nodes), torch.device("cpu"))} if len(nodes) else {}
+    found: dict[int, Tensor] = {}
+    if isinstance(nodes, NodeSet) and nodes.graph is graph:
+        found = {
+            n: requests.rows(graph.layers[n], n, uids) for n, uids in nodes.uids_by_layer.items()
+        }
+        if not any((rows.numpy() < 0).any() for rows in found.values()):
+            return found
+    left, found = as_uids(graph, nodes), {}
+    for number, layer in enumerate(graph.layers):
+        rows = requests.rows(layer, number, left)
+        here = rows >= 0
+        if len(left) and bool(here.all()):
+            found[number] = rows
+            return found
+        if bool(here.any()):
+            found[number], left = rows[here], left[~here]
+    if len(left):
+        graph.locate(int(left[0]))
+    return found
+
+
+LARGEST_UID = 2**31 - 1
+
+
+class Edit:
+    """A `with net.edit(...) as edit:` block.
+
+    Inside it every read, slot and node set means the graph as it was when the edit began. Leaving
+    the block validates everything and commits; any error leaves graph, parameters, version and
+    followers as they were.
+    """
+
+    def __init__(
+        self,
+        graph: "Graph",
+        reason: str,
+        by: str | None,
+        trial: bool,
+        generator: torch.Generator | None,
+        allow_dead: bool,
+    ) -> None:
+        self.reason = reason
+        self.by = by
+        self.trial = trial
+        self.allow_dead = allow_dead
+        self.generator = generator
+        self.receipt: Commit | None = None
+        self.graph = graph
+        self._requests = Requests()
+        self._operations: list[dict[str, Any]] = []
+        self._next_uid = 0
+        self._tokens: Tokens | None = None
+        self._partners: Sequence[Edit] = ()  # those that commit together with it, itself among them
+        self._open = False
+        self._entered = False
+
+    def add_nodes(
+        self,
+        layer: int,
+        count: int,
+        *,
+        activation: str | None = None,
+        owner: str | None = None,
+        bias: Initial | float | None = "linear",
+    ) -> NodeSet:
+        """Adds nodes at the end of a layer and returns them, ready to be connected in this edit.
+
+        Args:
+            layer: number of the layer; negative numbers count from the output.
+            count: how many.
+            activation: the layer's own unless given.
+            owner: a tag to select them by.
+            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values;
+                None for nodes without one, whose bias is zero and frozen.
+        """
+        number = layer_number(self.graph, layer)
+        store = self.graph.layers[number]
+        if not isinstance(count, int | np.integer) or count < 0:
+            raise EditError(
+                f"the number of nodes to add is a whole number, not negative, got {count!r}"
+            )
+        if activation is not None and store.is_sensory:
+            raise EditError("sensory nodes pass their input on, so they have no activation to set")
+        activation = store.default_activation if activation is None else activation
+        checked_activation(activation)
+        checked_owner(owner)
+        given = bias if isinstance(bias, str | None) else as_tensor(bias)
+        initial = None if given is None else checked_initial(given, count, "biases")
+        if self._next_uid + count > LARGEST_UID:
+            raise EditError(f"a graph names at most {LARGEST_UID:,} nodes in its life")
+        count = int(count)
+        uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")
+        self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
+        self._next_uid += count
+        self._requests.newborns[number].append(Newborns(uids, activation, owner, initial))
+        return NodeSet(self.graph, {number: uids})
+
+    def remove_nodes(self, nodes: Nodes, *, interface: bool = False) -> None:
+        """Removes nodes with the relations they own and those that lead to them.
+
+        Args:
+            nodes: which.
+            interface: must be True to remove sensory or output nodes, which changes the net's input
+                or output width.
+        """
+        found = self._rows(nodes)
+        for number in found:
+            if number in (0, len(self.graph.layers) - 1) and not interface:
+                kind = "sensory" if number == 0 else "output"
+                raise EditError(
+                    f"{len(found[number])} of the nodes to remove are {kind} nodes; say"
+                    " interface=True to remove them"
+                )
+        for number, rows in found.items():
+            self._note("remove_nodes", layer=number, nodes=len(rows))
+            self._requests.removals[number].append(rows)
+
+    def connect(
+        self,
+        parents: Nodes,
+        children: Nodes,
+        *,
+        pairs: Literal["all", "aligned"] = "all",
+        weights: Initial | float = "linear",
+    ) -> None:
+        """Adds relations from parents to nodes of the next layer; each goes to the end of its
+        owner's list.
+
+        Args:
+            parents: nodes of one layer.
+            children: nodes of the next.
+            pairs: "all" relates every parent to every child; "aligned" relates the first to the
+                first, and so on.
+            weights: "linear" (what nn.Linear of the child's fan-in draws), "alloc" (uniform in
+                ±1/√(relations its owner gains in this edit)), "zero", or values: [parents,
+                children] for "all", one a pair for "aligned".
+        """
+        if pairs not in ("all", "aligned"):
+            raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')
+        upper, parent_rows = self._one_layer(parents, "parents")
+        lower, child_rows = self._one_layer(children, "children")
+        if pairs == "aligned" and len(parent_rows) != len(child_rows):
+            raise EditError(
+                f"aligned pairs need as many parents as children, got {len(parent_rows)} and"
+                f" {len(child_rows)}"
+            )
+        if len(parent_rows) == 0 or len(child_rows) == 0:
+            return
+        if lower != upper + 1:
+            raise EditError(
+                f"a relation leads from a layer to the next one, not from layer {upper} to layer"
+                f" {lower}"
+            )
+        if not isinstance(weights, str):
+            weights = as_tensor(weights)
+        distinct = False
+        if pairs == "all":
+            distinct = _all_differ(parent_rows) and _all_differ(child_rows)
+            shape = (len(parent_rows), len(child_rows))
+            if isinstance(weights, Tensor) and weights.dim() == 2 and tuple(weights.shape) != shape:
+                raise EditError(
+                    f"weights for all pairs have shape {list(shape)}, got {list(weights.shape)}"
+                )
+            # numpy: a tenth of torch's time
+            parent_rows = torch.from_numpy(parent_rows.numpy().repeat(shape[1]))
+            child_rows = child_rows.expand(shape).reshape(-1)
+        initial = checked_initial(weights, len(parent_rows), "relations")
+        given = weights if isinstance(weights, str) else "given"
+        self._note("connect", transition=upper, relations=len(parent_rows), weights=given)
+        self._requests.connections[upper].append(
+            Connection(parent_rows, child_rows, initial, distinct)
+        )
+
+    def cut(self, relations: RelationSet | Any, *, slots: Any = None) -> None:
+        """Cuts relations: the references and the coordinates are gone, the nodes stay.
+
+        Args:
+            relations: a RelationSet, or one GrapNode together with `slots`.
+            slots: positions in that node's list of children.
+        """
+        for t, positions in self._positions(relations, slots).items():
+            self._note("cut", transition=t, relations=len(positions))
+            self._requests.cuts[t].append(positions)
+
+    @property
+    def cuts(self) -> RelationSet:
+        """The relations that this edit was asked to cut so far; those that leave with a removed
+        node are not listed.
+        """
+        self._require_open()
+        return RelationSet(
+            self.graph, {t: union(at, self.graph.device) for t, at in self._requests.cuts.items()}
+        )
+
+    def keep(self, relations: RelationSet) -> None:
+        """Takes back what this edit was asked to cut, as far as it is in `relations`; other
+        operations stand.
+        """
+        for t, positions in self._positions(relations).items():
+            asked = union(self._requests.cuts.get(t, []), self.graph.device)
+            kept = contains(positions, asked)
+            if bool(kept.any()):
+                self._note("keep", transition=t, relations=int(kept.sum()))
+                self._requests.cuts[t] = [asked[~kept]]
+
+    @property
+    def n_connections(self) -> int:
+        """How many relations this edit was asked to connect so far."""
+        return sum(len(c.parents) for asked in self._requests.connections.values() for c in asked)
+
+    @property
+    def connections(self) -> tuple[Tensor, Tensor]:
+        """The uids of the parents and of the children of the relations that this edit was asked to
+        connect so far.
+        """
+        self._require_open()
+        return self._requests.connected_uids(self.graph.layers)
+
+    @property
+    def removals(self) -> NodeSet:
+        """The nodes that this edit was asked to remove so far; orphans, and nodes that it adds, are
+        not listed.
+        """
+        self._require_open()
+        return NodeSet(self.graph, self._requests.removed_uids(self.graph.layers))
+
+    def remark(self, text: str, **details: str | float | bool | None) -> None:
+        """Writes why into the journal, among the operations: which rule, at which scores. It
+        changes nothing.
+
+        Args:
+            text: in words.
+            details: names and plain values to find it by.
+        """
+        for name, value in {"text": text, **details}.items():
+            if not isinstance(value, str | int | float | bool | None):
+                raise EditError(f"a remark holds text, numbers and None, got {name}={value!r}")
+        self._note("remark", text=text, **details)
+
+    def freeze(
+        self,
+        what: RelationSet | Nodes,
+        *,
+        incoming: bool = True,
+        outgoing: bool = True,
+        bias: bool = True,
+    ) -> None:
+        """Freezes relations, or nodes with their bias, incoming and outgoing relations (each can be
+        left out).
+        """
+        self._turn("freeze", what, incoming, outgoing, bias)
+
+    def unfreeze(
+        self,
+        what: RelationSet | Nodes,
+        *,
+        incoming: bool = True,
+        outgoing: bool = True,
+        bias: bool = True,
+    ) -> None:
+        """Makes relations, or nodes with what belongs to them, trainable again, with clean
+        optimizer state.
+        """
+        self._turn("unfreeze", what, incoming, outgoing, bias)
+
+    def remove_orphans(self, layers: Any = None, *, fold_bias: bool = False) -> None:
+        """Removes, when the edit commits, hidden nodes without parents, and those that this leaves
+        without.
+
+        Args:
+            layers: numbers of hidden layers, all of them by default.
+            fold_bias: add an orphan's constant φ(bias)·weight to its children's biases, so that the
+                function stays.
+        """
+        numbers = hidden_layers(self.graph, layers)
+        for number in numbers:
+            self._requests.orphans[number] = self._requests.orphans.get(number, False) or fold_bias
+        self._note("remove_orphans", layers=numbers, fold_bias=fold_bias)
+
+    def set_activation(self, nodes: Nodes, activation: str) -> None:
+        """Gives nodes another activation."""
+        checked_activation(activation)
+        if 0 in self._rows(nodes):
+            raise EditError("sensory nodes pass their input on, so they have no activation to set")
+        self._name("activations", nodes, activation)
+
+    def set_owner(self, nodes: Nodes, owner: str | None) -> None:
+        """Tags nodes with an owner, or with None."""
+        checked_owner(owner)
+        self._name("owners", nodes, owner)
+
+    def commit(self) -> Commit | None:
+        """Commits now, before the block ends; in a trial this is where its operations take effect.
+
+        Returns None when there was nothing to change. No further operation can be added. The edits
+        of `gn.edit_together` commit all at once: in a trial when one is told to, otherwise when the
+        block ends.
+
+        Raises:
+            EditError: this is one of several edits that commit together, and no trial.
+        """
+        self._require_open()
+        if self._partners and not self.trial:
+            raise EditError(
+                "the edits of edit_together(...) commit at once, when its block ends; leave out"
+                " commit(), or say trial=True to have them all take effect here and taken back at"
+                " the end"
+            )
+        commit_all(self._partners or (self,))
+        return self.receipt
+
+    def join(self, partners: "Sequence[Edit]") -> None:
+        """Makes it one of several edits, itself among them, that commit together."""
+        self._partners = partners
+
+    def close(self) -> None:
+        """Takes no further operation."""
+        self._open = False
+
+    def resolved(self, generator: torch.Generator) -> Change:
+        """Returns what its operations amount to; raises EditError when they conflict, or when they
+        leave a layer dead and that is not allowed. Touches nothing.
+        """
+        change = resolve(self.graph, self._requests, generator)
+        if not self.allow_dead:
+            require_alive(self.graph, change)
+        return change
+
+    def prepare(self, change: Change, joint: Joint | None) -> Callable[[], None]:
+        """Does all of the commit that can fail once its requests are resolved; returns what puts it
+        into effect.
+        """
+        graph, operations = self.graph, self._operations
+        if change.is_empty:
+            return operations.clear
+        tokens = graph.tokens() if self.trial else None
+        receipt = Commit(
+            graph.version + 1,
+            self.reason,
+            change,
+            self.by,
+            tuple(operations),
+            joint=joint,
+            kind="trial" if self.trial else "edit",
+        )
+        receipt, swap = graph.prepare_change(receipt, next_uid=self._next_uid, trial=self.trial)
+
+        def install() -> None:
+            swap()
+            self.receipt, self._tokens = receipt, tokens
+            operations.clear()
+
+        return install
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while the edit holds operations that have not taken effect."""
+        return bool(self._operations)
+
+    def __enter__(self) -> "Edit":
+        if self._entered:
+            raise EditError("this edit was used already; open another one with net.edit()")
+        self.graph.open_edit(self)
+        self._next_uid = self.graph.next_uid
+        self._open = self._entered = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None and self._open and not self.trial:
+                self.commit()
+        finally:
+            self._open = False
+            self._partners = ()
+            self._operations.clear()
+            try:
+                if self.trial and self.receipt is not None and self._tokens is not None:
+                    self.graph.take_back(self.receipt, self._tokens)
+            finally:
+                self.graph.close_edit()
+
+    def _turn(
+        self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
+    ) -> None:
+        if not all(isinstance(part, bool) for part in (incoming, outgoing, bias)):
+            raise EditError(
+                f"incoming=, outgoing= and bias= are True or False, got {incoming}, {outgoing},"
+                f" {bias}"
+            )
+        relations, biases = (
+            (self._requests.freeze_relations, self._requests.freeze_biases)
+            if verb == "freeze"
+            else (self._requests.unfreeze_relations, self._requests.unfreeze_biases)
+        )
+        if isinstance(what, RelationSet):
+            if not (incoming and outgoing and bias):
+                raise EditError(
+                    f"incoming=, outgoing= and bias= say what to {verb} of nodes; a RelationSet is"
+                    " taken as it is"
+                )
+            for t, positions in self._positions(what).items():
+                self._note(verb, transition=t, relations=len(positions))
+                relations[t].append(positions)
+            return
+        self._require_open()
+        nodes = as_node_set(self.graph, self._existing(what))
+        chosen = [nodes.incoming()] * incoming + [nodes.outgoing()] * outgoing
+        rows = nodes.rows_by_layer()
+        self._note(verb, nodes=len(nodes), incoming=incoming, outgoing=outgoing, bias=bias)
+        for part in chosen:
+            for t, positions in self._positions(part).items():
+                relations[t].append(positions)
+        for number in rows if bias else ():
+            if not self.graph.layers[number].is_sensory:
+                biases[number].append(rows[number])
+
+    def _name(self, kind: str, nodes: Nodes, name: str | None) -> None:
+        for number, rows in self._rows(nodes).items():
+            self._note(f"set_{kind[:-1]}", layer=number, nodes=len(rows), name=name)
+            self._requests.namings[number].append(Naming(kind, rows, name))
+
+    def _positions(self, relations: RelationSet | Any, slots: Any = None) -> dict[int, Tensor]:
+        self._require_open()
+        return positions_of(self.graph, relations, slots)
+
+    def _rows(self, nodes: Nodes) -> dict[int, Tensor]:
+        self._require_open()
+        return rows_of(self.graph, self._requests, nodes)
+
+    def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
+        found = self._rows(nodes)
+        if len(found) > 1:
+            raise EditError(
+                f"the {role} of one connect() are in one layer, got nodes of layers {sorted(found)}"
+            )
+        return next(iter(found.items()), (0, torch.empty(0, dtype=torch.int32, device="cpu")))
+
+    def _existing(self, nodes: Nodes) -> Nodes:
+        uids = as_uids(self.graph, nodes)
+        if bool(((uids >= self.graph.next_uid) & (uids < self._next_uid)).any()):
+            raise EditError(
+                "nodes added in this edit cannot be frozen or unfrozen in it; do that in the"
+                " next one"
+            )
+        return nodes
+
+    def _note(self, operation: str, **details: Any) -> None:
+        self._require_open()
+        self._operations.append({"operation": operation, **details})
+
+    def _require_open(self) -> None:
+        if not self._open:
+            raise EditError(
+                "this edit is not open: use it inside its own `with net.edit(...) as edit:` block,"
+                " before commit()"
+            )
+
+
+def _all_differ(rows: Tensor) -> bool:
+    numbers = rows.numpy()
+    return bool((numbers[1:] > numbers[:-1]).all()) or len(np.unique(numbers)) == len(numbers)

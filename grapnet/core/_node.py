@@ -1,0 +1,209 @@
+"""GrapNode: a handle on one node, and the live views of its neighbours."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
+
+from ._index_map import as_tensor
+from ._sets import NodeSet, RelationSet
+
+if TYPE_CHECKING:
+    from ._graph import Graph
+    from ._layer import Layer
+    from ._transition import Transition
+
+
+class GrapNode:
+    """One node of a graph, named by its permanent uid; owns no tensor and stays valid while rows
+    move.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([3, 2])
+        >>> node = net.layers[0][1]
+        >>> len(node.children), node.W_alloc.shape
+        (2, torch.Size([1, 2]))
+    """
+
+    __slots__ = ("_graph", "uid")
+
+    def __init__(self, graph: "Graph", uid: int) -> None:
+        self._graph = graph
+        self.uid = uid
+
+    @property
+    def layer(self) -> int:
+        """The number of the layer the node is in."""
+        return self._graph.locate(self.uid)[0]
+
+    @property
+    def row(self) -> int:
+        """The node's present position in its layer: which coordinate of the activations is its
+        own.
+        """
+        return self._graph.locate(self.uid)[1]
+
+    @property
+    def children(self) -> "NeighboursView":
+        """The next-layer nodes this node relates to, ordered like `W_alloc`."""
+        return NeighboursView(self, down=True)
+
+    @property
+    def parents(self) -> "NeighboursView":
+        """The previous-layer nodes that relate to this node, in row order."""
+        return NeighboursView(self, down=False)
+
+    @property
+    def degree(self) -> int:
+        """How many children the node has."""
+        start, stop = self._slots()
+        return stop - start
+
+    @property
+    def W_alloc(self) -> Tensor:
+        """The node's weights `[1, degree]`, aligned with `children`: live, differentiable, and
+        assignable.
+        """
+        transition = self._outgoing_store()
+        start, stop = self._slots()
+        if transition is None:
+            return self._graph.transitions[0].weight.new_empty((1, 0))
+        if len(transition.frozen_at) == 0:
+            return transition.weight[start:stop].view(1, -1)
+        return transition.read(
+            torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)
+        ).view(1, -1)
+
+    @W_alloc.setter
+    def W_alloc(self, weights: Tensor) -> None:
+        transition = self._outgoing_store()
+        weights = as_tensor(weights)
+        if weights.numel() != self.degree or weights.dim() > 2:
+            raise ValueError(
+                f"{self} has W_alloc of shape [1, {self.degree}], got {list(weights.shape)}"
+            )
+        if transition is not None:
+            transition.write(slice(*self._slots()), weights.detach().reshape(-1))
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The node's bias (a scalar tensor, live and assignable), or None for a sensory node."""
+        layer, row = self._at()
+        return None if layer.is_sensory else layer.read(_one(row, layer)).squeeze(0)
+
+    @bias.setter
+    def bias(self, value: Tensor | float) -> None:
+        layer, row = self._at()
+        if layer.is_sensory:
+            raise ValueError(f"{self} is a sensory node, which owns no bias")
+        layer.write(_one(row, layer), as_tensor(value).detach().reshape(1))
+
+    @property
+    def activation(self) -> str:
+        """The name of the node's activation ("identity" for a sensory node)."""
+        layer, row = self._at()
+        return str(layer.activation_names[row])
+
+    @property
+    def owner(self) -> str | None:
+        """The tag of whoever owns the node (a task, say), or None."""
+        layer, row = self._at()
+        return layer.owner_names[row]
+
+    @property
+    def frozen(self) -> bool:
+        """True when the node's bias, incoming and outgoing relations are all frozen (and it has any
+        of them).
+        """
+        return bool(self.as_set().frozen[0])
+
+    def incoming(self, *, of: Any = None) -> RelationSet:
+        """Returns the relations that lead to this node, or only those of the parents `of`."""
+        return self.as_set().incoming(of=of)
+
+    def outgoing(self, *, to: Any = None, slots: Any = None) -> RelationSet:
+        """Returns the relations this node owns, or only those `to` some children, or only some
+        slots.
+        """
+        relations = self.as_set().outgoing(to=to)
+        if slots is None:
+            return relations
+        if to is not None:
+            raise ValueError("name the relations by slots or by children, not by both")
+        return relations.at_slots(slots, self.degree, self)
+
+    def as_set(self) -> NodeSet:
+        """Returns the NodeSet of just this node."""
+        return NodeSet(self._graph, {self.layer: torch.tensor([self.uid], device="cpu")})
+
+    def _at(self) -> "tuple[Layer, int]":
+        number, row = self._graph.locate(self.uid)
+        return self._graph.layers[number], row
+
+    def _outgoing_store(self) -> "Transition | None":
+        number = self.layer
+        return self._graph.transitions[number] if number < len(self._graph.transitions) else None
+
+    def _slots(self) -> tuple[int, int]:
+        number, row = self._graph.locate(self.uid)
+        if number == len(self._graph.transitions):
+            return 0, 0
+        ptr = self._graph.transitions[number].ptr
+        return int(ptr[row]), int(ptr[row + 1])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, GrapNode) and other.uid == self.uid and other._graph is self._graph
+
+    def __hash__(self) -> int:
+        return hash(self.uid)
+
+    def __repr__(self) -> str:
+        place = self._graph.find(self.uid)
+        return f"GrapNode({'removed' if place is None else f'layer={place[0]}'}, uid={self.uid})"
+
+
+class NeighboursView(Sequence[GrapNode]):
+    """`node.children` or `node.parents`: read-only and live."""
+
+    __slots__ = ("_down", "_node")
+
+    def __init__(self, node: GrapNode, *, down: bool) -> None:
+        self._node = node
+        self._down = down
+
+    @property
+    def uids(self) -> Tensor:
+        """The neighbours' uids in order."""
+        return self._relations().children if self._down else self._relations().parents
+
+    def __len__(self) -> int:
+        return self._node.degree if self._down else len(self._relations())
+
+    @overload
+    def __getitem__(self, slot: int) -> GrapNode: ...
+    @overload
+    def __getitem__(self, slot: slice) -> list[GrapNode]: ...
+    def __getitem__(self, slot: int | slice) -> GrapNode | list[GrapNode]:
+        uids = self.uids.tolist()[slot]
+        if isinstance(uids, list):
+            return [GrapNode(self._node._graph, uid) for uid in uids]
+        return GrapNode(self._node._graph, uids)
+
+    def __contains__(self, node: object) -> bool:
+        return (
+            isinstance(node, GrapNode)
+            and node._graph is self._node._graph
+            and node.uid in self.uids.tolist()
+        )
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(map(repr, self[:6]))}{', …' if len(self) > 6 else ''}]"
+
+    def _relations(self) -> RelationSet:
+        return self._node.outgoing() if self._down else self._node.incoming()
+
+
+def _one(row: int, layer: "Layer") -> Tensor:
+    return torch.tensor([row], dtype=torch.int32, device=layer.frozen_at.device)

@@ -1,0 +1,524 @@
+"""NodeSet and RelationSet: what an edit, a rule or a reader selects."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ._errors import EditError, GrapNetError, StaleNodeError, StaleRelationsError
+from ._index_map import as_tensor, contains, flatnonzero, kth_smallest, require_ranks
+
+if TYPE_CHECKING:
+    from ._graph import Graph
+    from ._node import GrapNode
+    from ._transition import Transition
+
+
+class RelationSet:
+    """A set of relations, of one transition or of several, in owner order.
+
+    It names relations by position, so it is good until an edit moves them; select again afterwards.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3])
+        >>> relations = net.layers[0].outgoing()
+        >>> len(relations), len(relations.smallest(fraction=0.25))
+        (12, 3)
+    """
+
+    def __init__(self, graph: "Graph", positions: "dict[int, Tensor | range]") -> None:
+        self._graph = graph
+        self._positions = {t: found for t, found in sorted(positions.items()) if len(found)}
+        self._structures = {t: graph.transitions[t].structure for t in self._positions}
+
+    @property
+    def graph(self) -> "Graph":
+        """The graph the relations are in."""
+        return self._graph
+
+    def positions_by_transition(self) -> "dict[int, Tensor | range]":
+        """Returns the sorted positions, transition by transition; raises StaleRelationsError when
+        they have moved.
+        """
+        for t, structure in self._structures.items():
+            if self._graph.transitions[t].structure is not structure:
+                raise StaleRelationsError(
+                    f"the relations of transition {t} have moved since this RelationSet was"
+                    f" selected (the graph is at version {self._graph.version}); select them again"
+                )
+        return self._positions
+
+    @property
+    def parents(self) -> Tensor:
+        """The uid of every relation's parent, [n] int64."""
+        return self._gather(lambda t, at: self._uids(t, self._store(t).topology.parents_at(at)))
+
+    @property
+    def children(self) -> Tensor:
+        """The uid of every relation's child, [n] int64."""
+        return self._gather(
+            lambda t, at: self._uids(t + 1, self._store(t).child.index_select(0, at))
+        )
+
+    @property
+    def weights(self) -> Tensor:
+        """One weight a relation: live, differentiable, and assignable."""
+        parts = [self._read(t, at) for t, at in self.positions_by_transition().items()]
+        return (
+            torch.cat(parts)
+            if len(parts) > 1
+            else parts[0]
+            if parts
+            else self._store(0).weight.new_empty(0)
+        )
+
+    @weights.setter
+    def weights(self, values: Tensor) -> None:
+        values = as_tensor(values).detach()
+        if values.numel() not in (1, len(self)):
+            raise ValueError(
+                f"this RelationSet holds {len(self)} relations, got {values.numel()} weights"
+            )
+        found = self.positions_by_transition().items()
+        parts = values.reshape(-1).expand(len(self)).split([len(at) for _, at in found])
+        self._graph.write_all(
+            [
+                (self._store(t), _as_slice(at), part)
+                for (t, at), part in zip(found, parts, strict=True)
+            ]
+        )
+
+    @property
+    def gradients(self) -> Tensor:
+        """One gradient a relation, 0 where it is frozen; raises before the first backward."""
+        found = []
+        for t, at in self.positions_by_transition().items():
+            gradients = self._store(t).gradients(self._tensor(t, at))
+            if gradients is None:
+                raise GrapNetError(
+                    f"the relations of transition {t} have no gradients yet; call backward() first"
+                )
+            found.append(gradients)
+        return torch.cat(found) if found else self._store(0).weight.detach().new_empty(0)
+
+    @property
+    def frozen(self) -> Tensor:
+        """Says for every relation whether it is frozen."""
+        return self._gather(lambda t, at: self._store(t).frozen_bits(at), torch.bool)
+
+    def smallest(
+        self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
+    ) -> "RelationSet":
+        """Returns the relations with the smallest key (|weight| unless given); the first of equals
+        come first.
+        """
+        return self._ranked(count, fraction, key, largest=False)
+
+    def largest(
+        self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
+    ) -> "RelationSet":
+        """Returns the relations with the largest key (|weight| unless given); the first of equals
+        come first.
+        """
+        return self._ranked(count, fraction, key, largest=True)
+
+    def at_slots(self, slots: Any, degree: int, owner: object) -> "RelationSet":
+        """Returns the relations at local slots of the one node that owns this set."""
+        slots = as_tensor(slots).reshape(-1)
+        if slots.dtype == torch.bool and len(slots) == degree:
+            return self[slots]
+        if len(slots) and (slots.dtype.is_floating_point or slots.dtype == torch.bool):
+            raise EditError(
+                f"slots of {owner} are whole numbers, or one bool for each of its {degree}"
+                " relations"
+            )
+        slots = slots.long()
+        outside = slots[(slots < -degree) | (slots >= degree)]
+        if len(outside):
+            raise EditError(
+                f"{owner} owns {degree} relations, so slots {outside.tolist()} do not exist"
+            )
+        return self[slots.remainder(max(degree, 1)).unique()]
+
+    def __len__(self) -> int:
+        return sum(len(at) for at in self._positions.values())
+
+    def __getitem__(self, which: Any) -> "RelationSet":
+        """Returns the subset at a slice, at an index array or under a bool mask over the set."""
+        if not isinstance(which, slice):
+            which = as_tensor(which).reshape(-1)
+        if isinstance(which, Tensor) and which.dtype == torch.bool:
+            if len(which) != len(self):
+                raise IndexError(
+                    f"the bool mask has {len(which)} entries for {len(self)} relations"
+                )
+            marks = which
+        else:
+            marks = torch.zeros(len(self), dtype=torch.bool, device=self._graph.device)
+            marks[which if isinstance(which, slice) else which.to(marks.device, torch.int64)] = True
+        return self._marked(marks.to(self._graph.device))
+
+    def __or__(self, other: "RelationSet") -> "RelationSet":
+        return self._combined(other, lambda a, b: torch.cat([a, b]).unique())
+
+    def __and__(self, other: "RelationSet") -> "RelationSet":
+        return self._combined(other, lambda a, b: a[contains(b, a)])
+
+    def __sub__(self, other: "RelationSet") -> "RelationSet":
+        return self._combined(other, lambda a, b: a[~contains(b, a)])
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"transition {t}: {len(at):,}" for t, at in self._positions.items())
+        return f"RelationSet({parts or 'empty'})"
+
+    def _ranked(
+        self, count: int | None, fraction: float | None, key: Tensor | None, *, largest: bool
+    ) -> "RelationSet":
+        if (count is None) == (fraction is None):
+            raise ValueError("say how many relations: either count= or fraction=")
+        if fraction is not None and not 0 <= fraction <= 1:
+            raise ValueError(f"fraction lies between 0 and 1, got {fraction}")
+        key = (
+            self.weights.detach().abs()
+            if key is None
+            else key.detach().reshape(-1).to(self._graph.device)
+        )
+        if len(key) != len(self):
+            raise ValueError(f"key has {len(key)} entries for {len(self)} relations")
+        require_ranks(key)
+        key = key.byte() if key.dtype == torch.bool else key
+        if count is not None and count < 0:
+            raise ValueError(f"count must not be negative, got {count}")
+        count = round(fraction * len(self)) if fraction is not None else min(count or 0, len(self))
+        if count <= 0:
+            return RelationSet(self._graph, {})
+        rank = len(key) - count + 1 if largest else count
+        limit = kth_smallest(key, rank)
+        chosen = key > limit if largest else key < limit
+        equals = flatnonzero(key == limit)
+        chosen[equals[: count - int(chosen.sum())].long()] = True
+        return self._marked(chosen)
+
+    def _marked(self, marks: Tensor) -> "RelationSet":
+        found: dict[int, Tensor | range] = {}
+        items = self.positions_by_transition().items()
+        for (t, at), part in zip(items, marks.split([len(at) for _, at in items]), strict=True):
+            chosen = flatnonzero(part)
+            found[t] = chosen + at.start if isinstance(at, range) else at[chosen.long()]
+        return RelationSet(self._graph, found)
+
+    def _combined(
+        self, other: "RelationSet", rule: Callable[[Tensor, Tensor], Tensor]
+    ) -> "RelationSet":
+        if other._graph is not self._graph:
+            raise ValueError("the two RelationSets belong to different graphs")
+        mine, theirs = self.positions_by_transition(), other.positions_by_transition()
+        found: dict[int, Tensor | range] = {}
+        for t in mine.keys() | theirs.keys():
+            found[t] = rule(
+                self._tensor(t, mine.get(t, range(0))), self._tensor(t, theirs.get(t, range(0)))
+            )
+        return RelationSet(self._graph, found)
+
+    def _gather(
+        self, read: Callable[[int, Tensor], Tensor], dtype: torch.dtype = torch.int64
+    ) -> Tensor:
+        parts = [read(t, self._tensor(t, at)) for t, at in self.positions_by_transition().items()]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
+
+    def _read(self, t: int, at: "Tensor | range") -> Tensor:
+        store = self._store(t)
+        if isinstance(at, range) and len(store.frozen_at) == 0:
+            return store.weight[at.start : at.stop].view(-1)
+        return store.read(self._tensor(t, at))
+
+    def _store(self, t: int) -> "Transition":
+        return self._graph.transitions[t]
+
+    def _uids(self, layer: int, rows: Tensor) -> Tensor:
+        return self._graph.layers[layer].uid[rows.cpu().long()]
+
+    def _tensor(self, t: int, at: "Tensor | range") -> Tensor:
+        if isinstance(at, Tensor):
+            return at
+        return torch.arange(
+            at.start, at.stop, dtype=torch.int32, device=self._store(t).child.device
+        )
+
+
+def _as_slice(at: "Tensor | range") -> Tensor | slice:
+    return slice(at.start, at.stop) if isinstance(at, range) else at
+
+
+Nodes = Any  # a GrapNode, a NodeSet, uids in a tensor or array, or an iterable of nodes and uids
+
+
+class NodeSet:
+    """An ordered set of nodes, of one layer or of several; it names nodes by uid, so it stays valid
+    while rows move.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3, 2])
+        >>> nodes = net.layers[1][:2]
+        >>> len(nodes), len(nodes.incoming()), len(nodes.outgoing())
+        (2, 8, 4)
+    """
+
+    def __init__(self, graph: "Graph", uids_by_layer: dict[int, Tensor]) -> None:
+        self._graph = graph
+        self._uids_by_layer = {
+            layer: uids for layer, uids in sorted(uids_by_layer.items()) if len(uids)
+        }
+
+    @property
+    def graph(self) -> "Graph":
+        """The graph the nodes are in."""
+        return self._graph
+
+    @property
+    def uids_by_layer(self) -> dict[int, Tensor]:
+        """The uids of the nodes, layer by layer."""
+        return self._uids_by_layer
+
+    @property
+    def uids(self) -> Tensor:
+        """The uids of all nodes, [n] int64."""
+        parts = list(self.uids_by_layer.values())
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def rows_by_layer(self) -> dict[int, Tensor]:
+        """Returns the present int32 rows of the nodes, layer by layer; raises StaleNodeError when
+        one is gone.
+        """
+        return {layer: self.graph.rows(layer, uids) for layer, uids in self.uids_by_layer.items()}
+
+    @property
+    def biases(self) -> Tensor:
+        """One bias a node, live, differentiable and assignable; sensory nodes have none."""
+        return torch.cat(
+            [self._biased(layer).read(rows) for layer, rows in self._device_rows()]
+            or [torch.empty(0, device="cpu")]
+        )
+
+    @biases.setter
+    def biases(self, values: Tensor) -> None:
+        places = [(self._biased(layer), rows) for layer, rows in self._device_rows()]
+        values = as_tensor(values).detach().reshape(-1)
+        if len(values) not in (1, len(self)):
+            raise ValueError(f"this NodeSet holds {len(self)} nodes, got {len(values)} biases")
+        values = values.expand(len(self))
+        parts = values.split([len(rows) for _, rows in places])
+        self.graph.write_all(
+            [(layer, rows, part) for (layer, rows), part in zip(places, parts, strict=True)]
+        )
+
+    @property
+    def owners(self) -> list[str | None]:
+        """One owner tag a node."""
+        return [
+            n
+            for layer, rows in self.rows_by_layer().items()
+            for n in self.graph.layers[layer].owner_names.select(rows)
+        ]
+
+    @property
+    def activations(self) -> list[str]:
+        """One activation name a node."""
+        return [
+            str(n)
+            for layer, rows in self.rows_by_layer().items()
+            for n in self.graph.layers[layer].activation_names.select(rows)
+        ]
+
+    @property
+    def frozen(self) -> Tensor:
+        """Says for every node whether its bias, incoming and outgoing relations are all frozen (and
+        it has any).
+        """
+        return torch.cat(
+            [self._frozen_in(layer, rows) for layer, rows in self._device_rows()]
+            or [torch.empty(0, device="cpu").bool()]
+        )
+
+    def incoming(self, *, of: Nodes = None) -> RelationSet:
+        """Returns the relations that lead to these nodes, or only those of the parents `of`."""
+        graph = self.graph
+        found: dict[int, Tensor | range] = {
+            layer - 1: graph.transitions[layer - 1].topology.leading_to(rows)
+            for layer, rows in self._device_rows()
+            if layer > 0
+        }
+        relations = RelationSet(graph, found)
+        return relations if of is None else relations & as_node_set(graph, of).outgoing()
+
+    def outgoing(self, *, to: Nodes = None) -> RelationSet:
+        """Returns the relations that these nodes own, or only those that lead to the children
+        `to`.
+        """
+        graph = self.graph
+        found: dict[int, Tensor | range] = {}
+        for layer, rows in self._device_rows():
+            if layer == len(graph.transitions):
+                continue
+            topology = graph.transitions[layer].topology
+            if (
+                len(rows)
+                and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+                and bool((rows.diff() == 1).all())
+            ):
+                found[layer] = range(
+                    int(topology.ptr[int(rows[0])]), int(topology.ptr[int(rows[-1]) + 1])
+                )
+            else:
+                found[layer] = topology.owned_by(rows.sort().values)
+        relations = RelationSet(graph, found)
+        return relations if to is None else relations & as_node_set(graph, to).incoming()
+
+    def __len__(self) -> int:
+        return sum(len(uids) for uids in self.uids_by_layer.values())
+
+    def __iter__(self) -> "Iterator[GrapNode]":
+        return (self.graph.node(uid) for uid in self.uids.tolist())
+
+    def __contains__(self, node: object) -> bool:
+        if getattr(node, "_graph", self.graph) is not self.graph:
+            return False
+        uid = getattr(node, "uid", node)
+        return isinstance(uid, int) and any(
+            bool((uids == uid).any()) for uids in self.uids_by_layer.values()
+        )
+
+    def __getitem__(self, which: Any) -> Any:
+        """Returns one GrapNode for an int, and a NodeSet for a slice, an index array or a bool
+        mask.
+        """
+        if isinstance(which, int | np.integer):
+            uids = self.uids
+            if not -len(uids) <= which < len(uids):
+                raise IndexError(f"node {which} of {len(uids)} does not exist")
+            return self.graph.node(int(uids[which]))
+        if not isinstance(which, slice):
+            which = as_tensor(which)
+            which = which.long() if which.numel() == 0 else which.cpu()
+        order = torch.arange(len(self), device="cpu")[which]
+        if order.dim() != 1:
+            raise IndexError(
+                "nodes are indexed with a slice or a one-dimensional list, array or mask"
+            )
+        if len(order.unique()) < len(order):
+            raise IndexError(
+                "these indices name a node twice, and a NodeSet holds each once; for pairs that"
+                " share a node give uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1,"
+                ' 1]], pairs="aligned")'
+            )
+        found, start = {}, 0
+        for layer, uids in self.uids_by_layer.items():
+            found[layer] = uids[order[(order >= start) & (order < start + len(uids))] - start]
+            start += len(uids)
+        return NodeSet(self.graph, found)
+
+    def __or__(self, other: "NodeSet") -> "NodeSet":
+        return self._combined(other, lambda a, b: torch.cat([a, b]).unique())
+
+    def __and__(self, other: "NodeSet") -> "NodeSet":
+        return self._combined(other, lambda a, b: a[torch.isin(a, b)])
+
+    def __sub__(self, other: "NodeSet") -> "NodeSet":
+        return self._combined(other, lambda a, b: a[~torch.isin(a, b)])
+
+    def __repr__(self) -> str:
+        parts = ", ".join(
+            f"layer {layer}: {len(uids)}" for layer, uids in self.uids_by_layer.items()
+        )
+        return f"NodeSet({parts or 'empty'})"
+
+    def _combined(self, other: "NodeSet", rule: Any) -> "NodeSet":
+        if other.graph is not self.graph:
+            raise ValueError("the two NodeSets belong to different graphs")
+        mine, theirs, none = (
+            self.uids_by_layer,
+            other.uids_by_layer,
+            torch.empty(0, dtype=torch.int64, device="cpu"),
+        )
+        return NodeSet(
+            self.graph,
+            {k: rule(mine.get(k, none), theirs.get(k, none)) for k in mine.keys() | theirs.keys()},
+        )
+
+    def _device_rows(self) -> list[tuple[int, Tensor]]:
+        return [(layer, rows.to(self.graph.device)) for layer, rows in self.rows_by_layer().items()]
+
+    def _biased(self, layer: int) -> Any:
+        if self.graph.layers[layer].is_sensory:
+            raise ValueError("sensory nodes own no bias, and this NodeSet holds some")
+        return self.graph.layers[layer]
+
+    def _frozen_in(self, number: int, rows: Tensor) -> Tensor:
+        graph, layer = self.graph, self.graph.layers[number]
+        # free coordinates of each node
+        free = torch.zeros(len(layer), dtype=torch.int64, device=rows.device)
+        total = torch.zeros_like(free)
+        if not layer.is_sensory:
+            total += 1
+            free += (
+                ~layer.frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))
+            ).long()
+        if number > 0:
+            into, held = (
+                graph.transitions[number - 1].topology,
+                graph.transitions[number - 1].frozen_at,
+            )
+            total += into.fan_in()
+            free += into.fan_in() - torch.bincount(into.child[held.long()], minlength=len(layer))
+        if number < len(graph.transitions):
+            out, held = graph.transitions[number].topology, graph.transitions[number].frozen_at
+            total += out.degrees
+            free += out.degrees - torch.bincount(out.parents_at(held), minlength=len(layer))
+        return ((free == 0) & (total > 0))[rows.long()]
+
+
+def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
+    """Returns the uids that `nodes` names, in order, repeats kept; raises when a node is of another
+    graph.
+    """
+    if isinstance(nodes, NodeSet):
+        if nodes.graph is not graph:
+            raise ValueError("the nodes belong to another graph")
+        return nodes.uids
+    if isinstance(nodes, Tensor | np.ndarray):
+        uids = as_tensor(nodes).reshape(-1)
+        if len(uids) and (uids.dtype.is_floating_point or uids.dtype == torch.bool):
+            raise TypeError(f"uids are whole numbers, got a tensor of {uids.dtype}")
+        return uids.to("cpu", torch.int64)
+    uid = getattr(nodes, "uid", nodes)
+    if isinstance(uid, int | np.integer) and not isinstance(uid, bool):
+        if getattr(nodes, "_graph", graph) is not graph:
+            raise ValueError("the nodes belong to another graph")
+        return torch.tensor([int(uid)], device="cpu")
+    if isinstance(nodes, Iterable) and not isinstance(nodes, str | bytes):
+        return torch.cat(
+            [as_uids(graph, node) for node in nodes]
+            or [torch.empty(0, dtype=torch.int64, device="cpu")]
+        )
+    raise TypeError(
+        "nodes are given as a GrapNode, a NodeSet, uids or an iterable of these, not as"
+        f" {type(nodes).__name__}"
+    )
+
+
+def as_node_set(graph: "Graph", nodes: Nodes) -> NodeSet:
+    """Returns the NodeSet of `nodes`, each of which must be in the graph."""
+    if isinstance(nodes, NodeSet) and nodes.graph is graph:
+        return nodes
+    uids, found = as_uids(graph, nodes).unique(), {}
+    for number, layer in enumerate(graph.layers):
+        found[number] = uids[layer.rows(uids) >= 0]
+    if sum(map(len, found.values())) < len(uids):
+        known = torch.cat(list(found.values()))
+        graph.locate(int(uids[~torch.isin(uids, known)][0]))  # raises and names it
+        raise StaleNodeError("a node is not in the graph")
+    return NodeSet(graph, found)

@@ -1,0 +1,66 @@
+"""State dicts: a graph checks the wiring and adopts what is frozen, before its stores read their
+values.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ._coordinates import Coordinates
+from ._errors import TopologyError
+from ._resolve import Requests, resolve
+
+if TYPE_CHECKING:
+    from ._graph import Graph
+
+
+def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
+    """Raises TopologyError when the state is of another wiring; freezes what the state says is
+    frozen, in a commit.
+    """
+    graph.require_no_edit("load a state dict")
+    if not any(name.startswith(prefix) for name in state):
+        return
+    requests = Requests()
+    for number, layer in enumerate(graph.layers):
+        name = f"{prefix}layers.{number}."
+        if not layer.is_sensory:
+            _ask(
+                layer, state, name, requests.freeze_biases[number], requests.unfreeze_biases[number]
+            )
+    for t, transition in enumerate(graph.transitions):
+        name = f"{prefix}transitions.{t}."
+        _ask(transition, state, name, requests.freeze_relations[t], requests.unfreeze_relations[t])
+    for column in graph.columns.values():
+        _require_fit(column, state, f"{prefix}columns.{column.name}.")
+    change = resolve(graph, requests, None)
+    if not change.is_empty:
+        graph.commit_change(change, "load_state_dict", next_uid=graph.next_uid)
+
+
+def _ask(
+    store: Coordinates, state: Mapping[str, Any], name: str, freeze: list[Any], unfreeze: list[Any]
+) -> None:
+    _require_fit(store, state, name)
+    held = state.get(name + "frozen")
+    if held is None:
+        return
+    held = held.to(store.frozen_at)
+    if len(held) and (
+        int(held[0]) < 0 or int(held[-1]) >= store.size or bool((held[1:] <= held[:-1]).any())
+    ):
+        raise TopologyError(
+            f"{name}frozen must be ascending positions below {store.size}; nothing was loaded"
+        )
+    freeze.append(held)
+    unfreeze.append(store.frozen_at)
+
+
+def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> None:
+    difference = store.differs_from(state, name)
+    if difference:
+        raise TopologyError(
+            f"{difference}; the state dict is of a graph that is wired differently, and nothing was"
+            " loaded. Files of gn.save bring the wiring along, for gn.load(path) or"
+            " gn.restore(path, into=model); Lightning's do with RulesCallback, or load_nets in"
+            " on_load_checkpoint"
+        )

@@ -1,0 +1,274 @@
+"""The relations of one transition: who owns which child, and the coordinate of each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._coordinates import Coordinates, Token
+from ._index_map import concatenate_ranges, flatnonzero, positions_in, sorted_nearly
+
+MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The wiring between two neighbouring layers, without weights; a plan is made from it.
+
+    The relations of parent `i` are positions `ptr[i]` to `ptr[i + 1]`; relation `e` leads to child
+    `child[e]`.
+    """
+
+    ptr: Tensor  # [n_parents + 1] int32
+    child: Tensor  # [n_relations] int32
+    n_children: int
+
+    @property
+    def n_parents(self) -> int:
+        """How many nodes the owning layer has."""
+        return self.ptr.shape[0] - 1
+
+    @property
+    def n_relations(self) -> int:
+        """How many relations there are."""
+        return self.child.shape[0]
+
+    @property
+    def degrees(self) -> Tensor:
+        """How many children each parent has, [n_parents]."""
+        return self.ptr[1:] - self.ptr[:-1]  # `diff` takes twice as long
+
+    @cached_property
+    def is_full(self) -> bool:
+        """True when every parent lists every child, in order, so that the values are the
+        rectangle.
+        """
+        if self.n_relations != self.n_parents * self.n_children:
+            return False
+        rows = self.child.view(self.n_parents, self.n_children)
+        order = torch.arange(self.n_children, dtype=rows.dtype, device=rows.device)
+        equal = (
+            rows.numpy() == order.numpy() if rows.device.type == "cpu" else rows == order
+        )  # numpy compares twice as fast
+        return bool(equal.all())
+
+    def parents(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """Returns the parent row of the relations from `start` to `stop`."""
+        if start == 0 and stop is None:
+            return torch.repeat_interleave(self.degrees, output_size=self.n_relations)
+        stop = self.n_relations if stop is None else stop
+        inside = self.ptr.clamp(start, stop).diff().long()
+        rows = torch.arange(self.n_parents, dtype=torch.int32, device=self.ptr.device)
+        return rows.repeat_interleave(inside, output_size=stop - start)
+
+    def degrees_without(self, removed: Tensor) -> Tensor:
+        """Returns how many children each parent keeps when the sorted positions `removed` go,
+        [n_parents] int64.
+        """
+        if removed.shape[0] == 0:
+            return self.degrees.long()
+        return (self.ptr - torch.searchsorted(removed, self.ptr, out_int32=True)).diff().long()
+
+    def ends_without(self, removed: Tensor) -> Tensor:
+        """Returns where each parent's relations end when the sorted positions `removed` go,
+        [n_parents] int32.
+        """
+        ends = self.ptr[1:]
+        return (
+            ends
+            if removed.shape[0] == 0
+            else ends - torch.searchsorted(removed, ends, out_int32=True)
+        )
+
+    def parents_at(self, positions: Tensor) -> Tensor:
+        """Returns the parent rows of relation positions."""
+        return torch.searchsorted(self.ptr, positions, right=True, out_int32=True) - 1
+
+    def owned_by(self, rows: Tensor) -> Tensor:
+        """Returns the positions of the relations that parent rows own, one owner after the
+        other.
+        """
+        rows = rows.long()
+        return concatenate_ranges(self.ptr[rows], self.ptr[rows + 1])
+
+    def leading_to(self, rows: Tensor) -> Tensor:
+        """Returns the sorted positions of the relations that lead to child rows."""
+        if len(rows) == 1:
+            return flatnonzero(self.child == int(rows[0]))
+        wanted = torch.zeros(self.n_children, dtype=torch.bool, device=self.child.device)
+        wanted[rows.long()] = True
+        return flatnonzero(wanted.index_select(0, self.child))
+
+    def find(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Returns the position of every (parent, child) pair of rows, -1 where there is no such
+        relation.
+        """
+        owners = parents.unique()
+        # None: everybody's
+        slots = None if len(owners) == self.n_parents else self.owned_by(owners)
+        rows, child = (
+            (self.parents(), self.child)
+            if slots is None
+            else (self.parents_at(slots), self.child[slots.long()])
+        )
+        owned, wanted = (
+            rows.long() * self.n_children + child,
+            parents.long() * self.n_children + children,
+        )
+        if len(owned) == 0:
+            return torch.full_like(wanted, -1)
+        owned, order = sorted_nearly(owned)
+        place = positions_in(owned, wanted).clamp_(max=len(owned) - 1)
+        at = order[place]
+        return torch.where(owned[place] == wanted, at if slots is None else slots[at].long(), -1)
+
+    def fan_in(self) -> Tensor:
+        """Returns how many parents each child has, [n_children]."""
+        return torch.bincount(self.child, minlength=self.n_children)
+
+
+def require_countable(relations: int, where: str, error: type[Exception] = ValueError) -> None:
+    """Raises when a transition would hold more relations than an int32 can count."""
+    if relations > MOST_RELATIONS:
+        raise error(
+            f"{where} would hold {relations:,} relations; a transition holds at most"
+            f" {MOST_RELATIONS:,}"
+        )
+
+
+class Transition(Coordinates):
+    """The canonical store of one transition: topology in buffers, coordinates in the Parameter
+    `weight` [E, 1].
+
+    `structure` is a token that changes whenever relations move; whoever caches something about the
+    relations keeps it.
+    """
+
+    ptr: Tensor
+    child: Tensor
+    weight: torch.nn.Parameter
+
+    def __init__(self, topology: Topology, weights: Tensor) -> None:
+        super().__init__("weight", weights.reshape(-1, 1))
+        self.register_buffer("ptr", topology.ptr, persistent=False)
+        self.register_buffer("child", topology.child, persistent=False)
+        self.n_children = topology.n_children
+        self.structure = Token()
+
+    @property
+    def topology(self) -> Topology:
+        """The present wiring."""
+        return Topology(self.ptr, self.child, self.n_children)
+
+    def forward(
+        self, x: Tensor, plan: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor
+    ) -> Tensor:
+        """Runs a plan over the present coordinates; forward hooks see what the nodes receive, bias
+        included.
+        """
+        return plan(x, self.values(), bias)
+
+    def rewire(self, topology: Topology, structure: Token) -> None:
+        """Puts another wiring in place; `swap` brings the coordinates that go with it."""
+        # past nn.Module's slow assignment
+        self._buffers.update(ptr=topology.ptr, child=topology.child)
+        self.n_children, self.structure = topology.n_children, structure
+
+    def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
+        """Says what in a state dict does not fit these relations; empty when it fits."""
+        for name, mine in (("ptr", self.ptr), ("child", self.child)):
+            theirs = state.get(prefix + name)
+            if theirs is not None and not torch.equal(theirs.to(mine), mine):
+                return f"{prefix}{name} differs from this graph's"
+        return super().differs_from(state, prefix)
+
+    def _state(self) -> dict[str, Tensor]:
+        return {**super()._state(), "ptr": self.ptr, "child": self.child}
+
+    def extra_repr(self) -> str:
+        return (
+            f"{len(self.ptr) - 1}→{self.n_children}, {self.size:,} relations,"
+            f" {len(self.frozen_at):,} frozen"
+        )
+
+
+def full_topology(n_parents: int, n_children: int, device: torch.device) -> Topology:
+    """Returns the wiring that relates every parent to every child."""
+    ptr = torch.arange(n_parents + 1, dtype=torch.int32, device=device) * n_children
+    return Topology(
+        ptr,
+        torch.arange(n_children, dtype=torch.int32, device=device).repeat(n_parents),
+        n_children,
+    )
+
+
+def random_topology(
+    n_parents: int,
+    n_children: int,
+    density: float,
+    device: torch.device,
+    generator: torch.Generator | None,
+) -> Topology:
+    """Returns a uniformly random wiring with exactly round(density · parents · children)
+    relations.
+    """
+    cells = n_parents * n_children
+    count = round(density * cells)
+    require_countable(
+        count, f"a transition from {n_parents:,} to {n_children:,} nodes at density {density}"
+    )
+    if count == cells:
+        return full_topology(n_parents, n_children, device)
+    few = min(count, cells - count)
+    source = torch.device("cpu") if generator is None else generator.device
+    keys = torch.empty(0, dtype=torch.int64, device="cpu")
+    while len(keys) < few:  # draw with repetition, keep the distinct ones, top up
+        more = torch.randint(cells, (few - len(keys) + 16,), generator=generator, device=source)
+        keys = torch.cat([keys, more.cpu()]).unique()
+    if len(keys) > few:
+        spare = torch.randperm(len(keys), generator=generator, device=source)[
+            : len(keys) - few
+        ].cpu()
+        kept = torch.ones(len(keys), dtype=torch.bool, device="cpu")
+        kept[spare] = False
+        keys = keys[kept]
+    if few < count:
+        absent = torch.zeros(cells, dtype=torch.bool, device="cpu")
+        absent[keys] = True
+        keys = (~absent).nonzero().squeeze(1)
+    return topology_from_pairs(
+        keys // max(n_children, 1), keys % max(n_children, 1), n_parents, n_children, device
+    )
+
+
+def topology_from_pairs(
+    parents: Tensor, children: Tensor, n_parents: int, n_children: int, device: torch.device
+) -> Topology:
+    """Returns the wiring of (parent, child) rows that are sorted by parent."""
+    ptr = torch.zeros(n_parents + 1, dtype=torch.int32, device="cpu")
+    ptr[1:] = torch.bincount(parents, minlength=n_parents).cumsum(0)
+    return Topology(ptr.to(device), children.to(device, torch.int32), n_children)
+
+
+def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
+    """Returns one density a transition, proportional to (parents + children) / (parents ·
+    children).
+
+    Small transitions come out denser than large ones (Erdős–Rényi); none exceeds 1, and all
+    together keep `density`.
+    """
+    cells = [a * b for a, b in pairwise(sizes)]
+    raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in pairwise(sizes)]
+    full: set[int] = set()
+    while True:
+        open_cells = [t for t in range(len(cells)) if t not in full and cells[t]]
+        wanted = density * sum(cells) - sum(cells[t] for t in full)
+        scale = wanted / sum(raw[t] * cells[t] for t in open_cells) if open_cells else 0.0
+        over = {t for t in open_cells if scale * raw[t] > 1}
+        if not over:
+            return [1.0 if t in full else scale * raw[t] for t in range(len(cells))]
+        full |= over

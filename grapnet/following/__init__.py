@@ -1,0 +1,1 @@
+"""What follows the edits of a net: optimizers, averaged copies and processes."""

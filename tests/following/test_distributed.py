@@ -1,0 +1,219 @@
+"""gn.Distributed: two processes stay bit-identical through edits, and whatever would part them is
+refused on both.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch import nn
+
+import grapnet as gn
+from grapnet.following.distributed import Distributed
+
+# one worker, so that the two processes start once
+pytestmark = pytest.mark.xdist_group("distributed")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two processes saw in every check of tests/following/ranks.py."""
+    folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parents[2]
+    command = [sys.executable, "-W", "error", "-m", "tests.following.ranks", str(folder)]
+    settings: dict[str, Any] = {
+        "cwd": root,
+        "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+        "text": True,
+    }
+    started = [
+        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, **settings)
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=250)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], "\n".join(
+        text[-3000:] for text in said
+    )
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def both(ranks: list[dict[str, Any]], check: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    first, second = ranks[0][check], ranks[1][check]
+    assert [found.get("raised") for found in (first, second)] == [None, None]
+    return first, second
+
+
+def test_a_hundred_edits_of_every_kind_leave_the_ranks_bit_identical(ranks):
+    first, second = both(ranks, "a_hundred_edits")
+    assert first["version"] == second["version"] >= 100
+    assert second["kinds"] == {}  # edits happened on rank 0 alone
+    edits = {"cut", "connect", "add", "remove", "freeze", "unfreeze", "undo", "redo", "trial"}
+    assert all(first["kinds"][kind] >= 5 for kind in edits)
+    assert first["frozen"] > 0
+    assert first["slots"] > 100  # Adam had state to follow with
+    assert first["states"] == second["states"]
+    # and something changed in between
+    assert len(set(first["states"])) == len(first["states"]) > 15
+    assert first["limit"] == second["limit"] == 100  # rank 1 began with 3
+
+
+@pytest.mark.parametrize("kind", ["cut", "add", "trial"])
+def test_a_plain_wrapper_drifts_apart_in_silence(ranks, kind):
+    first, second = (rank[kind] for rank in both(ranks, "a_plain_wrapper"))
+    assert first["before"] == second["before"]
+    assert first["after"] != second["after"]
+    assert first["error"] == second["error"] == ["nothing", ""]
+
+
+def test_gradients_are_averages_after_edits_also_when_accumulated(ranks):
+    for rank in both(ranks, "gradients"):
+        assert rank["error"] < 1e-13 < rank["before"]
+        assert rank["hook calls"] == 1  # the hook outlives the wrapper it was given to
+    first, second = both(ranks, "gradients")
+    assert first["state"] == second["state"]
+
+
+def test_parameters_without_coordinates_are_no_obstacle(ranks):
+    first, second = both(ranks, "frozen_and_empty")
+    assert first == second
+    assert set(first) == {"gradient_as_bucket_view", "find_unused_parameters", "static_graph"}
+    assert all(found["sizes"] == [0, 0] and found["free"] == 0 for found in first.values())
+    assert len({found["state"] for found in first.values()}) == 1  # the option changes nothing
+
+
+def test_the_first_values_are_those_of_rank_0_and_the_graphs_must_be_equal(ranks):
+    first, second = both(ranks, "first_values")
+    assert first["before"] == first["after"] == second["after"] != second["before"]
+    assert first["refused"] == second["refused"]
+    kind, text = first["refused"]
+    assert kind == "TopologyError"
+    assert "rank 1 has [GrapNet(4-3-2, 17 relations" in text
+
+
+def test_nets_inside_a_module_are_all_followed(ranks):
+    first, second = both(ranks, "inside_a_host")
+    assert first == second
+    assert first["own"]
+    assert first["names"] == []  # every name begins with "module."
+    assert first["same"]
+    assert first["modes"] == [False, False, False]
+    assert first["old wrapper"]
+    assert len({str(found) for found in first["states"]}) == 4
+    assert first["copy"][0] == "TypeError"
+    assert ".module" in first["copy"][1]
+
+
+def test_a_stale_model_raises_until_it_is_synchronized(ranks):
+    first, second = both(ranks, "stale")
+    for name in ("edit", "trial", "inference", "attention", "cast"):
+        kind, text = first[name]
+        assert kind == "StaleTopologyError"
+        assert "Call synchronize() on every rank" in text
+    assert "version 0 was synchronized and 1 is here" in first["edit"][1]
+    for rank in (first, second):
+        assert rank["edit, synchronized"] == rank["trial, synchronized"] == ["nothing", ""]
+        assert rank["nothing to do"]  # the wrapper stays
+        assert rank["version"] == 2
+    assert first["state"] == second["state"]
+
+
+def test_processes_of_different_groups_go_their_own_ways(ranks):
+    first, second = both(ranks, "alone_in_a_group")
+    assert (first["version"], second["version"]) == (1, 2)
+    assert first["state"] != second["state"]
+
+
+def test_all_ranks_refuse_in_the_same_words(ranks):
+    first, second = both(ranks, "refused")
+    assert first == second
+    expected = {
+        "edit on rank 1": "1 on rank 1 (the last: 'cut 1')",
+        "again": "1 on rank 1 (the last: 'cut 1')",
+        "other edits on all": "rank 1 has [GrapNet(6-8-7-4, ",
+        "a rank cannot follow": (
+            "rank 1 could not follow: OptimizerError: this rank's follower refuses"
+        ),
+        "nothing to undo with": (
+            "takes back commit 1, of which this process no longer keeps the values"
+        ),
+    }
+    for name, words in expected.items():
+        kind, text = first[name]
+        assert kind == "TopologyError"
+        assert words in text
+        assert "load one checkpoint on all ranks" in text
+    for name in ("open edit", "inference mode"):
+        kind, text = first[name]
+        assert kind == "EditError"
+        assert "nothing was changed (rank 1: EditError" in text
+    assert first["the same edit on all"] == ["nothing", ""]
+
+
+def test_the_script_of_the_guide_keeps_the_ranks_equal(ranks):
+    first, second = both(ranks, "the_guide")
+    assert first == second
+    assert first["reasons"] == ["drop the weakest twentieth"] * 3
+
+
+def test_without_processes_it_says_what_to_call():
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        Distributed(gn.GrapNet([3, 2]))
+
+
+def test_a_module_without_a_net_is_refused():
+    with pytest.raises(ValueError, match="this Linear holds no GrapNet"):
+        Distributed(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_commit_arrives_with_its_values_and_its_words(ranks, dtype):
+    first, second = (rank[dtype] for rank in both(ranks, "every_dtype"))
+    assert first == second
+    assert first["commit"][:2] == ["grow ✓", "me"]
+    assert first["commit"][2][-1]["score"] == 0.1
+
+
+def test_undo_beyond_what_the_other_process_would_keep_is_repeated(ranks):
+    first, second = both(ranks, "undo_beyond_the_limit")
+    assert first == second
+    assert first["version"] == 60
+    assert first["limit"] == 2
+    assert first["unchanged"]
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_cut_relation_costs_thirteen_bytes_and_an_undo_a_few(monkeypatch):
+    net = gn.GrapNet([200, 100, 1])
+    model = Distributed(net)
+    sent = []
+    broadcast = dist.broadcast_object_list
+
+    def record(objects: list[bytes], *args: Any, **options: Any) -> None:
+        sent.append(len(objects[0]))
+        broadcast(objects, *args, **options)
+
+    monkeypatch.setattr(dist, "broadcast_object_list", record)
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=10_000))
+    model.synchronize()
+    net.undo()
+    model.synchronize()
+    assert 130_000 < sent[0] < 135_000
+    assert sent[1] < 2_000
