@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
+from ._commit import settle, unsettled
 from ._coordinates import Coordinates, Shift, VectorChange
 from ._index_map import ascending
 
@@ -51,11 +52,15 @@ class Tracked(Generic[State, Kept]):
     @property
     def state(self) -> State:
         """The state at present."""
+        if unsettled:
+            settle()
         return self._held[0]
 
     @property
     def kept(self) -> dict[int, Kept]:
         """What commits have taken away, by their versions."""
+        if unsettled:
+            settle()
         return self._held[1]
 
     @property
