@@ -189,8 +189,9 @@ class LayerDraft:
         self.device = graph.device
         self.columns = graph.columns_of(number)
         self.newborns = requests.newborns.get(number, [])
-        self.n_present = len(self.layer)
-        self.uids = joined(self.layer.uid, [n.uids for n in self.newborns])
+        present = self.layer.roster.uids
+        self.n_present = present.shape[0]
+        self.uids = joined(present, [n.uids for n in self.newborns])
         self.gone = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
         self.any_gone = False
