@@ -11,6 +11,7 @@ from .convert.graft import from_module as from_module
 from .convert.graft import graft as graft
 from .convert.ungraft import ungraft as ungraft
 from .core._activation import register_activation as register_activation
+from .core._change import IndexMap as IndexMap
 from .core._check import check as check
 from .core._edit import Edit as Edit
 from .core._errors import CheckpointError as CheckpointError
@@ -26,7 +27,6 @@ from .core._errors import StaleNodeError as StaleNodeError
 from .core._errors import StaleRelationsError as StaleRelationsError
 from .core._errors import StaleTopologyError as StaleTopologyError
 from .core._errors import TopologyError as TopologyError
-from .core._index_map import IndexMap as IndexMap
 from .core._joint import edit_together as edit_together
 from .core._joint import redo_together as redo_together
 from .core._joint import undo_together as undo_together

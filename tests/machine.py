@@ -336,8 +336,8 @@ def run_programs(seed: int, programs: int, **options: Any) -> None:
     )
     small = (
         {
-            "core._index_map._FEW_RUNS": 0,
-            "core._index_map.LARGE": 64,
+            "core._change._FEW_RUNS": 0,
+            "core._change.LARGE": 64,
             "execution.reference.CELLS": 8,
         }
         if seed % 2

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grapnet.core._change import Labels
 from grapnet.core._errors import CheckpointError
-from grapnet.core._index_map import Labels
 
 LARGEST = 2**53
 _PLAIN = (type(None), bool, int, float, str)

@@ -13,18 +13,19 @@ from torch import Tensor
 
 from grapnet.core._change import (
     Change,
+    IndexMap,
+    Labels,
     LayerChange,
     NodeRecord,
     Pairs,
     Relabel,
     TransitionChange,
-    require_fit,
+    contains,
 )
 from grapnet.core._check import check
-from grapnet.core._commit import Verb, next_reversed, undo_alone
+from grapnet.core._commit import Verb, next_reversed, require_fit, undo_alone
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
-from grapnet.core._index_map import IndexMap, Labels, contains
 from grapnet.core._journal import Commit, Journal, Outlines
 from grapnet.network import GrapNet
 

@@ -1,22 +1,513 @@
-"""Change: everything one commit does to a graph, as data that can be inverted, replayed and
-stored.
-"""
+"""What a commit does, as data: how positions move, and what changes in vectors and layers."""
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ._coordinates import VectorChange
-from ._errors import HistoryError
-from ._index_map import IndexMap, Labels, ascending, contains
-from ._layer import rows_among
-from ._sets import RelationSet
-from ._transition import Topology
+LARGE = 1 << 20  # bytes; smaller buffers come from torch
+KEEP = 256 << 20  # bytes kept for the next commit or step, in the whole process
 
-if TYPE_CHECKING:
-    from ._graph import Graph
+_spare: list[np.ndarray] = []  # buffers that no tensor uses
+# so that two threads never take the same one; giving back, at any time, only appends
+_taking = threading.Lock()
+
+
+def spare_bytes() -> int:
+    """Returns how much memory waits to be used again."""
+    return sum(len(buffer) for buffer in _spare)
+
+
+def room(example: Tensor, rows: int) -> Tensor:
+    """Returns uninitialised memory for `rows` rows like those of `example`.
+
+    A large CPU buffer goes back to the spare ones when the last tensor over it is gone.
+    """
+    shape = (rows, *example.shape[1:])
+    size = math.prod(shape) * example.element_size()
+    if example.device.type != "cpu" or size < LARGE:
+        return example.new_empty(shape)
+    return torch.from_numpy(np.asarray(_Lease(size))).view(example.dtype).view(shape)
+
+
+class _Lease:
+    """One buffer in use; numpy and torch keep the lease alive for as long as they read it."""
+
+    def __init__(self, size: int) -> None:
+        buffer = _taken(size)
+        if buffer is None:
+            # up to an eighth more, so that a growing vector fits again
+            step = 1 << (size.bit_length() - 4)
+            buffer = np.empty(-(-size // step) * step, dtype=np.uint8)
+        self._buffer = buffer
+        self.__array_interface__ = {**self._buffer.__array_interface__, "shape": (size,)}
+
+    def __del__(self) -> None:
+        if spare_bytes() + len(self._buffer) <= KEEP:
+            _spare.append(self._buffer)
+
+
+def _taken(size: int) -> np.ndarray | None:
+    """Returns a spare buffer of about `size` bytes, which is spare no more; None when there is
+    none.
+    """
+    with _taking:
+        fits = [buffer for buffer in _spare if size <= len(buffer) <= size + size // 4]
+        best = min(fits, key=len, default=None)
+        _spare[:] = [buffer for buffer in _spare if buffer is not best]
+    return best
+
+
+# A copy by runs costs half a microsecond a run and vector, a gather one to two nanoseconds a
+# coordinate: runs pay when they are at least this long.
+_SHORTEST_RUN = 600
+_FEW_RUNS = 16
+
+
+class _Runs(NamedTuple):
+    """A vector in pieces: how long those of the old and of the newborn one are, and which make up
+    the new one.
+    """
+
+    old_lengths: list[int]
+    born_lengths: list[int]
+    order: list[int]  # numbers of the old pieces, then of the newborn ones
+
+
+@dataclass(frozen=True, eq=False)
+class IndexMap:
+    """Says which coordinates left and which came; the survivors keep their order.
+
+    Attributes:
+        old_size: length of the vector before the commit.
+        new_size: length after it.
+        removed: sorted int32 positions in the old vector.
+        inserted: sorted int32 positions in the new vector.
+    """
+
+    old_size: int
+    new_size: int
+    removed: Tensor
+    inserted: Tensor
+    _scratch: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def is_identity(self) -> bool:
+        """True when no coordinate left and none came."""
+        return self.removed.shape[0] == 0 and self.inserted.shape[0] == 0
+
+    @cached_property
+    def appends(self) -> bool:
+        """True when nothing left and all that came stands behind the survivors."""
+        none_left = self.removed.shape[0] == 0
+        return none_left and (self.inserted.shape[0] == 0 or int(self.inserted[0]) == self.old_size)
+
+    def to(self, device: torch.device) -> "IndexMap":
+        """Returns the map with its positions on another device."""
+        return IndexMap(
+            self.old_size, self.new_size, self.removed.to(device), self.inserted.to(device)
+        )
+
+    def inverse(self) -> "IndexMap":
+        """Returns the map that leads back: what was removed comes, what was inserted leaves."""
+        return IndexMap(self.new_size, self.old_size, self.inserted, self.removed)
+
+    def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
+        """Returns `old` moved to the new positions, with `born` at the inserted ones; no gradient
+        flows through.
+
+        Works on dimension 0; further dimensions travel along. `old` is left as it is, and is what
+        comes back when nothing moved.
+
+        Examples:
+            >>> index = IndexMap(
+            ...     3, 3, torch.tensor([0], dtype=torch.int32), torch.tensor([2], dtype=torch.int32)
+            ... )
+            >>> index.carry(torch.tensor([10.0, 11.0, 12.0]), born=-1.0)
+            tensor([11., 12., -1.])
+        """
+        if old.shape[:1] != (self.old_size,):  # a single number has no dimension 0
+            raise ValueError(
+                f"this IndexMap carries vectors of length {self.old_size}, got shape"
+                f" {list(old.shape)}"
+            )
+        old = old.detach()
+        if self.is_identity:
+            return old
+        shape = (self.inserted.shape[0], *old.shape[1:])
+        like_old = isinstance(born, Tensor) and (born.shape, born.dtype, born.device) == (
+            shape,
+            old.dtype,
+            old.device,
+        )
+        newborn = as_tensor(born).detach() if like_old else old.new_empty(shape)
+        if not like_old:
+            newborn[:] = born.detach() if isinstance(born, Tensor) else born
+        if self.removed.shape[0] == self.old_size:
+            # never the memory of what was given
+            return newborn.clone(memory_format=torch.contiguous_format)
+        if self.appends:
+            return torch.cat([old, newborn], out=room(old, self.new_size))
+        runs = self._runs()
+        if runs is not None:
+            pieces = (*old.split(runs.old_lengths), *newborn.split(runs.born_lengths))
+            return torch.cat([pieces[n] for n in runs.order], out=room(old, self.new_size))
+        new = room(old, self.new_size)
+        single = old.numel() == self.old_size  # [n] or [n, 1]: a flat gather is four times faster
+        flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)
+        torch.index_select(flat, 0, self._source(old.device), out=target)
+        if shape[0]:
+            new.index_copy_(0, self._targets(old.device), newborn)
+        return new
+
+    def new_positions(self, old: Tensor) -> Tensor:
+        """Returns where the surviving old positions `old` are in the new vector."""
+        ordinal = old - _count_below(self.removed, old)
+        steps = self.inserted - torch.arange(
+            len(self.inserted), dtype=torch.int32, device=self.inserted.device
+        )
+        return ordinal + _count_below(steps, ordinal, including=True)
+
+    def old_positions(self, new: Tensor) -> Tensor:
+        """Returns where the surviving new positions `new` were in the old vector."""
+        return self.inverse().new_positions(new)
+
+    def release(self) -> None:
+        """Drops what `carry` keeps while a commit moves one vector after the other."""
+        self._scratch.clear()
+
+    def _runs(self) -> "_Runs | None":
+        """Returns the pieces that make up the new vector, or None when they are too many."""
+        if "runs" not in self._scratch:
+            self._scratch["runs"] = self._find_runs()
+        return self._scratch["runs"]
+
+    def _find_runs(self) -> "_Runs | None":
+        if len(self.removed) == 1 and len(self.inserted) == 0:
+            # One coordinate leaves: three pieces, of which the outer ones stay.
+            at = int(self.removed[0])
+            lengths = [at, 1, self.old_size - at - 1]
+            filled = [length for length in lengths if length]
+            kept = list(range(len(filled)))
+            kept.remove(int(at > 0))
+            return _Runs(filled, [], kept)
+        if _pieces(self.removed) + _pieces(self.inserted) > max(
+            _FEW_RUNS, self.new_size // _SHORTEST_RUN
+        ):
+            return None
+        removed_at = _counted_in_survivors(self.removed)
+        inserted_at = _counted_in_survivors(self.inserted)
+        gaps, holes = _distinct(removed_at), _distinct(inserted_at)
+        starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
+        kept = np.diff(starts, append=self.old_size - len(removed_at))
+        # before each run
+        dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)
+        born = np.diff(np.searchsorted(inserted_at, starts, side="right"), prepend=0)
+        old_lengths = np.stack([dropped, kept], axis=1).reshape(-1)
+        old_numbers = (old_lengths > 0).cumsum() - 1  # empty pieces are left out
+        born_numbers = (born > 0).cumsum() - 1 + (old_lengths > 0).sum()
+        order = np.stack([born_numbers, old_numbers[1::2]], axis=1).reshape(-1)
+        filled = np.stack([born, kept], axis=1).reshape(-1) > 0
+        return _Runs(
+            old_lengths[old_lengths > 0].tolist(), born[born > 0].tolist(), order[filled].tolist()
+        )
+
+    def _source(self, device: torch.device) -> Tensor:
+        """Returns, for every new position, the old position to read (0 where newborn)."""
+        key = str(device)
+        if key not in self._scratch:
+            source = ascending(self.old_size, device)
+            if self.removed.shape[0]:
+                keep = torch.ones(self.old_size, dtype=torch.bool, device=device)
+                keep[self.removed.to(device).long()] = False
+                source = flatnonzero(keep)
+            if self.inserted.shape[0]:
+                old = torch.ones(self.new_size, dtype=torch.bool, device=device)
+                old[self._targets(device)] = False
+                survivors, source = (
+                    source,
+                    torch.zeros(self.new_size, dtype=torch.int32, device=device),
+                )
+                if device.type == "cpu":
+                    source.numpy()[old.numpy()] = survivors.numpy()
+                else:
+                    source[old] = survivors
+            self._scratch[key] = source
+        return self._scratch[key]
+
+    def _targets(self, device: torch.device) -> Tensor:
+        """Returns the inserted positions, int64."""
+        key = f"targets {device}"
+        if key not in self._scratch:
+            self._scratch[key] = self.inserted.to(device).long()
+        return self._scratch[key]
+
+
+def as_tensor(values: Any) -> Tensor:
+    """Returns values as a tensor; numbers, lists and arrays become one on the CPU, whatever the
+    default device is.
+    """
+    return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
+
+
+def ascending(size: int, device: torch.device) -> Tensor:
+    """Returns the int32 positions 0 to size - 1."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.arange(size, dtype=np.int32))
+    return torch.arange(size, dtype=torch.int32, device=device)
+
+
+def flatnonzero(mask: Tensor) -> Tensor:
+    """Returns the int32 positions where a 1-D bool tensor is true (numpy is six times faster than
+    torch on a CPU).
+    """
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
+    return mask.nonzero().squeeze(1).int()
+
+
+def contains(haystack: Tensor, needles: Tensor) -> Tensor:
+    """Says for every needle whether it stands in the sorted haystack."""
+    if len(haystack) == 0:
+        return torch.zeros(len(needles), dtype=torch.bool, device=needles.device)
+    place = torch.searchsorted(haystack, needles).clamp_(max=len(haystack) - 1)
+    return haystack[place] == needles
+
+
+def sorted_nearly(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the keys in order, and the order; numpy makes use of it where they are nearly in
+    order.
+    """
+    if keys.device.type != "cpu":
+        ascending, order = keys.sort(stable=True)
+        return ascending, order
+    order = torch.from_numpy(keys.numpy().argsort(kind="stable"))
+    return keys[order], order
+
+
+def positions_in(ascending: Tensor, keys: Tensor) -> Tensor:
+    """Returns where each key would stand in the sorted tensor."""
+    if keys.device.type != "cpu":
+        return torch.searchsorted(ascending, keys)
+    return torch.from_numpy(np.searchsorted(ascending.numpy(), keys.numpy()))
+
+
+def require_ranks(key: Tensor) -> None:
+    """Raises ValueError for a key by which relations cannot be put in order."""
+    if bool(torch.isnan(key).any()):
+        raise ValueError("the key holds NaN, which has no rank")
+
+
+def kth_smallest(values: Tensor, rank: int) -> Tensor:
+    """Returns the value that has `rank` - 1 others before it in order; numpy finds it in a third of
+    torch's time.
+    """
+    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+        return torch.from_numpy(np.partition(values.numpy(), rank - 1))[rank - 1]
+    return values.kthvalue(rank).values
+
+
+def concatenate_ranges(starts: Tensor, stops: Tensor) -> Tensor:
+    """Returns the int32 positions of many ranges, one after the other."""
+    lengths = (stops - starts).long()
+    ends = lengths.cumsum(0)
+    total = int(ends[-1]) if len(ends) else 0
+    offsets = torch.repeat_interleave(starts.long() - (ends - lengths), lengths, output_size=total)
+    return (offsets + torch.arange(total, device=starts.device)).int()
+
+
+def empty_positions(device: torch.device | str = "cpu") -> Tensor:
+    """Returns an int32 tensor of no positions."""
+    return torch.empty(0, dtype=torch.int32, device=device)
+
+
+def _pieces(positions: Tensor) -> int:
+    """Returns how many runs of neighbours the sorted positions are."""
+    numbers = positions.cpu().numpy()
+    return len(numbers) and 1 + int(np.count_nonzero(numbers[1:] - numbers[:-1] != 1))
+
+
+def _counted_in_survivors(positions: Tensor) -> np.ndarray:
+    """Returns how many survivors stand before each of the sorted positions."""
+    return positions.cpu().numpy() - np.arange(len(positions), dtype=np.int32)
+
+
+def _distinct(ascending: np.ndarray) -> np.ndarray:
+    return ascending[np.flatnonzero(np.diff(ascending, prepend=-1))]
+
+
+def _count_below(ascending: Tensor, queries: Tensor, *, including: bool = False) -> Tensor:
+    if len(ascending) == 0:
+        return torch.zeros_like(queries)
+    return torch.searchsorted(ascending, queries, right=including, out_int32=True).to(queries.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Labels:
+    """A column of names (owners, activations): `names[codes[row]]`; never changed in place."""
+
+    codes: Tensor  # [n] int32, on the CPU
+    names: tuple[str | None, ...]
+
+    @classmethod
+    def uniform(cls, name: str | None, size: int) -> "Labels":
+        """Returns `size` rows of one name."""
+        return cls(torch.zeros(size, dtype=torch.int32, device="cpu"), (name,))
+
+    @classmethod
+    def join(cls, columns: "list[Labels]") -> "Labels":
+        """Returns the columns one below the other."""
+        names = tuple(dict.fromkeys(name for column in columns for name in column.names))
+        codes = [column._recoded(names) for column in columns]
+        return cls(
+            torch.cat(codes) if codes else torch.empty(0, dtype=torch.int32, device="cpu"), names
+        )
+
+    def __len__(self) -> int:
+        return self.codes.shape[0]
+
+    def __getitem__(self, row: int) -> str | None:
+        return self.names[self.codes[row]]
+
+    def __iter__(self) -> Iterator[str | None]:
+        return (self.names[code] for code in self.codes.tolist())
+
+    def select(self, rows: Tensor) -> "Labels":
+        """Returns the labels of `rows`, in that order."""
+        return Labels(self.codes[rows.long()], self.names)
+
+    def where(self, name: str | None) -> Tensor:
+        """Returns the rows that carry `name`."""
+        if name not in self.names:
+            return torch.empty(0, dtype=torch.int32, device="cpu")
+        return flatnonzero(self.codes == self.names.index(name))
+
+    def kinds(self) -> list[tuple[str | None, Tensor]]:
+        """Returns every name in use with its rows."""
+        return [(name, rows) for name in self.names if len(rows := self.where(name))]
+
+    def differs(self, other: "Labels", rows: Tensor) -> Tensor:
+        """Says for every row whether another column of the same length names it differently."""
+        names = tuple(dict.fromkeys(self.names + other.names))
+        return self._recoded(names)[rows.long()] != other._recoded(names)[rows.long()]
+
+    def carry(self, index: IndexMap, born: "Labels") -> "Labels":
+        """Returns the column after a commit, `born` at the inserted rows."""
+        names = tuple(dict.fromkeys(self.names + born.names))
+        return Labels(index.carry(self._recoded(names), born._recoded(names)), names)
+
+    def replaced(self, rows: Tensor, others: "Labels") -> "Labels":
+        """Returns the column with `others` at `rows`."""
+        names = tuple(dict.fromkeys(self.names + others.names))
+        codes = self._recoded(names).clone()
+        codes[rows.long()] = others._recoded(names)
+        return Labels(codes, names)
+
+    def compact(self) -> "Labels":
+        """Returns the same column with unused names left out of its table."""
+        used = torch.bincount(self.codes, minlength=len(self.names)).tolist()
+        names = tuple(name for name, count in zip(self.names, used, strict=True) if count)
+        return Labels(self._recoded(names), names)
+
+    def _recoded(self, names: tuple[str | None, ...]) -> Tensor:
+        if names[: len(self.names)] == self.names:
+            return self.codes
+        table = torch.tensor(
+            [names.index(n) if n in names else 0 for n in self.names],
+            dtype=torch.int32,
+            device="cpu",
+        )
+        return table[self.codes.long()]
+
+
+@dataclass(frozen=True, eq=False)
+class Shift:
+    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new
+    vector).
+    """
+
+    positions: Tensor  # [n] int32
+    before: Tensor
+    after: Tensor
+
+    def apply(self, current: Tensor) -> Tensor:
+        """Returns `after` where the value is still `before`, and adds the difference where it has
+        moved on.
+        """
+        return torch.where(current == self.before, self.after, current + (self.after - self.before))
+
+
+@dataclass(frozen=True, eq=False)
+class VectorChange:
+    """What one commit does to one vector, in both directions.
+
+    The values are None once the journal no longer keeps them; everything else stays.
+    """
+
+    index: IndexMap
+    born_frozen: Tensor  # [inserted] bool
+    gone_frozen: Tensor  # [removed] bool
+    flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
+    born_values: Tensor | None = None  # [inserted]
+    gone_values: Tensor | None = None  # [removed]
+    born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
+    gone_gradients: Tensor | None = None  # [removed]
+    # [flips]: what freezing takes away, and the end of a trial gives back
+    flip_gradients: Tensor | None = None
+    shift: Shift | None = None
+
+    @classmethod
+    def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
+        """Returns the change of a vector without frozen coordinates; what comes has the values
+        `born`, or 0.
+        """
+        born_frozen, gone_frozen = (
+            torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed)
+        )
+        return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
+
+    def inverse(self, *, with_gradients: bool) -> "VectorChange":
+        """Returns the change that leads back."""
+        shift = self.shift
+        return VectorChange(
+            self.index.inverse(),
+            born_frozen=self.gone_frozen,
+            gone_frozen=self.born_frozen,
+            flips=self.index.old_positions(self.flips),
+            born_values=self.gone_values,
+            born_gradients=self.gone_gradients if with_gradients else None,
+            flip_gradients=self.flip_gradients if with_gradients else None,
+            shift=shift
+            and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
+        )
+
+    def to(self, device: torch.device) -> "VectorChange":
+        """Returns the change on the device of the net, which may have moved since the change was
+        made.
+        """
+        if self.flips.device == device:
+            return self
+        moved = {f.name: getattr(self, f.name) for f in fields(self)}
+        moved |= {
+            name: value.to(device)
+            for name, value in moved.items()
+            if isinstance(value, Tensor | IndexMap)
+        }
+        shift = self.shift and Shift(
+            *(getattr(self.shift, f.name).to(device) for f in fields(Shift))
+        )
+        return VectorChange(**{**moved, "shift": shift})
+
+    def without_values(self) -> "VectorChange":
+        """Returns the change as the journal keeps it for ever."""
+        gradients = {"born_gradients": None, "gone_gradients": None, "flip_gradients": None}
+        return replace(self, born_values=None, gone_values=None, **gradients)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +621,8 @@ class TransitionChange:
     born: Pairs
     gone: Pairs
     weights: VectorChange
-    wiring: Topology | None = None  # that it leads to, as far as known; the journal keeps none
+    # the Topology that it leads to, as far as known; the journal keeps none
+    wiring: Any = None
 
     @property
     def is_empty(self) -> bool:
@@ -226,116 +718,3 @@ class Change:
         return [c.biases for c in self.layers.values() if c.biases] + [
             c.weights for c in self.transitions.values()
         ]
-
-
-def wirings_after(graph: "Graph", change: Change) -> dict[int, Topology]:
-    """Returns the wiring after a change of every transition whose relations move or whose ends are
-    renumbered.
-    """
-    wirings = {}
-    for t, transition in enumerate(graph.transitions):
-        upper = change.layers.get(t)
-        lower = change.layers.get(t + 1)
-        wires = change.transitions.get(t)
-        if wires is not None and wires.wiring is not None:
-            wirings[t] = wires.wiring
-        elif any(c is not None and not c.index.is_identity for c in (upper, lower, wires)):
-            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
-    return wirings
-
-
-def rewired(
-    graph: "Graph",
-    t: int,
-    topology: Topology,
-    upper: LayerChange | None,
-    lower: LayerChange | None,
-    wires: TransitionChange | None,
-) -> Topology:
-    """Returns the wiring of a transition after the changes of its two layers and of its
-    relations.
-    """
-    child, degrees, device, n_children = (
-        topology.child,
-        topology.degrees.long(),
-        topology.child.device,
-        topology.n_children,
-    )
-    if lower is not None and not lower.index.is_identity:
-        if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
-            child = (
-                lower.index.new_positions(ascending(n_children, torch.device("cpu")))
-                .to(device)
-                .index_select(0, child)
-            )
-        n_children = lower.index.new_size
-    if wires is not None:
-        degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(
-            child, rows_after(graph, t + 1, lower, wires.born.children).to(device)
-        )
-    if upper is not None:
-        degrees = upper.index.carry(degrees)
-    if wires is not None and len(wires.born):
-        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
-        degrees = degrees + torch.bincount(parents, minlength=len(degrees))
-    ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
-    ptr[1:] = degrees.cumsum(0)
-    return Topology(ptr, child, n_children)
-
-
-def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
-    """Returns the rows that nodes of a layer have after its change."""
-    present = graph.layers[number].uid
-    return rows_among(
-        present if change is None else change.index.carry(present, change.born.uids), uids
-    )
-
-
-def require_fit(graph: "Graph", whole: Change, version: int) -> None:
-    """Raises HistoryError when the change of a commit was not made on a graph like this one."""
-    for number, change in whole.layers.items():
-        if number >= len(graph.layers) or not change.fits(graph.layers[number].uid):
-            raise HistoryError(
-                f"commit {version} was made on another graph: layer {number} differs"
-            )
-    for t, change in whole.transitions.items():
-        if t >= len(graph.transitions) or not _wires_fit(graph, t, change, whole):
-            raise HistoryError(
-                f"commit {version} was made on another graph: transition {t} differs"
-            )
-
-
-def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) -> bool:
-    """Says whether what the change cuts is here, and what it connects is not."""
-    store = graph.transitions[t]
-    if change.index.old_size != store.size:
-        return False
-    cut = RelationSet(graph, {t: change.index.removed})
-    if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
-        cut.children.int(), change.gone.children
-    ):
-        return False
-    parents, children = (
-        graph.layers[t].rows(change.born.parents),
-        graph.layers[t + 1].rows(change.born.children),
-    )
-    newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
-    for rows, uids, fresh in (
-        (parents, change.born.parents, newborn[0]),
-        (children, change.born.children, newborn[1]),
-    ):
-        if bool((rows < 0).any()) and (
-            fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())
-        ):
-            return False
-    upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
-    after = rewired(graph, t, store.topology, upper, lower, change)
-    owners = rows_after(graph, t, upper, change.born.parents)
-    if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
-        return False
-    both = (parents >= 0) & (children >= 0)
-    found = store.topology.find(
-        parents[both].to(graph.device), children[both].to(graph.device)
-    ).int()
-    return bool(((found < 0) | contains(change.index.removed, found)).all())

@@ -1,15 +1,23 @@
 """Coordinates: a vector whose trainable part is a Parameter and whose frozen part is a buffer."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ._change import (
+    IndexMap,
+    Shift,
+    VectorChange,
+    ascending,
+    contains,
+    empty_positions,
+    flatnonzero,
+)
 from ._errors import FrozenError, InvariantError, StaleTopologyError
-from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero
 
 
 class Token:
@@ -51,90 +59,6 @@ def assemble(
             return trainable
         return trainable.view(shape)
     return torch.cat([trainable.view(-1), frozen.view(-1)]).index_select(0, order).view(shape)
-
-
-@dataclass(frozen=True, eq=False)
-class Shift:
-    """Values that a commit itself changes: `before` becomes `after` at `positions` (in the new
-    vector).
-    """
-
-    positions: Tensor  # [n] int32
-    before: Tensor
-    after: Tensor
-
-    def apply(self, current: Tensor) -> Tensor:
-        """Returns `after` where the value is still `before`, and adds the difference where it has
-        moved on.
-        """
-        return torch.where(current == self.before, self.after, current + (self.after - self.before))
-
-
-@dataclass(frozen=True, eq=False)
-class VectorChange:
-    """What one commit does to one vector, in both directions.
-
-    The values are None once the journal no longer keeps them; everything else stays.
-    """
-
-    index: IndexMap
-    born_frozen: Tensor  # [inserted] bool
-    gone_frozen: Tensor  # [removed] bool
-    flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
-    born_values: Tensor | None = None  # [inserted]
-    gone_values: Tensor | None = None  # [removed]
-    born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
-    gone_gradients: Tensor | None = None  # [removed]
-    # [flips]: what freezing takes away, and the end of a trial gives back
-    flip_gradients: Tensor | None = None
-    shift: Shift | None = None
-
-    @classmethod
-    def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
-        """Returns the change of a vector without frozen coordinates; what comes has the values
-        `born`, or 0.
-        """
-        born_frozen, gone_frozen = (
-            torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed)
-        )
-        return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
-
-    def inverse(self, *, with_gradients: bool) -> "VectorChange":
-        """Returns the change that leads back."""
-        shift = self.shift
-        return VectorChange(
-            self.index.inverse(),
-            born_frozen=self.gone_frozen,
-            gone_frozen=self.born_frozen,
-            flips=self.index.old_positions(self.flips),
-            born_values=self.gone_values,
-            born_gradients=self.gone_gradients if with_gradients else None,
-            flip_gradients=self.flip_gradients if with_gradients else None,
-            shift=shift
-            and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
-        )
-
-    def to(self, device: torch.device) -> "VectorChange":
-        """Returns the change on the device of the net, which may have moved since the change was
-        made.
-        """
-        if self.flips.device == device:
-            return self
-        moved = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved |= {
-            name: value.to(device)
-            for name, value in moved.items()
-            if isinstance(value, Tensor | IndexMap)
-        }
-        shift = self.shift and Shift(
-            *(getattr(self.shift, f.name).to(device) for f in fields(Shift))
-        )
-        return VectorChange(**{**moved, "shift": shift})
-
-    def without_values(self) -> "VectorChange":
-        """Returns the change as the journal keeps it for ever."""
-        gradients = {"born_gradients": None, "gone_gradients": None, "flip_gradients": None}
-        return replace(self, born_values=None, gone_values=None, **gradients)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ._change import as_tensor, ascending, contains
 from ._commit import Draws, Intent, commit, settle, unsettled
 from ._errors import EditError
-from ._index_map import as_tensor, ascending, contains
 from ._journal import Commit
 from ._layer import Layer
 from ._resolve import (

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._change import Change
+from ._change import Change, IndexMap, as_tensor
 from ._commit import (
     Follower,
     Followers,
@@ -28,7 +28,6 @@ from ._commit import (
 from ._coordinates import Coordinates, Token, VectorChange
 from ._edit import Edit
 from ._errors import EditError, HistoryError, StaleNodeError
-from ._index_map import IndexMap, as_tensor
 from ._journal import Commit, Diff, History, Journal
 from ._layer import Layer
 from ._node import GrapNode

@@ -13,9 +13,8 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ._change import Change
+from ._change import Change, IndexMap
 from ._errors import HistoryError
-from ._index_map import IndexMap
 from ._transition import Topology
 
 # Bytes that the Python objects and tensors of a commit take beside the content of its tensors.

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn.functional import dropout
 
 from ._activation import activation_function
+from ._change import Labels
 from ._coordinates import Coordinates
-from ._index_map import Labels
 from ._sets import NodeSet
 
 if TYPE_CHECKING:

@@ -10,19 +10,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grapnet.core._change import Shift, VectorChange
+
 from ._activation import activation_function
-from ._change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
-from ._coordinates import Coordinates, Shift, VectorChange
-from ._errors import EditError
-from ._index_map import (
+from ._change import (
+    Change,
     IndexMap,
     Labels,
+    LayerChange,
+    NodeRecord,
+    Pairs,
+    Relabel,
+    TransitionChange,
     as_tensor,
     ascending,
     contains,
     empty_positions,
     flatnonzero,
 )
+from ._coordinates import Coordinates
+from ._errors import EditError
 from ._layer import Layer
 from ._transition import Topology, require_countable
 

@@ -5,9 +5,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
+from grapnet.core._change import Shift, VectorChange
+
+from ._change import ascending
 from ._commit import settle, unsettled
-from ._coordinates import Coordinates, Shift, VectorChange
-from ._index_map import ascending
+from ._coordinates import Coordinates
 
 if TYPE_CHECKING:
     from ._graph import Graph

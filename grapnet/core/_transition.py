@@ -4,13 +4,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from ._change import (
+    Change,
+    LayerChange,
+    TransitionChange,
+    ascending,
+    concatenate_ranges,
+    flatnonzero,
+    positions_in,
+    sorted_nearly,
+)
 from ._coordinates import Coordinates, Token
-from ._index_map import concatenate_ranges, flatnonzero, positions_in, sorted_nearly
+from ._layer import rows_among
+
+if TYPE_CHECKING:
+    from ._graph import Graph
 
 MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
 
@@ -303,3 +316,67 @@ def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
         if not over:
             return [1.0 if t in full else scale * raw[t] for t in range(len(cells))]
         full |= over
+
+
+def wirings_after(graph: "Graph", change: Change) -> dict[int, Topology]:
+    """Returns the wiring after a change of every transition whose relations move or whose ends are
+    renumbered.
+    """
+    wirings = {}
+    for t, transition in enumerate(graph.transitions):
+        upper = change.layers.get(t)
+        lower = change.layers.get(t + 1)
+        wires = change.transitions.get(t)
+        if wires is not None and wires.wiring is not None:
+            wirings[t] = wires.wiring
+        elif any(c is not None and not c.index.is_identity for c in (upper, lower, wires)):
+            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
+    return wirings
+
+
+def rewired(
+    graph: "Graph",
+    t: int,
+    topology: Topology,
+    upper: LayerChange | None,
+    lower: LayerChange | None,
+    wires: TransitionChange | None,
+) -> Topology:
+    """Returns the wiring of a transition after the changes of its two layers and of its
+    relations.
+    """
+    child, degrees, device, n_children = (
+        topology.child,
+        topology.degrees.long(),
+        topology.child.device,
+        topology.n_children,
+    )
+    if lower is not None and not lower.index.is_identity:
+        if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
+            child = (
+                lower.index.new_positions(ascending(n_children, torch.device("cpu")))
+                .to(device)
+                .index_select(0, child)
+            )
+        n_children = lower.index.new_size
+    if wires is not None:
+        degrees = topology.degrees_without(wires.index.removed)
+        child = wires.index.carry(
+            child, rows_after(graph, t + 1, lower, wires.born.children).to(device)
+        )
+    if upper is not None:
+        degrees = upper.index.carry(degrees)
+    if wires is not None and len(wires.born):
+        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
+        degrees = degrees + torch.bincount(parents, minlength=len(degrees))
+    ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
+    ptr[1:] = degrees.cumsum(0)
+    return Topology(ptr, child, n_children)
+
+
+def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
+    """Returns the rows that nodes of a layer have after its change."""
+    present = graph.layers[number].uid
+    return rows_among(
+        present if change is None else change.index.carry(present, change.born.uids), uids
+    )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 
-from grapnet.core._index_map import IndexMap
+from grapnet.core._change import IndexMap
 from grapnet.core._transition import Topology
 
 

@@ -10,12 +10,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-from grapnet.core._change import Change, LayerChange, NodeRecord, TransitionChange
+from grapnet.core._change import (
+    Change,
+    IndexMap,
+    LayerChange,
+    NodeRecord,
+    Shift,
+    TransitionChange,
+    VectorChange,
+    contains,
+    empty_positions,
+    flatnonzero,
+)
 from grapnet.core._commit import Intent, prepare, uid_after
-from grapnet.core._coordinates import Coordinates, Shift, VectorChange
+from grapnet.core._coordinates import Coordinates
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import IndexMap, contains, empty_positions, flatnonzero
 from grapnet.core._journal import Commit, Journal
 from grapnet.core._resolve import folded_constants
 

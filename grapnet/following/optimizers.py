@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import ASGD, LBFGS, Adafactor, Adagrad, Optimizer, Rprop, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from grapnet.core._change import IndexMap
 from grapnet.core._coordinates import Coordinates, layout_of
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
 
 from .averaging import attach_copy, detach_copy

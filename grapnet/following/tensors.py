@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from grapnet.core._change import IndexMap
 from grapnet.core._coordinates import Coordinates, VectorChange
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
 from grapnet.core._tracked import Tracked, trainable_after
 

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from grapnet.core._index_map import contains, flatnonzero, kth_smallest
+from grapnet.core._change import contains, flatnonzero, kth_smallest
 from grapnet.core._transition import Topology
 from grapnet.execution import native
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grapnet.core._change import kth_smallest, require_ranks
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import kth_smallest, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.network import GrapNet
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch._C import _current_graph_task_id  # pyright: ignore[reportAttributeAccessIssue]
 
+from grapnet.core._change import IndexMap, as_tensor
 from grapnet.core._errors import CheckpointError, GrapNetError
-from grapnet.core._index_map import IndexMap, as_tensor
 from grapnet.core._sets import RelationSet
 from grapnet.network import GrapNet
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grapnet.core._change import require_ranks
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.network import GrapNet
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from grapnet.core._change import contains
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import contains
 from grapnet.core._transition import Topology
 from grapnet.network import GrapNet
 

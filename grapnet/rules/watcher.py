@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
+from grapnet.core._change import IndexMap
 from grapnet.core._errors import CheckpointError, GrapNetError
-from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
 from grapnet.core._tracked import Tracked
 from grapnet.execution.plan import in_transform

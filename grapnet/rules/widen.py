@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from grapnet.core._activation import activation_function
+from grapnet.core._change import contains
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import contains
 from grapnet.network import GrapNet
 
 from .budget import weakest_within

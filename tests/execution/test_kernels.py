@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
+from grapnet.core._change import IndexMap
 from grapnet.core._errors import PlanError
-from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology
 from grapnet.execution import kernels, native
 from grapnet.execution.sparse import Sparse, SparsePlan
