@@ -153,10 +153,14 @@ class Draws:
 
     def installs(self) -> list[Install]:
         """Returns what advances the generators."""
-        return [
-            partial(generator.set_state, copy.get_state())
-            for generator, copy in self._copies.values()
-        ]
+        found: list[Install] = []
+        for generator, copy in self._copies.values():
+            found.append(partial(_advance, generator, copy.get_state()))
+        return found
+
+
+def _advance(generator: torch.Generator, state: torch.Tensor) -> None:
+    generator.set_state(state)
 
 
 @dataclass(frozen=True, eq=False)

@@ -270,13 +270,13 @@ class Coordinates(nn.Module):
         takes precedence.
         """
         parameter = self._parameters.get(self._vector_name)
-        same = parameter is vector.parameter
-        if same and parameter.data_ptr() == vector.content.data_ptr():
-            return vector.values(shape)
-        # A commit replaces `vector` before it touches the Parameter.
-        if same and self.vector is not vector:
-            return vector.values(shape)
-        return self.values(shape)
+        if parameter is not vector.parameter:
+            return self.values(shape)
+        # In this order: a commit replaces `vector` before it touches the Parameter.
+        is_other = vector.parameter.data_ptr() != vector.content.data_ptr()
+        if is_other and self.vector is vector:
+            return self.values(shape)
+        return vector.values(shape)
 
     def is_assembled_in_order(self) -> bool:
         """Says whether `values()` puts every frozen coordinate where it belongs."""
@@ -557,7 +557,7 @@ def _view(parameter: nn.Parameter) -> Tensor:
 
 def sequence_number() -> int:
     """Returns the number that the next autograd node of this thread gets."""
-    return torch.autograd._get_sequence_nr()
+    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def recomputes_before(sequence: int) -> bool:

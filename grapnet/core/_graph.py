@@ -465,7 +465,7 @@ class Graph(nn.Module):
             if not layer.is_bound:
                 layer.bind(self)
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module` does; `parameters()` and its like read the modules through it."""
         if unsettled:
             settle()

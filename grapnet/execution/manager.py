@@ -506,6 +506,11 @@ class Execution:
         """The plans of the present version."""
         return self._plans
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the coordinates."""
+        return self._plans.dtype
+
     def use(self, name: str, transition: int | None = None, **options: Any) -> None:
         """Runs one transition, or all of them, with the backend called `name` from now on.
 
