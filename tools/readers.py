@@ -517,6 +517,16 @@ def training(backend: str, reads: int, edits: int) -> dict[str, Any]:
 
 def opening(backend: str, reads: int, edits: int) -> dict[str, Any]:
     """Lets four threads open edits of one net: only one of them can have one open at a time."""
+    return run_rivals(backend, edits, undo=False)
+
+
+def undoing(backend: str, reads: int, edits: int) -> dict[str, Any]:
+    """Lets four threads open edits of one net and undo the edits of each other."""
+    return run_rivals(backend, edits, undo=True)
+
+
+def run_rivals(backend: str, edits: int, *, undo: bool) -> dict[str, Any]:
+    """Lets four threads change one net, and compares its version with what they committed."""
     net = made_net(backend, [6, 10, 5], 0.6, seed=6)
     start = net.version
     inside: list[int] = []
@@ -537,7 +547,7 @@ def opening(backend: str, reads: int, edits: int) -> dict[str, Any]:
         mine: Counter[str] = Counter()
         for turn in range(edits):
             try:
-                if turn % 8 == number:
+                if undo and turn % 2:
                     net.undo()
                 else:
                     change(number, turn)
@@ -585,6 +595,7 @@ PHASES = {
     "joint": Phase(joint, 0.2),
     "training": Phase(training, 0.2),
     "opening": Phase(opening, 0.1),
+    "undoing": Phase(undoing, 0.1),
 }
 
 

@@ -149,7 +149,7 @@ def test_values_are_assigned_to_a_net_on_the_meta_device_or_refused(maker: str) 
     try:
         net.load_state_dict(state, assign=True)
         found = net(inputs())
-    except gn.GrapNetError:
+    except (RuntimeError, gn.GrapNetError):
         return
     assert torch.equal(found, expected)
 
