@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.func import functional_call
 
 import grapnet as gn
 
@@ -248,6 +249,131 @@ def test_a_target_network_is_updated_like_a_plain_module(
     for mine, before, other in zip(target.parameters(), expected, source.parameters(), strict=True):
         torch.testing.assert_close(mine, (1 - weight) * before + weight * other)
     require_sound(target, inputs())
+
+
+# Weights that other code writes or replaces
+
+
+def write_in_place(net: gn.GrapNet) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.mul_(-2)
+
+
+def write_through_data(net: gn.GrapNet) -> None:
+    for parameter in net.parameters():
+        parameter.data.mul_(-2)
+
+
+def replace_data(net: gn.GrapNet) -> None:
+    for parameter in net.parameters():
+        parameter.data = -2 * parameter.data
+
+
+def set_storage(net: gn.GrapNet) -> None:
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.set_(-2 * parameter.detach())
+
+
+def write_one_vector(net: gn.GrapNet) -> None:
+    vector = nn.utils.parameters_to_vector(net.parameters()).detach()
+    nn.utils.vector_to_parameters(-2 * vector, net.parameters())
+
+
+def replace_parameters(net: gn.GrapNet) -> None:
+    for module in net.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(-2 * parameter.detach()))
+
+
+def swap_parameters(net: gn.GrapNet) -> None:
+    for parameter in net.parameters():
+        torch.utils.swap_tensors(parameter, nn.Parameter(-2 * parameter.detach()))
+
+
+def cast_twice(net: gn.GrapNet) -> None:
+    net.float()
+    write_in_place(net)
+    net.double()
+
+
+def share_memory(net: gn.GrapNet) -> None:
+    net.share_memory()
+    write_in_place(net)
+
+
+def assign_a_state_dict(net: gn.GrapNet) -> None:
+    twin = copy.deepcopy(net)
+    write_in_place(twin)
+    net.load_state_dict(twin.state_dict(), assign=True)
+
+
+def step_of_a_fused_optimizer(net: gn.GrapNet) -> None:
+    for parameter in net.parameters():
+        parameter.grad = 3 * parameter.detach()
+    torch.optim.SGD(net.parameters(), lr=1.0, fused=True).step()
+
+
+WRITES: list[Callable[[gn.GrapNet], None]] = [
+    write_in_place,
+    write_through_data,
+    replace_data,
+    set_storage,
+    write_one_vector,
+    replace_parameters,
+    swap_parameters,
+    cast_twice,
+    share_memory,
+    assign_a_state_dict,
+    step_of_a_fused_optimizer,
+]
+
+
+def outputs_of(net: gn.GrapNet) -> list[Tensor]:
+    """Returns the output in every gradient mode, and that of the walk."""
+    found = [net(inputs()).detach(), net.walk(inputs()).detach()]
+    for mode in (torch.no_grad(), torch.inference_mode()):
+        with mode:
+            found.append(net(inputs()).clone())
+    return found
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_every_pass_sees_the_weights_that_other_code_has_written(
+    maker: str, backend: str, write: Callable[[gn.GrapNet], None]
+) -> None:
+    net = MAKERS[maker](backend)
+    before = outputs_of(net)[0]
+    write(net)
+    first, *others = outputs_of(net)
+    assert not torch.allclose(first, before)
+    for other in others:
+        torch.testing.assert_close(other, first)
+    weights = net.layers[0].outgoing().weights.detach().clone()
+    with net.edit(reason="cut") as edit:
+        edit.cut(net.layers[0].outgoing()[:2])
+    assert torch.equal(net.layers[0].outgoing().weights, weights[2:])
+    first, *others = outputs_of(net)
+    for other in others:
+        torch.testing.assert_close(other, first)
+    gn.check(net)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_functional_call_sees_the_weights_that_it_is_given(maker: str, backend: str) -> None:
+    net = MAKERS[maker](backend)
+    twin = copy.deepcopy(net)
+    write_in_place(twin)
+    expected = outputs_of(twin)[0]
+    given = {name: -2 * parameter.detach() for name, parameter in net.named_parameters()}
+    for mode in (torch.enable_grad(), torch.no_grad(), torch.inference_mode()):
+        with mode:
+            torch.testing.assert_close(functional_call(net, given, (inputs(),)), expected)
+    assert not torch.allclose(outputs_of(net)[0], expected)
 
 
 # Entries that look shared

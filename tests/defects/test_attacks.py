@@ -409,11 +409,6 @@ class Reader:
         return found
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D4: a forward pass beside a commit reads parts of two versions",
-)
 @pytest.mark.parametrize("backend", ["reference", "dense", "family"])
 def test_a_reader_beside_a_commit_finds_one_version(backend: str) -> None:
     reader = Reader(backend)
@@ -429,11 +424,6 @@ def program_reads_with_kernels() -> None:
     print(json.dumps(found))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D4: the kernels trust a wiring of two versions, and write outside of their memory",
-)
 def test_a_reader_with_kernels_beside_a_commit_finds_one_version() -> None:
     if not can_run("sparse"):
         pytest.skip("the compiled kernels are not installed")
