@@ -37,7 +37,7 @@ ACTIVATIONS = ("relu", "tanh", "gelu", "sigmoid", "identity")
 SWITCH_INTERVAL = 1e-6
 # Mean seconds between two reads of a thread; without a pause the editor would hardly ever run.
 PAUSE = 1e-3
-# Versions between two comparisons of the recorded output with the walk along all relations.
+# States between two comparisons of the recorded output with the walk along all relations.
 AUDIT = 25
 
 
@@ -45,7 +45,7 @@ AUDIT = 25
 class State:
     """What a net computed at one moment: the output of every reader's input."""
 
-    commit: int  # how many commits there had been; training makes states of the same commit
+    commit: int  # how often the version had changed; training makes states of the same commit
     outputs: tuple[np.ndarray, ...]
 
 
@@ -99,6 +99,7 @@ class Watched:
         self.net = net
         self.inputs = inputs
         self.states: list[State] = []
+        self.version = net.version
         self.commits = 0
 
     def output(self, reader: int) -> np.ndarray:
@@ -107,9 +108,10 @@ class Watched:
         with mode:
             return self.net(self.inputs[reader]).numpy()
 
-    def note(self, *, trained: bool = False) -> None:
+    def note(self) -> None:
         """Records the present state, which a commit or a training step has brought."""
-        if not trained:
+        if self.net.version != self.version:
+            self.version = self.net.version
             self.commits += 1
         outputs = tuple(self.output(reader) for reader in range(len(self.inputs)))
         # Training writes into the weights, and an output may be a view of them.
@@ -305,7 +307,7 @@ class Editor:
         """Records all nets after a commit."""
         for watched in self.watched:
             watched.note()
-        if self.watched[0].commits % AUDIT == 0 and not all(w.audit() for w in self.watched):
+        if len(self.watched[0].states) % AUDIT == 0 and not all(w.audit() for w in self.watched):
             self.unsound += 1
 
     def step(self) -> None:
@@ -510,7 +512,7 @@ def training(backend: str, reads: int, edits: int) -> dict[str, Any]:
         while editor.edits < edits or sum(reader.reads for reader in readers) < reads:
             for _ in range(editor.rng.randint(0, 2)):
                 train()
-                watched.note(trained=True)
+                watched.note()
             editor.step()
     return report(readers, editor)
 
