@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
-from grapnet.convert.exchange import Exchange, refuse_earlier_losses
+from grapnet.convert.exchange import Exchange, prepare_farewell
 from grapnet.convert.origin import match_names, match_places, module_names
+from grapnet.core._commit import carry_out
+from grapnet.core._coordinates import Decision
 from grapnet.core._errors import CheckpointError
 from grapnet.following.optimizers import mark_replaced
 from grapnet.network import GrapNet
@@ -332,10 +335,11 @@ def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter]) -> None:
         name: parameter for name, parameter in earlier.items() if id(parameter) not in present
     }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
-    refuse_earlier_losses(
-        [Exchange(parameter, name, ()) for name, parameter in plain.items()], "restore"
-    )
-    mark_replaced(leaving.values(), "restore")
+    decision = Decision()
+    exchanges = [Exchange(parameter, name, ()) for name, parameter in plain.items()]
+    installs = prepare_farewell(exchanges, "restore", decision)
+    installs.append(partial(mark_replaced, list(leaving.values()), "restore"))
+    carry_out(installs, decision)
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:

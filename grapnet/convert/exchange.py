@@ -5,13 +5,14 @@ stay.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core._coordinates import refuse_old_backward, replace_content
+from grapnet.core._coordinates import Decision, refuse_old_backward, replace_content
 from grapnet.core._errors import OptimizerError
 from grapnet.following.optimizers import (
     clean_value,
@@ -131,21 +132,28 @@ def prepare_exchange(
 
 
 @torch.inference_mode(False)
-def refuse_earlier_losses(exchanges: Sequence[Exchange], verb: str) -> None:
-    """Makes a backward raise whose loss was computed before the exchange: its gradients would reach
-    nobody.
+def prepare_farewell(
+    exchanges: Sequence[Exchange], verb: str, decision: Decision
+) -> list[Callable[[], None]]:
+    """Makes a backward raise, once the exchange is decided, whose loss was computed before it: its
+    gradients would reach no optimizer.
 
-    The Parameters that left stay of use to whoever keeps their module, in forward passes after this
-    call.
+    The Parameters that leave remain usable in forward passes after the exchange.
+
+    Returns:
+        The assignments that belong to it.
     """
+    installs: list[Callable[[], None]] = []
     message = (
         f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and"
         " its gradients would reach no optimizer. Compute it again"
     )
     for parameter in (exchange.parameter for exchange in exchanges):
         if not parameter.is_inference():
-            refuse_old_backward(parameter, message)
-            replace_content(parameter, parameter.detach(), parameter.grad)
+            refuse_old_backward(parameter, message, decision)
+            content = parameter.detach()
+            installs.append(partial(replace_content, parameter, content, parameter.grad))
+    return installs
 
 
 class _Member(NamedTuple):

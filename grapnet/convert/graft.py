@@ -1,17 +1,20 @@
 """gn.from_module and gn.graft: plain modules become nets, in the middle of training."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
 
+from grapnet.core._commit import carry_out
+from grapnet.core._coordinates import Decision
 from grapnet.core._errors import ConversionError
 from grapnet.following.optimizers import attach, mark_replaced, parameters_of
 from grapnet.network import GrapNet
 
 from .build import build_net
 from .chain import Chain, read_chain
-from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
+from .exchange import Optimizers, as_optimizers, prepare_exchange, prepare_farewell
 from .matching import Where, matches
 from .origin import find, joined, owners_of, prepare_graft, require_not_compiled
 
@@ -57,11 +60,12 @@ def from_module(
     net, exchanges = build_net(module, read_chain(module), "", drop_zeros)
     optimizers = as_optimizers(optimizer)
     homes, order = [list(net.parameters())], list(module.parameters())
-    for install in [prepare_exchange(one, exchanges, homes, order) for one in optimizers]:
-        install()
+    decision = Decision()
+    installs = [prepare_exchange(one, exchanges, homes, order) for one in optimizers]
     if optimizers:
-        refuse_earlier_losses(exchanges, "from_module")
-    _attach(optimizers, [net])
+        installs += prepare_farewell(exchanges, "from_module", decision)
+    installs.append(partial(_attach, optimizers, [net]))
+    carry_out(installs, decision)
     return net
 
 
@@ -127,11 +131,12 @@ def graft_chains(
     installs += [
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
-    for install in installs:
-        install()
-    refuse_earlier_losses(exchanges, "graft")
-    mark_replaced((exchange.parameter for exchange in exchanges), "graft")
-    _attach(optimizers, list(nets.values()))
+    decision = Decision()
+    installs += prepare_farewell(exchanges, "graft", decision)
+    leaving = [exchange.parameter for exchange in exchanges]
+    installs.append(partial(mark_replaced, leaving, "graft"))
+    installs.append(partial(_attach, optimizers, list(nets.values())))
+    carry_out(installs, decision)
     return nets
 
 

@@ -179,10 +179,13 @@ def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Ca
             "the model itself cannot be replaced in place; use gn.from_module(model)"
         )
 
+    present = find(model, at)
+    origin = Origin(chain, replaced)
+
     def install() -> None:
         for path in chain.emptied:
             put(anchor, path, nn.Identity())
-        _install(model, at, net, Origin(chain, replaced))
+        _install(model, present, net, origin)
 
     return install
 
@@ -194,8 +197,8 @@ def _is_linear(module: Any) -> bool:
     return weight is not None and not is_lazy(weight) and weight.dim() == 2
 
 
-def _install(model: nn.Module, name: str, net: GrapNet, origin: Origin | None) -> None:
-    put_everywhere(model, name, net)
+def _install(model: nn.Module, present: nn.Module, net: GrapNet, origin: Origin | None) -> None:
+    put_everywhere(model, present, net)
     net.origin = origin
     set_fast_paths(model)
 
@@ -221,13 +224,14 @@ def put(module: nn.Module, path: str, value: Any) -> None:
     if isinstance(value, nn.Module) and step in owner._modules:
         owner._modules[step] = value
     else:
-        delattr(owner, step)
+        if hasattr(owner, step):
+            delattr(owner, step)
         setattr(owner, step, value)
 
 
-def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts a module in place of the one called `name`, under every name that this one has."""
-    for owner, step in owners_of(model, find(model, name)):
+def put_everywhere(model: nn.Module, present: nn.Module, module: nn.Module) -> None:
+    """Puts a module in place of another one, under every name that this one has."""
+    for owner, step in owners_of(model, present):
         owner._modules[step] = module
 
 
