@@ -35,7 +35,7 @@ from .core._journal import Diff as Diff
 from .core._node import GrapNode as GrapNode
 from .core._sets import NodeSet as NodeSet
 from .core._sets import RelationSet as RelationSet
-from .execution.plans import register_backend as register_backend
+from .execution.manager import register_backend as register_backend
 from .execution.snapshot import SnapshotController as SnapshotController
 from .export import snapshot as snapshot
 from .following.distributed import Distributed as Distributed

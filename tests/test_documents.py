@@ -15,7 +15,7 @@ from benchmarks import execution, files, graft, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli.main import main
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 from studies import run, split_fashion
 
 ROOT = Path(__file__).parent.parent

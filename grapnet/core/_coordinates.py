@@ -281,7 +281,7 @@ class Coordinates(nn.Module):
     """
 
     frozen_values: Tensor
-    _vector: Vector
+    vector: Vector  # the present version
     # how often any Parameter's coordinates moved, in all graphs of the process
     layout_changes: ClassVar[int] = 0
 
@@ -293,24 +293,19 @@ class Coordinates(nn.Module):
             return
         none = values.new_empty((0, *values.shape[1:]))
         self.register_buffer("frozen_values", none, persistent=False)
-        self._vector = Vector(
+        self.vector = Vector(
             self.parameter, self.parameter.data, none, empty_positions(values.device), None
         )
 
     @property
-    def vector(self) -> Vector:
-        """The present version of the coordinates."""
-        return self._vector
-
-    @property
     def frozen_at(self) -> Tensor:
         """The sorted positions of the frozen coordinates, [n_frozen] int32."""
-        return self._vector.frozen_at
+        return self.vector.frozen_at
 
     @property
     def place(self) -> torch.device:
         """Where the positions are: beside the Parameter, unless that is on the meta device."""
-        return self._vector.frozen_at.device
+        return self.vector.frozen_at.device
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -341,7 +336,7 @@ class Coordinates(nn.Module):
         except KeyError:
             raise self._taken_away() from None
         assert parameter is not None
-        return assemble(parameter, self._buffers["frozen_values"], self._vector.order, shape)  # pyright: ignore[reportArgumentType]
+        return assemble(parameter, self._buffers["frozen_values"], self.vector.order, shape)  # pyright: ignore[reportArgumentType]
 
     def values_of(self, vector: Vector, shape: tuple[int, ...] = (-1,)) -> Tensor:
         """Returns the coordinates of one version, without gradients, also while an edit in another
@@ -354,14 +349,14 @@ class Coordinates(nn.Module):
         same = parameter is vector.parameter
         if same and parameter.data_ptr() == vector.content.data_ptr():
             return vector.values(shape)
-        # A commit replaces `_vector` before it touches the Parameter.
-        if same and self._vector is not vector:
+        # A commit replaces `vector` before it touches the Parameter.
+        if same and self.vector is not vector:
             return vector.values(shape)
         return self.values(shape)
 
     def is_assembled_in_order(self) -> bool:
         """Says whether `values()` puts every frozen coordinate where it belongs."""
-        order = self._vector.order
+        order = self.vector.order
         if order is None or len(self.frozen_at) == 0:
             return order is None and len(self.frozen_at) == 0
         free = len(self.parameter)
@@ -428,7 +423,7 @@ class Coordinates(nn.Module):
         """
         if change is not None:
             return prepare_vector(self, change)
-        vector = self._vector._replace(content=self.parameter.data)
+        vector = self.vector._replace(content=self.parameter.data)
         return PreparedVector(vector, self.parameter.grad)
 
     def install(self, prepared: PreparedVector, layout: "Token | None") -> None:
@@ -436,7 +431,7 @@ class Coordinates(nn.Module):
         if it moved.
         """
         # First, so that whoever reads the version before keeps to that; see `values_of`.
-        self.__dict__["_vector"] = prepared.vector
+        self.__dict__["vector"] = prepared.vector
         replace_content(prepared.vector.parameter, prepared.vector.content, prepared.gradient)
         index = prepared.parameter_index
         if index is not None and not index.is_identity:
@@ -475,7 +470,7 @@ class Coordinates(nn.Module):
         """
         super()._apply(*args, **kwargs)
         if self._parameters.get(self._vector_name) is not None:
-            self._renew_vector(self._vector.frozen_at, self._vector.order)
+            self._renew_vector(self.vector.frozen_at, self.vector.order)
         return self
 
     def _renew_vector(self, frozen_at: Tensor, order: Tensor | None) -> None:
@@ -483,20 +478,20 @@ class Coordinates(nn.Module):
         place = frozen_at.device if parameter.is_meta else parameter.device
         if order is not None:
             order = order.to(place)
-        self.__dict__["_vector"] = Vector(
+        self.__dict__["vector"] = Vector(
             parameter, parameter.data, self.frozen_values, frozen_at.to(place), order
         )
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        if "_vector" in state:
-            state["_vector"] = (self._vector.frozen_at, self._vector.order)
+        if "vector" in state:
+            state["vector"] = (self.vector.frozen_at, self.vector.order)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_vector" in state:
-            self._renew_vector(*state["_vector"])
+        if "vector" in state:
+            self._renew_vector(*state["vector"])
 
     def _state(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of this vector: all values in order, and which are

@@ -59,7 +59,7 @@ class Layer(Coordinates, NodeSet):
     """
 
     bias: torch.nn.Parameter | None
-    _roster: Roster
+    roster: Roster  # the nodes at present
 
     def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
         Coordinates.__init__(self, "bias", biases)
@@ -69,27 +69,22 @@ class Layer(Coordinates, NodeSet):
         self.renew(uids, Labels.uniform(activation, len(uids)), Labels.uniform(None, len(uids)))
 
     def __len__(self) -> int:
-        return self._roster.uids.shape[0]  # `len` of a tensor takes ten times as long
-
-    @property
-    def roster(self) -> Roster:
-        """The nodes as they are at present."""
-        return self._roster
+        return self.roster.uids.shape[0]  # `len` of a tensor takes ten times as long
 
     @property
     def uid(self) -> Tensor:
         """The uid of every node, [n] int64, ascending."""
-        return self._roster.uids
+        return self.roster.uids
 
     @property
     def activation_names(self) -> Labels:
         """The activation of every node."""
-        return self._roster.activations
+        return self.roster.activations
 
     @property
     def owner_names(self) -> Labels:
         """The owner of every node."""
-        return self._roster.owners
+        return self.roster.owners
 
     @property
     def index(self) -> int:
@@ -123,7 +118,7 @@ class Layer(Coordinates, NodeSet):
             roster: the nodes of the version to compute, the present ones by default.
         """
         if roster is None:
-            roster = self._roster
+            roster = self.roster
         if len(roster.kinds) == 1:
             h = roster.kinds[0].function(z)
         elif roster.kinds:
@@ -156,7 +151,7 @@ class Layer(Coordinates, NodeSet):
 
     def enrol(self, roster: Roster) -> None:
         """Puts the nodes of a prepared roster in place."""
-        self.__dict__["_roster"] = roster  # past nn.Module's slow assignment
+        self.__dict__["roster"] = roster  # past nn.Module's slow assignment
 
     @property
     def kinds_place(self) -> torch.device:
@@ -165,7 +160,7 @@ class Layer(Coordinates, NodeSet):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
         super()._apply(*args, **kwargs)
-        self.renew(*self._roster[:3])
+        self.renew(*self.roster[:3])
         return self
 
     @property
@@ -188,12 +183,12 @@ class Layer(Coordinates, NodeSet):
         state = super().__getstate__()
         state.pop("_graph_reference", None)
         # Functions of activations are found again by their names.
-        state["_roster"] = self._roster[:3]
+        state["roster"] = self.roster[:3]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.renew(*state["_roster"])
+        self.renew(*state["roster"])
 
     def __repr__(self) -> str:
         kinds = (

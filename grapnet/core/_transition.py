@@ -155,36 +155,31 @@ class Transition(Coordinates):
 
     weight: torch.nn.Parameter
     # No buffer: what empties, averages or overwrites buffers leaves the wiring alone.
-    _topology: Topology
+    topology: Topology
 
     def __init__(self, topology: Topology, weights: Tensor) -> None:
         super().__init__("weight", weights.reshape(-1, 1))
-        self._topology = topology
-
-    @property
-    def topology(self) -> Topology:
-        """The present wiring."""
-        return self._topology
+        self.topology = topology
 
     @property
     def ptr(self) -> Tensor:
         """Where the relations of each parent begin, [n_parents + 1] int32."""
-        return self._topology.ptr
+        return self.topology.ptr
 
     @property
     def child(self) -> Tensor:
         """The child row of every relation, [n_relations] int32."""
-        return self._topology.child
+        return self.topology.child
 
     @property
     def n_children(self) -> int:
         """How many nodes the next layer has."""
-        return self._topology.n_children
+        return self.topology.n_children
 
     @property
     def structure(self) -> Token:
         """A token that changes whenever relations move."""
-        return self._topology.token
+        return self.topology.token
 
     @property
     def frozen(self) -> Tensor:
@@ -207,7 +202,7 @@ class Transition(Coordinates):
 
     def rewire(self, topology: Topology) -> None:
         """Puts another wiring in place; `install` brings the coordinates that go with it."""
-        self.__dict__["_topology"] = topology  # past nn.Module's slow assignment
+        self.__dict__["topology"] = topology  # past nn.Module's slow assignment
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Says what in a state dict does not fit these relations; empty when it fits."""
@@ -222,7 +217,7 @@ class Transition(Coordinates):
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Transition":
         super()._apply(*args, **kwargs)
-        self.rewire(self._topology.to(self.place))
+        self.rewire(self.topology.to(self.place))
         return self
 
     def extra_repr(self) -> str:

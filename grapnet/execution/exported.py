@@ -2,6 +2,8 @@
 has.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -10,7 +12,9 @@ from grapnet.core._errors import PlanError
 from grapnet.core._transition import Topology
 
 from .attention import Attention
-from .plans import Plans, Step
+
+if TYPE_CHECKING:
+    from .manager import Plans, Step
 
 
 def is_exporting() -> bool:
@@ -41,7 +45,7 @@ class MatrixPlan:
         return torch.addmm(bias, x, values.view(self._shape))
 
 
-def exported_steps(plans: Plans) -> list[Step]:
+def exported_steps(plans: "Plans") -> "list[Step]":
     """Returns the steps of a forward pass that is being exported, whichever backends run the net.
 
     Raises:

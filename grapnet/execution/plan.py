@@ -1,6 +1,6 @@
 """What a backend is: two functions."""
 
-from typing import ClassVar, Protocol, TypeGuard, runtime_checkable
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,16 +66,6 @@ class FeatureMajorPlan(Plan, Protocol):
         feature.
         """
         ...
-
-
-def is_movable(plan: Plan) -> TypeGuard[MovablePlan]:
-    """Says whether a plan is a MovablePlan, in a fraction of the time that `isinstance` takes."""
-    return hasattr(plan, "moved")
-
-
-def is_feature_major(plan: Plan | None) -> TypeGuard[FeatureMajorPlan]:
-    """Says whether a plan is a FeatureMajorPlan."""
-    return hasattr(plan, "row_major")
 
 
 def in_transform() -> bool:

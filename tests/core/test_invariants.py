@@ -32,11 +32,11 @@ def put(store: object, name: str, change: Callable[[torch.Tensor], object]) -> N
 def place(store: Any, name: str, value: Any) -> None:
     """Puts something else into the record that a store keeps it in."""
     if name in ("ptr", "child", "n_children"):
-        store.__dict__["_topology"] = replace(store.topology, **{name: value})
+        store.__dict__["topology"] = replace(store.topology, **{name: value})
     elif name == "uid":
-        store.__dict__["_roster"] = store.roster._replace(uids=value)
+        store.__dict__["roster"] = store.roster._replace(uids=value)
     else:
-        store.__dict__["_vector"] = store.vector._replace(**{name: value})
+        store.__dict__["vector"] = store.vector._replace(**{name: value})
 
 
 def fill(index: int | slice, value: int) -> Callable[[torch.Tensor], object]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import grapnet as gn
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 BACKEND_NAMES = [*sorted(set(BACKENDS) - {"reference", "attention"}), "auto"]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 from tests.rounding import plain_bounds
 
 from .figures import (

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import grapnet as gn
 from grapnet.core._transition import Topology
 from grapnet.execution.auto import Shape, fastest
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 from tests.fingerprint import fingerprint
 
 from .figures import inputs, require_reference

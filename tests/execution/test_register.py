@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import grapnet as gn
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 from grapnet.execution.reference import ReferencePlan
 
 

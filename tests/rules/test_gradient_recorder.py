@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grapnet as gn
 from grapnet.core._errors import GrapNetError, StaleNodeError, StaleTopologyError
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 from grapnet.rules.gradients import GradientRecorder, OuterProducts
 from grapnet.rules.manager import RuleManager
 from grapnet.rules.rewire import Rewire

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import grapnet as gn
 from grapnet.core._errors import GrapNetError
-from grapnet.execution.plans import BACKENDS
+from grapnet.execution.manager import BACKENDS
 from grapnet.rules.gradients import GradientRecorder
 from grapnet.rules.recorders import ActivationRecorder, CovarianceRecorder
 from grapnet.rules.rule import Recorder
