@@ -30,7 +30,6 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 import grapnet as gn
 
@@ -76,28 +75,6 @@ def exchange_one_relation(net: gn.GrapNet) -> None:
         edit.connect(node, node.children[0], weights=0.7)  # a newborn in the last slot
 
 
-def cut_one_relation(net: gn.GrapNet) -> None:
-    with net.edit(reason="cut") as edit:
-        edit.cut(net.layers[0][0], slots=[0])
-
-
-def freeze_one_node(net: gn.GrapNet) -> None:
-    with net.edit(reason="freeze") as edit:
-        edit.freeze(net.layers[1][0])
-
-
-def set_activations(net: gn.GrapNet) -> None:
-    with net.edit(reason="name") as edit:
-        edit.set_activation(net.layers[1], "tanh")
-
-
-def add_a_node(net: gn.GrapNet) -> None:
-    with net.edit(reason="grow") as edit:
-        new = edit.add_nodes(1, 1, bias=0.3)
-        edit.connect(net.layers[0], new, weights=0.5)
-        edit.connect(new, net.layers[2], weights=0.5)
-
-
 def can_run(backend: str) -> bool:
     """Returns whether a backend runs here; the compiled one is not installed everywhere."""
     net = gn.GrapNet([2, 2])
@@ -115,15 +92,6 @@ def run_program(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-
-
-EDITS = {
-    "cut": cut_one_relation,
-    "exchange": exchange_one_relation,
-    "freeze": freeze_one_node,
-    "activations": set_activations,
-    "grow": add_a_node,
-}
 
 
 # Line events: places inside of a call of the library where something happens
@@ -354,84 +322,6 @@ def test_an_interrupt_leaves_no_edit_open() -> None:
     assert open_for_ever == []
 
 
-# D2: reentrant checkpointing
-
-
-STALE_CHECKPOINT = pytest.mark.xfail(
-    strict=True,
-    raises=DID_NOT_RAISE,
-    reason="D2: a reentrant checkpoint runs the edited net again for the loss of the old one",
-)
-
-
-def loss_under_checkpoint(net: gn.GrapNet, *, reentrant: bool) -> Tensor:
-    x = X.clone().requires_grad_()
-    return checkpoint(net, x, use_reentrant=reentrant).square().sum()
-
-
-@STALE_CHECKPOINT
-@pytest.mark.parametrize("backend", ["reference", "dense", "family", "sparse", "attention"])
-def test_a_reentrant_checkpoint_of_an_older_version_raises(backend: str) -> None:
-    if not can_run(backend):
-        pytest.skip("the compiled kernels are not installed")
-    net, _ = trained(backend)
-    loss = loss_under_checkpoint(net, reentrant=True)
-    exchange_one_relation(net)
-    with pytest.raises(gn.StaleTopologyError):
-        loss.backward()
-
-
-@STALE_CHECKPOINT
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_reentrant_checkpoint_raises_after_any_edit(edit: str) -> None:
-    net, _ = trained()
-    loss = loss_under_checkpoint(net, reentrant=True)
-    EDITS[edit](net)
-    with pytest.raises(gn.StaleTopologyError):
-        loss.backward()
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_other_backwards_through_an_older_version_raise(edit: str) -> None:
-    net, _ = trained()
-    losses = [net(X).square().sum(), loss_under_checkpoint(net, reentrant=False)]
-    EDITS[edit](net)
-    for loss in losses:
-        with pytest.raises(gn.StaleTopologyError):
-            loss.backward()
-
-
-def test_a_reentrant_checkpoint_without_an_edit_gives_the_gradients_of_a_plain_pass() -> None:
-    net, optimizer = trained()
-    optimizer.zero_grad()
-    net(X).square().sum().backward()
-    plain = [parameter.grad for parameter in net.parameters()]
-    optimizer.zero_grad()
-    loss_under_checkpoint(net, reentrant=True).backward()
-    for parameter, gradient in zip(net.parameters(), plain, strict=True):
-        assert torch.allclose(parameter.grad, gradient)
-
-
-# D3: requires_grad off during an edit
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=DID_NOT_RAISE,
-    reason="D3: an edit of Parameters that do not require gradients leaves old passes usable",
-)
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_older_pass_raises_also_if_gradients_were_off_during_the_edit(edit: str) -> None:
-    net, optimizer = trained()
-    loss = net(X).square().sum()
-    net.requires_grad_(False)
-    EDITS[edit](net)
-    net.requires_grad_(True)
-    optimizer.zero_grad()
-    with pytest.raises(gn.StaleTopologyError):
-        loss.backward()
-
-
 # D4: reading while another thread edits
 
 
@@ -519,11 +409,6 @@ class Reader:
         return found
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D4: a forward pass beside a commit reads parts of two versions",
-)
 @pytest.mark.parametrize("backend", ["reference", "dense", "family"])
 def test_a_reader_beside_a_commit_finds_one_version(backend: str) -> None:
     reader = Reader(backend)
@@ -539,11 +424,6 @@ def program_reads_with_kernels() -> None:
     print(json.dumps(found))
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D4: the kernels trust a wiring of two versions, and write outside of their memory",
-)
 def test_a_reader_with_kernels_beside_a_commit_finds_one_version() -> None:
     if not can_run("sparse"):
         pytest.skip("the compiled kernels are not installed")
@@ -778,36 +658,6 @@ def test_a_commit_adds_no_tensors_to_later_files(growth: tuple[float, float]) ->
 def test_a_file_has_room_for_a_long_history(growth: tuple[float, float]) -> None:
     _, header = growth
     assert header < 500  # bytes: a header of 100 MB then holds 200,000 commits
-
-
-# D8: gradients of named Parameters through an older version
-
-
-def test_gradients_of_named_parameters_are_those_of_a_plain_backward() -> None:
-    net, optimizer = trained()
-    parameters = list(net.parameters())
-    optimizer.zero_grad()
-    net(X).square().sum().backward()
-    plain = [parameter.grad for parameter in parameters]
-    gradients = torch.autograd.grad(net(X).square().sum(), parameters)
-    optimizer.zero_grad()
-    net(X).square().sum().backward(inputs=parameters)
-    for parameter, gradient, expected in zip(parameters, gradients, plain, strict=True):
-        assert torch.equal(gradient, expected)
-        assert torch.equal(parameter.grad, expected)
-
-
-def test_named_parameters_of_an_older_version_get_no_gradient() -> None:
-    """D8: torch calls no hook of an accumulator that is not asked for, so nothing can raise."""
-    net, _ = trained()
-    loss = net(X).square().sum()
-    exchange_one_relation(net)
-    before = [parameter.grad.clone() for parameter in net.parameters()]
-    loss.backward(inputs=list(net.parameters()), retain_graph=True)
-    for parameter, gradient in zip(net.parameters(), before, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(loss, list(net.parameters()))
 
 
 # D9: inputs that are not finite

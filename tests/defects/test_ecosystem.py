@@ -3,20 +3,14 @@
 Each test states the wanted behaviour and is expected to fail as long as the defect is there.
 """
 
-import copy
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.func import functional_call
 
 import grapnet as gn
@@ -47,66 +41,6 @@ def drawn_net(sizes: list[int], density: float, backend: str) -> gn.GrapNet:
     net = gn.GrapNet(sizes, density=density, dtype=torch.float64, generator=generator)
     net.execution.use(backend)
     return net
-
-
-RUN_AFTER_TO_EMPTY = """
-import torch
-
-import grapnet as gn
-
-torch.manual_seed(0)
-net = gn.GrapNet([32, 48, 8], density=0.5)
-net.execution.use("sparse")
-x = torch.randn(4, 32)
-net(x)
-print("ready", flush=True)
-# Torch fills what to_empty leaves undefined, so that every run meets the same numbers.
-torch.use_deterministic_algorithms(True)
-net.to_empty(device="cpu")
-torch.use_deterministic_algorithms(False)
-net(x)
-"""
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P1: a forward pass after to_empty is a segmentation fault with the sparse kernels",
-)
-def test_a_forward_pass_after_to_empty_does_not_crash() -> None:
-    require_sparse_kernels()
-    command = [sys.executable, "-c", RUN_AFTER_TO_EMPTY]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    require(ran.stdout.startswith("ready"))
-    assert ran.returncode == 0
-
-
-@pytest.fixture
-def filled_memory() -> Iterator[None]:
-    """Makes torch fill memory that is left undefined."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.usefixtures("filled_memory")
-@pytest.mark.xfail(
-    strict=True,
-    raises=gn.TopologyError,
-    reason="P1: to_empty empties the wiring, so that the state dict of the same net does not fit",
-)
-def test_a_net_loads_its_own_state_dict_after_to_empty() -> None:
-    net = drawn_net([6, 8, 3], 0.5, "reference")
-    x = inputs(4, 6)
-    expected = net(x)
-    state = copy.deepcopy(net.state_dict())
-    net.load_state_dict(state)
-    require(torch.equal(net(x), expected))
-    net.to_empty(device="cpu")
-    net.load_state_dict(state)
-    assert torch.equal(net(x), expected)
 
 
 # Torch compiles decompositions with torch.jit.script when forward mode is first used.
@@ -176,96 +110,6 @@ def test_forward_mode_of_the_dense_backend_is_right_or_raises() -> None:
         return
     assert tangent is not None
     torch.testing.assert_close(tangent, expected)
-
-
-def wired_net(parents: list[int], children: list[int]) -> gn.GrapNet:
-    generator = torch.Generator().manual_seed(len(parents) + parents[1])
-    relations = [(parents, children)]
-    return gn.GrapNet.from_relations([4, 3], relations, dtype=torch.float64, generator=generator)
-
-
-def source_net() -> gn.GrapNet:
-    return wired_net([0, 0, 1, 2, 3], [0, 1, 2, 0, 1])
-
-
-def target_net(backend: str) -> gn.GrapNet:
-    """Returns a net that has run once, as large as the source and wired differently."""
-    net = wired_net([0, 1, 1, 3, 3], [2, 0, 1, 1, 2])
-    net.execution.use(backend)
-    require(computes_its_wiring(net))
-    return net
-
-
-def computes_its_wiring(net: gn.GrapNet) -> bool:
-    """Returns whether the forward pass agrees with the walk along every relation."""
-    x = inputs(5, 4)
-    with torch.no_grad():
-        return torch.allclose(net(x), net.walk(x))
-
-
-@pytest.mark.parametrize("backend", ["reference", "dense", "family"])
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P3: a forward follows the old wiring after the state dict was written in place",
-)
-def test_a_state_dict_written_in_place_leaves_forward_and_wiring_in_step(backend: str) -> None:
-    source = source_net().state_dict()
-    net = target_net(backend)
-    for name, value in net.state_dict().items():
-        value.copy_(source[name])
-    assert computes_its_wiring(net)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P3: a forward follows the old wiring after a distributed checkpoint was loaded",
-)
-def test_a_distributed_checkpoint_leaves_forward_and_wiring_in_step(tmp_path: Path) -> None:
-    checkpoint.save(source_net().state_dict(), checkpoint_id=tmp_path)
-    net = target_net("dense")
-    checkpoint.load(net.state_dict(), checkpoint_id=tmp_path)
-    assert computes_its_wiring(net)
-
-
-def without_shared_entries(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns one entry of each address, as accelerate saves a state dict with safetensors."""
-    kept: dict[int, str] = {}
-    for name, value in state.items():
-        kept.setdefault(value.untyped_storage().data_ptr(), name)
-    return {name: state[name] for name in kept.values()}
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P4: the empty entries of a state dict look like one shared tensor",
-)
-def test_no_two_entries_of_a_state_dict_look_shared() -> None:
-    plain = nn.Linear(3, 2).state_dict()
-    require(set(without_shared_entries(plain)) == set(plain))
-    net = gn.GrapNet([4, 6, 2])
-    state = net.state_dict()
-    kept = without_shared_entries(state)
-    assert set(kept) == set(state)
-    copy.deepcopy(net).load_state_dict(kept)
-
-
-@pytest.mark.xfail(
-    strict=True,
-    raises=AttributeError,
-    reason="P5: the state dict has entries that are no attributes of their module",
-)
-def test_distributed_checkpoints_read_the_state_dict_of_a_net() -> None:
-    require(set(get_model_state_dict(nn.Linear(3, 2))) == {"weight", "bias"})
-    net = gn.GrapNet([4, 6, 2])
-    expected = net.state_dict()
-    state = get_model_state_dict(net)
-    assert set(state) == set(expected)
-    for name, value in expected.items():
-        assert torch.equal(state[name], value)
 
 
 class WrappedOptimizer(torch.optim.Optimizer):
