@@ -1,7 +1,7 @@
 """Graph: layers and transitions, and everything that reads or edits them."""
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
