@@ -11,11 +11,19 @@ import multiprocessing
 import os
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from tests.core.injection import Finding, Injection
+from tests.core.injection import (
+    OPERATIONS,
+    Finding,
+    Injection,
+    Task,
+    run_controls,
+    run_task,
+    spread,
+)
 
 FAILED = ("torn", "stuck", "wrong")
 SHOWN = 20  # failures that are printed
@@ -32,14 +40,10 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="worlds for each operation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     chosen = parser.parse_args()
-    result = judge(
-        chosen.count,
-        chosen.signals,
-        seed=chosen.seed,
-        jobs=chosen.jobs,
-        only=chosen.only,
-        rounds=chosen.rounds,
-    )
+    names = [name for name in OPERATIONS if chosen.only in name]
+    todo = spread(chosen.count, chosen.signals, chosen.seed, names, chosen.rounds)
+    result = judge(todo, chosen.jobs)
+    result["seed"] = chosen.seed
     for failure in result["failures"][:SHOWN]:
         print(json.dumps(failure))
     summary = {key: value for key, value in result.items() if key != "failures"}
@@ -49,27 +53,19 @@ def main() -> int:
     return int(any(result["verdicts"].get(verdict) for verdict in FAILED))
 
 
-def judge(
-    count: int, signals: int, *, seed: int, jobs: int, only: str = "", rounds: int = 2
-) -> dict[str, Any]:
+def judge(tasks: Sequence[Task], jobs: int) -> dict[str, Any]:
     """Returns the counts of all injections."""
-    from tests.core import injection
-
-    names = [name for name in injection.OPERATIONS if only in name]
     # The processes to come fork, which is not safe where torch runs several threads.
     os.environ["OMP_NUM_THREADS"] = "1"
-    todo = injection.tasks(count, signals, seed, names, rounds)
     start = time.perf_counter()
     tally = Tally()
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        controls = pool.apply_async(injection.run_controls)
-        for found in pool.imap_unordered(injection.run_task, todo):
-            for one, finding in found:
-                tally.add(one, finding)
-        controls = controls.get()
-    result = tally.result()
-    result["controls"] = controls
-    result["seed"] = seed
+        controls = pool.apply_async(run_controls)
+        for found in pool.imap_unordered(run_task, tasks):
+            for injection, finding in found:
+                tally.add(injection, finding)
+        result = tally.result()
+        result["controls"] = controls.get()
     result["seconds"] = round(time.perf_counter() - start, 1)
     return result
 
@@ -86,7 +82,7 @@ class Tally:
         self.lines: set[str] = set()
         self.failures: list[dict[str, Any]] = []
 
-    def add(self, injection: "Injection", finding: "Finding") -> None:
+    def add(self, injection: Injection, finding: Finding) -> None:
         """Counts one injection."""
         verdict = finding.verdict
         self.ways.setdefault(injection.way, Counter())[verdict] += 1

@@ -424,7 +424,7 @@ class Task:
     operation: str
     seed: int
     counts: dict[str, int]
-    calls: int = 4  # how many of the next public calls to choose from
+    calls: int = 3  # how many of the next public calls to choose from
 
 
 def run_task(task: Task) -> list[tuple[Injection, Finding]]:
@@ -450,7 +450,7 @@ def run_task(task: Task) -> list[tuple[Injection, Finding]]:
     return found
 
 
-def tasks(injections: int, signals: int, seed: int, names: list[str], rounds: int) -> list[Task]:
+def spread(injections: int, signals: int, seed: int, names: list[str], rounds: int) -> list[Task]:
     """Spreads injections and signals evenly over operations, each on `rounds` worlds."""
     pairs = [(name, seed * 100 + turn) for turn in range(rounds) for name in names]
     left = {way: round(injections * share) for way, share in SHARES.items()}

@@ -158,16 +158,10 @@ def plain(value: Any) -> Any:
 
 def fingerprint(world: World) -> dict[str, Any]:
     """Returns everything that belongs to one state of a world."""
-    found: dict[str, Any] = {"random numbers": plain(torch.get_rng_state())}
-    for number, optimizer in enumerate(world.optimizers):
-        found[f"optimizer {number}"] = _optimizer(world, optimizer)
+    found = _trained_state(world)
     for name, part in _followers(world).items():
         found[name] = _attempt(part)
     found["modules"] = [(name, type(part).__name__) for name, part in world.model.named_modules()]
-    for name, parameter in world.model.named_parameters():
-        found[f"value of {name}"] = plain(parameter)
-        found[f"gradient of {name}"] = plain(parameter.grad)
-        found[f"{name} is trained"] = parameter.requires_grad
     for number, net in enumerate(world.nets):
         found |= {f"net {number}: {name}": part for name, part in _net(net).items()}
     with torch.no_grad():
@@ -177,9 +171,24 @@ def fingerprint(world: World) -> dict[str, Any]:
     return found
 
 
+def _trained_state(world: World) -> dict[str, Any]:
+    """Returns what a training step changes."""
+    found: dict[str, Any] = {"random numbers": plain(torch.get_rng_state())}
+    for number, optimizer in enumerate(world.optimizers):
+        found[f"optimizer {number}"] = _optimizer(world, optimizer)
+    for name, parameter in world.model.named_parameters():
+        found[f"value of {name}"] = plain(parameter)
+        found[f"gradient of {name}"] = plain(parameter.grad)
+        found[f"{name} is trained"] = parameter.requires_grad
+    if world.averaged is not None:
+        averages = [plain(parameter) for parameter in world.averaged.parameters()]
+        found["averages"] = (averages, int(world.averaged.n_averaged))
+    return found
+
+
 def _followers(world: World) -> dict[str, Callable[[], Any]]:
     parts: dict[str, Callable[[], Any]] = {}
-    for name in ("averaged", "recorder", "readout", "manager"):
+    for name in ("recorder", "readout", "manager"):
         follower = getattr(world, name)
         if follower is not None:
             parts[name] = lambda follower=follower: plain(follower.state_dict())
@@ -217,7 +226,7 @@ def _net(net: gn.GrapNet) -> dict[str, Any]:
         found[f"layer {number}"] = (layer.uids.tolist(), layer.owners, layer.activations)
         if number + 1 < len(net.layers):
             relations = layer.outgoing()
-            parts = (relations.parents, relations.children, relations.weights, relations.frozen)
+            parts = (relations.parents, relations.children, relations.weights)
             found[f"relations {number}"] = plain(parts)
     return found
 
@@ -704,15 +713,22 @@ class Sight:
 
 
 def look(world: World, call: str) -> Sight:
-    """Makes one public call, compares nothing, and goes on: audit, edit and training step."""
+    """Makes one public call, notes the state, and goes on: audit, edit and training step."""
     answer = _attempt(lambda: CALLS[call](world))
     state = _attempt_dict(lambda: fingerprint(world))
     later: dict[str, Any] = {"check": _attempt(lambda: _check(world))}
-    later["edit"] = _attempt(lambda: _edit(world))
+    later["edit"] = _attempt(lambda: _edit_again(world))
     later["training"] = _attempt(world.train)
-    later |= _attempt_dict(lambda: fingerprint(world))
-    later["check after it"] = _attempt(lambda: _check(world))
+    later |= _attempt_dict(lambda: _trained_state(world))
     return Sight(answer, state, later)
+
+
+def _edit_again(world: World) -> None:
+    """Opens an edit of every net, and cuts a relation of the first."""
+    for number, net in enumerate(world.nets):
+        with net.edit(reason="again") as edit:
+            if number == 0:
+                cut_one(net, edit)
 
 
 def _attempt_dict(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:
