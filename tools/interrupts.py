@@ -79,6 +79,7 @@ class Tally:
         self.operations: dict[str, Counter[str]] = {}
         self.torn_at: Counter[str] = Counter()
         self.no_grad_left: Counter[str] = Counter()
+        self.lost: Counter[str] = Counter()
         self.lines: set[str] = set()
         self.failures: list[dict[str, Any]] = []
 
@@ -93,6 +94,8 @@ class Tally:
         self.lines.add(finding.place)
         if finding.no_grad_left:
             self.no_grad_left[finding.place] += 1
+        if finding.lost:
+            self.lost[f"{finding.place} ({injection.way}): {finding.raised}"] += 1
         if verdict in FAILED:
             self.torn_at[finding.place] += 1
             self.failures.append(
@@ -125,6 +128,7 @@ class Tally:
             "lines of the library": len(library),
             "failures by place": dict(self.torn_at.most_common()),
             "no_grad left by torch": dict(self.no_grad_left.most_common()),
+            "other errors raised": dict(self.lost.most_common()),
             "failures": self.failures,
         }
 

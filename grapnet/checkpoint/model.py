@@ -10,17 +10,17 @@ from torch.nn.parameter import is_lazy
 
 from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
-from grapnet.convert.exchange import Exchange, refuse_earlier_losses
+from grapnet.convert.exchange import Exchange, prepare_refusal
 from grapnet.convert.origin import match_names, match_places, module_names
 from grapnet.core._errors import CheckpointError
 from grapnet.following.optimizers import mark_replaced
 from grapnet.network import GrapNet
 
 from .codec import Fields, decode, encode, entry, named
-from .extras import Target, restore_all
+from .extras import Target, go_back_all, restore_all
 from .journal import Kept
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
-from .rollback import remember_structure
+from .rollback import GoBack, remember_structure
 
 EXTRA = "_extra_state"  # what torch calls, in a state dict, the plain data of a module
 _VERSIONS = (int, str, type(None))  # what modules give as their `_version`
@@ -146,18 +146,19 @@ def put_into(
     fields.require_all_read()
     for net in nets:
         warn_of_unmet_choices(net)
-    go_back, leaving = remember_structure(model.modules()), dict(model.named_parameters())
+    leaving = dict(model.named_parameters())
+    undo = [lambda: _unmark(leaving), remember_structure(model.modules())]
     try:
         _take(steps)
         _require_places(model, nets)
         rest = Rest(model, [name for names in places for name in names])
         ties = rest.rename(state, ties)
         rest.require_fit(state, ties)
-        restore_all([Target("state", rest, state, rest.modules()), *targets])
+        restore_all([Target("state", rest, state, rest.modules()), *targets], undo)
+        _leave_behind(model, leaving, undo)
     except BaseException:
-        go_back()
+        go_back_all(undo)
         raise
-    _leave_behind(model, leaving)
 
 
 class Rest:
@@ -325,17 +326,25 @@ def _require_places(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
             )
 
 
-def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter]) -> None:
+def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter], undo: list[GoBack]) -> None:
     """Makes losses and optimizers refuse that depend on Parameters which have left the model."""
     present = {id(parameter) for parameter in model.parameters()}
     leaving = {
         name: parameter for name, parameter in earlier.items() if id(parameter) not in present
     }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
-    refuse_earlier_losses(
-        [Exchange(parameter, name, ()) for name, parameter in plain.items()], "restore"
-    )
+    exchanges = [Exchange(parameter, name, ()) for name, parameter in plain.items()]
+    refuse = prepare_refusal(exchanges, "restore")
+    # An interrupt may leave a Parameter without content, and this gives all of them theirs.
+    undo.append(refuse)
+    refuse()
     mark_replaced(leaving.values(), "restore")
+
+
+def _unmark(parameters: dict[str, nn.Parameter]) -> None:
+    """Lets optimizers use Parameters that have not left the model after all."""
+    for parameter in parameters.values():
+        vars(parameter).pop("grapnet_replaced", None)
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:

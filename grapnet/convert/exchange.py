@@ -130,10 +130,24 @@ def prepare_exchange(
     return install
 
 
+def install_all(steps: Sequence[Callable[[], None]]) -> None:
+    """Runs prepared steps in order, all of them even if an error such as Ctrl-C interrupts one.
+
+    A step may be run twice, so it only assigns.
+    """
+    try:
+        for step in steps:
+            step()
+    except BaseException:
+        for step in steps:
+            step()
+        raise
+
+
 @torch.inference_mode(False)
-def refuse_earlier_losses(exchanges: Sequence[Exchange], verb: str) -> None:
-    """Makes a backward raise whose loss was computed before the exchange: its gradients would reach
-    nobody.
+def prepare_refusal(exchanges: Sequence[Exchange], verb: str) -> Callable[[], None]:
+    """Returns what makes a backward raise whose loss was computed before the exchange: its
+    gradients would reach nobody.
 
     The Parameters that left stay of use to whoever keeps their module, in forward passes after this
     call.
@@ -142,10 +156,19 @@ def refuse_earlier_losses(exchanges: Sequence[Exchange], verb: str) -> None:
         f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and"
         " its gradients would reach no optimizer. Compute it again"
     )
-    for parameter in (exchange.parameter for exchange in exchanges):
+    contents = []
+    for exchange in exchanges:
+        parameter = exchange.parameter
         if not parameter.is_inference():
+            contents.append((parameter, parameter.detach(), parameter.grad))
+
+    @torch.inference_mode(False)
+    def install() -> None:
+        for parameter, values, gradient in contents:
             refuse_old_backward(parameter, message)
-            replace_content(parameter, parameter.detach(), parameter.grad)
+            replace_content(parameter, values, gradient)
+
+    return install
 
 
 class _Member(NamedTuple):

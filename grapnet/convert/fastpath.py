@@ -22,8 +22,9 @@ def set_fast_paths(model: nn.Module) -> None:
         for kind, (switch, off) in _SWITCHES.items():
             if isinstance(module, kind) and hasattr(module, switch):
                 inside = any(isinstance(part, GrapNet) for part in module.modules())
-                if inside and _KEPT not in vars(module):
-                    setattr(module, _KEPT, getattr(module, switch))
+                if inside:
+                    vars(module).setdefault(_KEPT, getattr(module, switch))
                     setattr(module, switch, off)
-                elif not inside and _KEPT in vars(module):
-                    setattr(module, switch, vars(module).pop(_KEPT))
+                elif _KEPT in vars(module):
+                    setattr(module, switch, vars(module)[_KEPT])
+                    delattr(module, _KEPT)

@@ -11,7 +11,13 @@ from grapnet.network import GrapNet
 
 from .build import build_net
 from .chain import Chain, read_chain
-from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
+from .exchange import (
+    Optimizers,
+    as_optimizers,
+    install_all,
+    prepare_exchange,
+    prepare_refusal,
+)
 from .matching import Where, matches
 from .origin import find, joined, owners_of, prepare_graft, require_not_compiled
 
@@ -57,11 +63,10 @@ def from_module(
     net, exchanges = build_net(module, read_chain(module), "", drop_zeros)
     optimizers = as_optimizers(optimizer)
     homes, order = [list(net.parameters())], list(module.parameters())
-    for install in [prepare_exchange(one, exchanges, homes, order) for one in optimizers]:
-        install()
+    installs = [prepare_exchange(one, exchanges, homes, order) for one in optimizers]
     if optimizers:
-        refuse_earlier_losses(exchanges, "from_module")
-    _attach(optimizers, [net])
+        installs.append(prepare_refusal(exchanges, "from_module"))
+    install_all([*installs, lambda: _attach(optimizers, [net])])
     return net
 
 
@@ -127,11 +132,10 @@ def graft_chains(
     installs += [
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
-    for install in installs:
-        install()
-    refuse_earlier_losses(exchanges, "graft")
-    mark_replaced((exchange.parameter for exchange in exchanges), "graft")
-    _attach(optimizers, list(nets.values()))
+    leaving = [exchange.parameter for exchange in exchanges]
+    installs.append(prepare_refusal(exchanges, "graft"))
+    installs.append(lambda: mark_replaced(leaving, "graft"))
+    install_all([*installs, lambda: _attach(optimizers, list(nets.values()))])
     return nets
 
 

@@ -83,9 +83,9 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         )
         if origin is not None:
             _find_linears(origin.chain, origin.replaced, anchor_name)
-        install = partial(_install, model, name, net, origin)
+        install = partial(_install, model, present, net, origin)
     elif chain is None:
-        install = partial(_install, model, name, net, None)
+        install = partial(_install, model, present, net, None)
     else:
         anchor = find(model, anchor_name)
         replaced = {path: find(anchor, path, anchor_name) for path in (chain.place, *chain.emptied)}
@@ -178,11 +178,12 @@ def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Ca
         raise ConversionError(
             "the model itself cannot be replaced in place; use gn.from_module(model)"
         )
+    present = find(anchor, chain.place, name)
 
     def install() -> None:
         for path in chain.emptied:
             put(anchor, path, nn.Identity())
-        _install(model, at, net, Origin(chain, replaced))
+        _install(model, present, net, Origin(chain, replaced))
 
     return install
 
@@ -194,8 +195,8 @@ def _is_linear(module: Any) -> bool:
     return weight is not None and not is_lazy(weight) and weight.dim() == 2
 
 
-def _install(model: nn.Module, name: str, net: GrapNet, origin: Origin | None) -> None:
-    put_everywhere(model, name, net)
+def _install(model: nn.Module, present: nn.Module, net: GrapNet, origin: Origin | None) -> None:
+    put_everywhere(model, present, net)
     net.origin = origin
     set_fast_paths(model)
 
@@ -221,13 +222,15 @@ def put(module: nn.Module, path: str, value: Any) -> None:
     if isinstance(value, nn.Module) and step in owner._modules:
         owner._modules[step] = value
     else:
-        delattr(owner, step)
+        # torch refuses a function under the name of a module.
+        if step in owner._modules or step in vars(owner):
+            delattr(owner, step)
         setattr(owner, step, value)
 
 
-def put_everywhere(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts a module in place of the one called `name`, under every name that this one has."""
-    for owner, step in owners_of(model, find(model, name)):
+def put_everywhere(model: nn.Module, present: nn.Module, module: nn.Module) -> None:
+    """Puts a module in place of another, under every name that this one has."""
+    for owner, step in owners_of(model, present):
         owner._modules[step] = module
 
 

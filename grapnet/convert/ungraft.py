@@ -20,7 +20,13 @@ from grapnet.network import GrapNet
 
 from .build import fill_linears
 from .chain import Chain, Part, commutes, read_chain
-from .exchange import Optimizers, as_optimizers, prepare_exchange, refuse_earlier_losses
+from .exchange import (
+    Optimizers,
+    as_optimizers,
+    install_all,
+    prepare_exchange,
+    prepare_refusal,
+)
 from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
 from .origin import Origin, find, put, put_everywhere, require_not_compiled
@@ -77,22 +83,24 @@ def ungraft(
         homes.append([parameter for module in modules for parameter in module.parameters()])
         _set_modes(replaced, chain, net)
         installs.append(
-            lambda name=name, chain=chain, replaced=replaced: _put_back(
-                model, name, chain, replaced
+            lambda name=name, net=net, chain=chain, replaced=replaced: _put_back(
+                model, name, net, chain, replaced
             )
         )
     installs += [
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
-    for install in installs:
-        install()
-    refuse_earlier_losses(exchanges, "ungraft")
-    mark_replaced((exchange.parameter for exchange in exchanges), "ungraft")
-    for net in nets.values():
-        for one in optimizers:
-            detach(one, net)
-        net.follow(_left.setdefault(net, _Left()))
-    set_fast_paths(model)
+    installs.append(prepare_refusal(exchanges, "ungraft"))
+
+    def leave() -> None:
+        mark_replaced((exchange.parameter for exchange in exchanges), "ungraft")
+        for net in nets.values():
+            for one in optimizers:
+                detach(one, net)
+            net.follow(_left.setdefault(net, _Left()))
+        set_fast_paths(model)
+
+    install_all([*installs, leave])
     return plain
 
 
@@ -196,8 +204,10 @@ def _replace(replaced: dict[str, nn.Module], path: str, module: nn.Module) -> No
         put(_find(replaced, before), step, module)
 
 
-def _put_back(model: nn.Module, name: str, chain: Chain, replaced: dict[str, nn.Module]) -> None:
+def _put_back(
+    model: nn.Module, name: str, net: GrapNet, chain: Chain, replaced: dict[str, nn.Module]
+) -> None:
     anchor = find(model, name.removesuffix(chain.place).removesuffix(".") if chain.place else name)
     for path in chain.emptied:
         put(anchor, path, replaced[path])
-    put_everywhere(model, name, replaced[chain.place])
+    put_everywhere(model, net, replaced[chain.place])
