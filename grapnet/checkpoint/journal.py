@@ -11,9 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.core._change import Change, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
+from grapnet.core._change import (
+    Change,
+    LayerChange,
+    NodeRecord,
+    Pairs,
+    Relabel,
+    TransitionChange,
+    require_fit,
+)
 from grapnet.core._check import check
-from grapnet.core._commit import Verb, next_reversed, require_fit, reverse
+from grapnet.core._commit import Verb, next_reversed, undo_alone
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
 from grapnet.core._index_map import IndexMap, Labels, contains
@@ -137,8 +145,8 @@ def rehearse(net: GrapNet) -> None:
         try:
             while getattr(twin.journal, f"{verb}able"):
                 commit = next_reversed(twin.journal, verb)
-                require_fit(twin, replace(commit, change=commit.change.inverse()))
-                reverse(twin, verb, alone=True)
+                require_fit(twin, commit.change.inverse(), commit.version)
+                undo_alone(twin, verb, alone=True)
                 check(twin)
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__

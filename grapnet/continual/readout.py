@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from grapnet.core._commit import rows_after
+from grapnet.core._change import rows_after
 from grapnet.core._coordinates import Coordinates
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph

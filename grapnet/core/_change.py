@@ -3,13 +3,20 @@ stored.
 """
 
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ._coordinates import VectorChange
-from ._index_map import IndexMap, Labels
+from ._errors import HistoryError
+from ._index_map import IndexMap, Labels, ascending, contains
+from ._layer import rows_among
+from ._sets import RelationSet
 from ._transition import Topology
+
+if TYPE_CHECKING:
+    from ._graph import Graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,3 +226,116 @@ class Change:
         return [c.biases for c in self.layers.values() if c.biases] + [
             c.weights for c in self.transitions.values()
         ]
+
+
+def wirings_after(graph: "Graph", change: Change) -> dict[int, Topology]:
+    """Returns the wiring after a change of every transition whose relations move or whose ends are
+    renumbered.
+    """
+    wirings = {}
+    for t, transition in enumerate(graph.transitions):
+        upper = change.layers.get(t)
+        lower = change.layers.get(t + 1)
+        wires = change.transitions.get(t)
+        if wires is not None and wires.wiring is not None:
+            wirings[t] = wires.wiring
+        elif any(c is not None and not c.index.is_identity for c in (upper, lower, wires)):
+            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
+    return wirings
+
+
+def rewired(
+    graph: "Graph",
+    t: int,
+    topology: Topology,
+    upper: LayerChange | None,
+    lower: LayerChange | None,
+    wires: TransitionChange | None,
+) -> Topology:
+    """Returns the wiring of a transition after the changes of its two layers and of its
+    relations.
+    """
+    child, degrees, device, n_children = (
+        topology.child,
+        topology.degrees.long(),
+        topology.child.device,
+        topology.n_children,
+    )
+    if lower is not None and not lower.index.is_identity:
+        if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
+            child = (
+                lower.index.new_positions(ascending(n_children, torch.device("cpu")))
+                .to(device)
+                .index_select(0, child)
+            )
+        n_children = lower.index.new_size
+    if wires is not None:
+        degrees = topology.degrees_without(wires.index.removed)
+        child = wires.index.carry(
+            child, rows_after(graph, t + 1, lower, wires.born.children).to(device)
+        )
+    if upper is not None:
+        degrees = upper.index.carry(degrees)
+    if wires is not None and len(wires.born):
+        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
+        degrees = degrees + torch.bincount(parents, minlength=len(degrees))
+    ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
+    ptr[1:] = degrees.cumsum(0)
+    return Topology(ptr, child, n_children)
+
+
+def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
+    """Returns the rows that nodes of a layer have after its change."""
+    present = graph.layers[number].uid
+    return rows_among(
+        present if change is None else change.index.carry(present, change.born.uids), uids
+    )
+
+
+def require_fit(graph: "Graph", whole: Change, version: int) -> None:
+    """Raises HistoryError when the change of a commit was not made on a graph like this one."""
+    for number, change in whole.layers.items():
+        if number >= len(graph.layers) or not change.fits(graph.layers[number].uid):
+            raise HistoryError(
+                f"commit {version} was made on another graph: layer {number} differs"
+            )
+    for t, change in whole.transitions.items():
+        if t >= len(graph.transitions) or not _wires_fit(graph, t, change, whole):
+            raise HistoryError(
+                f"commit {version} was made on another graph: transition {t} differs"
+            )
+
+
+def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) -> bool:
+    """Says whether what the change cuts is here, and what it connects is not."""
+    store = graph.transitions[t]
+    if change.index.old_size != store.size:
+        return False
+    cut = RelationSet(graph, {t: change.index.removed})
+    if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
+        cut.children.int(), change.gone.children
+    ):
+        return False
+    parents, children = (
+        graph.layers[t].rows(change.born.parents),
+        graph.layers[t + 1].rows(change.born.children),
+    )
+    newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
+    for rows, uids, fresh in (
+        (parents, change.born.parents, newborn[0]),
+        (children, change.born.children, newborn[1]),
+    ):
+        if bool((rows < 0).any()) and (
+            fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())
+        ):
+            return False
+    upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
+    after = rewired(graph, t, store.topology, upper, lower, change)
+    owners = rows_after(graph, t, upper, change.born.parents)
+    if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
+        return False
+    both = (parents >= 0) & (children >= 0)
+    found = store.topology.find(
+        parents[both].to(graph.device), children[both].to(graph.device)
+    ).int()
+    return bool(((found < 0) | contains(change.index.removed, found)).all())

@@ -1,56 +1,72 @@
-"""The commit: prepare everything, then put it into effect."""
+"""The corridor of a commit: resolve, prepare, publish, settle, record.
 
-import functools
+Every change of a net goes through `commit`: edits, undo and redo, trials and their ends, replays,
+of one net or of several. It computes and allocates all that the change needs and collects the
+assignments that put it in place. One assignment, `decision.made = True`, decides; `settle` then
+carries out the others. They can be repeated, so that an interrupt between two of them is harmless:
+the next public call settles what was decided. What was not decided has not happened.
+"""
+
+import sys
+import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from torch import Tensor
 
-from ._change import Change, LayerChange, TransitionChange
-from ._coordinates import PreparedVector, Token, refuse_old_backward, replace_content
+from ._change import Change, LayerChange, require_fit, wirings_after
+from ._coordinates import (
+    Coordinates,
+    Decision,
+    PreparedVector,
+    Token,
+    Vector,
+    layout_of,
+    refuse_old_backward,
+    sequence_number,
+)
 from ._errors import EditError, HistoryError
-from ._index_map import Labels, ascending, contains
 from ._journal import Commit, Joint, Journal
-from ._layer import rows_among
-from ._resolve import rewound_on_error
-from ._sets import RelationSet
-from ._transition import Topology
+from ._layer import Layer, Roster
+from ._transition import Topology, Transition
 
 if TYPE_CHECKING:
-    from ._edit import Edit
+    from ._edit import Block, Edit
     from ._graph import Column, Graph
+
+Verb = Literal["undo", "redo"]
+Install = Callable[[], None]
 
 
 class Follower(Protocol):
     """Whatever must move when a graph is edited: optimizer state, statistics, copies."""
 
-    def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
-        """Computes its own state after the commit, or raises to stop it; returns the assignment
-        that installs it.
+    def prepare(self, graph: "Graph", commit: Commit) -> Install:
+        """Computes its own state after the commit, or raises to stop it; returns the assignments
+        that install it.
 
-        The graph is still as it was before the commit. Where several graphs commit together, what
-        follows more than one of them prepares for each before anything is installed, so an
-        installation touches nothing of the others.
+        The graph is still as it was before the commit. An interrupt can stop the assignments
+        anywhere, after which they are all carried out once more: they must not depend on what they
+        replace. What follows several graphs prepares for each before anything is installed, so an
+        installation touches nothing of the other graphs.
         """
         ...
 
 
 @runtime_checkable
 class ColumnFollower(Protocol):
-    """A follower that also holds a graph's Parameters, and so wants to hear which ones come and
-    leave.
+    """A follower that also holds the Parameters of a graph, and so needs to know which ones come
+    and leave.
     """
 
     def prepare_columns(
         self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
-    ) -> Callable[[], None]:
-        """Makes ready for columns that come and leave, or raises to stop it; returns what installs
-        them.
+    ) -> Install:
+        """Prepares for columns that come and leave, or raises to stop it; returns the assignments
+        that install them.
         """
         ...
 
@@ -64,24 +80,36 @@ class Followers:
         self._references: list[weakref.ref[Any]] = []
 
     def add(self, follower: Follower) -> None:
-        """Starts telling `follower` of commits, until nothing else refers to it."""
-        self.discard(follower)
-        self._references.append(weakref.ref(follower))
+        """Lets `follower` take part in commits, until nothing else refers to it."""
+        others = self._without(follower)
+        self._references = [*others, weakref.ref(follower)]
 
     def discard(self, follower: Follower) -> None:
-        """Stops telling `follower`."""
-        self._references = [r for r in self._references if r() is not None and r() is not follower]
+        """Lets `follower` take part no longer."""
+        self._references = self._without(follower)
 
-    def prepare(self, graph: "Graph", commit: Commit) -> list[Callable[[], None]]:
-        """Lets every follower prepare."""
-        return [follower.prepare(graph, commit) for follower in self._alive()]
+    def prepare(self, graph: "Graph", commit: Commit, *, strict: bool = True) -> list[Install]:
+        """Lets every follower prepare; one that raises stops the commit, or, without `strict`, stays
+        behind.
+        """
+        installs = []
+        for follower in self._alive():
+            try:
+                installs.append(follower.prepare(graph, commit))
+            except Exception:
+                if strict:
+                    raise
+        return installs
 
     def prepare_columns(
         self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
-    ) -> list[Callable[[], None]]:
+    ) -> list[Install]:
         """Lets every follower that holds Parameters prepare."""
         holders = [follower for follower in self._alive() if isinstance(follower, ColumnFollower)]
         return [follower.prepare_columns(graph, coming, leaving) for follower in holders]
+
+    def _without(self, follower: Follower) -> list[weakref.ref[Any]]:
+        return [r for r in self._references if r() is not None and r() is not follower]
 
     def _alive(self) -> list[Any]:
         return [follower for reference in self._references if (follower := reference()) is not None]
@@ -90,275 +118,318 @@ class Followers:
         return Followers, ()
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """One token for the wiring of every transition and one for the layout of every Parameter."""
+class View(NamedTuple):
+    """All that a forward pass reads of a graph at one version."""
 
-    structures: list[Token]
+    rosters: tuple[Roster, ...]
+    biases: tuple[Vector | None, ...]  # None for the sensory layer
+    topologies: tuple[Topology, ...]
+    weights: tuple[Vector, ...]
+    columns: dict[str, Vector]
+
+
+class Draws:
+    """The random numbers of a commit.
+
+    They come from copies of the generators; `installs` advances the generators themselves, so that
+    an edit that fails has drawn nothing.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[torch.Generator, torch.Generator]] = {}
+
+    def source(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
+        """Returns what to draw from in place of a generator, or of the device's own."""
+        if generator is None:
+            generator = torch.default_generator
+            if device.type == "cuda":
+                generator = torch.cuda.default_generators[device.index or 0]
+        if id(generator) not in self._copies:
+            copy = torch.Generator(generator.device)
+            copy.set_state(generator.get_state())
+            self._copies[id(generator)] = (generator, copy)
+        return self._copies[id(generator)][1]
+
+    def installs(self) -> list[Install]:
+        """Returns what advances the generators."""
+        return [
+            partial(generator.set_state, copy.get_state())
+            for generator, copy in self._copies.values()
+        ]
+
+
+@dataclass(frozen=True, eq=False)
+class Intent:
+    """What one graph is about to go through.
+
+    Attributes:
+        graph: the graph.
+        receipt: the receipt, as far as it is known before the change is prepared.
+        next_uid: the uid of the next node that an edit adds afterwards.
+        before: what the graph had before the trial that this ends.
+    """
+
+    graph: "Graph"
+    receipt: Commit
+    next_uid: int
+    before: "Before | None" = None
+
+
+class Before(NamedTuple):
+    """What the end of a trial brings back as the very same objects, so that what was computed from
+    them is valid again.
+    """
+
+    topologies: list[Topology]
     layouts: dict[str, Token | None]
 
     @classmethod
-    def fresh(cls, graph: "Graph") -> "Tokens":
-        """Returns tokens that nobody has seen."""
-        return cls([Token() for _ in graph.transitions], defaultdict(Token))
+    def of(cls, graph: "Graph") -> "Before":
+        """Returns what a graph has at present."""
+        layouts = {name: layout_of(parameter) for name, parameter in graph.named_parameters()}
+        return cls([t.topology for t in graph.transitions], layouts)
 
 
-def commit_all(edits: "Sequence[Edit]") -> None:
-    """Resolves and prepares every edit and only then puts all into effect; one without a change
-    commits nothing.
-    """
-    for edit in edits:
-        edit.close()
-    with ExitStack() as stack:
-        sources = [
-            stack.enter_context(rewound_on_error(edit.generator, edit.graph.device))
-            for edit in edits
-        ]
-        changes = [edit.resolved(generator) for edit, generator in zip(edits, sources, strict=True)]
-        joints = Joint.of(sum(not change.is_empty for change in changes))
-        installs = [
-            edit.prepare(change, None if change.is_empty else joints.pop(0))
-            for edit, change in zip(edits, changes, strict=True)
-        ]
-        for install in installs:
-            install()
-
-
-def carry_out(
-    graph: "Graph",
-    commit: Commit,
-    tokens: "Tokens | None" = None,
-    followers: Followers | None = None,
-) -> Commit:
-    """Applies `commit.change`; an error before the swap leaves graph, parameters and followers as
-    they were.
+def commit(
+    asked: "Sequence[Edit | Intent]", *, ends: "Trial | None" = None, strict: bool = True
+) -> "list[Commit | None]":
+    """Carries out what is asked of one or several graphs: in all of them, or in none.
 
     Args:
-        graph: the graph to change.
-        commit: a receipt whose change holds what comes; what leaves is filled in.
-        tokens: what to put on moved relations and coordinates, when an earlier state returns.
-        followers: whom to tell, the graph's own by default.
+        asked: an edit, or an intent from `undo`, `repeat`, …, for each graph.
+        ends: the trial that this takes back.
+        strict: whether a follower that raises stops it; otherwise it stays behind.
 
     Returns:
-        The complete receipt.
+        The receipt of every graph, None where nothing changes.
     """
-    commit, swap = prepare_commit(graph, commit, tokens, followers)
-    swap()
-    return commit
+    draws = Draws()
+    intents = _resolve(asked, draws)
+    decision = Decision()
+    receipts: list[Commit | None] = []
+    installs: list[Install] = []
+    tried: list[tuple[Graph, Commit, Before]] = []
+    if ends is not None:
+        installs.append(ends.finish)
+    for intent in intents:
+        if intent is None:
+            receipts.append(None)
+            continue
+        receipt, steps = prepare(intent, decision, strict=strict)
+        receipts.append(receipt)
+        installs += steps
+        if receipt.kind == "trial":
+            tried.append((intent.graph, receipt, Before.of(intent.graph)))
+    installs += draws.installs()
+    trial = None
+    for one, receipt in zip(asked, receipts, strict=True):
+        if not isinstance(one, Intent):
+            installs.append(partial(one.take_receipt, receipt))
+            if tried:
+                trial = Trial(one.block, tried)
+    carry_out(installs, decision, trial)
+    return receipts
 
 
-def prepare_commit(
-    graph: "Graph",
-    commit: Commit,
-    tokens: "Tokens | None" = None,
-    followers: Followers | None = None,
-) -> tuple[Commit, Callable[[], None]]:
-    """Does all of `carry_out` that can fail; returns the complete receipt and what puts it into
-    effect.
+def _resolve(asked: "Sequence[Edit | Intent]", draws: Draws) -> list[Intent | None]:
+    """Returns what is to be done with each graph, None where nothing changes."""
+    intents: list[Intent | None] = []
+    changing = []
+    for place, one in enumerate(asked):
+        if isinstance(one, Intent):
+            intents.append(one)
+            continue
+        intent = one.resolve(draws)
+        intents.append(intent)
+        if intent is not None:
+            changing.append((place, intent))
+    # Several edits that change something are parts of one joint transaction.
+    joints = Joint.of(len(changing))
+    for (place, intent), joint in zip(changing, joints, strict=True):
+        intents[place] = replace(intent, receipt=replace(intent.receipt, joint=joint))
+    return intents
+
+
+def prepare(
+    intent: Intent, decision: Decision, *, strict: bool = True
+) -> tuple[Commit, list[Install]]:
+    """Does all of a commit of one graph that can fail; touches nothing.
+
+    Returns:
+        The complete receipt, and the assignments that put the change in place.
     """
+    graph = intent.graph
     require_editable(graph)
-    commit = replace(commit, change=commit.change.to(graph.device))
+    receipt = replace(intent.receipt, change=intent.receipt.change.to(graph.device))
     with torch.no_grad():
-        layers = {n: _prepare_layer(graph, n, c) for n, c in commit.change.layers.items()}
-        wirings = _prepare_wirings(graph, commit.change)
-        weights = {
-            t: graph.transitions[t].prepare(c.weights) for t, c in commit.change.transitions.items()
-        }
-        commit = _completed(commit, layers, weights)
-        installs = (followers or graph.followers).prepare(graph, replace(commit, wirings=wirings))
-        tokens = tokens or Tokens.fresh(graph)
-    return commit, functools.partial(
-        _swap, graph, commit, layers, wirings, weights, installs, tokens
-    )
+        rosters = _prepare_rosters(graph, receipt.change)
+        wirings = wirings_after(graph, receipt.change)
+        if intent.before is not None:
+            wirings = {t: intent.before.topologies[t] for t in wirings}
+        vectors = _prepare_vectors(graph, receipt.change)
+        receipt = _completed(graph, receipt, vectors)
+        view = _view_after(graph, rosters, wirings, vectors)
+        installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
+        seen = replace(receipt, wirings=wirings, view=view, decision=decision)
+        installs += graph.followers.prepare(graph, seen, strict=strict)
+        if receipt.kind not in ("trial", "end"):
+            installs.append(graph.journal.prepare(receipt))
+        installs.append(partial(_release, receipt))
+        _refuse_old_backwards(graph, receipt, decision)
+    return receipt, installs
 
 
-@torch.no_grad()
-def _swap(
-    graph: "Graph",
-    commit: Commit,
-    layers: "dict[int, _PreparedLayer]",
-    wirings: dict[int, Topology],
-    weights: dict[int, PreparedVector],
-    installs: list[Callable[[], None]],
-    tokens: Tokens,
-) -> None:
-    """Puts in place what was prepared."""
-    _leave_old_graphs(graph, commit)
-    for number, prepared in layers.items():
-        graph.layers[number].renew(prepared.uids, prepared.activations, prepared.owners)
-        if prepared.biases is not None:
-            graph.layers[number].swap(prepared.biases, tokens.layouts[f"layers.{number}.bias"])
-        for name, vector in prepared.columns.items():
-            column = graph.columns[name]
-            column.swap(vector, tokens.layouts[column.parameter_name])
-    for t, topology in wirings.items():
-        graph.transitions[t].rewire(topology, tokens.structures[t])
-    for t, vector in weights.items():
-        graph.transitions[t].swap(vector, tokens.layouts[f"transitions.{t}.weight"])
-    graph.version = commit.version
-    graph.structure = Token()
-    for install in installs:
-        install()
-    for index in (*commit.relations.values(), *commit.nodes.values(), *commit.parameters.values()):
-        index.release()
+def carry_out(installs: list[Install], decision: Decision, trial: "Trial | None" = None) -> None:
+    """Decides a transaction and carries out its assignments."""
+    record = _Record(installs, decision, trial)
+    with record.lock:
+        unsettled.append(record)
+        # Before this line nothing has happened, after it everything has.
+        decision.made = True
+        try:
+            record.settle()
+        finally:
+            # Once more after an interrupt; a second one leaves it to the next public call.
+            record.settle()
+    _close(record)
 
 
-@dataclass(frozen=True, eq=False)
-class _PreparedLayer:
-    uids: Tensor
-    activations: Labels
-    owners: Labels
-    biases: PreparedVector | None
-    columns: dict[str, PreparedVector]
+class _Record:
+    """One transaction: the assignments that put it in place, and whether it was decided."""
+
+    def __init__(self, installs: list[Install], decision: Decision, trial: "Trial | None") -> None:
+        self.decision = decision
+        self.trial = trial
+        self.lock = threading.RLock()
+        self.thread = threading.get_ident()
+        self.is_settled = False
+        self._installs = installs
+
+    @property
+    def is_closed(self) -> bool:
+        """True when nothing is left to do."""
+        return self.is_settled and (self.trial is None or self.trial.is_over)
+
+    def settle(self) -> None:
+        """Carries out the assignments, unless that is done."""
+        if self.is_settled:
+            return
+        # A reader under torch.inference_mode may be the one that settles.
+        with torch.inference_mode(False), torch.no_grad():
+            for install in self._installs:
+                install()
+        self.is_settled = True
+        self._installs = []
 
 
-def _prepare_layer(graph: "Graph", number: int, change: LayerChange) -> _PreparedLayer:
-    layer, columns = graph.layers[number], {}
-    owners = layer.owner_names.carry(change.index, change.born.owners)
-    activations = layer.activation_names.carry(change.index, change.born.activations)
-    if change.owners is not None:
-        owners = owners.replaced(change.owners.rows, change.owners.after)
-    if change.activations is not None:
-        activations = activations.replaced(change.activations.rows, change.activations.after)
-    only_came = (
-        change.index.removed.shape[0] == 0 and change.owners is None and change.activations is None
-    )
-    for name, column in graph.columns_of(number).items():
-        if not change.index.is_identity:
-            columns[name] = column.prepare(change.columns.get(name) or column.change(change.index))
-    return _PreparedLayer(
-        change.index.carry(layer.uid, change.born.uids),
-        activations if only_came else activations.compact(),
-        owners if only_came else owners.compact(),
-        None if change.biases is None else layer.prepare(change.biases),
-        columns,
-    )
+# The transactions that are being carried out, and the trials in effect. It is empty at nearly all
+# times, so that a public call only looks whether it is.
+unsettled: list[_Record] = []
 
 
-def _prepare_wirings(graph: "Graph", change: Change) -> dict[int, Topology]:
-    """Returns the new wiring of every transition whose relations move or whose ends are
-    renumbered.
+def settle(*, wait: bool = True) -> None:
+    """Completes what an interrupt has left: transactions that were decided, and trials whose block
+    is over. Every public call begins with it: `if unsettled: settle()`.
+
+    Args:
+        wait: whether to wait for another thread that is settling.
     """
-    wirings = {}
-    for t, transition in enumerate(graph.transitions):
-        upper, lower, wires = (
-            change.layers.get(t),
-            change.layers.get(t + 1),
-            change.transitions.get(t),
-        )
-        moves = (c is not None and not c.index.is_identity for c in (upper, lower, wires))
-        if wires is not None and wires.wiring is not None:
-            wirings[t] = wires.wiring
-        elif any(moves):
-            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
-    return wirings
+    if _is_committing():
+        return
+    # The end of a trial comes behind the trial: the latest first.
+    for record in reversed(unsettled.copy()):
+        if not record.decision.made:
+            # An interrupt came just before the decision.
+            if record.thread == threading.get_ident():
+                _close(record, always=True)
+            continue
+        if record.lock.acquire(blocking=wait):
+            try:
+                record.settle()
+                if record.trial is not None and record.trial.is_due:
+                    _take_back(record.trial)
+            finally:
+                record.lock.release()
+            _close(record)
 
 
-def rewired(
-    graph: "Graph",
-    t: int,
-    topology: Topology,
-    upper: LayerChange | None,
-    lower: LayerChange | None,
-    wires: TransitionChange | None,
-) -> Topology:
-    """Returns the wiring of a transition after the changes of its two layers and of its
-    relations.
-    """
-    child, degrees, device, n_children = (
-        topology.child,
-        topology.degrees.long(),
-        topology.child.device,
-        topology.n_children,
-    )
-    if lower is not None and not lower.index.is_identity:
-        if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
-            child = (
-                lower.index.new_positions(ascending(n_children, torch.device("cpu")))
-                .to(device)
-                .index_select(0, child)
+def _close(record: _Record, *, always: bool = False) -> None:
+    if (always or record.is_closed) and record in unsettled:
+        unsettled.remove(record)
+
+
+def _is_committing() -> bool:
+    """Says whether this thread is inside of a commit: it sees the graph as it was before it."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code in _CORRIDOR:
+            return True
+        frame = frame.f_back
+    return False
+
+
+_CORRIDOR = {commit.__code__, carry_out.__code__, settle.__code__}
+
+
+class Trial:
+    """A trial in effect, in one graph or in several, and what takes it back."""
+
+    def __init__(self, block: "Block", parts: "list[tuple[Graph, Commit, Before]]") -> None:
+        self.block = block
+        self.parts = parts
+        self.is_over = False
+
+    @property
+    def is_due(self) -> bool:
+        """True when the block of the trial has ended and its effect has not."""
+        return not self.is_over and not self.block.is_running
+
+    def finish(self) -> None:
+        """Notes that the trial was taken back."""
+        self.is_over = True
+
+    def endings(self) -> list[Intent]:
+        """Returns what takes the trial back: everything is as it was before, the version and the
+        tokens included.
+        """
+        found = []
+        for graph, receipt, before in self.parts:
+            back = Commit(
+                receipt.version - 1,
+                f"end of trial: {receipt.reason}",
+                receipt.change.inverse(with_gradients=True),
+                undoes=receipt.version,
+                kind="end",
             )
-        n_children = lower.index.new_size
-    if wires is not None:
-        degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(
-            child, rows_after(graph, t + 1, lower, wires.born.children).to(device)
-        )
-    if upper is not None:
-        degrees = upper.index.carry(degrees)
-    if wires is not None and len(wires.born):
-        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
-        degrees = degrees + torch.bincount(parents, minlength=len(degrees))
-    ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
-    ptr[1:] = degrees.cumsum(0)
-    return Topology(ptr, child, n_children)
+            found.append(Intent(graph, back, graph.next_uid, before))
+        return found
 
 
-def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
-    """Returns the rows that nodes of a layer have after its change."""
-    present = graph.layers[number].uid
-    return rows_among(
-        present if change is None else change.index.carry(present, change.born.uids), uids
-    )
+def _take_back(trial: Trial) -> None:
+    try:
+        commit(trial.endings(), ends=trial)
+    except Exception:
+        # A follower refuses: it loses its place, the graphs do not.
+        if not trial.is_over:
+            commit(trial.endings(), ends=trial, strict=False)
+        raise
 
 
-def _completed(
-    commit: Commit, prepared: dict[int, _PreparedLayer], weights: dict[int, PreparedVector]
-) -> Commit:
-    """Returns the commit with what leaves, and with the map of every touched Parameter."""
-    change, layers, moved = commit.change, {}, {}
-    for n, layer in prepared.items():
-        columns = {name: vector.change for name, vector in layer.columns.items()}
-        layers[n] = replace(
-            change.layers[n], biases=layer.biases and layer.biases.change, columns=columns
-        )
-        moved |= {} if layer.biases is None else {f"layers.{n}.bias": layer.biases.parameter_index}
-        moved |= {
-            f"columns.{name}.value": vector.parameter_index
-            for name, vector in layer.columns.items()
-        }
-    transitions = {
-        t: replace(c, weights=weights[t].change, wiring=None) for t, c in change.transitions.items()
-    }
-    moved |= {f"transitions.{t}.weight": p.parameter_index for t, p in weights.items()}
-    return replace(commit, change=Change(layers, transitions), parameters=moved)
+def undo(graph: "Graph", verb: Verb) -> Intent:
+    """Returns what takes the last commit of a graph back, or with "redo" the last undo.
 
-
-def require_editable(graph: "Graph") -> None:
-    """Raises EditError where autograd cannot see an edit."""
-    if torch.is_inference_mode_enabled():
-        raise EditError(
-            "a graph cannot be edited under torch.inference_mode(); use torch.no_grad()"
-        )
-    if any(parameter.is_inference() for parameter in graph.parameters()):
-        raise EditError(
-            "this net was built under torch.inference_mode(), so it cannot be edited or trained"
-        )
-
-
-def _leave_old_graphs(graph: "Graph", commit: Commit) -> None:
-    """Makes a backward through any forward of before this commit raise, whatever parameters it
-    reaches.
+    Raises:
+        HistoryError: there is none.
     """
-    told = (
-        f"({commit.reason!r}, version {commit.version})"
-        if commit.reason
-        else f"(version {commit.version})"
+    earlier = next_reversed(graph.journal, verb)
+    reason = f"{verb}: {earlier.reason.removeprefix('undo: ').removeprefix('redo: ')}"
+    receipt = Commit(
+        graph.version + 1, reason, earlier.change.inverse(), undoes=earlier.version, kind=verb
     )
-    message = (
-        f"this backward goes through a forward pass of version {graph.version}, and the graph was"
-        f" edited since {told}. Run the forward pass again, or edit after optimizer.step()"
-    )
-    for name, parameter in graph.named_parameters():
-        refuse_old_backward(parameter, message)
-        if name not in commit.parameters:  # `swap` gives the others their content
-            replace_content(parameter, parameter.data, parameter.grad)
+    return Intent(graph, receipt, graph.next_uid)
 
 
-Verb = Literal["undo", "redo"]
-
-
-def reverse(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
+def undo_alone(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
     """Takes the last commit, or undo, of one graph back; its part of a joint transaction only
     `alone`.
     """
@@ -370,9 +441,9 @@ def reverse(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
             f" {earlier.joint.parts} nets. Take it back in all of them: gn.{verb}_together(...); or"
             f" in this one alone: net.{verb}(alone=True)"
         )
-    commit, install = prepare_reversal(graph, verb)
-    install()
-    return commit
+    (receipt,) = commit([undo(graph, verb)])
+    assert receipt is not None
+    return receipt
 
 
 def next_reversed(journal: Journal, verb: Verb) -> Commit:
@@ -382,76 +453,211 @@ def next_reversed(journal: Journal, verb: Verb) -> Commit:
     return journal.next_undo() if verb == "undo" else journal.next_redo()
 
 
-def prepare_reversal(
-    graph: "Graph", verb: Verb, joint: Joint | None = None
-) -> tuple[Commit, Callable[[], None]]:
-    """Does all of an undo or redo that can fail; returns its receipt and what puts it into
-    effect.
+def repeat(graph: "Graph", recorded: Commit) -> Intent:
+    """Returns what repeats a commit of an equal graph.
+
+    Raises:
+        HistoryError: the graph is not like the one that the commit was made on.
     """
-    earlier = next_reversed(graph.journal, verb)
-    reason = f"{verb}: {earlier.reason.removeprefix('undo: ').removeprefix('redo: ')}"
-    receipt = Commit(
-        graph.version + 1,
-        reason,
-        earlier.change.inverse(),
-        undoes=earlier.version,
-        joint=joint,
-        kind=verb,
-    )
-    commit, swap = prepare_commit(graph, receipt)
-
-    def install() -> None:
-        swap()
-        record = graph.journal.record_undo if verb == "undo" else graph.journal.record_redo
-        record(commit)
-
-    return commit, install
+    change = recorded.change.to(graph.device)
+    require_fit(graph, change, recorded.version)
+    receipt = Commit(graph.version + 1, recorded.reason, change, recorded.by, recorded.operations)
+    return Intent(graph, receipt, uid_after(graph, change))
 
 
-def require_fit(graph: "Graph", commit: Commit) -> None:
-    """Raises HistoryError when the commit was not made on a graph like this one."""
-    for number, change in commit.change.layers.items():
-        if number >= len(graph.layers) or not change.fits(graph.layers[number].uid):
-            raise HistoryError(
-                f"commit {commit.version} was made on another graph: layer {number} differs"
+def uid_after(graph: "Graph", change: Change) -> int:
+    """Returns the uid of the next node that an edit adds to a graph after a change."""
+    born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
+    return max([graph.next_uid, *born])
+
+
+def exchange_columns(graph: "Graph", wanted: "Sequence[Column]", then: Sequence[Install]) -> None:
+    """Makes `wanted` the columns of a graph, once every follower that holds Parameters is ready for
+    it, and does `then`.
+    """
+    present = list(graph.columns.values())
+    leaving = [column for column in present if all(column is not other for other in wanted)]
+    coming = [column for column in wanted if all(column is not other for other in present)]
+    installs: list[Install] = []
+    if leaving or coming:
+        graph.require_no_edit("change the columns of the graph")
+        require_editable(graph)
+        installs = graph.followers.prepare_columns(graph, coming, leaving)
+        stay = [column for column in present if all(column is not other for other in leaving)]
+        columns = {column.name: column for column in (*stay, *coming)}
+        installs.append(partial(graph.install_columns, columns))
+    carry_out([*installs, *then], Decision())
+
+
+def require_editable(graph: "Graph") -> None:
+    """Raises EditError where autograd cannot see an edit, and where Parameters are spread over
+    processes.
+    """
+    if torch.is_inference_mode_enabled():
+        raise EditError(
+            "a graph cannot be edited under torch.inference_mode(); use torch.no_grad()"
+        )
+    for parameter in graph.parameters():
+        if parameter.is_inference():
+            raise EditError(
+                "this net was built under torch.inference_mode(), so it cannot be edited or trained"
             )
-    for t, change in commit.change.transitions.items():
-        if t >= len(graph.transitions) or not _wires_fit(graph, t, change, commit.change):
-            raise HistoryError(
-                f"commit {commit.version} was made on another graph: transition {t} differs"
-            )
 
 
-def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) -> bool:
-    """Says whether what the change cuts is here, and what it connects is not."""
-    store = graph.transitions[t]
-    if change.index.old_size != store.size:
-        return False
-    cut = RelationSet(graph, {t: change.index.removed})
-    if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
-        cut.children.int(), change.gone.children
-    ):
-        return False
-    parents, children = (
-        graph.layers[t].rows(change.born.parents),
-        graph.layers[t + 1].rows(change.born.children),
+def _prepare_rosters(graph: "Graph", change: Change) -> dict[int, Roster]:
+    return {n: _roster_after(graph.layers[n], c) for n, c in change.layers.items()}
+
+
+def _roster_after(layer: Layer, change: LayerChange) -> Roster:
+    owners = layer.owner_names.carry(change.index, change.born.owners)
+    activations = layer.activation_names.carry(change.index, change.born.activations)
+    if change.owners is not None:
+        owners = owners.replaced(change.owners.rows, change.owners.after)
+    if change.activations is not None:
+        activations = activations.replaced(change.activations.rows, change.activations.after)
+    # Where nodes only come, every name stays in use.
+    if len(change.index.removed) or change.owners or change.activations:
+        owners = owners.compact()
+        activations = activations.compact()
+    uids = change.index.carry(layer.uid, change.born.uids)
+    return Roster.of(uids, activations, owners, layer.kinds_place)
+
+
+def _prepare_vectors(
+    graph: "Graph", change: Change
+) -> dict[str, tuple[Coordinates, PreparedVector]]:
+    """Returns every vector of the graph after a change, by the name of its Parameter; those that
+    the change does not touch are new versions too, which autograd keeps apart from the old ones.
+    """
+    found = {}
+    for t, transition in enumerate(graph.transitions):
+        part = change.transitions.get(t)
+        prepared = transition.prepare(part and part.weights)
+        found[f"transitions.{t}.weight"] = (transition, prepared)
+    for n, layer in enumerate(graph.layers):
+        if not layer.is_sensory:
+            part = change.layers.get(n)
+            found[f"layers.{n}.bias"] = (layer, layer.prepare(part and part.biases))
+    for name, column in graph.columns.items():
+        part = change.layers.get(column.layer)
+        moved = None
+        if part is not None and not part.index.is_identity:
+            moved = part.columns.get(name) or column.change(part.index)
+        found[column.parameter_name] = (column, column.prepare(moved))
+    return found
+
+
+def _completed(
+    graph: "Graph", receipt: Commit, vectors: dict[str, tuple[Coordinates, PreparedVector]]
+) -> Commit:
+    """Returns the receipt with what leaves, and with the map of every touched Parameter."""
+    changes = {name: prepared.change for name, (_, prepared) in vectors.items()}
+    layers = {}
+    for n, part in receipt.change.layers.items():
+        columns = {}
+        for name, column in graph.columns_of(n).items():
+            moved = changes[column.parameter_name]
+            if moved is not None:
+                columns[name] = moved
+        layers[n] = replace(part, biases=changes.get(f"layers.{n}.bias"), columns=columns)
+    transitions = {}
+    for t, part in receipt.change.transitions.items():
+        weights = changes[f"transitions.{t}.weight"]
+        assert weights is not None
+        transitions[t] = replace(part, weights=weights, wiring=None)
+    maps = {}
+    for name, (_, prepared) in vectors.items():
+        if prepared.parameter_index is not None:
+            maps[name] = prepared.parameter_index
+    return replace(receipt, change=Change(layers, transitions), parameters=maps)
+
+
+def _view_after(
+    graph: "Graph",
+    rosters: dict[int, Roster],
+    wirings: dict[int, Topology],
+    vectors: dict[str, tuple[Coordinates, PreparedVector]],
+) -> View:
+    present = graph.view()
+    biases: list[Vector | None] = [None]
+    for n in range(1, len(present.rosters)):
+        biases.append(vectors[f"layers.{n}.bias"][1].vector)
+    return View(
+        tuple(rosters.get(n, roster) for n, roster in enumerate(present.rosters)),
+        tuple(biases),
+        tuple(wirings.get(t, topology) for t, topology in enumerate(present.topologies)),
+        tuple(vectors[f"transitions.{t}.weight"][1].vector for t in range(len(present.weights))),
+        {name: vectors[f"columns.{name}.value"][1].vector for name in present.columns},
     )
-    newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
-    for rows, uids, fresh in (
-        (parents, change.born.parents, newborn[0]),
-        (children, change.born.children, newborn[1]),
+
+
+def _prepare_stores(
+    intent: Intent,
+    receipt: Commit,
+    rosters: dict[int, Roster],
+    wirings: dict[int, Topology],
+    vectors: dict[str, tuple[Coordinates, PreparedVector]],
+) -> Install:
+    """Returns what puts the stores of a graph, its version and its next uid in place."""
+    graph = intent.graph
+    placed = []
+    for name, (store, prepared) in vectors.items():
+        layout = Token()
+        if intent.before is not None:
+            layout = intent.before.layouts[name]
+        placed.append((store, prepared, layout))
+    attributes = {
+        "_version": receipt.version,
+        "_next_uid": max(graph.next_uid, intent.next_uid),
+        "_structure": Token(),
+        "_sequence": sequence_number(),
+    }
+    return partial(
+        _install_stores,
+        graph,
+        attributes,
+        [(graph.layers[n], roster) for n, roster in rosters.items()],
+        [(graph.transitions[t], topology) for t, topology in wirings.items()],
+        placed,
+    )
+
+
+def _install_stores(
+    graph: "Graph",
+    attributes: dict[str, Any],
+    rosters: list[tuple[Layer, Roster]],
+    wirings: list[tuple[Transition, Topology]],
+    vectors: "list[tuple[Coordinates, PreparedVector, Token | None]]",
+) -> None:
+    for layer, roster in rosters:
+        layer.enrol(roster)
+    for transition, topology in wirings:
+        transition.rewire(topology)
+    for store, prepared, layout in vectors:
+        store.install(prepared, layout)
+    vars(graph).update(attributes)
+
+
+def _release(receipt: Commit) -> None:
+    """Lets go of what index maps have computed for their use in the commit."""
+    for index in (
+        *receipt.relations.values(),
+        *receipt.nodes.values(),
+        *receipt.parameters.values(),
     ):
-        if bool((rows < 0).any()) and (
-            fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())
-        ):
-            return False
-    upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
-    after = rewired(graph, t, store.topology, upper, lower, change)
-    owners = rows_after(graph, t, upper, change.born.parents)
-    if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
-        return False
-    both = (parents >= 0) & (children >= 0)
-    found = store.topology.find(
-        parents[both].to(graph.device), children[both].to(graph.device)
-    ).int()
-    return bool(((found < 0) | contains(change.index.removed, found)).all())
+        index.release()
+
+
+def _refuse_old_backwards(graph: "Graph", receipt: Commit, decision: Decision) -> None:
+    """Makes a backward through any forward pass of before this commit raise, whatever parameters it
+    reaches.
+    """
+    edited = f"(version {receipt.version})"
+    if receipt.reason:
+        edited = f"({receipt.reason!r}, version {receipt.version})"
+    message = (
+        f"this backward goes through a forward pass of version {graph.version}, and the graph was"
+        f" edited since {edited}. Run the forward pass again, or edit after optimizer.step()"
+    )
+    for parameter in graph.parameters():
+        refuse_old_backward(parameter, message, decision)

@@ -2,13 +2,55 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ._errors import FrozenError, InvariantError, StaleTopologyError
 from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero
+
+
+class Token:
+    """Something that is only ever equal to itself: the same token means that nothing moved in
+    between.
+    """
+
+    __slots__ = ()
+
+
+torch.serialization.add_safe_globals([Token])  # a Parameter has one, and torch.load would refuse it
+
+
+def layout_of(parameter: Tensor) -> "Token | None":
+    """Returns the token of a Parameter's coordinates, None when they never moved."""
+    return getattr(parameter, "grapnet_layout", None)
+
+
+class Vector(NamedTuple):
+    """One version of a vector, complete: reading it does not depend on the module that holds it."""
+
+    parameter: nn.Parameter  # whose content it is
+    content: Tensor  # the trainable coordinates, in the memory of the Parameter
+    frozen_values: Tensor
+    frozen_at: Tensor  # [n_frozen] int32, sorted positions
+    order: Tensor | None  # of (trainable, frozen) laid end to end, int32; None if nothing is frozen
+
+    def values(self, shape: tuple[int, ...]) -> Tensor:
+        """Returns every coordinate in order, without gradients."""
+        return assemble(self.content, self.frozen_values, self.order, shape)
+
+
+def assemble(
+    trainable: Tensor, frozen: Tensor, order: Tensor | None, shape: tuple[int, ...]
+) -> Tensor:
+    """Returns the trainable and the frozen coordinates in their common order."""
+    if order is None:
+        if trainable.dim() == len(shape) == 1:
+            return trainable
+        return trainable.view(shape)
+    return torch.cat([trainable.view(-1), frozen.view(-1)]).index_select(0, order).view(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,15 +139,13 @@ class VectorChange:
 
 @dataclass(frozen=True, eq=False)
 class PreparedVector:
-    """The content a vector will have, computed and not yet put in place."""
+    """A vector after a change, computed and not yet put in place."""
 
-    change: VectorChange  # with what leaves filled in
-    parameter_index: IndexMap  # how the Parameter's own coordinates move
-    content: Tensor
+    vector: Vector
     gradient: Tensor | None
-    frozen_values: Tensor
-    frozen_at: Tensor
-    order: Tensor | None  # see Coordinates.values
+    # with what leaves filled in; None for a vector that the commit does not touch
+    change: VectorChange | None = None
+    parameter_index: IndexMap | None = None  # how the Parameter's own coordinates move
 
 
 def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector:
@@ -146,7 +186,8 @@ def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector
     if change.shift is not None:
         content = _shifted(content, change.shift, frozen_at)
     order = _assembly_order(len(content), frozen_at)
-    return PreparedVector(change, parameter_index, content, gradient, frozen, frozen_at, order)
+    vector = Vector(store.parameter, content, frozen, frozen_at, order)
+    return PreparedVector(vector, gradient, change, parameter_index)
 
 
 class _Crossing:
@@ -232,22 +273,6 @@ def _shifted(content: Tensor, shift: Shift, frozen_at: Tensor) -> Tensor:
     return content
 
 
-class Token:
-    """Something that is only ever equal to itself: the same token means that nothing moved in
-    between.
-    """
-
-    __slots__ = ()
-
-
-torch.serialization.add_safe_globals([Token])  # a Parameter has one, and torch.load would refuse it
-
-
-def layout_of(parameter: Tensor) -> "Token | None":
-    """Returns the token of a Parameter's coordinates, None when they never moved."""
-    return getattr(parameter, "grapnet_layout", None)
-
-
 class Coordinates(nn.Module):
     """A module with one vector of coordinates, trainable or frozen one by one.
 
@@ -256,8 +281,7 @@ class Coordinates(nn.Module):
     """
 
     frozen_values: Tensor
-    frozen_at: Tensor  # [n_frozen] int32, sorted positions
-    _order: Tensor | None
+    _vector: Vector
     # how often any Parameter's coordinates moved, in all graphs of the process
     layout_changes: ClassVar[int] = 0
 
@@ -267,12 +291,26 @@ class Coordinates(nn.Module):
         self.register_parameter(name, None if values is None else nn.Parameter(values))
         if values is None:
             return
-        self.register_buffer(
-            "frozen_values", values.new_empty((0, *values.shape[1:])), persistent=False
+        none = values.new_empty((0, *values.shape[1:]))
+        self.register_buffer("frozen_values", none, persistent=False)
+        self._vector = Vector(
+            self.parameter, self.parameter.data, none, empty_positions(values.device), None
         )
-        self.register_buffer("frozen_at", empty_positions(values.device), persistent=False)
-        # of (trainable, frozen) laid end to end, int32
-        self.register_buffer("_order", None, persistent=False)
+
+    @property
+    def vector(self) -> Vector:
+        """The present version of the coordinates."""
+        return self._vector
+
+    @property
+    def frozen_at(self) -> Tensor:
+        """The sorted positions of the frozen coordinates, [n_frozen] int32."""
+        return self._vector.frozen_at
+
+    @property
+    def place(self) -> torch.device:
+        """Where the positions are: beside the Parameter, unless that is on the meta device."""
+        return self._vector.frozen_at.device
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -299,31 +337,40 @@ class Coordinates(nn.Module):
         """
         try:
             # past nn.Module's lookup
-            parameter, order = (
-                self._parameters[self._vector_name],
-                self._buffers["_order"],
-            )
+            parameter = self._parameters[self._vector_name]
         except KeyError:
             raise self._taken_away() from None
         assert parameter is not None
-        if order is None:
-            return parameter if parameter.dim() == len(shape) == 1 else parameter.view(shape)
-        return (
-            torch.cat([parameter.view(-1), self.frozen_values.view(-1)])
-            .index_select(0, order)
-            .view(shape)
-        )
+        return assemble(parameter, self._buffers["frozen_values"], self._vector.order, shape)  # pyright: ignore[reportArgumentType]
+
+    def values_of(self, vector: Vector, shape: tuple[int, ...] = (-1,)) -> Tensor:
+        """Returns the coordinates of one version, without gradients, also while an edit in another
+        thread puts the next version in place.
+
+        Another Parameter or other memory under the name (`functional_call`, an assigned `.data`)
+        takes precedence.
+        """
+        parameter = self._parameters.get(self._vector_name)
+        same = parameter is vector.parameter
+        if same and parameter.data_ptr() == vector.content.data_ptr():
+            return vector.values(shape)
+        # A commit replaces `_vector` before it touches the Parameter.
+        if same and self._vector is not vector:
+            return vector.values(shape)
+        return self.values(shape)
 
     def is_assembled_in_order(self) -> bool:
         """Says whether `values()` puts every frozen coordinate where it belongs."""
-        if self._order is None or len(self.frozen_at) == 0:
-            return self._order is None and len(self.frozen_at) == 0
-        free, held = len(self.parameter), self._order >= len(self.parameter)
+        order = self._vector.order
+        if order is None or len(self.frozen_at) == 0:
+            return order is None and len(self.frozen_at) == 0
+        free = len(self.parameter)
+        held = order >= free
         ranks = torch.arange(max(free, len(self.frozen_at)), device=held.device)
         return (
             torch.equal(flatnonzero(held), self.frozen_at)
-            and torch.equal(self._order[held].long() - free, ranks[: len(self.frozen_at)])
-            and torch.equal(self._order[~held].long(), ranks[:free])
+            and torch.equal(order[held].long() - free, ranks[: len(self.frozen_at)])
+            and torch.equal(order[~held].long(), ranks[:free])
         )
 
     def read(self, positions: Tensor) -> Tensor:
@@ -375,25 +422,27 @@ class Coordinates(nn.Module):
         """Says for every position whether it is frozen."""
         return contains(self.frozen_at, positions)
 
-    def prepare(self, change: VectorChange) -> PreparedVector:
-        """Computes the vector after `change` without touching the present one."""
-        return prepare_vector(self, change)
+    def prepare(self, change: VectorChange | None) -> PreparedVector:
+        """Computes the vector after `change` without touching the present one; without a change it
+        is another version of the same content.
+        """
+        if change is not None:
+            return prepare_vector(self, change)
+        vector = self._vector._replace(content=self.parameter.data)
+        return PreparedVector(vector, self.parameter.grad)
 
-    def swap(self, prepared: PreparedVector, layout: "Token | None") -> None:
+    def install(self, prepared: PreparedVector, layout: "Token | None") -> None:
         """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout`
         if it moved.
         """
-        replace_content(self.parameter, prepared.content, prepared.gradient)
-        if not prepared.parameter_index.is_identity:
-            self.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+        # First, so that whoever reads the version before keeps to that; see `values_of`.
+        self.__dict__["_vector"] = prepared.vector
+        replace_content(prepared.vector.parameter, prepared.vector.content, prepared.gradient)
+        index = prepared.parameter_index
+        if index is not None and not index.is_identity:
+            prepared.vector.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
             Coordinates.layout_changes += 1
-        kept = {
-            "frozen_values": prepared.frozen_values,
-            "frozen_at": prepared.frozen_at,
-            "_order": prepared.order,
-        }
-        self._buffers.update(kept)  # past nn.Module's slow assignment
-        prepared.parameter_index.release()
+        self._buffers["frozen_values"] = prepared.vector.frozen_values
 
     def hold(self, positions: Tensor) -> None:
         """Makes `positions` the frozen ones of a vector that is just being built and has none
@@ -408,7 +457,7 @@ class Coordinates(nn.Module):
             empty_positions(positions.device),
             empty_positions(positions.device),
         )
-        self.swap(self.prepare(VectorChange(index, none, none, positions)), None)
+        self.install(self.prepare(VectorChange(index, none, none, positions)), None)
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Says what in a state dict does not fit this vector; empty when it fits."""
@@ -420,24 +469,62 @@ class Coordinates(nn.Module):
             )
         return ""
 
+    def _apply(self, *args: Any, **kwargs: Any) -> "Coordinates":
+        """Positions go where the Parameter goes; on the meta device, which holds no numbers, they
+        stay where they were.
+        """
+        super()._apply(*args, **kwargs)
+        if self._parameters.get(self._vector_name) is not None:
+            self._renew_vector(self._vector.frozen_at, self._vector.order)
+        return self
+
+    def _renew_vector(self, frozen_at: Tensor, order: Tensor | None) -> None:
+        parameter = self.parameter
+        place = frozen_at.device if parameter.is_meta else parameter.device
+        if order is not None:
+            order = order.to(place)
+        self.__dict__["_vector"] = Vector(
+            parameter, parameter.data, self.frozen_values, frozen_at.to(place), order
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(self.__dict__)
+        if "_vector" in state:
+            state["_vector"] = (self._vector.frozen_at, self._vector.order)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_vector" in state:
+            self._renew_vector(*state["_vector"])
+
     def _state(self) -> dict[str, Tensor]:
         """Returns what a state dict holds of this vector: all values in order, and which are
         frozen.
         """
         if self._parameters[self._vector_name] is None:
             return {}
-        values = (
-            self.values().view(-1, *self.parameter.shape[1:])
-            if len(self.frozen_at)
-            else self.parameter
-        )
+        values = self.parameter
+        if len(self.frozen_at):
+            values = self.values().view(-1, *self.parameter.shape[1:])
         return {self._vector_name: values, "frozen": self.frozen_at}
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
+        """Writes the values, which share the memory of the Parameter as those of every module do
+        (unless some are frozen), and copies of everything else.
+        """
         for name, tensor in self._state().items():
-            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+            if keep_vars:
+                destination[prefix + name] = tensor
+            elif tensor.numel() == 0:
+                # Memory of its own: without any, all empty entries look like one shared tensor.
+                destination[prefix + name] = tensor.new_zeros((1, *tensor.shape[1:]))[:0]
+            elif name == self._vector_name:
+                destination[prefix + name] = tensor.detach()
+            else:
+                destination[prefix + name] = tensor.clone()
 
     def _load_from_state_dict(
         self,
@@ -507,19 +594,58 @@ def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor |
     parameter.grad = gradient
 
 
-def refuse_old_backward(parameter: nn.Parameter, message: str) -> None:
-    """Makes every backward raise that reaches the parameter through a forward of before this
-    call.
-    """
-    if not parameter.requires_grad:
-        return
+class Decision:
+    """Whether a transaction took effect: `made` is the one assignment that decides it."""
 
-    def stale(_: object) -> None:
-        raise StaleTopologyError(message)
+    __slots__ = ("made",)
+
+    def __init__(self) -> None:
+        self.made = False
+
+
+def refuse_old_backward(parameter: nn.Parameter, message: str, decision: Decision) -> None:
+    """Makes every backward raise that reaches the parameter through a forward pass of before this
+    call, once the transaction is decided.
+    """
+
+    def refuse(_: object) -> None:
+        if decision.made:
+            raise StaleTopologyError(message)
 
     with torch.enable_grad():
-        view = parameter.view_as(parameter).grad_fn
-    assert view is not None
-    accumulator = view.next_functions[0][0]
+        view = _view(parameter)
+    assert view.grad_fn is not None
+    accumulator = view.grad_fn.next_functions[0][0]
     assert accumulator is not None
-    accumulator.register_prehook(stale)
+    accumulator.register_prehook(refuse)
+
+
+def _view(parameter: nn.Parameter) -> Tensor:
+    """Returns a view that has a gradient function, also of a Parameter that requires no gradient at
+    present: it may have required one when an older graph was made.
+    """
+    if parameter.requires_grad:
+        return parameter.view_as(parameter)
+    # `map` runs the three calls without returning to Python code, where an interrupt could leave
+    # the gradient switched on.
+    calls = (
+        partial(parameter.requires_grad_, True),
+        partial(parameter.view_as, parameter),
+        partial(parameter.requires_grad_, False),
+    )
+    return tuple(map(partial.__call__, calls))[1]
+
+
+def sequence_number() -> int:
+    """Returns the number that the next autograd node of this thread gets."""
+    return torch.autograd._get_sequence_nr()
+
+
+def recomputes_before(sequence: int) -> bool:
+    """Says whether a backward is running a forward pass again (as reentrant checkpointing does)
+    whose first run was before `sequence`.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node._sequence_nr() < sequence

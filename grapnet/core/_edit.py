@@ -1,18 +1,20 @@
 """Where the nodes, relations and layers that a user names stand in a graph."""
 
-from collections.abc import Callable, Sequence
-from types import TracebackType
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ._change import Change
-from ._commit import Tokens, commit_all
+from ._commit import Draws, Intent, commit, settle, unsettled
 from ._errors import EditError
 from ._index_map import as_tensor, ascending, contains
-from ._journal import Commit, Joint
+from ._journal import Commit
 from ._layer import Layer
 from ._resolve import (
     Connection,
@@ -117,6 +119,83 @@ def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tenso
 LARGEST_UID = 2**31 - 1
 
 
+class Block:
+    """The `with` statement around one edit, or around several that commit together.
+
+    It runs for as long as the statement does, which holds the only reference to the function that
+    leaves it: an interrupt before the first line of that function ends the block, too.
+    """
+
+    def __init__(self, edits: "tuple[Edit, ...]") -> None:
+        self.edits = edits
+        self.statement: weakref.ref[Any] | None = None
+        self._thread = threading.get_ident()
+        self._was_entered = False
+        self._was_left = False
+
+    @property
+    def is_running(self) -> bool:
+        """True from the beginning of the statement to its end."""
+        if not self._was_entered or self._was_left:
+            return False
+        return self.statement is None or self.statement() is not None
+
+    @property
+    def is_running_here(self) -> bool:
+        """True while it runs, for the thread that entered it."""
+        return self.is_running and self._thread == threading.get_ident()
+
+    def enter(self) -> None:
+        """Opens the edits, all or none."""
+        if self._was_entered:
+            raise EditError("this edit was used already; open another one with net.edit()")
+        try:
+            self._thread = threading.get_ident()
+            self._was_entered = True
+            for edit in self.edits:
+                edit.open()
+        except BaseException:
+            self._was_left = True
+            raise
+
+    def commit(self) -> None:
+        """Commits the edits; they take no further operation."""
+        for edit in self.edits:
+            edit.close()
+        commit(self.edits)
+
+    def leave(self, failed: bool) -> None:
+        """Commits what is open, unless the block has failed or is a trial, and takes a trial
+        back.
+        """
+        first = self.edits[0]
+        try:
+            if first.is_open and not failed and not first.trial:
+                self.commit()
+        finally:
+            self._was_left = True
+            for edit in self.edits:
+                edit.close()
+            if unsettled:
+                settle()
+
+
+class Leave:
+    """`__exit__` of a context manager that has a `block`."""
+
+    def __get__(self, manager: Any, kind: type) -> Callable[..., None]:
+        # contextlib.ExitStack asks the class, and holds the manager.
+        if manager is None:
+            return _leave
+        leave = partial(_leave, manager)
+        manager.block.statement = weakref.ref(leave)
+        return leave
+
+
+def _leave(manager: Any, kind: type[BaseException] | None, *_: object) -> None:
+    manager.block.leave(kind is not None)
+
+
 class Edit:
     """A `with net.edit(...) as edit:` block.
 
@@ -144,10 +223,8 @@ class Edit:
         self._requests = Requests()
         self._operations: list[dict[str, Any]] = []
         self._next_uid = 0
-        self._tokens: Tokens | None = None
-        self._partners: Sequence[Edit] = ()  # those that commit together with it, itself among them
         self._open = False
-        self._entered = False
+        self.block = Block((self,))
 
     def add_nodes(
         self,
@@ -395,89 +472,64 @@ class Edit:
             EditError: this is one of several edits that commit together, and no trial.
         """
         self._require_open()
-        if self._partners and not self.trial:
+        if len(self.block.edits) > 1 and not self.trial:
             raise EditError(
                 "the edits of edit_together(...) commit at once, when its block ends; leave out"
                 " commit(), or say trial=True to have them all take effect here and taken back at"
                 " the end"
             )
-        commit_all(self._partners or (self,))
+        self.block.commit()
         return self.receipt
 
-    def join(self, partners: "Sequence[Edit]") -> None:
-        """Makes it one of several edits, itself among them, that commit together."""
-        self._partners = partners
+    def open(self) -> None:
+        """Makes it the open edit of its graph."""
+        self.graph.open_edit(self)
+        self._next_uid = self.graph.next_uid
+        self._open = True
 
     def close(self) -> None:
         """Takes no further operation."""
         self._open = False
 
-    def resolved(self, generator: torch.Generator) -> Change:
-        """Returns what its operations amount to; raises EditError when they conflict, or when they
-        leave a layer dead and that is not allowed. Touches nothing.
-        """
-        change = resolve(self.graph, self._requests, generator)
-        if not self.allow_dead:
-            require_alive(self.graph, change)
-        return change
-
-    def prepare(self, change: Change, joint: Joint | None) -> Callable[[], None]:
-        """Does all of the commit that can fail once its requests are resolved; returns what puts it
-        into effect.
-        """
-        graph, operations = self.graph, self._operations
-        if change.is_empty:
-            return operations.clear
-        tokens = graph.tokens() if self.trial else None
-        receipt = Commit(
-            graph.version + 1,
-            self.reason,
-            change,
-            self.by,
-            tuple(operations),
-            joint=joint,
-            kind="trial" if self.trial else "edit",
-        )
-        receipt, swap = graph.prepare_change(receipt, next_uid=self._next_uid, trial=self.trial)
-
-        def install() -> None:
-            swap()
-            self.receipt, self._tokens = receipt, tokens
-            operations.clear()
-
-        return install
+    @property
+    def is_open(self) -> bool:
+        """True while it takes operations."""
+        return self._open
 
     @property
     def is_waiting(self) -> bool:
         """True while the edit holds operations that have not taken effect."""
         return bool(self._operations)
 
+    def resolve(self, draws: Draws) -> Intent | None:
+        """Returns what its operations amount to, None if to nothing. Touches nothing.
+
+        Raises:
+            EditError: they conflict, or leave a layer dead where that is not allowed.
+        """
+        generator = draws.source(self.generator, self.graph.device)
+        change = resolve(self.graph, self._requests, generator)
+        if not self.allow_dead:
+            require_alive(self.graph, change)
+        if change.is_empty:
+            return None
+        receipt = Commit(
+            self.graph.version + 1, self.reason, change, self.by, tuple(self._operations)
+        )
+        if self.trial:
+            receipt = replace(receipt, kind="trial")
+        return Intent(self.graph, receipt, self._next_uid)
+
+    def take_receipt(self, receipt: Commit | None) -> None:
+        """Notes that the operations took effect."""
+        self.receipt = receipt
+        self._operations = []
+
     def __enter__(self) -> "Edit":
-        if self._entered:
-            raise EditError("this edit was used already; open another one with net.edit()")
-        self.graph.open_edit(self)
-        self._next_uid = self.graph.next_uid
-        self._open = self._entered = True
+        self.block.enter()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            if kind is None and self._open and not self.trial:
-                self.commit()
-        finally:
-            self._open = False
-            self._partners = ()
-            self._operations.clear()
-            try:
-                if self.trial and self.receipt is not None and self._tokens is not None:
-                    self.graph.take_back(self.receipt, self._tokens)
-            finally:
-                self.graph.close_edit()
+    __exit__ = Leave()
 
     def _turn(
         self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool

@@ -1,7 +1,8 @@
-"""Column: one more trainable number a node, for a policy that needs its own."""
+"""Graph: layers and transitions, and everything that reads or edits them."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
@@ -13,14 +14,18 @@ from ._change import Change
 from ._commit import (
     Follower,
     Followers,
-    Tokens,
-    carry_out,
-    prepare_commit,
+    Intent,
+    View,
+    commit,
+    exchange_columns,
+    repeat,
     require_editable,
-    require_fit,
-    reverse,
+    settle,
+    uid_after,
+    undo_alone,
+    unsettled,
 )
-from ._coordinates import Coordinates, Token, VectorChange, layout_of
+from ._coordinates import Coordinates, Token, VectorChange
 from ._edit import Edit
 from ._errors import EditError, HistoryError, StaleNodeError
 from ._index_map import IndexMap, as_tensor
@@ -84,26 +89,6 @@ def drawn(count: int, bound: float, example: Tensor, generator: torch.Generator 
     return draw("linear", torch.ones(count, device=example.device), example, generator) * bound
 
 
-def exchange_columns(graph: "Graph", wanted: Sequence[Column]) -> None:
-    """Makes `wanted` the columns of a graph, once every follower that holds Parameters is ready for
-    it.
-    """
-    present = list(graph.columns.values())
-    leaving = [column for column in present if all(column is not other for other in wanted)]
-    coming = [column for column in wanted if all(column is not other for other in present)]
-    if not leaving and not coming:
-        return
-    graph.require_no_edit("change the columns of the graph")
-    require_editable(graph)
-    installs = graph.followers.prepare_columns(graph, coming, leaving)
-    for column in leaving:
-        del graph.columns[column.name]
-    for column in coming:
-        graph.columns[column.name] = column
-    for install in installs:
-        install()
-
-
 @dataclass(frozen=True)
 class Count:
     """The size of a graph."""
@@ -117,6 +102,23 @@ class Count:
     flops: int  # of one forward pass of one sample: a multiply and an add a relation, an add a bias
 
 
+def _settled(store: str, name: str) -> Any:
+    """Returns an attribute that completes what an interrupt has left before it is read.
+
+    It is kept under `name` in the `__dict__` of the graph, or there in the dict called `store`.
+    """
+
+    def read(graph: "Graph") -> Any:
+        if unsettled:
+            settle()
+        return graph.__dict__[store][name] if store else graph.__dict__[name]
+
+    def write(graph: "Graph", value: Any) -> None:
+        graph.__dict__[name] = value
+
+    return property(read, None if store else write)
+
+
 class Graph(nn.Module):
     """The canonical graph: the only place where topology and coordinates live.
 
@@ -124,23 +126,32 @@ class Graph(nn.Module):
     happens.
     """
 
+    layers: Sequence[Layer] = _settled("_modules", "layers")
+    transitions: Sequence[Transition] = _settled("_modules", "transitions")
+    columns: dict[str, Column] = _settled("_modules", "columns")
+    version: int = _settled("", "_version")
+    next_uid: int = _settled("", "_next_uid")
+    journal: Journal = _settled("", "_journal")
+    structure: Token = _settled("", "_structure")  # changes with every commit
+
     def __init__(self, layers: Sequence[Layer], transitions: Sequence[Transition]) -> None:
         super().__init__()
-        self.layers: Sequence[Layer] = nn.ModuleList(layers)  # pyright: ignore[reportAttributeAccessIssue]
-        self.transitions: Sequence[Transition] = nn.ModuleList(transitions)  # pyright: ignore[reportAttributeAccessIssue]
-        self.columns: dict[str, Column] = nn.ModuleDict()  # pyright: ignore[reportAttributeAccessIssue]
+        self._modules["layers"] = nn.ModuleList(layers)
+        self._modules["transitions"] = nn.ModuleList(transitions)
+        self._modules["columns"] = nn.ModuleDict()
         self.version = 0
         self.structure = Token()
         self.next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
         self.journal = Journal()
         self.followers = Followers()
+        self._sequence = 0  # of the first autograd node after the last commit
         self._edit: Edit | None = None
         self._bind()
 
     @property
     def device(self) -> torch.device:
         """Where the coordinates and the wiring are."""
-        return self.transitions[0].child.device
+        return self.transitions[0].place
 
     @property
     def sizes(self) -> list[int]:
@@ -282,32 +293,27 @@ class Graph(nn.Module):
             HistoryError: there is nothing to undo, or it is part of a transaction over several
                 nets.
         """
-        return reverse(self, "undo", alone=alone)
+        return undo_alone(self, "undo", alone=alone)
 
     def redo(self, *, alone: bool = False) -> Commit:
         """Takes the last undo back, as a commit of its own; see `undo` for `alone`, and
         `gn.redo_together`.
         """
-        return reverse(self, "redo", alone=alone)
+        return undo_alone(self, "redo", alone=alone)
 
     def replay(self, commits: Iterable[Commit]) -> None:
         """Repeats the commits of an equal graph on this one, in order; the topology comes out
         bit-identical.
 
         Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
-        What was part of a transaction over several nets is a commit of this net alone.
+        What was part of a transaction over several nets is a commit of this net alone. Each commit
+        is a transaction of its own: one that does not fit raises, and those before it stand.
         """
         self.require_no_edit("replay")
         commits = list(commits)
         self.journal.require_details(commits)
         for recorded in commits:
-            commit = replace(recorded, change=recorded.change.to(self.device))
-            require_fit(self, commit)
-            born = [int(c.born.uids[-1]) + 1 for c in commit.change.layers.values() if len(c.born)]
-            by, operations = commit.by, commit.operations
-            self.commit_change(
-                commit.change, commit.reason, by, operations, next_uid=max([self.next_uid, *born])
-            )
+            commit([repeat(self, recorded)])
 
     def diff(self, first: int, last: int | None = None) -> Diff:
         """Returns which nodes and relations differ between two versions (the present one by
@@ -352,15 +358,31 @@ class Graph(nn.Module):
         """Returns the columns that ride with a layer, by name."""
         return {name: column for name, column in self.columns.items() if column.layer == number}
 
-    def set_columns(self, wanted: Sequence[Column]) -> None:
+    def set_columns(
+        self, wanted: Sequence[Column], then: Sequence[Callable[[], None]] = ()
+    ) -> None:
         """Makes `wanted` the columns of the graph: others leave, with their place in attached
-        optimizers.
+        optimizers. The assignments in `then` are part of it.
 
         Raises:
             EditError: while an edit is open; nothing was changed.
             OptimizerError: an attached optimizer cannot take one; nothing was changed.
         """
-        exchange_columns(self, wanted)
+        exchange_columns(self, wanted, then)
+
+    def install_columns(self, columns: dict[str, Column]) -> None:
+        """Puts prepared columns in place."""
+        vars(self._modules["columns"])["_modules"] = columns
+
+    def view(self) -> View:
+        """Returns all that a forward pass reads at present."""
+        return View(
+            tuple(layer.roster for layer in self.layers),
+            tuple(None if layer.is_sensory else layer.vector for layer in self.layers),
+            tuple(transition.topology for transition in self.transitions),
+            tuple(transition.vector for transition in self.transitions),
+            {name: column.vector for name, column in self.columns.items()},
+        )
 
     def count(self) -> Count:
         """Returns how large the graph is."""
@@ -396,81 +418,27 @@ class Graph(nn.Module):
 
     def open_edit(self, edit: Edit) -> None:
         """Marks `edit` as the one open edit."""
-        self.require_no_edit("open an edit")
         require_editable(self)
-        self._edit = edit
-
-    def close_edit(self) -> None:
-        """Marks that no edit is open."""
-        self._edit = None
+        with _opening:
+            self.require_no_edit("open an edit")
+            vars(self)["_edit"] = edit
 
     @property
     def open_trial(self) -> bool:
-        """True while a trial waits for its `commit()`."""
-        return self._edit is not None and self._edit.trial and self._edit.is_waiting
+        """True in the block of a trial that waits for its `commit()`."""
+        edit = self._edit
+        return edit is not None and edit.trial and edit.is_waiting and edit.block.is_running_here
 
-    def commit_change(
-        self,
-        change: Change,
-        reason: str,
-        by: str | None = None,
-        operations: tuple[dict[str, Any], ...] = (),
-        *,
-        next_uid: int,
-    ) -> Commit:
+    def commit_change(self, change: Change, reason: str) -> None:
         """Carries out a resolved change and writes it into the journal."""
-        receipt = Commit(self.version + 1, reason, change, by, operations)
-        commit, install = self.prepare_change(receipt, next_uid=next_uid)
-        install()
-        return commit
-
-    def prepare_change(
-        self, commit: Commit, *, next_uid: int, trial: bool = False
-    ) -> tuple[Commit, Callable[[], None]]:
-        """Does all of a commit that can fail; returns the complete receipt and what puts it into
-        effect.
-
-        Args:
-            commit: what to do, and why.
-            next_uid: what the next node to be added after it is called.
-            trial: leave it out of the journal.
-        """
-        commit, swap = prepare_commit(self, commit)
-
-        def install() -> None:
-            swap()
-            self.next_uid = max(self.next_uid, next_uid)
-            if not trial:
-                self.journal.record(commit)
-
-        return commit, install
-
-    def tokens(self) -> Tokens:
-        """Returns what says whether relations or coordinates have moved since."""
-        layouts = {name: layout_of(parameter) for name, parameter in self.named_parameters()}
-        return Tokens([transition.structure for transition in self.transitions], layouts)
-
-    def take_back(self, commit: Commit, tokens: Tokens) -> None:
-        """Ends a trial: everything is as it was before `commit`, the version and the tokens of then
-        included.
-        """
-        change = commit.change.inverse(with_gradients=True)
-        back = Commit(
-            commit.version - 1,
-            f"end of trial: {commit.reason}",
-            change,
-            undoes=commit.version,
-            kind="end",
-        )
-        try:
-            carry_out(self, back, tokens)
-        except Exception:  # a follower refused: it loses its place, the graph does not
-            carry_out(self, back, tokens, followers=Followers())
-            raise
+        receipt = Commit(self.version + 1, reason, change)
+        commit([Intent(self, receipt, uid_after(self, change))])
 
     def require_no_edit(self, verb: str) -> None:
         """Raises EditError while an edit is open."""
-        if self._edit is not None:
+        if unsettled:
+            settle()
+        if self._edit is not None and self._edit.block.is_running:
             raise EditError(
                 f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block"
                 " first"
@@ -481,9 +449,26 @@ class Graph(nn.Module):
             if not layer.is_bound:
                 layer.bind(self)
 
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As `nn.Module` does; `parameters()` and its like read the modules through it."""
+        if unsettled:
+            settle()
+        return super().named_modules(*args, **kwargs)
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        if unsettled:
+            settle()
+        super()._save_to_state_dict(*args, **kwargs)
+
     def __getstate__(self) -> dict[str, Any]:
+        if unsettled:
+            settle()
         return {**self.__dict__, "_edit": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._bind()
+
+
+# so that of two threads that open an edit at the same time one is refused
+_opening = threading.Lock()

@@ -1,18 +1,17 @@
 """One transaction over several nets: all of them change, or none does."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from ._commit import Verb, commit_all, next_reversed, prepare_reversal
-from ._edit import Edit
+from ._commit import Verb, commit, next_reversed, undo
+from ._edit import Block, Edit, Leave
 from ._errors import EditError, HistoryError
 from ._graph import Graph
 from ._journal import Commit, Joint
 
 
-@contextmanager
 def edit_together(
     *nets: Graph,
     reason: str = "",
@@ -20,7 +19,7 @@ def edit_together(
     trial: bool = False,
     generator: torch.Generator | None = None,
     allow_dead: bool | None = None,
-) -> Iterator[tuple[Edit, ...]]:
+) -> "_Together":
     """Opens one transaction over several nets: `with gn.edit_together(gate, up, down) as (g, u,
     d):`.
 
@@ -55,18 +54,26 @@ def edit_together(
         ([4, 8], [8, 4])
     """
     _require_nets(nets, "edit_together")
-    with ExitStack() as stack:
-        edits = tuple(
-            stack.enter_context(
-                net.edit(reason, by=by, trial=trial, generator=generator, allow_dead=allow_dead)
-            )
-            for net in nets
-        )
+    edits = tuple(
+        net.edit(reason, by=by, trial=trial, generator=generator, allow_dead=allow_dead)
+        for net in nets
+    )
+    return _Together(edits)
+
+
+class _Together:
+    """The `with` statement of `edit_together`."""
+
+    def __init__(self, edits: tuple[Edit, ...]) -> None:
+        self.block = Block(edits)
         for edit in edits:
-            edit.join(edits)
-        yield edits
-        if not trial:
-            commit_all(edits)
+            edit.block = self.block
+
+    def __enter__(self) -> tuple[Edit, ...]:
+        self.block.enter()
+        return self.block.edits
+
+    __exit__ = Leave()
 
 
 def undo_together(*nets: Graph) -> tuple[Commit, ...]:
@@ -104,11 +111,11 @@ def _reverse_together(nets: Sequence[Graph], verb: Verb) -> tuple[Commit, ...]:
     _require_nets(nets, f"{verb}_together")
     for net in nets:
         net.require_no_edit(verb)
-    parts = _parts_of_one(nets, verb)
-    prepared = [prepare_reversal(net, verb, part) for net, part in zip(nets, parts, strict=True)]
-    for _, install in prepared:
-        install()
-    return tuple(commit for commit, _ in prepared)
+    intents = []
+    for net, joint in zip(nets, _parts_of_one(nets, verb), strict=True):
+        intent = undo(net, verb)
+        intents.append(replace(intent, receipt=replace(intent.receipt, joint=joint)))
+    return tuple(receipt for receipt in commit(intents) if receipt is not None)
 
 
 def _parts_of_one(nets: Sequence[Graph], verb: Verb) -> list[Joint | None]:

@@ -4,10 +4,10 @@ import json
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from time import time as now
-from typing import Any, Literal, SupportsIndex, overload
+from typing import Any, Literal, NamedTuple, SupportsIndex, overload
 from uuid import uuid4
 
 import torch
@@ -71,6 +71,8 @@ class Commit:
         time: when, in seconds since 1970.
         wirings: the topology that each moved transition is about to have; only followers see it,
             while they prepare.
+        view: what a forward pass will read after it; only followers see it, while they prepare.
+        decision: whether it took effect; only followers see it, while they prepare.
         outlined: the counts of a commit of which the journal or the file keeps no details.
         kind: "edit", "undo", "redo", or "trial" and the "end" of one; for followers, while they
             prepare.
@@ -85,6 +87,8 @@ class Commit:
     undoes: int | None = None
     joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)
+    view: Any = None
+    decision: Any = None
     time: float = field(default_factory=now)
     outlined: dict[str, int] | None = None
     kind: Kind = "edit"
@@ -168,8 +172,8 @@ class Outlines:
     def __len__(self) -> int:
         return len(self.numbers) // self.WIDTH
 
-    def append(self, commit: Commit) -> None:
-        """Adds the row of a commit."""
+    def row(self, commit: Commit) -> tuple[list[int], bytes]:
+        """Returns the numbers and the text of the next row, without writing it."""
         # Remarks are the words of whoever edited and stay; of other operations the kind does.
         operations: list[str | dict[str, Any]] = []
         for operation in commit.operations:
@@ -184,15 +188,24 @@ class Outlines:
         by = None
         if commit.by is not None:
             by = str(commit.by)
-        self.text += json.dumps(
-            [str(commit.reason), by, operations, joint], separators=(",", ":")
-        ).encode()
+        words = [str(commit.reason), by, operations, joint]
+        text = json.dumps(words, separators=(",", ":")).encode()
         counts = commit.counts
-        self.numbers.append(commit.version)
-        self.numbers.append(round(commit.time * 1e6))
-        self.numbers.append(commit.undoes or 0)
-        self.numbers.extend([counts[name] for name in self.COUNTS])
-        self.numbers.append(len(self.text))
+        numbers = [commit.version, round(commit.time * 1e6), commit.undoes or 0]
+        numbers += [counts[name] for name in self.COUNTS]
+        numbers.append(len(self.text) + len(text))
+        return numbers, text
+
+    def write(self, place: int, numbers: list[int], text: bytes) -> None:
+        """Writes the last row; writing it again, also after half of it, changes nothing."""
+        del self.numbers[place * self.WIDTH :]
+        self.numbers.extend(numbers)
+        del self.text[numbers[-1] - len(text) :]
+        self.text += text
+
+    def append(self, commit: Commit) -> None:
+        """Adds the row of a commit."""
+        self.write(len(self), *self.row(commit))
 
     def version(self, place: int) -> int:
         """Returns the version of a commit."""
@@ -291,9 +304,7 @@ class Journal:
         self.redoable: list[int] = []
         self._undo_limit, self._detail_limit = undo_limit, detail_limit
         self._with_values: set[int] = set()  # places whose commits still hold values
-        # (place, bytes) of the commits with details, the oldest first
-        self._sizes: deque[tuple[int, int]] = deque()
-        self._total = 0  # of these bytes
+        self._sizes: deque[_Sized] = deque()  # of the commits with details, the oldest first
 
     @property
     def commits(self) -> History:
@@ -324,10 +335,38 @@ class Journal:
         self._detail_limit = limit
         self._let_go()
 
-    def record(self, commit: Commit) -> None:
-        """Adds the commit of an edit; what had been undone cannot be redone any more."""
-        self.redoable.clear()
-        self._append(commit, self.undoable)
+    def prepare(self, commit: Commit) -> Callable[[], None]:
+        """Computes the journal with one more commit; returns what writes it, which may be run
+        again after an interrupt.
+
+        After an edit, what had been undone cannot be redone any more.
+        """
+        place = len(self.outlines)
+        undoable = list(self.undoable)
+        redoable = list(self.redoable)
+        if commit.kind == "undo":
+            undoable.pop()
+            redoable.append(place)
+        elif commit.kind == "redo":
+            redoable.pop()
+            undoable.append(place)
+        else:
+            redoable.clear()
+            undoable.append(place)
+        row = self.outlines.row(commit)
+        entry = self._sized(place, _size(commit))
+
+        def write() -> None:
+            self.outlines.write(place, *row)
+            self.details[place] = commit
+            self.undoable = undoable
+            self.redoable = redoable
+            self._with_values.add(place)
+            if not self._sizes or self._sizes[-1].place < place:
+                self._sizes.append(entry)
+            self._let_go()
+
+        return write
 
     def next_undo(self) -> Commit:
         """Returns the commit that undo takes back."""
@@ -336,16 +375,6 @@ class Journal:
     def next_redo(self) -> Commit:
         """Returns the undo that redo takes back."""
         return self._next(self.redoable, "redo")
-
-    def record_undo(self, commit: Commit) -> None:
-        """Notes that the last undoable commit was taken back by `commit`."""
-        self.undoable.pop()
-        self._append(commit, self.redoable)
-
-    def record_redo(self, commit: Commit) -> None:
-        """Notes that the last undo was taken back by `commit`."""
-        self.redoable.pop()
-        self._append(commit, self.undoable)
 
     def reinstate(
         self,
@@ -360,8 +389,9 @@ class Journal:
         self.undoable = undoable
         self.redoable = redoable
         self._with_values = {*undoable, *redoable}
-        self._sizes = deque((place, _size(commit)) for place, commit in details.items())
-        self._total = sum(size for _, size in self._sizes)
+        self._sizes = deque()
+        for place, commit in details.items():
+            self._sizes.append(self._sized(place, _size(commit)))
         self._let_go()
 
     def keeps(self, version: int) -> bool:
@@ -450,19 +480,13 @@ class Journal:
         copied.redoable = list(self.redoable)
         copied._with_values = set(self._with_values)
         copied._sizes = deque(self._sizes)
-        copied._total = self._total
         return copied
 
-    def _append(self, commit: Commit, stack: list[int]) -> None:
-        place = len(self.outlines)
-        self.outlines.append(commit)
-        self.details[place] = commit
-        stack.append(place)
-        self._with_values.add(place)
-        size = _size(commit)
-        self._sizes.append((place, size))
-        self._total += size
-        self._let_go()
+    def _sized(self, place: int, size: int) -> "_Sized":
+        before = 0
+        if self._sizes:
+            before = self._sizes[-1].end
+        return _Sized(place, before, before + size)
 
     def _let_go(self) -> None:
         """Drops values that no undo needs, and the oldest details beyond `detail_limit`."""
@@ -472,10 +496,12 @@ class Journal:
         for place in self._with_values - kept:
             self.details[place] = self.details[place].summary()
         self._with_values &= kept
-        while self._total > self._detail_limit and self._sizes[0][0] not in kept:
-            place, size = self._sizes.popleft()
-            del self.details[place]
-            self._total -= size
+        while self._sizes and self._sizes[-1].end - self._sizes[0].start > self._detail_limit:
+            place = self._sizes[0].place
+            if place in kept:
+                break
+            self.details.pop(place, None)
+            self._sizes.popleft()
 
     def _next(self, stack: list[int], verb: str) -> Commit:
         if not stack:
@@ -485,6 +511,14 @@ class Journal:
                 kept = "nothing was edited"
             raise HistoryError(f"there is nothing to {verb} ({kept})")
         return self.details[stack[-1]]
+
+
+class _Sized(NamedTuple):
+    """Which bytes the details of a commit are, when all of them are counted one after another."""
+
+    place: int
+    start: int
+    end: int
 
 
 def _size(commit: Commit) -> int:

@@ -24,6 +24,33 @@ class _Kind(NamedTuple):
     rows: Tensor
 
 
+class Roster(NamedTuple):
+    """The nodes of one layer at one version, in row order."""
+
+    # [n] int64, ascending: rows are born at the end, and undo puts them back in place
+    uids: Tensor
+    activations: Labels
+    owners: Labels
+    kinds: list[_Kind]  # which rows share an activation; with one kind the rows are left out
+    order: Tensor  # of the rows of all kinds laid end to end
+
+    @classmethod
+    def of(
+        cls, uids: Tensor, activations: Labels, owners: Labels, device: torch.device
+    ) -> "Roster":
+        """Returns the roster of a layer whose activations are computed on a device."""
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        if len(activations) and len(activations.names) == 1:
+            function = activation_function(str(activations.names[0]))
+            return cls(uids, activations, owners, [_Kind(function, none)], none)
+        kinds = []
+        rows = [none]
+        for name, chosen in activations.kinds():
+            rows.append(chosen.long().to(device))
+            kinds.append(_Kind(activation_function(str(name)), rows[-1]))
+        return cls(uids, activations, owners, kinds, torch.cat(rows).argsort())
+
+
 class Layer(Coordinates, NodeSet):
     """The nodes of one layer, in row order; a NodeSet of all of them that stays live.
 
@@ -32,20 +59,37 @@ class Layer(Coordinates, NodeSet):
     """
 
     bias: torch.nn.Parameter | None
+    _roster: Roster
 
     def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
         Coordinates.__init__(self, "bias", biases)
-        # [n] int64, ascending: rows are born at the end, and undo puts them back in place
-        self.uid = uids
         self.default_activation = activation
         self.is_sensory = biases is None
         self._dropout = 0.0
-        self.activation_names = Labels.uniform(activation, len(uids))
-        self.owner_names = Labels.uniform(None, len(uids))
-        self._find_kinds()
+        self.renew(uids, Labels.uniform(activation, len(uids)), Labels.uniform(None, len(uids)))
 
     def __len__(self) -> int:
-        return self.uid.shape[0]  # `len` of a tensor takes ten times as long
+        return self._roster.uids.shape[0]  # `len` of a tensor takes ten times as long
+
+    @property
+    def roster(self) -> Roster:
+        """The nodes as they are at present."""
+        return self._roster
+
+    @property
+    def uid(self) -> Tensor:
+        """The uid of every node, [n] int64, ascending."""
+        return self._roster.uids
+
+    @property
+    def activation_names(self) -> Labels:
+        """The activation of every node."""
+        return self._roster.activations
+
+    @property
+    def owner_names(self) -> Labels:
+        """The owner of every node."""
+        return self._roster.owners
 
     @property
     def index(self) -> int:
@@ -70,16 +114,26 @@ class Layer(Coordinates, NodeSet):
         """Returns the int32 rows of `uids`, -1 for one that is not in this layer."""
         return rows_among(self.uid, uids)
 
-    def forward(self, z: Tensor) -> Tensor:
+    def forward(self, z: Tensor, roster: Roster | None = None) -> Tensor:
         """Applies activations and dropout to what the nodes receive, `z` [..., n]; forward hooks
-        see what they say.
+        see the result.
+
+        Args:
+            z: what the nodes receive.
+            roster: the nodes of the version to compute, the present ones by default.
         """
-        if len(self._kinds) == 1:
-            h = self._kinds[0].function(z)
+        if roster is None:
+            roster = self._roster
+        if len(roster.kinds) == 1:
+            h = roster.kinds[0].function(z)
+        elif roster.kinds:
+            parts = [kind.function(z.index_select(-1, kind.rows)) for kind in roster.kinds]
+            h = torch.cat(parts, dim=-1).index_select(-1, roster.order)
         else:
-            parts = [kind.function(z.index_select(-1, kind.rows)) for kind in self._kinds]
-            h = torch.cat(parts, dim=-1).index_select(-1, self._kinds_order) if parts else z
-        return dropout(h, self._dropout) if self._dropout and self.training else h
+            h = z
+        if self._dropout and self.training:
+            return dropout(h, self._dropout)
+        return h
 
     @property
     def dropout(self) -> float:
@@ -97,32 +151,21 @@ class Layer(Coordinates, NodeSet):
         self._dropout = float(probability)
 
     def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
-        """Puts other nodes in place; `swap` brings the biases that go with them."""
-        # past nn.Module's assignment
-        self.__dict__.update(uid=uids, activation_names=activations, owner_names=owners)
-        self._find_kinds()
+        """Puts other nodes in place; `install` brings the biases that go with them."""
+        self.enrol(Roster.of(uids, activations, owners, self.kinds_place))
 
-    def _find_kinds(self) -> None:
-        """Works out ahead which rows share an activation, so that a forward pass under any
-        transform only reads it.
-        """
-        device = torch.device("cpu") if self.is_sensory else self.frozen_at.device
-        # the rows matter only among several
-        if len(self.activation_names) and len(self.activation_names.names) == 1:
-            none = torch.empty(0, dtype=torch.int64, device=device)
-            function = activation_function(str(self.activation_names.names[0]))
-            self._kinds, self._kinds_order = [_Kind(function, none)], none
-            return
-        kinds = [
-            (str(name), rows.long().to(device)) for name, rows in self.activation_names.kinds()
-        ]
-        self._kinds = [_Kind(activation_function(name), rows) for name, rows in kinds]
-        none = torch.empty(0, dtype=torch.int64, device=device)
-        self._kinds_order = torch.cat([none, *(rows for _, rows in kinds)]).argsort()
+    def enrol(self, roster: Roster) -> None:
+        """Puts the nodes of a prepared roster in place."""
+        self.__dict__["_roster"] = roster  # past nn.Module's slow assignment
+
+    @property
+    def kinds_place(self) -> torch.device:
+        """Where activations are computed."""
+        return torch.device("cpu") if self.is_sensory else self.place
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
         super()._apply(*args, **kwargs)
-        self._find_kinds()
+        self.renew(*self._roster[:3])
         return self
 
     @property
@@ -142,15 +185,15 @@ class Layer(Coordinates, NodeSet):
         object.__setattr__(self, "_graph_reference", weakref.ref(graph))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            k: v
-            for k, v in self.__dict__.items()
-            if k not in ("_graph_reference", "_kinds", "_kinds_order")
-        }
+        state = super().__getstate__()
+        state.pop("_graph_reference", None)
+        # Functions of activations are found again by their names.
+        state["_roster"] = self._roster[:3]
+        return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._find_kinds()
+        self.renew(*state["_roster"])
 
     def __repr__(self) -> str:
         kinds = (

@@ -1,8 +1,7 @@
 """Resolving an edit: what was asked for becomes one Change, or an error; nothing is touched."""
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -162,26 +161,6 @@ def draw(
         -1, 1, generator=generator
     )
     return numbers.to(example.device) * bound
-
-
-@contextmanager
-def rewound_on_error(
-    generator: torch.Generator | None, device: torch.device
-) -> Iterator[torch.Generator]:
-    """Gives the generator to draw from, the device's own by default; a block that raises has drawn
-    nothing.
-    """
-    if generator is None:
-        cuda = device.type == "cuda"
-        generator = (
-            torch.cuda.default_generators[device.index or 0] if cuda else torch.default_generator
-        )
-    state = generator.get_state()
-    try:
-        yield generator
-    except BaseException:
-        generator.set_state(state)
-        raise
 
 
 def checked_owner(owner: str | None) -> None:

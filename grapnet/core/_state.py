@@ -34,7 +34,7 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
         _require_fit(column, state, f"{prefix}columns.{column.name}.")
     change = resolve(graph, requests, None)
     if not change.is_empty:
-        graph.commit_change(change, "load_state_dict", next_uid=graph.next_uid)
+        graph.commit_change(change, "load_state_dict")
 
 
 def _ask(

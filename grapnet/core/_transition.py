@@ -1,7 +1,7 @@
 """The relations of one transition: who owns which child, and the coordinate of each."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -26,6 +26,14 @@ class Topology:
     ptr: Tensor  # [n_parents + 1] int32
     child: Tensor  # [n_relations] int32
     n_children: int
+    # changes whenever relations move; whoever caches something about them keeps it
+    token: Token = field(default_factory=Token)
+
+    def to(self, device: torch.device) -> "Topology":
+        """Returns the same wiring on a device."""
+        if self.child.device == device:
+            return self
+        return Topology(self.ptr.to(device), self.child.to(device), self.n_children, self.token)
 
     @property
     def n_parents(self) -> int:
@@ -141,42 +149,65 @@ def require_countable(relations: int, where: str, error: type[Exception] = Value
 
 
 class Transition(Coordinates):
-    """The canonical store of one transition: topology in buffers, coordinates in the Parameter
+    """The canonical store of one transition: the wiring, and the coordinates in the Parameter
     `weight` [E, 1].
-
-    `structure` is a token that changes whenever relations move; whoever caches something about the
-    relations keeps it.
     """
 
-    ptr: Tensor
-    child: Tensor
     weight: torch.nn.Parameter
+    # No buffer: what empties, averages or overwrites buffers leaves the wiring alone.
+    _topology: Topology
 
     def __init__(self, topology: Topology, weights: Tensor) -> None:
         super().__init__("weight", weights.reshape(-1, 1))
-        self.register_buffer("ptr", topology.ptr, persistent=False)
-        self.register_buffer("child", topology.child, persistent=False)
-        self.n_children = topology.n_children
-        self.structure = Token()
+        self._topology = topology
 
     @property
     def topology(self) -> Topology:
         """The present wiring."""
-        return Topology(self.ptr, self.child, self.n_children)
+        return self._topology
+
+    @property
+    def ptr(self) -> Tensor:
+        """Where the relations of each parent begin, [n_parents + 1] int32."""
+        return self._topology.ptr
+
+    @property
+    def child(self) -> Tensor:
+        """The child row of every relation, [n_relations] int32."""
+        return self._topology.child
+
+    @property
+    def n_children(self) -> int:
+        """How many nodes the next layer has."""
+        return self._topology.n_children
+
+    @property
+    def structure(self) -> Token:
+        """A token that changes whenever relations move."""
+        return self._topology.token
+
+    @property
+    def frozen(self) -> Tensor:
+        """The sorted positions of the frozen relations, as the state dict has them."""
+        return self.frozen_at
 
     def forward(
-        self, x: Tensor, plan: Callable[[Tensor, Tensor, Tensor], Tensor], bias: Tensor
+        self,
+        x: Tensor,
+        plan: Callable[[Tensor, Tensor, Tensor], Tensor],
+        bias: Tensor,
+        values: Tensor | None = None,
     ) -> Tensor:
-        """Runs a plan over the present coordinates; forward hooks see what the nodes receive, bias
-        included.
+        """Runs a plan over the coordinates, the present ones by default; forward hooks see what the
+        nodes receive, bias included.
         """
-        return plan(x, self.values(), bias)
+        if values is None:
+            values = self.values()
+        return plan(x, values, bias)
 
-    def rewire(self, topology: Topology, structure: Token) -> None:
-        """Puts another wiring in place; `swap` brings the coordinates that go with it."""
-        # past nn.Module's slow assignment
-        self._buffers.update(ptr=topology.ptr, child=topology.child)
-        self.n_children, self.structure = topology.n_children, structure
+    def rewire(self, topology: Topology) -> None:
+        """Puts another wiring in place; `install` brings the coordinates that go with it."""
+        self.__dict__["_topology"] = topology  # past nn.Module's slow assignment
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Says what in a state dict does not fit these relations; empty when it fits."""
@@ -188,6 +219,11 @@ class Transition(Coordinates):
 
     def _state(self) -> dict[str, Tensor]:
         return {**super()._state(), "ptr": self.ptr, "child": self.child}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Transition":
+        super()._apply(*args, **kwargs)
+        self.rewire(self._topology.to(self.place))
+        return self
 
     def extra_repr(self) -> str:
         return (

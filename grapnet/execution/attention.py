@@ -5,6 +5,7 @@
 The keys k (one an upper node) and queries q (one a lower node) are columns of the two layers.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from grapnet.core._commit import Draws
+from grapnet.core._coordinates import Vector
 from grapnet.core._errors import PlanError
 from grapnet.core._graph import Column, Graph, drawn
 from grapnet.core._index_map import as_tensor
@@ -35,6 +38,7 @@ class Attention:
         cls,
         graph: Graph,
         t: int,
+        draws: Draws,
         *,
         keys: Any = None,
         queries: Any = None,
@@ -47,6 +51,7 @@ class Attention:
         Args:
             graph: the net.
             t: the transition.
+            draws: the random numbers of the choice.
             keys: one number an upper node; drawn from U(±bound) when left out.
             queries: one number a lower node; drawn likewise.
             bound: of what is drawn, and of what newborn nodes will draw; 1 by default.
@@ -65,7 +70,7 @@ class Attention:
         for name, layer, given in zip(names, (t, t + 1), (keys, queries), strict=True):
             count = len(graph.layers[layer])
             values = (
-                drawn(count, bound, example, generator)
+                drawn(count, bound, example, draws.source(generator, graph.device))
                 if given is None
                 else _checked(given, count, name, example)
             )
@@ -100,13 +105,23 @@ class AttentionPlan:
         self.topology, self.key, self.query = topology, key, query
         self._parents = topology.parents() if topology.n_relations <= reference.CELLS else None
         self._alone = topology.fan_in() == 0  # children without a parent
+        # the version to read, in place of the present one
+        self._version: tuple[Vector, Vector] | None = None
+
+    def reading(self, columns: dict[str, Vector]) -> "AttentionPlan":
+        """Returns the plan for reading one version of the keys and queries without gradients."""
+        plan = copy(self)
+        plan._version = (columns[self.key.name], columns[self.query.name])
+        return plan
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        # views outlive an edit of the Parameter
-        key, query = (
-            self.key.values().view(-1),
-            self.query.values().view(-1),
-        )
+        if self._version is None or torch.compiler.is_compiling():
+            # views outlive an edit of the Parameter
+            key = self.key.values().view(-1)
+            query = self.query.values().view(-1)
+        else:
+            key = self.key.values_of(self._version[0])
+            query = self.query.values_of(self._version[1])
         return self.attend(x, values, key, query, bias)
 
     def attend(self, x: Tensor, values: Tensor, key: Tensor, query: Tensor, bias: Tensor) -> Tensor:

@@ -61,4 +61,4 @@ def exported_steps(plans: Plans) -> list[Step]:
             )
     with _disable_current_modes():  # the relations as they are, not as the trace shows them
         made = [MatrixPlan(topology) for topology in plans.topologies]
-    return [Step(*modules, plan, (-1,)) for modules, plan in zip(plans.modules, made, strict=True)]
+    return plans.steps(made, training=True)

@@ -3,18 +3,18 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
-from grapnet.core._coordinates import Token
+from grapnet.core._commit import Draws
 from grapnet.core._errors import PlanError, StaleTopologyError
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
-from grapnet.core._resolve import rewound_on_error
 from grapnet.core._sets import NodeSet
-from grapnet.core._transition import Transition
+from grapnet.core._transition import Topology, Transition
 
 from .attention import Attention
 from .auto import batch_class
@@ -31,12 +31,11 @@ class BoundPlan:
 
     plan: Plan
     store: Transition
-    structure: Token
-    child: Tensor
+    topology: Topology
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         """Runs the plan; raises StaleTopologyError once the relations moved."""
-        if self.store.structure is not self.structure or self.store.child is not self.child:
+        if self.store.topology is not self.topology:
             raise StaleTopologyError(
                 "this plan was made before the transition was edited or moved; ask again:"
                 " net.execution.plan(t)"
@@ -94,14 +93,17 @@ class Execution:
         return graph
 
     def refresh(self) -> None:
-        """Lets go of every plan, as when the net has moved to another device."""
-        stores, layers = list(self.graph.transitions), list(self.graph.layers)
-        self.sensory = layers[0]
-        modules, topologies = (
-            list(zip(stores, layers[1:], strict=True)),
-            [store.topology for store in stores],
-        )
-        self._install(Plans(self._chosen, modules, topologies, stores[0].weight.dtype))
+        """Drops every plan, as when the net has moved to another device."""
+        graph = self.graph
+        modules = list(zip(graph.transitions, list(graph.layers)[1:], strict=True))
+        dtype = graph.transitions[0].weight.dtype
+        self.sensory = graph.layers[0]
+        self._plans = Plans(self._chosen, modules, graph.view(), dtype)
+
+    @property
+    def plans(self) -> Plans:
+        """The plans of the present version."""
+        return self._plans
 
     def use(self, name: str, transition: int | None = None, **options: Any) -> None:
         """Runs one transition, or all of them, with the backend called `name` from now on.
@@ -122,11 +124,11 @@ class Execution:
         """
         _require_known(name, options)
         numbers, chosen = self._numbers(transition), list(self._chosen)
-        with rewound_on_error(options.get("generator"), self.graph.device):
-            for t in numbers:
-                chosen[t] = self._made(name, t, options)
-            self._change(chosen)
-        self._unmet = {t: unmet for t, unmet in self._unmet.items() if t not in numbers}
+        draws = Draws()
+        for t in numbers:
+            chosen[t] = self._made(name, t, draws, options)
+        unmet = {t: unmet for t, unmet in self._unmet.items() if t not in numbers}
+        self._change(chosen, unmet, draws)
 
     def choices(self) -> list[str]:
         """Returns the name of the backend chosen for every transition, registered or not; see
@@ -151,22 +153,25 @@ class Execution:
         A name that nobody registered stays the choice, is told by `unmet` and `describe`, and auto
         runs in its place.
         """
-        chosen, plans = list(self._chosen), self._present()
+        chosen = list(self._chosen)
+        draws = Draws()
+        plans = self._plans
         for t, name in enumerate(names[: len(chosen)]):
             able = name in BACKENDS and name not in plans.refused(t)
             able |= name == Attention.name and all(
                 column in self.graph.columns for column in Attention.names(t)
             )
-            chosen[t] = self._made(name if able else AUTO, t, {})
-        self._change(chosen)
+            chosen[t] = self._made(name if able else AUTO, t, draws, {})
         known = {AUTO, Attention.name, *BACKENDS}
-        self._unmet = {t: name for t, name in enumerate(names[: len(chosen)]) if name not in known}
+        unmet = {t: name for t, name in enumerate(names[: len(chosen)]) if name not in known}
+        self._change(chosen, unmet, draws)
 
     def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
         """Returns, for every transition, which backend runs it at a batch size, why, and which ones
         cannot.
         """
-        plans, rows = self._present(), []
+        plans = self._plans
+        rows = []
         for t, chosen in enumerate(self.choices()):
             backend, why = plans.backend(t, batch_class(batch), training)
             if t in self._unmet:
@@ -200,16 +205,13 @@ class Execution:
         """
         (t,) = self._numbers(transition)
         store = self.graph.transitions[t]
-        return BoundPlan(
-            self.steps(batch, training=training)[t].plan, store, store.structure, store.child
-        )
+        plan = self.steps(self._plans, batch, training=training)[t].plan
+        return BoundPlan(plan, store, store.topology)
 
-    def steps(self, batch: int, *, training: bool) -> list[Step]:
-        """Returns what a forward pass runs, one step a transition; plans made for other relations
-        are never used.
-        """
+    def steps(self, plans: Plans, batch: int, *, training: bool) -> list[Step]:
+        """Returns what a forward pass of one version runs, one step a transition."""
         if is_exporting():
-            return self._exported_steps()
+            return exported_steps(plans)
         if is_tracing():
             raise PlanError(
                 "torch.jit.trace, which torch.onnx.export(dynamo=False) uses too, does not see all"
@@ -217,13 +219,9 @@ class Execution:
                 " or say dynamo=True"
             )
         key = batch_class(batch), training
-        for store, structure, child in self._made_for:
-            if store.structure is not structure or store._buffers["child"] is not child:
-                self.refresh()
-                break
-        line = self._plans.lines.get(key)
+        line = plans.lines.get(key)
         if line is None:
-            line = _make_line(self._plans, key)
+            line = _make_line(plans, key)
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
 
@@ -231,51 +229,36 @@ class Execution:
         """Makes again, for the relations to come, the plans that were in use; raises when a chosen
         backend refuses.
         """
-        coming = self._present().after(commit) if commit.wirings else self._plans
-        return lambda: self._install(coming)
+        return partial(self._install, self._chosen, self._unmet, self._plans.after(commit))
 
-    def _exported_steps(self) -> list[Step]:
-        if any(store.structure is not structure for store, structure, _ in self._made_for):
-            raise PlanError(
-                "the relations have moved since the net last ran; run it once, then export it"
-            )
-        return exported_steps(self._plans)
-
-    def _made(self, name: str, t: int, options: dict[str, Any]) -> Backend | None:
+    def _made(self, name: str, t: int, draws: Draws, options: dict[str, Any]) -> Backend | None:
         if name == Attention.name:
-            return Attention.on(self.graph, t, **options)
+            return Attention.on(self.graph, t, draws, **options)
         return None if name == AUTO else BACKENDS[name](**options)
 
-    def _change(self, chosen: list[Backend | None]) -> None:
+    def _change(self, chosen: list[Backend | None], unmet: dict[int, str], draws: Draws) -> None:
         """Puts choices into effect, and with them the columns that they need; an error leaves all
         as it was.
         """
-        plans = self._present()
-        kept = {
-            key: plan
-            for key, plan in plans.made.items()
-            if key[1] in chosen or not isinstance(key[1], Attention)
-        }
-        plans = Plans(chosen, plans.modules, plans.topologies, plans.dtype, kept, plans.shapes)
+        before = self._plans
+        kept = {}
+        for key, plan in before.made.items():
+            if key[1] in chosen or not isinstance(key[1], Attention):
+                kept[key] = plan
+        columns = []
+        for backend in chosen:
+            if isinstance(backend, Attention):
+                columns += backend.columns
+        view = before.view._replace(columns={column.name: column.vector for column in columns})
+        plans = Plans(chosen, before.modules, view, before.dtype, kept, before.shapes)
         plans.require()
-        self.graph.set_columns(
-            [column for b in chosen if isinstance(b, Attention) for column in b.columns]
-        )
+        install = partial(self._install, chosen, unmet, plans)
+        self.graph.set_columns(columns, [*draws.installs(), install])
+
+    def _install(self, chosen: list[Backend | None], unmet: dict[int, str], plans: Plans) -> None:
         self._chosen = chosen
-        self._install(plans)
-
-    def _install(self, plans: Plans) -> None:
-        self._plans, self.dtype = plans, plans.dtype  # of the coordinates
-        self._made_for = [(store, store.structure, store.child) for store in self.graph.transitions]
-
-    def _present(self) -> Plans:
-        """Returns the plans after making sure that they are for the present relations."""
-        if any(
-            s.structure is not structure or s.child is not child
-            for s, structure, child in self._made_for
-        ):
-            self.refresh()
-        return self._plans
+        self._unmet = unmet
+        self._plans = plans
 
     def _numbers(self, transition: int | None) -> range:
         count = len(self._chosen)

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from grapnet.core._commit import View
+from grapnet.core._coordinates import Vector
 from grapnet.core._errors import PlanError
 from grapnet.core._journal import Commit
-from grapnet.core._layer import Layer
+from grapnet.core._layer import Layer, Roster
 from grapnet.core._transition import Topology, Transition
 
 from . import native
-from .attention import Attention
+from .attention import Attention, AttentionPlan
 from .auto import Shape, fastest, in_words
 from .dense import Dense
 from .family import Family
@@ -34,6 +36,10 @@ class Step(NamedTuple):
     layer: Layer
     plan: Plan
     values_shape: tuple[int, ...]
+    # of the version that the plan is for
+    weights: Vector
+    biases: Vector
+    roster: Roster
 
 
 @dataclass(eq=False)
@@ -73,11 +79,16 @@ class Plans:
 
     chosen: Sequence[Backend | None]  # None: auto
     modules: Sequence[tuple[Transition, Layer]]  # every transition and the layer that it enters
-    topologies: Sequence[Topology]
+    view: View  # what it is all made for
     dtype: torch.dtype
     made: dict[tuple[int, Backend], Plan] = field(default_factory=dict)
     shapes: dict[int, Shape] = field(default_factory=dict)
     lines: dict[tuple[int, bool], Line] = field(default_factory=dict)
+
+    @property
+    def topologies(self) -> Sequence[Topology]:
+        """The wiring of every transition."""
+        return self.view.topologies
 
     def require(self) -> None:
         """Raises PlanError when a chosen backend cannot run its transition."""
@@ -129,11 +140,10 @@ class Plans:
         reads it so.
         """
         self.require()
-        if self.topologies[0].child.is_meta:
+        if self.view.weights[0].content.is_meta:
             raise PlanError(
-                "this net is on the meta device, where nobody knows which relations it has, so it"
-                " cannot run. Load it from a checkpoint, gn.load(path), or make it on a device that"
-                " holds numbers"
+                "this net is on the meta device, which holds no numbers. Move it to another one,"
+                " net.to_empty(device=...), and load a state dict; or gn.load(path)"
             )
         # as if called alone
         with (
@@ -149,19 +159,36 @@ class Plans:
             reader = plans[t + 1] if t + 1 < len(plans) else None
             if is_feature_major(plan) and not is_feature_major(reader):
                 plans[t] = plan.row_major()
-        ends = zip(self.modules, plans, strict=True)
-        steps = [
-            Step(*modules, plan, getattr(plan, "values_shape", (-1,))) for modules, plan in ends
-        ]
-        self.lines[batch, training] = line = Line(steps)
+        line = Line(self.steps(plans, training))
+        self.lines[batch, training] = line
         return line
+
+    def steps(self, plans: Sequence[Plan], training: bool) -> list[Step]:
+        """Returns the steps of a forward pass that runs these plans."""
+        found = []
+        for t, plan in enumerate(plans):
+            if not training and isinstance(plan, AttentionPlan):
+                plan = plan.reading(self.view.columns)
+            biases = self.view.biases[t + 1]
+            assert biases is not None
+            found.append(
+                Step(
+                    *self.modules[t],
+                    plan,
+                    getattr(plan, "values_shape", (-1,)),
+                    self.view.weights[t],
+                    biases,
+                    self.view.rosters[t + 1],
+                )
+            )
+        return found
 
     def after(self, commit: Commit) -> "Plans":
         """Returns the plans for the wiring that a commit brings: those in use are made, or moved,
         at once.
         """
-        topologies = [commit.wirings.get(t, topology) for t, topology in enumerate(self.topologies)]
-        coming = Plans(self.chosen, self.modules, topologies, self.dtype)
+        topologies = commit.view.topologies
+        coming = Plans(self.chosen, self.modules, commit.view, self.dtype)
         coming.require()
         for (t, backend), plan in self.made.items():
             if t not in commit.wirings:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 from grapnet.core._change import Change, LayerChange, NodeRecord, TransitionChange
-from grapnet.core._commit import prepare_commit
+from grapnet.core._commit import Intent, prepare, uid_after
 from grapnet.core._coordinates import Coordinates, Shift, VectorChange
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
@@ -42,27 +42,28 @@ class CopyFollower:
                 " edited by itself, or a follower failed at the end of a trial. Detach it:"
                 " gn.detach(copy, net); and attach a new copy"
             )
-        kind, change = _kind(graph, commit), self._change(copy, commit)
         receipt = Commit(
             commit.version,
             commit.reason,
-            change,
+            self._change(copy, commit),
             commit.by,
             commit.operations,
             undoes=commit.undoes,
             joint=commit.joint,
             kind=commit.kind,
         )
-        done, swap = prepare_commit(copy, receipt)
-        born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
+        intent = Intent(copy, receipt, uid_after(copy, receipt.change))
+        done, installs = prepare(intent, commit.decision)
+        trial = None
+        if commit.kind == "trial":
+            trial = done
+        limit = graph.journal.undo_limit
 
         def install() -> None:
-            swap()
-            copy.next_uid = max([copy.next_uid, *born])
-            self._trial = done if kind == "trial" else None
-            copy.journal.undo_limit = graph.journal.undo_limit
-            if kind in _RECORD:
-                _RECORD[kind](copy.journal, done)
+            copy.journal.undo_limit = limit
+            self._trial = trial
+            for step in installs:
+                step()
 
         return install
 
@@ -88,23 +89,6 @@ class CopyFollower:
             return commit.change
         back = own.change.inverse(with_gradients=commit.ends_trial)
         return back if _moves_alike(back, commit.change) else commit.change
-
-
-_RECORD = {"edit": Journal.record, "undo": Journal.record_undo, "redo": Journal.record_redo}
-
-
-def _kind(graph: Graph, commit: Commit) -> str:
-    """Says what a commit that is being prepared is: "edit", "undo", "redo", "trial" or the "end" of
-    one.
-    """
-    if commit.undoes is None:
-        return "trial" if graph.open_trial else "edit"
-    if commit.ends_trial:
-        return "end"
-    undoable, redoable = way_back(graph.journal)
-    if undoable[-1:] == [commit.undoes]:
-        return "undo"
-    return "redo" if redoable[-1:] == [commit.undoes] else "edit"
 
 
 def way_back(journal: Journal) -> tuple[list[int], list[int]]:

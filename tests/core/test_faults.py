@@ -20,15 +20,19 @@ from tests.fingerprint import as_bytes, fingerprint
 # Whatever fails in these fails before there is an edit, or after the swap has begun.
 OUTSIDE = {
     "__enter__",
-    "__exit__",
+    "__get__",
+    "enter",
+    "open",
     "open_edit",
-    "close_edit",
     "edit",
     "__init__",
-    "take_back",
+    "leave",
+    "_leave",
+    "is_running",
+    "close",
     "__del__",
 }
-SWAP = "_leave_old_graphs"
+SWAP = "carry_out"
 
 
 class Fault(Exception):

@@ -1,6 +1,7 @@
 """gn.check: a whole graph passes, and each broken invariant is found and named."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,17 @@ def put(store: object, name: str, change: Callable[[torch.Tensor], object]) -> N
     """Puts a changed copy of a tensor in place."""
     tensor = getattr(store, name).clone()
     change(tensor)
-    setattr(store, name, tensor)
+    place(store, name, tensor)
+
+
+def place(store: Any, name: str, value: Any) -> None:
+    """Puts something else into the record that a store keeps it in."""
+    if name in ("ptr", "child", "n_children"):
+        store.__dict__["_topology"] = replace(store.topology, **{name: value})
+    elif name == "uid":
+        store.__dict__["_roster"] = store.roster._replace(uids=value)
+    else:
+        store.__dict__["_vector"] = store.vector._replace(**{name: value})
 
 
 def fill(index: int | slice, value: int) -> Callable[[torch.Tensor], object]:
@@ -51,15 +62,15 @@ BREAKS: dict[str, tuple[Callable[[gn.GrapNet], object], str]] = {
     ),
     "ptr ends early": (lambda n: put(n.transitions[1], "ptr", fill(-1, 5)), "transition 1.*0 to 6"),
     "ptr of another type": (
-        lambda n: setattr(n.transitions[1], "ptr", n.transitions[1].ptr.long()),
+        lambda n: place(n.transitions[1], "ptr", n.transitions[1].ptr.long()),
         "int32",
     ),
     "ptr too long": (
-        lambda n: setattr(n.transitions[1], "ptr", torch.tensor([0, 2, 4, 6, 6]).int()),
+        lambda n: place(n.transitions[1], "ptr", torch.tensor([0, 2, 4, 6, 6]).int()),
         "5 entries for 3",
     ),
     "children miscounted": (
-        lambda n: setattr(n.transitions[1], "n_children", 3),
+        lambda n: place(n.transitions[1], "n_children", 3),
         "transition 1.*number of children",
     ),
     "frozen twice": (
