@@ -26,7 +26,7 @@ from tests.core.injection import (
 )
 
 FAILED = ("torn", "stuck", "wrong")
-SHOWN = 20  # failures that are printed
+SHOWN = 40  # failures that are printed
 
 
 def main() -> int:
@@ -44,8 +44,6 @@ def main() -> int:
     todo = spread(chosen.count, chosen.signals, chosen.seed, names, chosen.rounds)
     result = judge(todo, chosen.jobs)
     result["seed"] = chosen.seed
-    for failure in result["failures"][:SHOWN]:
-        print(json.dumps(failure))
     summary = {key: value for key, value in result.items() if key != "failures"}
     print(json.dumps(summary, indent=1))
     if chosen.json:
@@ -59,11 +57,15 @@ def judge(tasks: Sequence[Task], jobs: int) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = "1"
     start = time.perf_counter()
     tally = Tally()
+    shown = 0
     with multiprocessing.get_context("spawn").Pool(jobs) as pool:
         controls = pool.apply_async(run_controls)
         for found in pool.imap_unordered(run_task, tasks):
             for injection, finding in found:
                 tally.add(injection, finding)
+            for failure in tally.failures[shown:SHOWN]:
+                print(json.dumps(failure), flush=True)
+            shown = len(tally.failures)
         result = tally.result()
         result["controls"] = controls.get()
     result["seconds"] = round(time.perf_counter() - start, 1)

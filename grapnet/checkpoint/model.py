@@ -12,6 +12,8 @@ from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
 from grapnet.convert.exchange import Exchange, prepare_refusal
 from grapnet.convert.origin import match_names, match_places, module_names
+from grapnet.core._commit import carry_out
+from grapnet.core._coordinates import Decision
 from grapnet.core._errors import CheckpointError
 from grapnet.following.optimizers import mark_replaced
 from grapnet.network import GrapNet
@@ -20,7 +22,7 @@ from .codec import Fields, decode, encode, entry, named
 from .extras import Target, go_back_all, restore_all
 from .journal import Kept
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
-from .rollback import GoBack, remember_structure
+from .rollback import remember_structure
 
 EXTRA = "_extra_state"  # what torch calls, in a state dict, the plain data of a module
 _VERSIONS = (int, str, type(None))  # what modules give as their `_version`
@@ -147,7 +149,8 @@ def put_into(
     for net in nets:
         warn_of_unmet_choices(net)
     leaving = dict(model.named_parameters())
-    undo = [lambda: _unmark(leaving), remember_structure(model.modules())]
+    undo = [remember_structure(model.modules())]
+    decision = Decision()
     try:
         _take(steps)
         _require_places(model, nets)
@@ -155,9 +158,10 @@ def put_into(
         ties = rest.rename(state, ties)
         rest.require_fit(state, ties)
         restore_all([Target("state", rest, state, rest.modules()), *targets], undo)
-        _leave_behind(model, leaving, undo)
+        carry_out(_prepare_to_leave(model, leaving, decision), decision)
     except BaseException:
-        go_back_all(undo)
+        if not decision.made:
+            go_back_all(undo)
         raise
 
 
@@ -326,25 +330,20 @@ def _require_places(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
             )
 
 
-def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter], undo: list[GoBack]) -> None:
-    """Makes losses and optimizers refuse that depend on Parameters which have left the model."""
+def _prepare_to_leave(
+    model: nn.Module, earlier: dict[str, nn.Parameter], decision: Decision
+) -> list[Callable[[], None]]:
+    """Returns what makes losses and optimizers refuse that depend on Parameters which have left the
+    model.
+    """
     present = {id(parameter) for parameter in model.parameters()}
     leaving = {
         name: parameter for name, parameter in earlier.items() if id(parameter) not in present
     }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
     exchanges = [Exchange(parameter, name, ()) for name, parameter in plain.items()]
-    refuse = prepare_refusal(exchanges, "restore")
-    # An interrupt may leave a Parameter without content, and this gives all of them theirs.
-    undo.append(refuse)
-    refuse()
-    mark_replaced(leaving.values(), "restore")
-
-
-def _unmark(parameters: dict[str, nn.Parameter]) -> None:
-    """Lets optimizers use Parameters that have not left the model after all."""
-    for parameter in parameters.values():
-        vars(parameter).pop("grapnet_replaced", None)
+    refuse = prepare_refusal(exchanges, "restore", decision)
+    return [refuse, lambda: mark_replaced(leaving.values(), "restore")]
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core._coordinates import refuse_old_backward, replace_content
+from grapnet.core._coordinates import Decision, refuse_old_backward, replace_content
 from grapnet.core._errors import OptimizerError
 from grapnet.following.optimizers import (
     clean_value,
@@ -130,27 +130,16 @@ def prepare_exchange(
     return install
 
 
-def install_all(steps: Sequence[Callable[[], None]]) -> None:
-    """Runs prepared steps in order, all of them even if an error such as Ctrl-C interrupts one.
-
-    A step may be run twice, so it only assigns.
-    """
-    try:
-        for step in steps:
-            step()
-    except BaseException:
-        for step in steps:
-            step()
-        raise
-
-
 @torch.inference_mode(False)
-def prepare_refusal(exchanges: Sequence[Exchange], verb: str) -> Callable[[], None]:
-    """Returns what makes a backward raise whose loss was computed before the exchange: its
+def prepare_refusal(
+    exchanges: Sequence[Exchange], verb: str, decision: Decision
+) -> Callable[[], None]:
+    """Makes a backward raise, once the exchange is decided, whose loss was computed before it: its
     gradients would reach nobody.
 
-    The Parameters that left stay of use to whoever keeps their module, in forward passes after this
-    call.
+    Returns:
+        What gives the Parameters that leave their content anew, so that they stay of use, in
+        forward passes after it, to whoever keeps their module.
     """
     message = (
         f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and"
@@ -160,12 +149,11 @@ def prepare_refusal(exchanges: Sequence[Exchange], verb: str) -> Callable[[], No
     for exchange in exchanges:
         parameter = exchange.parameter
         if not parameter.is_inference():
+            refuse_old_backward(parameter, message, decision)
             contents.append((parameter, parameter.detach(), parameter.grad))
 
-    @torch.inference_mode(False)
     def install() -> None:
         for parameter, values, gradient in contents:
-            refuse_old_backward(parameter, message)
             replace_content(parameter, values, gradient)
 
     return install

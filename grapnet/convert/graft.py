@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.optim import Optimizer
 
+from grapnet.core._commit import carry_out
+from grapnet.core._coordinates import Decision
 from grapnet.core._errors import ConversionError
 from grapnet.following.optimizers import attach, mark_replaced, parameters_of
 from grapnet.network import GrapNet
@@ -14,7 +16,6 @@ from .chain import Chain, read_chain
 from .exchange import (
     Optimizers,
     as_optimizers,
-    install_all,
     prepare_exchange,
     prepare_refusal,
 )
@@ -64,9 +65,10 @@ def from_module(
     optimizers = as_optimizers(optimizer)
     homes, order = [list(net.parameters())], list(module.parameters())
     installs = [prepare_exchange(one, exchanges, homes, order) for one in optimizers]
+    decision = Decision()
     if optimizers:
-        installs.append(prepare_refusal(exchanges, "from_module"))
-    install_all([*installs, lambda: _attach(optimizers, [net])])
+        installs.append(prepare_refusal(exchanges, "from_module", decision))
+    carry_out([*installs, lambda: _attach(optimizers, [net])], decision)
     return net
 
 
@@ -133,9 +135,11 @@ def graft_chains(
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
     leaving = [exchange.parameter for exchange in exchanges]
-    installs.append(prepare_refusal(exchanges, "graft"))
+    decision = Decision()
+    installs.append(prepare_refusal(exchanges, "graft", decision))
     installs.append(lambda: mark_replaced(leaving, "graft"))
-    install_all([*installs, lambda: _attach(optimizers, list(nets.values()))])
+    installs.append(lambda: _attach(optimizers, list(nets.values())))
+    carry_out(installs, decision)
     return nets
 
 

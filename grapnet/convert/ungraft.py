@@ -10,6 +10,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from grapnet.core._commit import carry_out
+from grapnet.core._coordinates import Decision
 from grapnet.core._errors import ConversionError, PlanError
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
@@ -23,7 +25,6 @@ from .chain import Chain, Part, commutes, read_chain
 from .exchange import (
     Optimizers,
     as_optimizers,
-    install_all,
     prepare_exchange,
     prepare_refusal,
 )
@@ -90,7 +91,8 @@ def ungraft(
     installs += [
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
-    installs.append(prepare_refusal(exchanges, "ungraft"))
+    decision = Decision()
+    installs.append(prepare_refusal(exchanges, "ungraft", decision))
 
     def leave() -> None:
         mark_replaced((exchange.parameter for exchange in exchanges), "ungraft")
@@ -100,7 +102,7 @@ def ungraft(
             net.follow(_left.setdefault(net, _Left()))
         set_fast_paths(model)
 
-    install_all([*installs, leave])
+    carry_out([*installs, leave], decision)
     return plain
 
 

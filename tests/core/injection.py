@@ -223,7 +223,7 @@ class Case:
 
     def _places(self, roots: tuple[str, ...]) -> list[str]:
         if roots not in self._traced:
-            self._traced[roots] = in_child(lambda: self._trace(roots))
+            self._traced[roots] = in_child(lambda: self._trace(roots)) or []
         return self._traced[roots]
 
     def _trace(self, roots: tuple[str, ...]) -> list[str]:
@@ -245,6 +245,8 @@ class Case:
             found = {}
             for state, act in acts.items():
                 found[state] = in_child(functools.partial(self._see, act, call))
+                if found[state] is None:
+                    raise RuntimeError(f"{self.name!r} does not run without an interrupt")
             self._twins[call] = found
         return found
 
@@ -429,6 +431,14 @@ class Task:
 
 def run_task(task: Task) -> list[tuple[Injection, Finding]]:
     """Makes the injections of a task; those that came too late are among them."""
+    try:
+        return _run_task(task)
+    except Exception as error:
+        injection = Injection(task.operation, task.seed, "none", type(error), "none", False)
+        return [(injection, Finding("wrong", "the operation itself", [repr(error)]))]
+
+
+def _run_task(task: Task) -> list[tuple[Injection, Finding]]:
     torch.set_num_threads(1)
     rng = random.Random(f"{task.operation} {task.seed}")
     found = []
