@@ -4,6 +4,7 @@ A world is built from a seed, so that equal worlds can be made again. `fingerpri
 two worlds with equal fingerprints are in the same state, whichever objects they are made of.
 """
 
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -395,7 +396,13 @@ def untraced() -> Iterator[None]:
     yield
 
 
-@operation("trial with a training step", trains=True)
+def _try(world: World) -> None:
+    with world.net.edit(reason="try", trial=True) as edit:
+        prune_and_grow(world.net, edit)
+        edit.commit()
+
+
+@operation("trial with a training step", stages=(_try,), trains=True)
 def _train_in_trial(world: World) -> None:
     with world.net.edit(reason="try", trial=True) as edit:
         prune_and_grow(world.net, edit)
@@ -543,8 +550,8 @@ def _keep_state_dict(world: World) -> None:
 
 
 def _is_value(name: str) -> bool:
-    structure = ("version", "next uid", "sizes", "journal", "undo and redo", "layer", "backends")
-    return not any(part in name for part in structure)
+    structure = r"net \d: (version|next uid|sizes|journal|undo and redo|layer|backends)"
+    return re.match(structure, name) is None
 
 
 @operation("load a state dict", setup=_keep_state_dict, loose=_is_value)
@@ -666,11 +673,11 @@ def _children(world: World) -> Any:
 
 
 def _parameters(world: World) -> Any:
-    return [plain(parameter) for parameter in world.model.parameters()]
+    return [plain(list(net.parameters())) for net in world.nets]
 
 
 def _gradients(world: World) -> Any:
-    return [plain(parameter.grad) for parameter in world.model.parameters()]
+    return [[plain(parameter.grad) for parameter in net.parameters()] for net in world.nets]
 
 
 def _sizes(world: World) -> Any:
