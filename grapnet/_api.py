@@ -41,5 +41,6 @@ from .export import snapshot as snapshot
 from .following.distributed import Distributed as Distributed
 from .following.optimizers import attach as attach
 from .following.optimizers import detach as detach
+from .following.tensors import follow as follow
 from .network import GrapNet as GrapNet
 from .rules.manager import RuleManager as RuleManager

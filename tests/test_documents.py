@@ -62,6 +62,7 @@ LISTED = (
 )
 INTEGRATIONS = ("sklearn", "transformers", "lightning", "networkx")
 UNLISTED = {
+    "continual",
     "rules",
     "cross_entropies",
     "squared_errors",

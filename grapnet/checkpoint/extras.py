@@ -163,17 +163,12 @@ class Target(NamedTuple):
     modules: Sequence[nn.Module] | None = None
 
 
-def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> None:
+def restore_all(targets: Sequence[Target]) -> None:
     """Gives every object its state; when one refuses, all of them are as before and CheckpointError
     names it.
-
-    Args:
-        targets: the objects.
-        undo: what puts earlier steps back; gets what puts the objects back.
     """
     # optimizers come last: loading one makes it forget that it has not followed an edit
-    target = None
-    undo = [] if undo is None else undo
+    undo, target = [], None
     try:
         for target in sorted(targets, key=lambda target: isinstance(target.what, Optimizer)):
             undo.append(
@@ -183,7 +178,9 @@ def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> 
             )
             _set_state(target.what, target.state)
     except BaseException as error:
-        go_back_all(undo)
+        for go_back in reversed(undo):
+            with contextlib.suppress(Exception):  # all the others go back too
+                go_back()
         if target is None or not isinstance(error, Exception):
             raise
         if isinstance(error, CheckpointError):  # a manager of rules says itself what does not fit
@@ -191,13 +188,6 @@ def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> 
         raise CheckpointError(
             f"{target.field}: its state does not fit the object ({error!r})"
         ) from error
-
-
-def go_back_all(undo: Sequence[GoBack]) -> None:
-    """Puts everything back, the last step first."""
-    for go_back in reversed(undo):
-        with contextlib.suppress(Exception):  # all the others go back too
-            go_back()
 
 
 def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:

@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from grapnet.convert import describe_origin, place
 from grapnet.convert.additions import describe_additions
-from grapnet.convert.exchange import Exchange, prepare_refusal
+from grapnet.convert.exchange import Exchange, prepare_farewell
 from grapnet.convert.origin import match_names, match_places, module_names
 from grapnet.core._commit import carry_out
 from grapnet.core._coordinates import Decision
@@ -19,7 +20,7 @@ from grapnet.following.optimizers import mark_replaced
 from grapnet.network import GrapNet
 
 from .codec import Fields, decode, encode, entry, named
-from .extras import Target, go_back_all, restore_all
+from .extras import Target, restore_all
 from .journal import Kept
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
 from .rollback import remember_structure
@@ -148,21 +149,18 @@ def put_into(
     fields.require_all_read()
     for net in nets:
         warn_of_unmet_choices(net)
-    leaving = dict(model.named_parameters())
-    undo = [remember_structure(model.modules())]
-    decision = Decision()
+    go_back, leaving = remember_structure(model.modules()), dict(model.named_parameters())
     try:
         _take(steps)
         _require_places(model, nets)
         rest = Rest(model, [name for names in places for name in names])
         ties = rest.rename(state, ties)
         rest.require_fit(state, ties)
-        restore_all([Target("state", rest, state, rest.modules()), *targets], undo)
-        carry_out(_prepare_to_leave(model, leaving, decision), decision)
+        restore_all([Target("state", rest, state, rest.modules()), *targets])
     except BaseException:
-        if not decision.made:
-            go_back_all(undo)
+        go_back()
         raise
+    _leave_behind(model, leaving)
 
 
 class Rest:
@@ -330,20 +328,18 @@ def _require_places(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
             )
 
 
-def _prepare_to_leave(
-    model: nn.Module, earlier: dict[str, nn.Parameter], decision: Decision
-) -> list[Callable[[], None]]:
-    """Returns what makes losses and optimizers refuse that depend on Parameters which have left the
-    model.
-    """
+def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter]) -> None:
+    """Makes losses and optimizers refuse that depend on Parameters which have left the model."""
     present = {id(parameter) for parameter in model.parameters()}
     leaving = {
         name: parameter for name, parameter in earlier.items() if id(parameter) not in present
     }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
+    decision = Decision()
     exchanges = [Exchange(parameter, name, ()) for name, parameter in plain.items()]
-    refuse = prepare_refusal(exchanges, "restore", decision)
-    return [refuse, lambda: mark_replaced(leaving.values(), "restore")]
+    installs = prepare_farewell(exchanges, "restore", decision)
+    installs.append(partial(mark_replaced, list(leaving.values()), "restore"))
+    carry_out(installs, decision)
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:

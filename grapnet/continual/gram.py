@@ -193,7 +193,7 @@ class Solution(NamedTuple):
     bias: Tensor  # [n_outputs]
 
     def __call__(self, h: Tensor) -> Tensor:
-        """Returns what it says to features [..., n_features], in their dtype."""
+        """Returns the outputs for features [..., n_features], in their dtype."""
         return (h.to(self.weight) @ self.weight.t() + self.bias).to(h.dtype)
 
 
@@ -559,7 +559,7 @@ class GramStatistics:
             if outputs is None
             else outputs.to("cpu", torch.int64)
         )
-        found = self._like(len(features), len(places))
+        found = self.empty(len(features), len(places))
         rows = torch.cat([features, features.new_tensor([self.n_features])])
         if self._cross is None:
             found._sums = {
@@ -592,7 +592,7 @@ class GramStatistics:
     @torch.inference_mode(False)
     def copied(self) -> "GramStatistics":
         """Returns an independent copy."""
-        found = self._like(self.n_features, self.n_outputs)
+        found = self.empty(self.n_features, self.n_outputs)
         found._sums = {label: part.copied() for label, part in self._sums.items()}
         found._cross = None if self._cross is None else self._cross.clone()
         found.lacking = None if self.lacking is None else self.lacking.clone()
@@ -693,7 +693,8 @@ class GramStatistics:
     def _sum(self) -> SymmetricSum:
         return SymmetricSum(self.n_features + 1, self.device, self.dtype)
 
-    def _like(self, n_features: int, n_outputs: int) -> "GramStatistics":
+    def empty(self, n_features: int, n_outputs: int) -> "GramStatistics":
+        """Returns statistics of no samples, of other features and outputs, kept in the same way."""
         return GramStatistics(
             n_features, n_outputs, per_class=self.per_class, device=self.device, dtype=self.dtype
         )

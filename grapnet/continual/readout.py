@@ -1,27 +1,57 @@
-"""How the statistics of a layer follow a commit: who left, who came, and who says something else
-from there on.
-"""
+"""ClosedFormReadout: relations solved in closed form, from statistics that follow commits."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from grapnet.core._change import rows_after
+from grapnet.core._change import Change, rows_after
 from grapnet.core._coordinates import Coordinates
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap, ascending
 from grapnet.core._journal import Commit
+from grapnet.core._tracked import Tracked, values_after
 from grapnet.execution.attention import Attention
 from grapnet.network import GrapNet
 
 from .gram import GramStatistics, Solution, ridge_solution
 from .gram import linear_discriminant as linear_discriminant
 from .gram import nearest_class_mean as nearest_class_mean
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What a readout has of its samples."""
+
+    statistics: GramStatistics
+    uids: list[Tensor]  # of the layer's nodes and of their children
+    below: list[float]  # `sums_below` when the samples came in
+
+
+def _after(graph: Graph, layer: int, held: _Held, commit: Commit) -> _Held:
+    """Returns what a readout has after a commit."""
+    uids = []
+    for number, present in zip((layer, layer + 1), held.uids, strict=True):
+        change = commit.change.layers.get(number)
+        if change is not None:
+            present = change.index.carry(present, change.born.uids)
+        uids.append(present)
+    if commit.kind == "end":
+        # A readout that came, or was cleared, inside a trial has no state from before it.
+        statistics = held.statistics.empty(*map(len, uids))
+    else:
+        statistics = moved(held.statistics, graph, commit, layer)
+    below = held.below
+    # Values that have changed since the samples came in must go on to differ.
+    if _alike(below, sums_below(graph, layer)):
+        below = sums_below(graph, layer, commit.change)
+    return _Held(statistics, uids, below)
 
 
 def moved(statistics: GramStatistics, graph: Graph, commit: Commit, layer: int) -> GramStatistics:
@@ -38,8 +68,8 @@ def moved(statistics: GramStatistics, graph: Graph, commit: Commit, layer: int) 
 
 
 def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
-    """Says which nodes of a layer, by their rows after a commit, compute something else than before
-    it.
+    """Returns which nodes of a layer, by their rows after a commit, compute something else than
+    before it, [n] bool.
     """
     above = torch.zeros(0, dtype=torch.bool, device="cpu")  # of the layer before
     for number in range(layer + 1):
@@ -62,16 +92,27 @@ def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
 
 
 @torch.no_grad()
-def sums_below(graph: Graph, layer: int) -> list[float]:
+def sums_below(graph: Graph, layer: int, change: Change | None = None) -> list[float]:
     """Returns two numbers for every vector of coordinates that leads to a layer, which change when
-    one of them does.
+    one of them does; with `change`, those after it.
     """
-    stores = [*graph.transitions[:layer], *graph.layers[1 : layer + 1]]
+    vectors = {}
+    if change is not None:
+        vectors |= {graph.transitions[t]: c.weights for t, c in change.transitions.items()}
+        vectors |= {graph.layers[n]: c.biases for n, c in change.layers.items()}
     found = []
-    for store in stores:
-        values = store.values().double()
+    for store in (*graph.transitions[:layer], *graph.layers[1 : layer + 1]):
+        values = values_after(store, vectors.get(store)).double()
         found += [values.square().sum(), (values + 1).square().sum()]
-    return torch.stack(found).tolist() if found else []
+    if not found:
+        return []
+    return torch.stack(found).tolist()
+
+
+def _alike(some: list[float], others: list[float]) -> bool:
+    if len(some) != len(others):
+        return False
+    return all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(some, others, strict=True))
 
 
 def _source(index: IndexMap | None, size: int) -> Tensor:
@@ -137,9 +178,9 @@ class ClosedFormReadout:
 
     What leads to the layer has to stay as it is while samples come in. Of commits: a node that
     leaves takes exactly its own sums along; one that comes, or whose incoming relations, bias or
-    activation a commit changes, has no past (`late_nodes` says what then); a child that comes had
-    targets 0. What a trial sees is forgotten when it ends. Undo brings back what a node had, unless
-    samples came in since: then it has no past.
+    activation a commit changes, has no past (see `late_nodes`); a child that comes had targets 0.
+    What a trial sees is forgotten when it ends. Undo brings back what a node had, unless samples
+    came in since: then it has no past.
 
     Args:
         net: the net to solve for; frozen incoming relations are the usual case, and not required.
@@ -148,7 +189,7 @@ class ClosedFormReadout:
         standardize: apply it as if every node were divided by its standard deviation.
         per_class: keep classes apart, so that `forget` can let one go; see `GramStatistics`.
         late_nodes: what `solve` does with nodes that lack a past: "refuse" raises, "silent" counts
-            them as having said 0 until they came, "leave out" gives their outgoing relations the
+            their output as 0 until they came, "leave out" gives their outgoing relations the
             weight 0. Where classes come one after the other, silence tells the early ones apart by
             when they came: leave such nodes out.
         dtype: what to keep the sums in; see `GramStatistics`. A ridge below 6e-8 · samples · √nodes
@@ -193,37 +234,24 @@ class ClosedFormReadout:
             late_nodes,
             dtype,
         )
-        self._uids: list[Tensor]  # of the layer's nodes and of their children
-        self._below: list[float]  # sums over what led to the layer when the samples came in
-        # version -> what was there before its commit, for the way back
-        self._kept: dict[int, GramStatistics] = {}
-        self._trial: int | None = None  # version of the trial that is under way
-        self._shared: bool  # whether the end of a trial brings back the very same object
         self.clear()
-        net.follow(self)
 
     @property
     def statistics(self) -> GramStatistics:
         """What it has seen, to read; `add` and `remove` here write into it."""
-        return self._statistics
+        return self._tracked.state.statistics
 
     def clear(self) -> None:
         """Forgets everything; the relations stay as they are."""
-        self._statistics, self._shared = self._empty(*map(len, self._ends(self.net))), False
-        self._uids = [layer.uid for layer in self._ends(self.net)]
-        self._below = sums_below(self.net, self.layer)
-        before = {version: held for version, held in self._kept.items() if version == self._trial}
-        self._kept = {
-            version: self._empty(held.n_features, held.n_outputs)
-            for version, held in before.items()
-        }
+        self._track(self._empty(), sums_below(self.net, self.layer))
 
     def features(self, x: Tensor) -> Tensor:
-        """Returns what the layer says to inputs [..., sensory nodes], without gradients and without
-        dropout.
+        """Returns the activations of the layer for inputs [..., sensory nodes], without gradients
+        and without dropout.
         """
-        heard, layer = [], self.net.layers[self.layer]
-        hook = layer.register_forward_hook(lambda module, args, said: heard.append(said))
+        outputs = []
+        layer = self.net.layers[self.layer]
+        hook = layer.register_forward_hook(lambda module, args, output: outputs.append(output))
         try:
             with (
                 torch.no_grad(),
@@ -233,7 +261,7 @@ class ClosedFormReadout:
                 self.net(x)
         finally:
             hook.remove()
-        return heard[0].reshape(*x.shape[:-1], len(layer))
+        return outputs[0].reshape(*x.shape[:-1], len(layer))
 
     def update(self, x: Tensor, y: Tensor) -> None:
         """Takes samples in: inputs of the net, and labels (rows of the children) or targets [...,
@@ -244,8 +272,8 @@ class ClosedFormReadout:
     def downdate(self, x: Tensor, y: Tensor) -> None:
         """Takes samples out that `update` took in.
 
-        What a float32 net says of a sample depends in its last digits on how samples are batched.
-        Where that matters, keep `features(x)` and use `remove`.
+        In a float32 net the last digits of features depend on how samples are batched. Where that
+        matters, keep `features(x)` and use `remove`.
         """
         self.remove(self.features(x), y)
 
@@ -281,8 +309,9 @@ class ClosedFormReadout:
                 f"transition {self.layer} runs with attention; a closed form exists only for"
                 " the sum"
             )
-        wired = Wired.of(self.net, self.layer, self._statistics.device)
-        gram, cross = self._statistics.gram(), self._statistics.cross()
+        wired = Wired.of(self.net, self.layer, self.statistics.device)
+        gram = self.statistics.gram()
+        cross = self.statistics.cross()
         solvable = wired.free & ~self._left_out(wired)
         found = ridge_solution(
             gram, cross, self.ridge, standardize=self.standardize, free=solvable, fixed=wired.held
@@ -290,41 +319,14 @@ class ClosedFormReadout:
         wired.write(self.net, self.layer, found)
         return Solution(found[:-1].t().contiguous(), found[-1])
 
-    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
-        """Moves the statistics with the nodes; the present ones stay as they are, for the way
-        back.
-        """
-        statistics = None if commit.undoes is None else self._kept.get(commit.undoes)
-        if statistics is None:
-            statistics = moved(self._statistics, graph, commit, self.layer)
-        kept = {
-            version: held for version, held in self._kept.items() if graph.journal.keeps(version)
-        }
-        if not commit.ends_trial:
-            kept[commit.version] = self._statistics
-        trial, fits = commit.version if graph.open_trial else None, self._fits()
-
-        def install() -> None:
-            self._statistics, self._kept, self._trial, self._shared = (
-                statistics,
-                kept,
-                trial,
-                trial is not None,
-            )
-            self._uids = [layer.uid for layer in self._ends(graph)]
-            if fits:
-                self._below = sums_below(graph, self.layer)
-
-        return install
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what it has seen, with the uids of the nodes; not what undo would bring back."""
-        uids, below = [u.clone() for u in self._uids], list(self._below)
+        held = self._tracked.state
         return {
             "layer": self.layer,
-            "uids": uids,
-            "below": below,
-            "statistics": self._statistics.state_dict(),
+            "uids": [uids.clone() for uids in held.uids],
+            "below": list(held.below),
+            "statistics": held.statistics.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -354,30 +356,28 @@ class ClosedFormReadout:
             raise CheckpointError(
                 "below, in the state of a closed-form readout, is a list of finite numbers"
             )
-        statistics = self._empty(*map(len, present))
+        statistics = self._empty()
         statistics.load_state_dict(state["statistics"])
-        self.clear()
-        self._statistics, self._below = statistics, list(below)
+        self._track(statistics, list(below))
+
+    def _track(self, statistics: GramStatistics, below: list[float]) -> None:
+        """Puts statistics in place, to follow the net; what undo would bring back is dropped."""
+        held = _Held(statistics, [layer.uid for layer in self._ends(self.net)], below)
+        tracked: Tracked[_Held, _Held] = Tracked(held, carry=partial(_after, self.net, self.layer))
+        self.net.follow(tracked)
+        self._tracked = tracked
 
     def _ends(self, graph: Graph) -> list[Any]:
         return [graph.layers[self.layer], graph.layers[self.layer + 1]]
 
     def _fits(self) -> bool:
-        """Says whether what leads to the layer is what it was when the samples came in."""
-        present = sums_below(self.net, self.layer)
-        same = len(present) == len(self._below)
-        return same and all(
-            math.isclose(a, b, rel_tol=1e-9) for a, b in zip(present, self._below, strict=True)
-        )
+        """Returns whether what leads to the layer is what it was when the samples came in."""
+        return _alike(self._tracked.state.below, sums_below(self.net, self.layer))
 
     def _require_current(self) -> None:
-        """Raises when the statistics are about other nodes, or about nodes that said other
-        things.
-        """
-        if not all(
-            torch.equal(mine, layer.uid)
-            for mine, layer in zip(self._uids, self._ends(self.net), strict=True)
-        ):
+        """Raises when the statistics are about other nodes or other features."""
+        uids = [layer.uid for layer in self._ends(self.net)]
+        if not all(map(torch.equal, self._tracked.state.uids, uids)):
             raise GrapNetError(
                 "this readout has not followed the net's edits, as a copy does not; make one for"
                 " the net"
@@ -390,29 +390,33 @@ class ClosedFormReadout:
             )
 
     def _change(self, change: Callable[[GramStatistics], None]) -> None:
-        """Writes into the statistics; outside a trial, what undo could bring back is then let
-        go.
-        """
-        if self._statistics.count == 0:
-            self._below = sums_below(self.net, self.layer)
+        """Writes into the statistics; outside a trial, what undo would bring back is dropped."""
+        if self.statistics.count == 0:
+            below = sums_below(self.net, self.layer)
+            self._tracked.replace(replace(self._tracked.state, below=below))
         self._require_current()
-        statistics = self._statistics.copied() if self._shared else self._statistics
+        held = self._tracked.state
+        statistics = held.statistics
+        if self._tracked.in_trial:
+            # The end of the trial brings back the statistics before it, which must not change.
+            statistics = statistics.copied()
         change(statistics)
-        self._statistics, self._shared = statistics, False
-        if self._trial is None:
-            self._kept = {}
+        self._tracked.learn(replace(held, statistics=statistics))
 
-    def _empty(self, n_features: int, n_outputs: int) -> GramStatistics:
-        device = self.net.device
+    def _empty(self) -> GramStatistics:
         return GramStatistics(
-            n_features, n_outputs, per_class=self.per_class, device=device, dtype=self.dtype
+            *map(len, self._ends(self.net)),
+            per_class=self.per_class,
+            device=self.net.device,
+            dtype=self.dtype,
         )
 
     def _left_out(self, wired: Wired) -> Tensor:
-        """Says which coordinates get weight 0 because their parent lacks a past; raises when that
-        is not wanted.
+        """Returns which coordinates get weight 0 because their parent lacks a past; raises when
+        that is not wanted.
         """
-        lacking, late = self._statistics.lacking, torch.zeros_like(wired.free)
+        lacking = self.statistics.lacking
+        late = torch.zeros_like(wired.free)
         if lacking is None or self.late_nodes == "silent":
             return late
         late[:-1] = (lacking > 0)[:, None]

@@ -5,6 +5,7 @@ stay.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -131,32 +132,28 @@ def prepare_exchange(
 
 
 @torch.inference_mode(False)
-def prepare_refusal(
+def prepare_farewell(
     exchanges: Sequence[Exchange], verb: str, decision: Decision
-) -> Callable[[], None]:
+) -> list[Callable[[], None]]:
     """Makes a backward raise, once the exchange is decided, whose loss was computed before it: its
-    gradients would reach nobody.
+    gradients would reach no optimizer.
+
+    The Parameters that leave remain usable in forward passes after the exchange.
 
     Returns:
-        What gives the Parameters that leave their content anew, so that they stay of use, in
-        forward passes after it, to whoever keeps their module.
+        The assignments that belong to it.
     """
+    installs: list[Callable[[], None]] = []
     message = (
         f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and"
         " its gradients would reach no optimizer. Compute it again"
     )
-    contents = []
-    for exchange in exchanges:
-        parameter = exchange.parameter
+    for parameter in (exchange.parameter for exchange in exchanges):
         if not parameter.is_inference():
             refuse_old_backward(parameter, message, decision)
-            contents.append((parameter, parameter.detach(), parameter.grad))
-
-    def install() -> None:
-        for parameter, values, gradient in contents:
-            replace_content(parameter, values, gradient)
-
-    return install
+            content = parameter.detach()
+            installs.append(partial(replace_content, parameter, content, parameter.grad))
+    return installs
 
 
 class _Member(NamedTuple):

@@ -27,4 +27,4 @@ def set_fast_paths(model: nn.Module) -> None:
                     setattr(module, switch, off)
                 elif _KEPT in vars(module):
                     setattr(module, switch, vars(module)[_KEPT])
-                    delattr(module, _KEPT)
+                    del vars(module)[_KEPT]

@@ -1,6 +1,7 @@
 """gn.from_module and gn.graft: plain modules become nets, in the middle of training."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from torch import nn
 from torch.optim import Optimizer
@@ -13,12 +14,7 @@ from grapnet.network import GrapNet
 
 from .build import build_net
 from .chain import Chain, read_chain
-from .exchange import (
-    Optimizers,
-    as_optimizers,
-    prepare_exchange,
-    prepare_refusal,
-)
+from .exchange import Optimizers, as_optimizers, prepare_exchange, prepare_farewell
 from .matching import Where, matches
 from .origin import find, joined, owners_of, prepare_graft, require_not_compiled
 
@@ -64,11 +60,12 @@ def from_module(
     net, exchanges = build_net(module, read_chain(module), "", drop_zeros)
     optimizers = as_optimizers(optimizer)
     homes, order = [list(net.parameters())], list(module.parameters())
-    installs = [prepare_exchange(one, exchanges, homes, order) for one in optimizers]
     decision = Decision()
+    installs = [prepare_exchange(one, exchanges, homes, order) for one in optimizers]
     if optimizers:
-        installs.append(prepare_refusal(exchanges, "from_module", decision))
-    carry_out([*installs, lambda: _attach(optimizers, [net])], decision)
+        installs += prepare_farewell(exchanges, "from_module", decision)
+    installs.append(partial(_attach, optimizers, [net]))
+    carry_out(installs, decision)
     return net
 
 
@@ -134,11 +131,11 @@ def graft_chains(
     installs += [
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
-    leaving = [exchange.parameter for exchange in exchanges]
     decision = Decision()
-    installs.append(prepare_refusal(exchanges, "graft", decision))
-    installs.append(lambda: mark_replaced(leaving, "graft"))
-    installs.append(lambda: _attach(optimizers, list(nets.values())))
+    installs += prepare_farewell(exchanges, "graft", decision)
+    leaving = [exchange.parameter for exchange in exchanges]
+    installs.append(partial(mark_replaced, leaving, "graft"))
+    installs.append(partial(_attach, optimizers, list(nets.values())))
     carry_out(installs, decision)
     return nets
 

@@ -83,9 +83,9 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         )
         if origin is not None:
             _find_linears(origin.chain, origin.replaced, anchor_name)
-        install = partial(_install, model, present, net, origin)
+        install = partial(_install, model, name, net, origin)
     elif chain is None:
-        install = partial(_install, model, present, net, None)
+        install = partial(_install, model, name, net, None)
     else:
         anchor = find(model, anchor_name)
         replaced = {path: find(anchor, path, anchor_name) for path in (chain.place, *chain.emptied)}
@@ -178,12 +178,14 @@ def prepare_graft(model: nn.Module, name: str, chain: Chain, net: GrapNet) -> Ca
         raise ConversionError(
             "the model itself cannot be replaced in place; use gn.from_module(model)"
         )
-    present = find(anchor, chain.place, name)
+
+    present = find(model, at)
+    origin = Origin(chain, replaced)
 
     def install() -> None:
         for path in chain.emptied:
             put(anchor, path, nn.Identity())
-        _install(model, present, net, Origin(chain, replaced))
+        _install(model, present, net, origin)
 
     return install
 
@@ -222,14 +224,13 @@ def put(module: nn.Module, path: str, value: Any) -> None:
     if isinstance(value, nn.Module) and step in owner._modules:
         owner._modules[step] = value
     else:
-        # torch refuses a function under the name of a module.
-        if step in owner._modules or step in vars(owner):
+        if hasattr(owner, step):
             delattr(owner, step)
         setattr(owner, step, value)
 
 
 def put_everywhere(model: nn.Module, present: nn.Module, module: nn.Module) -> None:
-    """Puts a module in place of another, under every name that this one has."""
+    """Puts a module in place of another one, under every name that this one has."""
     for owner, step in owners_of(model, present):
         owner._modules[step] = module
 

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from torch import nn
 
@@ -22,12 +23,7 @@ from grapnet.network import GrapNet
 
 from .build import fill_linears
 from .chain import Chain, Part, commutes, read_chain
-from .exchange import (
-    Optimizers,
-    as_optimizers,
-    prepare_exchange,
-    prepare_refusal,
-)
+from .exchange import Optimizers, as_optimizers, prepare_exchange, prepare_farewell
 from .fastpath import set_fast_paths
 from .matching import Where, matching_nets
 from .origin import Origin, find, put, put_everywhere, require_not_compiled
@@ -83,26 +79,20 @@ def ungraft(
         modules = [module for module in replaced.values() if isinstance(module, nn.Module)]
         homes.append([parameter for module in modules for parameter in module.parameters()])
         _set_modes(replaced, chain, net)
-        installs.append(
-            lambda name=name, net=net, chain=chain, replaced=replaced: _put_back(
-                model, name, net, chain, replaced
-            )
-        )
+        place = name.removesuffix(chain.place).removesuffix(".") if chain.place else name
+        installs.append(partial(_put_back, model, find(model, place), net, chain, replaced))
     installs += [
         prepare_exchange(one, exchanges, homes, list(model.parameters())) for one in optimizers
     ]
     decision = Decision()
-    installs.append(prepare_refusal(exchanges, "ungraft", decision))
-
-    def leave() -> None:
-        mark_replaced((exchange.parameter for exchange in exchanges), "ungraft")
-        for net in nets.values():
-            for one in optimizers:
-                detach(one, net)
-            net.follow(_left.setdefault(net, _Left()))
-        set_fast_paths(model)
-
-    carry_out([*installs, leave], decision)
+    installs += prepare_farewell(exchanges, "ungraft", decision)
+    leaving = [exchange.parameter for exchange in exchanges]
+    installs.append(partial(mark_replaced, leaving, "ungraft"))
+    for net in nets.values():
+        installs += [partial(detach, one, net) for one in optimizers]
+        installs.append(partial(net.follow, _left.setdefault(net, _Left())))
+    installs.append(partial(set_fast_paths, model))
+    carry_out(installs, decision)
     return plain
 
 
@@ -207,9 +197,12 @@ def _replace(replaced: dict[str, nn.Module], path: str, module: nn.Module) -> No
 
 
 def _put_back(
-    model: nn.Module, name: str, net: GrapNet, chain: Chain, replaced: dict[str, nn.Module]
+    model: nn.Module,
+    anchor: nn.Module,
+    net: GrapNet,
+    chain: Chain,
+    replaced: dict[str, nn.Module],
 ) -> None:
-    anchor = find(model, name.removesuffix(chain.place).removesuffix(".") if chain.place else name)
     for path in chain.emptied:
         put(anchor, path, replaced[path])
     put_everywhere(model, net, replaced[chain.place])

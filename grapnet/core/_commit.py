@@ -89,8 +89,8 @@ class Followers:
         self._references = self._without(follower)
 
     def prepare(self, graph: "Graph", commit: Commit, *, strict: bool = True) -> list[Install]:
-        """Lets every follower prepare; one that raises stops the commit, or, without `strict`, stays
-        behind.
+        """Lets every follower prepare; one that raises stops the commit, or stays behind if `strict`
+        is False.
         """
         installs = []
         for follower in self._alive():

@@ -3,6 +3,12 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from torch import Tensor
+
+from ._commit import settle, unsettled
+from ._coordinates import Coordinates, Shift, VectorChange
+from ._index_map import ascending
+
 if TYPE_CHECKING:
     from ._graph import Graph
     from ._journal import Commit
@@ -20,22 +26,24 @@ class Tracked(Generic[State, Kept]):
 
     Args:
         state: the state at present.
-        take: `take(state, commit)` returns what has to be kept of the state before the commit.
         carry: `carry(state, commit)` returns the state after the commit.
+        take: `take(state, commit)` returns what has to be kept of the state before the commit; all
+            of it by default.
         give: `give(present, kept, commit)` returns the state after a commit that takes another one
-            back. `present` is what `carry` returned, `kept` what `take` had returned then.
+            back. `present` is what `carry` returned, `kept` what `take` had returned then. By
+            default `kept` is the state after it, and `carry` is not called.
     """
 
     def __init__(
         self,
         state: State,
         *,
-        take: "Callable[[State, Commit], Kept]",
         carry: "Callable[[State, Commit], State]",
-        give: "Callable[[State, Kept, Commit], State]",
+        take: "Callable[[State, Commit], Kept] | None" = None,
+        give: "Callable[[State, Kept, Commit], State] | None" = None,
     ) -> None:
-        self._take = take
         self._carry = carry
+        self._take = take
         self._give = give
         # One attribute, so that one assignment installs all of a commit: the state, what is kept
         # by the version of the commit that took it away, and the version of the trial in effect.
@@ -44,11 +52,15 @@ class Tracked(Generic[State, Kept]):
     @property
     def state(self) -> State:
         """The state at present."""
+        if unsettled:
+            settle()
         return self._held[0]
 
     @property
     def kept(self) -> dict[int, Kept]:
         """What commits have taken away, by their versions."""
+        if unsettled:
+            settle()
         return self._held[1]
 
     @property
@@ -63,11 +75,13 @@ class Tracked(Generic[State, Kept]):
     def learn(self, state: State) -> None:
         """Puts a state in place that knows more than the one before it.
 
-        What undo would give back knows less, so it is dropped; the end of a trial still brings back
-        what was there before the trial.
+        What undo would give back knows less, so it is dropped. A trial drops nothing: its end
+        brings back the state before it, which may then share no memory with what is written into.
         """
         _, kept, trial = self._held
-        self._held = (state, {v: part for v, part in kept.items() if v == trial}, trial)
+        if trial is None:
+            kept = {}
+        self._held = (state, kept, trial)
 
     def remember(self, kept: dict[int, Kept]) -> None:
         """Takes over what commits have taken away in another session."""
@@ -76,18 +90,54 @@ class Tracked(Generic[State, Kept]):
     def prepare(self, graph: "Graph", commit: "Commit") -> Callable[[], None]:
         """Computes the state after a commit; returns the assignment that installs it."""
         state, kept, _ = self._held
-        moved = self._carry(state, commit)
-        if commit.undoes is not None and commit.undoes in kept:
-            moved = self._give(moved, kept[commit.undoes], commit)
-        coming = {v: part for v, part in kept.items() if graph.journal.keeps(v)}
+        moved = self._after(commit)
+        coming: dict[int, Any] = {v: part for v, part in kept.items() if graph.journal.keeps(v)}
         trial = None
         if commit.kind == "trial":
             trial = commit.version
         if commit.kind != "end":
-            coming[commit.version] = self._take(state, commit)
-        held: Any = (moved, coming, trial)
+            coming[commit.version] = state
+            if self._take is not None:
+                coming[commit.version] = self._take(state, commit)
+        held = (moved, coming, trial)
 
         def install() -> None:
             self._held = held
 
         return install
+
+    def _after(self, commit: "Commit") -> Any:
+        state, kept, _ = self._held
+        undone = commit.undoes
+        if undone is None or undone not in kept:
+            return self._carry(state, commit)
+        if self._give is None:
+            return kept[undone]
+        return self._give(self._carry(state, commit), kept[undone], commit)
+
+
+def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:
+    """Returns every value of a vector, frozen ones included, as it is after a change (None: no
+    change).
+    """
+    values = store.values().detach()
+    if change is None:
+        return values
+    born = change.born_values
+    if born is None:
+        born = values.new_zeros(len(change.index.inserted))
+    moved = change.index.carry(values, born)
+    if change.shift is not None:
+        at = change.shift.positions.long()
+        shift = Shift(at, change.shift.before.to(values), change.shift.after.to(values))
+        moved = moved.index_copy(0, at, shift.apply(moved[at]))
+    return moved
+
+
+def trainable_after(store: Coordinates, change: VectorChange) -> Tensor:
+    """Returns the values of a vector that are in the Parameter after a change, in order."""
+    was_frozen = store.frozen_bits(ascending(store.size, store.frozen_at.device))
+    frozen = change.index.carry(was_frozen, change.born_frozen).clone()
+    flips = change.flips.long()
+    frozen[flips] = ~frozen[flips]
+    return values_after(store, change)[~frozen]

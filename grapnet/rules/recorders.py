@@ -1,7 +1,7 @@
 """Recorders of activations: means, variances, firing rates, covariances; streaming, in float64."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,8 +12,94 @@ from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._index_map import IndexMap
 from grapnet.network import GrapNet
 
-from .moments import Moments
 from .watcher import Watcher, checked, plainly
+
+
+@dataclass(eq=False)
+class Moments:
+    """Sums over samples of how far every node is from its origin, a point close to its mean.
+
+    The origin is the mean of the node's first batch, or its very value if that is constant: large
+    means cancel nothing, and what never changes has sums of exactly 0.
+    """
+
+    counts: Tensor  # [n] int64, samples of each node
+    fired: Tensor  # [n] int64, those with an activation above 0
+    origin: Tensor  # [n] float64
+    first: Tensor  # [n] float64, Σ (h - origin)
+    second: Tensor  # [n] float64, Σ (h - origin)²
+    settled: bool = field(default=False, kw_only=True)  # whether every node has its origin
+
+    @classmethod
+    def of(cls, activations: Tensor) -> "Moments":
+        """Returns those of no samples, for a layer with such activations."""
+        numbers = torch.zeros(
+            2, activations.shape[-1], dtype=torch.int64, device=activations.device
+        )
+        sums = torch.zeros(3, activations.shape[-1], dtype=torch.float64, device=activations.device)
+        return cls(*numbers.unbind(), *sums.unbind())
+
+    @classmethod
+    def restored(cls, state: dict[str, Any], size: int) -> "Moments":
+        """Returns those of a state dict."""
+        kinds = {"counts": torch.int64, "fired": torch.int64}
+        names = [part.name for part in fields(cls) if not part.kw_only]
+        return cls(*(checked(state.get(n), [size], kinds.get(n, torch.float64), n) for n in names))
+
+    def see(self, activations: Tensor) -> Tensor:
+        """Adds a batch [batch, n], and returns how far each sample is from the origins."""
+        exact = activations.double()
+        if not self.settled:
+            constant = exact.amin(0) == exact.amax(0)
+            origin = torch.where(constant, exact[0], exact.mean(0))
+            self.origin = torch.where(self.counts == 0, origin, self.origin)
+            self.settled = True
+        apart = exact - self.origin
+        self.counts += len(activations)
+        self.fired += (activations > 0).sum(0)
+        self.first += apart.sum(0)
+        self.second += apart.square().sum(0)
+        return apart
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean of every node, 0 without samples."""
+        return self.origin + self.first / self.counts.clamp(min=1)
+
+    @property
+    def variance(self) -> Tensor:
+        """The variance of every node over its samples (divided by their number), exactly 0 if it is
+        constant.
+        """
+        counts = self.counts.clamp(min=1)
+        return (self.second / counts - (self.first / counts).square()).clamp(min=0)
+
+    def carried(self, index: IndexMap | None) -> "Moments":
+        """Returns them after rows moved; newborn nodes have none."""
+        if index is None:
+            return self
+        settled = self.settled and len(index.inserted) == 0
+        return Moments(
+            *(index.carry(tensor) for tensor in self.tensors().values()), settled=settled
+        )
+
+    def copied(self) -> "Moments":
+        """Returns an independent copy."""
+        return Moments(
+            *(tensor.clone() for tensor in self.tensors().values()), settled=self.settled
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns what a state dict holds."""
+        return {part.name: getattr(self, part.name) for part in fields(self) if not part.kw_only}
+
+    def to(self, device: torch.device) -> "Moments":
+        """Returns them on a device."""
+        if self.first.device == device:
+            return self
+        return Moments(
+            *(tensor.to(device) for tensor in self.tensors().values()), settled=self.settled
+        )
 
 
 @dataclass(eq=False)
@@ -37,7 +123,7 @@ class Activations:
 
 
 class ActivationRecorder(Watcher[Activations]):
-    """Streams the mean, the variance and the firing rate of what every node of a layer says.
+    """Streams the mean, the variance and the firing rate of every node of a layer.
 
     Every sample counts alike, however batches are cut; every forward pass counts, with gradients or
     without. A node has the samples since it came (`counts`); one that came after the last of them
@@ -89,14 +175,14 @@ class ActivationRecorder(Watcher[Activations]):
 
     @property
     def firing_rate(self) -> Tensor:
-        """The share of samples in which every node said more than 0, [n] float64."""
+        """The share of samples in which the activation of every node is above 0, [n] float64."""
         moments = self._seen().moments
         return moments.fired / moments.counts.clamp(min=1).double()
 
     def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
         return [net.layers[self.layer]]
 
-    def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+    def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         if _is_new(output):
             with plainly(output.device):
                 seen = self._writable(lambda: Activations(0, Moments.of(output)))
@@ -119,14 +205,14 @@ class Covariances:
 
     @classmethod
     def of(cls, upper: Tensor, lower: Tensor) -> "Covariances":
-        """Returns those of no samples, for two layers that say things like these."""
+        """Returns those of no samples, for two layers with such activations."""
         products = torch.zeros(
             upper.shape[-1], lower.shape[-1], dtype=torch.float64, device=upper.device
         )
         return cls(0, Moments.of(upper), Moments.of(lower), products)
 
     def see(self, upper: Tensor, lower: Tensor) -> None:
-        """Adds a batch of what both layers said."""
+        """Adds a batch of activations of both layers."""
         device = upper.device
         self.upper, self.lower, self.products = (
             self.upper.to(device),
@@ -170,8 +256,8 @@ class Covariances:
 
 
 class CovarianceRecorder(Watcher[Covariances]):
-    """Streams the covariance between what the nodes of two layers say, by default of the two ends
-    of a transition.
+    """Streams the covariance between the nodes of two layers, by default of the two ends of a
+    transition.
 
     Every forward pass counts, with gradients or without. A node that came after the first sample,
     or was away in between, has covariance 0 with every other until `clear()`: pairs of different
@@ -199,7 +285,7 @@ class CovarianceRecorder(Watcher[Covariances]):
         lower = upper + 1 if lower is None else lower
         super().__init__((upper, lower), window)
         self.upper, self.lower, self.most_cells = upper, lower, most_cells
-        # what the first of the two layers said in the pass under way
+        # the activations of the first of the two layers in the pass under way
         self._waiting: Tensor | None = None
 
     @property
@@ -221,7 +307,7 @@ class CovarianceRecorder(Watcher[Covariances]):
     def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
         return [net.layers[n] for n in sorted({self.upper, self.lower})]
 
-    def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+    def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         if not _is_new(output):
             return
         if place == 0 and self.upper != self.lower:
@@ -256,7 +342,7 @@ class CovarianceRecorder(Watcher[Covariances]):
 
 
 def _is_new(output: Tensor) -> bool:
-    """Says whether there are samples in it, other than those that checkpointing computes again
+    """Returns whether there are samples in it, other than those that checkpointing computes again
     inside a backward.
     """
     return len(output) > 0 and _current_graph_task_id() == -1

@@ -1,20 +1,20 @@
-"""Watcher: hooks on one net, and evidence that follows its commits; what every recorder of this
-package is.
-"""
+"""Watcher: hooks on one net, and evidence that follows its commits; the base of all recorders."""
 
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from grapnet.core._errors import CheckpointError, GrapNetError
-from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
+from grapnet.core._tracked import Tracked
 from grapnet.execution.plan import in_transform
 from grapnet.execution.untraced import untraced
 from grapnet.network import GrapNet
@@ -24,21 +24,49 @@ class Evidence(Protocol):
     """What a recorder has seen, by the rows of its layers."""
 
     def carried(self, *indexes: IndexMap | None) -> Self:
-        """Returns it after rows moved, one map a layer, None where they did not; what it was stays
-        as it was.
+        """Returns the evidence after rows moved, one map a layer, None where they did not; this one
+        stays as it is.
         """
         ...
 
     def copied(self) -> Self:
-        """Returns one that can be written into without touching this one."""
+        """Returns an independent copy."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns it as numbers and tensors."""
+        """Returns the evidence as numbers and tensors."""
         ...
 
 
 E = TypeVar("E", bound=Evidence)
+
+
+@dataclass(frozen=True, eq=False)
+class Seen(Generic[E]):
+    """Evidence, and the uids of the nodes that its rows are about, one tensor a layer."""
+
+    evidence: E
+    uids: list[Tensor]
+
+
+def _after(layers: tuple[int, ...], seen: Seen[E] | None, commit: Commit) -> Seen[E] | None:
+    """Returns what was seen after a commit has moved the rows of the layers."""
+    # A recorder that came inside a trial has no state from before it.
+    if seen is None or commit.kind == "end":
+        return None
+    changes = [commit.change.layers.get(n) for n in layers]
+    if all(change is None or change.index.is_identity for change in changes):
+        return seen
+    indexes = []
+    moved_uids = []
+    for change, uids in zip(changes, seen.uids, strict=True):
+        if change is None:
+            indexes.append(None)
+            moved_uids.append(uids)
+        else:
+            indexes.append(change.index)
+            moved_uids.append(change.index.carry(uids, change.born.uids))
+    return Seen(seen.evidence.carried(*indexes), moved_uids)
 
 
 class Watcher(ABC, Generic[E]):
@@ -60,23 +88,22 @@ class Watcher(ABC, Generic[E]):
             raise ValueError(f"a window is a whole number of steps from 1, got {window!r}")
         self.window = window
         self._layers = layers  # whose rows the evidence is about
-        self._evidence: E | None = None  # None: nothing seen
-        self._uids: list[Tensor] = []  # of the nodes that the rows of the evidence are about
-        self._unbind()
-
-    def _unbind(self) -> None:
         self._net: weakref.ref[GrapNet] | None = None
         self._release: weakref.finalize | None = None  # takes the hooks away
-        # version -> the evidence before its commit, for the way back
-        self._kept: dict[int, E | None] = {}
-        self._trial: int | None = None  # version of the trial that is under way
-        # whether the evidence shares memory with what the end of the trial brings back
-        self._shared = False
+        self._track(None, None)
+
+    def _track(self, seen: Seen[E] | None, net: GrapNet | None) -> None:
+        """Puts `seen` in place, to follow a net; what undo would bring back is dropped."""
+        tracked: Tracked[Seen[E] | None, Seen[E] | None]
+        tracked = Tracked(seen, carry=partial(_after, self._layers))
+        if net is not None:
+            net.follow(tracked)
+        self._tracked = tracked
 
     @property
     def net(self) -> GrapNet:
         """The net it watches, or did last; raises GrapNetError when there is none."""
-        net = None if self._net is None else self._net()
+        net = self._alive()
         if net is None:
             raise GrapNetError(
                 "this recorder has no net: it was never armed, or its net is gone. Call arm(net)"
@@ -87,12 +114,8 @@ class Watcher(ABC, Generic[E]):
     @property
     def armed(self) -> bool:
         """True while it watches."""
-        return (
-            self._release is not None
-            and self._release.alive
-            and self._net is not None
-            and self._net() is not None
-        )
+        watches = self._release is not None and self._release.alive
+        return watches and self._alive() is not None
 
     @property
     @abstractmethod
@@ -113,7 +136,7 @@ class Watcher(ABC, Generic[E]):
         self.bind(net)
         hooks = []
         for place, module in enumerate(self._modules(net)):
-            hooks.append(module.register_forward_hook(_Ear(self, place)))  # pyright: ignore[reportArgumentType]
+            hooks.append(module.register_forward_hook(_Hook(self, place)))  # pyright: ignore[reportArgumentType]
         self._release = weakref.finalize(self, _remove, hooks)
         self._release.atexit = False
 
@@ -126,10 +149,10 @@ class Watcher(ABC, Generic[E]):
                 net's.
         """
         self._require_fit(net)
-        if self._net is None or self._net() is not net:
-            self._unbind()
-            self._net, self._uids = weakref.ref(net), self._uids_of(net)
-            net.follow(self)
+        if self._alive() is not net:
+            self._track(self._tracked.state, net)
+            self._release = None
+            self._net = weakref.ref(net)
 
     def disarm(self) -> None:
         """Stops to watch and keeps what it has seen."""
@@ -138,51 +161,18 @@ class Watcher(ABC, Generic[E]):
 
     def clear(self) -> None:
         """Forgets what it has seen."""
-        self._evidence, self._shared = None, False
-        self._kept = {version: None for version in self._kept if version == self._trial}
-
-    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
-        """Moves the evidence with the rows; the present one stays as it is, also for the way
-        back.
-        """
-        if self._net is None or self._net() is not graph:
-            return lambda: None
-        if commit.undoes in self._kept or commit.ends_trial:
-            evidence = self._kept.get(commit.undoes)  # pyright: ignore[reportArgumentType]
-        else:
-            indexes = [commit.nodes.get(n) for n in self._layers]
-            moved = any(index is not None and not index.is_identity for index in indexes)
-            evidence = (
-                self._evidence.carried(*indexes)
-                if moved and self._evidence is not None
-                else self._evidence
-            )
-        kept = {
-            version: held for version, held in self._kept.items() if graph.journal.keeps(version)
-        }
-        if not commit.ends_trial:
-            kept[commit.version] = self._evidence
-        trial = commit.version if graph.open_trial else None
-
-        def install() -> None:
-            self._evidence, self._kept, self._trial, self._shared = (
-                evidence,
-                kept,
-                trial,
-                trial is not None,
-            )
-            self._uids = [graph.layers[n].uid for n in self._layers]
-
-        return install
+        self._track(None, self._alive())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what it has seen as plain numbers and tensors, with the uids of the nodes; not
-        whether it is armed.
+        """Returns what it has seen as plain numbers and tensors, with the uids of the nodes.
 
-        What undo would bring back is not among it.
+        Whether it is armed, and what undo would bring back, are not included.
         """
-        seen = None if self._evidence is None else self._evidence.copied().state_dict()
-        return {"uids": [uids.clone() for uids in self._uids], "evidence": seen}
+        seen = self._tracked.state
+        if seen is None:
+            return {"uids": [], "evidence": None}
+        uids = [uids.clone() for uids in seen.uids]
+        return {"uids": uids, "evidence": seen.evidence.copied().state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` returned; the net it is bound to, now or next, must have
@@ -205,23 +195,24 @@ class Watcher(ABC, Generic[E]):
             raise CheckpointError(
                 f"the state is about {len(uids)} layers, this recorder about {len(self._layers)}"
             )
-        if seen is not None and self._net is not None and not _same(uids, self._uids):
+        net = self._alive()
+        if seen is not None and net is not None and not _same(uids, self._uids_of(net)):
             raise CheckpointError(
                 "the state is about other nodes than those of the net that this recorder follows"
             )
-        evidence = None if seen is None else self._restored(seen, [len(u) for u in uids])
+        loaded = None
+        if seen is not None:
+            evidence = self._restored(seen, [len(u) for u in uids])
+            loaded = Seen(evidence, [u.clone() for u in uids])
         self.clear()
-        self._evidence, self._uids = (
-            evidence,
-            self._uids if seen is None else [u.clone() for u in uids],
-        )
+        self._track(loaded, net)
 
     @abstractmethod
     def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
-        """Returns whose forward calls to watch."""
+        """Returns the modules whose forward calls to watch."""
 
     @abstractmethod
-    def _hear(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+    def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         """Takes in one forward call of the module at a place of `_modules`."""
 
     @abstractmethod
@@ -242,8 +233,9 @@ class Watcher(ABC, Generic[E]):
             raise ValueError(
                 f"the net has layers 0 to {len(net.layers) - 1}, got {list(self._layers)}"
             )
+        seen = self._tracked.state
         foreign = self._net is not None and self._net() is not net
-        if self._evidence is not None and (foreign or not _same(self._uids, self._uids_of(net))):
+        if seen is not None and (foreign or not _same(seen.uids, self._uids_of(net))):
             raise GrapNetError(
                 "this recorder holds evidence about nodes of another net or version; clear() it"
                 " first"
@@ -251,6 +243,14 @@ class Watcher(ABC, Generic[E]):
 
     def _require_room(self, net: GrapNet) -> None:
         """Raises when the net's layers are too large to be watched."""
+
+    @property
+    def _evidence(self) -> E | None:
+        """What was seen; None if nothing was."""
+        seen = self._tracked.state
+        if seen is None:
+            return None
+        return seen.evidence
 
     def _seen(self) -> E:
         """Returns the evidence; raises GrapNetError while there is none."""
@@ -261,17 +261,23 @@ class Watcher(ABC, Generic[E]):
         return self._evidence
 
     def _writable(self, make: Callable[[], E]) -> E:
-        """Returns the evidence to write into: outside a trial, what undo could bring back is let
-        go.
+        """Returns the evidence to write into; outside a trial, what undo would bring back is
+        dropped.
         """
-        if self._trial is None:
-            self._kept = {}
-        if self._evidence is None:
-            self._evidence = make()
-        elif self._shared:
-            self._evidence = self._evidence.copied()
-        self._shared = False
-        return self._evidence
+        seen = self._tracked.state
+        if seen is None:
+            seen = Seen(make(), self._uids_of(self.net))
+        elif self._tracked.in_trial:
+            # The end of the trial brings back the evidence before it, which must not change.
+            seen = Seen(seen.evidence.copied(), seen.uids)
+        self._tracked.learn(seen)
+        return seen.evidence
+
+    def _alive(self) -> GrapNet | None:
+        """Returns the net that it follows; None without one, or once it is gone."""
+        if self._net is None:
+            return None
+        return self._net()
 
     def _uids_of(self, net: GrapNet) -> list[Tensor]:
         return [net.layers[n].uid for n in self._layers]
@@ -284,21 +290,23 @@ class Watcher(ABC, Generic[E]):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy keeps the settings and the evidence, and watches nothing."""
-        hidden = ("_net", "_release", "_kept", "_trial", "_shared")
-        return {name: value for name, value in self.__dict__.items() if name not in hidden}
+        """Returns the settings and the evidence: a copy watches nothing."""
+        hidden = ("_net", "_release", "_tracked")
+        state = {name: value for name, value in self.__dict__.items() if name not in hidden}
+        return {**state, "seen": self._tracked.state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._unbind()
+        seen = state.pop("seen")
+        vars(self).update(state, _net=None, _release=None)
+        self._track(seen, None)
 
 
-class _Ear:
-    """A forward hook that tells a recorder, without keeping it alive, what one module was given and
-    said.
+class _Hook:
+    """A forward hook that hands the input and output of one module to a recorder, which it does not
+    keep alive.
 
-    Copying a net copies the hooks on its modules: what stands in the copy is `_leave`, so nobody is
-        told.
+    Copying a net copies the hooks on its modules: the copy gets `_leave` instead, which no recorder
+    knows.
     """
 
     def __init__(self, recorder: Watcher[Any], place: int) -> None:
@@ -309,7 +317,7 @@ class _Ear:
         recorder = self._recorder()
         # compiled code calls removed hooks too
         if recorder is not None and recorder.armed and not in_transform():
-            recorder._hear(self._place, args, output)
+            recorder._observe(self._place, args, output)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _left, ()

@@ -172,3 +172,36 @@ def test_a_trial_leaves_no_trace() -> None:
     assert all(
         torch.allclose(a, b, atol=1e-10) for a, b in zip(readout.solve(), before, strict=True)
     )
+
+
+def test_nodes_that_were_trained_below_it_may_leave_again() -> None:
+    net = make_net()
+    readout = watching(net)
+    before = readout.solve()
+    with net.edit() as edit:
+        born = edit.add_nodes(1, 2)
+        edit.connect(net.layers[0], born)
+    with torch.no_grad():
+        born.incoming().weights = born.incoming().weights + 1
+    with pytest.raises(gn.GrapNetError, match="other values"):
+        readout.solve()
+    net.undo()
+    assert all(map(torch.equal, readout.solve(), before))
+    with torch.no_grad():
+        net.layers[1][0].incoming().weights = net.layers[1][0].incoming().weights + 1
+    with pytest.raises(gn.GrapNetError, match="other values"):
+        readout.solve()
+
+
+def test_one_that_comes_inside_a_trial_has_seen_nothing_after_it() -> None:
+    net, (x, y) = make_net(), batch()
+    with net.edit(trial=True) as edit:
+        edit.remove_nodes(net.layers[1][0])
+        edit.commit()
+        readout = watching(net)
+        assert readout.statistics.count == 120
+    assert readout.statistics.count == 0
+    assert readout.statistics.n_features == 12
+    readout.update(x, y)
+    readout.solve()
+    assert is_solved(net, hidden(net, x), y)

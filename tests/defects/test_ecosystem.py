@@ -413,11 +413,6 @@ def test_an_edit_of_a_sharded_net_is_refused(sharded_net: gn.GrapNet) -> None:
     assert isinstance(error, gn.GrapNetError)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P10: no public function lets a tensor with one entry for each coordinate follow edits",
-)
 def test_tensors_with_one_entry_for_each_coordinate_follow_an_edit() -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([3, 4, 2])
@@ -425,7 +420,6 @@ def test_tensors_with_one_entry_for_each_coordinate_follow_an_edit() -> None:
     importances = {name: value.detach().clone() for name, value in net.named_parameters()}
     require(all(bool(value.ne(0).all()) for value in importances.values()))
     counts = {name: value.numel() for name, value in importances.items()}
-    assert hasattr(gn, "follow")
     followed = gn.follow(net, importances)
     with net.edit(reason="grow two nodes") as edit:
         grown = edit.add_nodes(1, 2)

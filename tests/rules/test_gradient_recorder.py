@@ -12,9 +12,8 @@ from torch import Tensor
 import grapnet as gn
 from grapnet.core._errors import GrapNetError, StaleNodeError, StaleTopologyError
 from grapnet.execution.plans import BACKENDS
-from grapnet.rules.gradients import GradientRecorder
+from grapnet.rules.gradients import GradientRecorder, OuterProducts
 from grapnet.rules.manager import RuleManager
-from grapnet.rules.outer_products import OuterProducts
 from grapnet.rules.rewire import Rewire
 from grapnet.rules.schedule import At
 from grapnet.rules.widen import GrowWidth
@@ -87,16 +86,16 @@ def test_all_ways_to_ask_agree(net: gn.GrapNet, size: int, monkeypatch: pytest.M
     )
     mixed = torch.randperm(len(parents), generator=torch.Generator().manual_seed(0))
     for chosen in (mixed, mixed[:2], mixed[:0]):
-        monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 256)
+        monkeypatch.setattr("grapnet.rules.gradients.GATHER", 256)
         assert torch.allclose(
             recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen]
         )
-        monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 0)
+        monkeypatch.setattr("grapnet.rules.gradients.GATHER", 0)
         assert torch.allclose(
             recorder.of(parents[chosen], children[chosen]), whole.view(-1)[chosen]
         )
-    monkeypatch.setattr("grapnet.rules.outer_products.GATHER", 256)
-    monkeypatch.setattr("grapnet.rules.outer_products.CELLS", 10)
+    monkeypatch.setattr("grapnet.rules.gradients.GATHER", 256)
+    monkeypatch.setattr("grapnet.rules.gradients.CELLS", 10)
     assert torch.allclose(recorder.of(parents[mixed], children[mixed]), whole.view(-1)[mixed])
     some = net.layers[0].outgoing()[::3]
     assert torch.allclose(recorder.of_relations(some), some.gradients)
