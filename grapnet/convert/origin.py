@@ -83,9 +83,9 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         )
         if origin is not None:
             _find_linears(origin.chain, origin.replaced, anchor_name)
-        install = partial(_install, model, name, net, origin)
+        install = partial(_install, model, present, net, origin)
     elif chain is None:
-        install = partial(_install, model, name, net, None)
+        install = partial(_install, model, present, net, None)
     else:
         anchor = find(model, anchor_name)
         replaced = {path: find(anchor, path, anchor_name) for path in (chain.place, *chain.emptied)}

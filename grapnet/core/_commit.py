@@ -89,8 +89,8 @@ class Followers:
         self._references = self._without(follower)
 
     def prepare(self, graph: "Graph", commit: Commit, *, strict: bool = True) -> list[Install]:
-        """Lets every follower prepare; one that raises stops the commit, or stays behind if `strict`
-        is False.
+        """Lets every follower prepare; one that raises stops the commit or, if not `strict`, stays
+        behind.
         """
         installs = []
         for follower in self._alive():
@@ -186,7 +186,7 @@ class Before(NamedTuple):
     @classmethod
     def of(cls, graph: "Graph") -> "Before":
         """Returns what a graph has at present."""
-        layouts = {name: layout_of(parameter) for name, parameter in graph.named_parameters()}
+        layouts = {name: layout_of(store.parameter) for name, store in graph.stores().items()}
         return cls([t.topology for t in graph.transitions], layouts)
 
 
@@ -497,8 +497,8 @@ def require_editable(graph: "Graph") -> None:
         raise EditError(
             "a graph cannot be edited under torch.inference_mode(); use torch.no_grad()"
         )
-    for parameter in graph.parameters():
-        if parameter.is_inference():
+    for store in graph.stores().values():
+        if store.parameter.is_inference():
             raise EditError(
                 "this net was built under torch.inference_mode(), so it cannot be edited or trained"
             )
@@ -659,5 +659,5 @@ def _refuse_old_backwards(graph: "Graph", receipt: Commit, decision: Decision) -
         f"this backward goes through a forward pass of version {graph.version}, and the graph was"
         f" edited since {edited}. Run the forward pass again, or edit after optimizer.step()"
     )
-    for parameter in graph.parameters():
-        refuse_old_backward(parameter, message, decision)
+    for store in graph.stores().values():
+        refuse_old_backward(store.parameter, message, decision)

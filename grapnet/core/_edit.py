@@ -176,6 +176,7 @@ class Block:
             self._was_left = True
             for edit in self.edits:
                 edit.close()
+                edit.graph.close_edit(edit)
             if unsettled:
                 settle()
 

@@ -374,6 +374,18 @@ class Graph(nn.Module):
         """Puts prepared columns in place."""
         vars(self._modules["columns"])["_modules"] = columns
 
+    def stores(self) -> dict[str, Coordinates]:
+        """Returns what holds the coordinates, by the names of the Parameters."""
+        found: dict[str, Coordinates] = {}
+        for n, layer in enumerate(self.layers):
+            if not layer.is_sensory:
+                found[f"layers.{n}.bias"] = layer
+        for t, transition in enumerate(self.transitions):
+            found[f"transitions.{t}.weight"] = transition
+        for column in self.columns.values():
+            found[column.parameter_name] = column
+        return found
+
     def view(self) -> View:
         """Returns all that a forward pass reads at present."""
         return View(
@@ -422,6 +434,11 @@ class Graph(nn.Module):
         with _opening:
             self.require_no_edit("open an edit")
             vars(self)["_edit"] = edit
+
+    def close_edit(self, edit: Edit) -> None:
+        """Lets go of an edit whose block is over."""
+        if self._edit is edit:
+            vars(self)["_edit"] = None
 
     @property
     def open_trial(self) -> bool:

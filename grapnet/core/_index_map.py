@@ -189,6 +189,14 @@ class IndexMap:
         return self._scratch["runs"]
 
     def _find_runs(self) -> "_Runs | None":
+        if len(self.removed) == 1 and len(self.inserted) == 0:
+            # One coordinate leaves: three pieces, of which the outer ones stay.
+            at = int(self.removed[0])
+            lengths = [at, 1, self.old_size - at - 1]
+            filled = [length for length in lengths if length]
+            kept = list(range(len(filled)))
+            kept.remove(int(at > 0))
+            return _Runs(filled, [], kept)
         if _pieces(self.removed) + _pieces(self.inserted) > max(
             _FEW_RUNS, self.new_size // _SHORTEST_RUN
         ):

@@ -394,10 +394,9 @@ class Journal:
             self._sizes.append(self._sized(place, _size(commit)))
         self._let_go()
 
-    def keeps(self, version: int) -> bool:
-        """Says whether the commit of `version` can still be taken back."""
-        kept = (*self.undoable, *self.redoable)
-        return any(self.outlines.version(place) == version for place in kept)
+    def kept_versions(self) -> set[int]:
+        """Returns the versions whose commits can still be taken back."""
+        return {self.outlines.version(place) for place in (*self.undoable, *self.redoable)}
 
     def at(self, version: int | None) -> Commit | None:
         """Returns the commit that led to a version; None where there is none."""

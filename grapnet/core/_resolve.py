@@ -415,7 +415,8 @@ class TransitionDraft:
             self._check(connection, requests, upper, lower)
         self.parents = joined(empty_positions(), [c.parents for c in self.connections])
         self.children = joined(empty_positions(), [c.children for c in self.connections])
-        self._check_distinct(upper, lower)
+        if self.connections:
+            self._check_distinct(upper, lower)
         # None: all of them
         self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
         self._surviving_fan_in: Tensor | None = None
@@ -460,9 +461,8 @@ class TransitionDraft:
         values = _picked(self._drawn(torch.from_numpy(gains).to(device), upper, generator), born)
         gone = Pairs(empty_positions(), empty_positions())
         if self.cuts.shape[0]:
-            losses = topology.degrees.long() - topology.degrees_without(self.cuts)
             gone = Pairs(
-                upper.short_uids[: upper.n_present].repeat_interleave(losses.cpu()),
+                upper.short_uids.index_select(0, topology.parents_at(self.cuts).cpu()),
                 lower.short_uids.index_select(0, topology.child.index_select(0, self.cuts).cpu()),
             )
         flips = flips_of(

@@ -91,7 +91,8 @@ class Tracked(Generic[State, Kept]):
         """Computes the state after a commit; returns the assignment that installs it."""
         state, kept, _ = self._held
         moved = self._after(commit)
-        coming: dict[int, Any] = {v: part for v, part in kept.items() if graph.journal.keeps(v)}
+        versions = graph.journal.kept_versions()
+        coming: dict[int, Any] = {v: part for v, part in kept.items() if v in versions}
         trial = None
         if commit.kind == "trial":
             trial = commit.version

@@ -530,7 +530,9 @@ class OptimizerFollower:
     def kept_slots(self, net: Graph) -> dict[int, Slots]:
         """Returns the slots of the commits that can still be taken back."""
         return {
-            version: slots for version, slots in self._slots.items() if net.journal.keeps(version)
+            version: slots
+            for version, slots in self._slots.items()
+            if version in net.journal.kept_versions()
         }
 
     def take_slots(self, slots: dict[int, Slots]) -> None:
@@ -549,11 +551,8 @@ class OptimizerFollower:
         if self.survivors == "renew":
             return self._prepare_to_renew(optimizer, graph, commit, names, groups)
         require_followed(optimizer, names)
-        kept = {
-            v: slots
-            for v, slots in self._slots.items()
-            if v == commit.undoes or graph.journal.keeps(v)
-        }
+        versions = graph.journal.kept_versions()
+        kept = {v: slots for v, slots in self._slots.items() if v == commit.undoes or v in versions}
         restored = kept.pop(commit.undoes, {}) if commit.undoes is not None else {}
         taken: Slots = {}
         moves = []

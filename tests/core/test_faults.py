@@ -28,7 +28,7 @@ OUTSIDE = {
     "__init__",
     "leave",
     "_leave",
-    "is_running",
+    "close_edit",
     "close",
     "__del__",
 }
