@@ -7,7 +7,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test numerics coverage mutants signs lint soak readers bench study-fast studies tables docs clean
+.PHONY: help setup demo test numerics coverage mutants signs lint soak interrupts readers bench study-fast studies tables docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -51,6 +51,9 @@ soak: .venv/.test ## run the long random test and write results/soak.json
 
 readers: .venv/.test ## read nets in several threads beside 10,000 edits per backend and write tools/results/readers.json
 	$(BIN)/python -m tools.readers --reads 100000 --edits 10000 --json tools/results/readers.json
+
+interrupts: .venv/.test ## interrupt edits, trials, grafts and restores 11,000 times and write tools/results/interrupts.json
+	$(BIN)/python -m tools.interrupts 10000 --signals 1000 --jobs 2 --json tools/results/interrupts.json
 
 bench: .venv/.test ## measure edits, execution, rules, files and grafts, checking their results, and write benchmarks/results/
 	@mkdir -p benchmarks/results

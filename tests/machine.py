@@ -42,12 +42,10 @@ ERRORS = (gn.GrapNetError, ValueError, LookupError, TypeError, Planned)
 class GraphMachine(Operations, Comparison):
     """Random programs on a small net in float64; after every rule net and oracle must agree."""
 
-    programs = steps = 0  # really executed, counted over the process
-
     @initialize(data=st.data(), seed=st.integers(0, 2**32))
     def start(self, data: st.DataObject, seed: int) -> None:
         """Makes a net: by density or from relations in any order, perhaps with empty layers."""
-        GraphMachine.programs += 1
+        self.counts["programs"] += 1
         torch.manual_seed(seed)
         self.data = data
         sizes = self.draw(SIZES)
@@ -81,6 +79,7 @@ class GraphMachine(Operations, Comparison):
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
         """Does one of the actions, those most often that this program favours."""
+        self.counts["actions"] += 1
         self.data = data
         getattr(self, self.draw(st.sampled_from(ACTIONS + self.favourites * 6)))()
 
@@ -293,7 +292,7 @@ class GraphMachine(Operations, Comparison):
         """Net and oracle agree in structure, values, carried gradients, optimizer state and
         function.
         """
-        GraphMachine.steps += 1
+        self.counts["states compared"] += 1
         self.turns += 1
         state = self.oracle.state
         assert self.net.version == self.oracle.version

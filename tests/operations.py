@@ -3,7 +3,8 @@ draft.
 """
 
 import copy
-from typing import Any
+from collections import Counter
+from typing import Any, ClassVar
 
 import torch
 from hypothesis import strategies as st
@@ -33,6 +34,8 @@ class Operations(RuleBasedStateMachine):
     operations.
     """
 
+    # really executed, counted over the process
+    counts: ClassVar[Counter[str]] = Counter()
     data: st.DataObject
     net: gn.GrapNet
     oracle: Oracle
@@ -115,6 +118,7 @@ class Operations(RuleBasedStateMachine):
         twice = [self.connect, self.cut, self.turn] * 2
         verbs = verbs or (self.add, self.remove, self.orphans, self.name, *twice)
         for verb in self.draw(st.lists(st.sampled_from(verbs), min_size=1, max_size=most)):
+            self.counts["operations"] += 1
             verb(edit, draft)
 
     def present(self, draft: Draft, number: int) -> list[int]:

@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import time
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,8 +19,7 @@ TELL = 500  # programs between two lines of progress
 class Outcome(NamedTuple):
     """What the programs of one seed came to."""
 
-    programs: int
-    steps: int
+    counts: Counter[str]
     failure: str  # empty when all went well
 
 
@@ -30,12 +30,13 @@ def run_chunk(seed: int) -> Outcome:
     from tests.machine import GraphMachine, run_programs
 
     torch.set_num_threads(1)
-    programs, steps, failure = GraphMachine.programs, GraphMachine.steps, ""
+    GraphMachine.counts.clear()
+    failure = ""
     try:
         run_programs(seed, CHUNK)
     except Exception:
         failure = f"seed {seed}\n{traceback.format_exc()}"
-    return Outcome(GraphMachine.programs - programs, GraphMachine.steps - steps, failure)
+    return Outcome(Counter(GraphMachine.counts), failure)
 
 
 def soak(programs: int, processes: int, seed: int) -> dict[str, object]:
@@ -45,21 +46,27 @@ def soak(programs: int, processes: int, seed: int) -> dict[str, object]:
 
     import grapnet
 
-    start, done, steps, failures = time.perf_counter(), 0, 0, []
+    start = time.perf_counter()
+    counts: Counter[str] = Counter()
+    failures = []
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         seeds = (seed * 1_000_000 + number for number in range(2 * (programs // CHUNK + processes)))
         for outcome in pool.imap_unordered(run_chunk, seeds):
-            told, done, steps = done // TELL, done + outcome.programs, steps + outcome.steps
-            failures += [outcome.failure] if outcome.failure else []
-            if done // TELL > told:
-                print(f"{done:,} programs, {steps:,} steps, {len(failures)} failures", flush=True)
-            if done >= programs:
+            told = counts["programs"] // TELL
+            counts += outcome.counts
+            if outcome.failure:
+                failures.append(outcome.failure)
+            if counts["programs"] // TELL > told:
+                print(f"{dict(counts)}, {len(failures)} failures", flush=True)
+            if counts["programs"] >= programs:
                 break
         pool.terminate()
     return {
-        "programs": done,
-        "steps": steps,
+        "programs": counts["programs"],
+        "actions": counts["actions"],
+        "operations": counts["operations"],
+        "states_compared": counts["states compared"],
         "seconds": round(time.perf_counter() - start, 1),
         "failures": len(failures),
         "first_failure": failures[0] if failures else None,

@@ -163,12 +163,17 @@ class Target(NamedTuple):
     modules: Sequence[nn.Module] | None = None
 
 
-def restore_all(targets: Sequence[Target]) -> None:
+def restore_all(targets: Sequence[Target], undo: list[GoBack] | None = None) -> None:
     """Gives every object its state; when one refuses, all of them are as before and CheckpointError
     names it.
+
+    Args:
+        targets: the objects.
+        undo: what puts earlier steps back; gets what puts the objects back.
     """
     # optimizers come last: loading one makes it forget that it has not followed an edit
-    undo, target = [], None
+    target = None
+    undo = [] if undo is None else undo
     try:
         for target in sorted(targets, key=lambda target: isinstance(target.what, Optimizer)):
             undo.append(
@@ -178,9 +183,7 @@ def restore_all(targets: Sequence[Target]) -> None:
             )
             _set_state(target.what, target.state)
     except BaseException as error:
-        for go_back in reversed(undo):
-            with contextlib.suppress(Exception):  # all the others go back too
-                go_back()
+        go_back_all(undo)
         if target is None or not isinstance(error, Exception):
             raise
         if isinstance(error, CheckpointError):  # a manager of rules says itself what does not fit
@@ -188,6 +191,13 @@ def restore_all(targets: Sequence[Target]) -> None:
         raise CheckpointError(
             f"{target.field}: its state does not fit the object ({error!r})"
         ) from error
+
+
+def go_back_all(undo: Sequence[GoBack]) -> None:
+    """Puts everything back, the last step first."""
+    for go_back in reversed(undo):
+        with contextlib.suppress(Exception):  # all the others go back too
+            go_back()
 
 
 def restore_slots(optimizer: Optimizer, extra: Extra, places: Iterable[str]) -> None:

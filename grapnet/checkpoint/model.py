@@ -20,7 +20,7 @@ from grapnet.following.optimizers import mark_replaced
 from grapnet.network import GrapNet
 
 from .codec import Fields, decode, encode, entry, named
-from .extras import Target, restore_all
+from .extras import Target, go_back_all, restore_all
 from .journal import Kept
 from .net import describe_net, rebuild_net, warn_of_unmet_choices
 from .rollback import remember_structure
@@ -149,18 +149,21 @@ def put_into(
     fields.require_all_read()
     for net in nets:
         warn_of_unmet_choices(net)
-    go_back, leaving = remember_structure(model.modules()), dict(model.named_parameters())
+    leaving = dict(model.named_parameters())
+    undo = [remember_structure(model.modules())]
+    decision = Decision()
     try:
         _take(steps)
         _require_places(model, nets)
         rest = Rest(model, [name for names in places for name in names])
         ties = rest.rename(state, ties)
         rest.require_fit(state, ties)
-        restore_all([Target("state", rest, state, rest.modules()), *targets])
+        restore_all([Target("state", rest, state, rest.modules()), *targets], undo)
+        carry_out(_prepare_to_leave(model, leaving, decision), decision)
     except BaseException:
-        go_back()
+        if not decision.made:
+            go_back_all(undo)
         raise
-    _leave_behind(model, leaving)
 
 
 class Rest:
@@ -328,18 +331,21 @@ def _require_places(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:
             )
 
 
-def _leave_behind(model: nn.Module, earlier: dict[str, nn.Parameter]) -> None:
-    """Makes losses and optimizers refuse that depend on Parameters which have left the model."""
+def _prepare_to_leave(
+    model: nn.Module, earlier: dict[str, nn.Parameter], decision: Decision
+) -> list[Callable[[], None]]:
+    """Returns what makes losses and optimizers refuse that depend on Parameters which have left the
+    model.
+    """
     present = {id(parameter) for parameter in model.parameters()}
     leaving = {
         name: parameter for name, parameter in earlier.items() if id(parameter) not in present
     }
     plain = {name: p for name, p in leaving.items() if type(p) is nn.Parameter and p.requires_grad}
-    decision = Decision()
     exchanges = [Exchange(parameter, name, ()) for name, parameter in plain.items()]
     installs = prepare_farewell(exchanges, "restore", decision)
     installs.append(partial(mark_replaced, list(leaving.values()), "restore"))
-    carry_out(installs, decision)
+    return installs
 
 
 def _refuse_shared_parts(model: nn.Module, nets: dict[GrapNet, list[str]]) -> None:

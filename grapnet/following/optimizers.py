@@ -11,6 +11,7 @@ from torch.optim import ASGD, LBFGS, Adafactor, Adagrad, Optimizer, Rprop, Spars
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from grapnet.core._change import IndexMap
+from grapnet.core._commit import settle, unsettled
 from grapnet.core._coordinates import Coordinates, layout_of
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
@@ -138,6 +139,26 @@ def _mark_loaded_state(
 
     return marked
 
+
+def _settle_first(optimizer: Optimizer, *_: object) -> None:
+    """Completes a commit that an interrupt has left, before the state is read."""
+    if unsettled:
+        settle()
+
+
+def _settled(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Wraps the method that hands out the state."""
+
+    @functools.wraps(state_dict)
+    def settled(optimizer: Optimizer) -> dict[str, Any]:
+        _settle_first(optimizer)
+        return state_dict(optimizer)
+
+    return settled
+
+
+register_optimizer_step_pre_hook(_settle_first)
+Optimizer.state_dict = _settled(Optimizer.state_dict)
 
 # torch has a hook for the steps of all optimizers but none for their loading, and state that is
 # loaded and then left behind by an edit of equal size would be used for other relations in silence.

@@ -236,7 +236,7 @@ def outcomes(
         yield place, found
 
 
-# D1: an interrupt in a commit tears the net, and one in a trial makes the trial stay
+# D1, cured: an interrupt in a commit; `tests/core/test_interrupts.py` has the other operations
 
 
 def commit_an_edit(net: gn.GrapNet, hook: LineHook) -> None:
@@ -267,11 +267,6 @@ INTERRUPTS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D1: an interrupt in the commit of an edit leaves parts of two versions",
-)
 @INTERRUPTS
 def test_an_interrupted_commit_leaves_one_version(error: type[BaseException], spread: int) -> None:
     before = observed(*trained())
@@ -286,11 +281,6 @@ def test_an_interrupted_commit_leaves_one_version(error: type[BaseException], sp
     assert torn == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D1: an interrupt while a trial is taken back leaves the trial in effect",
-)
 @INTERRUPTS
 def test_an_interrupted_trial_is_taken_back(error: type[BaseException], spread: int) -> None:
     before = observed(*trained())
@@ -304,11 +294,6 @@ def test_an_interrupted_trial_is_taken_back(error: type[BaseException], spread: 
     assert stayed == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D1: an interrupt at the end of opening an edit leaves it open for ever",
-)
 def test_an_interrupt_leaves_no_edit_open() -> None:
     open_for_ever = []
     for number in lines_of(open_and_leave_an_edit, gn.GrapNet([3, 2])):

@@ -1,0 +1,57 @@
+"""Interrupts: an error at any line, or a signal, leaves all of before or all of after.
+
+`python -m tools.interrupts` does the same by the ten thousand.
+"""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.core.injection import OPERATIONS, spread
+from tests.core.worlds import EDITS
+from tools.interrupts import judge
+
+pytestmark = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="every injection is a forked process"),
+    pytest.mark.xdist_group("interrupts"),
+]
+
+VERBS = ["edit", "trial", "undo", "redo"]
+
+
+def every_kind() -> list[str]:
+    """Returns the names of operations: every kind of edit with one verb, and all others."""
+    names = [name for name in OPERATIONS if ":" not in name]
+    for number, kind in enumerate(EDITS):
+        names.append(f"{VERBS[number % len(VERBS)]}: {kind}")
+    return names
+
+
+@pytest.fixture(scope="module")
+def result() -> dict[str, Any]:
+    tasks = spread(180, 20, seed=0, names=every_kind(), rounds=1)
+    return judge([replace(task, calls=1) for task in tasks], jobs=2)
+
+
+def test_an_error_anywhere_leaves_all_of_before_or_all_of_after(result: dict[str, Any]) -> None:
+    assert result["injections"] >= 180
+    assert result["failures"] == []
+    assert set(result["verdicts"]) <= {"before", "after", "between"}
+
+
+def test_errors_arrive_in_every_way_and_on_both_sides(result: dict[str, Any]) -> None:
+    for way, verdicts in result["ways"].items():
+        assert set(verdicts) - {"missed"}, way
+    assert result["verdicts"]["before"] > 0
+    assert result["verdicts"]["after"] > 0
+
+
+def test_the_judge_tells_torn_worlds_from_clean_ones(result: dict[str, Any]) -> None:
+    found = dict(result["controls"])
+    assert found.pop("nothing") == "before"
+    assert found.pop("all") == "after"
+    assert found.pop("an open edit") == "stuck"
+    assert found.pop("a trial in effect") == "stuck"
+    assert set(found.values()) == {"torn"}
