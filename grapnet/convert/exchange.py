@@ -16,10 +16,10 @@ from grapnet.core._errors import OptimizerError
 from grapnet.following.optimizers import (
     clean_value,
     forget,
-    is_average,
+    is_copy,
+    map_state,
     mark_followed,
     parameters_of,
-    per_coordinate,
     refuse_kind,
     refuse_stale_state,
 )
@@ -220,16 +220,19 @@ def _state(
     optimizer: Optimizer, group: dict[str, Any], exchange: Exchange, arrival: Arrival
 ) -> dict[str, Any]:
     """Returns the state of a Parameter that arrives."""
-    old, new, carry = exchange.parameter, arrival.parameter, arrival.carry
+    old = exchange.parameter
     if not optimizer.state.get(old):
         return {}
-    # a step each
-    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()}
-    for key in per_coordinate(optimizer, old, exchange.name):
-        value: Tensor = state[key]
-        if is_average(optimizer, key):
-            known = carry(torch.ones_like(value), 0.0) != 0
-            state[key] = torch.where(known, carry(value, 0.0), new.detach())
-        else:
-            state[key] = carry(value, clean_value(optimizer, group, key))
-    return state
+
+    def move(entry: str, value: Tensor) -> Tensor:
+        if not is_copy(optimizer, entry):
+            return arrival.carry(value, clean_value(optimizer, group, entry))
+        known = arrival.carry(torch.ones_like(value), 0.0) != 0
+        moved = arrival.carry(value, 0.0)
+        return torch.where(known, moved, arrival.parameter.detach())
+
+    state = map_state(optimizer, old, exchange.name, move)
+    # Several may arrive for one that leaves, and each has numbers of its own, as its step.
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
+    }
