@@ -2,13 +2,14 @@
 stay.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from grapnet.core._coordinates import refuse_old_backward, replace_content
@@ -17,11 +18,12 @@ from grapnet.following.optimizers import (
     clean_value,
     forget,
     is_copy,
-    map_state,
     mark_followed,
     parameters_of,
+    per_coordinate,
     refuse_kind,
     refuse_stale_state,
+    with_entries,
 )
 
 from .linear import Carry
@@ -223,16 +225,13 @@ def _state(
     old = exchange.parameter
     if not optimizer.state.get(old):
         return {}
-
-    def move(entry: str, value: Tensor) -> Tensor:
-        if not is_copy(optimizer, entry):
-            return arrival.carry(value, clean_value(optimizer, group, entry))
-        known = arrival.carry(torch.ones_like(value), 0.0) != 0
-        moved = arrival.carry(value, 0.0)
-        return torch.where(known, moved, arrival.parameter.detach())
-
-    state = map_state(optimizer, old, exchange.name, move)
+    moved = {}
+    for entry, value in per_coordinate(optimizer, old, exchange.name).items():
+        if is_copy(optimizer, entry):
+            known = arrival.carry(torch.ones_like(value), 0.0) != 0
+            weights = arrival.parameter.detach()
+            moved[entry] = torch.where(known, arrival.carry(value, 0.0), weights)
+        else:
+            moved[entry] = arrival.carry(value, clean_value(optimizer, group, entry))
     # Several may arrive for one that leaves, and each has numbers of its own, as its step.
-    return {
-        key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()
-    }
+    return copy.deepcopy(with_entries(optimizer.state[old], moved))

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, Adagrad, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from grapnet.core._coordinates import Coordinates, PreparedVector, Shift, layout_of
+from grapnet.core._coordinates import Coordinates, Shift, layout_of
 from grapnet.core._errors import OptimizerError
 from grapnet.core._foreign import unfit_parameters
 from grapnet.core._graph import Column, Graph
@@ -44,22 +44,14 @@ _REFUSED = {
 }
 # Entries that are copies or averages of the weights: a newborn coordinate starts from its value.
 _COPIES = {
-    "*": (
-        "lookahead_params",
-        "old_p",
-        "p0",
-        "prev_param",
-        "slow_buffer",
-        "slow_param",
-        "slow_params",
-        "x0",
-    ),
+    "*": ("old_p", "p0", "prev_param", "slow_buffer", "slow_param", "slow_params", "x0"),
     "*ScheduleFree*": ("x", "y", "z"),
     "A2Grad*": ("x_k",),
     "ASGD": ("ax",),
     "AccSGD": ("momentum_buffer",),
     "DAdaptSGD": ("z",),
     "Lookahead": ("backup_params",),
+    "Ranger21": ("lookahead_params",),
     "SRMM": ("mov_avg_param",),
 }
 # What other entries start from, where that is not 0: a number, or the name of an option.
@@ -74,19 +66,8 @@ _STARTS: dict[str, dict[str, float | str]] = {
     "Yogi": {"exp_avg": "initial_accumulator", "exp_avg_sq": "initial_accumulator"},
 }
 # Entries of torch's own optimizers that are about gradients.
-_MOMENTS = {
-    "acc_delta",
-    "exp_avg",
-    "exp_avg_sq",
-    "exp_inf",
-    "grad_avg",
-    "max_exp_avg_sq",
-    "momentum_buffer",
-    "prev",
-    "square_avg",
-    "step_size",
-    "sum",
-}
+_MOMENTS = {"exp_avg", "exp_avg_sq", "exp_inf", "max_exp_avg_sq", "momentum_buffer", "square_avg"}
+_MOMENTS |= {"acc_delta", "grad_avg", "prev", "step_size", "sum"}
 _OF_TORCH = tuple(
     kind
     for kind in vars(torch.optim).values()
@@ -239,9 +220,10 @@ def _attach_optimizer(what: Optimizer, nets: list[Graph], settings: _Settings) -
     for optimizer in optimizers:
         refuse_kind(optimizer)
         refuse_stale_state(optimizer)
-        if settings.survivors == "keep":
-            for one in nets:
-                _require_mappable(optimizer, one)
+        for one in nets:
+            for name, parameter in _held_of(optimizer, one).items():
+                # Raises for state that does not fit.
+                per_coordinate(optimizer, parameter, name)
     for optimizer in optimizers:
         mark_followed(optimizer)
         for one in nets:
@@ -285,7 +267,7 @@ class OptimizerFollower:
     ) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.net = weakref.ref(net)
-        self.is_measured = settings.copies is not None
+        self.is_measured = settings.copies is not None or type(optimizer) in _OF_TORCH
         self._settings = settings
         # Entries that were compared with the weights, and whether they are near.
         self._near: dict[str, bool] = {}
@@ -408,19 +390,9 @@ class OptimizerFollower:
         taken: Slots = {}
         for name in states.keys() & commit.parameters.keys():
             removed = commit.parameters[name].removed
-            slots: dict[str, Tensor] = {}
-
-            def take(
-                entry: str,
-                value: Tensor,
-                removed: Tensor = removed,
-                slots: dict[str, Tensor] = slots,
-            ) -> Tensor:
-                slots[entry] = value.flatten().index_select(0, removed)
-                return value
-
-            map_state(optimizer, parameters[name], name, take)
-            taken[name] = slots
+            taken[name] = {}
+            for entry, value in per_coordinate(optimizer, parameters[name], name).items():
+                taken[name][entry] = value.flatten().index_select(0, removed)
         return taken
 
     def _carry(self, states: dict[str, State], commit: Commit) -> dict[str, State]:
@@ -435,41 +407,21 @@ class OptimizerFollower:
             if self._settings.survivors == "renew":
                 rows = len(parameter) if index is None else index.new_size
                 carried[name] = _first_state(optimizer, group, parameter.detach(), rows)
-            elif index is None:
+                continue
+            if index is None:
                 carried[name] = state
-            else:
-                weights = functools.cache(functools.partial(_prepared, net, commit, name))
-                move = functools.partial(self._move, optimizer, group, index, parameter, weights)
-                carried[name] = map_state(optimizer, parameter, name, move)
+                continue
+            moved = {}
+            for entry, value in per_coordinate(optimizer, parameter, name).items():
+                if self._is_copy(optimizer, entry):
+                    weights = _content_after(net, commit, name)
+                    moved[entry] = _moved_copy(value, parameter, weights, index)
+                elif self._settings.newborn == "mean":
+                    moved[entry] = _moved_with_mean(value, index, optimizer, group, entry)
+                else:
+                    moved[entry] = index.carry(value, clean_value(optimizer, group, entry))
+            carried[name] = with_entries(state, moved)
         return carried
-
-    def _move(
-        self,
-        optimizer: Optimizer,
-        group: State,
-        index: IndexMap,
-        parameter: nn.Parameter,
-        weights: Callable[[], PreparedVector],
-        entry: str,
-        value: Tensor,
-    ) -> Tensor:
-        """Returns one entry after a commit."""
-        if self._is_copy(optimizer, entry):
-            # Where the commit itself changes a weight (a folded constant), its copy changes too.
-            after = weights().content
-            born = after.index_select(0, index.inserted)
-            before = index.carry(parameter, born)
-            moved = index.carry(value, born.to(value).view(-1, *value.shape[1:]))
-            shift = Shift(index.inserted, before.to(value), after.to(value))
-            return shift.apply(moved.view_as(after)).view_as(moved)
-        survivors = index.old_size - len(index.removed)
-        if self._settings.newborn == "zero" or survivors == 0:
-            return index.carry(value, clean_value(optimizer, group, entry))
-        moved = index.carry(value, 0.0)
-        if len(index.inserted):
-            mean = moved.sum(dtype=torch.float64) / survivors
-            moved.view(-1)[index.inserted.long()] = mean.to(moved.dtype)
-        return moved
 
     def _give(
         self, present: dict[str, State], kept: dict[str, Any], commit: Commit
@@ -528,40 +480,70 @@ def is_near(values: Tensor, weights: Tensor) -> bool:
     return bool(nearer.float().mean() >= 0.75)
 
 
-def _prepared(net: Graph, commit: Commit, name: str) -> PreparedVector:
-    """Returns what a Parameter is about to be, which it is not yet while followers prepare."""
+def _content_after(net: Graph, commit: Commit, name: str) -> Tensor:
+    """Returns the content that a commit gives a Parameter, which it has not yet while followers
+    prepare.
+    """
     kind, place, _ = name.split(".")
     if kind == "transitions":
         t = int(place)
-        return net.transitions[t].prepare(commit.change.transitions[t].weights)
+        return net.transitions[t].prepare(commit.change.transitions[t].weights).content
     if kind == "layers":
         biases = commit.change.layers[int(place)].biases
         assert biases is not None
-        return net.layers[int(place)].prepare(biases)
+        return net.layers[int(place)].prepare(biases).content
     column = net.columns[place]
-    return column.prepare(commit.change.layers[column.layer].columns[place])
+    return column.prepare(commit.change.layers[column.layer].columns[place]).content
 
 
-def map_state(
-    optimizer: Optimizer,
-    parameter: nn.Parameter,
-    name: str,
-    move: Callable[[str, Tensor], Tensor],
-) -> State:
-    """Returns the state of a Parameter with `move(entry, value)` in the place of every tensor of
-    one value a coordinate, also inside of lists, tuples and dicts.
+def _moved_copy(value: Tensor, parameter: nn.Parameter, weights: Tensor, index: IndexMap) -> Tensor:
+    """Returns a copy of the weights after a commit that gives the Parameter the content `weights`.
+
+    Newborn coordinates start from their weight; where the commit changes the weight of a survivor,
+    as a folded constant does, the copy changes with it.
+    """
+    born = weights.index_select(0, index.inserted)
+    before = index.carry(parameter, born).to(value)
+    moved = index.carry(value, born.to(value).view(-1, *value.shape[1:]))
+    shift = Shift(index.inserted, before.view_as(moved), weights.to(value).view_as(moved))
+    return shift.apply(moved)
+
+
+def _moved_with_mean(
+    value: Tensor, index: IndexMap, optimizer: Optimizer, group: State, entry: str
+) -> Tensor:
+    """Returns an entry after a commit, with the mean of the survivors for newborn coordinates."""
+    survivors = index.old_size - len(index.removed)
+    if survivors == 0:
+        return index.carry(value, clean_value(optimizer, group, entry))
+    moved = index.carry(value, 0.0)
+    if len(index.inserted):
+        mean = moved.sum(dtype=torch.float64) / survivors
+        moved.view(-1)[index.inserted.long()] = mean.to(moved.dtype)
+    return moved
+
+
+def per_coordinate(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+    """Returns the tensors of one value a coordinate in the state of a Parameter, also inside of
+    lists, tuples and dicts.
 
     Raises:
         OptimizerError: a tensor is neither that nor one number.
     """
-    leaves, form = pytree.tree_flatten_with_path(dict(optimizer.state[parameter]))
-    moved = []
-    for path, value in leaves:
-        entry = _entry_name(path)
+    found = {}
+    for entry, value in _entries(optimizer.state.get(parameter, {})).items():
         if _has_a_value_a_coordinate(optimizer, parameter, name, entry, value):
-            value = move(entry, value)
-        moved.append(value)
-    return pytree.tree_unflatten(moved, form)
+            found[entry] = value
+    return found
+
+
+def with_entries(state: State, entries: Mapping[str, Tensor]) -> State:
+    """Returns a state with other tensors in the place of some entries."""
+
+    def replaced(path: tuple[Any, ...], value: Any) -> Any:
+        return entries.get(_entry_name(path), value)
+
+    return pytree.tree_map_with_path(replaced, dict(state))
 
 
 def _has_a_value_a_coordinate(
@@ -606,13 +588,6 @@ def _is_one_number(optimizer: Optimizer, entry: str) -> bool:
             if isinstance(value, Tensor) and value.numel() == 1:
                 return True
     return False
-
-
-def _require_mappable(optimizer: Optimizer, net: Graph) -> None:
-    """Raises OptimizerError when the optimizer has state that does not fit its Parameters."""
-    for name, parameter in _held_of(optimizer, net).items():
-        if optimizer.state.get(parameter):
-            map_state(optimizer, parameter, name, lambda _, value: value)
 
 
 def _held_of(optimizer: Optimizer, net: Graph) -> dict[str, nn.Parameter]:
