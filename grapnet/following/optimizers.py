@@ -166,11 +166,7 @@ def detach(what: Optimizer | nn.Module, net: nn.Module) -> None:
             detach_copy(what, one)
             continue
         for optimizer in _with_state(what):
-            record = _record(optimizer)
-            for follower in record.followers:
-                if follower.net() is one:
-                    one.unfollow(follower)
-            record.followers = [f for f in record.followers if f.net() is not one]
+            _detach_optimizer(optimizer, one)
 
 
 def _nets_to_follow(what: object, net: object, verb: str) -> list[Graph]:
@@ -206,6 +202,11 @@ class _Settings(NamedTuple):
 
 
 def _attach_optimizer(what: Optimizer, nets: list[Graph], settings: _Settings) -> None:
+    if not hasattr(what, "state") or not hasattr(what, "param_groups"):
+        raise OptimizerError(
+            f"this {type(what).__name__} has no state and param_groups as a torch.optim.Optimizer"
+            " has them, so it cannot follow an edit"
+        )
     held = {id(parameter) for parameter in parameters_of(what)}
     nets = [one for one in nets if any(id(parameter) in held for parameter in one.parameters())]
     if not nets:
@@ -231,10 +232,18 @@ def _attach_optimizer(what: Optimizer, nets: list[Graph], settings: _Settings) -
             loaded = _take_loaded(optimizer, one)
             if loaded is not None:
                 slots = loaded
-            detach(optimizer, one)
+            _detach_optimizer(optimizer, one)
             follower = OptimizerFollower(optimizer, one, settings, slots)
             _record(optimizer).followers.append(follower)
             one.follow(follower)
+
+
+def _detach_optimizer(optimizer: Optimizer, net: Graph) -> None:
+    record = _record(optimizer)
+    for follower in record.followers:
+        if follower.net() is net:
+            net.unfollow(follower)
+    record.followers = [follower for follower in record.followers if follower.net() is not net]
 
 
 def _with_state(optimizer: Optimizer) -> list[Optimizer]:
@@ -904,7 +913,7 @@ def _holds_stale_state(optimizer: Optimizer, parameter: nn.Parameter, has_moved:
     """
     if has_moved and isinstance(optimizer, LBFGS):
         return any(optimizer.state.values())
-    if has_moved and _hidden_state(optimizer, [parameter]):
+    if has_moved and _hidden_state(optimizer, parameters_of(optimizer)):
         return True
     is_edited = layout_of(parameter) is not None
     for value in _entries(optimizer.state.get(parameter, {})).values():
