@@ -1,12 +1,14 @@
 """Runs optimizers of torch and of other packages through edits, beside twins indexed by hand.
 
-Run it in the root of the repository: `python -m tools.optimizers [--json PATH] [--docs PATH]`. Every
-class takes three steps, then a cut, growth, and the undo of both, with three steps after each. A twin
-has the same optimizer over plain Parameters, and its state is moved coordinate by coordinate, by the
-uids of the nodes. Both have to agree to the last bit.
+Run it in the root of the repository: `python -m tools.optimizers [--json PATH] [--docs PATH]`.
 
-A class follows, is refused with a reason, cannot run here, or is SILENT: it went on with wrong state,
-which makes the program fail.
+Every class takes three steps, then a cut, growth, and the undo of both, with three steps after
+each. A twin has the same optimizer over plain Parameters, and its state is moved coordinate by
+coordinate, by the uids of the nodes. Both have to agree to the last bit. A newborn coordinate has
+to start from what the class starts from: a step without gradients shows whether that is the weight.
+
+A class follows, is refused with a reason, cannot run here, or is SILENT: it went on with wrong
+state, which makes the program fail.
 """
 
 import argparse
@@ -54,6 +56,7 @@ STARTS: dict[str, float | str] = {
     "AdaBelief.exp_avg_var": 0.0,
     "AdaMax.exp_inf": 0.0,
     "AdaMod.exp_avg_lr": 0.0,
+    "Adagrad.sum": "initial_accumulator_value",
     "Adai.beta1_prod": 1.0,
     "Aida.exp_avg_var": 0.0,
     "BSAM.s": 1.0,
@@ -62,6 +65,7 @@ STARTS: dict[str, float | str] = {
     "EmoFact.exp_avg_r": 0.0,
     "Gravity.v": 0.0,  # drawn from a normal distribution around 0
     "Kate.b": 0.0,
+    "Rprop.step_size": "lr",
     "VSGD.bg": "pbg2",
     "VSGD.bhg": "pbhg2",
     "Yogi.exp_avg": "initial_accumulator",
@@ -114,6 +118,7 @@ WRAPPERS = {"Lookahead", "OrthoGrad", "PCGrad", "TRAC", "ScheduleFreeWrapper", "
 WRAPPERS |= {"SafeFP16Optimizer"}
 SHARPNESS = {"SAM", "FriendlySAM", "LookSAM", "GSAM", "WSAM"}
 GROUPED = {"Muon", "AdaMuon", "AdaGO", "NorMuon", "MuonClip", "DistributedMuon"}
+MATRICES = {"SpectralSphere"}
 OF_MODEL = {"AdaLOMO", "AdamMini", "LOMO"}
 SECOND_ORDER = {"AdaHessian", "Adahessian", "SophiaH"}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -135,6 +140,8 @@ def makers(name: str, kind: type[Optimizer]) -> list[Make]:
         return [of_parameters(kind, base_optimizer=torch.optim.SGD, lr=0.01, momentum=0.9)]
     if name in GROUPED:
         return [of_groups(kind)]
+    if name in MATRICES:
+        return [of_matrices(kind, {})]
     if name in OF_MODEL:
         return [of_the_model(kind)]
     options = OPTIONS.get(name, {})
@@ -364,9 +371,10 @@ def made(name: str, ways: list[Make]) -> Followed:
 
 
 def is_sound(parameter: Tensor, optimizer: Optimizer) -> bool:
-    """Returns whether a step has left finite numbers."""
-    values = [parameter, *entries_of(optimizer, parameter).values()]
-    return all(bool(v.isfinite().all()) for v in values if isinstance(v, Tensor))
+    """Returns whether a step has left state, and finite numbers."""
+    entries = entries_of(optimizer, parameter)
+    tensors = [value for value in entries.values() if isinstance(value, Tensor)]
+    return bool(entries) and all(bool(t.isfinite().all()) for t in [parameter, *tensors])
 
 
 class Starts:
@@ -387,7 +395,7 @@ class Starts:
             probe.optimizer.step()
             has_stepped = True
         if not has_stepped or not all(is_sound(p, probe.optimizer) for p in probe.net.parameters()):
-            # It divides by the gradient, or differentiates twice.
+            # It divides by the gradient, differentiates twice, or waits for a gradient.
             probe = made(name, ways)
             probe.step(0)
         found: dict[str, list[tuple[Tensor, Tensor, Tensor]]] = {}
@@ -410,7 +418,9 @@ class Starts:
         for known, start in STARTS.items():
             kind, _, plain = known.partition(".")
             if self._name.endswith(kind) and entry == f"['{plain}']":
-                return torch.full_like(weight, self._options.get(start, start))
+                if isinstance(start, str):
+                    start = self._options[start]
+                return torch.full_like(weight, start)
         return torch.zeros_like(weight)
 
 
@@ -448,7 +458,7 @@ def outcome(name: str, ways: list[Make]) -> dict[str, Any]:
         followed = made(name, ways)
         start = Starts(name, ways)
     except Refusal as error:
-        return {"status": "not run", "reason": short(error)}
+        return refused_unrun(ways[0]) or {"status": "not run", "reason": short(error)}
     found: dict[str, Any] = {}
     try:
         net = followed.net
@@ -488,6 +498,17 @@ def outcome(name: str, ways: list[Make]) -> dict[str, Any]:
     except Exception as error:
         return {"status": "breaks", "reason": f"{type(error).__name__}: {short(error)}", **found}
     return {"status": "follows", **found}
+
+
+def refused_unrun(make: Make) -> dict[str, Any]:
+    """Returns the refusal of an optimizer that cannot take a step; empty when there is none."""
+    with contextlib.suppress(Exception):
+        followed = Followed(make, is_second_order=False)
+        try:
+            gn.attach(followed.optimizer, followed.net)
+        except gn.OptimizerError as error:
+            return {"status": "refused", "reason": short(error)}
+    return {}
 
 
 def near_entries(followed: Followed) -> list[str]:
@@ -538,7 +559,8 @@ def of_torch() -> dict[str, Any]:
     from torch.testing._internal.common_optimizers import optim_db
 
     found = {}
-    for info in optim_db:
+    infos: list[Any] = optim_db
+    for info in infos:
         for number, given in enumerate(info.optim_inputs_func(device="cpu")):
             forms = [""]
             if "foreach" in info.supported_impls:
@@ -581,7 +603,7 @@ def with_table(text: str, results: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tools.optimizers")
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--docs", type=Path, help="a page whose table to renew")
     arguments = parser.parse_args()
@@ -592,7 +614,7 @@ def main() -> None:
     counts_of_torch = Counter(kind["status"] for kind in torchs.values())
     results = {
         "versions": {package: version(package) for package in MODULES.values()},
-        "torch": torch.__version__,
+        "torch": torch.__version__.split("+")[0],
         "counts": dict(counts),
         "counts of torch": dict(counts_of_torch),
         "packages": packages,
@@ -600,7 +622,7 @@ def main() -> None:
     }
     print(f"packages: {dict(counts)}; torch: {dict(counts_of_torch)}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.docs:
         arguments.docs.write_text(with_table(arguments.docs.read_text(), results))
     wrong = counts["SILENT"] + counts["breaks"]
