@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -73,6 +74,7 @@ _OF_TORCH = tuple(
     for kind in vars(torch.optim).values()
     if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
 )
+_CONTAINERS = (dict, list, tuple, deque)
 # Fewer coordinates than these are like the weights by chance.
 _ENOUGH = 4
 
@@ -276,8 +278,11 @@ class OptimizerFollower:
     ) -> None:
         self.optimizer = weakref.ref(optimizer)
         self.net = weakref.ref(net)
-        self.is_measured = settings.copies is not None or type(optimizer) in _OF_TORCH
+        # What torch's own optimizers keep is known.
+        self._is_known = type(optimizer) in _OF_TORCH
+        self.is_measured = self._is_known or settings.copies is not None
         self._settings = settings
+        self._parameters: dict[str, nn.Parameter] = {}
         # Entries that were compared with the weights, and whether they are near.
         self._near: dict[str, bool] = {}
         # torch keeps the state; here it passes through, by the names of Parameters.
@@ -303,7 +308,7 @@ class OptimizerFollower:
         """
         optimizer = self.optimizer()
         net = self.net()
-        if optimizer is None or net is None or self._settings.copies is not None:
+        if optimizer is None or net is None:
             return
         found: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for parameter in net.parameters():
@@ -330,12 +335,13 @@ class OptimizerFollower:
         parameters = _held_of(optimizer, graph)
         if self._settings.survivors == "keep":
             require_followed(optimizer, parameters.values())
-            self._refuse_unknown_copies()
-        _refuse_hidden_state(optimizer, parameters.values())
+        if not self._is_known:
+            self._refuse_unknown_state(optimizer, parameters.values())
         states = {}
         for name, parameter in parameters.items():
             if optimizer.state.get(parameter):
                 states[name] = optimizer.state[parameter]
+        self._parameters = parameters
         self._tracked.replace(states)
         install_tracked = self._tracked.prepare(graph, commit)
 
@@ -395,22 +401,22 @@ class OptimizerFollower:
         """
         if self._settings.survivors == "renew":
             return states if commit.kind == "trial" else {}
-        optimizer, _, parameters = self._present()
+        optimizer, _ = self._present()
         taken: Slots = {}
         for name in states.keys() & commit.parameters.keys():
             removed = commit.parameters[name].removed
             taken[name] = {}
-            for entry, value in per_coordinate(optimizer, parameters[name], name).items():
+            for entry, value in per_coordinate(optimizer, self._parameters[name], name).items():
                 taken[name][entry] = value.flatten().index_select(0, removed)
         return taken
 
     def _carry(self, states: dict[str, State], commit: Commit) -> dict[str, State]:
         """Returns the state after a commit, with what newborn coordinates start from."""
-        optimizer, net, parameters = self._present()
+        optimizer, net = self._present()
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         carried = {}
         for name, state in states.items():
-            parameter = parameters[name]
+            parameter = self._parameters[name]
             group = groups[id(parameter)]
             index = commit.parameters.get(name)
             if self._settings.survivors == "renew":
@@ -451,19 +457,33 @@ class OptimizerFollower:
                     entries[entry].view(-1)[inserted] = back.to(entries[entry])
         return present
 
-    def _present(self) -> tuple[Optimizer, Graph, dict[str, nn.Parameter]]:
+    def _present(self) -> tuple[Optimizer, Graph]:
         optimizer = self.optimizer()
         net = self.net()
         assert optimizer is not None
         assert net is not None
-        return optimizer, net, _held_of(optimizer, net)
+        return optimizer, net
 
     def _is_copy(self, optimizer: Optimizer, entry: str) -> bool:
         if self._settings.copies is not None and entry in self._settings.copies:
             return True
         return is_copy(optimizer, entry)
 
-    def _refuse_unknown_copies(self) -> None:
+    def _refuse_unknown_state(
+        self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]
+    ) -> None:
+        """Raises OptimizerError for state outside of its place, and for copies of the weights that
+        are not named.
+        """
+        hidden = _hidden_state(optimizer, list(parameters))
+        if hidden:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} keeps numbers of the coordinates in {hidden},"
+                " where they cannot follow an edit; use another optimizer, or keep them in"
+                " optimizer.state[parameter]"
+            )
+        if self._settings.copies is not None or self._settings.survivors == "renew":
+            return
         self.measure()
         for entry, near in self._near.items():
             if near:
@@ -548,11 +568,17 @@ def per_coordinate(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> 
 
 def with_entries(state: State, entries: Mapping[str, Tensor]) -> State:
     """Returns a state with other tensors in the place of some entries."""
-
-    def replaced(path: tuple[Any, ...], value: Any) -> Any:
-        return entries.get(_entry_name(path), value)
-
-    return pytree.tree_map_with_path(replaced, dict(state))
+    changed = {}
+    for key, value in state.items():
+        if isinstance(value, _CONTAINERS):
+            leaves, form = pytree.tree_flatten_with_path(value)
+            names = [f"{key}{pytree.keystr(path)}" for path, _ in leaves]
+            pairs = zip(names, leaves, strict=True)
+            moved = [entries.get(name, leaf) for name, (_, leaf) in pairs]
+            changed[key] = pytree.tree_unflatten(moved, form)
+        else:
+            changed[key] = entries.get(str(key), value)
+    return changed
 
 
 def _has_a_value_a_coordinate(
@@ -605,17 +631,16 @@ def _held_of(optimizer: Optimizer, net: Graph) -> dict[str, nn.Parameter]:
     return {name: p for name, p in net.named_parameters() if id(p) in held}
 
 
-def _entries(state: Any) -> dict[str, Any]:
-    """Returns what a state holds, also inside of lists, tuples and dicts, by name."""
-    leaves, _ = pytree.tree_flatten_with_path(state)
-    return {_entry_name(path): value for path, value in leaves}
-
-
-def _entry_name(path: tuple[Any, ...]) -> str:
-    """Returns what an entry is called: momentum_buffer, or momentum_buffer[0.9]."""
-    if not path:
-        return ""
-    return f"{getattr(path[0], 'key', path[0])}{pytree.keystr(path[1:])}"
+def _entries(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns what a state holds by name; momentum_buffer[0.9] is inside of a dict."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, _CONTAINERS):
+            leaves, _ = pytree.tree_flatten_with_path(value)
+            found |= {f"{key}{pytree.keystr(path)}": leaf for path, leaf in leaves}
+        else:
+            found[str(key)] = value
+    return found
 
 
 def _is_like(value: Any, parameter: Tensor) -> bool:
@@ -629,19 +654,6 @@ def _holds_tensors(value: object) -> bool:
     """Returns whether an object of another library has tensors among its attributes."""
     attributes = getattr(value, "__dict__", {})
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(dict(attributes)))
-
-
-def _refuse_hidden_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Raises OptimizerError when an optimizer keeps numbers a coordinate outside of the state of
-    its Parameters.
-    """
-    hidden = _hidden_state(optimizer, list(parameters))
-    if hidden:
-        raise OptimizerError(
-            f"this {type(optimizer).__name__} keeps numbers of the coordinates in {hidden}, where"
-            " they cannot follow an edit; use another optimizer, or keep them in"
-            " optimizer.state[parameter]"
-        )
 
 
 def _hidden_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> str:
