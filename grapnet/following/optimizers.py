@@ -270,6 +270,15 @@ def _inside(optimizer: Optimizer) -> list[Optimizer]:
     return [one for one in inside if any(id(p) in held for p in parameters_of(one))]
 
 
+class _Held(NamedTuple):
+    """A Parameter of the net that the optimizer holds, and has state of."""
+
+    parameter: nn.Parameter
+    group: State
+    state: State
+    entries: dict[str, Tensor]  # of the state: what has one value a coordinate
+
+
 class OptimizerFollower:
     """Carries one optimizer's state through the commits of one net."""
 
@@ -282,11 +291,10 @@ class OptimizerFollower:
         self._is_known = type(optimizer) in _OF_TORCH
         self.is_measured = self._is_known or settings.copies is not None
         self._settings = settings
-        self._parameters: dict[str, nn.Parameter] = {}
         # Entries that were compared with the weights, and whether they are near.
         self._near: dict[str, bool] = {}
         # torch keeps the state; here it passes through, by the names of Parameters.
-        self._tracked: Tracked[dict[str, State], dict[str, Any]] = Tracked(
+        self._tracked: Tracked[dict[str, _Held], dict[str, Any]] = Tracked(
             {}, take=self._take, carry=self._carry, give=self._give
         )
         self._tracked.remember(slots)
@@ -333,22 +341,30 @@ class OptimizerFollower:
         if optimizer is None:
             return lambda: None
         parameters = _held_of(optimizer, graph)
-        if self._settings.survivors == "keep":
+        is_kept = self._settings.survivors == "keep"
+        if is_kept:
             require_followed(optimizer, parameters.values())
         if not self._is_known:
             self._refuse_unknown_state(optimizer, parameters.values())
-        states = {}
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        held = {}
         for name, parameter in parameters.items():
-            if optimizer.state.get(parameter):
-                states[name] = optimizer.state[parameter]
-        self._parameters = parameters
-        self._tracked.replace(states)
+            state = optimizer.state.get(parameter, {})
+            entries = {}
+            if is_kept:
+                if not state or name not in commit.parameters:
+                    continue
+                entries = per_coordinate(optimizer, parameter, name)
+            elif not state and commit.kind != "end":
+                continue
+            held[name] = _Held(parameter, groups[id(parameter)], state, entries)
+        self._tracked.replace(held)
         install_tracked = self._tracked.prepare(graph, commit)
 
         def install() -> None:
             install_tracked()
-            for name, state in self._tracked.state.items():
-                optimizer.state[parameters[name]] = state
+            for one in self._tracked.state.values():
+                optimizer.state[one.parameter] = one.state
             mark_followed(optimizer, parameters.values())
             # The optimizer has it, and may let go of it.
             self._tracked.replace({})
@@ -395,58 +411,64 @@ class OptimizerFollower:
 
         return install
 
-    def _take(self, states: dict[str, State], commit: Commit) -> dict[str, Any]:
+    def _take(self, held: dict[str, _Held], commit: Commit) -> dict[str, Any]:
         """Returns what undo needs: the state of the coordinates that leave, or for the end of a
         trial that renews the state all of it.
         """
         if self._settings.survivors == "renew":
-            return states if commit.kind == "trial" else {}
-        optimizer, _ = self._present()
+            if commit.kind != "trial":
+                return {}
+            return {name: one.state for name, one in held.items()}
         taken: Slots = {}
-        for name in states.keys() & commit.parameters.keys():
+        for name, one in held.items():
             removed = commit.parameters[name].removed
             taken[name] = {}
-            for entry, value in per_coordinate(optimizer, self._parameters[name], name).items():
+            for entry, value in one.entries.items():
                 taken[name][entry] = value.flatten().index_select(0, removed)
         return taken
 
-    def _carry(self, states: dict[str, State], commit: Commit) -> dict[str, State]:
+    def _carry(self, held: dict[str, _Held], commit: Commit) -> dict[str, _Held]:
         """Returns the state after a commit, with what newborn coordinates start from."""
-        optimizer, net = self._present()
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        optimizer = self.optimizer()
+        net = self.net()
+        assert optimizer is not None
+        assert net is not None
         carried = {}
-        for name, state in states.items():
-            parameter = self._parameters[name]
-            group = groups[id(parameter)]
+        for name, one in held.items():
             index = commit.parameters.get(name)
             if self._settings.survivors == "renew":
-                rows = len(parameter) if index is None else index.new_size
-                carried[name] = _first_state(optimizer, group, parameter.detach(), rows)
+                rows = len(one.parameter) if index is None else index.new_size
+                state = _first_state(optimizer, one.group, one.parameter.detach(), rows)
+                carried[name] = one._replace(state=state)
                 continue
-            if index is None:
-                carried[name] = state
-                continue
+            assert index is not None
             moved = {}
-            for entry, value in per_coordinate(optimizer, parameter, name).items():
+            for entry, value in one.entries.items():
+                start = clean_value(optimizer, one.group, entry)
                 if self._is_copy(optimizer, entry):
                     weights = _content_after(net, commit, name)
-                    moved[entry] = _moved_copy(value, parameter, weights, index)
+                    moved[entry] = _moved_copy(value, one.parameter, weights, index)
                 elif self._settings.newborn == "mean":
-                    moved[entry] = _moved_with_mean(value, index, optimizer, group, entry)
+                    moved[entry] = _moved_with_mean(value, index, start)
                 else:
-                    moved[entry] = index.carry(value, clean_value(optimizer, group, entry))
-            carried[name] = with_entries(state, moved)
+                    moved[entry] = index.carry(value, start)
+            carried[name] = one._replace(state=with_entries(one.state, moved), entries=moved)
         return carried
 
     def _give(
-        self, present: dict[str, State], kept: dict[str, Any], commit: Commit
-    ) -> dict[str, State]:
+        self, present: dict[str, _Held], kept: dict[str, Any], commit: Commit
+    ) -> dict[str, _Held]:
         """Returns the state with what the commit that is taken back took away."""
         if self._settings.survivors == "renew":
-            return {**present, **kept} if commit.kind == "end" else present
-        for name in present.keys() & kept.keys() & commit.parameters.keys():
+            if commit.kind != "end":
+                return present
+            back = {}
+            for name, one in present.items():
+                back[name] = one._replace(state=kept.get(name, one.state))
+            return back
+        for name in present.keys() & kept.keys():
             inserted = commit.parameters[name].inserted.long()
-            entries = _entries(present[name])
+            entries = present[name].entries
             for entry, back in kept[name].items():
                 if len(back) != len(inserted):
                     raise OptimizerError(
@@ -456,13 +478,6 @@ class OptimizerFollower:
                     # `_carry` has made this tensor for this commit.
                     entries[entry].view(-1)[inserted] = back.to(entries[entry])
         return present
-
-    def _present(self) -> tuple[Optimizer, Graph]:
-        optimizer = self.optimizer()
-        net = self.net()
-        assert optimizer is not None
-        assert net is not None
-        return optimizer, net
 
     def _is_copy(self, optimizer: Optimizer, entry: str) -> bool:
         if self._settings.copies is not None and entry in self._settings.copies:
@@ -538,13 +553,13 @@ def _moved_copy(value: Tensor, parameter: nn.Parameter, weights: Tensor, index: 
     return shift.apply(moved)
 
 
-def _moved_with_mean(
-    value: Tensor, index: IndexMap, optimizer: Optimizer, group: State, entry: str
-) -> Tensor:
-    """Returns an entry after a commit, with the mean of the survivors for newborn coordinates."""
+def _moved_with_mean(value: Tensor, index: IndexMap, start: float) -> Tensor:
+    """Returns an entry after a commit, with the mean of the survivors for newborn coordinates, and
+    `start` where nothing survives.
+    """
     survivors = index.old_size - len(index.removed)
     if survivors == 0:
-        return index.carry(value, clean_value(optimizer, group, entry))
+        return index.carry(value, start)
     moved = index.carry(value, 0.0)
     if len(index.inserted):
         mean = moved.sum(dtype=torch.float64) / survivors
@@ -928,6 +943,8 @@ def _holds_stale_state(optimizer: Optimizer, parameter: nn.Parameter, has_moved:
     if has_moved and _hidden_state(optimizer, parameters_of(optimizer)):
         return True
     is_edited = layout_of(parameter) is not None
+    if not has_moved and not is_edited:
+        return False
     for value in _entries(optimizer.state.get(parameter, {})).values():
         if not isinstance(value, Tensor):
             if has_moved and _holds_tensors(value):
