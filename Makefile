@@ -7,7 +7,7 @@ PYTEST := -m pytest -n 2 --dist loadgroup
 PIP := $(BIN)/python -m pip --disable-pip-version-check install $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test numerics coverage mutants signs lint soak interrupts readers bench study-fast studies tables docs clean
+.PHONY: help setup demo test numerics coverage mutants signs optimizers lint soak interrupts readers bench study-fast studies tables docs clean
 
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -39,6 +39,10 @@ mutants: .venv/.test ## change the library in 448 small ways, for hours, and wri
 
 signs: .venv/.test ## count lines, files, packed lines and importers, and write tools/results/signs.json
 	$(BIN)/python -m tools.signs --json tools/results/signs.json
+
+optimizers: export OMP_NUM_THREADS = 1
+optimizers: .venv/.test .venv/.optimizers ## run the optimizers of torch and of other packages through edits, and write which follow
+	$(BIN)/python -m tools.optimizers --json tools/results/optimizers.json --docs docs/guides/optimizers.md
 
 lint: .venv/.test .venv/.lint ## check style, formatting and types
 	$(BIN)/ruff check
@@ -91,7 +95,7 @@ clean: ## remove caches and built files; .venv and results stay
 	@$(PIP) --no-build-isolation -e '.[demo]'
 	@touch $@
 
-.venv/.test .venv/.lint .venv/.docs: .venv/.%: .venv/.setup
+.venv/.test .venv/.lint .venv/.docs .venv/.optimizers: .venv/.%: .venv/.setup
 	@echo "== installing what $* needs"
 	@$(PIP) --no-build-isolation -e '.[$*]'
 	@touch $@

@@ -14,6 +14,7 @@ from .core._activation import register_activation as register_activation
 from .core._change import IndexMap as IndexMap
 from .core._check import check as check
 from .core._edit import Edit as Edit
+from .core._edit import edit_together as edit_together
 from .core._errors import CheckpointError as CheckpointError
 from .core._errors import ConversionError as ConversionError
 from .core._errors import EditError as EditError
@@ -27,14 +28,13 @@ from .core._errors import StaleNodeError as StaleNodeError
 from .core._errors import StaleRelationsError as StaleRelationsError
 from .core._errors import StaleTopologyError as StaleTopologyError
 from .core._errors import TopologyError as TopologyError
-from .core._joint import edit_together as edit_together
-from .core._joint import redo_together as redo_together
-from .core._joint import undo_together as undo_together
 from .core._journal import Commit as Commit
 from .core._journal import Diff as Diff
 from .core._node import GrapNode as GrapNode
 from .core._sets import NodeSet as NodeSet
 from .core._sets import RelationSet as RelationSet
+from .core._undo import redo_together as redo_together
+from .core._undo import undo_together as undo_together
 from .execution.manager import register_backend as register_backend
 from .execution.snapshot import SnapshotController as SnapshotController
 from .export import snapshot as snapshot

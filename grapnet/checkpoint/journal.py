@@ -23,10 +23,10 @@ from grapnet.core._change import (
     contains,
 )
 from grapnet.core._check import check
-from grapnet.core._commit import Verb, next_reversed, require_fit, undo_alone
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
 from grapnet.core._journal import Commit, Journal, Outlines
+from grapnet.core._undo import Verb, next_reversed, require_fit, undo_alone
 from grapnet.network import GrapNet
 
 from .codec import LARGEST, Decoder, Encoder, Fields, Pool, PoolReader, entry, number

@@ -2,6 +2,7 @@
 stay.
 """
 
+import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from grapnet.core._coordinates import Decision, refuse_old_backward, replace_content
@@ -17,12 +18,13 @@ from grapnet.core._errors import OptimizerError
 from grapnet.following.optimizers import (
     clean_value,
     forget,
-    is_average,
+    is_copy,
     mark_followed,
     parameters_of,
     per_coordinate,
     refuse_kind,
     refuse_stale_state,
+    with_entries,
 )
 
 from .linear import Carry
@@ -228,16 +230,16 @@ def _state(
     optimizer: Optimizer, group: dict[str, Any], exchange: Exchange, arrival: Arrival
 ) -> dict[str, Any]:
     """Returns the state of a Parameter that arrives."""
-    old, new, carry = exchange.parameter, arrival.parameter, arrival.carry
+    old = exchange.parameter
     if not optimizer.state.get(old):
         return {}
-    # a step each
-    state = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[old].items()}
-    for key in per_coordinate(optimizer, old, exchange.name):
-        value: Tensor = state[key]
-        if is_average(optimizer, key):
-            known = carry(torch.ones_like(value), 0.0) != 0
-            state[key] = torch.where(known, carry(value, 0.0), new.detach())
+    moved = {}
+    for entry, value in per_coordinate(optimizer, old, exchange.name).items():
+        if is_copy(optimizer, entry):
+            known = arrival.carry(torch.ones_like(value), 0.0) != 0
+            weights = arrival.parameter.detach()
+            moved[entry] = torch.where(known, arrival.carry(value, 0.0), weights)
         else:
-            state[key] = carry(value, clean_value(optimizer, group, key))
-    return state
+            moved[entry] = arrival.carry(value, clean_value(optimizer, group, entry))
+    # Several may arrive for one that leaves, and each has numbers of its own, as its step.
+    return copy.deepcopy(with_entries(optimizer.state[old], moved))

@@ -13,11 +13,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
+from torch import nn
 
-from ._change import Change, LayerChange, TransitionChange, contains
+from ._change import Change, LayerChange
 from ._coordinates import (
     Coordinates,
     Decision,
@@ -28,18 +29,18 @@ from ._coordinates import (
     refuse_old_backward,
     sequence_number,
 )
-from ._errors import EditError, HistoryError
-from ._journal import Commit, Joint, Journal
+from ._errors import EditError
+from ._journal import Commit, Joint
 from ._layer import Layer, Roster
-from ._sets import RelationSet
-from ._transition import Topology, Transition, rewired, rows_after, wirings_after
+from ._transition import Topology, Transition, wirings_after
 
 if TYPE_CHECKING:
     from ._edit import Block, Edit
     from ._graph import Column, Graph
 
-Verb = Literal["undo", "redo"]
 Install = Callable[[], None]
+State = TypeVar("State")
+Kept = TypeVar("Kept")
 
 
 class Follower(Protocol):
@@ -117,6 +118,106 @@ class Followers:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Followers, ()
+
+
+class Tracked(Generic[State, Kept]):
+    """State that follows the commits of a net: a follower made of three functions.
+
+    A commit moves the state by `carry` and keeps, for as long as the commit can be taken back, what
+    `take` returns. The commit that takes it back (undo, redo, the end of a trial) hands that to
+    `give`. None of the three may change the state that it is given.
+
+    Args:
+        state: the state at present.
+        carry: `carry(state, commit)` returns the state after the commit.
+        take: `take(state, commit)` returns what has to be kept of the state before the commit; all
+            of it by default.
+        give: `give(present, kept, commit)` returns the state after a commit that takes another one
+            back. `present` is what `carry` returned, `kept` what `take` had returned then. By
+            default `kept` is the state after it, and `carry` is not called.
+    """
+
+    def __init__(
+        self,
+        state: State,
+        *,
+        carry: Callable[[State, Commit], State],
+        take: Callable[[State, Commit], Kept] | None = None,
+        give: Callable[[State, Kept, Commit], State] | None = None,
+    ) -> None:
+        self._carry = carry
+        self._take = take
+        self._give = give
+        # One attribute, so that one assignment installs all of a commit: the state, what is kept
+        # by the version of the commit that took it away, and the version of the trial in effect.
+        self._held: tuple[State, dict[int, Kept], int | None] = (state, {}, None)
+
+    @property
+    def state(self) -> State:
+        """The state at present."""
+        if unsettled:
+            settle()
+        return self._held[0]
+
+    @property
+    def kept(self) -> dict[int, Kept]:
+        """What commits have taken away, by their versions."""
+        if unsettled:
+            settle()
+        return self._held[1]
+
+    @property
+    def in_trial(self) -> bool:
+        """True while a trial is in effect."""
+        return self._held[2] is not None
+
+    def replace(self, state: State) -> None:
+        """Puts another state in place; undo still gives back what was kept."""
+        self._held = (state, *self._held[1:])
+
+    def learn(self, state: State) -> None:
+        """Puts a state in place that knows more than the one before it.
+
+        What undo would give back knows less, so it is dropped. A trial drops nothing: its end
+        brings back the state before it, which may then share no memory with what is written into.
+        """
+        _, kept, trial = self._held
+        if trial is None:
+            kept = {}
+        self._held = (state, kept, trial)
+
+    def remember(self, kept: dict[int, Kept]) -> None:
+        """Takes over what commits have taken away in another session."""
+        self._held = (self._held[0], kept, self._held[2])
+
+    def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
+        """Computes the state after a commit; returns the assignment that installs it."""
+        state, kept, _ = self._held
+        moved = self._after(commit)
+        versions = graph.journal.kept_versions()
+        coming: dict[int, Any] = {v: part for v, part in kept.items() if v in versions}
+        trial = None
+        if commit.kind == "trial":
+            trial = commit.version
+        if commit.kind != "end":
+            coming[commit.version] = state
+            if self._take is not None:
+                coming[commit.version] = self._take(state, commit)
+        held = (moved, coming, trial)
+
+        def install() -> None:
+            self._held = held
+
+        return install
+
+    def _after(self, commit: Commit) -> Any:
+        state, kept, _ = self._held
+        undone = commit.undoes
+        if undone is None or undone not in kept:
+            return self._carry(state, commit)
+        if self._give is None:
+            return kept[undone]
+        return self._give(self._carry(state, commit), kept[undone], commit)
 
 
 class View(NamedTuple):
@@ -420,56 +521,6 @@ def _take_back(trial: Trial) -> None:
         raise
 
 
-def undo(graph: "Graph", verb: Verb) -> Intent:
-    """Returns what takes the last commit of a graph back, or with "redo" the last undo.
-
-    Raises:
-        HistoryError: there is none.
-    """
-    earlier = next_reversed(graph.journal, verb)
-    reason = f"{verb}: {earlier.reason.removeprefix('undo: ').removeprefix('redo: ')}"
-    receipt = Commit(
-        graph.version + 1, reason, earlier.change.inverse(), undoes=earlier.version, kind=verb
-    )
-    return Intent(graph, receipt, graph.next_uid)
-
-
-def undo_alone(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
-    """Takes the last commit, or undo, of one graph back; its part of a joint transaction only
-    `alone`.
-    """
-    graph.require_no_edit(verb)
-    earlier = next_reversed(graph.journal, verb)
-    if earlier.joint is not None and not alone:
-        raise HistoryError(
-            f"version {earlier.version} ({earlier.reason!r}) is part of a transaction over"
-            f" {earlier.joint.parts} nets. Take it back in all of them: gn.{verb}_together(...); or"
-            f" in this one alone: net.{verb}(alone=True)"
-        )
-    (receipt,) = commit([undo(graph, verb)])
-    assert receipt is not None
-    return receipt
-
-
-def next_reversed(journal: Journal, verb: Verb) -> Commit:
-    """Returns the commit that undo, or the undo that redo, takes back; raises HistoryError when
-    there is none.
-    """
-    return journal.next_undo() if verb == "undo" else journal.next_redo()
-
-
-def repeat(graph: "Graph", recorded: Commit) -> Intent:
-    """Returns what repeats a commit of an equal graph.
-
-    Raises:
-        HistoryError: the graph is not like the one that the commit was made on.
-    """
-    change = recorded.change.to(graph.device)
-    require_fit(graph, change, recorded.version)
-    receipt = Commit(graph.version + 1, recorded.reason, change, recorded.by, recorded.operations)
-    return Intent(graph, receipt, uid_after(graph, change))
-
-
 def uid_after(graph: "Graph", change: Change) -> int:
     """Returns the uid of the next node that an edit adds to a graph after a change."""
     born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
@@ -507,6 +558,35 @@ def require_editable(graph: "Graph") -> None:
             raise EditError(
                 "this net was built under torch.inference_mode(), so it cannot be edited or trained"
             )
+    reason = unfit_parameters(graph)
+    if reason:
+        raise EditError(reason)
+
+
+def unfit_parameters(graph: "Graph") -> str:
+    """Returns why the Parameters of a graph cannot be edited; empty when they can.
+
+    Attributes and class names decide, so torch.distributed is not imported.
+    """
+    for name, store in graph.stores().items():
+        parameter = store.parameter
+        if type(parameter) is nn.Parameter and not vars(parameter):
+            continue
+        kinds = {kind.__name__ for kind in type(parameter).__mro__}
+        if "DTensor" in kinds or hasattr(parameter, "_fsdp_flattened"):
+            return (
+                f"{name} is sharded over processes (FSDP or DTensor), and an edit needs all of its"
+                " coordinates in every process. Replicate the net (DistributedDataParallel, or"
+                " FSDP's ignored_params) and shard the rest of the model"
+            )
+        if getattr(parameter, "_in_backward_optimizers", None):
+            return (
+                f"{name} is trained inside of the backward pass (_apply_optimizer_in_backward),"
+                " whose hooks an edit drops. Step in a hook of"
+                " Tensor.register_post_accumulate_grad_hook, which edits keep, or after the"
+                " backward pass"
+            )
+    return ""
 
 
 def _prepare_rosters(graph: "Graph", change: Change) -> dict[int, Roster]:
@@ -666,52 +746,3 @@ def _refuse_old_backwards(graph: "Graph", receipt: Commit, decision: Decision) -
     )
     for store in graph.stores().values():
         refuse_old_backward(store.parameter, message, decision)
-
-
-def require_fit(graph: "Graph", whole: Change, version: int) -> None:
-    """Raises HistoryError when the change of a commit was not made on a graph like this one."""
-    for number, change in whole.layers.items():
-        if number >= len(graph.layers) or not change.fits(graph.layers[number].uid):
-            raise HistoryError(
-                f"commit {version} was made on another graph: layer {number} differs"
-            )
-    for t, change in whole.transitions.items():
-        if t >= len(graph.transitions) or not _wires_fit(graph, t, change, whole):
-            raise HistoryError(
-                f"commit {version} was made on another graph: transition {t} differs"
-            )
-
-
-def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) -> bool:
-    """Says whether what the change cuts is here, and what it connects is not."""
-    store = graph.transitions[t]
-    if change.index.old_size != store.size:
-        return False
-    cut = RelationSet(graph, {t: change.index.removed})
-    if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
-        cut.children.int(), change.gone.children
-    ):
-        return False
-    parents, children = (
-        graph.layers[t].rows(change.born.parents),
-        graph.layers[t + 1].rows(change.born.children),
-    )
-    newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
-    for rows, uids, fresh in (
-        (parents, change.born.parents, newborn[0]),
-        (children, change.born.children, newborn[1]),
-    ):
-        if bool((rows < 0).any()) and (
-            fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())
-        ):
-            return False
-    upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
-    after = rewired(graph, t, store.topology, upper, lower, change)
-    owners = rows_after(graph, t, upper, change.born.parents)
-    if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
-        return False
-    both = (parents >= 0) & (children >= 0)
-    found = store.topology.find(
-        parents[both].to(graph.device), children[both].to(graph.device)
-    ).int()
-    return bool(((found < 0) | contains(change.index.removed, found)).all())

@@ -568,3 +568,30 @@ def recomputes_before(sequence: int) -> bool:
         return False
     node = torch._C._current_autograd_node()
     return node is not None and node._sequence_nr() < sequence
+
+
+def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:
+    """Returns every value of a vector, frozen ones included, as it is after a change (None: no
+    change).
+    """
+    values = store.values().detach()
+    if change is None:
+        return values
+    born = change.born_values
+    if born is None:
+        born = values.new_zeros(len(change.index.inserted))
+    moved = change.index.carry(values, born)
+    if change.shift is not None:
+        at = change.shift.positions.long()
+        shift = Shift(at, change.shift.before.to(values), change.shift.after.to(values))
+        moved = moved.index_copy(0, at, shift.apply(moved[at]))
+    return moved
+
+
+def trainable_after(store: Coordinates, change: VectorChange) -> Tensor:
+    """Returns the values of a vector that are in the Parameter after a change, in order."""
+    was_frozen = store.frozen_bits(ascending(store.size, store.frozen_at.device))
+    frozen = change.index.carry(was_frozen, change.born_frozen).clone()
+    flips = change.flips.long()
+    frozen[flips] = ~frozen[flips]
+    return values_after(store, change)[~frozen]

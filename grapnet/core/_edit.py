@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -612,3 +612,86 @@ class Edit:
 def _all_differ(rows: Tensor) -> bool:
     numbers = rows.numpy()
     return bool((numbers[1:] > numbers[:-1]).all()) or len(np.unique(numbers)) == len(numbers)
+
+
+def edit_together(
+    *nets: "Graph",
+    reason: str = "",
+    by: str | None = None,
+    trial: bool = False,
+    generator: torch.Generator | None = None,
+    allow_dead: bool | None = None,
+) -> "_Together":
+    """Opens one transaction over several nets: `with gn.edit_together(gate, up, down) as (g, u,
+    d):`.
+
+    Leaving the block validates and prepares everything in every net, followers included, and only
+    then swaps; an error anywhere leaves all of them, and the random numbers, as they were. A net
+    whose edit turns out empty commits nothing. The commits of the others are parts of one
+    transaction (`commit.joint`), which `undo_together` takes back.
+
+    Args:
+        nets: the nets; each has its own edit, in this order.
+        reason: why; it stands in every net's journal.
+        by: which rule or person edits.
+        trial: take all edits back when the block ends, as `net.edit(trial=True)` does. `commit()`
+            of any one of the edits lets all of them take effect.
+        generator: source of the random numbers for newborn weights; each device's own by default.
+        allow_dead: as for `net.edit`.
+
+    Raises:
+        EditError: a net is named twice or has an edit open, or what was asked for is impossible;
+            nothing was changed.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> up, down = gn.GrapNet([4, 8]), gn.GrapNet([8, 4])
+        >>> with gn.edit_together(up, down, reason="remove three hidden units") as (first, second):
+        ...     first.remove_nodes(up.layers[1][:3], interface=True)
+        ...     second.remove_nodes(down.layers[0][:3], interface=True)
+        >>> up.sizes, down.sizes
+        ([4, 5], [5, 4])
+        >>> receipts = gn.undo_together(up, down)
+        >>> up.sizes, down.sizes
+        ([4, 8], [8, 4])
+    """
+    require_nets(nets, "edit_together")
+    edits = tuple(
+        net.edit(reason, by=by, trial=trial, generator=generator, allow_dead=allow_dead)
+        for net in nets
+    )
+    return _Together(edits)
+
+
+class _Together:
+    """The `with` statement of `edit_together`."""
+
+    def __init__(self, edits: tuple[Edit, ...]) -> None:
+        self.block = Block(edits)
+        for edit in edits:
+            edit.block = self.block
+
+    def __enter__(self) -> tuple[Edit, ...]:
+        self.block.enter()
+        return self.block.edits
+
+    __exit__ = Leave()
+
+
+def require_nets(nets: "Sequence[Graph]", verb: str) -> None:
+    """Raises unless there are nets, and each of them once."""
+    from ._graph import Graph
+
+    if not nets:
+        raise EditError(f"{verb} takes the nets one by one, got none: gn.{verb}(first, second)")
+    for n, net in enumerate(nets):
+        if not isinstance(net, Graph):
+            raise TypeError(
+                f"{verb} takes the nets one by one, gn.{verb}(*nets), got {type(net).__name__}"
+            )
+        again = next(m for m, other in enumerate(nets) if other is net)
+        if again < n:
+            raise EditError(
+                f"{verb} was given one net twice, as number {again + 1} and {n + 1}; name each net"
+                " once"
+            )

@@ -18,11 +18,9 @@ from ._commit import (
     View,
     commit,
     exchange_columns,
-    repeat,
     require_editable,
     settle,
     uid_after,
-    undo_alone,
     unsettled,
 )
 from ._coordinates import Coordinates, Token, VectorChange
@@ -34,6 +32,7 @@ from ._node import GrapNode
 from ._resolve import draw
 from ._sets import Nodes, NodeSet, as_uids
 from ._transition import Transition
+from ._undo import repeat, undo_alone
 
 
 class Column(Coordinates):

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from grapnet.core._change import IndexMap
-from grapnet.core._coordinates import Coordinates, VectorChange
+from grapnet.core._commit import Tracked
+from grapnet.core._coordinates import Coordinates, VectorChange, trainable_after
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Column, Graph
 from grapnet.core._journal import Commit
-from grapnet.core._tracked import Tracked, trainable_after
 
 Newborn = float | Literal["value"]
 Entries = dict[str, Tensor]  # by the name of the Parameter

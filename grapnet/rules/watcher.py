@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from grapnet.core._change import IndexMap
+from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._journal import Commit
-from grapnet.core._tracked import Tracked
 from grapnet.execution.plan import in_transform
 from grapnet.execution.untraced import untraced
 from grapnet.network import GrapNet

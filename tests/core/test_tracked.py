@@ -11,7 +11,7 @@ from torch import Tensor
 
 import grapnet as gn
 from grapnet.continual import ClosedFormReadout
-from grapnet.core._tracked import Tracked
+from grapnet.core._commit import Tracked
 from grapnet.rules import ActivationRecorder, CovarianceRecorder, GradientRecorder
 
 

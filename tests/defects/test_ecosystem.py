@@ -151,11 +151,6 @@ def steps_after_a_cut(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> bool
     return True
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P6: attaching the optimizer that accelerate returns does not attach the one that steps",
-)
 def test_an_optimizer_that_wraps_another_follows_edits() -> None:
     net = gn.GrapNet([4, 6, 2])
     wrapped = WrappedOptimizer(torch.optim.Adam(net.parameters()))
@@ -228,11 +223,6 @@ def sharded_net() -> Iterator[gn.GrapNet]:
         dist.destroy_process_group()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P8: an optimizer is attached to a sharded net that no edit can change",
-)
 def test_attaching_to_a_sharded_net_is_refused(sharded_net: gn.GrapNet) -> None:
     optimizer = torch.optim.SGD(sharded_net.parameters(), lr=0.1)
     step(sharded_net, optimizer)
@@ -276,11 +266,6 @@ def test_tensors_with_one_entry_for_each_coordinate_follow_an_edit() -> None:
         assert torch.equal(followed[name][survivors], weight.detach()[survivors])
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P12: an optimizer is attached with moments of another shape, which corrupt memory",
-)
 def test_attaching_an_optimizer_with_moments_of_another_shape_is_refused() -> None:
     edited = gn.GrapNet([4, 6, 2])
     optimizer = torch.optim.AdamW(edited.parameters(), fused=True)

@@ -95,8 +95,11 @@ def test_the_mean_covers_every_entry_and_is_clean_without_survivors(kind: str) -
         edit.connect(net.layers[0][1], edit.add_nodes(1, 1))
     place = int((net.layers[0].outgoing().children == net.next_uid - 1).nonzero())
     for key, value in old.items():
+        expected = value.mean().item()
+        if key == "ax":  # an average of the weights themselves
+            expected = weight[place].item()
         assert optimizer.state[weight][key][place].item() == pytest.approx(
-            value.mean().item(), rel=1e-12, abs=1e-300
+            expected, rel=1e-12, abs=1e-300
         )
     with net.edit(allow_dead=True) as edit:
         edit.cut(net.layers[0].outgoing())
@@ -169,7 +172,7 @@ class Strange(SGD):
     [
         lambda p: torch.zeros(3, 3),
         lambda p: torch.zeros(len(p), 2),
-        lambda p: [p],
+        lambda p: [torch.zeros(3, 3)],
         lambda p: torch.zeros(2, len(p)),
     ],
     ids=["rectangle", "two a coordinate", "list", "rows"],
@@ -182,7 +185,7 @@ def test_state_that_cannot_be_mapped_stops_the_edit(entry: Any) -> None:
     train(net, adam, range(2))
     train(net, optimizer, range(2))
     before = fingerprint(net, adam)
-    with pytest.raises(gn.OptimizerError, match=r"'strange' .* is not one value a coordinate"):
+    with pytest.raises(gn.OptimizerError, match=r"'strange.*' .* is not one value a coordinate"):
         rewire(net)
     assert fingerprint(net, adam) == before
 
@@ -238,16 +241,18 @@ def test_parameters_of_one_coordinate_and_of_none(kind: str) -> None:
     assert all(bool(p.isfinite().all()) for p in net.parameters())
 
 
-def test_a_trial_brings_back_what_it_renewed() -> None:
+@pytest.mark.parametrize("kind", [Adagrad, Adam])
+def test_a_trial_brings_back_what_it_renewed(kind: Any) -> None:
     net = make_net()
-    optimizer = Adagrad(net.parameters(), lr=0.1)
+    optimizer = kind(net.parameters(), lr=0.1)
     gn.attach(optimizer, net, survivors="renew")
     train(net, optimizer, range(3))
     held = copy.deepcopy(optimizer.state_dict()["state"])
     with net.edit(trial=True) as edit:
         edit.cut(net.layers[0][0].outgoing())
         edit.commit()
-        assert float(optimizer.state[net.transitions[1].weight]["sum"].sum()) == 0.0
+        renewed = optimizer.state[net.transitions[1].weight]
+        assert not any(value.any() for value in renewed.values())
     state = optimizer.state_dict()["state"]
     assert all(
         torch.equal(state[n][key], value)
