@@ -102,8 +102,11 @@ class AttentionPlan:
     """
 
     def __init__(self, topology: Topology, key: Column, query: Column) -> None:
+        reference.require_wiring(topology)
         self.topology, self.key, self.query = topology, key, query
-        self._parents = topology.parents() if topology.n_relations <= reference.CELLS else None
+        self._parents = None
+        if topology.n_relations <= reference.CELLS:
+            self._parents = topology.parents()
         self._alone = topology.fan_in() == 0  # children without a parent
         # the version to read, in place of the present one
         self._version: tuple[Vector, Vector] | None = None
@@ -170,7 +173,7 @@ class AttentionPlan:
         """
         stop = start + count
         parents = (
-            self.topology.parents(start, stop)
+            reference.parents_of(self.topology, start, stop)
             if self._parents is None
             else self._parents[start:stop]
         )

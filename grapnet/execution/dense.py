@@ -12,6 +12,7 @@ from grapnet.core._transition import Topology
 
 from . import kernels, native
 from .plan import Plan, in_transform
+from .reference import parents_of
 
 # children up to which a rectangle of one row a child runs faster than one of one row a parent
 NARROW = 16
@@ -93,7 +94,8 @@ class RectanglePlan:
 
     def _find_cells(self) -> Tensor:
         """Returns where in the rectangle each relation stands, [n_relations] int32."""
-        parents, children = self.topology.parents(), self.topology.child
+        parents = parents_of(self.topology)
+        children = self.topology.child
         if self._narrow:
             return parents.add_(children, alpha=self.topology.n_parents)
         return parents.mul_(self.topology.n_children).add_(children)

@@ -14,6 +14,7 @@ from grapnet.core._transition import Topology
 from . import native
 from .dense import FullPlan
 from .plan import Plan, in_transform
+from .reference import require_wiring
 
 LARGE = 1 << 16  # activations from which it pays to write a product where it belongs
 # members and children of a family from which a GPU's half-precision tiles are well filled
@@ -209,6 +210,7 @@ def find_families(topology: Topology) -> list[Families]:
     """Returns the families of a transition, those of equal size together; a node without children
     has none.
     """
+    require_wiring(topology)
     return [_families(topology, members, degree) for members, degree in group_members(topology)]
 
 

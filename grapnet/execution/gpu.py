@@ -13,7 +13,7 @@ from torch.autograd import Function
 from grapnet.core._transition import Topology
 
 from .plan import in_transform
-from .reference import ReferencePlan
+from .reference import ReferencePlan, require_wiring
 
 RELATIONS = 16  # gathered at once
 BATCH = 128  # samples of one program
@@ -95,6 +95,7 @@ class GpuPlan:
 
     def __init__(self, topology: Topology, *, feature_major: bool = True) -> None:
         self.topology, self._feature_major = topology, feature_major
+        require_wiring(topology)
         self.parent = topology.parents()
         order = topology.child.argsort(stable=True)
         self.in_position, self.in_parent = order.int(), self.parent[order]

@@ -1,7 +1,8 @@
 """The compiled extension: loaded if it is there, and called only with memory that it can read.
 
 Activations are [batch, n], laid out row by row or feature by feature (`x.t().is_contiguous()`);
-anything else is copied first. Every tensor is checked before its address leaves Python.
+anything else is copied first. The type and length of every tensor are checked before its address
+leaves Python; a kernel checks the indices in it, and refuses a wiring that leads out of a buffer.
 """
 
 import importlib
@@ -22,6 +23,11 @@ _NARROW = 1 << 16  # parents and slots below this fit together into 32 bits
 _DTYPES = (torch.float32, torch.float64)
 _POSITIONS = (torch.int32,)
 _ENTRIES = (torch.int32, torch.int64)
+
+DAMAGED = (
+    "the wiring is damaged: it names relations or nodes that do not exist, so nothing was computed."
+    " Something has written into it, as to_empty() does; load the net again: gn.load(path)"
+)
 
 _native: ModuleType | None = None
 missing = ""  # why the kernels cannot run; empty when they can
@@ -73,7 +79,10 @@ def order_by_child(topology: Topology) -> ByChild:
     entries = room(
         in_ptr.new_empty(0, dtype=torch.int64 if wide else torch.int32), topology.n_relations
     )
-    _loaded().order_by_child(*_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr())
+    sound = _loaded().order_by_child(
+        *_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr()
+    )
+    _require(sound)
     return ByChild(in_ptr, entries)
 
 
@@ -88,14 +97,14 @@ def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChil
     _check_wiring(topology.ptr, topology.child)
     _check_order(*order, topology.n_children, topology.n_relations)
     _check("removed", removed, _POSITIONS, len(removed))
-    in_ptr, entries = (
-        torch.empty_like(order.in_ptr),
-        room(order.entries, len(order.entries) - len(removed)),
-    )
+    if len(removed) > len(order.entries):
+        raise PlanError(f"{len(removed)} of {len(order.entries)} relations cannot go")
+    in_ptr = torch.empty_like(order.in_ptr)
+    entries = room(order.entries, len(order.entries) - len(removed))
     old = (order.in_ptr.data_ptr(), order.entries.data_ptr(), order.entries.dtype == torch.int64)
     gone = (removed.data_ptr(), len(removed))
     new = (in_ptr.data_ptr(), entries.data_ptr())
-    _loaded().order_without(*_addressed(topology), *old, *gone, *new)
+    _require(_loaded().order_without(*_addressed(topology), *old, *gone, *new))
     return ByChild(in_ptr, entries)
 
 
@@ -103,10 +112,17 @@ def family_hashes(ptr: Tensor, child: Tensor) -> Tensor:
     """Returns for every parent a 64-bit hash of its set of children, whatever their order,
     [n_parents] int64.
     """
-    n_parents, _ = _check_wiring(ptr, child)
+    n_parents, n_relations = _check_wiring(ptr, child)
     hashes = torch.empty(n_parents, dtype=torch.int64, device="cpu")
-    threads = torch.get_num_threads()
-    _loaded().family_hashes(ptr.data_ptr(), child.data_ptr(), n_parents, hashes.data_ptr(), threads)
+    sound = _loaded().family_hashes(
+        ptr.data_ptr(),
+        child.data_ptr(),
+        n_parents,
+        n_relations,
+        hashes.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _require(sound)
     return hashes
 
 
@@ -131,7 +147,8 @@ def largest_of_rows(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -
     _check("wanted", wanted, _ENTRIES, rows)
     starts = ptr.new_zeros(rows + 1)  # where the positions of each row have their room
     starts[1:] = torch.minimum(wanted, ptr.diff()).clamp_(min=0).cumsum(0)
-    positions = ptr.new_empty(int(starts[-1]))
+    # rows that overlap could ask for more room than there are values
+    positions = ptr.new_empty(min(max(0, int(starts[-1])), len(values)))
     found = _loaded().largest_of_rows(
         values.data_ptr(),
         ptr.data_ptr(),
@@ -139,9 +156,12 @@ def largest_of_rows(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -
         positions.data_ptr(),
         least,
         rows,
+        len(values),
+        len(positions),
         values.dtype == torch.float64,
         torch.get_num_threads(),
     )
+    _require(found >= 0)
     return positions[:found]
 
 
@@ -168,12 +188,14 @@ def sum_over_own_wiring(
     wiring: tuple[Tensor, Tensor, Tensor, Tensor],
     row_major: bool,
 ) -> Tensor:
-    """Returns what `relation_sum` does, for a plan that made the order itself: its wiring is not
-    checked again.
-    """
+    """Returns what `relation_sum` does, for a plan that has called `require_readable` before."""
     ptr, child, in_ptr, entries = wiring
-    n_parents, n_relations, n_children = ptr.shape[0] - 1, child.shape[0], in_ptr.shape[0] - 1
+    n_parents = ptr.shape[0] - 1
+    n_relations = child.shape[0]
+    n_children = in_ptr.shape[0] - 1
     dtype = values.dtype
+    if entries.shape[0] != n_relations:
+        require_readable(ptr, child, in_ptr, entries)
     if not values.is_contiguous() or not bias.is_contiguous():
         values, bias = values.contiguous(), bias.contiguous()
     fits = values.shape == (n_relations,) and bias.shape == (n_children,) and bias.dtype == dtype
@@ -183,9 +205,9 @@ def sum_over_own_wiring(
     x = _matrix("x", x, n_parents, dtype)
     batch = x.shape[0]
     z = _reused_activations(x, batch, n_children, row_major)
-    _loaded().sum(
+    sound = _loaded().sum(
         x.data_ptr(),
-        is_by_feature(x),
+        not x.is_contiguous(),
         values.data_ptr(),
         bias.data_ptr(),
         ptr.data_ptr(),
@@ -198,9 +220,12 @@ def sum_over_own_wiring(
         batch,
         n_parents,
         n_children,
+        n_relations,
         dtype == torch.float64,
         torch.get_num_threads(),
     )
+    if not sound:
+        raise PlanError(DAMAGED)
     return z
 
 
@@ -216,7 +241,8 @@ def gradients(
     """Returns dx where values are given, and dw and dbias where x is; the others come back
     empty.
     """
-    (n_parents, n_relations), n_children = _check_wiring(ptr, child), in_ptr.numel() - 1
+    n_parents, n_relations = _check_wiring(ptr, child)
+    n_children = in_ptr.numel() - 1
     dz = _matrix("dz", dz, n_children, dz.dtype if dz.dtype in _DTYPES else torch.float32)
     batch = dz.shape[0]
     nothing = dz.new_empty(0)
@@ -232,7 +258,7 @@ def gradients(
         dw, dbias = room(nothing, n_relations), dz.new_empty(n_children)
         if batch == 0:
             dw, dbias = dw.zero_(), dbias.zero_()
-    _loaded().gradients(
+    sound = _loaded().gradients(
         x.data_ptr() if x is not None else 0,
         x is not None and is_by_feature(x),
         dz.data_ptr(),
@@ -249,9 +275,11 @@ def gradients(
         batch,
         n_parents,
         n_children,
+        n_relations,
         dz.dtype == torch.float64,
         torch.get_num_threads(),
     )
+    _require(sound)
     return dx, dw, dbias
 
 
@@ -290,7 +318,7 @@ def rectangle_shape(ptr: Tensor, n_children: int, transposed: bool) -> tuple[int
 
 
 def _touch_rectangle(
-    kernel: Callable[..., None],
+    kernel: Callable[..., bool],
     values: Tensor,
     ptr: Tensor,
     child: Tensor,
@@ -300,17 +328,19 @@ def _touch_rectangle(
     n_parents, n_children = rectangle.t().shape if transposed else rectangle.shape
     if values.element_size() not in (2, 4, 8):
         raise PlanError(f"numbers of type {values.dtype} are not 2, 4 or 8 bytes long")
-    kernel(
+    sound = kernel(
         values.data_ptr(),
         ptr.data_ptr(),
         child.data_ptr(),
         n_parents,
         n_children,
+        values.shape[0],
         rectangle.data_ptr(),
         transposed,
         values.element_size(),
         torch.get_num_threads(),
     )
+    _require(sound)
 
 
 def _loaded() -> ModuleType:
@@ -319,12 +349,19 @@ def _loaded() -> ModuleType:
     return _native
 
 
-def _addressed(topology: Topology) -> tuple[int, int, int, int]:
+def _require(sound: bool) -> None:
+    """Raises PlanError when a kernel has found an index that leads out of a buffer."""
+    if not sound:
+        raise PlanError(DAMAGED)
+
+
+def _addressed(topology: Topology) -> tuple[int, int, int, int, int]:
     return (
         topology.ptr.data_ptr(),
         topology.child.data_ptr(),
         topology.n_parents,
         topology.n_children,
+        topology.n_relations,
     )
 
 
@@ -352,6 +389,12 @@ def _check_wiring(ptr: Tensor, child: Tensor) -> tuple[int, int]:
     _check("ptr", ptr, _POSITIONS, max(0, n_parents) + 1)
     _check("child", child, _POSITIONS, n_relations)
     return n_parents, n_relations
+
+
+def require_readable(ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor) -> None:
+    """Raises PlanError unless a kernel can read the tensors of a wiring and of its order."""
+    _, n_relations = _check_wiring(ptr, child)
+    _check_order(in_ptr, entries, max(0, in_ptr.numel() - 1), n_relations)
 
 
 def _check_order(in_ptr: Tensor, entries: Tensor, n_children: int, n_relations: int) -> None:

@@ -77,6 +77,9 @@ class SparsePlan:
     order: native.ByChild
     feature_major: bool = True
 
+    def __post_init__(self) -> None:
+        native.require_readable(self.topology.ptr, self.topology.child, *self.order)
+
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         if x.dtype != values.dtype and torch.is_autocast_enabled("cpu"):
             x = x.to(values.dtype)

@@ -1,5 +1,6 @@
 """Traces: how a graph looked at one moment, to tell later without reading it whether it changed."""
 
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -89,6 +90,8 @@ class _Steps:
     """
 
     def __init__(self) -> None:
+        # Optimizers of several threads step at the same time, and one can go at any moment.
+        self._lock = threading.RLock()
         self._count = 0
         self._last: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # by id
         # the last step of an optimizer that is no more: nobody knows what it had
@@ -108,7 +111,8 @@ class _Steps:
         if self._count == since:
             return False
         wanted = {id(vector) for vector in vectors}
-        stepped = [reference() for reference, step in self._last.values() if step > since]
+        last = list(self._last.values())
+        stepped = [reference() for reference, step in last if step > since]
         groups = [
             group
             for optimizer in stepped
@@ -120,13 +124,16 @@ class _Steps:
         return None if self._last_of_gone > since else False
 
     def _note(self, optimizer: Optimizer, *_: Any) -> None:
-        self._count += 1
-        known, key = self._last.get(id(optimizer)), id(optimizer)
-        reference = known[0] if known else weakref.ref(optimizer, lambda _: self._forget(key))
-        self._last[key] = reference, self._count
+        key = id(optimizer)
+        with self._lock:
+            known = self._last.get(key)
+            reference = known[0] if known else weakref.ref(optimizer, lambda _: self._forget(key))
+            self._last[key] = reference, self._count + 1
+            self._count += 1
 
     def _forget(self, key: int) -> None:
-        self._last_of_gone = max(self._last_of_gone, self._last.pop(key)[1])
+        with self._lock:
+            self._last_of_gone = max(self._last_of_gone, self._last.pop(key)[1])
 
 
 _STEPS = _Steps()

@@ -89,10 +89,12 @@ struct Gather {
     }
 };
 
+// Returns false at a child that does not exist; only the first stripe looks for one.
 template <class T, int Bytes, bool Inputs, bool Weights>
-void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const T* dz, Range parents, T* dw,
+bool gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const T* dz, Range parents, T* dw,
                      bool first) {
     using R = Row<T, Bytes>;
+    const Below children(g.wiring.children);
     Writer<T, Bytes> write(g.dx, g.batch, g.wiring.parents, stripe);
     for (Index i = parents.first; i < parents.last; ++i) {
         Gather<T, Bytes, Inputs, Weights> gather{
@@ -101,7 +103,11 @@ void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const
             for (int k = 0; k < R::count; ++k) gather.x[k] = R::load(x + i * R::size + k * R::lanes);
         Index e = g.wiring.ptr[i];
         const Index stop = g.wiring.ptr[i + 1];
-        for (; e + R::lanes <= stop; e += R::lanes) gather.template take<R::lanes>(e);
+        for (; e + R::lanes <= stop; e += R::lanes) {
+            if (first && !children.has_vector<R::lanes>(g.wiring.child + e)) return false;
+            gather.template take<R::lanes>(e);
+        }
+        if (first && !children.has_all(g.wiring.child + e, stop - e)) return false;
         gather.template take_rest<R::lanes / 2>(e, stop);
         if constexpr (Inputs) {
             for (int c = 1; c < gather.chains; ++c)
@@ -110,6 +116,7 @@ void gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const
         }
     }
     if constexpr (Inputs) write.flush();
+    return true;
 }
 
 // Adds to `sums` what the other members of a team summed up, [members - 1, size], each its share.
@@ -121,17 +128,18 @@ void add_partial_sums(T* sums, const T* partial, Index stride, Index size, int m
 }
 
 template <class T, bool Inputs, bool Weights>
-void gradient_stripes(const Gradients& g) {
+bool gradient_stripes(const Gradients& g) {
     const Wiring& wiring = g.wiring;
-    const int threads = useful_threads(g.threads, double(wiring.relations() + wiring.children) * double(g.batch));
+    const int threads = useful_threads(g.threads, double(wiring.relations + wiring.children) * double(g.batch));
     const Stripes stripes(g.batch, wiring.children, sizeof(T));
     const Index x_size = Weights ? wiring.parents * stripes.size : 0, dz_size = wiring.children * stripes.size;
-    const bool few_sums = !Weights || wiring.relations() * threads <= g.batch * (wiring.parents + wiring.children);
+    const bool few_sums = !Weights || wiring.relations * threads <= g.batch * (wiring.parents + wiring.children);
     const bool whole = !g.dz.by_feature && few_sums && shares_out(stripes, threads);
     const Index group = whole ? 1 : stripes.group(wiring.parents + wiring.children, threads);
     const Index tables_size = (x_size + dz_size) * (whole ? threads : group);
-    const Index sums_size = Weights && whole ? wiring.relations() + wiring.children : 0;  // of every member but one
+    const Index sums_size = Weights && whole ? wiring.relations + wiring.children : 0;  // of every member but one
     T* tables = static_cast<T*>(scratch(sizeof(T) * (tables_size + sums_size * (threads - 1))));
+    Flag wrong;
     run_team(threads, [&](int member, int members) {
         const Task task(whole, stripes.count, member, members);
         const Range children = even_share(wiring.children, 16, task.member, task.members);
@@ -141,7 +149,7 @@ void gradient_stripes(const Gradients& g) {
         T *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias), *partial = tables + tables_size;
         if (sums_size > 0 && member > 0) {
             dw = partial + sums_size * (member - 1);
-            dbias = dw + wiring.relations();
+            dbias = dw + wiring.relations;
         }
         const auto each = [&](Index first, auto body) {
             for (Index s = first; s < least(first + group, task.stripes.last); ++s) {
@@ -150,6 +158,7 @@ void gradient_stripes(const Gradients& g) {
             }
         };
         const Index start = stripes[task.stripes.first].start;
+        bool sound = true;  // a member that has met a wrong child still meets the team
         for (Index first = task.stripes.first; first < task.stripes.last; first += group) {
             if (first > task.stripes.first && task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, T* x, T* dz) {
@@ -161,48 +170,65 @@ void gradient_stripes(const Gradients& g) {
             });
             if (task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, const T* x, const T* dz) {
-                gradient_stripe<T, bytes, Inputs, Weights>(g, stripe, x, dz, parents, dw, stripe.start == start);
+                const bool is_first = stripe.start == start;
+                sound = sound && gradient_stripe<T, bytes, Inputs, Weights>(g, stripe, x, dz, parents, dw, is_first);
             });
         }
+        if (!sound) wrong.raise();
         if (sums_size == 0) return;
         wait_for_team();
-        add_partial_sums(static_cast<T*>(g.dw), partial, sums_size, wiring.relations(), member, members);
-        const T* partial_bias = partial + wiring.relations();
+        add_partial_sums(static_cast<T*>(g.dw), partial, sums_size, wiring.relations, member, members);
+        const T* partial_bias = partial + wiring.relations;
         add_partial_sums(static_cast<T*>(g.dbias), partial_bias, sums_size, wiring.children, member, members);
     });
+    return !wrong.raised();
 }
 
 // One sample: nothing to sum over the batch.
 template <class T, bool Inputs, bool Weights>
-void gradient_single(const Gradients& g) {
+bool gradient_single(const Gradients& g) {
     const Wiring& wiring = g.wiring;
     const T *x = static_cast<const T*>(g.x.data), *dz = static_cast<const T*>(g.dz.data);
     const T* values = static_cast<const T*>(g.values);
     T *dx = static_cast<T*>(g.dx.data), *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias);
     if constexpr (Weights)
         for (Index j = 0; j < wiring.children; ++j) dbias[j] = dz[j];
-    run_team(useful_threads(g.threads, double(wiring.relations())), [&](int member, int members) {
+    Flag wrong;
+    run_team(useful_threads(g.threads, double(wiring.relations)), [&](int member, int members) {
         const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
+        const Below children(wiring.children);
         for (Index i = parents.first; i < parents.last; ++i) {
-            T total[4] = {};
-            for (Index e = wiring.ptr[i]; e < wiring.ptr[i + 1]; ++e) {
+            T total[4] = {};  // independent sums
+            const auto take = [&](Index e, int chain) {
                 const T d = dz[wiring.child[e]];
-                if constexpr (Inputs) total[e % 4] += d * values[e];
+                if constexpr (Inputs) total[chain] += d * values[e];
                 if constexpr (Weights) dw[e] = d * x[i];
+            };
+            Index e = wiring.ptr[i];
+            const Index stop = wiring.ptr[i + 1];
+            for (; e + 4 <= stop; e += 4) {
+                if (!children.has_vector<4>(wiring.child + e)) return wrong.raise();
+                for (int chain = 0; chain < 4; ++chain) take(e + chain, chain);
+            }
+            for (; e < stop; ++e) {
+                if (!children.has(wiring.child[e])) return wrong.raise();
+                take(e, 0);
             }
             if constexpr (Inputs) dx[i] = (total[0] + total[1]) + (total[2] + total[3]);
         }
     });
+    return !wrong.raised();
 }
 
 template <class T, bool Inputs, bool Weights>
-void chosen_gradients(const Gradients& g) {
+bool chosen_gradients(const Gradients& g) {
     if (g.batch == 1) return gradient_single<T, Inputs, Weights>(g);
     return gradient_stripes<T, Inputs, Weights>(g);
 }
 
 template <class T>
-void gradients_of(const Gradients& g) {
+bool gradients_of(const Gradients& g) {
+    if (!has_lists(g.wiring)) return false;
     if (!g.weights) return chosen_gradients<T, true, false>(g);
     if (!g.inputs) return chosen_gradients<T, false, true>(g);
     return chosen_gradients<T, true, true>(g);

@@ -18,9 +18,7 @@ struct Matrix {
 struct Wiring {
     const std::int32_t* ptr;    // [parents + 1]
     const std::int32_t* child;  // [relations]
-    Index parents, children;
-
-    Index relations() const { return ptr[parents]; }
+    Index parents, children, relations;
 };
 
 // The same relations by child: entry = (parent, slot among the parent's relations), sorted by parent.
@@ -57,18 +55,20 @@ struct Gradients {
 struct Largest {
     const void* values;
     const std::int32_t *ptr, *starts;  // [rows + 1]: where a row begins, and where its positions have their room
-    std::int32_t* positions;           // [starts[rows]]
+    std::int32_t* positions;           // [room]
     double least;                      // smaller values do not count, nor do NaN
-    Index rows;
+    Index rows, size, room;            // size: how many values there are
     int threads;
     bool is_double;
 };
 
+// Every kernel checks the indices it is given, and returns false when one leads out of a buffer; what it wrote is then
+// undefined. Nobody may write into the indices while a kernel runs.
 struct Variant {
     const char* name;
-    void (*sum)(const Sum&);
-    void (*gradients)(const Gradients&);
-    Index (*largest)(const Largest&);  // how many there are
+    bool (*sum)(const Sum&);
+    bool (*gradients)(const Gradients&);
+    Index (*largest)(const Largest&);  // how many there are, or -1
 };
 
 extern const Variant baseline, avx2, avx512;

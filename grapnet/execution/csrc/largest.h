@@ -1,6 +1,7 @@
 // The largest values of every row: the bar that they reach is found by halving the range of numbers it can be.
 #pragma once
 
+#include "checks.h"
 #include "team.h"
 
 namespace grapnet {
@@ -50,7 +51,7 @@ Index count_from(const T* values, Index size, T bar) {
 }
 
 // Writes the positions, counted from `first`, of the `wanted` largest values from `least_value` on, and -1 after them
-// where there are fewer. Nobody may write into the values meanwhile.
+// where there are fewer.
 template <class T>
 void largest_of(const T* values, Index size, T least_value, Index wanted, Index first, std::int32_t* positions) {
     if (wanted == 0) return;
@@ -71,12 +72,14 @@ void largest_of(const T* values, Index size, T least_value, Index wanted, Index 
         bar = value_of<T>(above == wanted ? high : low);
         if (above < wanted) equals = wanted - above;
     }
-    for (Index i = 0, n = 0; n < wanted; ++i) {  // without branches: what is not taken is written over
+    Index n = 0;
+    for (Index i = 0; n < wanted && i < size; ++i) {  // without branches: what is not taken is written over
         const bool equal = values[i] == bar;
         positions[n] = static_cast<std::int32_t>(first + i);
         n += (values[i] > bar) | (equal & (equals > 0));
         equals -= equal;
     }
+    for (; n < wanted; ++n) positions[n] = -1;  // somebody has written into the values meanwhile
 }
 
 template <class T>
@@ -84,6 +87,7 @@ Index largest_of_rows(const Largest& largest) {
     constexpr double passes = 16;  // over a row until its bar is found, or about as many
     const Index rows = largest.rows;
     const std::int32_t *ptr = largest.ptr, *starts = largest.starts;
+    if (!is_partition(ptr, rows, largest.size) || !is_partition(starts, rows, largest.room)) return -1;
     const int threads = useful_threads(largest.threads, passes * ptr[rows]);
     run_team(threads, [&](int member, int members) {
         const Range share = balanced_share(ptr, rows, member, members);

@@ -1,4 +1,5 @@
-// The Python module: plain functions over addresses; whoever calls them has checked every tensor.
+// The Python module: plain functions over addresses. Whoever calls them has checked type and length of every tensor;
+// the numbers in them are checked here: a function returns False, or -1, when an index leads out of a buffer.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
@@ -53,28 +54,28 @@ void use_variant(const std::string& name) {
     throw std::invalid_argument("this machine cannot run the kernels called " + name);
 }
 
-Wiring wiring_of(Address ptr, Address child, Index parents, Index children) {
-    return {at<const std::int32_t>(ptr), at<const std::int32_t>(child), parents, children};
+Wiring wiring_of(Address ptr, Address child, Index parents, Index children, Index relations) {
+    return {at<const std::int32_t>(ptr), at<const std::int32_t>(child), parents, children, relations};
 }
 
-void py_sum(Address x, bool x_by_feature, Address values, Address bias, Address ptr, Address child, Address in_ptr,
+bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address ptr, Address child, Address in_ptr,
             Address entries, bool wide, Address z, bool z_by_feature, Index batch, Index parents, Index children,
-            bool is_double, int threads) {
-    chosen->sum({{at<void>(x), x_by_feature},
+            Index relations, bool is_double, int threads) {
+    return chosen->sum({{at<void>(x), x_by_feature},
                  {at<void>(z), z_by_feature},
                  at<void>(values),
                  at<void>(bias),
-                 wiring_of(ptr, child, parents, children),
+                 wiring_of(ptr, child, parents, children, relations),
                  {at<const std::int32_t>(in_ptr), at<void>(entries), wide},
                  batch,
                  threads,
                  is_double});
 }
 
-void py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address ptr,
+bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address ptr,
                   Address child, Address dx, bool dx_by_feature, Address dw, Address dbias, bool inputs, bool weights,
-                  Index batch, Index parents, Index children, bool is_double, int threads) {
-    chosen->gradients({{at<void>(x), x_by_feature},
+                  Index batch, Index parents, Index children, Index relations, bool is_double, int threads) {
+    return chosen->gradients({{at<void>(x), x_by_feature},
                        {at<void>(dz), dz_by_feature},
                        {at<void>(dx), dx_by_feature},
                        at<void>(values),
@@ -82,45 +83,46 @@ void py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, 
                        at<void>(dbias),
                        inputs,
                        weights,
-                       wiring_of(ptr, child, parents, children),
+                       wiring_of(ptr, child, parents, children, relations),
                        batch,
                        threads,
                        is_double});
 }
 
 Index py_largest_of_rows(Address values, Address ptr, Address starts, Address positions, double least, Index rows,
-                         bool is_double, int threads) {
+                         Index size, Index room, bool is_double, int threads) {
     return chosen->largest({at<void>(values), at<const std::int32_t>(ptr), at<const std::int32_t>(starts),
-                            at<std::int32_t>(positions), least, rows, threads, is_double});
+                            at<std::int32_t>(positions), least, rows, size, room, threads, is_double});
 }
 
-void py_order_by_child(Address ptr, Address child, Index parents, Index children, bool wide, Address in_ptr,
-                       Address entries) {
-    order_by_child(wiring_of(ptr, child, parents, children), wide, at<std::int32_t>(in_ptr), at<void>(entries));
+bool py_order_by_child(Address ptr, Address child, Index parents, Index children, Index relations, bool wide,
+                       Address in_ptr, Address entries) {
+    return order_by_child(wiring_of(ptr, child, parents, children, relations), wide, at<std::int32_t>(in_ptr),
+                          at<void>(entries));
 }
 
-void py_order_without(Address ptr, Address child, Index parents, Index children, Address old_in_ptr,
+bool py_order_without(Address ptr, Address child, Index parents, Index children, Index relations, Address old_in_ptr,
                       Address old_entries, bool wide, Address removed, Index n_removed, Address in_ptr,
                       Address entries) {
-    order_without(wiring_of(ptr, child, parents, children),
+    return order_without(wiring_of(ptr, child, parents, children, relations),
                   {at<const std::int32_t>(old_in_ptr), at<void>(old_entries), wide}, at<const std::int32_t>(removed),
                   n_removed, at<std::int32_t>(in_ptr), at<void>(entries));
 }
 
-void py_family_hashes(Address ptr, Address child, Index parents, Address hashes, int threads) {
-    family_hashes(wiring_of(ptr, child, parents, 0), threads, at<std::uint64_t>(hashes));
+bool py_family_hashes(Address ptr, Address child, Index parents, Index relations, Address hashes, int threads) {
+    return family_hashes(wiring_of(ptr, child, parents, 0, relations), threads, at<std::uint64_t>(hashes));
 }
 
-void py_fill(Address values, Address ptr, Address child, Index parents, Index children, Address cells, bool transposed,
-             int number_size, int threads) {
-    fill(wiring_of(ptr, child, parents, children), {at<void>(cells), transposed, number_size}, at<void>(values),
-         threads);
+bool py_fill(Address values, Address ptr, Address child, Index parents, Index children, Index relations,
+             Address cells, bool transposed, int number_size, int threads) {
+    return fill(wiring_of(ptr, child, parents, children, relations), {at<void>(cells), transposed, number_size},
+                at<void>(values), threads);
 }
 
-void py_pick(Address values, Address ptr, Address child, Index parents, Index children, Address cells, bool transposed,
-             int number_size, int threads) {
-    pick(wiring_of(ptr, child, parents, children), {at<void>(cells), transposed, number_size}, at<void>(values),
-         threads);
+bool py_pick(Address values, Address ptr, Address child, Index parents, Index children, Index relations,
+             Address cells, bool transposed, int number_size, int threads) {
+    return pick(wiring_of(ptr, child, parents, children, relations), {at<void>(cells), transposed, number_size},
+                at<void>(values), threads);
 }
 
 }  // namespace

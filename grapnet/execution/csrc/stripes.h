@@ -4,6 +4,7 @@
 // (features that lie a whole batch apart would fall into a few of its sets).
 #pragma once
 
+#include "checks.h"
 #include "team.h"
 #include "vector.h"
 
@@ -63,7 +64,7 @@ inline bool shares_out(const Stripes& stripes, int threads) {
 
 // Calls body(integral constant of the stripe's bytes).
 template <class Body>
-void with_bytes(int bytes, Body body) {
+auto with_bytes(int bytes, Body body) {
     switch (bytes) {
         case 16: return body(std::integral_constant<int, 16>{});
         case 32: return body(std::integral_constant<int, 32>{});

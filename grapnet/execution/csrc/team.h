@@ -37,6 +37,16 @@ inline int useful_threads(int threads, double work) {
     return threads < most ? threads : static_cast<int>(most);
 }
 
+// What any member of a team can raise; after the team has met, every member sees it.
+class Flag {
+  public:
+    void raise() { __atomic_store_n(&raised_, true, __ATOMIC_RELAXED); }
+    bool raised() const { return __atomic_load_n(&raised_, __ATOMIC_RELAXED); }
+
+  private:
+    bool raised_ = false;
+};
+
 struct Range {
     Index first, last;
 };
