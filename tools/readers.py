@@ -66,6 +66,19 @@ def is_within_one_commit(states: Sequence[State], reader: int, output: np.ndarra
     return False
 
 
+def explain(states: Sequence[State], reader: int, output: np.ndarray) -> dict[str, Any]:
+    """Returns the commits of the states that a read may show, and for every coordinate of its
+    output the places of the states that have its value.
+    """
+    places: list[list[int]] = [[] for _ in range(output.size)]
+    for place, state in enumerate(states):
+        known = state.outputs[reader]
+        if known.shape == output.shape:
+            for coordinate in np.flatnonzero(known.ravel() == output.ravel()):
+                places[coordinate].append(place)
+    return {"commits": [state.commit for state in states], "places": places}
+
+
 Judge = Callable[[Sequence[State], int, np.ndarray], bool]
 
 
@@ -85,6 +98,7 @@ class Tally:
     reads: int = 0
     wrong: int = 0
     errors: Counter[str] = field(default_factory=Counter)
+    examples: list[dict[str, Any]] = field(default_factory=list)  # of wrong reads
 
 
 def summary(error: Exception) -> str:
@@ -175,8 +189,11 @@ class Reader(threading.Thread):
         waiting = self.pending[which]
         while waiting and waiting[0].last < len(states):
             read = waiting.pop(0)
-            if not self.judge(states[read.first : read.last + 1], self.number, read.output):
-                self.tallies[which].wrong += 1
+            shown = states[read.first : read.last + 1]
+            if not self.judge(shown, self.number, read.output):
+                tally = self.tallies[which]
+                tally.wrong += 1
+                tally.examples.append(explain(shown, self.number, read.output))
 
 
 # Random edits
@@ -322,7 +339,7 @@ class Editor:
             self.edits += 1
         self.note()
 
-    def open(self, *, trial: bool) -> "contextlib.AbstractContextManager[Sequence[gn.Edit]]":
+    def open(self, *, trial: bool) -> Any:
         """Opens an edit of every net."""
         return gn.edit_together(*self.nets, reason="random", trial=trial, allow_dead=True)
 
@@ -424,8 +441,10 @@ def report(readers: Sequence[Reader], editor: Editor) -> dict[str, Any]:
     """Returns the counts of a phase."""
     tallies = [tally for reader in readers for tally in reader.tallies]
     errors: Counter[str] = Counter()
+    examples: list[dict[str, Any]] = []
     for tally in tallies:
         errors.update(tally.errors)
+        examples += tally.examples
     return {
         "reads": sum(tally.reads for tally in tallies),
         "edits": editor.edits,
@@ -434,6 +453,7 @@ def report(readers: Sequence[Reader], editor: Editor) -> dict[str, Any]:
         "unsound": editor.unsound,
         "raised": errors.total(),
         "errors": dict(errors.most_common(8)),
+        "examples": examples[:2],
     }
 
 
