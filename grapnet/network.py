@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from .core._activation import activation_function
 from .core._change import as_tensor
 from .core._commit import settle, unsettled
-from .core._coordinates import recomputes_before
-from .core._errors import EditError, PlanError, StaleTopologyError, TopologyError
+from .core._coordinates import note_read
+from .core._errors import EditError, PlanError, TopologyError
 from .core._graph import Graph
 from .core._layer import Layer
 from .core._resolve import draw
@@ -205,11 +205,8 @@ class GrapNet(Graph):
         if x.dtype != plans.dtype:
             x = _autocast_input(x, plans.dtype)
         compiled = torch.compiler.is_compiling()
-        if training and not compiled and recomputes_before(self._sequence):
-            raise StaleTopologyError(
-                "this backward runs a forward pass again (activation checkpointing), and the net"
-                f" was edited since: it is at version {self.version}. Edit after optimizer.step()"
-            )
+        if not training and not compiled:
+            note_read()
         batch = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
         steps = self.execution.steps(plans, batch, training=training)
         live = training or compiled

@@ -25,9 +25,9 @@ from ._coordinates import (
     PreparedVector,
     Token,
     Vector,
+    last_reads,
     layout_of,
     refuse_old_backward,
-    sequence_number,
 )
 from ._errors import EditError
 from ._journal import Commit, Joint
@@ -420,8 +420,7 @@ class _Record:
         """Carries out the assignments, unless that is done."""
         if self.is_settled:
             return
-        # A reader under torch.inference_mode may be the one that settles.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.no_grad():
             for install in self._installs:
                 install()
         self.is_settled = True
@@ -438,7 +437,7 @@ def settle(*, wait: bool = True) -> None:
     is over. Every public call begins with it: `if unsettled: settle()`.
 
     Args:
-        wait: whether to wait for another thread that is settling.
+        wait: whether to wait for another thread that is settling, or to leave it to that one.
     """
     if _is_committing():
         return
@@ -449,14 +448,15 @@ def settle(*, wait: bool = True) -> None:
             if record.thread == threading.get_ident():
                 _close(record, always=True)
             continue
-        if record.lock.acquire(blocking=wait):
-            try:
-                record.settle()
-                if record.trial is not None and record.trial.is_due:
-                    _take_back(record.trial)
-            finally:
-                record.lock.release()
-            _close(record)
+        owner_lives = record.thread in sys._current_frames()
+        if not wait and owner_lives and record.thread != threading.get_ident():
+            continue
+        # Whoever reads under torch.inference_mode may be the one that settles.
+        with record.lock, torch.inference_mode(False):
+            record.settle()
+            if record.trial is not None and record.trial.is_due:
+                _take_back(record.trial)
+        _close(record)
 
 
 def _close(record: _Record, *, always: bool = False) -> None:
@@ -695,7 +695,6 @@ def _prepare_stores(
         "_version": receipt.version,
         "_next_uid": max(graph.next_uid, intent.next_uid),
         "_structure": Token(),
-        "_sequence": sequence_number(),
     }
     return partial(
         _install_stores,
@@ -718,8 +717,9 @@ def _install_stores(
         layer.enrol(roster)
     for transition, topology in wirings:
         transition.rewire(topology)
+    reads = last_reads()
     for store, prepared, layout in vectors:
-        store.install(prepared, layout)
+        store.install(prepared, layout, reads)
     vars(graph).update(attributes)
 
 

@@ -1,10 +1,13 @@
 """Coordinates: a vector whose trainable part is a Parameter and whose frozen part is a buffer."""
 
+import threading
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -212,6 +215,7 @@ class Coordinates(nn.Module):
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
         self._vector_name = name
+        self._reads_before: dict[_Thread, int] = {}
         self.register_parameter(name, None if values is None else nn.Parameter(values))
         if values is None:
             return
@@ -260,7 +264,24 @@ class Coordinates(nn.Module):
         except KeyError:
             raise self._taken_away() from None
         assert parameter is not None
+        self._watch_run()
         return assemble(parameter, self._buffers["frozen_values"], self.vector.order, shape)  # pyright: ignore[reportArgumentType]
+
+    def trainable(self, start: int, stop: int) -> Tensor:
+        """Returns a range of coordinates, live and differentiable, where none is frozen."""
+        self._watch_run()
+        return self.parameter[start:stop].view(-1)
+
+    def _watch_run(self) -> None:
+        """Raises StaleTopologyError where a backward reads the coordinates of another version than
+        its forward pass did (reentrant checkpointing runs that pass again).
+        """
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled():
+            require_first_run(self._reads_before)
+        else:
+            note_read()
 
     def values_of(self, vector: Vector, shape: tuple[int, ...] = (-1,)) -> Tensor:
         """Returns the coordinates of one version, without gradients, also while an edit in another
@@ -294,6 +315,7 @@ class Coordinates(nn.Module):
 
     def read(self, positions: Tensor) -> Tensor:
         """Returns the coordinates at `positions`, live and differentiable."""
+        self._watch_run()
         trainable, frozen = self.parameter.view(-1), self.frozen_values.view(-1)
         if frozen.shape[0] == 0:
             return trainable.index_select(0, positions)
@@ -350,10 +372,13 @@ class Coordinates(nn.Module):
         vector = self.vector._replace(content=self.parameter.data)
         return PreparedVector(vector, self.parameter.grad)
 
-    def install(self, prepared: PreparedVector, layout: "Token | None") -> None:
+    def install(
+        self, prepared: PreparedVector, layout: "Token | None", reads: "dict[_Thread, int]"
+    ) -> None:
         """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout`
-        if it moved.
+        if it moved. `reads` are the reads without gradients until then, see `last_reads`.
         """
+        self.__dict__["_reads_before"] = reads
         # First, so that whoever reads the version before keeps to that; see `values_of`.
         self.__dict__["vector"] = prepared.vector
         replace_content(prepared.vector.parameter, prepared.vector.content, prepared.gradient)
@@ -376,7 +401,7 @@ class Coordinates(nn.Module):
             empty_positions(positions.device),
             empty_positions(positions.device),
         )
-        self.install(self.prepare(VectorChange(index, none, none, positions)), None)
+        self.install(self.prepare(VectorChange(index, none, none, positions)), None, {})
 
     def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Says what in a state dict does not fit this vector; empty when it fits."""
@@ -407,7 +432,7 @@ class Coordinates(nn.Module):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = dict(self.__dict__)
+        state = {**self.__dict__, "_reads_before": {}}
         if "vector" in state:
             state["vector"] = (self.vector.frozen_at, self.vector.order)
         return state
@@ -438,8 +463,7 @@ class Coordinates(nn.Module):
             if keep_vars:
                 destination[prefix + name] = tensor
             elif tensor.numel() == 0:
-                # Memory of its own: without any, all empty entries look like one shared tensor.
-                destination[prefix + name] = tensor.new_zeros((1, *tensor.shape[1:]))[:0]
+                destination[prefix + name] = _own_empty(tensor)
             elif name == self._vector_name:
                 destination[prefix + name] = tensor.detach()
             else:
@@ -555,19 +579,66 @@ def _view(parameter: nn.Parameter) -> Tensor:
     return tuple(map(partial.__call__, calls))[1]
 
 
-def sequence_number() -> int:
-    """Returns the number that the next autograd node of this thread gets."""
-    return torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+class _Thread:
+    """The last read without gradients in one thread: the number of its next autograd node then."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self) -> None:
+        self.number = 0
 
 
-def recomputes_before(sequence: int) -> bool:
-    """Says whether a backward is running a forward pass again (as reentrant checkpointing does)
-    whose first run was before `sequence`.
+_local = threading.local()
+_threads: "weakref.WeakSet[_Thread]" = weakref.WeakSet()
+
+
+def note_read() -> None:
+    """Notes a read without gradients, which may be the first run of a checkpointed function.
+
+    Autograd numbers the nodes of each thread by themselves.
+    """
+    thread = getattr(_local, "thread", None)
+    if thread is None:
+        thread = _Thread()
+        _threads.add(thread)
+        _local.thread = thread
+    thread.number = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def last_reads() -> dict[_Thread, int]:
+    """Returns the last read of every thread. A checkpoint that runs for the first time after it has
+    a node of at least this number, an earlier one a node of a smaller number.
+    """
+    return {thread: thread.number for thread in list(_threads)}
+
+
+def require_first_run(before: dict[_Thread, int]) -> None:
+    """Raises StaleTopologyError when a backward runs a function again that first ran before the
+    reads in `before`.
+
+    Only autograd functions written in Python run something again; a hook of another node runs a
+    forward pass of its own.
     """
     if torch._C._current_graph_task_id() == -1:
-        return False
+        return
     node = torch._C._current_autograd_node()
-    return node is not None and node._sequence_nr() < sequence
+    if not isinstance(node, torch.autograd.function.BackwardCFunction):
+        return
+    if node._sequence_nr() < before.get(getattr(_local, "thread", None), 0):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        raise StaleTopologyError(
+            "this backward runs a forward pass again (activation checkpointing), and the net was"
+            " edited since. Edit after optimizer.step()"
+        )
+
+
+def _own_empty(tensor: Tensor) -> Tensor:
+    """Returns an empty tensor like another one, with memory of its own: without any, all empty
+    entries of a state dict look like one shared tensor.
+    """
+    if tensor.device.type != "cpu":
+        return tensor.new_zeros((1, *tensor.shape[1:]))[:0]
+    memory = torch.from_numpy(np.empty(0, dtype=np.uint8))
+    return memory.view(tensor.dtype).view(tensor.shape)
 
 
 def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:

@@ -678,6 +678,19 @@ class _Together:
     __exit__ = Leave()
 
 
+class Hold(_Together):
+    """Keeps edits away from graphs while something else changes them."""
+
+    def __init__(self, nets: "Sequence[Graph]", reason: str) -> None:
+        super().__init__(tuple(net.edit(reason) for net in nets))
+
+    def __enter__(self) -> tuple[Edit, ...]:
+        edits = super().__enter__()
+        for edit in edits:
+            edit.close()
+        return edits
+
+
 def require_nets(nets: "Sequence[Graph]", verb: str) -> None:
     """Raises unless there are nets, and each of them once."""
     from ._graph import Graph

@@ -24,7 +24,7 @@ from ._commit import (
     unsettled,
 )
 from ._coordinates import Coordinates, Token, VectorChange
-from ._edit import Edit
+from ._edit import Edit, Hold
 from ._errors import EditError, HistoryError, StaleNodeError
 from ._journal import Commit, Diff, History, Journal
 from ._layer import Layer
@@ -77,6 +77,11 @@ class Column(Coordinates):
     def draw(self, count: int, generator: torch.Generator | None) -> Tensor:
         """Returns coordinates for newborn nodes."""
         return drawn(count, self.bound, self.value.detach(), generator)
+
+    @property
+    def frozen(self) -> Tensor:
+        """The positions of frozen coordinates, none, as the state dict has them."""
+        return self.frozen_at
 
     def extra_repr(self) -> str:
         return f"{self.size} nodes of layer {self.layer}"
@@ -142,7 +147,6 @@ class Graph(nn.Module):
         self.next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
         self.journal = Journal()
         self.followers = Followers()
-        self._sequence = 0  # of the first autograd node after the last commit
         self._edit: Edit | None = None
         self._bind()
 
@@ -308,10 +312,11 @@ class Graph(nn.Module):
         is a transaction of its own: one that does not fit raises, and those before it stand.
         """
         self.require_no_edit("replay")
-        commits = list(commits)
-        self.journal.require_details(commits)
-        for recorded in commits:
-            commit([repeat(self, recorded)])
+        with Hold((self,), "replay"):
+            commits = list(commits)
+            self.journal.require_details(commits)
+            for recorded in commits:
+                commit([repeat(self, recorded)])
 
     def diff(self, first: int, last: int | None = None) -> Diff:
         """Returns which nodes and relations differ between two versions (the present one by

@@ -71,7 +71,7 @@ class GrapNode:
         if transition is None:
             return self._graph.transitions[0].weight.new_empty((1, 0))
         if len(transition.frozen_at) == 0:
-            return transition.weight[start:stop].view(1, -1)
+            return transition.trainable(start, stop).view(1, -1)
         return transition.read(
             torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)
         ).view(1, -1)

@@ -232,7 +232,7 @@ class RelationSet:
     def _read(self, t: int, at: "Tensor | range") -> Tensor:
         store = self._store(t)
         if isinstance(at, range) and len(store.frozen_at) == 0:
-            return store.weight[at.start : at.stop].view(-1)
+            return store.trainable(at.start, at.stop)
         return store.read(self._tensor(t, at))
 
     def _store(self, t: int) -> "Transition":

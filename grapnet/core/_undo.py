@@ -8,7 +8,7 @@ import torch
 
 from ._change import Change, TransitionChange, contains
 from ._commit import Intent, commit, uid_after
-from ._edit import require_nets
+from ._edit import Hold, require_nets
 from ._errors import HistoryError
 from ._journal import Commit, Joint, Journal
 from ._sets import RelationSet
@@ -39,14 +39,15 @@ def undo_alone(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
     `alone`.
     """
     graph.require_no_edit(verb)
-    earlier = next_reversed(graph.journal, verb)
-    if earlier.joint is not None and not alone:
-        raise HistoryError(
-            f"version {earlier.version} ({earlier.reason!r}) is part of a transaction over"
-            f" {earlier.joint.parts} nets. Take it back in all of them: gn.{verb}_together(...); or"
-            f" in this one alone: net.{verb}(alone=True)"
-        )
-    (receipt,) = commit([undo(graph, verb)])
+    with Hold((graph,), verb):
+        earlier = next_reversed(graph.journal, verb)
+        if earlier.joint is not None and not alone:
+            raise HistoryError(
+                f"version {earlier.version} ({earlier.reason!r}) is part of a transaction over"
+                f" {earlier.joint.parts} nets. Take it back in all of them:"
+                f" gn.{verb}_together(...); or in this one alone: net.{verb}(alone=True)"
+            )
+        (receipt,) = commit([undo(graph, verb)])
     assert receipt is not None
     return receipt
 
@@ -105,11 +106,12 @@ def _reverse_together(nets: "Sequence[Graph]", verb: Verb) -> tuple[Commit, ...]
     require_nets(nets, f"{verb}_together")
     for net in nets:
         net.require_no_edit(verb)
-    intents = []
-    for net, joint in zip(nets, _parts_of_one(nets, verb), strict=True):
-        intent = undo(net, verb)
-        intents.append(replace(intent, receipt=replace(intent.receipt, joint=joint)))
-    return tuple(receipt for receipt in commit(intents) if receipt is not None)
+    with Hold(nets, verb):
+        intents = []
+        for net, joint in zip(nets, _parts_of_one(nets, verb), strict=True):
+            intent = undo(net, verb)
+            intents.append(replace(intent, receipt=replace(intent.receipt, joint=joint)))
+        return tuple(receipt for receipt in commit(intents) if receipt is not None)
 
 
 def _parts_of_one(nets: "Sequence[Graph]", verb: Verb) -> list[Joint | None]:
