@@ -377,7 +377,7 @@ def _is(value: Any, hint: Any) -> bool:
         return type(value) is tuple and all(_is(item, arguments[0]) for item in value)
     if hint is int:
         return type(value) is int
-    return isinstance(value, hint)
+    return hint is typing.Any or isinstance(value, hint)
 
 
 def _plain(value: Any) -> Any:

@@ -624,7 +624,8 @@ def require_first_run(before: dict[_Thread, int]) -> None:
     node = torch._C._current_autograd_node()
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return
-    if node._sequence_nr() < before.get(getattr(_local, "thread", None), 0):  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    thread: Any = getattr(_local, "thread", None)
+    if node._sequence_nr() < before.get(thread, 0):  # pyright: ignore[reportAttributeAccessIssue]
         raise StaleTopologyError(
             "this backward runs a forward pass again (activation checkpointing), and the net was"
             " edited since. Edit after optimizer.step()"
@@ -635,10 +636,9 @@ def _own_empty(tensor: Tensor) -> Tensor:
     """Returns an empty tensor like another one, with memory of its own: without any, all empty
     entries of a state dict look like one shared tensor.
     """
-    if tensor.device.type != "cpu":
+    if tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
         return tensor.new_zeros((1, *tensor.shape[1:]))[:0]
-    memory = torch.from_numpy(np.empty(0, dtype=np.uint8))
-    return memory.view(tensor.dtype).view(tensor.shape)
+    return torch.from_numpy(np.empty(tensor.shape, tensor.detach().numpy().dtype))
 
 
 def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:

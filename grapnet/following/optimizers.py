@@ -5,6 +5,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from grapnet.core._change import IndexMap, Shift
-from grapnet.core._commit import Tracked, settle, unfit_parameters, unsettled
-from grapnet.core._coordinates import Coordinates, layout_of
+from grapnet.core._commit import Tracked, carry_out, settle, unfit_parameters, unsettled
+from grapnet.core._coordinates import Coordinates, Decision, layout_of
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
 from grapnet.core._journal import Commit
@@ -163,12 +164,15 @@ def detach(what: Optimizer | nn.Module, net: nn.Module) -> None:
     """Makes an optimizer or an averaged copy no longer follow the commits of a net; see
     `attach`.
     """
-    for one in _nets_to_follow(what, net, "detach"):
-        if not isinstance(what, Optimizer):
+    nets = _nets_to_follow(what, net, "detach")
+    if not isinstance(what, Optimizer):
+        for one in nets:
             detach_copy(what, one)
-            continue
-        for optimizer in _with_state(what):
-            _detach_optimizer(optimizer, one)
+        return
+    installs = []
+    for optimizer in _with_state(what):
+        installs += _prepare_followers(optimizer, nets, [])
+    carry_out(installs, Decision())
 
 
 def _nets_to_follow(what: object, net: object, verb: str) -> list[Graph]:
@@ -227,28 +231,45 @@ def _attach_optimizer(what: Optimizer, nets: list[Graph], settings: _Settings) -
             for name, parameter in _held_of(optimizer, one).items():
                 # Raises for state that does not fit.
                 per_coordinate(optimizer, parameter, name)
+    installs: list[Callable[[], None]] = []
     for optimizer in optimizers:
-        mark_followed(optimizer)
         record = _record(optimizer)
         if record.hook is None:
             record.hook = optimizer.register_state_dict_pre_hook(_settle_first)
+        coming = []
+        waiting = record.loaded
         for one in nets:
             slots = undo_slots(optimizer, one)
-            loaded = _take_loaded(optimizer, one)
-            if loaded is not None:
-                slots = loaded
-            _detach_optimizer(optimizer, one)
-            follower = OptimizerFollower(optimizer, one, settings, slots)
-            _record(optimizer).followers.append(follower)
-            one.follow(follower)
+            for loaded in waiting:
+                if loaded.are_of(one):
+                    slots = loaded.slots
+            waiting = [loaded for loaded in waiting if not loaded.are_of(one)]
+            coming.append(OptimizerFollower(optimizer, one, settings, slots))
+        installs += _prepare_followers(optimizer, nets, coming)
+        installs.append(partial(setattr, record, "loaded", waiting))
+        installs.append(partial(mark_followed, optimizer))
+    carry_out(installs, Decision())
 
 
-def _detach_optimizer(optimizer: Optimizer, net: Graph) -> None:
+def _prepare_followers(
+    optimizer: Optimizer, nets: list[Graph], coming: "list[OptimizerFollower]"
+) -> list[Callable[[], None]]:
+    """Returns what lets `coming` carry an optimizer's state through the commits of nets, in place
+    of what does at present.
+    """
     record = _record(optimizer)
+    installs: list[Callable[[], None]] = []
+    others = []
     for follower in record.followers:
-        if follower.net() is net:
-            net.unfollow(follower)
-    record.followers = [follower for follower in record.followers if follower.net() is not net]
+        net = follower.net()
+        if net is not None and any(net is one for one in nets):
+            installs.append(partial(net.unfollow, follower))
+        else:
+            others.append(follower)
+    installs.append(partial(setattr, record, "followers", [*others, *coming]))
+    for net, follower in zip(nets, coming, strict=False):
+        installs.append(partial(net.follow, follower))
+    return installs
 
 
 def _with_state(optimizer: Optimizer) -> list[Optimizer]:

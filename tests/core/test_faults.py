@@ -29,6 +29,8 @@ OUTSIDE = {
     "leave",
     "_leave",
     "close_edit",
+    "is_running",
+    "is_open",
     "close",
     "__del__",
 }
