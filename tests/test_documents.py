@@ -177,7 +177,7 @@ def test_names_on_the_walk_through_the_code_are_where_it_says():
     files = re.findall(r"`([a-z_]+(?:/[a-z_]+)*\.py)`", text)
     assert [path for path in files if not (ROOT / "grapnet" / path).is_file()] == []
     # a name that is not there is noticed
-    assert not defines("Execution.line", "execution/manager.py")
+    assert not defines("Execution.nothing", "execution/manager.py")
 
 
 def defines(name: str, path: str) -> bool:

@@ -352,7 +352,8 @@ def _resolve(asked: "Sequence[Edit | Intent]", draws: Draws) -> list[Intent | No
     # Several edits that change something are parts of one joint transaction.
     joints = Joint.of(len(changing))
     for (place, intent), joint in zip(changing, joints, strict=True):
-        intents[place] = replace(intent, receipt=replace(intent.receipt, joint=joint))
+        if joint is not None:
+            intents[place] = replace(intent, receipt=replace(intent.receipt, joint=joint))
     return intents
 
 
@@ -361,27 +362,31 @@ def prepare(
 ) -> tuple[Commit, list[Install]]:
     """Does all of a commit of one graph that can fail; touches nothing.
 
+    It works on detached tensors: `torch.no_grad` would stay on after an interrupt at its end.
+
     Returns:
         The complete receipt, and the assignments that put the change in place.
     """
     graph = intent.graph
-    require_editable(graph)
-    receipt = replace(intent.receipt, change=intent.receipt.change.to(graph.device))
-    with torch.no_grad():
-        rosters = _prepare_rosters(graph, receipt.change)
-        wirings = wirings_after(graph, receipt.change)
-        if intent.before is not None:
-            wirings = {t: intent.before.topologies[t] for t in wirings}
-        vectors = _prepare_vectors(graph, receipt.change)
-        receipt = _completed(graph, receipt, vectors)
-        view = _view_after(graph, rosters, wirings, vectors)
-        installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
-        seen = replace(receipt, wirings=wirings, view=view, decision=decision)
-        installs += graph.followers.prepare(graph, seen, strict=strict)
-        if receipt.kind not in ("trial", "end"):
-            installs.append(graph.journal.prepare(receipt))
-        installs.append(partial(_release, receipt))
-        _refuse_old_backwards(graph, receipt, decision)
+    require_gradients()
+    receipt = intent.receipt
+    change = receipt.change.to(graph.device)
+    if change is not receipt.change:
+        receipt = replace(receipt, change=change)
+    rosters = _prepare_rosters(graph, receipt.change)
+    wirings = wirings_after(graph, receipt.change)
+    if intent.before is not None:
+        wirings = {t: intent.before.topologies[t] for t in wirings}
+    vectors = _prepare_vectors(graph, receipt.change)
+    receipt = _completed(graph, receipt, vectors)
+    view = _view_after(graph, rosters, wirings, vectors)
+    installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
+    seen = replace(receipt, wirings=wirings, view=view, decision=decision)
+    installs += graph.followers.prepare(graph, seen, strict=strict)
+    if receipt.kind not in ("trial", "end"):
+        installs.append(graph.journal.prepare(receipt))
+    installs.append(partial(_release, receipt))
+    _refuse_old_backwards(graph, receipt, decision)
     return receipt, installs
 
 
@@ -420,9 +425,8 @@ class _Record:
         """Carries out the assignments, unless that is done."""
         if self.is_settled:
             return
-        with torch.no_grad():
-            for install in self._installs:
-                install()
+        for install in self._installs:
+            install()
         self.is_settled = True
         self._installs = []
 
@@ -549,10 +553,7 @@ def require_editable(graph: "Graph") -> None:
     """Raises EditError where autograd cannot see an edit, and where Parameters are spread over
     processes.
     """
-    if torch.is_inference_mode_enabled():
-        raise EditError(
-            "a graph cannot be edited under torch.inference_mode(); use torch.no_grad()"
-        )
+    require_gradients()
     for store in graph.stores().values():
         if store.parameter.is_inference():
             raise EditError(
@@ -561,6 +562,14 @@ def require_editable(graph: "Graph") -> None:
     reason = unfit_parameters(graph)
     if reason:
         raise EditError(reason)
+
+
+def require_gradients() -> None:
+    """Raises EditError under torch.inference_mode."""
+    if torch.is_inference_mode_enabled():
+        raise EditError(
+            "a graph cannot be edited under torch.inference_mode(); use torch.no_grad()"
+        )
 
 
 def unfit_parameters(graph: "Graph") -> str:

@@ -77,7 +77,10 @@ class PreparedVector:
 
 def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector:
     """Computes the vector that `change` leads to, without touching the present one."""
-    index, gradient = change.index, store.parameter.grad
+    index = change.index
+    gradient = store.parameter.grad
+    if gradient is not None:
+        gradient = gradient.detach()
     trainable, frozen = store.parameter.detach(), store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
     born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
@@ -350,6 +353,8 @@ class Coordinates(nn.Module):
     def gradients(self, positions: Tensor) -> Tensor | None:
         """Returns the gradients at `positions` (0 where frozen), or None when there is none yet."""
         gradient = self.parameter.grad
+        if gradient is not None:
+            gradient = gradient.detach()
         if gradient is None:
             return None if len(self.parameter) else self.frozen_values.new_zeros(len(positions))
         if len(self.frozen_at) == 0:
@@ -555,8 +560,12 @@ def refuse_old_backward(parameter: nn.Parameter, message: str, decision: Decisio
         if decision.made:
             raise StaleTopologyError(message)
 
-    with torch.enable_grad():
+    # Not inside of a context that an interrupt at its end would leave on.
+    if torch.is_grad_enabled():
         view = _view(parameter)
+    else:
+        with torch.enable_grad():
+            view = _view(parameter)
     assert view.grad_fn is not None
     accumulator = view.grad_fn.next_functions[0][0]
     assert accumulator is not None

@@ -508,7 +508,9 @@ class Edit:
         Raises:
             EditError: they conflict, or leave a layer dead where that is not allowed.
         """
-        generator = draws.source(self.generator, self.graph.device)
+        generator = None
+        if self._requests.newborns or self._requests.connections:
+            generator = draws.source(self.generator, self.graph.device)
         change = resolve(self.graph, self._requests, generator)
         if not self.allow_dead:
             require_alive(self.graph, change)

@@ -451,8 +451,9 @@ class Graph(nn.Module):
 
     def commit_change(self, change: Change, reason: str) -> None:
         """Carries out a resolved change and writes it into the journal."""
-        receipt = Commit(self.version + 1, reason, change)
-        commit([Intent(self, receipt, uid_after(self, change))])
+        with Hold((self,), reason):
+            receipt = Commit(self.version + 1, reason, change)
+            commit([Intent(self, receipt, uid_after(self, change))])
 
     def require_no_edit(self, verb: str) -> None:
         """Raises EditError while an edit is open."""

@@ -389,7 +389,7 @@ class LayerDraft:
                 f"fold_bias would change frozen biases of layer {self.number}; unfreeze them in an"
                 " edit before"
             )
-        before = self.layer.read(rows)
+        before = self.layer.read(rows).detach()
         return Shift(after_rows, before, before + self.shift[rows.long()])
 
 
@@ -655,29 +655,28 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
     """Returns the Change that the requests amount to; raises EditError when they conflict. Touches
     nothing.
     """
-    with torch.no_grad():
-        drafts = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
-        wirings: list[TransitionDraft] = []
-        folded: dict[int, Tensor | None] = {}
-        for number, draft in enumerate(drafts):
-            if number in requests.orphans:
-                folded[number] = _remove_orphans(graph, requests, number, drafts, wirings[-1])
-            if number < len(graph.transitions):
-                wirings.append(TransitionDraft(graph, requests, number, draft, drafts[number + 1]))
-        transitions = {
-            t: w.change(drafts[t], drafts[t + 1], requests, generator)
-            for t, w in enumerate(wirings)
-            if w.is_touched
-        }
-        layers = {
-            n: draft.change(requests, wirings[n - 1] if n else None, generator)
-            for n, draft in enumerate(drafts)
-            if draft.is_touched
-        }
-        return Change(
-            {n: replace(c, folded=folded.get(n)) for n, c in layers.items() if not c.is_empty},
-            {t: c for t, c in transitions.items() if not c.is_empty},
-        )
+    drafts = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
+    wirings: list[TransitionDraft] = []
+    folded: dict[int, Tensor | None] = {}
+    for number, draft in enumerate(drafts):
+        if number in requests.orphans:
+            folded[number] = _remove_orphans(graph, requests, number, drafts, wirings[-1])
+        if number < len(graph.transitions):
+            wirings.append(TransitionDraft(graph, requests, number, draft, drafts[number + 1]))
+    transitions = {
+        t: w.change(drafts[t], drafts[t + 1], requests, generator)
+        for t, w in enumerate(wirings)
+        if w.is_touched
+    }
+    layers = {
+        n: draft.change(requests, wirings[n - 1] if n else None, generator)
+        for n, draft in enumerate(drafts)
+        if draft.is_touched
+    }
+    return Change(
+        {n: replace(c, folded=folded.get(n)) for n, c in layers.items() if not c.is_empty},
+        {t: c for t, c in transitions.items() if not c.is_empty},
+    )
 
 
 def require_alive(graph: "Graph", change: Change) -> None:
@@ -787,9 +786,12 @@ def folded_constants(
     layer, transition = graph.layers[number], graph.transitions[number]
     topology = transition.topology
     rows, counts = topology.parents_at(relations).unique_consecutive(return_counts=True)
-    constants = (layer.values() if shift is None else layer.values() + shift)[rows.long()]
+    biases = layer.values().detach()
+    if shift is not None:
+        biases = biases + shift
+    constants = biases[rows.long()]
     for kind, chosen in layer.activation_names.select(rows.cpu()).kinds():
         places = chosen.long().to(graph.device)
         constants[places] = activation_function(str(kind))(constants[places])
-    sent = constants.repeat_interleave(counts) * transition.read(relations)
+    sent = constants.repeat_interleave(counts) * transition.read(relations).detach()
     return sent.new_zeros(topology.n_children).index_add_(0, topology.child[relations.long()], sent)

@@ -29,7 +29,7 @@ from .attention import Attention, AttentionPlan
 from .dense import Dense
 from .exported import exported_steps, is_exporting
 from .family import Family, find_families, group_members
-from .plan import Backend, Plan
+from .plan import Backend, Plan, in_transform
 from .reference import Reference
 from .sparse import Sparse
 from .untraced import untraced
@@ -320,16 +320,12 @@ class Plans:
                 "this net is on the meta device, which holds no numbers. Move it to another one,"
                 " net.to_empty(device=...), and load a state dict; or gn.load(path)"
             )
-        # as if called alone
-        with (
-            temporarily_clear_interpreter_stack(),
-            torch.inference_mode(False),
-            torch.no_grad(),
-        ):
-            plans = [
-                self._plan(t, self._choice(t, batch, training)[0])
-                for t in range(len(self.topologies))
-            ]
+        if in_transform() or torch.is_inference_mode_enabled():
+            # as if called alone
+            with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+                plans = self._plans_for(batch, training)
+        else:
+            plans = self._plans_for(batch, training)
         for t, plan in enumerate(plans):
             reader = plans[t + 1] if t + 1 < len(plans) else None
             # a FeatureMajorPlan
@@ -338,6 +334,13 @@ class Plans:
         line = Line(self.steps(plans, training))
         self.lines[batch, training] = line
         return line
+
+    def _plans_for(self, batch: int, training: bool) -> list[Plan]:
+        found = []
+        for t in range(len(self.topologies)):
+            backend, _ = self._choice(t, batch, training)
+            found.append(self._plan(t, backend))
+        return found
 
     def steps(self, plans: Sequence[Plan], training: bool) -> list[Step]:
         """Returns the steps of a forward pass that runs these plans."""

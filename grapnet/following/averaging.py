@@ -22,7 +22,7 @@ from grapnet.core._change import (
     empty_positions,
     flatnonzero,
 )
-from grapnet.core._commit import Intent, prepare, uid_after
+from grapnet.core._commit import Intent, prepare, require_editable, uid_after
 from grapnet.core._coordinates import Coordinates
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
@@ -46,6 +46,7 @@ class CopyFollower:
         if copy is None:
             return lambda: None
         copy.require_no_edit("let a copy follow the net")
+        require_editable(copy)
         if copy.version != graph.version:
             raise OptimizerError(
                 f"this copy is at version {copy.version} and the net at {graph.version}: it was"
@@ -109,7 +110,6 @@ def way_back(journal: Journal) -> tuple[list[int], list[int]]:
     return undoable, redoable
 
 
-@torch.no_grad()
 def _with_own_constants(copy: Graph, change: Change) -> Change:
     """Returns a change in which parentless nodes leave what they send in the copy, not what in the
     net.
@@ -134,7 +134,7 @@ def _shifted(copy: Graph, number: int, change: LayerChange | None, shift: Tensor
     positions = biases.index.new_positions(rows)
     free = ~contains(biases.flips, positions)
     rows, positions = rows[free], positions[free]
-    before = layer.read(rows)
+    before = layer.read(rows).detach()
     own = Shift(positions, before, before + shift[rows.long()]) if len(rows) else None
     return replace(change, biases=replace(biases, shift=own))
 

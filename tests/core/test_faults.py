@@ -174,7 +174,7 @@ def test_a_fault_at_any_call_before_the_swap_changes_nothing(followed: Any, acti
         assert injection.calls == notes.calls[: number + 1]  # it failed, and where it should
         assert state(followed) == before, injection.calls[-1]
     files = {Path(code.co_filename).stem for code in notes.codes}
-    assert {"_commit", "_coordinates", "_index_map", "optimizers"} | (
+    assert {"_commit", "_coordinates", "_change", "optimizers"} | (
         {"_resolve"} if action == "edit" else set()
     ) <= files
     ACTIONS[action](net)  # the same goes through once nothing fails

@@ -564,11 +564,6 @@ def test_an_attached_optimizer_without_any_state_is_neither() -> None:
     step_after_an_edit(net, optimizer)  # a warning is an error here
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="D6c: an edit drops the hooks of an optimizer that steps inside of the backward pass",
-)
 @TORCH_SCRIPTS
 def test_an_optimizer_in_the_backward_pass_goes_on_or_is_refused() -> None:
     from torch.distributed.optim import _apply_optimizer_in_backward  # takes a second

@@ -229,11 +229,6 @@ def test_attaching_to_a_sharded_net_is_refused(sharded_net: gn.GrapNet) -> None:
     assert attach_is_refused(optimizer, sharded_net)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=AssertionError,
-    reason="P8: an edit of a sharded net fails by accident, inside torch",
-)
 def test_an_edit_of_a_sharded_net_is_refused(sharded_net: gn.GrapNet) -> None:
     relations = sharded_net.layers[0].outgoing()[:12]
     error = None
