@@ -395,13 +395,14 @@ def carry_out(installs: list[Install], decision: Decision, trial: "Trial | None"
     record = _Record(installs, decision, trial)
     with record.lock:
         unsettled.append(record)
-        # Before this line nothing has happened, after it everything has.
-        decision.made = True
         try:
+            # Before this line nothing has happened, after it everything has.
+            decision.made = True
             record.settle()
         finally:
             # Once more after an interrupt; a second one leaves it to the next public call.
-            record.settle()
+            if decision.made:
+                record.settle()
     _close(record)
 
 
