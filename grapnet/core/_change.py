@@ -157,7 +157,10 @@ class IndexMap:
         runs = self._runs()
         if runs is not None:
             pieces = (*old.split(runs.old_lengths), *newborn.split(runs.born_lengths))
-            return torch.cat([pieces[n] for n in runs.order], out=room(old, self.new_size))
+            chosen = [pieces[n] for n in runs.order]
+            if old.numel() < LARGE // 8:
+                return torch.cat(chosen)
+            return torch.cat(chosen, out=room(old, self.new_size))
         new = room(old, self.new_size)
         single = old.numel() == self.old_size  # [n] or [n, 1]: a flat gather is four times faster
         flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)

@@ -451,23 +451,35 @@ class TransitionDraft:
         requests: Requests,
         generator: torch.Generator | None,
     ) -> TransitionChange:
-        topology, device = self.topology, self.topology.child.device
-        born = self._in_order(upper)
-        parents = _picked(upper.new_rows(self.parents), born).numpy()
+        topology = self.topology
+        device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
-        ends = upper.present_values(
-            topology.ends_without(self.cuts).cpu(), fill=stays
-        ).numpy()  # of what each row keeps
-        # relations that it is given, behind what it keeps
-        gains = np.bincount(parents, minlength=len(ends))
-        inserted = torch.from_numpy(ends[parents] + np.arange(len(parents), dtype=np.int32)).to(
-            device
-        )
-        size = stays + len(parents)
+        # where the relations that each row keeps end
+        ends = upper.present_values(topology.ends_without(self.cuts).cpu(), fill=stays).numpy()
+        none = empty_positions()
+        inserted = empty_positions(device)
+        values = self.store.weight.detach().new_empty(0)
+        born = Pairs(none, none)
+        children = none
+        if self.connections:
+            order = self._in_order(upper)
+            parents = _picked(upper.new_rows(self.parents), order).numpy()
+            # relations that each row is given, behind what it keeps
+            gains = np.bincount(parents, minlength=len(ends))
+            places = ends[parents] + np.arange(len(parents), dtype=np.int32)
+            inserted = torch.from_numpy(places).to(device)
+            drawn = self._drawn(torch.from_numpy(gains).to(device), upper, generator)
+            values = _picked(drawn, order)
+            children = _picked(self.children, order)
+            born = Pairs(
+                upper.short_uids.index_select(0, _picked(self.parents, order)),
+                lower.short_uids.index_select(0, children),
+            )
+            ends = ends + gains.cumsum()
+        size = stays + inserted.shape[0]
         require_countable(size, f"transition {self.t}", EditError)
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
-        values = _picked(self._drawn(torch.from_numpy(gains).to(device), upper, generator), born)
-        gone = Pairs(empty_positions(), empty_positions())
+        gone = Pairs(none, none)
         if self.cuts.shape[0]:
             gone = Pairs(
                 upper.short_uids.index_select(0, topology.parents_at(self.cuts).cpu()),
@@ -481,29 +493,18 @@ class TransitionDraft:
         )
         weights = VectorChange(
             index,
-            born_frozen=torch.zeros(len(inserted), dtype=torch.bool, device=device),
+            born_frozen=torch.zeros(inserted.shape[0], dtype=torch.bool, device=device),
             gone_frozen=self.store.frozen_bits(self.cuts),
             flips=flips,
             born_values=values,
         )
-        children = _picked(self.children, born)
-        ptr = np.zeros(len(ends) + 1, dtype=np.int32)
-        ptr[1:] = ends + gains.cumsum()
-        child = index.carry(lower.new_rows(topology.child), lower.new_rows(children).to(device))
-        return TransitionChange(
-            index,
-            born=Pairs(
-                upper.short_uids.index_select(0, _picked(self.parents, born)),
-                lower.short_uids.index_select(0, children),
-            ),
-            gone=gone,
-            weights=weights,
-            wiring=(
-                None
-                if index.is_identity
-                else Topology(torch.from_numpy(ptr).to(device), child, lower.new_size)
-            ),
-        )
+        wiring = None
+        if not index.is_identity:
+            ptr = np.zeros(len(ends) + 1, dtype=np.int32)
+            ptr[1:] = ends
+            child = index.carry(lower.new_rows(topology.child), lower.new_rows(children).to(device))
+            wiring = Topology(torch.from_numpy(ptr).to(device), child, lower.new_size)
+        return TransitionChange(index, born, gone, weights, wiring)
 
     def _in_order(self, upper: LayerDraft) -> Tensor | None:
         """Returns which of the relations asked for come, by owner; None when all do and are in that
