@@ -177,6 +177,8 @@ class Block:
             for edit in self.edits:
                 edit.close()
                 edit.graph.close_edit(edit)
+            # An edit and its block refer to each other, and would wait for the garbage collector.
+            self.edits = ()
             if unsettled:
                 settle()
 

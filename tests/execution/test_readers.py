@@ -6,7 +6,7 @@ import torch
 
 import grapnet as gn
 from tools import readers
-from tools.readers import State, is_one_version, is_within_one_commit
+from tools.readers import State, is_one_version, is_within_range
 
 
 @pytest.mark.parametrize("backend", readers.BACKENDS)
@@ -35,13 +35,11 @@ def test_a_read_of_two_versions_is_wrong() -> None:
     assert not is_one_version(recorded, 0, np.array([1.0]))
 
 
-def test_training_mixes_values_of_one_commit_only() -> None:
+def test_training_mixes_values_that_a_coordinate_had() -> None:
     trained = states([1.0, 2.0], [3.0, 4.0], commits=[7, 7])
-    assert is_within_one_commit(trained, 0, np.array([1.0, 4.0]))
-    assert not is_within_one_commit(trained, 0, np.array([1.0, 5.0]))
-    edited = states([1.0, 2.0], [3.0, 4.0])
-    assert is_within_one_commit(edited, 0, np.array([3.0, 4.0]))
-    assert not is_within_one_commit(edited, 0, np.array([1.0, 4.0]))
+    assert is_within_range(trained, 0, np.array([1.0, 4.0]))
+    assert not is_within_range(trained, 0, np.array([1.0, 5.0]))
+    assert not is_within_range(trained, 0, np.array([1.0]))
 
 
 class Torn(gn.GrapNet):
