@@ -127,7 +127,7 @@ class Block:
     """
 
     def __init__(self, edits: "tuple[Edit, ...]") -> None:
-        self.edits = edits
+        self.edits: tuple[Edit, ...] = edits
         self.statement: weakref.ref[Any] | None = None
         self._thread = threading.get_ident()
         self._was_entered = False
