@@ -153,18 +153,6 @@ def test_newborn_coordinates_take_their_own_value() -> None:
     assert after == {key: before.get(key, values[key]) for key in values}
 
 
-def test_the_entry_of_a_bias_that_comes_is_taken_after_orphans_were_folded() -> None:
-    net = gn.GrapNet([2, 3, 2])
-    with net.edit() as edit:
-        edit.freeze(net.layers[2], incoming=False)
-    anchors = gn.follow(net, zeros(net), newborn="value")
-    with net.edit() as edit:
-        edit.cut(net.layers[1][0].incoming())
-        edit.remove_orphans(fold_bias=True)
-        edit.unfreeze(net.layers[2], incoming=False)
-    assert torch.equal(anchors["layers.2.bias"], net.get_parameter("layers.2.bias").detach())
-
-
 def test_a_frozen_coordinate_has_its_entry_back_by_undo_only() -> None:
     net = gn.GrapNet([2, 2])
     numbers = torch.arange(1.0, 5.0).view(4, 1)
