@@ -369,7 +369,9 @@ class OptimizerFollower:
         is_kept = self._settings.survivors == "keep"
         if is_kept:
             require_followed(optimizer, parameters.values())
-        if not self._is_known:
+        # A wrapper may keep numbers in the state of what it wraps, as TRAC does.
+        is_plain = all(isinstance(key, Tensor) for key in optimizer.state)
+        if not self._is_known or not is_plain:
             self._refuse_unknown_state(optimizer, parameters.values())
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         held = {}

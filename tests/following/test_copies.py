@@ -200,6 +200,14 @@ def test_numbers_of_the_coordinates_in_an_attribute_stop_the_edit(kind: str) -> 
     assert net.version == 0
 
 
+def test_numbers_of_the_coordinates_beside_the_state_of_parameters_stop_the_edit() -> None:
+    net, optimizer = attached(Adam)
+    optimizer.state["trac"] = {p: p.detach().clone().view(-1) for p in net.parameters()}  # pyright: ignore[reportArgumentType]
+    with pytest.raises(gn.OptimizerError, match="trac"):
+        grow(net)
+    assert net.version == 0
+
+
 @pytest.mark.parametrize(
     "hide", [lambda ps: torch.zeros(4), lambda ps: list(ps), lambda ps: {"betas": [0.9]}]
 )
