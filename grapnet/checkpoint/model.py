@@ -150,12 +150,13 @@ def put_into(
     for net in nets:
         warn_of_unmet_choices(net)
     leaving = dict(model.named_parameters())
+    taken = [name for names in places for name in names]
     undo = [remember_structure(model.modules())]
     decision = Decision()
     try:
         _take(steps)
         _require_places(model, nets)
-        rest = Rest(model, [name for names in places for name in names])
+        rest = Rest(model, taken)
         ties = rest.rename(state, ties)
         rest.require_fit(state, ties)
         restore_all([Target("state", rest, state, rest.modules()), *targets], undo)
