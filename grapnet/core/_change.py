@@ -140,15 +140,7 @@ class IndexMap:
         old = old.detach()
         if self.is_identity:
             return old
-        shape = (self.inserted.shape[0], *old.shape[1:])
-        like_old = isinstance(born, Tensor) and (born.shape, born.dtype, born.device) == (
-            shape,
-            old.dtype,
-            old.device,
-        )
-        newborn = as_tensor(born).detach() if like_old else old.new_empty(shape)
-        if not like_old:
-            newborn[:] = born.detach() if isinstance(born, Tensor) else born
+        newborn = self._newborn(old, born)
         if self.removed.shape[0] == self.old_size:
             # never the memory of what was given
             return newborn.clone(memory_format=torch.contiguous_format)
@@ -156,7 +148,9 @@ class IndexMap:
             return torch.cat([old, newborn], out=room(old, self.new_size))
         runs = self._runs()
         if runs is not None:
-            pieces = (*old.split(runs.old_lengths), *newborn.split(runs.born_lengths))
+            pieces = torch.split_with_sizes(old, runs.old_lengths)
+            if runs.born_lengths:
+                pieces += torch.split_with_sizes(newborn, runs.born_lengths)
             chosen = [pieces[n] for n in runs.order]
             if old.numel() < LARGE // 8:
                 return torch.cat(chosen)
@@ -165,9 +159,21 @@ class IndexMap:
         single = old.numel() == self.old_size  # [n] or [n, 1]: a flat gather is four times faster
         flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)
         torch.index_select(flat, 0, self._source(old.device), out=target)
-        if shape[0]:
+        if self.inserted.shape[0]:
             new.index_copy_(0, self._targets(old.device), newborn)
         return new
+
+    def _newborn(self, old: Tensor, born: Tensor | float) -> Tensor:
+        """Returns `born` as one entry like those of `old` for each inserted position."""
+        shape = (self.inserted.shape[0], *old.shape[1:])
+        if isinstance(born, Tensor):
+            born = born.detach()
+            if born.shape == shape and born.dtype == old.dtype and born.device == old.device:
+                return born
+        newborn = old.new_empty(shape)
+        if shape[0]:
+            newborn[:] = born
+        return newborn
 
     def new_positions(self, old: Tensor) -> Tensor:
         """Returns where the surviving old positions `old` are in the new vector."""

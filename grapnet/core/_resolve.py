@@ -427,22 +427,26 @@ class TransitionDraft:
             self._check_distinct(upper, lower)
         # None: all of them
         self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
-        self._surviving_fan_in: Tensor | None = None
 
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many parents lower rows (newborn ones included) will have."""
-        counts = torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)[
-            rows.long()
-        ]
+        counts = self._gained.index_select(0, rows)
         present = rows < self.topology.n_children
         if bool(present.any()):
-            if self._surviving_fan_in is None:
-                cut = torch.bincount(
-                    self.topology.child[self.cuts.long()], minlength=self.topology.n_children
-                )
-                self._surviving_fan_in = (self.topology.fan_in() - cut).cpu()
-            counts[present] += self._surviving_fan_in[rows[present].long()]
+            counts[present] += self._surviving.index_select(0, rows[present])
         return counts.to(self.store.weight.device)
+
+    @cached_property
+    def _gained(self) -> Tensor:
+        """How many of the relations asked for lead to each lower row."""
+        return torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)
+
+    @cached_property
+    def _surviving(self) -> Tensor:
+        """How many of the present relations will still lead to each present lower row."""
+        children = self.topology.child.index_select(0, self.cuts)
+        cut = torch.bincount(children, minlength=self.topology.n_children)
+        return (self.topology.fan_in() - cut).cpu()
 
     def change(
         self,

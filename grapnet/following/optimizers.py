@@ -666,7 +666,8 @@ def _is_one_number(optimizer: Optimizer, entry: str) -> bool:
 def _held_of(optimizer: Optimizer, net: Graph) -> dict[str, nn.Parameter]:
     """Returns the Parameters of a net that an optimizer holds, by their names in the net."""
     held = {id(parameter) for parameter in parameters_of(optimizer)}
-    return {name: p for name, p in net.named_parameters() if id(p) in held}
+    stores = net.stores().items()
+    return {name: store.parameter for name, store in stores if id(store.parameter) in held}
 
 
 def _entries(state: Mapping[Any, Any]) -> dict[str, Any]:
