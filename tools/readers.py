@@ -1,9 +1,9 @@
 """Reads nets in several threads while one thread edits them, and judges every read.
 
-`python -m tools.readers --reads 100000 --edits 10000 --json FILE` runs every backend in a process
-of its own, so that a crash is counted. Without training each output must be bit-equal to the output
-of one version that was in effect during the read; with training each coordinate must have a value
-that it had during the read.
+`python -m tools.readers --reads 100000 --edits 10000 --json FILE` runs every phase of every backend
+in a process of its own, so that a crash is counted. Without training each output must be bit-equal
+to the output of one version that was in effect during the read; with training each coordinate must
+have a value that it had during the read.
 """
 
 import argparse
@@ -630,16 +630,15 @@ def phases_of(backend: str) -> list[str]:
 # Processes
 
 
-def run_phases(backend: str, names: Sequence[str], reads: int, edits: int) -> None:
-    """Runs phases in this process and prints a line of JSON for each."""
+def run_phase(backend: str, name: str, reads: int, edits: int) -> dict[str, Any]:
+    """Runs one phase in this process."""
     torch.set_num_threads(1)
     sys.setswitchinterval(SWITCH_INTERVAL)
-    for name in names:
-        share = PHASES[name].share
-        start = time.perf_counter()
-        found = PHASES[name].run(backend, round(share * reads), round(share * edits))
-        found["seconds"] = round(time.perf_counter() - start, 1)
-        print(json.dumps(found), flush=True)
+    share = PHASES[name].share
+    start = time.perf_counter()
+    found = PHASES[name].run(backend, round(share * reads), round(share * edits))
+    found["seconds"] = round(time.perf_counter() - start, 1)
+    return found
 
 
 def ending(code: int) -> str:
@@ -649,32 +648,28 @@ def ending(code: int) -> str:
     return f"exit code {code}"
 
 
-def judge_backend(backend: str, reads: int, edits: int, seconds: float) -> dict[str, Any]:
-    """Returns what every phase of a backend found, or how it ended its process."""
-    found: dict[str, Any] = {}
-    left = phases_of(backend)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    while left:
-        command = [sys.executable, "-m", "tools.readers", "--reads", str(reads)]
-        command += ["--edits", str(edits), "--backend", backend, "--phases", *left]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        try:
-            output, errors = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            output, errors = process.communicate()
-        for line in output.splitlines():
-            found[left.pop(0)] = json.loads(line)
-        if process.returncode != 0 and left:
-            found[left.pop(0)] = {"crash": ending(process.returncode), "text": errors[-1000:]}
-    return found
+def judge_phase(
+    backend: str, name: str, reads: int, edits: int, seconds: float = 1800
+) -> dict[str, Any]:
+    """Returns what one phase found in a process of its own, or how it ended that process."""
+    command = [sys.executable, "-m", "tools.readers", "--reads", str(reads)]
+    command += ["--edits", str(edits), "--backends", backend, "--phase", name]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, errors = process.communicate()
+    if process.returncode != 0:
+        return {"crash": ending(process.returncode), "text": errors[-1000:]}
+    return json.loads(output)
 
 
 def faults_of(phase: dict[str, Any]) -> int:
@@ -684,13 +679,16 @@ def faults_of(phase: dict[str, Any]) -> int:
     return phase["wrong"] + phase["unsound"] + phase["raised"]
 
 
-def judge(
-    backends: Sequence[str], reads: int, edits: int, jobs: int = 1, seconds: float = 1800
-) -> dict[str, Any]:
+def judge(backends: Sequence[str], reads: int, edits: int, jobs: int = 1) -> dict[str, Any]:
     """Returns the counts of all backends, and of all together."""
+    calls = {}
     with ThreadPoolExecutor(jobs) as pool:
-        calls = [pool.submit(judge_backend, each, reads, edits, seconds) for each in backends]
-        found = {each: call.result() for each, call in zip(backends, calls, strict=True)}
+        for backend in backends:
+            for name in phases_of(backend):
+                calls[backend, name] = pool.submit(judge_phase, backend, name, reads, edits)
+    found: dict[str, dict[str, Any]] = {}
+    for (backend, name), call in calls.items():
+        found.setdefault(backend, {})[name] = call.result()
     phases = [phase for each in found.values() for phase in each.values()]
     return {
         "reads": sum(phase.get("reads", 0) for phase in phases),
@@ -710,11 +708,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
-    parser.add_argument("--backend", choices=BACKENDS, help=argparse.SUPPRESS)
-    parser.add_argument("--phases", nargs="+", choices=PHASES, help=argparse.SUPPRESS)
+    parser.add_argument("--phase", choices=PHASES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.backend is not None:
-        run_phases(options.backend, options.phases, options.reads, options.edits)
+    if options.phase is not None:
+        (backend,) = options.backends
+        found = run_phase(backend, options.phase, options.reads, options.edits)
+        print(json.dumps(found))
         return 0
     result = judge(options.backends, options.reads, options.edits, options.jobs)
     print(json.dumps(result, indent=1))

@@ -458,8 +458,9 @@ class TransitionDraft:
         topology = self.topology
         device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
+        kept_ends = topology.ends_without(self.cuts)
         # where the relations that each row keeps end
-        ends = upper.present_values(topology.ends_without(self.cuts).cpu(), fill=stays).numpy()
+        ends = upper.present_values(kept_ends.cpu(), fill=stays).numpy()
         none = empty_positions()
         inserted = empty_positions(device)
         values = self.store.weight.detach().new_empty(0)
@@ -485,8 +486,11 @@ class TransitionDraft:
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
         gone = Pairs(none, none)
         if self.cuts.shape[0]:
+            lost_before = torch.zeros_like(topology.ptr)
+            lost_before[1:] = topology.ptr[1:] - kept_ends
+            owners = upper.short_uids[: upper.n_present]
             gone = Pairs(
-                upper.short_uids.index_select(0, topology.parents_at(self.cuts).cpu()),
+                owners.repeat_interleave(lost_before.diff().cpu(), output_size=self.cuts.shape[0]),
                 lower.short_uids.index_select(0, topology.child.index_select(0, self.cuts).cpu()),
             )
         flips = flips_of(

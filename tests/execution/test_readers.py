@@ -11,7 +11,7 @@ from tools.readers import State, is_one_version, is_within_range
 
 @pytest.mark.parametrize("backend", readers.BACKENDS)
 def test_every_read_beside_edits_finds_one_version(backend: str) -> None:
-    found = readers.judge_backend(backend, reads=600, edits=100, seconds=200)
+    found = readers.judge([backend], reads=600, edits=100, jobs=2)["backends"][backend]
     assert list(found) == readers.phases_of(backend)
     faults = {name: phase for name, phase in found.items() if readers.faults_of(phase)}
     assert faults == {}
