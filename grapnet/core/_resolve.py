@@ -222,7 +222,9 @@ class LayerDraft:
 
     @property
     def new_size(self) -> int:
-        return len(self.uids) - int(self.gone.sum())
+        if not self.any_gone:
+            return self.uids.shape[0]
+        return self.uids.shape[0] - int(self.gone.sum())
 
     def lose(self, rows: Tensor) -> None:
         """Marks rows, given as numbers or as one bool a row, as gone."""
@@ -458,9 +460,12 @@ class TransitionDraft:
         topology = self.topology
         device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
-        kept_ends = topology.ends_without(self.cuts)
+        present = topology.ptr.cpu().numpy()
+        # how many relations are cut before those of each row
+        lost = np.searchsorted(self.cuts.cpu().numpy(), present)
         # where the relations that each row keeps end
-        ends = upper.present_values(kept_ends.cpu(), fill=stays).numpy()
+        kept = torch.from_numpy((present - lost)[1:].astype(np.int32))
+        ends = upper.present_values(kept, fill=stays).numpy()
         none = empty_positions()
         inserted = empty_positions(device)
         values = self.store.weight.detach().new_empty(0)
@@ -486,12 +491,11 @@ class TransitionDraft:
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
         gone = Pairs(none, none)
         if self.cuts.shape[0]:
-            lost_before = torch.zeros_like(topology.ptr)
-            lost_before[1:] = topology.ptr[1:] - kept_ends
-            owners = upper.short_uids[: upper.n_present]
+            owners = upper.short_uids.numpy()[: upper.n_present]
+            losers = topology.child.index_select(0, self.cuts).cpu()
             gone = Pairs(
-                owners.repeat_interleave(lost_before.diff().cpu(), output_size=self.cuts.shape[0]),
-                lower.short_uids.index_select(0, topology.child.index_select(0, self.cuts).cpu()),
+                torch.from_numpy(np.repeat(owners, np.diff(lost))),
+                lower.short_uids.index_select(0, losers),
             )
         flips = flips_of(
             self.store,

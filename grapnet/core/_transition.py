@@ -94,17 +94,6 @@ class Topology:
             return self.degrees.long()
         return (self.ptr - torch.searchsorted(removed, self.ptr, out_int32=True)).diff().long()
 
-    def ends_without(self, removed: Tensor) -> Tensor:
-        """Returns where each parent's relations end when the sorted positions `removed` go,
-        [n_parents] int32.
-        """
-        ends = self.ptr[1:]
-        return (
-            ends
-            if removed.shape[0] == 0
-            else ends - torch.searchsorted(removed, ends, out_int32=True)
-        )
-
     def parents_at(self, positions: Tensor) -> Tensor:
         """Returns the parent rows of relation positions."""
         return torch.searchsorted(self.ptr, positions, right=True, out_int32=True) - 1
