@@ -245,7 +245,7 @@ def _outcome(kernel: Callable[[Case], Any], case: Case, strict: bool) -> str:
     except PlanError:
         return "refused"
     except Exception as error:
-        strict |= isinstance(error, MemoryError) or "allocate" in str(error)
+        strict |= isinstance(error, MemoryError) or "can't allocate" in str(error)
         return f"{type(error).__name__}: {error}" if strict else "refused"
     return "computed"
 

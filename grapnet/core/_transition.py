@@ -79,10 +79,13 @@ class Topology:
 
     def parents(self, start: int = 0, stop: int | None = None) -> Tensor:
         """Returns the parent row of the relations from `start` to `stop`."""
+        # On a CPU torch compares the sum of the degrees with the size of the result, but a negative
+        # degree would let it write behind the end.
         if start == 0 and stop is None:
-            return torch.repeat_interleave(self.degrees, output_size=self.n_relations)
+            degrees = self.degrees.clamp_(min=0)
+            return torch.repeat_interleave(degrees, output_size=self.n_relations)
         stop = self.n_relations if stop is None else stop
-        inside = self.ptr.clamp(start, stop).diff().long()
+        inside = self.ptr.clamp(start, stop).diff().clamp_(min=0).long()
         rows = torch.arange(self.n_parents, dtype=torch.int32, device=self.ptr.device)
         return rows.repeat_interleave(inside, output_size=stop - start)
 

@@ -173,7 +173,7 @@ class AttentionPlan:
         """
         stop = start + count
         parents = (
-            reference.parents_of(self.topology, start, stop)
+            self.topology.parents(start, stop)
             if self._parents is None
             else self._parents[start:stop]
         )

@@ -12,7 +12,7 @@ from grapnet.core._transition import Topology
 
 from . import kernels, native
 from .plan import Plan, in_transform
-from .reference import parents_of
+from .reference import require_wiring
 
 # children up to which a rectangle of one row a child runs faster than one of one row a parent
 NARROW = 16
@@ -94,7 +94,9 @@ class RectanglePlan:
 
     def _find_cells(self) -> Tensor:
         """Returns where in the rectangle each relation stands, [n_relations] int32."""
-        parents = parents_of(self.topology)
+        if not self.topology.ptr.is_cpu:
+            require_wiring(self.topology)
+        parents = self.topology.parents()
         children = self.topology.child
         if self._narrow:
             return parents.add_(children, alpha=self.topology.n_parents)

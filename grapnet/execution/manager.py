@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack  # pyright: ignore[reportMissingImports]
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
@@ -29,7 +30,7 @@ from .attention import Attention, AttentionPlan
 from .dense import Dense
 from .exported import exported_steps, is_exporting
 from .family import Family, find_families, group_members
-from .plan import Backend, Plan, in_transform
+from .plan import Backend, Plan
 from .reference import Reference
 from .sparse import Sparse
 from .untraced import untraced
@@ -320,7 +321,7 @@ class Plans:
                 "this net is on the meta device, which holds no numbers. Move it to another one,"
                 " net.to_empty(device=...), and load a state dict; or gn.load(path)"
             )
-        if in_transform() or torch.is_inference_mode_enabled():
+        if peek_interpreter_stack() is not None or torch.is_inference_mode_enabled():
             # as if called alone
             with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
                 plans = self._plans_for(batch, training)

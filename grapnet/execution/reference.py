@@ -40,7 +40,11 @@ class ReferencePlan:
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
-        self._parents = parents_of(topology) if topology.n_relations <= CELLS else None
+        self._parents = None
+        if not topology.ptr.is_cpu:
+            require_wiring(topology)
+        if topology.n_relations <= CELLS:
+            self._parents = topology.parents()
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         size = max(1, CELLS // max(1, len(x)))
@@ -58,7 +62,7 @@ class ReferencePlan:
         """Returns what the relations from `start` on contribute, [batch, n_children]."""
         stop = start + len(values)
         parents = (
-            parents_of(self.topology, start, stop)
+            self.topology.parents(start, stop)
             if self._parents is None
             else self._parents[start:stop]
         )
@@ -69,30 +73,9 @@ class ReferencePlan:
         )
 
 
-def parents_of(topology: Topology, start: int = 0, stop: int | None = None) -> Tensor:
-    """Returns the parent row of the relations from `start` to `stop`.
-
-    Raises:
-        PlanError: the lists of the parents do not lie one behind the other; torch would repeat rows
-            beyond the end of its result.
-    """
-    # Only a plan that is being made, not one that runs, may wait for a GPU.
-    if topology.ptr.is_cpu or stop is None:
-        _require_lists(topology)
-    return topology.parents(start, stop)
-
-
 def require_wiring(topology: Topology) -> None:
     """Raises PlanError unless every list of a topology is one and every child exists."""
-    _require_lists(topology)
-    if topology.n_relations and not kernels.is_watched(topology.child):
-        least, most = topology.child.aminmax()
-        if int(least) < 0 or int(most) >= topology.n_children:
-            raise PlanError(native.DAMAGED)
-
-
-def _require_lists(topology: Topology) -> None:
-    if kernels.is_watched(topology.ptr):
+    if kernels.is_watched(topology.ptr, topology.child):
         return
     # A transform of torch.func hides the numbers of every tensor.
     with temporarily_clear_interpreter_stack():
@@ -100,6 +83,10 @@ def _require_lists(topology: Topology) -> None:
     ends = ptr[:1].tolist() + ptr[-1:].tolist()
     if ends != [0, topology.n_relations] or not bool((ptr[1:] >= ptr[:-1]).all()):
         raise PlanError(native.DAMAGED)
+    if topology.n_relations:
+        least, most = topology.child.aminmax()
+        if int(least) < 0 or int(most) >= topology.n_children:
+            raise PlanError(native.DAMAGED)
 
 
 def walk(graph: Graph, x: Tensor) -> Tensor:
