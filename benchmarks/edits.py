@@ -145,6 +145,8 @@ def _measure_rectangle(parents: int, children: int, plan: str, repeats: int) -> 
         if t is not None
     ]
     held += [*net.buffers(), *_own_tensors(net.execution.plan(0, BATCH).plan)]
+    for transition in net.transitions:
+        held += [transition.topology.ptr, transition.topology.child]
     size = sum(t.numel() * t.element_size() for t in held) / net.count().relations
     return Row(
         relations=parents * children,
