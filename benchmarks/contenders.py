@@ -65,7 +65,8 @@ def family_net(work: Work, families: int, backend: str = "auto") -> gn.GrapNet:
     """Returns a net of equal families: every n-th of the parents leads to every n-th of the
     children.
     """
-    upper, lower = work.parents // families, work.children // families
+    upper = work.parents // families
+    lower = work.children // families
     blocks = [
         torch.cartesian_prod(torch.arange(upper) + f * upper, torch.arange(lower) + f * lower)
         for f in range(families)
@@ -104,11 +105,9 @@ class CsrLinear(nn.Module):
             matrix = (
                 torch.randn(work.children, work.parents, device=work.device) * kept
             ).to_sparse_csr()
-        self.rows, self.columns, self.shape = (
-            matrix.crow_indices(),
-            matrix.col_indices(),
-            matrix.shape,
-        )
+        self.rows = matrix.crow_indices()
+        self.columns = matrix.col_indices()
+        self.shape = matrix.shape
         self.weight = nn.Parameter(matrix.values().to(work.dtype) / work.parents**0.5)
         self.bias = nn.Parameter(torch.zeros(work.children, device=work.device, dtype=work.dtype))
 
@@ -153,7 +152,8 @@ def transition_step(model: nn.Module, x: Tensor, gradient: Tensor) -> Step:
 
 def captured_step(model: nn.Module, x: Tensor, gradient: Tensor) -> Step:
     """Returns forward and backward as a CUDA graph, which the host launches as a whole."""
-    step, aside = transition_step(model, x, gradient), torch.cuda.Stream()
+    step = transition_step(model, x, gradient)
+    aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(aside):
         for _ in range(3):

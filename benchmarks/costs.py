@@ -100,9 +100,11 @@ def _tables(device: str, fast: bool) -> dict[str, Any]:
 def _nets(work: Work, kind: str, share: float) -> dict[str, gn.GrapNet]:
     """Returns one net under every backend that is compared at this kind of transition."""
     if kind == "family":
-        net, names = family_net(work, round(1 / share)), ("dense", "family")
+        net = family_net(work, round(1 / share))
+        names = ("dense", "family")
     else:
-        net, names = replace(work, density=share).net(), ("dense", "sparse", "reference")
+        net = replace(work, density=share).net()
+        names = ("dense", "sparse", "reference")
     nets = {name: copy.deepcopy(net) for name in names}
     for name, other in nets.items():
         other.execution.use(name)

@@ -118,7 +118,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns the ratios as the table that the README shows."""
+    """Returns the ratios as the table of docs/performance.md."""
     lines = ["| relations | plan | " + " | ".join(BARS) + " |", "|---:|---|" + "---:|" * len(BARS)]
     for row in result["rows"].values():
         cells = " | ".join(f"{row['ratios'][name]:.2f}" for name in BARS)
@@ -244,7 +244,8 @@ def _check_commit(
 def _dense_step(parents: int, children: int) -> Callable[[], None]:
     layer = nn.Linear(parents, children)
     optimizer = torch.optim.Adam(layer.parameters())
-    x, target = torch.randn(BATCH, parents), torch.randn(BATCH, children)
+    x = torch.randn(BATCH, parents)
+    target = torch.randn(BATCH, children)
 
     def step() -> None:
         optimizer.zero_grad()

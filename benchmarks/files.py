@@ -97,8 +97,8 @@ def _of_wirings(sizes: list[int], rewirings: int, path: Path) -> dict[str, float
     wiring = _bytes(made_like(net), path) - rest - weights
     rows["wiring at 10 % density: bytes a relation"] = wiring / relations
     net = gn.GrapNet(sizes, density=0.1)
-    manager = gn.RuleManager(seed=0)
-    manager.inject(gn.rules.Rewire(fraction=0.3))
+    manager = gn.rules.RuleManager(seed=0)
+    manager.add(gn.rules.Rewire(fraction=0.3))
     for step in range(rewirings):
         manager.apply(net, step)
     ratio = _bytes(net, path) / _bytes(made_like(net), path)

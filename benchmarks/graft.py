@@ -16,7 +16,8 @@ import grapnet as gn
 
 from .timing import threads, times_faster
 
-WIDTH, HIDDEN = 768, 3072
+WIDTH = 768
+HIDDEN = 3072
 TOKENS = 512
 CUTS = (0.5, 0.8, 0.9, 0.95)
 UNCUT_BAR = 1 / 1.05  # of the speed of the original
@@ -73,9 +74,10 @@ def blocks() -> dict[str, Callable[[int, int], nn.Module]]:
     """Returns what makes the block as a stack of torch's own modules, and as Hugging Face has it
     where it is there.
     """
-    hugging_face = (
-        {"transformers GPT2MLP": _gpt2} if importlib.util.find_spec("transformers") else {}
-    )
+    if importlib.util.find_spec("transformers"):
+        hugging_face = {"transformers GPT2MLP": _gpt2}
+    else:
+        hugging_face = {}
     return {"torch Linear, GELU, Linear": _stack, **hugging_face}
 
 
@@ -102,7 +104,7 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the result as the table that the documentation shows."""
-    lines = ["| block | cut | relations | speed beside the original |", "|---|---:|---:|---:|"]
+    lines = ["| block | cut | relations | speed relative to the original |", "|---|---:|---:|---:|"]
     for row in result["rows"]:
         lines.append(
             f"| {row['block']} | {row['cut']:.0%} | {row['relations']:,} |"
@@ -137,7 +139,7 @@ def _grafted(
     """
     model = nn.ModuleDict({"ffn": copy.deepcopy(block) if optimizer is None else block})
     if _is_hugging_face(block):
-        from grapnet.integrations.transformers import graft_ffn
+        from grapnet.convert import graft_ffn
 
         graft_ffn(model, optimizer=optimizer)
     else:
@@ -172,7 +174,8 @@ def _output_error(block: nn.Module, net: gn.GrapNet, x: Tensor) -> float:
     twin = copy.deepcopy(block).eval()
     for weight, matrix in zip(_weights(twin), _matrices(net), strict=True):
         weight *= matrix != 0
-    expected, found = twin(x), net.eval()(x)
+    expected = twin(x)
+    found = net.eval()(x)
     net.train()
     return _difference(found, expected)
 
@@ -211,7 +214,7 @@ def _matrices(net: gn.GrapNet) -> list[Tensor]:
     matrices = [
         linear.weight.detach() for linear in net.to_module() if isinstance(linear, nn.Linear)
     ]
-    transposed = net.origin.chain.parts[0].transposed
+    transposed = net._origin.chain.parts[0].transposed
     return [matrix.t() if transposed else matrix for matrix in matrices]
 
 

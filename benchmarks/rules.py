@@ -59,15 +59,15 @@ def cases() -> dict[str, Case]:
         "Rewire, RigL": Case(rules.Rewire(grow="gradient", decay_until=10**6)),
         "Rewire, SRigL": Case(rules.Rewire(grow="gradient", decay_until=10**6, fan_in="constant")),
         "GrowForTask": Case(
-            rules.GrowForTask(layer=1, nodes=64, classes_per_task=16), recurring=False, task=0
+            rules.GrowForTask(nodes=64, classes_per_task=16), recurring=False, task=0
         ),
         "FreezeOwner": Case(rules.FreezeOwner("half"), recurring=False),
-        "GrowWidth, zero outgoing": Case(rules.GrowWidth(layer=1, nodes=64), recurring=False),
+        "GrowWidth, zero outgoing": Case(rules.GrowWidth(layers=1, nodes=64), recurring=False),
         "GrowWidth, Net2Net": Case(
-            rules.GrowWidth(layer=1, nodes=64, init="net2net"), recurring=False
+            rules.GrowWidth(layers=1, nodes=64, init="net2net"), recurring=False
         ),
         "GrowWidth, GradMax": Case(
-            rules.GrowWidth(layer=1, nodes=64, init="gradmax"), recurring=False
+            rules.GrowWidth(layers=1, nodes=64, init="gradmax"), recurring=False
         ),
         "CovarianceSifter": Case(
             rules.CovarianceSifter(transitions=(0,)), recurring=False, grouped=True
@@ -139,13 +139,17 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def _measure(name: str, case: Case, sizes: tuple[int, ...], repeats: int) -> Row:
-    net, x, target = _net(case, sizes), torch.randn(BATCH, sizes[0]), torch.randn(BATCH, sizes[-1])
+    net = _net(case, sizes)
+    x = torch.randn(BATCH, sizes[0])
+    target = torch.randn(BATCH, sizes[-1])
     optimizer = torch.optim.Adam(net.parameters())
     gn.attach(optimizer, net)
     manager = rules.RuleManager()
-    manager.inject(case.rule, schedule=rules.Every(1))
+    manager.add(case.rule, schedule=rules.Every(1))
     manager.start(net)
-    relations, commits, step = net.count().relations, [], 0
+    relations = net.count().relations
+    commits = []
+    step = 0
 
     def train() -> None:
         optimizer.zero_grad()
@@ -221,8 +225,8 @@ def _optimizer_bytes(sizes: tuple[int, ...]) -> dict[str, int]:
     optimizer.step()
     found = {"at first": _state_bytes(optimizer)}
     manager = rules.RuleManager()
-    manager.inject(rules.FreezeOwner("half"), schedule=rules.At(0))
-    manager.inject(rules.PruneWeakest(0.25), schedule=rules.At(1))
+    manager.add(rules.FreezeOwner("half"), schedule=rules.At(0))
+    manager.add(rules.PruneWeakest(0.25), schedule=rules.At(1))
     for step, name in enumerate(("half of the nodes frozen", "a quarter of the relations cut")):
         manager.apply(net, step)
         found[name] = _state_bytes(optimizer)

@@ -78,7 +78,8 @@ class _repeated:
     """Calls a function as often as takes about `seconds`, found by two trial runs."""
 
     def __init__(self, function: Callable[[], object], seconds: float) -> None:
-        self.function, self.count = function, 1
+        self.function = function
+        self.count = 1
         self()
         finish()
         start = time.perf_counter()

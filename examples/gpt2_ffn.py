@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.integrations.extra import require
-from grapnet.integrations.transformers import ffn_handles, graft_ffn
+from grapnet.convert import ffn_handles, graft_ffn
+from grapnet.integrations._extra import require
 
 TEXT = "the graph is the network, and the network is data that you can edit while it trains. "
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import grapnet as gn
-from grapnet.rules import Every, GradualSchedule, PruneWeakest, Rewire, RuleManager
+from grapnet.rules import Every, Rewire, RuleManager, gradual_pruning
 
 Split = tuple[Tensor, Tensor]
 
@@ -56,13 +56,11 @@ def rules(settings: Settings) -> RuleManager:
     """
     steps = settings.epochs * -(-settings.images // settings.batch)
     manager = RuleManager(seed=settings.seed)
-    ramp = GradualSchedule(settings.sparsity, begin=settings.every, end=steps * 2 // 3)
-    manager.inject(
-        PruneWeakest(sparsity=ramp), schedule=Every(settings.every, start=settings.every)
-    )
-    manager.inject(
+    every = settings.every
+    manager.add(gradual_pruning(steps, settings.sparsity, every=every, start=every, stop=2 / 3))
+    manager.add(
         Rewire(fraction=0.1),
-        schedule=Every(settings.every, start=settings.every + settings.every // 2),
+        schedule=Every(every, start=every + every // 2),
     )
     return manager
 
@@ -122,7 +120,8 @@ def accuracy(model: nn.Module, split: Split) -> float:
 def read(images: int) -> tuple[Split, Split]:
     """Returns digits to train on and digits to test with: images [n, 1, 8, 8] and labels."""
     pixels, labels = load_digits(return_X_y=True)
-    x, y = torch.as_tensor(pixels).float().view(-1, 1, 8, 8) / 16, torch.as_tensor(labels)
+    x = torch.as_tensor(pixels).float().view(-1, 1, 8, 8) / 16
+    y = torch.as_tensor(labels)
     return (x[400 : 400 + images], y[400 : 400 + images]), (x[:400], y[:400])
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import grapnet as gn
-from grapnet.rules import Every, Rewire, RuleManager
+from grapnet.rules import RuleManager, rigl, set_rewiring
 from studies.data import load_fashion
 
 METHODS = ("dense", "static", "SET", "RigL")
@@ -68,7 +68,8 @@ def run(method: str, seed: int, train: Split, test: Split, settings: Settings) -
         manager.start(net)
     steps = settings.epochs * -(-len(train[0]) // settings.batch)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    step, relations = 0, net.count().relations if isinstance(net, gn.GrapNet) else 0
+    step = 0
+    relations = net.count().relations if isinstance(net, gn.GrapNet) else 0
     order = torch.Generator().manual_seed(seed)
     for _ in range(settings.epochs):
         for rows in torch.randperm(len(train[0]), generator=order).split(settings.batch):
@@ -90,20 +91,18 @@ def build(
     method: str, inputs: int, seed: int, settings: Settings, images: int
 ) -> tuple[nn.Module, RuleManager]:
     """Returns the network of a method, and the rules that rewire it."""
-    sizes, manager = [inputs, *settings.hidden, 10], RuleManager(seed=seed)
+    sizes = [inputs, *settings.hidden, 10]
+    manager = RuleManager(seed=seed)
     if method == "dense":
         layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers[:-1]).to(settings.device), manager
     net = gn.GrapNet(sizes, density=settings.density, distribution="erk", device=settings.device)
-    until = settings.epochs * -(-images // settings.batch) * 3 // 4
-    schedule = Every(settings.every, start=settings.every, until=until)
+    steps = settings.epochs * -(-images // settings.batch)
+    often = {"every": settings.every, "fraction": settings.fraction, "stop": 0.75}
     if method == "SET":
-        manager.inject(Rewire(fraction=settings.fraction, grow="random"), schedule=schedule)
+        manager.add(set_rewiring(steps, **often))
     elif method == "RigL":
-        manager.inject(
-            Rewire(fraction=settings.fraction, grow="gradient", decay_until=until),
-            schedule=schedule,
-        )
+        manager.add(rigl(steps, **often))
     return net, manager
 
 
@@ -126,7 +125,8 @@ def read(data: str, device: str) -> tuple[Split, Split]:
     else:
         parts = [load_fashion("train"), load_fashion("test")]
     rows = [images.flatten(1).float() for images, _ in parts]
-    mean, spread = rows[0].mean(), rows[0].std()
+    mean = rows[0].mean()
+    spread = rows[0].std()
     first, second = [
         (((r - mean) / spread).to(device), labels.to(device))
         for r, (_, labels) in zip(rows, parts, strict=True)
@@ -161,8 +161,10 @@ def _step(method: str, train: Split, settings: Settings) -> Callable[[], None]:
     ends every period.
     """
     net, manager = build(method, train[0].shape[1], 0, settings, len(train[0]))
-    optimizer, number = _optimizer(net, settings), 0
-    images, labels = train[0][: settings.batch], train[1][: settings.batch]
+    optimizer = _optimizer(net, settings)
+    number = 0
+    images = train[0][: settings.batch]
+    labels = train[1][: settings.batch]
     if isinstance(net, gn.GrapNet):
         gn.attach(optimizer, net)
         manager.start(net)
@@ -182,10 +184,8 @@ def _step(method: str, train: Split, settings: Settings) -> Callable[[], None]:
 
 def table(result: dict[str, object]) -> str:
     """Returns the result as the table that the documentation shows."""
-    faster, lines = (
-        result.get("times_as_fast_as_dense"),
-        ["| method | test accuracy | training step, times as fast |"],
-    )
+    faster = result.get("times_as_fast_as_dense")
+    lines = ["| method | test accuracy | training step, times as fast |"]
     lines.append("|---|---:|---:|")
     for method, found in result["accuracy"].items():  # pyright: ignore[reportAttributeAccessIssue]
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
@@ -198,7 +198,8 @@ def plot(result: dict[str, object], path: Path) -> None:
     """Draws every run's accuracy, and how fast a step is, as a picture; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    accuracy, faster = result["accuracy"], result["times_as_fast_as_dense"]
+    accuracy = result["accuracy"]
+    faster = result["times_as_fast_as_dense"]
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     for row, method in enumerate(METHODS):
@@ -231,11 +232,9 @@ if __name__ == "__main__":
     parser.add_argument("--plot", type=Path, help="where to draw the result")
     given = parser.parse_args()
     chosen = Settings(data=given.data, device=given.device, seeds=given.seeds, epochs=given.epochs)
-    earlier = (
-        json.loads(given.json.read_text())
-        if given.json and given.json.exists() and not given.seeds
-        else None
-    )
+    earlier = None
+    if given.json and given.json.exists() and not given.seeds:
+        earlier = json.loads(given.json.read_text())
     outcome = earlier or main(chosen)
     if given.time:
         outcome["times_as_fast_as_dense"] = times(chosen)

@@ -15,7 +15,7 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 
 from grapnet.integrations.sklearn import GrapNetClassifier
-from grapnet.rules import Every, GradualSchedule, PruneWeakest
+from grapnet.rules import Scheduled, gradual_pruning
 
 
 @dataclass
@@ -80,12 +80,11 @@ def main(settings: Settings | None = None) -> dict[str, float]:
     }
 
 
-def pruning(sparsity: float, settings: Settings) -> list[tuple[PruneWeakest, Every]]:
+def pruning(sparsity: float, settings: Settings) -> list[Scheduled]:
     """Returns the rules that prune to a sparsity in the middle half of a fit."""
     # cross-validation trains on 898 of the 1,347 images
     steps = settings.epochs * -(-898 // settings.batch)
-    ramp = GradualSchedule(final=sparsity, begin=steps // 4, end=steps * 3 // 4)
-    return [(PruneWeakest(sparsity=ramp), Every(5, start=ramp.begin))]
+    return [gradual_pruning(steps, sparsity, every=5, start=steps // 4)]
 
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ else:
     def __getattr__(name):
         if name == "__all__":
             # `from grapnet import *` leaves Python's open alone.
-            return [name for name in _import_names() if name != "open"]
+            return [name for name in (*_import_names(), "continual") if name != "open"]
+        if name == "continual":
+            return _importlib.import_module("grapnet.continual")
         if not name.startswith("_"):
             _import_names()
         if name in globals():
@@ -27,7 +29,7 @@ else:
 
     def __dir__():
         _import_names()
-        return sorted(globals())
+        return sorted({*globals(), "continual"})
 
     def _import_names():
         api = _importlib.import_module("grapnet._api")

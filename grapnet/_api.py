@@ -1,46 +1,37 @@
 """The public names of GrapNet, which `import grapnet` offers."""
 
-from . import continual as continual
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from . import errors as errors
 from . import rules as rules
-from .checkpoint import Archive as Archive
+from ._export import snapshot as snapshot
+from ._network import GrapNet as GrapNet
 from .checkpoint import load as load
 from .checkpoint import open as open
 from .checkpoint import restore as restore
 from .checkpoint import save as save
-from .convert.graft import from_module as from_module
-from .convert.graft import graft as graft
-from .convert.ungraft import ungraft as ungraft
-from .core._activation import register_activation as register_activation
-from .core._change import IndexMap as IndexMap
+from .convert._ffn import graft_ffn as graft_ffn
+from .convert._graft import from_module as from_module
+from .convert._graft import graft as graft
+from .convert._ungraft import ungraft as ungraft
 from .core._check import check as check
 from .core._edit import Edit as Edit
-from .core._edit import edit_together as edit_together
+from .core._edit import edit as edit
 from .core._errors import CheckpointError as CheckpointError
-from .core._errors import ConversionError as ConversionError
 from .core._errors import EditError as EditError
-from .core._errors import FrozenError as FrozenError
 from .core._errors import GrapNetError as GrapNetError
-from .core._errors import HistoryError as HistoryError
-from .core._errors import InvariantError as InvariantError
 from .core._errors import OptimizerError as OptimizerError
-from .core._errors import PlanError as PlanError
-from .core._errors import StaleNodeError as StaleNodeError
-from .core._errors import StaleRelationsError as StaleRelationsError
-from .core._errors import StaleTopologyError as StaleTopologyError
-from .core._errors import TopologyError as TopologyError
+from .core._errors import StaleError as StaleError
 from .core._journal import Commit as Commit
-from .core._journal import Diff as Diff
 from .core._node import GrapNode as GrapNode
 from .core._sets import NodeSet as NodeSet
 from .core._sets import RelationSet as RelationSet
-from .core._undo import redo_together as redo_together
-from .core._undo import undo_together as undo_together
-from .execution.manager import register_backend as register_backend
-from .execution.snapshot import SnapshotController as SnapshotController
-from .export import snapshot as snapshot
-from .following.distributed import Distributed as Distributed
-from .following.optimizers import attach as attach
-from .following.optimizers import detach as detach
-from .following.tensors import follow as follow
-from .network import GrapNet as GrapNet
-from .rules.manager import RuleManager as RuleManager
+from .core._undo import redo as redo
+from .core._undo import undo as undo
+from .following._optimizers import attach as attach
+from .following._optimizers import detach as detach
+from .following._tensors import follow as follow
+
+if _TYPE_CHECKING:
+    # Imported when it is first used: most programs never do.
+    from . import continual as continual

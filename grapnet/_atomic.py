@@ -1,4 +1,4 @@
-"""Atomic writes: a file is either complete or not there, even when the process is killed."""
+"""Atomic writes: a file is either complete or absent, even if the process is killed."""
 
 import errno
 import os
@@ -26,13 +26,13 @@ def atomic_write(path: str | os.PathLike[str], *, replace: bool = True) -> Itera
 
     Raises:
         FileExistsError: `path` exists and `replace` is False.
-        OSError: `path` is in no folder, is no regular file, or cannot be written. An earlier file
-            is unchanged, unless the folder failed to sync after the move.
+        OSError: the folder of `path` does not exist, `path` is not a regular file, or it cannot be
+            written. An earlier file is unchanged, unless the folder failed to sync after the move.
     """
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(
-            f"there is no folder {str(target.parent)!r} to save into; make it first"
+            f"the folder {str(target.parent)!r} does not exist; create it first"
         )
     if target.is_dir():
         raise IsADirectoryError(f"{str(target)!r} is a folder; name a file in it")
@@ -117,7 +117,7 @@ def _move_to_free_name(partial: Path, target: Path) -> None:
     except FileExistsError:
         raise
     except OSError:
-        # A file system without hard links: whoever makes the empty file may replace it.
+        # A file system without hard links: the process that creates the empty file may replace it.
         target.touch(exist_ok=False)
         os.replace(partial, target)
 

@@ -102,15 +102,9 @@ class Settings:
     trial: int = 1000
     judged: int = 10_000  # about how many of these do
     # of the short and the full stream
-    head: tuple[Head, Head] = (
-        Head("softplus", 210, "float32"),
-        Head("silu", 1000),
-    )
+    head: tuple[Head, Head] = (Head("softplus", 210, "float32"), Head("silu", 1000))
     # nodes that sifting begins with; it ends with those of the head
-    start: tuple[int, int] = (
-        630,
-        3000,
-    )
+    start: tuple[int, int] = (630, 3000)
     # in which the nodes of a task are sifted out, the others being looked at again after each
     steps: int = 8
     turnover: float = 0.2  # share of the nodes that is replaced after every task but the last
@@ -122,18 +116,9 @@ class Settings:
     updates: tuple[int, int] = (8, 1)  # a batch, of that head
     scale: float = 10.0  # from solved targets, which are 0 and 1, to logits
     # of the other head in an average, to choose from
-    shares: tuple[float, ...] = (
-        0.05,
-        0.1,
-        0.2,
-        0.3,
-    )
+    shares: tuple[float, ...] = (0.05, 0.1, 0.2, 0.3)
     # of Adam, for tuning the solved readout, to choose from
-    tuning_rates: tuple[float, ...] = (
-        1e-5,
-        1e-4,
-        1e-3,
-    )
+    tuning_rates: tuple[float, ...] = (1e-5, 1e-4, 1e-3)
     tuning: int = 200  # updates
 
 

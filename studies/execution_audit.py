@@ -6,8 +6,9 @@ within a round. The paper does not say how large the values were that differ by 
 as a share of the largest, too.
 """
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -27,10 +28,9 @@ from grapnet.continual import (
     seen_class_cross_entropy,
     train_on_stream,
 )
-from grapnet.rules import GrowForTask, Moment
+from grapnet.rules import GrowForTask, RuleContext
 
 from .data import small_images
-from .forward_times import compiled_ratios, snapshot_ratios
 from .paper import published
 from .statistics import merged
 from .tables import grid
@@ -52,6 +52,7 @@ BARS = {
     "task": 1.3,  # the same for every task
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+TURN = 0.01  # seconds that a case runs before the next one gets its turn, at least
 BACKENDS = ("reference", "family", "auto")
 CASES = (*BACKENDS, "dense")  # dense is an MLP of 256 nodes on the same stream
 Images = tuple[Tensor, Tensor, Tensor, Tensor]  # rows and classes to train on, and to test on
@@ -126,7 +127,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 def _grow(net: gn.GrapNet, task: int, nodes: int, generator: torch.Generator) -> None:
     """Adds the nodes of a task, related to the two classes of each task up to it."""
     with net.edit(reason="grow", generator=generator) as edit:
-        GrowForTask(layer=1, nodes=nodes, classes_per_task=2)(net, edit, Moment(task=task))
+        GrowForTask(nodes=nodes, classes_per_task=2)(net, edit, RuleContext(task=task))
 
 
 def _family_differences(
@@ -459,3 +460,79 @@ def missed(result: dict[str, Any]) -> list[str]:
     if "missing" not in compiled and not compiled["walk"] >= PAPER[COMPILED]:
         lines.append(f"compiled: {compiled['walk']:.2f} times faster, the paper {PAPER[COMPILED]}")
     return lines
+
+
+def snapshot_ratios(sizes: Sequence[int], batch: int, rounds: int, seed: int) -> dict[str, Any]:
+    """Returns how many times faster the snapshot of a full transition runs than what it was taken
+    from.
+
+    Beside it stand an `nn.Linear` of the same size, the largest difference from the reference, and
+    the families.
+    """
+    torch.manual_seed(seed)
+    net = gn.GrapNet(sizes)
+    x = torch.randn(batch, sizes[0])
+    by_reference = copy.deepcopy(net)
+    snapshot = net.snapshot()
+    by_reference.execution.use("reference")
+    linear = nn.Linear(sizes[0], sizes[1])
+    cases = {
+        "snapshot": snapshot,
+        "walk": net.walk,
+        "reference": by_reference,
+        "live net": net,
+        "nn.Linear": linear,
+    }
+    found: dict[str, Any] = times_faster(cases, x, rounds)
+    with torch.no_grad():
+        found["difference"] = float((snapshot(x) - by_reference(x)).abs().max())
+    return {**found, "families": len(net.execution.families(0))}
+
+
+def compiled_ratios(
+    sizes: Sequence[int], density: float, batch: int, rounds: int, seed: int
+) -> dict[str, Any]:
+    """Returns how many times faster compiled relations run; where they cannot, only why:
+    `missing`.
+    """
+    torch.manual_seed(seed)
+    net = gn.GrapNet(sizes, density=density)
+    x = torch.randn(batch, sizes[0])
+    refused = net.execution.describe(batch)[0]["refused"]
+    if "sparse" in refused:
+        return {"missing": "; ".join(refused["sparse"])}
+    by_reference = copy.deepcopy(net)
+    by_reference.execution.use("reference")
+    net.execution.use("sparse")
+    found = times_faster(
+        {"compiled": net, "walk": by_reference.walk, "reference": by_reference}, x, rounds
+    )
+    with torch.no_grad():
+        found["difference"] = float((net(x) - by_reference(x)).abs().max())
+    return found
+
+
+def times_faster(
+    cases: Mapping[str, Callable[[Tensor], Tensor]], x: Tensor, rounds: int
+) -> dict[str, float]:
+    """Returns how many times faster the first case runs than each other: the median of the ratios
+    within a round.
+    """
+    first, *others = cases
+    with torch.no_grad():
+        calls = {
+            name: max(1, round(TURN / min(_seconds(case, x, 1) for _ in range(2))))
+            for name, case in cases.items()
+        }
+        turns = [
+            {name: _seconds(case, x, calls[name]) for name, case in cases.items()}
+            for _ in range(rounds)
+        ]
+    return {name: median(one[name] / one[first] for one in turns) for name in others}
+
+
+def _seconds(case: Callable[[Tensor], Tensor], x: Tensor, calls: int) -> float:
+    start = time.perf_counter()
+    for _ in range(calls):
+        case(x)
+    return (time.perf_counter() - start) / calls

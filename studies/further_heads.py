@@ -48,11 +48,10 @@ def fixed_net(layers: Sequence[Layer], classes: int = 10) -> gn.GrapNet:
     out = Layer(torch.zeros(nodes, classes), torch.zeros(classes), "identity")
     relations = []
     for layer in (*layers, out):
-        related = (
-            torch.ones_like(layer.weights, dtype=torch.bool)
-            if layer.related is None
-            else layer.related
-        )
+        if layer.related is None:
+            related = torch.ones_like(layer.weights, dtype=torch.bool)
+        else:
+            related = layer.related
         parents, children = related.nonzero(as_tuple=True)
         relations.append((parents, children, layer.weights[related]))
     net = gn.GrapNet.from_relations(

@@ -19,7 +19,7 @@ from grapnet.continual import (
     seen_class_cross_entropy,
     train_on_stream,
 )
-from grapnet.rules import GrowForTask, Moment
+from grapnet.rules import GrowForTask, RuleContext
 
 from .data import Images, small_images
 from .statistics import paired, summary
@@ -90,14 +90,14 @@ def _apart(settings: Settings, train: Images, seed: int) -> gn.GrapNet:
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     # without momentum of earlier tasks, what has no gradient stays put
     gn.attach(optimizer, net, survivors="renew")
-    grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=2)
+    grow = GrowForTask(nodes=settings.nodes, classes="own", classes_per_task=2)
     generator = torch.Generator().manual_seed(seed)
     stream = TaskStream(
         *train, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class
     )
     for task in stream:
         with net.edit(reason=f"nodes for task {task.number}", generator=generator) as edit:
-            grow(net, edit, Moment(task=task.number))
+            grow(net, edit, RuleContext(task=task.number))
         x, y = task.content[:2]
         for _ in range(settings.epochs):
             for rows in torch.randperm(len(y), generator=generator).split(settings.batch):
@@ -115,12 +115,12 @@ def _grown(settings: Settings, train: Images, seed: int) -> gn.GrapNet:
     net = gn.GrapNet([49, 0, 10])
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     gn.attach(optimizer, net, survivors="renew")
-    grow = GrowForTask(layer=1, nodes=settings.nodes, classes_per_task=2)
+    grow = GrowForTask(nodes=settings.nodes, classes_per_task=2)
     generator = torch.Generator().manual_seed(seed)
 
     def before_task(task: Any) -> None:
         with net.edit(reason=f"nodes for task {task.number}", generator=generator) as edit:
-            grow(net, edit, Moment(task=task.number))
+            grow(net, edit, RuleContext(task=task.number))
 
     stream = TaskStream(
         *train, tasks=TASKS, batch=settings.batch, seed=seed, per_class=settings.per_class

@@ -13,7 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import grapnet as gn
 from grapnet.continual import AccuracyMatrix, Evaluation, structural_drift
-from grapnet.rules import FreezeOwner, GrowForTask, Moment
+from grapnet.rules import FreezeOwner, GrowForTask, RuleContext
 
 from .data import downsample, fashion_images
 from .paper import published
@@ -165,19 +165,19 @@ def _grown(
             edit.set_owner(net.layers[2][number : number + 1], f"task-{number}")
     optimizer = torch.optim.Adam(net.parameters(), lr=settings.lr)
     gn.attach(optimizer, net, survivors=survivors)
-    grow = GrowForTask(layer=1, nodes=settings.nodes, classes="own", classes_per_task=1)
+    grow = GrowForTask(nodes=settings.nodes, classes="own", classes_per_task=1)
     generator = torch.Generator().manual_seed(seed)
     kept = {}
 
     def begin(task: int) -> None:
         with net.edit(reason=f"nodes for task {task}", generator=generator) as edit:
-            grow(net, edit, Moment(task=task))
+            grow(net, edit, RuleContext(task=task))
 
     def end(task: int) -> None:
         kept[task] = [part.detach().clone() for part in _coordinates(net, task)]
         if freeze:
             with net.edit(reason=f"task {task} ended") as edit:
-                FreezeOwner()(net, edit, Moment(task=task))
+                FreezeOwner()(net, edit, RuleContext(task=task))
 
     figures = _run(settings, tasks, Learner(net, optimizer, begin, end))
     drift = max(

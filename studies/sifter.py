@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import grapnet as gn
-from grapnet.rules import Budget, CovarianceSifter, Moment, Rule, RuleManager
+from grapnet.rules import Budget, CovarianceSifter, Rule, RuleContext, RuleManager
 
 from .data import Images, small_images
 from .paper import published
@@ -72,7 +72,7 @@ class RandomSifter:
 
     sifter: CovarianceSifter
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         """Lets the sifter write its cuts."""
         watched: dict[str, Any] = dict(self.sifter.recorders(net))
         drawn = {
@@ -81,7 +81,7 @@ class RandomSifter:
             )
             for name, ends in watched.items()
         }
-        self.sifter(net, edit, replace(now, evidence=drawn))
+        self.sifter(net, edit, replace(context, evidence=drawn))
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def sift(rule: Rule, x: Tensor, *, seed: int, budget: Budget | None = None) -> C
 
     def change(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> None:
         manager = RuleManager(seed=seed)
-        manager.inject(rule, budget=budget)
+        manager.add(rule, budget=budget)
         with manager.recording(net), torch.no_grad():
             net(x)
         manager.apply(net)

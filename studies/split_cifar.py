@@ -24,7 +24,7 @@ from torch import nn
 
 import grapnet as gn
 from grapnet.continual import Batch, Task
-from grapnet.rules import FreezeOwner, GrowForTask, Moment
+from grapnet.rules import FreezeOwner, GrowForTask, RuleContext
 
 from .data import load_features, standardise
 from .paper import published
@@ -82,11 +82,7 @@ class Settings:
     rate: float = 2e-3  # of Adam, for the paper's heads, as on Fashion-MNIST
     nodes: int = 48  # grown for every task
     # of Adam, for the tuned linear heads to choose from
-    linear_rates: tuple[float, ...] = (
-        2e-4,
-        7e-4,
-        2e-3,
-    )
+    linear_rates: tuple[float, ...] = (2e-4, 7e-4, 2e-3)
     dense_rates: tuple[float, ...] = (7e-5, 2e-4, 7e-4)  # those of the tuned MLPs
     grown_rates: tuple[float, ...] = (7e-4, 2e-3, 5e-3)  # those of the tuned GrapNets
     updates: tuple[int, ...] = (1, 4)  # a batch, for the tuned heads to choose from
@@ -165,17 +161,17 @@ def grown(inputs: int, nodes: int, seed: int, rate: float, *, frozen: bool) -> L
     net = gn.GrapNet([inputs, 0, 10])
     optimizer = torch.optim.Adam(net.parameters(), lr=rate)
     gn.attach(optimizer, net, survivors="renew")
-    grow = GrowForTask(layer=1, nodes=nodes, classes_per_task=2)
+    grow = GrowForTask(nodes=nodes, classes_per_task=2)
     freeze = FreezeOwner()
     generator = torch.Generator().manual_seed(seed)
 
     def before_task(task: Task) -> None:
         with net.edit(reason="grow for a task", generator=generator) as edit:
-            grow(net, edit, Moment(task=task.number))
+            grow(net, edit, RuleContext(task=task.number))
 
     def after_task(task: Task) -> None:
         with net.edit(reason="freeze its nodes") as edit:
-            freeze(net, edit, Moment(task=task.number))
+            freeze(net, edit, RuleContext(task=task.number))
 
     return Learner(net, optimizer, before_task, after_task if frozen else None)
 

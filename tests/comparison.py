@@ -10,7 +10,8 @@ import grapnet as gn
 
 from .oracle import Coordinate, Draft, Key, Node, Oracle, State
 
-BATCH, CLOSE = 3, 1e-12
+BATCH = 3
+CLOSE = 1e-12
 # a column a uid
 TABLE = torch.randn(BATCH, 4096, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
@@ -36,7 +37,9 @@ class Comparison:
 
     def read(self, net: gn.GrapNet | None = None) -> State:
         """Returns a net as the oracle sees a graph."""
-        layers, relations, net = [], {}, net or self.net
+        layers = []
+        relations = {}
+        net = net or self.net
         saved = net.state_dict()
         for number, layer in enumerate(net.layers):
             biases: list[Coordinate | None] = [None] * len(layer)
@@ -57,9 +60,11 @@ class Comparison:
         """Checks the newborn values against their bounds and gives them to the oracle."""
         if not draft.bounds:
             return
-        found, coordinates = self.read().coordinates(), after.coordinates()
+        found = self.read().coordinates()
+        coordinates = after.coordinates()
         for key, (least, most) in draft.bounds.items():
-            value, slack = found[key].value, 1e-15 if least < most else 0
+            value = found[key].value
+            slack = 1e-15 if least < most else 0
             assert least - slack <= value <= most + slack, (
                 f"{key}: {value} is not within {least} and {most}"
             )
@@ -78,16 +83,17 @@ class Comparison:
         gn.check(self.net)
         found = self.read()
         assert found.outline(births=False) == state.outline(births=False)
-        mine, wanted = found.coordinates(), state.coordinates()
+        mine = found.coordinates()
+        wanted = state.coordinates()
         for keys, close in ((wanted.keys() - set(computed), 0), (set(computed), CLOSE)):
             same([mine[key].value for key in keys], [wanted[key].value for key in keys], close)
         for key in computed:
             wanted[key].value = mine[key].value
-        sizes, frozen = (
-            [len(layer) for layer in state.layers],
-            sum(c.frozen for c in wanted.values()),
-        )
-        biases, relations, count = sum(sizes[1:]), len(state.relations), self.net.count()
+        sizes = [len(layer) for layer in state.layers]
+        frozen = sum(c.frozen for c in wanted.values())
+        biases = sum(sizes[1:])
+        relations = len(state.relations)
+        count = self.net.count()
         assert (count.nodes, count.relations, count.biases, count.frozen) == (
             sum(sizes),
             relations,
@@ -133,11 +139,10 @@ class Comparison:
         if keep:
             self.net.zero_grad()
             self.loss(mine).backward()
-        found = (
-            [p.grad for p in self.parameters]
-            if keep
-            else torch.autograd.grad(self.loss(mine), self.parameters)
-        )
+        if keep:
+            found = [p.grad for p in self.parameters]
+        else:
+            found = torch.autograd.grad(self.loss(mine), self.parameters)
         for gradient, vector in zip(found, state.vectors(), strict=True):
             free = {key: c for key, c in vector.items() if not c.frozen}
             same(gradient, [gradients[key] for key in free], CLOSE)
@@ -148,13 +153,12 @@ class Comparison:
 
     def compare_node(self, state: State, node: Node) -> None:
         """Compares one node with its handle."""
-        handle, owned = self.net.node(node.uid), state.owned([node.uid])
+        handle = self.net.node(node.uid)
+        owned = state.owned([node.uid])
         number = next(n for n in range(len(state.layers)) if node.uid in state.uids(n))
-        parents = (
-            [uid for uid in state.uids(number - 1) if (uid, node.uid) in state.relations]
-            if number
-            else []
-        )
+        parents = []
+        if number:
+            parents = [uid for uid in state.uids(number - 1) if (uid, node.uid) in state.relations]
         assert (handle.layer, handle.row) == (number, state.uids(number).index(node.uid))
         assert (handle.activation, handle.owner) == (node.activation, node.owner)
         assert handle.children.uids.tolist() == [child for _, child in owned]
@@ -171,7 +175,9 @@ class Comparison:
         """Compares the journal: its replay on the first net gives this wiring, and `diff` says what
         came and went.
         """
-        then, now, diff = self.read(first), self.oracle.state, self.net.diff(0)
+        then = self.read(first)
+        now = self.oracle.state
+        diff = self.net.diff(0)
         old, new = ({node.uid for layer in state.layers for node in layer} for state in (then, now))
         assert (diff.nodes_added.tolist(), diff.nodes_removed.tolist()) == (
             sorted(new - old),

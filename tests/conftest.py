@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grapnet.execution import native
+from grapnet.execution import _native
 
 NONE = "none"
 
@@ -24,19 +24,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Chooses the variant of the compiled kernels, in every process that runs tests."""
     wanted = config.getoption("--kernels")
     if wanted == NONE:
-        if not native.missing:
+        if not _native.missing:
             raise pytest.UsageError("the compiled kernels are installed")
         config.pluginmanager.register(OnlySparseIsSkipped())
     elif wanted is not None:
-        native.use_variant(wanted)
+        _native.use_variant(wanted)
 
 
-@pytest.fixture(params=[NONE] if native.missing else native.variants())
+@pytest.fixture(params=[NONE] if _native.missing else _native.variants())
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test with every variant of the compiled kernels that this machine can run."""
-    native.use_variant(request.param)
+    _native.use_variant(request.param)
     yield request.param
-    native.use_variant(request.config.getoption("--kernels") or native.variants()[0])
+    _native.use_variant(request.config.getoption("--kernels") or _native.variants()[0])
 
 
 class OnlySparseIsSkipped:
@@ -67,9 +67,9 @@ class OnlySparseIsSkipped:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips the tests of the sparse backend where its kernels are not installed."""
-    if not native.missing:
+    if not _native.missing:
         return
-    skip = pytest.mark.skip(reason=f"sparse: {native.missing}")
+    skip = pytest.mark.skip(reason=f"sparse: {_native.missing}")
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if item.get_closest_marker("sparse") or "'sparse'" in repr(parameters):

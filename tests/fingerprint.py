@@ -17,11 +17,11 @@ def fingerprint(net: GrapNet, *optimizers: Optimizer) -> dict[str, Any]:
     """
     found: dict[str, Any] = {
         "version": net.version,
-        "next_uid": net.next_uid,
+        "next_uid": net._next_uid,
         "sizes": net.sizes,
         "commits": [Same(commit) for commit in net.history],
         "undoable": (list(net.journal.undoable), list(net.journal.redoable)),
-        "structures": [Same(transition.structure) for transition in net.transitions],
+        "structures": [Same(transition._structure) for transition in net.transitions],
         "plans": [Same(net.execution.plan(t).plan) for t in range(len(net.transitions))],
         "output": as_bytes(net(_probe(net))),
     }
@@ -71,7 +71,8 @@ class Same:
 
 def as_bytes(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:
     """Returns what tells two tensors apart bit for bit, NaN included."""
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    # A tensor of one number may have a stride of 0, which contiguous() keeps.
+    flat = tensor.detach().cpu().reshape(-1).clone(memory_format=torch.contiguous_format)
     return tensor.dtype, tuple(tensor.shape), flat.view(torch.uint8).numpy().tobytes()
 
 

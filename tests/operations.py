@@ -14,7 +14,8 @@ import grapnet as gn
 
 from .oracle import PHI, Draft, Oracle
 
-NAMES, OWNERS = sorted(PHI), [None, "a", "b"]
+NAMES = sorted(PHI)
+OWNERS = [None, "a", "b"]
 WEIGHTS = st.floats(-1, 1, width=16)
 
 
@@ -85,26 +86,29 @@ class Operations(RuleBasedStateMachine):
 
     def relations(self) -> tuple[gn.RelationSet, list]:
         """Draws relations: as the library selects them, and as pairs."""
-        state, t = self.oracle.state, self.layer(last=-2)
-        pairs, outgoing = state.transition(t), self.net.layers[t].outgoing()
+        state = self.oracle.state
+        t = self.layer(last=-2)
+        pairs = state.transition(t)
+        outgoing = self.net.layers[t].outgoing()
         ways = ["positions", "frozen", "smallest", "largest", "outgoing", "incoming", "between"]
         how = self.draw(st.sampled_from(ways))
         if how in ("positions", "frozen"):
             frozen = [k for k, pair in enumerate(pairs) if state.relations[pair].frozen]
             places = self.some(frozen if how == "frozen" else list(range(len(pairs))), 1, 4)
-            chosen, found = [pairs[k] for k in sorted(places)], outgoing[places]
+            chosen = [pairs[k] for k in sorted(places)]
+            found = outgoing[places]
         elif how in ("smallest", "largest"):
-            size, sign = self.draw(st.integers(0, 4)), 1 if how == "smallest" else -1
+            size = self.draw(st.integers(0, 4))
+            sign = 1 if how == "smallest" else -1
             ranked = sorted(pairs, key=lambda pair: sign * abs(state.relations[pair].value))[:size]
-            chosen, found = (
-                [pair for pair in pairs if pair in ranked],
-                getattr(outgoing, how)(count=size),
-            )
+            chosen = [pair for pair in pairs if pair in ranked]
+            found = getattr(outgoing, how)(count=size)
         else:
             parents = state.uids(t) if how == "incoming" else self.some(state.uids(t))
             children = state.uids(t + 1) if how == "outgoing" else self.some(state.uids(t + 1))
             chosen = [(p, c) for p, c in pairs if p in parents and c in children]
-            upper, lower = self.node_set(t, parents), self.node_set(t + 1, children)
+            upper = self.node_set(t, parents)
+            lower = self.node_set(t + 1, children)
             found = {
                 "outgoing": lambda: upper.outgoing(),
                 "incoming": lambda: lower.incoming(),
@@ -130,34 +134,38 @@ class Operations(RuleBasedStateMachine):
 
     def add(self, edit: gn.Edit, draft: Draft) -> None:
         number = self.layer()
-        size = (
-            self.draw(st.sampled_from([1, 2, 1, 2, 1, 2, 0]))
-            if len(self.present(draft, number)) < 8
-            else 0
-        )
+        size = 0
+        if len(self.present(draft, number)) < 8:
+            size = self.draw(st.sampled_from([1, 2, 1, 2, 1, 2, 0]))
         kind = self.draw(st.sampled_from([None, *NAMES])) if number else None
-        owner, (bias, initials) = self.draw(st.sampled_from(OWNERS)), self.values(size)
+        owner = self.draw(st.sampled_from(OWNERS))
+        (bias, initials) = self.values(size)
         # counted from either end
         place = number - self.draw(st.sampled_from([0, len(self.default)]))
         uids = edit.add_nodes(place, size, activation=kind, owner=owner, bias=bias).uids.tolist()
         draft.add_nodes(number, uids, kind or self.default[number], owner, initials)
 
     def remove(self, edit: gn.Edit, draft: Draft) -> None:
-        used, number = {uid for pair, _ in draft.connected for uid in pair}, self.layer()
+        used = {uid for pair, _ in draft.connected for uid in pair}
+        number = self.layer()
         uids = self.some([uid for uid in self.present(draft, number) if uid not in used], 1, 2)
         edit.remove_nodes(self.nodes(uids), interface=number in (0, len(self.default) - 1))
         draft.removed |= set(uids)
 
     def connect(self, edit: gn.Edit, draft: Draft) -> None:
-        t, how = self.layer(last=-2), self.draw(st.sampled_from(["aligned", "all"]))
-        upper, lower = self.present(draft, t), self.present(draft, t + 1)
+        t = self.layer(last=-2)
+        how = self.draw(st.sampled_from(["aligned", "all"]))
+        upper = self.present(draft, t)
+        lower = self.present(draft, t + 1)
         asked = {pair for pair, _ in draft.connected}
         taken = asked | (self.oracle.state.relations.keys() - draft.cut)
         if how == "aligned":
             pairs = self.some([(p, c) for p in upper for c in lower if (p, c) not in taken], 0, 4)
-            parents, children = [p for p, _ in pairs], [c for _, c in pairs]
+            parents = [p for p, _ in pairs]
+            children = [c for _, c in pairs]
         else:
-            parents, children = self.some(upper), self.some(lower)
+            parents = self.some(upper)
+            children = self.some(lower)
             pairs = [(p, c) for p in parents for c in children]
             if asked & set(pairs):
                 return
@@ -199,7 +207,8 @@ class Operations(RuleBasedStateMachine):
         draft.turn(verb, keys)
 
     def orphans(self, edit: gn.Edit, draft: Draft) -> None:
-        hidden, fold = list(range(1, len(self.default) - 1)), self.draw(st.booleans())
+        hidden = list(range(1, len(self.default) - 1))
+        fold = self.draw(st.booleans())
         numbers = self.some(hidden) if self.draw(st.booleans()) else None
         owners = {parent for parent, _ in self.oracle.state.relations}
         bare = self.some(
@@ -227,7 +236,8 @@ class Operations(RuleBasedStateMachine):
 
     def illegal(self) -> Any:
         """Draws an operation that must fail, at once or when the edit commits."""
-        net, state = self.net, self.oracle.state
+        net = self.net
+        state = self.oracle.state
 
         def raise_planned(edit: gn.Edit) -> None:
             raise Planned

@@ -38,7 +38,9 @@ class Coordinate:
     def turn(self, frozen: bool) -> None:
         """Freezes or releases; the gradient and the moments go with what leaves the optimizer."""
         if self.frozen != frozen:
-            self.frozen, self.grad, self.moments = frozen, 0.0, (0.0, 0.0)
+            self.frozen = frozen
+            self.grad = 0.0
+            self.moments = (0.0, 0.0)
 
 
 @dataclass
@@ -126,7 +128,8 @@ class State:
         """Returns the output for x and the gradient of loss(output) for every coordinate, by dense
         matrices.
         """
-        h, leaves = x, []
+        h = x
+        leaves = []
         for upper, lower in pairwise(self.layers):
             # A_ij = w_ij, or 0
             cells = [[self.relations.get((i.uid, j.uid)) for j in lower] for i in upper]
@@ -136,16 +139,15 @@ class State:
             )
             bias = torch.tensor([j.bias.value for j in lower], dtype=x.dtype, requires_grad=True)
             z = h @ matrix + bias
-            h = (
-                torch.stack([PHI[j.activation](z[:, n]) for n, j in enumerate(lower)], 1)
-                if lower
-                else z
-            )
+            h = z
+            if lower:
+                h = torch.stack([PHI[j.activation](z[:, n]) for n, j in enumerate(lower)], 1)
             leaves += [matrix, bias]
         found = [gradient.tolist() for gradient in torch.autograd.grad(loss(h), leaves)]
         gradients: dict[Key, float] = {}
         for t, (matrix, bias) in enumerate(zip(found[::2], found[1::2], strict=True)):
-            upper, lower = self.uids(t), self.uids(t + 1)
+            upper = self.uids(t)
+            lower = self.uids(t + 1)
             gradients |= dict(zip(lower, bias, strict=True))
             gradients |= {
                 (p, c): matrix[upper.index(p)][lower.index(c)] for p, c in self.transition(t)
@@ -268,7 +270,8 @@ class Draft:
 
     def _shift(self, after: State, left: dict[int, float]) -> None:
         self.shift = {}
-        coordinates, before = after.coordinates(), self.state.coordinates()
+        coordinates = after.coordinates()
+        before = self.state.coordinates()
         for uid, amount in left.items():
             if uid in coordinates and amount != 0:
                 bias = coordinates[uid]
@@ -281,14 +284,16 @@ class Draft:
         asked = dict(self.connected) | {
             node.uid: initial for number, node, initial in self.added if number
         }
-        before, self.bounds = self.state.coordinates(), {}
+        before = self.state.coordinates()
+        self.bounds = {}
         born = {
             k: c
             for k, c in after.coordinates().items()
             if k not in before or before[k].birth != c.birth
         }
         for key in born:
-            initial, size = asked[key], 0
+            initial = asked[key]
+            size = 0
             if initial == "linear":
                 size = after.fan_in(key if isinstance(key, int) else key[1])
             elif initial == "alloc" and not isinstance(key, int):
@@ -314,7 +319,8 @@ class Oracle:
             return False
         self.undoable = [*self.undoable, (self.state, shift)][-self.limit :]
         self.redoable = []
-        self.state, self.version = after, self.version + 1
+        self.state = after
+        self.version = self.version + 1
         return True
 
     def undo(self) -> None:
@@ -329,10 +335,12 @@ class Oracle:
         """Brings an earlier graph back: survivors go on as they are, the others return as they were
         when they left.
         """
-        (earlier, shift), current = stack.pop(), self.state.coordinates()
+        (earlier, shift) = stack.pop()
+        current = self.state.coordinates()
         self.state, left = earlier.copy(), self.state
         for key, coordinate in self.state.coordinates().items():
-            alive, (before, after) = current.get(key), shift.get(key, (0.0, 0.0))
+            alive = current.get(key)
+            (before, after) = shift.get(key, (0.0, 0.0))
             survives = alive is not None and alive.birth == coordinate.birth
             if survives:
                 returns = key in shift and alive.value == after
@@ -353,13 +361,12 @@ class Oracle:
         """Makes a step of Adam (Kingma and Ba, with torch's usual settings)."""
         for number, vector in enumerate(self.state.vectors()):
             self.steps[number] += 1
-            slow, fast = 1 - 0.999 ** self.steps[number], 1 - 0.9 ** self.steps[number]
+            slow = 1 - 0.999 ** self.steps[number]
+            fast = 1 - 0.9 ** self.steps[number]
             for c in vector.values():
                 if not c.frozen:
-                    m, v = (
-                        0.9 * c.moments[0] + 0.1 * c.grad,
-                        0.999 * c.moments[1] + 0.001 * c.grad**2,
-                    )
+                    m = 0.9 * c.moments[0] + 0.1 * c.grad
+                    v = 0.999 * c.moments[1] + 0.001 * c.grad**2
                     c.moments = m, v
                     c.value -= rate / fast * m / (sqrt(v) / sqrt(slow) + 1e-8)
 

@@ -1,11 +1,12 @@
-"""The import rule: core ← execution ← network ← {following, rules} ← continual.
+"""The import rule: _torch ← core ← execution ← network ← {following, rules} ← continual.
 
-Nothing optional comes with `import grapnet`.
+Nothing optional comes with `import grapnet`, and private parts of torch come through `_torch` only.
 """
 
 import ast
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,19 +14,21 @@ import pytest
 import grapnet
 
 PACKAGE = Path(__file__).parent.parent / "grapnet"
+BELOW = {"_torch"}
 MAY_IMPORT = {
-    "core": {"core"},
-    "execution": {"core", "execution"},
-    "network": {"core", "execution", "network"},
-    "following": {"core", "execution", "network", "following"},
-    "continual": {"core", "execution", "network", "following", "continual"},
-    "rules": {"core", "execution", "network", "rules"},
+    "_torch": set(),
+    "core": BELOW | {"core"},
+    "execution": BELOW | {"core", "execution"},
+    "_network": BELOW | {"core", "execution", "_network"},
+    "following": BELOW | {"core", "execution", "_network", "following"},
+    "continual": BELOW | {"core", "execution", "_network", "following", "continual"},
+    "rules": BELOW | {"core", "execution", "_network", "rules"},
 }
 OUTSIDE = {"torch", "numpy"}
 # imported only where Triton is
-ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("gpu", "gpu_blocks")}
+ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("_gpu", "_gpu_blocks")}
 LAZY = {  # imported when a function is called
-    "grapnet.network": {"grapnet.integrations.networkx", "networkx", "grapnet.show"},
+    "grapnet._network": {"grapnet.integrations.networkx", "networkx", "grapnet._show"},
 }
 PUBLIC = tuple(
     f"grapnet.{name}"
@@ -106,7 +109,7 @@ def test_every_module_imports_only_what_lies_below_it() -> None:
     assert {name.split(".")[1] for name, _ in modules()} >= {
         "core",
         "execution",
-        "network",
+        "_network",
         "following",
         "continual",
     }
@@ -117,58 +120,102 @@ def test_every_module_imports_only_what_lies_below_it() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "named"),
     [
-        ("grapnet.core._edit", "from grapnet.execution.plan import Plan", "grapnet.execution.plan"),
-        ("grapnet.core._edit", "from ..execution import plan", "grapnet.execution"),
-        ("grapnet.core._edit", "from .. import network", "grapnet.network"),
-        ("grapnet.core._edit", "import grapnet", "grapnet"),
+        (
+            "grapnet.core._edit",
+            "from grapnet.execution._plan import Plan",
+            "grapnet.execution._plan",
+        ),
         ("grapnet.core._edit", "def f():\n    import scipy.sparse", "scipy.sparse"),
         (
             "grapnet.core._edit",
-            "if TYPE_CHECKING:\n    from grapnet.following.optimizers import attach",
-            "grapnet.following.optimizers",
+            "if TYPE_CHECKING:\n    from grapnet.following._optimizers import attach",
+            "grapnet.following._optimizers",
         ),
-        ("grapnet.execution.dense", "from grapnet import GrapNet", "grapnet.GrapNet"),
-        ("grapnet.execution.dense", "from ..network import GrapNet", "grapnet.network"),
-        ("grapnet.continual.memories", "from grapnet.rules.grow import Grow", "grapnet.rules.grow"),
-        ("grapnet.rules.grow", "from ..following import optimizers", "grapnet.following"),
-        (
-            "grapnet.network",
-            "from .following.optimizers import attach",
-            "grapnet.following.optimizers",
-        ),
+        ("grapnet.rules._grow", "from ..following import optimizers", "grapnet.following"),
     ],
 )
 def test_a_wrong_import_would_be_found(module: str, source: str, named: str) -> None:
     assert violations(source, module) == [f"{module} imports {named}"]
 
 
+# what is numbered by layer or by transition
+NUMBERED = {"layers", "transitions", "sizes", "rosters", "topologies"}
+
+
+def computed_numbers(source: str) -> list[str]:
+    """Returns where a number of a layer or transition is computed from another: `layers[t + 1]`,
+    `layers.get(t + 1)`, `f"layers.{t + 1}.bias"`.
+    """
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        numbers: list[ast.expr] = []
+        if isinstance(node, ast.Subscript) and _last_name(node.value) in NUMBERED:
+            numbers.append(node.slice)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if node.func.attr == "get" and _last_name(node.func.value) in NUMBERED:
+                numbers += node.args[:1]
+        elif isinstance(node, ast.JoinedStr):
+            for before, part in pairwise(node.values):
+                text = getattr(before, "value", "")
+                if isinstance(part, ast.FormattedValue) and str(text).endswith(
+                    ("layers.", "transitions.")
+                ):
+                    numbers.append(part.value)
+        found += [ast.unparse(node) for number in numbers if isinstance(number, ast.BinOp)]
+    return found
+
+
+def _last_name(node: ast.expr) -> str:
+    return getattr(node, "attr", getattr(node, "id", ""))
+
+
+def test_transitions_are_asked_for_their_ends() -> None:
+    assert computed_numbers("net.layers[t + 1]; sizes[n - 1]") == [
+        "net.layers[t + 1]",
+        "sizes[n - 1]",
+    ]
+    assert computed_numbers("change.layers.get(t + 1)") == ["change.layers.get(t + 1)"]
+    assert computed_numbers("f'layers.{t + 1}.bias'") == ["f'layers.{t + 1}.bias'"]
+    assert computed_numbers("net.layers[transition.target]; net.layers[1 : n + 1]") == []
+    found = {name: computed_numbers(path.read_text()) for name, path in modules()}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def private_of_torch(source: str) -> set[str]:
+    """Returns the private names of torch's modules that a file imports or spells out."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        for name in names:
+            top, *rest = name.split("(")[0].split(".")
+            if top == "torch" and any(part[:1] == "_" and part[:2] != "__" for part in rest):
+                found.add(name)
+    return found
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    found = {name: private_of_torch(path.read_text()) for name, path in modules()}
+    assert found.pop("grapnet._torch")
+    assert {name: names for name, names in found.items() if names} == {}
+
+
 @pytest.mark.parametrize(
-    ("module", "source"),
+    "source",
     [
-        (
-            "grapnet.core._edit",
-            "import torch\nfrom .errors import EditError\nimport numpy as np\nimport weakref",
-        ),
-        (
-            "grapnet.execution.plan",
-            "from grapnet.core._transition import Topology\nfrom .reference import walk",
-        ),
-        (
-            "grapnet.network",
-            "from .core.graph import Graph\nfrom .execution.manager import Execution",
-        ),
-        (
-            "grapnet.following.optimizers",
-            "from grapnet.core._graph import Graph\nfrom grapnet.network import GrapNet",
-        ),
-        (
-            "grapnet.checkpoint.graph",
-            "from grapnet.network import GrapNet\nfrom grapnet.following.optimizers import attach",
-        ),
+        "import torch._dynamo",
+        "from torch._C import _current_graph_task_id",
+        "from torch.utils import _pytree as pytree",
+        "def f():\n    return torch.autograd._get_sequence_nr()",
     ],
 )
-def test_a_right_import_is_not(module: str, source: str) -> None:
-    assert violations(source, module) == []
+def test_a_private_name_of_torch_would_be_found(source: str) -> None:
+    assert private_of_torch(source)
 
 
 def private(source: str, folder: str) -> list[str]:
@@ -202,12 +249,12 @@ def test_programs_use_public_names_only(folder: str) -> None:
     )
     assert private("from grapnet.rules import Every\nfrom studies.data import load", folder) == []
     assert private(
-        "from grapnet.core._graph import Graph\nfrom grapnet import network", folder
+        "from grapnet.core._graph import Graph\nfrom grapnet import _network", folder
     ) == [
+        "_network",
         "core",
-        "network",
     ]
-    assert private("from grapnet.rules.rewire import Rewire", folder) == ["rules"]
+    assert private("from grapnet.rules._rewire import Rewire", folder) == ["rules"]
 
 
 def test_importing_grapnet_is_quiet_keeps_global_state_and_imports_nothing_optional() -> None:
@@ -252,3 +299,22 @@ assert gn.rules.PruneWeakest and gn.continual.ReservoirMemory
 assert not hasattr(gn, "nonsense")
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_help_version_and_wrong_arguments_of_the_command_do_not_import_torch() -> None:
+    program = """
+import sys
+from importlib.metadata import entry_points
+
+(command,) = entry_points(group="console_scripts", name="grapnet")
+codes = []
+for words in (["--version"], ["--help"], ["inspect"], ["inspect", "--no-such-option"]):
+    sys.argv = ["grapnet", *words]
+    try:
+        codes.append(command.load()() or 0)
+    except SystemExit as end:
+        codes.append(end.code or 0)
+assert codes == [0, 0, 2, 2]
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120)

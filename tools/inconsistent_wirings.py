@@ -28,12 +28,12 @@ from torch import Tensor
 
 from grapnet.core._errors import PlanError
 from grapnet.core._transition import Topology
-from grapnet.execution import native
-from grapnet.execution.attention import AttentionPlan
-from grapnet.execution.dense import Dense
-from grapnet.execution.family import Family
-from grapnet.execution.reference import Reference
-from grapnet.execution.sparse import Sparse
+from grapnet.execution import _native, _operators
+from grapnet.execution._attention import AttentionPlan
+from grapnet.execution._dense import Dense
+from grapnet.execution._family import Family
+from grapnet.execution._reference import Reference
+from grapnet.execution._sparse import Sparse
 
 PAGE = mmap.PAGESIZE
 REGION = 64 * PAGE  # bytes, for one tensor
@@ -69,9 +69,9 @@ class Case:
         return Topology(self.ptr, self.child, self.n_children)
 
     @property
-    def order(self) -> native.ByChild:
+    def order(self) -> _native.ByChild:
         """The relations by child."""
-        return native.ByChild(self.in_ptr, self.entries)
+        return _native.ByChild(self.in_ptr, self.entries)
 
     @property
     def wiring(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -86,11 +86,11 @@ NUMBERS = ("x", "dz", "values", "bias")
 def _gradients(case: Case, *, inputs: bool, weights: bool) -> Any:
     x = case.x if weights else None
     values = case.values if inputs else None
-    return native.gradients(x, case.dz, values, case.ptr, case.child, case.in_ptr, case.row_major)
+    return _native.gradients(x, case.dz, values, case.ptr, case.child, case.in_ptr, case.row_major)
 
 
 def _rectangle(case: Case, transposed: bool) -> Tensor:
-    shape = native.rectangle_shape(case.ptr, case.n_children, transposed)
+    shape = _native.rectangle_shape(case.ptr, case.n_children, transposed)
     return case.values.new_empty(max(0, shape[0]), max(0, shape[1])).fill_(1)
 
 
@@ -99,35 +99,35 @@ def _backend(case: Case, backend: Any) -> Tensor:
 
 
 def _attend(case: Case) -> Tensor:
-    plan = AttentionPlan(case.topology, mock.Mock(), mock.Mock())
     key = torch.ones_like(case.x[:1]).view(-1)
-    return plan.attend(case.x, case.values, key, torch.ones_like(case.bias), case.bias)
+    query = torch.ones_like(case.bias)
+    return AttentionPlan(case.topology)(case.x, case.values, case.bias, key, query)
 
 
 KERNELS: dict[str, Callable[[Case], Any]] = {
-    "order_by_child": lambda case: native.order_by_child(case.topology),
-    "order_without": lambda case: native.order_without(case.order, case.topology, case.removed),
-    "family_hashes": lambda case: native.family_hashes(case.ptr, case.child),
-    "largest_of_rows": lambda case: native.largest_of_rows(
+    "order_by_child": lambda case: _native.order_by_child(case.topology),
+    "order_without": lambda case: _native.order_without(case.order, case.topology, case.removed),
+    "family_hashes": lambda case: _native.family_hashes(case.ptr, case.child),
+    "largest_of_rows": lambda case: _native.largest_of_rows(
         case.values, case.ptr, case.wanted, -0.5
     ),
-    "relation_sum": lambda case: native.relation_sum(
-        case.x, case.values, case.bias, *case.wiring, case.row_major
+    "relation_sum": lambda case: _operators.relation_sum(
+        case.x, case.values, case.bias, case.wiring, case.row_major
     ),
-    "sum_over_own_wiring": lambda case: native.sum_over_own_wiring(
+    "sum_over_own_wiring": lambda case: _native.sum_over_own_wiring(
         case.x, case.values, case.bias, case.wiring, case.row_major
     ),
     "relation_gradients": lambda case: _gradients(case, inputs=True, weights=True),
     "input_gradient": lambda case: _gradients(case, inputs=True, weights=False),
     "weight_gradient": lambda case: _gradients(case, inputs=False, weights=True),
-    "fill rows": lambda case: native.fill(
+    "fill rows": lambda case: _native.fill(
         case.values, case.ptr, case.child, case.n_children, False
     ),
-    "fill columns": lambda case: native.fill(
+    "fill columns": lambda case: _native.fill(
         case.values, case.ptr, case.child, case.n_children, True
     ),
-    "pick rows": lambda case: native.pick(_rectangle(case, False), case.ptr, case.child, False),
-    "pick columns": lambda case: native.pick(_rectangle(case, True), case.ptr, case.child, True),
+    "pick rows": lambda case: _native.pick(_rectangle(case, False), case.ptr, case.child, False),
+    "pick columns": lambda case: _native.pick(_rectangle(case, True), case.ptr, case.child, True),
 }
 # Those of torch have errors of their own: any exception is an answer.
 BACKENDS: dict[str, Callable[[Case], Any]] = {
@@ -213,11 +213,11 @@ def _answer(
 ) -> None:
     _limit_memory()
     memory = Memory()
-    variants = native.variants()
+    variants = _native.variants()
     plain = lru_cache(maxsize=1)(drawn_case)
     for seed, name in calls:
         draw = random.Random(f"{seed} {name}")
-        native.use_variant(draw.choice(variants))
+        _native.use_variant(draw.choice(variants))
         memory.at_end = draw.random() < 0.75
         threads = draw.choice((1, 1, 2))
         case = plain(seed).copied(memory.copy)
@@ -262,7 +262,10 @@ def _guarded_outputs(memory: "Memory") -> Iterator[None]:
     def room(like: Tensor, rows: int) -> Tensor:
         return memory.empty((rows, *like.shape[1:]), like.dtype)
 
-    with mock.patch.object(Tensor, "new_empty", new_empty), mock.patch.object(native, "room", room):
+    with (
+        mock.patch.object(Tensor, "new_empty", new_empty),
+        mock.patch.object(_native, "room", room),
+    ):
         yield
 
 
@@ -299,7 +302,7 @@ class Memory:
 
     def copy(self, tensor: Tensor) -> Tensor:
         """Returns a guarded copy in the same layout."""
-        if tensor.dim() == 2 and native.is_by_feature(tensor):
+        if tensor.dim() == 2 and _native.is_by_feature(tensor):
             return self.copy(tensor.t()).t()
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
@@ -333,7 +336,7 @@ def drawn_case(seed: int) -> Case:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     topology = _drawn_topology(draw)
-    order = native.order_by_child(topology)
+    order = _native.order_by_child(topology)
     n_relations = topology.n_relations
     indices = {
         "ptr": topology.ptr,
@@ -345,7 +348,8 @@ def drawn_case(seed: int) -> Case:
     }
     if draw.random() < 0.1 and len(order.entries):
         # entries of the other width
-        parents, slots = topology.parents().long(), torch.arange(n_relations)
+        parents = topology.parents().long()
+        slots = torch.arange(n_relations)
         indices["entries"] = (parents << 32 | slots - topology.ptr[parents])[
             topology.child.argsort(stable=True)
         ]

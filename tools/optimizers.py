@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 import grapnet as gn
-from grapnet.following.optimizers import is_near
+from grapnet.following._state import is_near
 
 MODULES = {
     "schedulefree": "schedulefree",

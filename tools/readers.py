@@ -135,7 +135,7 @@ class Watched:
     def audit(self) -> bool:
         """Returns whether the net is sound and computes what its relations say."""
         gn.check(self.net)
-        if "attention" in self.net.execution.choices():
+        if self.net.execution.policies():
             return True
         x = self.inputs[0]
         with torch.no_grad():
@@ -335,14 +335,16 @@ class Editor:
             weights=[10, 3, 4, 2, 1, 1],
         )[0]
         # What a random edit cannot do, such as undoing what was never done, is no edit.
-        with contextlib.suppress(Abandoned, gn.EditError, gn.HistoryError, gn.FrozenError):
+        with contextlib.suppress(
+            Abandoned, gn.EditError, gn.errors.HistoryError, gn.errors.FrozenError
+        ):
             way()
             self.edits += 1
         self.note()
 
     def open(self, *, trial: bool) -> Any:
         """Opens an edit of every net."""
-        return gn.edit_together(*self.nets, reason="random", trial=trial, allow_dead=True)
+        return gn.edit(*self.nets, reason="random", trial=trial, allow_dead=True)
 
     def ask(self, edits: Sequence[gn.Edit]) -> None:
         """Asks every edit for an operation."""
@@ -391,8 +393,8 @@ class Editor:
     def reverse(self, verb: str) -> None:
         """Takes something back in all nets together, or else in one of them."""
         try:
-            getattr(gn, f"{verb}_together")(*self.nets)
-        except gn.HistoryError:
+            getattr(gn, verb)(*self.nets)
+        except gn.errors.HistoryError:
             getattr(self.rng.choice(self.nets), verb)(alone=True)
 
 
@@ -576,7 +578,7 @@ def run_rivals(backend: str, edits: int, *, undo: bool) -> dict[str, Any]:
                     change(number, turn)
             except gn.EditError:
                 mine["refused"] += 1
-            except gn.HistoryError:
+            except gn.errors.HistoryError:
                 mine["nothing to undo"] += 1
             except Exception as error:
                 errors[summary(error)] += 1

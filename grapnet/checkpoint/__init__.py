@@ -1,8 +1,8 @@
-"""Checkpoints: one file that holds graphs, their journals and whatever trains them, and no code."""
+"""Checkpoints: one file with graphs, their journals and training state, and no code."""
 
-from .archive import Archive as Archive
-from .archive import Saved as Saved
-from .archive import load as load
-from .archive import open as open
-from .archive import restore as restore
-from .archive import save as save
+from ._archive import Archive as Archive
+from ._archive import Saved as Saved
+from ._archive import load as load
+from ._archive import open as open
+from ._archive import restore as restore
+from ._archive import save as save

@@ -1,6 +1,5 @@
-"""The activation functions that nodes name."""
+"""The activation functions of nodes."""
 
-import difflib
 import functools
 import math
 import re
@@ -33,18 +32,10 @@ _ADJUSTABLE: dict[str, Callable[[float], Callable[[Tensor], Tensor]]] = {
     "elu": lambda alpha: functools.partial(functional.elu, alpha=alpha),
     "softplus": lambda beta: functools.partial(functional.softplus, beta=beta),
 }
-# -> here
-_ELSEWHERE = {
-    "logistic": "sigmoid",
-    "swish": "silu",
-    "linear": "identity",
-    "gelu_new": "gelu_tanh",
-}
 
 
 def register_activation(name: str, function: Callable[[Tensor], Tensor]) -> None:
-    """Makes `name` an activation that nodes can have; checkpoints store the name, never the
-    function.
+    """Registers an activation under `name`; checkpoints store the name, not the function.
 
     Examples:
         >>> register_activation("square", torch.square)
@@ -60,19 +51,18 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     """Returns the function called `name`, such as "relu", or "leaky_relu(0.2)" with another slope
     than torch's own.
     """
-    function = ACTIVATIONS.get(name) if isinstance(name, str) else None
-    function = _adjusted(name) if function is None and isinstance(name, str) else function
+    function = None
+    if isinstance(name, str):
+        function = ACTIVATIONS.get(name) or _adjusted(name)
     if function is None:
         known = ", ".join(sorted(ACTIVATIONS))
         adjustable = ", ".join(f"{kind}(number)" for kind in sorted(_ADJUSTABLE))
-        near = _nearest(str(name))
-        hint = f", but {near!r} is" if near else ""
-        raise ValueError(f"no activation is called {name!r}{hint}; known are {known}, {adjustable}")
+        raise ValueError(f"unknown activation {name!r}; known are {known}, {adjustable}")
     return function
 
 
 def is_activation(name: object) -> bool:
-    """Says whether nodes can have an activation of this name."""
+    """Returns whether an activation of this name exists."""
     return isinstance(name, str) and (name in ACTIVATIONS or _adjusted(name) is not None)
 
 
@@ -90,19 +80,9 @@ def setting_of(name: str) -> tuple[str, float] | None:
         number = float(found[2]) if found else math.nan
     except ValueError:
         return None
-    return (
-        (found[1], number) if found and found[1] in _ADJUSTABLE and math.isfinite(number) else None
-    )
-
-
-def _nearest(name: str) -> str | None:
-    """Returns what other libraries' name of an activation, or one with a slip in it, is called
-    here.
-    """
-    plain = name.strip().lower()
-    return _ELSEWHERE.get(plain) or next(
-        iter(difflib.get_close_matches(plain, ACTIVATIONS, n=1, cutoff=0.7)), None
-    )
+    if found and found[1] in _ADJUSTABLE and math.isfinite(number):
+        return (found[1], number)
+    return None
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,4 +1,4 @@
-"""What a commit does, as data: how positions move, and what changes in vectors and layers."""
+"""The content of a commit as data: how positions move, and how vectors and layers change."""
 
 import math
 import threading
@@ -20,7 +20,7 @@ _taking = threading.Lock()
 
 
 def spare_bytes() -> int:
-    """Returns how much memory waits to be used again."""
+    """Returns how much spare memory there is."""
     return sum(len(buffer) for buffer in _spare)
 
 
@@ -71,8 +71,8 @@ _FEW_RUNS = 16
 
 
 class _Runs(NamedTuple):
-    """A vector in pieces: how long those of the old and of the newborn one are, and which make up
-    the new one.
+    """A vector in pieces: the lengths of the old and of the new pieces, and their order in the
+    result.
     """
 
     old_lengths: list[int]
@@ -82,7 +82,7 @@ class _Runs(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class IndexMap:
-    """Says which coordinates left and which came; the survivors keep their order.
+    """Maps the positions of a vector before a commit to those after it; survivors keep their order.
 
     Attributes:
         old_size: length of the vector before the commit.
@@ -99,12 +99,12 @@ class IndexMap:
 
     @cached_property
     def is_identity(self) -> bool:
-        """True when no coordinate left and none came."""
+        """True if no coordinate was removed or inserted."""
         return self.removed.shape[0] == 0 and self.inserted.shape[0] == 0
 
     @cached_property
     def appends(self) -> bool:
-        """True when nothing left and all that came stands behind the survivors."""
+        """True if nothing was removed and everything was inserted at the end."""
         none_left = self.removed.shape[0] == 0
         return none_left and (self.inserted.shape[0] == 0 or int(self.inserted[0]) == self.old_size)
 
@@ -115,15 +115,15 @@ class IndexMap:
         )
 
     def inverse(self) -> "IndexMap":
-        """Returns the map that leads back: what was removed comes, what was inserted leaves."""
+        """Returns the inverse map."""
         return IndexMap(self.new_size, self.old_size, self.inserted, self.removed)
 
     def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
         """Returns `old` moved to the new positions, with `born` at the inserted ones; no gradient
         flows through.
 
-        Works on dimension 0; further dimensions travel along. `old` is left as it is, and is what
-        comes back when nothing moved.
+        Works on dimension 0 and keeps further dimensions. `old` is not modified; it is returned
+        itself if nothing moved.
 
         Examples:
             >>> index = IndexMap(
@@ -212,7 +212,8 @@ class IndexMap:
             return None
         removed_at = _counted_in_survivors(self.removed)
         inserted_at = _counted_in_survivors(self.inserted)
-        gaps, holes = _distinct(removed_at), _distinct(inserted_at)
+        gaps = _distinct(removed_at)
+        holes = _distinct(inserted_at)
         starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
         kept = np.diff(starts, append=self.old_size - len(removed_at))
         # before each run
@@ -239,10 +240,8 @@ class IndexMap:
             if self.inserted.shape[0]:
                 old = torch.ones(self.new_size, dtype=torch.bool, device=device)
                 old[self._targets(device)] = False
-                survivors, source = (
-                    source,
-                    torch.zeros(self.new_size, dtype=torch.int32, device=device),
-                )
+                survivors = source
+                source = torch.zeros(self.new_size, dtype=torch.int32, device=device)
                 if device.type == "cpu":
                     source.numpy()[old.numpy()] = survivors.numpy()
                 else:
@@ -259,9 +258,7 @@ class IndexMap:
 
 
 def as_tensor(values: Any) -> Tensor:
-    """Returns values as a tensor; numbers, lists and arrays become one on the CPU, whatever the
-    default device is.
-    """
+    """Returns values as a tensor; numbers, lists and arrays become CPU tensors."""
     return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
 
 
@@ -282,7 +279,7 @@ def flatnonzero(mask: Tensor) -> Tensor:
 
 
 def contains(haystack: Tensor, needles: Tensor) -> Tensor:
-    """Says for every needle whether it stands in the sorted haystack."""
+    """Returns one bool per needle: True if the sorted haystack contains it."""
     if len(haystack) == 0:
         return torch.zeros(len(needles), dtype=torch.bool, device=needles.device)
     place = torch.searchsorted(haystack, needles).clamp_(max=len(haystack) - 1)
@@ -290,9 +287,7 @@ def contains(haystack: Tensor, needles: Tensor) -> Tensor:
 
 
 def sorted_nearly(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the keys in order, and the order; numpy makes use of it where they are nearly in
-    order.
-    """
+    """Returns the sorted keys and their order; numpy is faster on nearly sorted keys."""
     if keys.device.type != "cpu":
         ascending, order = keys.sort(stable=True)
         return ascending, order
@@ -301,16 +296,16 @@ def sorted_nearly(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positions_in(ascending: Tensor, keys: Tensor) -> Tensor:
-    """Returns where each key would stand in the sorted tensor."""
+    """Returns the insertion point of each key in the sorted tensor."""
     if keys.device.type != "cpu":
         return torch.searchsorted(ascending, keys)
     return torch.from_numpy(np.searchsorted(ascending.numpy(), keys.numpy()))
 
 
 def require_ranks(key: Tensor) -> None:
-    """Raises ValueError for a key by which relations cannot be put in order."""
+    """Raises ValueError for a key that cannot be ranked."""
     if bool(torch.isnan(key).any()):
-        raise ValueError("the key holds NaN, which has no rank")
+        raise ValueError("the key contains NaN, which cannot be ranked")
 
 
 def kth_smallest(values: Tensor, rank: int) -> Tensor:
@@ -337,13 +332,13 @@ def empty_positions(device: torch.device | str = "cpu") -> Tensor:
 
 
 def _pieces(positions: Tensor) -> int:
-    """Returns how many runs of neighbours the sorted positions are."""
+    """Returns the number of runs of consecutive positions."""
     numbers = positions.cpu().numpy()
     return len(numbers) and 1 + int(np.count_nonzero(numbers[1:] - numbers[:-1] != 1))
 
 
 def _counted_in_survivors(positions: Tensor) -> np.ndarray:
-    """Returns how many survivors stand before each of the sorted positions."""
+    """Returns the number of survivors before each of the sorted positions."""
     return positions.cpu().numpy() - np.arange(len(positions), dtype=np.int32)
 
 
@@ -371,7 +366,7 @@ class Labels:
 
     @classmethod
     def join(cls, columns: "list[Labels]") -> "Labels":
-        """Returns the columns one below the other."""
+        """Returns the concatenated columns."""
         names = tuple(dict.fromkeys(name for column in columns for name in column.names))
         codes = [column._recoded(names) for column in columns]
         return cls(
@@ -402,7 +397,7 @@ class Labels:
         return [(name, rows) for name in self.names if len(rows := self.where(name))]
 
     def differs(self, other: "Labels", rows: Tensor) -> Tensor:
-        """Says for every row whether another column of the same length names it differently."""
+        """Returns one bool per row: True if another column of the same length has another name."""
         names = tuple(dict.fromkeys(self.names + other.names))
         return self._recoded(names)[rows.long()] != other._recoded(names)[rows.long()]
 
@@ -446,9 +441,7 @@ class Shift:
     after: Tensor
 
     def apply(self, current: Tensor) -> Tensor:
-        """Returns `after` where the value is still `before`, and adds the difference where it has
-        moved on.
-        """
+        """Returns `after` where the value is still `before`, and adds the difference elsewhere."""
         return torch.where(current == self.before, self.after, current + (self.after - self.before))
 
 
@@ -456,7 +449,7 @@ class Shift:
 class VectorChange:
     """What one commit does to one vector, in both directions.
 
-    The values are None once the journal no longer keeps them; everything else stays.
+    The values are None after the journal has dropped them.
     """
 
     index: IndexMap
@@ -465,23 +458,21 @@ class VectorChange:
     flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
     born_values: Tensor | None = None  # [inserted]
     gone_values: Tensor | None = None  # [removed]
-    born_gradients: Tensor | None = None  # [inserted], only when a trial is taken back
+    # Gradients that a trial takes away and its end gives back, None in every other commit.
+    born_gradients: Tensor | None = None  # [inserted]
     gone_gradients: Tensor | None = None  # [removed]
-    # [flips]: what freezing takes away, and the end of a trial gives back
-    flip_gradients: Tensor | None = None
+    flip_gradients: Tensor | None = None  # [flips]
     shift: Shift | None = None
 
     @classmethod
     def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
-        """Returns the change of a vector without frozen coordinates; what comes has the values
-        `born`, or 0.
-        """
+        """Returns the change of a vector without frozen coordinates; new ones get `born`, or 0."""
         born_frozen, gone_frozen = (
             torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed)
         )
         return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
 
-    def inverse(self, *, with_gradients: bool) -> "VectorChange":
+    def inverse(self) -> "VectorChange":
         """Returns the change that leads back."""
         shift = self.shift
         return VectorChange(
@@ -490,16 +481,14 @@ class VectorChange:
             gone_frozen=self.born_frozen,
             flips=self.index.old_positions(self.flips),
             born_values=self.gone_values,
-            born_gradients=self.gone_gradients if with_gradients else None,
-            flip_gradients=self.flip_gradients if with_gradients else None,
+            born_gradients=self.gone_gradients,
+            flip_gradients=self.flip_gradients,
             shift=shift
             and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
         )
 
     def to(self, device: torch.device) -> "VectorChange":
-        """Returns the change on the device of the net, which may have moved since the change was
-        made.
-        """
+        """Returns the change on the device of the net, which may have moved since."""
         if self.flips.device == device:
             return self
         moved = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -515,13 +504,12 @@ class VectorChange:
 
     def without_values(self) -> "VectorChange":
         """Returns the change as the journal keeps it for ever."""
-        gradients = {"born_gradients": None, "gone_gradients": None, "flip_gradients": None}
-        return replace(self, born_values=None, gone_values=None, **gradients)
+        return replace(self, born_values=None, gone_values=None)
 
 
 @dataclass(frozen=True, eq=False)
 class NodeRecord:
-    """Who some nodes are: uids, owners, activations."""
+    """The identity of some nodes: uids, owners, activations."""
 
     uids: Tensor  # [n] int64
     owners: Labels
@@ -546,9 +534,7 @@ class Relabel:
 
 @dataclass(frozen=True, eq=False)
 class LayerChange:
-    """What happens to one layer: rows that come and go, biases, names, and the columns that ride
-    with it.
-    """
+    """The change of one layer: rows added and removed, biases, names and columns."""
 
     index: IndexMap
     born: NodeRecord
@@ -558,8 +544,9 @@ class LayerChange:
     activations: Relabel | None = None
     # by name, of those that were there
     columns: dict[str, VectorChange] = field(default_factory=dict)
-    # old positions of relations that left their parent's constant to the child's bias
-    folded: Tensor | None = None
+    # by transition: old positions of relations that left their parent's constant to the child's
+    # bias
+    folded: dict[int, Tensor] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -575,7 +562,7 @@ class LayerChange:
         )
 
     def fits(self, uids: Tensor) -> bool:
-        """Says whether a layer of these uids is like the one that the change was made on."""
+        """Returns whether a layer with these uids equals the one that the change was made on."""
         if len(uids) != self.index.old_size or not torch.equal(
             uids[self.index.removed.long()], self.gone.uids
         ):
@@ -585,7 +572,7 @@ class LayerChange:
     def to(self, device: torch.device) -> "LayerChange":
         """Returns the change with its coordinates on a device; rows are counted on the CPU."""
         columns = {name: c.to(device) for name, c in self.columns.items()}
-        folded = None if self.folded is None else self.folded.to(device)
+        folded = self.folded and {t: at.to(device) for t, at in self.folded.items()}
         return replace(
             self, biases=self.biases and self.biases.to(device), columns=columns, folded=folded
         )
@@ -596,24 +583,22 @@ class LayerChange:
             self, biases=self.biases and self.biases.without_values(), columns={}, folded=None
         )
 
-    def inverse(self, *, with_gradients: bool) -> "LayerChange":
+    def inverse(self) -> "LayerChange":
         """Returns the change that leads back."""
         return LayerChange(
             self.index.inverse(),
             born=self.gone,
             gone=self.born,
-            biases=self.biases and self.biases.inverse(with_gradients=with_gradients),
+            biases=self.biases and self.biases.inverse(),
             owners=self.owners and self.owners.inverse(self.index),
             activations=self.activations and self.activations.inverse(self.index),
-            columns={
-                name: c.inverse(with_gradients=with_gradients) for name, c in self.columns.items()
-            },
+            columns={name: c.inverse() for name, c in self.columns.items()},
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Relations named for ever: the uids of both ends."""
+    """Relations by the uids of both ends."""
 
     parents: Tensor  # [n] int32
     children: Tensor  # [n] int32
@@ -624,7 +609,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class TransitionChange:
-    """What happens to the relations of one transition."""
+    """The change of the relations of one transition."""
 
     index: IndexMap
     born: Pairs
@@ -638,17 +623,15 @@ class TransitionChange:
         """True when nothing happens."""
         return self.index.is_identity and len(self.weights.flips) == 0
 
-    def inverse(self, *, with_gradients: bool) -> "TransitionChange":
+    def inverse(self) -> "TransitionChange":
         """Returns the change that leads back."""
-        weights = self.weights.inverse(with_gradients=with_gradients)
+        weights = self.weights.inverse()
         return TransitionChange(weights.index, born=self.gone, gone=self.born, weights=weights)
 
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """What one commit does, layer by layer and transition by transition; what is not named
-    stays.
-    """
+    """The change of one commit by layer and transition; others stay."""
 
     layers: dict[int, LayerChange]
     transitions: dict[int, TransitionChange]
@@ -660,11 +643,11 @@ class Change:
             c.is_empty for c in self.transitions.values()
         )
 
-    def inverse(self, *, with_gradients: bool = False) -> "Change":
-        """Returns the change that leads back to where this one started."""
+    def inverse(self) -> "Change":
+        """Returns the inverse change."""
         return Change(
-            {n: c.inverse(with_gradients=with_gradients) for n, c in self.layers.items()},
-            {t: c.inverse(with_gradients=with_gradients) for t, c in self.transitions.items()},
+            {n: c.inverse() for n, c in self.layers.items()},
+            {t: c.inverse() for t, c in self.transitions.items()},
         )
 
     def to(self, device: torch.device) -> "Change":
@@ -682,7 +665,7 @@ class Change:
         return Change(layers, wires)
 
     def without_values(self) -> "Change":
-        """Returns the change without the weights and biases that came and went."""
+        """Returns the change without added and removed weights and biases."""
         layers = {n: c.without_values() for n, c in self.layers.items()}
         transitions = {
             t: replace(c, weights=c.weights.without_values()) for t, c in self.transitions.items()
@@ -691,12 +674,12 @@ class Change:
 
     @property
     def has_values(self) -> bool:
-        """False once the journal has let go of the weights and biases that came and went."""
+        """False after the journal has dropped added and removed weights and biases."""
         return all(vector.gone_values is not None for vector in self._vectors())
 
     @property
     def detail_bytes(self) -> int:
-        """The size of the lists of nodes and relations that came and went."""
+        """The size of the lists of added and removed nodes and relations."""
         parts = [
             t
             for c in self.layers.values()
@@ -708,10 +691,11 @@ class Change:
         return sum(t.numel() * t.element_size() for t in parts)
 
     def counts(self) -> dict[str, int]:
-        """Returns how many nodes and relations came and went and how many coordinates were frozen
-        or released.
+        """Returns the numbers of nodes and relations added and removed, and of coordinates frozen
+        and unfrozen.
         """
-        layers, transitions = self.layers.values(), self.transitions.values()
+        layers = self.layers.values()
+        transitions = self.transitions.values()
         turned = [c.biases.flips for c in layers if c.biases] + [
             c.weights.flips for c in transitions
         ]

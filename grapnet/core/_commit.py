@@ -1,10 +1,10 @@
-"""The corridor of a commit: resolve, prepare, publish, settle, record.
+"""Commits: resolve, prepare, decide, install, record.
 
 Every change of a net goes through `commit`: edits, undo and redo, trials and their ends, replays,
-of one net or of several. It computes and allocates all that the change needs and collects the
-assignments that put it in place. One assignment, `decision.made = True`, decides; `settle` then
-carries out the others. They can be repeated, so that an interrupt between two of them is harmless:
-the next public call settles what was decided. What was not decided has not happened.
+of one net or of several. It computes everything that the change needs and collects the assignments
+that install it. One assignment, `decision.made = True`, decides; `settle` then executes the others.
+They can be repeated, so an interrupt between two of them is harmless: the next public call
+completes them. Before the decision nothing has changed.
 """
 
 import sys
@@ -44,55 +44,53 @@ Kept = TypeVar("Kept")
 
 
 class Follower(Protocol):
-    """Whatever must move when a graph is edited: optimizer state, statistics, copies."""
+    """State that moves when a graph is edited: optimizer state, statistics, copies."""
 
     def prepare(self, graph: "Graph", commit: Commit) -> Install:
-        """Computes its own state after the commit, or raises to stop it; returns the assignments
-        that install it.
+        """Computes its state after the commit, or raises to stop it; returns the assignments that
+        install it.
 
-        The graph is still as it was before the commit. An interrupt can stop the assignments
-        anywhere, after which they are all carried out once more: they must not depend on what they
-        replace. What follows several graphs prepares for each before anything is installed, so an
-        installation touches nothing of the other graphs.
+        The graph has not changed yet. An interrupt can stop the assignments anywhere, after which
+        all of them run again, so they must not depend on what they replace. A follower of several
+        graphs prepares for each before anything is installed, so an installation must not touch the
+        other graphs.
         """
         ...
 
 
 @runtime_checkable
 class ColumnFollower(Protocol):
-    """A follower that also holds the Parameters of a graph, and so needs to know which ones come
-    and leave.
+    """A follower that holds the Parameters of a graph, and is called when Parameters are added or
+    removed.
     """
 
     def prepare_columns(
         self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
     ) -> Install:
-        """Prepares for columns that come and leave, or raises to stop it; returns the assignments
+        """Prepares for added and removed columns, or raises to stop it; returns the assignments
         that install them.
         """
         ...
 
 
 class Followers:
-    """The followers of one graph, held weakly, in the order they came; a copy of the graph starts
-    with none.
-    """
+    """The followers of one graph, held weakly, in order; a copy of the graph has none."""
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[Any]] = []
 
     def add(self, follower: Follower) -> None:
-        """Lets `follower` take part in commits, until nothing else refers to it."""
+        """Adds `follower` until nothing else refers to it."""
         others = self._without(follower)
         self._references = [*others, weakref.ref(follower)]
 
     def discard(self, follower: Follower) -> None:
-        """Lets `follower` take part no longer."""
+        """Removes `follower`."""
         self._references = self._without(follower)
 
     def prepare(self, graph: "Graph", commit: Commit, *, strict: bool = True) -> list[Install]:
-        """Lets every follower prepare; one that raises stops the commit or, if not `strict`, stays
-        behind.
+        """Calls `prepare` of every follower; one that raises stops the commit or, if not `strict`,
+        misses it.
         """
         installs = []
         for follower in self._alive():
@@ -106,7 +104,7 @@ class Followers:
     def prepare_columns(
         self, graph: "Graph", coming: "Sequence[Column]", leaving: "Sequence[Column]"
     ) -> list[Install]:
-        """Lets every follower that holds Parameters prepare."""
+        """Calls every follower that holds Parameters."""
         holders = [follower for follower in self._alive() if isinstance(follower, ColumnFollower)]
         return [follower.prepare_columns(graph, coming, leaving) for follower in holders]
 
@@ -121,20 +119,20 @@ class Followers:
 
 
 class Tracked(Generic[State, Kept]):
-    """State that follows the commits of a net: a follower made of three functions.
+    """State that follows the commits of a net, built from three functions.
 
-    A commit moves the state by `carry` and keeps, for as long as the commit can be taken back, what
-    `take` returns. The commit that takes it back (undo, redo, the end of a trial) hands that to
-    `give`. None of the three may change the state that it is given.
+    A commit moves the state with `carry` and keeps what `take` returns for as long as the commit
+    can be reverted. The reverting commit (undo, redo, the end of a trial) passes it to `give`. None
+    of the three may modify the state that it is given.
 
     Args:
-        state: the state at present.
+        state: the initial state.
         carry: `carry(state, commit)` returns the state after the commit.
-        take: `take(state, commit)` returns what has to be kept of the state before the commit; all
-            of it by default.
-        give: `give(present, kept, commit)` returns the state after a commit that takes another one
-            back. `present` is what `carry` returned, `kept` what `take` had returned then. By
-            default `kept` is the state after it, and `carry` is not called.
+        take: `take(state, commit)` returns what to keep of the state before the commit; all of it
+            by default.
+        give: `give(present, kept, commit)` returns the state after a commit that reverts another
+            one. `present` is the result of `carry`, `kept` that of the earlier `take`. By default
+            `kept` becomes the state, and `carry` is not called.
     """
 
     def __init__(
@@ -154,14 +152,14 @@ class Tracked(Generic[State, Kept]):
 
     @property
     def state(self) -> State:
-        """The state at present."""
+        """The current state."""
         if unsettled:
             settle()
         return self._held[0]
 
     @property
     def kept(self) -> dict[int, Kept]:
-        """What commits have taken away, by their versions."""
+        """What commits have removed, by their versions."""
         if unsettled:
             settle()
         return self._held[1]
@@ -172,14 +170,14 @@ class Tracked(Generic[State, Kept]):
         return self._held[2] is not None
 
     def replace(self, state: State) -> None:
-        """Puts another state in place; undo still gives back what was kept."""
+        """Replaces the state; undo still restores what was kept."""
         self._held = (state, *self._held[1:])
 
     def learn(self, state: State) -> None:
-        """Puts a state in place that knows more than the one before it.
+        """Replaces the state by one with more information.
 
-        What undo would give back knows less, so it is dropped. A trial drops nothing: its end
-        brings back the state before it, which may then share no memory with what is written into.
+        What undo would restore lacks it, so it is dropped. A trial drops nothing: its end restores
+        the state before it, which must not share memory with the new one.
         """
         _, kept, trial = self._held
         if trial is None:
@@ -187,14 +185,14 @@ class Tracked(Generic[State, Kept]):
         self._held = (state, kept, trial)
 
     def remember(self, kept: dict[int, Kept]) -> None:
-        """Takes over what commits have taken away in another session."""
+        """Adopts what commits have removed in another session."""
         self._held = (self._held[0], kept, self._held[2])
 
     def prepare(self, graph: "Graph", commit: Commit) -> Callable[[], None]:
         """Computes the state after a commit; returns the assignment that installs it."""
         state, kept, _ = self._held
         moved = self._after(commit)
-        versions = graph.journal.kept_versions()
+        versions = graph.journal._kept_versions()
         coming: dict[int, Any] = {v: part for v, part in kept.items() if v in versions}
         trial = None
         if commit.kind == "trial":
@@ -221,7 +219,7 @@ class Tracked(Generic[State, Kept]):
 
 
 class View(NamedTuple):
-    """All that a forward pass reads of a graph at one version."""
+    """Everything that a forward pass reads of a graph at one version."""
 
     rosters: tuple[Roster, ...]
     biases: tuple[Vector | None, ...]  # None for the sensory layer
@@ -233,15 +231,15 @@ class View(NamedTuple):
 class Draws:
     """The random numbers of a commit.
 
-    They come from copies of the generators; `installs` advances the generators themselves, so that
-    an edit that fails has drawn nothing.
+    They come from copies of the generators; `installs` advances the generators themselves, so a
+    failed edit draws nothing.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[torch.Generator, torch.Generator]] = {}
 
     def source(self, generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-        """Returns what to draw from in place of a generator, or of the device's own."""
+        """Returns the copy of a generator, or of the generator of the device."""
         if generator is None:
             generator = torch.default_generator
             if device.type == "cuda":
@@ -253,7 +251,7 @@ class Draws:
         return self._copies[id(generator)][1]
 
     def installs(self) -> list[Install]:
-        """Returns what advances the generators."""
+        """Returns the assignments that advance the generators."""
         found: list[Install] = []
         for generator, copy in self._copies.values():
             found.append(partial(_advance, generator, copy.get_state()))
@@ -266,13 +264,13 @@ def _advance(generator: torch.Generator, state: torch.Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Intent:
-    """What one graph is about to go through.
+    """The planned change of one graph.
 
     Attributes:
         graph: the graph.
-        receipt: the receipt, as far as it is known before the change is prepared.
+        receipt: the commit, as far as it is known before the change is prepared.
         next_uid: the uid of the next node that an edit adds afterwards.
-        before: what the graph had before the trial that this ends.
+        before: the state of the graph before the trial that this ends.
     """
 
     graph: "Graph"
@@ -282,8 +280,8 @@ class Intent:
 
 
 class Before(NamedTuple):
-    """What the end of a trial brings back as the very same objects, so that what was computed from
-    them is valid again.
+    """The objects that the end of a trial restores, so that what was computed from them is valid
+    again.
     """
 
     topologies: list[Topology]
@@ -291,23 +289,23 @@ class Before(NamedTuple):
 
     @classmethod
     def of(cls, graph: "Graph") -> "Before":
-        """Returns what a graph has at present."""
-        layouts = {name: layout_of(store.parameter) for name, store in graph.stores().items()}
+        """Returns the current objects of a graph."""
+        layouts = {name: layout_of(store.parameter) for name, store in graph._stores().items()}
         return cls([t.topology for t in graph.transitions], layouts)
 
 
 def commit(
     asked: "Sequence[Edit | Intent]", *, ends: "Trial | None" = None, strict: bool = True
 ) -> "list[Commit | None]":
-    """Carries out what is asked of one or several graphs: in all of them, or in none.
+    """Changes one or several graphs: all of them, or none.
 
     Args:
         asked: an edit, or an intent from `undo`, `repeat`, …, for each graph.
-        ends: the trial that this takes back.
-        strict: whether a follower that raises stops it; otherwise it stays behind.
+        ends: the trial that this reverts.
+        strict: whether a follower that raises stops it; otherwise the follower misses this commit.
 
     Returns:
-        The receipt of every graph, None where nothing changes.
+        The commit of every graph, None where nothing changes.
     """
     draws = Draws()
     intents = _resolve(asked, draws)
@@ -327,25 +325,27 @@ def commit(
         if receipt.kind == "trial":
             tried.append((intent.graph, receipt, Before.of(intent.graph)))
     installs += draws.installs()
-    trial = None
+    edits = [one for one in asked if not isinstance(one, Intent)]
     for one, receipt in zip(asked, receipts, strict=True):
         if not isinstance(one, Intent):
-            installs.append(partial(one.take_receipt, receipt))
-            if tried:
-                trial = Trial(one.block, tried)
+            installs.append(partial(one._take_receipt, receipt))
+    trial = None
+    if tried:
+        # The edits of a trial share one block.
+        trial = Trial(edits[0]._block, tried)
     carry_out(installs, decision, trial)
     return receipts
 
 
 def _resolve(asked: "Sequence[Edit | Intent]", draws: Draws) -> list[Intent | None]:
-    """Returns what is to be done with each graph, None where nothing changes."""
+    """Returns the intent for each graph, None where nothing changes."""
     intents: list[Intent | None] = []
     changing = []
     for place, one in enumerate(asked):
         if isinstance(one, Intent):
             intents.append(one)
             continue
-        intent = one.resolve(draws)
+        intent = one._resolve(draws)
         intents.append(intent)
         if intent is not None:
             changing.append((place, intent))
@@ -360,12 +360,12 @@ def _resolve(asked: "Sequence[Edit | Intent]", draws: Draws) -> list[Intent | No
 def prepare(
     intent: Intent, decision: Decision, *, strict: bool = True
 ) -> tuple[Commit, list[Install]]:
-    """Does all of a commit of one graph that can fail; touches nothing.
+    """Does everything in a commit of one graph that can fail; modifies nothing.
 
     It works on detached tensors: `torch.no_grad` would stay on after an interrupt at its end.
 
     Returns:
-        The complete receipt, and the assignments that put the change in place.
+        The complete commit, and the assignments that install it.
     """
     graph = intent.graph
     require_gradients()
@@ -377,21 +377,21 @@ def prepare(
     wirings = wirings_after(graph, receipt.change)
     if intent.before is not None:
         wirings = {t: intent.before.topologies[t] for t in wirings}
-    vectors = _prepare_vectors(graph, receipt.change)
+    vectors = _prepare_vectors(graph, receipt.change, receipt.kind == "trial")
     receipt = _completed(graph, receipt, vectors)
     view = _view_after(graph, rosters, wirings, vectors)
     installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
     seen = replace(receipt, wirings=wirings, view=view, decision=decision)
-    installs += graph.followers.prepare(graph, seen, strict=strict)
+    installs += graph._followers.prepare(graph, seen, strict=strict)
     if receipt.kind not in ("trial", "end"):
-        installs.append(graph.journal.prepare(receipt))
+        installs.append(graph.journal._prepare(receipt))
     installs.append(partial(_release, receipt))
     _refuse_old_backwards(graph, receipt, decision)
     return receipt, installs
 
 
 def carry_out(installs: list[Install], decision: Decision, trial: "Trial | None" = None) -> None:
-    """Decides a transaction and carries out its assignments."""
+    """Decides a transaction and executes its assignments."""
     record = _Record(installs, decision, trial)
     with record.lock:
         unsettled.append(record)
@@ -402,12 +402,12 @@ def carry_out(installs: list[Install], decision: Decision, trial: "Trial | None"
         finally:
             # Once more after an interrupt; a second one leaves it to the next public call.
             if decision.made:
-                record.settle()
+                record.settle(again=True)
     _close(record)
 
 
 class _Record:
-    """One transaction: the assignments that put it in place, and whether it was decided."""
+    """One transaction: the assignments that install it, and whether it was decided."""
 
     def __init__(self, installs: list[Install], decision: Decision, trial: "Trial | None") -> None:
         self.decision = decision
@@ -422,14 +422,26 @@ class _Record:
         """True when nothing is left to do."""
         return self.is_settled and (self.trial is None or self.trial.is_over)
 
-    def settle(self) -> None:
-        """Carries out the assignments, unless that is done."""
+    def settle(self, *, again: bool = False) -> None:
+        """Executes the assignments, unless that is done.
+
+        One that fails `again` is left out, as it would fail in every later call, too: the others
+        are executed, and then its error is raised.
+        """
         if self.is_settled:
             return
+        errors = []
         for install in self._installs:
-            install()
+            try:
+                install()
+            except Exception as error:
+                if not again:
+                    raise
+                errors.append(error)
         self.is_settled = True
         self._installs = []
+        if errors:
+            raise errors[0]
 
 
 # The transactions that are being carried out, and the trials in effect. It is empty at nearly all
@@ -438,11 +450,11 @@ unsettled: list[_Record] = []
 
 
 def settle(*, wait: bool = True) -> None:
-    """Completes what an interrupt has left: transactions that were decided, and trials whose block
-    is over. Every public call begins with it: `if unsettled: settle()`.
+    """Completes interrupted work: transactions that were decided, and trials whose block has ended.
+    Calls of a net, of an edit and of an optimizer begin with it: `if unsettled: settle()`.
 
     Args:
-        wait: whether to wait for another thread that is settling, or to leave it to that one.
+        wait: whether to wait for another thread that is settling.
     """
     if _is_committing():
         return
@@ -456,9 +468,9 @@ def settle(*, wait: bool = True) -> None:
         owner_lives = record.thread in sys._current_frames()
         if not wait and owner_lives and record.thread != threading.get_ident():
             continue
-        # Whoever reads under torch.inference_mode may be the one that settles.
+        # A read under torch.inference_mode may be the one that settles.
         with record.lock, torch.inference_mode(False):
-            record.settle()
+            record.settle(again=True)
             if record.trial is not None and record.trial.is_due:
                 _take_back(record.trial)
         _close(record)
@@ -470,7 +482,7 @@ def _close(record: _Record, *, always: bool = False) -> None:
 
 
 def _is_committing() -> bool:
-    """Says whether this thread is inside of a commit: it sees the graph as it was before it."""
+    """Returns whether this thread is inside a commit, where it sees the graph before it."""
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_code in _CORRIDOR:
@@ -483,7 +495,7 @@ _CORRIDOR = {commit.__code__, carry_out.__code__, settle.__code__}
 
 
 class Trial:
-    """A trial in effect, in one graph or in several, and what takes it back."""
+    """A trial in effect, in one graph or in several."""
 
     def __init__(self, block: "Block", parts: "list[tuple[Graph, Commit, Before]]") -> None:
         self.block = block
@@ -496,23 +508,21 @@ class Trial:
         return not self.is_over and not self.block.is_running
 
     def finish(self) -> None:
-        """Notes that the trial was taken back."""
+        """Notes that the trial was reverted."""
         self.is_over = True
 
     def endings(self) -> list[Intent]:
-        """Returns what takes the trial back: everything is as it was before, the version and the
-        tokens included.
-        """
+        """Returns the intents that revert the trial, version and tokens included."""
         found = []
         for graph, receipt, before in self.parts:
             back = Commit(
                 receipt.version - 1,
                 f"end of trial: {receipt.reason}",
-                receipt.change.inverse(with_gradients=True),
+                receipt.change.inverse(),
                 undoes=receipt.version,
                 kind="end",
             )
-            found.append(Intent(graph, back, graph.next_uid, before))
+            found.append(Intent(graph, back, graph._next_uid, before))
         return found
 
 
@@ -520,7 +530,7 @@ def _take_back(trial: Trial) -> None:
     try:
         commit(trial.endings(), ends=trial)
     except Exception:
-        # A follower refuses: it loses its place, the graphs do not.
+        # A follower refuses: it misses the end, the graphs do not.
         if not trial.is_over:
             commit(trial.endings(), ends=trial, strict=False)
         raise
@@ -529,33 +539,31 @@ def _take_back(trial: Trial) -> None:
 def uid_after(graph: "Graph", change: Change) -> int:
     """Returns the uid of the next node that an edit adds to a graph after a change."""
     born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
-    return max([graph.next_uid, *born])
+    return max([graph._next_uid, *born])
 
 
 def exchange_columns(graph: "Graph", wanted: "Sequence[Column]", then: Sequence[Install]) -> None:
-    """Makes `wanted` the columns of a graph, once every follower that holds Parameters is ready for
-    it, and does `then`.
+    """Makes `wanted` the columns of a graph after every follower has prepared, and executes
+    `then`.
     """
     present = list(graph.columns.values())
     leaving = [column for column in present if all(column is not other for other in wanted)]
     coming = [column for column in wanted if all(column is not other for other in present)]
     installs: list[Install] = []
     if leaving or coming:
-        graph.require_no_edit("change the columns of the graph")
+        graph._require_no_edit("change the columns of the graph")
         require_editable(graph)
-        installs = graph.followers.prepare_columns(graph, coming, leaving)
+        installs = graph._followers.prepare_columns(graph, coming, leaving)
         stay = [column for column in present if all(column is not other for other in leaving)]
         columns = {column.name: column for column in (*stay, *coming)}
-        installs.append(partial(graph.install_columns, columns))
+        installs.append(partial(graph._install_columns, columns))
     carry_out([*installs, *then], Decision())
 
 
 def require_editable(graph: "Graph") -> None:
-    """Raises EditError where autograd cannot see an edit, and where Parameters are spread over
-    processes.
-    """
+    """Raises EditError if autograd cannot see an edit, or if Parameters are sharded."""
     require_gradients()
-    for store in graph.stores().values():
+    for store in graph._stores().values():
         if store.parameter.is_inference():
             raise EditError(
                 "this net was built under torch.inference_mode(), so it cannot be edited or trained"
@@ -574,11 +582,11 @@ def require_gradients() -> None:
 
 
 def unfit_parameters(graph: "Graph") -> str:
-    """Returns why the Parameters of a graph cannot be edited; empty when they can.
+    """Returns why the Parameters of a graph cannot be edited; empty if they can.
 
     Attributes and class names decide, so torch.distributed is not imported.
     """
-    for name, store in graph.stores().items():
+    for name, store in graph._stores().items():
         parameter = store.parameter
         if type(parameter) is nn.Parameter and not vars(parameter):
             continue
@@ -591,7 +599,7 @@ def unfit_parameters(graph: "Graph") -> str:
             )
         if getattr(parameter, "_in_backward_optimizers", None):
             return (
-                f"{name} is trained inside of the backward pass (_apply_optimizer_in_backward),"
+                f"{name} is trained inside the backward pass (_apply_optimizer_in_backward),"
                 " whose hooks an edit drops. Step in a hook of"
                 " Tensor.register_post_accumulate_grad_hook, which edits keep, or after the"
                 " backward pass"
@@ -604,8 +612,8 @@ def _prepare_rosters(graph: "Graph", change: Change) -> dict[int, Roster]:
 
 
 def _roster_after(layer: Layer, change: LayerChange) -> Roster:
-    owners = layer.owner_names.carry(change.index, change.born.owners)
-    activations = layer.activation_names.carry(change.index, change.born.activations)
+    owners = layer._owner_names.carry(change.index, change.born.owners)
+    activations = layer._activation_names.carry(change.index, change.born.activations)
     if change.owners is not None:
         owners = owners.replaced(change.owners.rows, change.owners.after)
     if change.activations is not None:
@@ -615,11 +623,11 @@ def _roster_after(layer: Layer, change: LayerChange) -> Roster:
         owners = owners.compact()
         activations = activations.compact()
     uids = change.index.carry(layer.uid, change.born.uids)
-    return Roster.of(uids, activations, owners, layer.kinds_place)
+    return Roster.of(uids, activations, owners, layer._kinds_place)
 
 
 def _prepare_vectors(
-    graph: "Graph", change: Change
+    graph: "Graph", change: Change, keep_gradients: bool
 ) -> dict[str, tuple[Coordinates, PreparedVector]]:
     """Returns every vector of the graph after a change, by the name of its Parameter; those that
     the change does not touch are new versions too, which autograd keeps apart from the old ones.
@@ -627,30 +635,33 @@ def _prepare_vectors(
     found = {}
     for t, transition in enumerate(graph.transitions):
         part = change.transitions.get(t)
-        prepared = transition.prepare(part and part.weights)
+        prepared = transition._prepare(part and part.weights, keep_gradients)
         found[f"transitions.{t}.weight"] = (transition, prepared)
     for n, layer in enumerate(graph.layers):
         if not layer.is_sensory:
             part = change.layers.get(n)
-            found[f"layers.{n}.bias"] = (layer, layer.prepare(part and part.biases))
+            found[f"layers.{n}.bias"] = (
+                layer,
+                layer._prepare(part and part.biases, keep_gradients),
+            )
     for name, column in graph.columns.items():
         part = change.layers.get(column.layer)
         moved = None
         if part is not None and not part.index.is_identity:
             moved = part.columns.get(name) or column.change(part.index)
-        found[column.parameter_name] = (column, column.prepare(moved))
+        found[column.parameter_name] = (column, column._prepare(moved, keep_gradients))
     return found
 
 
 def _completed(
     graph: "Graph", receipt: Commit, vectors: dict[str, tuple[Coordinates, PreparedVector]]
 ) -> Commit:
-    """Returns the receipt with what leaves, and with the map of every touched Parameter."""
+    """Returns the commit with removed values and the map of every changed Parameter."""
     changes = {name: prepared.change for name, (_, prepared) in vectors.items()}
     layers = {}
     for n, part in receipt.change.layers.items():
         columns = {}
-        for name, column in graph.columns_of(n).items():
+        for name, column in graph._columns_of(n).items():
             moved = changes[column.parameter_name]
             if moved is not None:
                 columns[name] = moved
@@ -673,7 +684,7 @@ def _view_after(
     wirings: dict[int, Topology],
     vectors: dict[str, tuple[Coordinates, PreparedVector]],
 ) -> View:
-    present = graph.view()
+    present = graph._view()
     biases: list[Vector | None] = [None]
     for n in range(1, len(present.rosters)):
         biases.append(vectors[f"layers.{n}.bias"][1].vector)
@@ -693,7 +704,7 @@ def _prepare_stores(
     wirings: dict[int, Topology],
     vectors: dict[str, tuple[Coordinates, PreparedVector]],
 ) -> Install:
-    """Returns what puts the stores of a graph, its version and its next uid in place."""
+    """Returns the assignments that install the stores, version and next uid of a graph."""
     graph = intent.graph
     placed = []
     for name, (store, prepared) in vectors.items():
@@ -703,7 +714,7 @@ def _prepare_stores(
         placed.append((store, prepared, layout))
     attributes = {
         "_version": receipt.version,
-        "_next_uid": max(graph.next_uid, intent.next_uid),
+        "_next_uid": max(graph._next_uid, intent.next_uid),
         "_structure": Token(),
     }
     return partial(
@@ -724,17 +735,17 @@ def _install_stores(
     vectors: "list[tuple[Coordinates, PreparedVector, Token | None]]",
 ) -> None:
     for layer, roster in rosters:
-        layer.enrol(roster)
+        layer._enrol(roster)
     for transition, topology in wirings:
-        transition.rewire(topology)
+        transition._rewire(topology)
     reads = last_reads()
     for store, prepared, layout in vectors:
-        store.install(prepared, layout, reads)
+        store._install(prepared, layout, reads)
     vars(graph).update(attributes)
 
 
 def _release(receipt: Commit) -> None:
-    """Lets go of what index maps have computed for their use in the commit."""
+    """Drops what index maps cache during the commit."""
     for index in (
         *receipt.relations.values(),
         *receipt.nodes.values(),
@@ -744,9 +755,7 @@ def _release(receipt: Commit) -> None:
 
 
 def _refuse_old_backwards(graph: "Graph", receipt: Commit, decision: Decision) -> None:
-    """Makes a backward through any forward pass of before this commit raise, whatever parameters it
-    reaches.
-    """
+    """Makes a backward pass through any earlier forward pass raise, for every Parameter."""
     edited = f"(version {receipt.version})"
     if receipt.reason:
         edited = f"({receipt.reason!r}, version {receipt.version})"
@@ -754,5 +763,5 @@ def _refuse_old_backwards(graph: "Graph", receipt: Commit, decision: Decision) -
         f"this backward goes through a forward pass of version {graph.version}, and the graph was"
         f" edited since {edited}. Run the forward pass again, or edit after optimizer.step()"
     )
-    for store in graph.stores().values():
+    for store in graph._stores().values():
         refuse_old_backward(store.parameter, message, decision)

@@ -11,6 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from grapnet._torch import (
+    current_autograd_node,
+    current_graph_task_id,
+    next_sequence_number,
+    sequence_number,
+)
+
 from ._change import (
     IndexMap,
     Shift,
@@ -24,9 +31,7 @@ from ._errors import FrozenError, InvariantError, StaleTopologyError
 
 
 class Token:
-    """Something that is only ever equal to itself: the same token means that nothing moved in
-    between.
-    """
+    """An object equal only to itself: an equal token means that nothing moved in between."""
 
     __slots__ = ()
 
@@ -35,12 +40,12 @@ torch.serialization.add_safe_globals([Token])  # a Parameter has one, and torch.
 
 
 def layout_of(parameter: Tensor) -> "Token | None":
-    """Returns the token of a Parameter's coordinates, None when they never moved."""
+    """Returns the token of a Parameter's coordinates, None if they never moved."""
     return getattr(parameter, "grapnet_layout", None)
 
 
 class Vector(NamedTuple):
-    """One version of a vector, complete: reading it does not depend on the module that holds it."""
+    """One complete version of a vector, readable without the module that holds it."""
 
     parameter: nn.Parameter  # whose content it is
     content: Tensor  # the trainable coordinates, in the memory of the Parameter
@@ -66,7 +71,7 @@ def assemble(
 
 @dataclass(frozen=True, eq=False)
 class PreparedVector:
-    """A vector after a change, computed and not yet put in place."""
+    """A vector after a change, computed but not installed."""
 
     vector: Vector
     gradient: Tensor | None
@@ -75,43 +80,47 @@ class PreparedVector:
     parameter_index: IndexMap | None = None  # how the Parameter's own coordinates move
 
 
-def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector:
-    """Computes the vector that `change` leads to, without touching the present one."""
+def prepare_vector(
+    store: "Coordinates", change: VectorChange, keep_gradients: bool
+) -> PreparedVector:
+    """Computes the vector after `change` without modifying the present one; the change then has
+    the values that leave, and their gradients if `keep_gradients`.
+    """
     index = change.index
     gradient = store.parameter.grad
     if gradient is not None:
         gradient = gradient.detach()
-    trainable, frozen = store.parameter.detach(), store.frozen_values
+    trainable = store.parameter.detach()
+    frozen = store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
     born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
     # not a slice: the journal would keep the whole old vector alive
     gone_values = trainable.new_empty(0)
-    gone_gradients = None if gradient is None else gradient.new_empty(0)
     if index.removed.shape[0]:
-        gone_values, gone_gradients = (
-            store.read(index.removed).detach(),
-            store.gradients(index.removed),
-        )
-    change = replace(
-        change, born_values=born.view(-1), gone_values=gone_values, gone_gradients=gone_gradients
-    )
+        gone_values = store._read(index.removed).detach()
+    change = replace(change, born_values=born.view(-1), gone_values=gone_values)
+    if keep_gradients:
+        change = replace(change, gone_gradients=store._gradients(index.removed))
     if not (store.frozen_at.shape[0] or change.flips.shape[0] or bool(change.born_frozen.any())):
-        parameter_index, frozen_at = index, store.frozen_at
+        parameter_index = index
+        frozen_at = store.frozen_at
         content = index.carry(trainable, born)
         gradient = None if gradient is None else index.carry(gradient, born_gradient)
     else:
         crossing = _Crossing(store, change)
-        parameter_index, frozen_at = crossing.parameter_index, crossing.frozen_at
+        parameter_index = crossing.parameter_index
+        frozen_at = crossing.frozen_at
         thawed_values = frozen[torch.searchsorted(store.frozen_at, crossing.thawed_from)]
         froze_values = trainable[crossing.froze_from_place]
         content = parameter_index.carry(trainable, crossing.into_parameter(born, thawed_values))
         frozen = crossing.frozen_index.carry(frozen, crossing.into_frozen(born, froze_values))
         if gradient is not None:
             flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
-            taken = torch.zeros_like(flip_gradient)
-            taken[~crossing.melts] = gradient[crossing.froze_from_place]
-            change = replace(change, flip_gradients=taken.view(-1))
             returning = crossing.into_parameter(born_gradient, flip_gradient[crossing.melts])
+            if keep_gradients:
+                taken = torch.zeros_like(flip_gradient)
+                taken[~crossing.melts] = gradient[crossing.froze_from_place]
+                change = replace(change, flip_gradients=taken.view(-1))
             gradient = parameter_index.carry(gradient, returning)
     if change.shift is not None:
         content = _shifted(content, change.shift, frozen_at)
@@ -121,7 +130,7 @@ def prepare_vector(store: "Coordinates", change: VectorChange) -> PreparedVector
 
 
 class _Crossing:
-    """Which coordinates a change moves into and out of the Parameter and the frozen buffer.
+    """The coordinates that a change moves into and out of the Parameter and the frozen buffer.
 
     Positions named `…_from` are in the old vector, all others in the new one.
     """
@@ -132,18 +141,18 @@ class _Crossing:
         held = index.new_positions(store.frozen_at[~contains(index.removed, store.frozen_at)])
         self._born_frozen = change.born_frozen
         self.melts = contains(held, change.flips)
-        thawed, froze = change.flips[self.melts], change.flips[~self.melts]
-        born_held, born_free = (
-            index.inserted[change.born_frozen],
-            index.inserted[~change.born_frozen],
-        )
+        thawed = change.flips[self.melts]
+        froze = change.flips[~self.melts]
+        born_held = index.inserted[change.born_frozen]
+        born_free = index.inserted[~change.born_frozen]
         self.frozen_at = (
             torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
         )
-        self.thawed_from, froze_from = index.old_positions(thawed), index.old_positions(froze)
+        self.thawed_from = index.old_positions(thawed)
+        froze_from = index.old_positions(froze)
         self.froze_from_place = _among_free(froze_from, store.frozen_at).long()
 
-        was_frozen = store.frozen_bits(index.removed)
+        was_frozen = store._frozen_bits(index.removed)
         to_parameter, self._parameter_order = torch.cat([born_free, thawed]).sort()
         to_frozen, self._frozen_order = torch.cat([born_held, froze]).sort()
         leaves_parameter = torch.cat([index.removed[~was_frozen], froze_from]).sort().values
@@ -163,16 +172,16 @@ class _Crossing:
         )
 
     def into_parameter(self, born: Tensor, thawed: Tensor) -> Tensor:
-        """Returns what comes into the Parameter, in the order of its new positions."""
+        """Returns what is added to the Parameter, in the order of its new positions."""
         return torch.cat([born[~self._born_frozen], thawed])[self._parameter_order]
 
     def into_frozen(self, born: Tensor, froze: Tensor) -> Tensor:
-        """Returns what comes into the frozen buffer, in the order of its new positions."""
+        """Returns what is added to the frozen buffer, in the order of its new positions."""
         return torch.cat([born[self._born_frozen], froze])[self._frozen_order]
 
 
 def _among_free(positions: Tensor, frozen_at: Tensor) -> Tensor:
-    """Returns where trainable positions stand among the trainable ones alone."""
+    """Returns the positions of trainable coordinates in the Parameter."""
     return positions - torch.searchsorted(frozen_at, positions, out_int32=True)
 
 
@@ -184,7 +193,7 @@ def _like(values: Tensor | None, example: Tensor, count: int) -> Tensor:
 
 
 def _assembly_order(free: int, frozen_at: Tensor) -> Tensor | None:
-    """Returns where each coordinate stands in (trainable, frozen) laid end to end; None when
+    """Returns the position of each coordinate in the concatenation (trainable, frozen); None if
     nothing is frozen.
     """
     if len(frozen_at) == 0:
@@ -206,14 +215,14 @@ def _shifted(content: Tensor, shift: Shift, frozen_at: Tensor) -> Tensor:
 class Coordinates(nn.Module):
     """A module with one vector of coordinates, trainable or frozen one by one.
 
-    The trainable coordinates are a Parameter registered under `name`; the frozen ones live in a
-    buffer, so no optimizer, decay or clipping ever sees them. `values()` puts both back in order.
+    The trainable coordinates are a Parameter registered under `name`. The frozen ones are in a
+    buffer, so no optimizer, decay or clipping affects them. `values()` returns both in order.
     """
 
     frozen_values: Tensor
     vector: Vector  # the present version
     # how often any Parameter's coordinates moved, in all graphs of the process
-    layout_changes: ClassVar[int] = 0
+    _layout_changes: ClassVar[int] = 0
 
     def __init__(self, name: str, values: Tensor | None) -> None:
         super().__init__()
@@ -234,8 +243,8 @@ class Coordinates(nn.Module):
         return self.vector.frozen_at
 
     @property
-    def place(self) -> torch.device:
-        """Where the positions are: beside the Parameter, unless that is on the meta device."""
+    def _device(self) -> torch.device:
+        """The device of the positions: that of the Parameter, unless it is the meta device."""
         return self.vector.frozen_at.device
 
     @property
@@ -250,7 +259,7 @@ class Coordinates(nn.Module):
 
     @property
     def size(self) -> int:
-        """How many coordinates there are, trainable and frozen."""
+        """The number of coordinates, trainable and frozen."""
         try:
             parameter = self._parameters[self._vector_name]
         except KeyError:
@@ -270,7 +279,7 @@ class Coordinates(nn.Module):
         self._watch_run()
         return assemble(parameter, self._buffers["frozen_values"], self.vector.order, shape)  # pyright: ignore[reportArgumentType]
 
-    def trainable(self, start: int, stop: int) -> Tensor:
+    def _trainable(self, start: int, stop: int) -> Tensor:
         """Returns a range of coordinates, live and differentiable, where none is frozen."""
         self._watch_run()
         return self.parameter[start:stop].view(-1)
@@ -286,7 +295,7 @@ class Coordinates(nn.Module):
         else:
             note_read()
 
-    def values_of(self, vector: Vector, shape: tuple[int, ...] = (-1,)) -> Tensor:
+    def _values_of(self, vector: Vector, shape: tuple[int, ...] = (-1,)) -> Tensor:
         """Returns the coordinates of one version, without gradients, also while an edit in another
         thread puts the next version in place.
 
@@ -302,8 +311,8 @@ class Coordinates(nn.Module):
             return self.values(shape)
         return vector.values(shape)
 
-    def is_assembled_in_order(self) -> bool:
-        """Says whether `values()` puts every frozen coordinate where it belongs."""
+    def _is_assembled_in_order(self) -> bool:
+        """Returns whether `values()` puts every frozen coordinate in its position."""
         order = self.vector.order
         if order is None or len(self.frozen_at) == 0:
             return order is None and len(self.frozen_at) == 0
@@ -316,10 +325,11 @@ class Coordinates(nn.Module):
             and torch.equal(order[~held].long(), ranks[:free])
         )
 
-    def read(self, positions: Tensor) -> Tensor:
+    def _read(self, positions: Tensor) -> Tensor:
         """Returns the coordinates at `positions`, live and differentiable."""
         self._watch_run()
-        trainable, frozen = self.parameter.view(-1), self.frozen_values.view(-1)
+        trainable = self.parameter.view(-1)
+        frozen = self.frozen_values.view(-1)
         if frozen.shape[0] == 0:
             return trainable.index_select(0, positions)
         rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
@@ -327,31 +337,29 @@ class Coordinates(nn.Module):
         if len(trainable) == 0:
             return held
         free = trainable.index_select(0, (positions - rank).clamp(max=len(trainable) - 1))
-        return torch.where(self.frozen_bits(positions), held, free)
+        return torch.where(self._frozen_bits(positions), held, free)
 
-    def write(self, positions: Tensor | slice, new: Tensor) -> None:
-        """Assigns trainable coordinates; raises FrozenError, before writing, when one of them is
-        frozen.
-        """
-        self.require_free(positions)
+    def _write(self, positions: Tensor | slice, new: Tensor) -> None:
+        """Assigns trainable coordinates; raises FrozenError before writing if one is frozen."""
+        self._require_free(positions)
         flat = self.parameter.view(-1)
         place = positions if len(self.frozen_at) == 0 else self._place(self._listed(positions))
         with torch.no_grad():
             flat[place.long() if isinstance(place, Tensor) else place] = new.to(flat)
 
-    def require_free(self, positions: Tensor | slice) -> None:
-        """Raises FrozenError when one of the coordinates is frozen."""
+    def _require_free(self, positions: Tensor | slice) -> None:
+        """Raises FrozenError if one of the coordinates is frozen."""
         if len(self.frozen_at) == 0:
             return
-        held = self.frozen_bits(self._listed(positions))
+        held = self._frozen_bits(self._listed(positions))
         if bool(held.any()):
             raise FrozenError(
                 f"{int(held.sum())} of the {len(held)} coordinates to assign are frozen; unfreeze"
                 " them in an edit first"
             )
 
-    def gradients(self, positions: Tensor) -> Tensor | None:
-        """Returns the gradients at `positions` (0 where frozen), or None when there is none yet."""
+    def _gradients(self, positions: Tensor) -> Tensor | None:
+        """Returns the gradients at `positions` (0 where frozen), or None if there are none yet."""
         gradient = self.parameter.grad
         if gradient is not None:
             gradient = gradient.detach()
@@ -360,40 +368,40 @@ class Coordinates(nn.Module):
         if len(self.frozen_at) == 0:
             return gradient.view(-1).index_select(0, positions)
         found = gradient.new_zeros(len(positions))
-        free = ~self.frozen_bits(positions)
+        free = ~self._frozen_bits(positions)
         found[free] = gradient.view(-1)[self._place(positions[free]).long()]
         return found
 
-    def frozen_bits(self, positions: Tensor) -> Tensor:
-        """Says for every position whether it is frozen."""
+    def _frozen_bits(self, positions: Tensor) -> Tensor:
+        """Returns one bool per position: True if it is frozen."""
         return contains(self.frozen_at, positions)
 
-    def prepare(self, change: VectorChange | None) -> PreparedVector:
+    def _prepare(self, change: VectorChange | None, keep_gradients: bool = False) -> PreparedVector:
         """Computes the vector after `change` without touching the present one; without a change it
         is another version of the same content.
         """
         if change is not None:
-            return prepare_vector(self, change)
+            return prepare_vector(self, change, keep_gradients)
         vector = self.vector._replace(content=self.parameter.data)
         return PreparedVector(vector, self.parameter.grad)
 
-    def install(
+    def _install(
         self, prepared: PreparedVector, layout: "Token | None", reads: "dict[_Thread, int]"
     ) -> None:
-        """Puts a prepared vector in place; the Parameter stays the same object, and takes `layout`
-        if it moved. `reads` are the reads without gradients until then, see `last_reads`.
+        """Installs a prepared vector; the Parameter stays the same object, and gets `layout` if it
+        moved. `reads` are the reads without gradients until then, see `last_reads`.
         """
-        self.__dict__["_reads_before"] = reads
-        # First, so that whoever reads the version before keeps to that; see `values_of`.
-        self.__dict__["vector"] = prepared.vector
+        self._reads_before = reads
+        # First, so that a reader of the earlier version keeps to it; see `_values_of`.
+        self.vector = prepared.vector
         replace_content(prepared.vector.parameter, prepared.vector.content, prepared.gradient)
         index = prepared.parameter_index
         if index is not None and not index.is_identity:
             prepared.vector.parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
-            Coordinates.layout_changes += 1
-        self._buffers["frozen_values"] = prepared.vector.frozen_values
+            Coordinates._layout_changes += 1
+        self.frozen_values = prepared.vector.frozen_values
 
-    def hold(self, positions: Tensor) -> None:
+    def _hold(self, positions: Tensor) -> None:
         """Makes `positions` the frozen ones of a vector that is just being built and has none
         yet.
         """
@@ -406,10 +414,10 @@ class Coordinates(nn.Module):
             empty_positions(positions.device),
             empty_positions(positions.device),
         )
-        self.install(self.prepare(VectorChange(index, none, none, positions)), None, {})
+        self._install(self._prepare(VectorChange(index, none, none, positions)), None, {})
 
-    def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
-        """Says what in a state dict does not fit this vector; empty when it fits."""
+    def _differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
+        """Returns how a state dict differs from this vector; empty if it fits."""
         values = state.get(prefix + self._vector_name)
         if values is not None and values.numel() != self.size:
             return (
@@ -432,7 +440,7 @@ class Coordinates(nn.Module):
         place = frozen_at.device if parameter.is_meta else parameter.device
         if order is not None:
             order = order.to(place)
-        self.__dict__["vector"] = Vector(
+        self.vector = Vector(
             parameter, parameter.data, self.frozen_values, frozen_at.to(place), order
         )
 
@@ -448,9 +456,7 @@ class Coordinates(nn.Module):
             self._renew_vector(*state["vector"])
 
     def _state(self) -> dict[str, Tensor]:
-        """Returns what a state dict holds of this vector: all values in order, and which are
-        frozen.
-        """
+        """Returns the entries of a state dict: all values in order, and which are frozen."""
         if self._parameters[self._vector_name] is None:
             return {}
         values = self.parameter
@@ -492,7 +498,7 @@ class Coordinates(nn.Module):
         unexpected_keys += [
             key for key in state_dict if strict and key.startswith(prefix) and key not in expected
         ]
-        difference = self.differs_from(state_dict, prefix)
+        difference = self._differs_from(state_dict, prefix)
         values = state_dict.get(prefix + self._vector_name)
         if difference:
             error_msgs.append(difference)
@@ -513,13 +519,8 @@ class Coordinates(nn.Module):
         )
 
     def _place(self, positions: Tensor) -> Tensor:
-        """Returns where positions stand in (trainable, frozen) laid end to end."""
-        if len(self.frozen_at) == 0:
-            return positions
-        rank = torch.searchsorted(self.frozen_at, positions, out_int32=True)
-        return torch.where(
-            self.frozen_bits(positions), len(self.parameter) + rank, positions - rank
-        )
+        """Returns where trainable positions are in the Parameter."""
+        return positions - torch.searchsorted(self.frozen_at, positions, out_int32=True)
 
     def _listed(self, positions: Tensor | slice) -> Tensor:
         if isinstance(positions, Tensor):
@@ -530,7 +531,7 @@ class Coordinates(nn.Module):
 
 
 def replace_content(parameter: nn.Parameter, content: Tensor, gradient: Tensor | None) -> None:
-    """Gives a Parameter other content, of any length, and keeps the Parameter object.
+    """Replaces the content of a Parameter, by one of any length, and keeps the object.
 
     Assigning `.data` once would leave the old gradient accumulator in place, with the old shape,
     while a loss is alive. Passing through another dtype makes autograd drop it.
@@ -552,15 +553,15 @@ class Decision:
 
 
 def refuse_old_backward(parameter: nn.Parameter, message: str, decision: Decision) -> None:
-    """Makes every backward raise that reaches the parameter through a forward pass of before this
-    call, once the transaction is decided.
+    """Makes every backward pass raise that reaches the Parameter through an earlier forward pass,
+    after the transaction is decided.
     """
 
     def refuse(_: object) -> None:
         if decision.made:
             raise StaleTopologyError(message)
 
-    # Not inside of a context that an interrupt at its end would leave on.
+    # Not inside a context that an interrupt at its end would leave on.
     if torch.is_grad_enabled():
         view = _view(parameter)
     else:
@@ -604,14 +605,14 @@ _threads: "weakref.WeakSet[_Thread]" = weakref.WeakSet()
 def note_read() -> None:
     """Notes a read without gradients, which may be the first run of a checkpointed function.
 
-    Autograd numbers the nodes of each thread by themselves.
+    Autograd numbers the nodes of each thread separately.
     """
     thread = getattr(_local, "thread", None)
     if thread is None:
         thread = _Thread()
         _threads.add(thread)
         _local.thread = thread
-    thread.number = torch.autograd._get_sequence_nr()  # pyright: ignore[reportPrivateImportUsage]
+    thread.number = next_sequence_number()
 
 
 def last_reads() -> dict[_Thread, int]:
@@ -622,19 +623,19 @@ def last_reads() -> dict[_Thread, int]:
 
 
 def require_first_run(before: dict[_Thread, int]) -> None:
-    """Raises StaleTopologyError when a backward runs a function again that first ran before the
+    """Raises StaleTopologyError if a backward pass repeats a function that first ran before the
     reads in `before`.
 
-    Only autograd functions written in Python run something again; a hook of another node runs a
-    forward pass of its own.
+    Only autograd functions written in Python repeat something; a hook of another node runs a new
+    forward pass.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if current_graph_task_id() == -1:
         return
-    node = torch._C._current_autograd_node()
+    node = current_autograd_node()
     if not isinstance(node, torch.autograd.function.BackwardCFunction):
         return
     thread: Any = getattr(_local, "thread", None)
-    if node._sequence_nr() < before.get(thread, 0):  # pyright: ignore[reportAttributeAccessIssue]
+    if sequence_number(node) < before.get(thread, 0):
         raise StaleTopologyError(
             "this backward runs a forward pass again (activation checkpointing), and the net was"
             " edited since. Edit after optimizer.step()"
@@ -642,8 +643,8 @@ def require_first_run(before: dict[_Thread, int]) -> None:
 
 
 def _own_empty(tensor: Tensor) -> Tensor:
-    """Returns an empty tensor like another one, with memory of its own: without any, all empty
-    entries of a state dict look like one shared tensor.
+    """Returns an empty tensor like another one, with its own memory: without any, all empty entries
+    of a state dict look like one shared tensor.
     """
     if tensor.device.type != "cpu" or tensor.dtype == torch.bfloat16:
         return tensor.new_zeros((1, *tensor.shape[1:]))[:0]
@@ -651,9 +652,7 @@ def _own_empty(tensor: Tensor) -> Tensor:
 
 
 def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:
-    """Returns every value of a vector, frozen ones included, as it is after a change (None: no
-    change).
-    """
+    """Returns every value of a vector after a change (None: no change), frozen ones included."""
     values = store.values().detach()
     if change is None:
         return values
@@ -670,7 +669,7 @@ def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:
 
 def trainable_after(store: Coordinates, change: VectorChange) -> Tensor:
     """Returns the values of a vector that are in the Parameter after a change, in order."""
-    was_frozen = store.frozen_bits(ascending(store.size, store.frozen_at.device))
+    was_frozen = store._frozen_bits(ascending(store.size, store.frozen_at.device))
     frozen = change.index.carry(was_frozen, change.born_frozen).clone()
     flips = change.flips.long()
     frozen[flips] = ~frozen[flips]

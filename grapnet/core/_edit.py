@@ -1,4 +1,4 @@
-"""Where the nodes, relations and layers that a user names stand in a graph."""
+"""Edit: the verbs of a transaction, and the nodes, relations and layers that they name."""
 
 import threading
 import weakref
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 def layer_number(graph: "Graph", layer: Any) -> int:
-    """Returns the number of a layer, counted from the sensory one; raises EditError when there is
-    none.
+    """Returns the number of a layer, counted from the sensory one; raises EditError if it does not
+    exist.
     """
     count = len(graph.layers)
     if isinstance(layer, Layer):
@@ -47,7 +47,7 @@ def layer_number(graph: "Graph", layer: Any) -> int:
         )
         raise EditError(f"a layer is named by its number, 0 to {count - 1}{place}, got {layer!r}")
     if not isinstance(layer, int | np.integer) or not -count <= layer < count:
-        raise EditError(f"the graph has layers 0 to {count - 1}, so there is no layer {layer!r}")
+        raise EditError(f"the graph has layers 0 to {count - 1}, got layer {layer!r}")
     return int(layer) % count
 
 
@@ -87,7 +87,7 @@ def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> di
         t: torch.arange(at.start, at.stop, dtype=torch.int32, device=graph.device)
         if isinstance(at, range)
         else at
-        for t, at in relations.positions_by_transition().items()
+        for t, at in relations._positions_by_transition().items()
     }
 
 
@@ -98,11 +98,12 @@ def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tenso
     found: dict[int, Tensor] = {}
     if isinstance(nodes, NodeSet) and nodes.graph is graph:
         found = {
-            n: requests.rows(graph.layers[n], n, uids) for n, uids in nodes.uids_by_layer.items()
+            n: requests.rows(graph.layers[n], n, uids) for n, uids in nodes._uids_by_layer.items()
         }
         if not any((rows.numpy() < 0).any() for rows in found.values()):
             return found
-    left, found = as_uids(graph, nodes), {}
+    left = as_uids(graph, nodes)
+    found = {}
     for number, layer in enumerate(graph.layers):
         rows = requests.rows(layer, number, left)
         here = rows >= 0
@@ -110,9 +111,10 @@ def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tenso
             found[number] = rows
             return found
         if bool(here.any()):
-            found[number], left = rows[here], left[~here]
+            found[number] = rows[here]
+            left = left[~here]
     if len(left):
-        graph.locate(int(left[0]))
+        graph._locate(int(left[0]))
     return found
 
 
@@ -153,7 +155,7 @@ class Block:
             self._thread = threading.get_ident()
             self._was_entered = True
             for edit in self.edits:
-                edit.open()
+                edit._begin()
         except BaseException:
             self._was_left = True
             raise
@@ -161,22 +163,20 @@ class Block:
     def commit(self) -> None:
         """Commits the edits; they take no further operation."""
         for edit in self.edits:
-            edit.close()
+            edit._end()
         commit(self.edits)
 
     def leave(self, failed: bool) -> None:
-        """Commits what is open, unless the block has failed or is a trial, and takes a trial
-        back.
-        """
+        """Commits open edits, unless the block failed or is a trial, and reverts a trial."""
         first = self.edits[0]
         try:
-            if first.is_open and not failed and not first.trial:
+            if first._open and not failed and not first.trial:
                 self.commit()
         finally:
             self._was_left = True
             for edit in self.edits:
-                edit.close()
-                edit.graph.close_edit(edit)
+                edit._end()
+                edit.graph._close_edit(edit)
             # An edit and its block refer to each other, and would wait for the garbage collector.
             self.edits = ()
             if unsettled:
@@ -191,20 +191,20 @@ class Leave:
         if manager is None:
             return _leave
         leave = partial(_leave, manager)
-        manager.block.statement = weakref.ref(leave)
+        manager._block.statement = weakref.ref(leave)
         return leave
 
 
 def _leave(manager: Any, kind: type[BaseException] | None, *_: object) -> None:
-    manager.block.leave(kind is not None)
+    manager._block.leave(kind is not None)
 
 
 class Edit:
     """A `with net.edit(...) as edit:` block.
 
-    Inside it every read, slot and node set means the graph as it was when the edit began. Leaving
-    the block validates everything and commits; any error leaves graph, parameters, version and
-    followers as they were.
+    Inside the block every read, slot and node set refers to the graph before the edit. The end of
+    the block validates and commits everything; an error leaves graph, Parameters, version and
+    followers unchanged.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class Edit:
         self._operations: list[dict[str, Any]] = []
         self._next_uid = 0
         self._open = False
-        self.block = Block((self,))
+        self._block = Block((self,))
 
     def add_nodes(
         self,
@@ -238,31 +238,29 @@ class Edit:
         owner: str | None = None,
         bias: Initial | float | None = "linear",
     ) -> NodeSet:
-        """Adds nodes at the end of a layer and returns them, ready to be connected in this edit.
+        """Adds nodes at the end of a layer and returns them; they can be connected in this edit.
 
         Args:
             layer: number of the layer; negative numbers count from the output.
             count: how many.
-            activation: the layer's own unless given.
+            activation: the name of an activation; that of the layer by default.
             owner: a tag to select them by.
-            bias: "linear" (what nn.Linear of that fan-in draws), "alloc" or "zero" (0), or values;
-                None for nodes without one, whose bias is zero and frozen.
+            bias: "linear" (the distribution of nn.Linear for the fan-in), "alloc" or "zero" (0), or
+                values; None for a bias that is zero and frozen.
         """
         number = layer_number(self.graph, layer)
         store = self.graph.layers[number]
         if not isinstance(count, int | np.integer) or count < 0:
-            raise EditError(
-                f"the number of nodes to add is a whole number, not negative, got {count!r}"
-            )
+            raise EditError(f"count must be a non-negative integer, got {count!r}")
         if activation is not None and store.is_sensory:
-            raise EditError("sensory nodes pass their input on, so they have no activation to set")
+            raise EditError("sensory nodes have no activation")
         activation = store.default_activation if activation is None else activation
         checked_activation(activation)
         checked_owner(owner)
         given = bias if isinstance(bias, str | None) else as_tensor(bias)
         initial = None if given is None else checked_initial(given, count, "biases")
         if self._next_uid + count > LARGEST_UID:
-            raise EditError(f"a graph names at most {LARGEST_UID:,} nodes in its life")
+            raise EditError(f"a graph has at most {LARGEST_UID:,} nodes over its lifetime")
         count = int(count)
         uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")
         self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
@@ -271,10 +269,10 @@ class Edit:
         return NodeSet(self.graph, {number: uids})
 
     def remove_nodes(self, nodes: Nodes, *, interface: bool = False) -> None:
-        """Removes nodes with the relations they own and those that lead to them.
+        """Removes nodes with their outgoing and incoming relations.
 
         Args:
-            nodes: which.
+            nodes: the nodes to remove.
             interface: must be True to remove sensory or output nodes, which changes the net's input
                 or output width.
         """
@@ -283,7 +281,7 @@ class Edit:
             if number in (0, len(self.graph.layers) - 1) and not interface:
                 kind = "sensory" if number == 0 else "output"
                 raise EditError(
-                    f"{len(found[number])} of the nodes to remove are {kind} nodes; say"
+                    f"{len(found[number])} of the nodes to remove are {kind} nodes; use"
                     " interface=True to remove them"
                 )
         for number, rows in found.items():
@@ -298,17 +296,16 @@ class Edit:
         pairs: Literal["all", "aligned"] = "all",
         weights: Initial | float = "linear",
     ) -> None:
-        """Adds relations from parents to nodes of the next layer; each goes to the end of its
-        owner's list.
+        """Adds relations from parents to children; each goes to the end of its owner's list.
 
         Args:
             parents: nodes of one layer.
-            children: nodes of the next.
+            children: nodes of a layer that a transition leads to from there.
             pairs: "all" relates every parent to every child; "aligned" relates the first to the
                 first, and so on.
-            weights: "linear" (what nn.Linear of the child's fan-in draws), "alloc" (uniform in
-                ±1/√(relations its owner gains in this edit)), "zero", or values: [parents,
-                children] for "all", one a pair for "aligned".
+            weights: "linear" (the distribution of nn.Linear for the child's fan-in), "alloc"
+                (uniform in ±1/√(relations its owner gains in this edit)), "zero", or values:
+                [parents, children] for "all", one per pair for "aligned".
         """
         if pairs not in ("all", "aligned"):
             raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')
@@ -321,11 +318,9 @@ class Edit:
             )
         if len(parent_rows) == 0 or len(child_rows) == 0:
             return
-        if lower != upper + 1:
-            raise EditError(
-                f"a relation leads from a layer to the next one, not from layer {upper} to layer"
-                f" {lower}"
-            )
+        t = self.graph.between(upper, lower)
+        if t is None:
+            raise EditError(f"no transition leads from layer {upper} to layer {lower}")
         if not isinstance(weights, str):
             weights = as_tensor(weights)
         distinct = False
@@ -341,13 +336,11 @@ class Edit:
             child_rows = child_rows.expand(shape).reshape(-1)
         initial = checked_initial(weights, len(parent_rows), "relations")
         given = weights if isinstance(weights, str) else "given"
-        self._note("connect", transition=upper, relations=len(parent_rows), weights=given)
-        self._requests.connections[upper].append(
-            Connection(parent_rows, child_rows, initial, distinct)
-        )
+        self._note("connect", transition=t, relations=len(parent_rows), weights=given)
+        self._requests.connections[t].append(Connection(parent_rows, child_rows, initial, distinct))
 
     def cut(self, relations: RelationSet | Any, *, slots: Any = None) -> None:
-        """Cuts relations: the references and the coordinates are gone, the nodes stay.
+        """Removes relations with their coordinates; the nodes stay.
 
         Args:
             relations: a RelationSet, or one GrapNode together with `slots`.
@@ -359,18 +352,14 @@ class Edit:
 
     @property
     def cuts(self) -> RelationSet:
-        """The relations that this edit was asked to cut so far; those that leave with a removed
-        node are not listed.
-        """
+        """The relations that this edit cuts so far, without those of removed nodes."""
         self._require_open()
         return RelationSet(
             self.graph, {t: union(at, self.graph.device) for t, at in self._requests.cuts.items()}
         )
 
     def keep(self, relations: RelationSet) -> None:
-        """Takes back what this edit was asked to cut, as far as it is in `relations`; other
-        operations stand.
-        """
+        """Withdraws the cuts of this edit that are in `relations`; other operations remain."""
         for t, positions in self._positions(relations).items():
             asked = union(self._requests.cuts.get(t, []), self.graph.device)
             kept = contains(positions, asked)
@@ -380,32 +369,28 @@ class Edit:
 
     @property
     def n_connections(self) -> int:
-        """How many relations this edit was asked to connect so far."""
+        """The number of relations that this edit connects so far."""
         return sum(len(c.parents) for asked in self._requests.connections.values() for c in asked)
 
     @property
     def connections(self) -> tuple[Tensor, Tensor]:
-        """The uids of the parents and of the children of the relations that this edit was asked to
-        connect so far.
-        """
+        """The uids of the parents and children of the relations that this edit connects so far."""
         self._require_open()
-        return self._requests.connected_uids(self.graph.layers)
+        return self._requests.connected_uids(self.graph)
 
     @property
     def removals(self) -> NodeSet:
-        """The nodes that this edit was asked to remove so far; orphans, and nodes that it adds, are
-        not listed.
-        """
+        """The nodes that this edit removes so far, without orphans and nodes that it adds."""
         self._require_open()
         return NodeSet(self.graph, self._requests.removed_uids(self.graph.layers))
 
     def remark(self, text: str, **details: str | float | bool | None) -> None:
-        """Writes why into the journal, among the operations: which rule, at which scores. It
-        changes nothing.
+        """Writes a remark into the journal, such as the rule and its scores. It changes nothing
+        else.
 
         Args:
-            text: in words.
-            details: names and plain values to find it by.
+            text: the remark.
+            details: plain values by name.
         """
         for name, value in {"text": text, **details}.items():
             if not isinstance(value, str | int | float | bool | None):
@@ -420,8 +405,8 @@ class Edit:
         outgoing: bool = True,
         bias: bool = True,
     ) -> None:
-        """Freezes relations, or nodes with their bias, incoming and outgoing relations (each can be
-        left out).
+        """Freezes relations, or nodes with their bias, incoming and outgoing relations (each
+        optional).
         """
         self._turn("freeze", what, incoming, outgoing, bias)
 
@@ -433,7 +418,7 @@ class Edit:
         outgoing: bool = True,
         bias: bool = True,
     ) -> None:
-        """Makes relations, or nodes with what belongs to them, trainable again, with clean
+        """Makes relations, or nodes with their bias and relations, trainable again, with clean
         optimizer state.
         """
         self._turn("unfreeze", what, incoming, outgoing, bias)
@@ -456,7 +441,7 @@ class Edit:
         """Gives nodes another activation."""
         checked_activation(activation)
         if 0 in self._rows(nodes):
-            raise EditError("sensory nodes pass their input on, so they have no activation to set")
+            raise EditError("sensory nodes have no activation")
         self._name("activations", nodes, activation)
 
     def set_owner(self, nodes: Nodes, owner: str | None) -> None:
@@ -465,50 +450,49 @@ class Edit:
         self._name("owners", nodes, owner)
 
     def commit(self) -> Commit | None:
-        """Commits now, before the block ends; in a trial this is where its operations take effect.
+        """Commits before the block ends; in a trial this applies its operations.
 
-        Returns None when there was nothing to change. No further operation can be added. The edits
-        of `gn.edit_together` commit all at once: in a trial when one is told to, otherwise when the
+        Returns None if nothing changes. No further operation can be added. The edits of
+        `gn.edit` commit at once: in a trial when one of them commits, otherwise when the
         block ends.
 
         Raises:
-            EditError: this is one of several edits that commit together, and no trial.
+            EditError: this is one of several edits that commit together, outside a trial.
         """
         self._require_open()
-        if len(self.block.edits) > 1 and not self.trial:
+        if len(self._block.edits) > 1 and not self.trial:
             raise EditError(
-                "the edits of edit_together(...) commit at once, when its block ends; leave out"
-                " commit(), or say trial=True to have them all take effect here and taken back at"
-                " the end"
+                "the edits of gn.edit(...) commit at once, when its block ends; leave out"
+                " commit(), or use trial=True to apply them here and revert them at the end"
             )
-        self.block.commit()
+        self._block.commit()
         return self.receipt
 
-    def open(self) -> None:
-        """Makes it the open edit of its graph."""
-        self.graph.open_edit(self)
-        self._next_uid = self.graph.next_uid
+    def _begin(self) -> None:
+        """Makes this the open edit of its graph."""
+        self.graph._open_edit(self)
+        self._next_uid = self.graph._next_uid
         self._open = True
 
-    def close(self) -> None:
-        """Takes no further operation."""
+    def _end(self) -> None:
+        """Closes the edit for further operations."""
         self._open = False
 
     @property
     def is_open(self) -> bool:
-        """True while it takes operations."""
+        """True while it accepts operations."""
         return self._open
 
     @property
-    def is_waiting(self) -> bool:
+    def _is_waiting(self) -> bool:
         """True while the edit holds operations that have not taken effect."""
         return bool(self._operations)
 
-    def resolve(self, draws: Draws) -> Intent | None:
-        """Returns what its operations amount to, None if to nothing. Touches nothing.
+    def _resolve(self, draws: Draws) -> Intent | None:
+        """Returns the resolved operations, or None if they change nothing.
 
         Raises:
-            EditError: they conflict, or leave a layer dead where that is not allowed.
+            EditError: they conflict, or disconnect an output where that is not allowed.
         """
         generator = None
         if self._requests.newborns or self._requests.connections:
@@ -525,13 +509,13 @@ class Edit:
             receipt = replace(receipt, kind="trial")
         return Intent(self.graph, receipt, self._next_uid)
 
-    def take_receipt(self, receipt: Commit | None) -> None:
+    def _take_receipt(self, receipt: Commit | None) -> None:
         """Notes that the operations took effect."""
         self.receipt = receipt
         self._operations = []
 
     def __enter__(self) -> "Edit":
-        self.block.enter()
+        self._block.enter()
         return self
 
     __exit__ = Leave()
@@ -539,11 +523,6 @@ class Edit:
     def _turn(
         self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
     ) -> None:
-        if not all(isinstance(part, bool) for part in (incoming, outgoing, bias)):
-            raise EditError(
-                f"incoming=, outgoing= and bias= are True or False, got {incoming}, {outgoing},"
-                f" {bias}"
-            )
         relations, biases = (
             (self._requests.freeze_relations, self._requests.freeze_biases)
             if verb == "freeze"
@@ -552,8 +531,8 @@ class Edit:
         if isinstance(what, RelationSet):
             if not (incoming and outgoing and bias):
                 raise EditError(
-                    f"incoming=, outgoing= and bias= say what to {verb} of nodes; a RelationSet is"
-                    " taken as it is"
+                    f"incoming=, outgoing= and bias= select what to {verb} of nodes; omit them for"
+                    " a RelationSet"
                 )
             for t, positions in self._positions(what).items():
                 self._note(verb, transition=t, relations=len(positions))
@@ -562,7 +541,7 @@ class Edit:
         self._require_open()
         nodes = as_node_set(self.graph, self._existing(what))
         chosen = [nodes.incoming()] * incoming + [nodes.outgoing()] * outgoing
-        rows = nodes.rows_by_layer()
+        rows = nodes._rows_by_layer()
         self._note(verb, nodes=len(nodes), incoming=incoming, outgoing=outgoing, bias=bias)
         for part in chosen:
             for t, positions in self._positions(part).items():
@@ -594,7 +573,7 @@ class Edit:
 
     def _existing(self, nodes: Nodes) -> Nodes:
         uids = as_uids(self.graph, nodes)
-        if bool(((uids >= self.graph.next_uid) & (uids < self._next_uid)).any()):
+        if bool(((uids >= self.graph._next_uid) & (uids < self._next_uid)).any()):
             raise EditError(
                 "nodes added in this edit cannot be frozen or unfrozen in it; do that in the"
                 " next one"
@@ -618,7 +597,7 @@ def _all_differ(rows: Tensor) -> bool:
     return bool((numbers[1:] > numbers[:-1]).all()) or len(np.unique(numbers)) == len(numbers)
 
 
-def edit_together(
+def edit(
     *nets: "Graph",
     reason: str = "",
     by: str | None = None,
@@ -626,40 +605,41 @@ def edit_together(
     generator: torch.Generator | None = None,
     allow_dead: bool | None = None,
 ) -> "_Together":
-    """Opens one transaction over several nets: `with gn.edit_together(gate, up, down) as (g, u,
+    """Opens one transaction over several nets: `with gn.edit(gate, up, down) as (g, u,
     d):`.
 
-    Leaving the block validates and prepares everything in every net, followers included, and only
-    then swaps; an error anywhere leaves all of them, and the random numbers, as they were. A net
-    whose edit turns out empty commits nothing. The commits of the others are parts of one
-    transaction (`commit.joint`), which `undo_together` takes back.
+    The end of the block validates and prepares everything in every net, followers included, before
+    any of them changes; an error leaves all of them and the random numbers unchanged. A net whose
+    edit is empty commits nothing. The commits of the others are parts of one transaction
+    (`commit.joint`), which `gn.undo` reverts.
 
     Args:
         nets: the nets; each has its own edit, in this order.
-        reason: why; it stands in every net's journal.
+        reason: why, for the journal of every net.
         by: which rule or person edits.
-        trial: take all edits back when the block ends, as `net.edit(trial=True)` does. `commit()`
-            of any one of the edits lets all of them take effect.
-        generator: source of the random numbers for newborn weights; each device's own by default.
+        trial: revert all edits when the block ends, as `net.edit(trial=True)` does. `commit()` of
+            any of the edits applies all of them.
+        generator: source of the random numbers for new weights; the generator of the device by
+            default.
         allow_dead: as for `net.edit`.
 
     Raises:
-        EditError: a net is named twice or has an edit open, or what was asked for is impossible;
-            nothing was changed.
+        EditError: a net is given twice or has an open edit, or an operation is impossible; nothing
+            changes.
 
     Examples:
         >>> import grapnet as gn
         >>> up, down = gn.GrapNet([4, 8]), gn.GrapNet([8, 4])
-        >>> with gn.edit_together(up, down, reason="remove three hidden units") as (first, second):
+        >>> with gn.edit(up, down, reason="remove three hidden units") as (first, second):
         ...     first.remove_nodes(up.layers[1][:3], interface=True)
         ...     second.remove_nodes(down.layers[0][:3], interface=True)
         >>> up.sizes, down.sizes
         ([4, 5], [5, 4])
-        >>> receipts = gn.undo_together(up, down)
+        >>> receipts = gn.undo(up, down)
         >>> up.sizes, down.sizes
         ([4, 8], [8, 4])
     """
-    require_nets(nets, "edit_together")
+    require_nets(nets, "edit")
     edits = tuple(
         net.edit(reason, by=by, trial=trial, generator=generator, allow_dead=allow_dead)
         for net in nets
@@ -668,22 +648,22 @@ def edit_together(
 
 
 class _Together:
-    """The `with` statement of `edit_together`."""
+    """The `with` statement of `gn.edit`."""
 
     def __init__(self, edits: tuple[Edit, ...]) -> None:
-        self.block = Block(edits)
+        self._block = Block(edits)
         for edit in edits:
-            edit.block = self.block
+            edit._block = self._block
 
     def __enter__(self) -> tuple[Edit, ...]:
-        self.block.enter()
-        return self.block.edits
+        self._block.enter()
+        return self._block.edits
 
     __exit__ = Leave()
 
 
 class Hold(_Together):
-    """Keeps edits away from graphs while something else changes them."""
+    """Blocks edits of graphs while something else changes them."""
 
     def __init__(self, nets: "Sequence[Graph]", reason: str) -> None:
         super().__init__(tuple(net.edit(reason) for net in nets))
@@ -691,12 +671,12 @@ class Hold(_Together):
     def __enter__(self) -> tuple[Edit, ...]:
         edits = super().__enter__()
         for edit in edits:
-            edit.close()
+            edit._end()
         return edits
 
 
 def require_nets(nets: "Sequence[Graph]", verb: str) -> None:
-    """Raises unless there are nets, and each of them once."""
+    """Raises unless there are nets, each given once."""
     from ._graph import Graph
 
     if not nets:

@@ -6,24 +6,28 @@ class GrapNetError(Exception):
 
 
 class EditError(GrapNetError, ValueError):
-    """An edit asks for something impossible; nothing was changed."""
+    """An edit is impossible; nothing was changed."""
 
 
-class FrozenError(GrapNetError, ValueError):
+class FrozenError(EditError):
     """A value was assigned to a frozen coordinate; nothing was changed."""
 
 
-class StaleNodeError(GrapNetError, LookupError):
-    """A node handle or node set names a node that is not in the graph."""
+class StaleError(GrapNetError):
+    """An object belongs to an older version of the graph."""
 
 
-class StaleRelationsError(GrapNetError, LookupError):
-    """A relation set was selected before an edit moved the relations it names."""
+class StaleNodeError(StaleError, LookupError):
+    """A node handle or node set refers to a node that is not in the graph."""
 
 
-class StaleTopologyError(GrapNetError, RuntimeError):
-    """A backward ran through a forward of an older version, or a distributed model was not
-    synchronized.
+class StaleRelationsError(StaleError, LookupError):
+    """A relation set was selected before an edit moved its relations."""
+
+
+class StaleTopologyError(StaleError, RuntimeError):
+    """A backward pass ran through a forward pass of an older version, or a distributed model was
+    not synchronized.
     """
 
 
@@ -34,11 +38,11 @@ class TopologyError(GrapNetError, ValueError):
 
 
 class HistoryError(GrapNetError, RuntimeError):
-    """The journal cannot undo, redo, compare or replay what was asked for."""
+    """The journal cannot undo, redo, compare or replay these versions."""
 
 
 class InvariantError(GrapNetError, AssertionError):
-    """A graph is broken inside; `gn.check` names the first broken invariant."""
+    """A graph violates an invariant; the message names the first one."""
 
 
 class PlanError(GrapNetError, RuntimeError):

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import EllipsisType
 from typing import Any
 
@@ -36,20 +37,17 @@ from ._undo import repeat, undo_alone
 
 
 class Column(Coordinates):
-    """A Parameter `value` with one coordinate a node of a layer, which follows every commit of that
-    layer.
+    """A Parameter `value` with one coordinate per node of a layer, which follows every commit.
 
-    It is registered under its name in `net.columns` by `Graph.set_columns`. A newborn node draws
-    its coordinate from U(±bound); one that returns by undo gets what it had, or 0 when it left
-    before the column came.
+    It is registered under its name in `net.columns` by `Graph._set_columns`. A new node draws its
+    coordinate from U(±bound). A node restored by undo gets its old coordinate, or 0 if it had none.
 
     Args:
-        name: what `net.columns` calls it.
+        name: the key in `net.columns`.
         layer: the number of the layer.
-        values: one a node of the layer.
-        beside: the name of the Parameter that it is trained with; an attached optimizer puts both
-            into one group.
-        bound: of the draw for newborn nodes.
+        values: one per node of the layer.
+        beside: the name of a Parameter; an attached optimizer puts both into one group.
+        bound: the bound of the draw for new nodes.
     """
 
     value: torch.nn.Parameter
@@ -65,22 +63,20 @@ class Column(Coordinates):
 
     @property
     def parameter_name(self) -> str:
-        """What `net.named_parameters()` calls its Parameter."""
+        """The name of its Parameter in `net.named_parameters()`."""
         return f"columns.{self.name}.value"
 
     def change(self, index: IndexMap, born: Tensor | None = None) -> VectorChange:
-        """Returns what it goes through when the rows of its layer move; nodes come with `born`, or
-        with 0.
-        """
+        """Returns its change when the rows of its layer move; new nodes get `born`, or 0."""
         return VectorChange.of_free(index.to(self.value.device), born)
 
     def draw(self, count: int, generator: torch.Generator | None) -> Tensor:
-        """Returns coordinates for newborn nodes."""
+        """Returns coordinates for new nodes."""
         return drawn(count, self.bound, self.value.detach(), generator)
 
     @property
     def frozen(self) -> Tensor:
-        """The positions of frozen coordinates, none, as the state dict has them."""
+        """The positions of frozen coordinates, none; see `Transition.frozen`."""
         return self.frozen_at
 
     def extra_repr(self) -> str:
@@ -88,7 +84,7 @@ class Column(Coordinates):
 
 
 def drawn(count: int, bound: float, example: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns `count` numbers of U(±bound) in the type of `example`, where `example` is."""
+    """Returns `count` draws of U(±bound) with the dtype and device of `example`."""
     return draw("linear", torch.ones(count, device=example.device), example, generator) * bound
 
 
@@ -106,7 +102,7 @@ class Count:
 
 
 def _settled(store: str, name: str) -> Any:
-    """Returns an attribute that completes what an interrupt has left before it is read.
+    """Returns an attribute that completes interrupted commits before it is read.
 
     It is kept under `name` in the `__dict__` of the graph, or there in the dict called `store`.
     """
@@ -122,52 +118,98 @@ def _settled(store: str, name: str) -> Any:
     return property(read, None if store else write)
 
 
+def chain_ends(n_layers: int) -> list[tuple[int, int]]:
+    """Returns the ends of the transitions of a chain: every layer leads to the one after it."""
+    return list(pairwise(range(n_layers)))
+
+
 class Graph(nn.Module):
     """The canonical graph: the only place where topology and coordinates live.
 
-    `version` grows by one with every commit. `followers` are told of every commit before it
-    happens.
+    A transition leads from any layer to any later one; several may enter or leave a layer.
+    `version` grows by one with every commit, which calls everything that follows the graph first.
+
+    Args:
+        layers: the sensory layer first, the outputs last.
+        transitions: the relations between them.
+        ends: the numbers of the layers that each transition leads from and to; by default every
+            layer leads to the one after it.
     """
 
     layers: Sequence[Layer] = _settled("_modules", "layers")
     transitions: Sequence[Transition] = _settled("_modules", "transitions")
     columns: dict[str, Column] = _settled("_modules", "columns")
     version: int = _settled("", "_version")
-    next_uid: int = _settled("", "_next_uid")
+    _next_uid: int = _settled("", "_next_uid")
     journal: Journal = _settled("", "_journal")
-    structure: Token = _settled("", "_structure")  # changes with every commit
+    _structure: Token = _settled("", "_structure")  # changes with every commit
 
-    def __init__(self, layers: Sequence[Layer], transitions: Sequence[Transition]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        transitions: Sequence[Transition],
+        ends: Sequence[tuple[int, int]] | None = None,
+    ) -> None:
         super().__init__()
+        if ends is None:
+            ends = chain_ends(len(layers))
+        for transition, (source, target) in zip(transitions, ends, strict=True):
+            transition.source = source
+            transition.target = target
         self._modules["layers"] = nn.ModuleList(layers)
         self._modules["transitions"] = nn.ModuleList(transitions)
         self._modules["columns"] = nn.ModuleDict()
         self.version = 0
-        self.structure = Token()
-        self.next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
+        self._structure = Token()
+        self._next_uid = 1 + max((int(layer.uid[-1]) for layer in layers if len(layer)), default=-1)
         self.journal = Journal()
-        self.followers = Followers()
+        self._followers = Followers()
         self._edit: Edit | None = None
         self._bind()
 
     @property
     def device(self) -> torch.device:
         """Where the coordinates and the wiring are."""
-        return self.transitions[0].place
+        return self.transitions[0]._device
 
     @property
     def sizes(self) -> list[int]:
         """How many nodes each layer has."""
         return [len(layer) for layer in self.layers]
 
+    def entering(self, layer: int) -> list[int]:
+        """Returns the numbers of the transitions that lead to a layer."""
+        return [t for t, transition in enumerate(self.transitions) if transition.target == layer]
+
+    def leaving(self, layer: int) -> list[int]:
+        """Returns the numbers of the transitions that lead away from a layer."""
+        return [t for t, transition in enumerate(self.transitions) if transition.source == layer]
+
+    def between(self, source: int, target: int) -> int | None:
+        """Returns the number of the transition from one layer to another, None if there is none."""
+        for t, ends in enumerate(self.ends):
+            if ends == (source, target):
+                return t
+        return None
+
+    @property
+    def ends(self) -> list[tuple[int, int]]:
+        """The numbers of the layers that each transition leads from and to."""
+        return [(transition.source, transition.target) for transition in self.transitions]
+
+    @property
+    def is_chain(self) -> bool:
+        """True when every layer leads to the one after it, and to no other."""
+        return self.ends == chain_ends(len(self.layers))
+
     def node(self, uid: int) -> GrapNode:
         """Returns the node called `uid`; raises StaleNodeError when it is not in the graph."""
-        self.locate(uid)
+        self._locate(uid)
         return GrapNode(self, uid)
 
-    def find(self, uid: int) -> tuple[int, int] | None:
+    def _find(self, uid: int) -> tuple[int, int] | None:
         """Returns (layer, row) of a node, or None when it is not in the graph."""
-        if not 0 <= uid < self.next_uid:  # also where torch has no number so large
+        if not 0 <= uid < self._next_uid:  # also where torch has no number so large
             return None
         wanted = torch.tensor([uid], device="cpu")
         for number, layer in enumerate(self.layers):
@@ -176,14 +218,12 @@ class Graph(nn.Module):
                 return number, row
         return None
 
-    def locate(self, uid: int) -> tuple[int, int]:
-        """Returns (layer, row) of a node; raises StaleNodeError, saying what became of it, when it
-        is gone.
-        """
-        place = self.find(uid)
+    def _locate(self, uid: int) -> tuple[int, int]:
+        """Returns (layer, row) of a node; raises StaleNodeError with the commit that removed it."""
+        place = self._find(uid)
         if place is not None:
             return place
-        commit = self.journal.last_touch_of_node(uid, removal=True)
+        commit = self.journal._last_touch_of_node(uid, removal=True)
         if commit is None:
             raise StaleNodeError(
                 f"no node of this graph has uid {uid}; the graph is at version {self.version}"
@@ -196,19 +236,19 @@ class Graph(nn.Module):
             f" ({commit.reason!r}); the graph is at version {self.version}"
         )
 
-    def rows(self, number: int, uids: Tensor) -> Tensor:
+    def _rows(self, number: int, uids: Tensor) -> Tensor:
         """Returns the rows of nodes of one layer; raises StaleNodeError when one is gone."""
         rows = self.layers[number].rows(uids)
         missing = uids[rows < 0]
         if len(missing):
-            self.locate(int(missing[0]))
+            self._locate(int(missing[0]))
             raise StaleNodeError(f"node {int(missing[0])} is not in layer {number}")
         return rows
 
     @property
     def owners(self) -> list[str]:
         """The tags that nodes have, in the order of the layers."""
-        named = (name for layer in self.layers for name in layer.owner_names.compact().names)
+        named = (name for layer in self.layers for name in layer._owner_names.compact().names)
         return [name for name in dict.fromkeys(named) if name is not None]
 
     def select(
@@ -224,11 +264,10 @@ class Graph(nn.Module):
             layer: a number or several; all layers by default, negative numbers count from the
                 output.
             owner: a tag, or None for nodes without one; any owner by default.
-            where: gets the NodeSet chosen so far and returns one bool a node.
+            where: takes the NodeSet selected so far and returns one bool per node.
 
         Raises:
-            ValueError: there is no such layer, or no node of the graph has the tag; `net.owners`
-                has those there are.
+            ValueError: the layer does not exist, or no node has the tag (`net.owners` lists them).
         """
         count = len(self.layers)
         numbers = (
@@ -247,7 +286,7 @@ class Graph(nn.Module):
         for number in sorted({n % count for n in numbers}):
             chosen = self.layers[number]
             found[int(number)] = (
-                chosen.uid if owner is ... else chosen.uid[chosen.owner_names.where(owner).long()]
+                chosen.uid if owner is ... else chosen.uid[chosen._owner_names.where(owner).long()]
             )
         nodes = NodeSet(self, found)
         return nodes if where is None else nodes[as_tensor(where(nodes)).to("cpu", torch.bool)]
@@ -264,14 +303,13 @@ class Graph(nn.Module):
         """Opens a transaction: `with net.edit(reason="…") as edit:`.
 
         Args:
-            reason: why; it stands in the journal.
+            reason: why, for the journal.
             by: which rule or person edits.
-            trial: take the edit back when the block ends. Call `edit.commit()` inside it to see the
-                effect. Training inside the block is not taken back: survivors keep the weights they
-                have at its end, as after undo.
-            generator: source of the random numbers for newborn weights.
+            trial: revert the edit when the block ends. Call `edit.commit()` inside it to apply it.
+                Training inside the block is not reverted.
+            generator: source of the random numbers for new weights.
             allow_dead: commit even if a transition loses its last relation or an output its last
-                parent, which raises EditError otherwise. By default only a trial may do so.
+                parent. Otherwise this raises EditError, except in a trial.
         """
         if allow_dead is None:
             allow_dead = trial
@@ -279,17 +317,17 @@ class Graph(nn.Module):
 
     @property
     def history(self) -> History:
-        """Every commit, the oldest first; trials leave none."""
+        """Every commit, oldest first, without trials."""
         return self.journal.commits
 
     def undo(self, *, alone: bool = False) -> Commit:
-        """Takes the last commit back, as a commit of its own.
+        """Reverts the last commit, in a new commit.
 
-        Survivors keep their present weights; what was cut returns as it was when it was cut.
+        Survivors keep their current weights; cut relations return with their weights at the cut.
 
         Args:
-            alone: take back only this net's part of a transaction over several nets, so that they
-                go separate ways; `gn.undo_together` takes back all of it.
+            alone: revert only this net's part of a transaction over several nets;
+                `gn.undo` reverts all of it.
 
         Raises:
             HistoryError: there is nothing to undo, or it is part of a transaction over several
@@ -298,28 +336,28 @@ class Graph(nn.Module):
         return undo_alone(self, "undo", alone=alone)
 
     def redo(self, *, alone: bool = False) -> Commit:
-        """Takes the last undo back, as a commit of its own; see `undo` for `alone`, and
-        `gn.redo_together`.
+        """Reverts the last undo, in a new commit; see `undo` for `alone`, and
+        `gn.redo`.
         """
         return undo_alone(self, "redo", alone=alone)
 
     def replay(self, commits: Iterable[Commit]) -> None:
-        """Repeats the commits of an equal graph on this one, in order; the topology comes out
+        """Repeats the commits of an equal graph on this one, in order; the topology becomes
         bit-identical.
 
-        Newborn coordinates take the recorded values, or 0 where the journal no longer keeps them.
-        What was part of a transaction over several nets is a commit of this net alone. Each commit
-        is a transaction of its own: one that does not fit raises, and those before it stand.
+        New coordinates get the recorded values, or 0 if the journal no longer has them. A part of a
+        transaction over several nets becomes a commit of this net. Each commit is a separate
+        transaction: if one does not fit, it raises, and those before it remain.
         """
-        self.require_no_edit("replay")
+        self._require_no_edit("replay")
         with Hold((self,), "replay"):
             commits = list(commits)
-            self.journal.require_details(commits)
+            self.journal._require_details(commits)
             for recorded in commits:
                 commit([repeat(self, recorded)])
 
     def diff(self, first: int, last: int | None = None) -> Diff:
-        """Returns which nodes and relations differ between two versions (the present one by
+        """Returns the nodes and relations that differ between two versions (the current one by
         default).
         """
         last = self.version if last is None else last
@@ -331,54 +369,50 @@ class Graph(nn.Module):
         return self.journal.diff(first, last)
 
     def blame(self, parent: Nodes, child: Nodes | None = None) -> Commit | None:
-        """Returns the commit that last made or cut a relation, or added or removed a node; None if
-        none did.
-        """
+        """Returns the commit that last added or removed a relation or a node, or None."""
         first = int(as_uids(self, parent))
         if child is None:
-            found = self.journal.last_touch_of_node(first)
+            found = self.journal._last_touch_of_node(first)
             kinds = ("nodes_added", "nodes_removed")
         else:
-            found = self.journal.last_touch(first, int(as_uids(self, child)))
+            found = self.journal._last_touch(first, int(as_uids(self, child)))
             kinds = ("relations_added", "relations_removed")
         # A later commit without details may have touched it, too.
         start = 0 if found is None else found.version
-        later = self.journal.between(start, self.version)
-        self.journal.require_details(c for c in later if any(c.counts[kind] for kind in kinds))
+        later = self.journal._between(start, self.version)
+        self.journal._require_details(c for c in later if any(c.counts[kind] for kind in kinds))
         return found
 
     def follow(self, follower: Follower) -> None:
-        """Tells `follower` of every commit to come, for as long as something else keeps it
-        alive.
-        """
-        self.followers.add(follower)
+        """Calls `follower` for every commit, as long as something else keeps it alive."""
+        self._followers.add(follower)
 
     def unfollow(self, follower: Follower) -> None:
-        """Stops telling `follower`."""
-        self.followers.discard(follower)
+        """Stops calling `follower`."""
+        self._followers.discard(follower)
 
-    def columns_of(self, number: int) -> dict[str, Column]:
-        """Returns the columns that ride with a layer, by name."""
+    def _columns_of(self, number: int) -> dict[str, Column]:
+        """Returns the columns of a layer, by name."""
         return {name: column for name, column in self.columns.items() if column.layer == number}
 
-    def set_columns(
+    def _set_columns(
         self, wanted: Sequence[Column], then: Sequence[Callable[[], None]] = ()
     ) -> None:
-        """Makes `wanted` the columns of the graph: others leave, with their place in attached
-        optimizers. The assignments in `then` are part of it.
+        """Makes `wanted` the columns of the graph and removes others, also from attached
+        optimizers. The assignments in `then` belong to the same transaction.
 
         Raises:
-            EditError: while an edit is open; nothing was changed.
-            OptimizerError: an attached optimizer cannot take one; nothing was changed.
+            EditError: an edit is open; nothing changes.
+            OptimizerError: an attached optimizer cannot take a column; nothing changes.
         """
         exchange_columns(self, wanted, then)
 
-    def install_columns(self, columns: dict[str, Column]) -> None:
+    def _install_columns(self, columns: dict[str, Column]) -> None:
         """Puts prepared columns in place."""
         vars(self._modules["columns"])["_modules"] = columns
 
-    def stores(self) -> dict[str, Coordinates]:
-        """Returns what holds the coordinates, by the names of the Parameters."""
+    def _stores(self) -> dict[str, Coordinates]:
+        """Returns the stores of the coordinates, by the names of the Parameters."""
         found: dict[str, Coordinates] = {}
         for n, layer in enumerate(self.layers):
             if not layer.is_sensory:
@@ -389,10 +423,10 @@ class Graph(nn.Module):
             found[column.parameter_name] = column
         return found
 
-    def view(self) -> View:
-        """Returns all that a forward pass reads at present."""
+    def _view(self) -> View:
+        """Returns everything that a forward pass reads."""
         return View(
-            tuple(layer.roster for layer in self.layers),
+            tuple(layer._roster for layer in self.layers),
             tuple(None if layer.is_sensory else layer.vector for layer in self.layers),
             tuple(transition.topology for transition in self.transitions),
             tuple(transition.vector for transition in self.transitions),
@@ -400,7 +434,7 @@ class Graph(nn.Module):
         )
 
     def count(self) -> Count:
-        """Returns how large the graph is."""
+        """Returns the size of the graph."""
         relations = sum(t.size for t in self.transitions)
         biased = [layer for layer in self.layers if not layer.is_sensory]
         biases = sum(layer.size for layer in biased)
@@ -424,42 +458,42 @@ class Graph(nn.Module):
             flops=2 * relations + biases,
         )
 
-    def write_all(self, assignments: Sequence[tuple[Coordinates, Tensor | slice, Tensor]]) -> None:
-        """Assigns coordinates of several vectors, or of none when one of them is frozen."""
+    def _write_all(self, assignments: Sequence[tuple[Coordinates, Tensor | slice, Tensor]]) -> None:
+        """Assigns coordinates of several vectors, or of none if one is frozen."""
         for store, positions, _ in assignments:
-            store.require_free(positions)
+            store._require_free(positions)
         for store, positions, values in assignments:
-            store.write(positions, values)
+            store._write(positions, values)
 
-    def open_edit(self, edit: Edit) -> None:
+    def _open_edit(self, edit: Edit) -> None:
         """Marks `edit` as the one open edit."""
         require_editable(self)
         with _opening:
-            self.require_no_edit("open an edit")
+            self._require_no_edit("open an edit")
             vars(self)["_edit"] = edit
 
-    def close_edit(self, edit: Edit) -> None:
-        """Lets go of an edit whose block is over."""
+    def _close_edit(self, edit: Edit) -> None:
+        """Releases an edit whose block has ended."""
         if self._edit is edit:
             vars(self)["_edit"] = None
 
     @property
-    def open_trial(self) -> bool:
+    def _open_trial(self) -> bool:
         """True in the block of a trial that waits for its `commit()`."""
         edit = self._edit
-        return edit is not None and edit.trial and edit.is_waiting and edit.block.is_running_here
+        return edit is not None and edit.trial and edit._is_waiting and edit._block.is_running_here
 
-    def commit_change(self, change: Change, reason: str) -> None:
+    def _commit_change(self, change: Change, reason: str) -> None:
         """Carries out a resolved change and writes it into the journal."""
         with Hold((self,), reason):
             receipt = Commit(self.version + 1, reason, change)
             commit([Intent(self, receipt, uid_after(self, change))])
 
-    def require_no_edit(self, verb: str) -> None:
+    def _require_no_edit(self, verb: str) -> None:
         """Raises EditError while an edit is open."""
         if unsettled:
             settle()
-        if self._edit is not None and self._edit.block.is_running:
+        if self._edit is not None and self._edit._block.is_running:
             raise EditError(
                 f"cannot {verb} while an edit ({self._edit.reason!r}) is open; leave its block"
                 " first"
@@ -467,8 +501,8 @@ class Graph(nn.Module):
 
     def _bind(self) -> None:
         for layer in self.layers:
-            if not layer.is_bound:
-                layer.bind(self)
+            if not layer._is_bound:
+                layer._bind(self)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
         """As `nn.Module` does; `parameters()` and its like read the modules through it."""

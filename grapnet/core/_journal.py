@@ -1,4 +1,4 @@
-"""The journal: commits as receipts, and the way back."""
+"""The journal: the commits of a graph, and what undo needs."""
 
 import json
 from array import array
@@ -26,12 +26,12 @@ Kind = Literal["edit", "undo", "redo", "trial", "end"]
 
 @dataclass(frozen=True)
 class Joint:
-    """Says that a commit is one part of a transaction over several nets.
+    """Marks a commit as one part of a transaction over several nets.
 
     Attributes:
-        name: what the parts of one transaction share, and no other commit has.
-        part: which of them this is, from 0.
-        parts: how many nets the transaction changed.
+        name: an identifier that the parts of one transaction share.
+        part: the number of this part, from 0.
+        parts: the number of nets that the transaction changed.
     """
 
     name: str
@@ -53,25 +53,24 @@ class Joint:
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """The receipt of one commit: what happened, why, and how every touched vector moved.
+    """The record of one commit: what changed, why, and how every changed vector moved.
 
     Attributes:
         version: the graph's version after it.
-        reason: why, in the words of whoever edited.
-        by: which rule or person edited, when said.
-        operations: what was asked for, as plain data.
-        change: what was done.
-        parameters: how the coordinates of each touched Parameter moved, by the Parameter's name in
-            the net. Emptied, like the values inside `change`, once the journal no longer keeps what
-            undo needs.
-        undoes: the version of the commit that this one takes back, for undo, redo and the end of a
+        reason: why, as given to the edit.
+        by: the rule or person that edited, if given.
+        operations: the operations of the edit, as plain data.
+        change: the resolved change.
+        parameters: how the coordinates of each changed Parameter moved, by its name in the net.
+            Emptied, like the values inside `change`, when the journal drops what undo needs.
+        undoes: the version of the commit that this one reverts, for undo, redo and the end of a
             trial.
-        joint: which part it is of a transaction over several nets; None for one of its own.
+        joint: the part of a transaction over several nets, or None.
         time: when, in seconds since 1970.
-        wirings: the topology that each moved transition is about to have; only followers see it,
-            while they prepare.
-        view: what a forward pass will read after it; only followers see it, while they prepare.
-        decision: whether it took effect; only followers see it, while they prepare.
+        wirings: the new topology of each changed transition; only for followers, while they
+            prepare.
+        view: what a forward pass reads after it; only for followers, while they prepare.
+        decision: whether it took effect; only for followers, while they prepare.
         outlined: the counts of a commit of which the journal or the file keeps no details.
         kind: "edit", "undo", "redo", or "trial" and the "end" of one; for followers, while they
             prepare.
@@ -94,8 +93,8 @@ class Commit:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many nodes and relations came and went, and how many coordinates were frozen or
-        released.
+        """The numbers of nodes and relations added and removed, and of coordinates frozen and
+        unfrozen.
         """
         if self.outlined is not None:
             return self.outlined
@@ -103,7 +102,7 @@ class Commit:
 
     @property
     def ends_trial(self) -> bool:
-        """True for the commit that takes a trial back and restores the version of before it."""
+        """True for the commit that reverts a trial and restores the version before it."""
         return self.kind == "end"
 
     @property
@@ -117,12 +116,12 @@ class Commit:
         return {t: change.index for t, change in self.change.transitions.items()}
 
     def summary(self) -> "Commit":
-        """Returns the commit as it is kept for ever, without the values that undo needs."""
+        """Returns the commit without the values that undo needs."""
         return replace(self, change=self.change.without_values(), parameters={})
 
     @property
     def has_details(self) -> bool:
-        """False once the journal no longer keeps which nodes and relations it was about."""
+        """False after the journal has dropped which nodes and relations it changed."""
         return bool(self.change.layers or self.change.transitions)
 
     @property
@@ -148,7 +147,7 @@ class Commit:
 
 
 class Outlines:
-    """The outline of every commit, in columns: about 150 bytes a commit.
+    """The outline of every commit, in columns: about 150 bytes per commit.
 
     A row holds the version, the time in microseconds, the version that it undoes (0 for none), the
     counts, and where its text ends. The text is JSON: the reason, the author, the kinds of
@@ -235,7 +234,7 @@ class Outlines:
         )
 
     def copy(self) -> "Outlines":
-        """Returns columns of its own."""
+        """Returns a copy."""
         copied = Outlines()
         copied.numbers = self.numbers[:]
         copied.text = self.text[:]
@@ -243,7 +242,7 @@ class Outlines:
 
 
 class History(Sequence[Commit]):
-    """Commits in order, each made when it is read; prints one of them a line."""
+    """Commits in order, each created when it is read; prints one per line."""
 
     __slots__ = ("_details", "_outlines", "_places")
 
@@ -291,28 +290,31 @@ class Diff:
 class Journal:
     """Every commit of a graph in order, and what undo and redo need of the last few.
 
-    Which nodes and relations a commit was about is kept for the latest ones, as far as they fit
-    into `detail_limit` bytes; of older commits the outline stays: version, time, reason, author,
-    kinds of operations and counts. What undo and redo need is always kept.
+    The nodes and relations of the latest commits are kept, up to `detail_limit` bytes; older
+    commits keep their outline: version, time, reason, author, kinds of operations and counts. What
+    undo and redo need is always kept.
     """
 
     def __init__(self, undo_limit: int = 16, detail_limit: int = 256 << 20) -> None:
-        self.outlines = Outlines()
-        self.details: dict[int, Commit] = {}  # by place, of commits that are more than an outline
+        self._outlines = Outlines()
+        self._details: dict[int, Commit] = {}  # by place, of commits that are more than an outline
         self.undoable: list[int] = []  # places, the next to undo last
         self.redoable: list[int] = []
-        self._undo_limit, self._detail_limit = undo_limit, detail_limit
+        self._undo_limit = undo_limit
+        self._detail_limit = detail_limit
         self._with_values: set[int] = set()  # places whose commits still hold values
         self._sizes: deque[_Sized] = deque()  # of the commits with details, the oldest first
+        # versions whose commits came from a file; undo checks that they fit
+        self._loaded: set[int] = set()
 
     @property
     def commits(self) -> History:
         """Every commit, the oldest first."""
-        return History(self.outlines, self.details, range(len(self.outlines)))
+        return History(self._outlines, self._details, range(len(self._outlines)))
 
     @property
     def undo_limit(self) -> int:
-        """How many commits keep what undo needs; assignable."""
+        """The number of commits that undo can revert; assignable."""
         return self._undo_limit
 
     @undo_limit.setter
@@ -324,7 +326,7 @@ class Journal:
 
     @property
     def detail_limit(self) -> int:
-        """How many bytes of details are kept; assignable."""
+        """The number of bytes of details to keep; assignable."""
         return self._detail_limit
 
     @detail_limit.setter
@@ -334,30 +336,31 @@ class Journal:
         self._detail_limit = limit
         self._let_go()
 
-    def prepare(self, commit: Commit) -> Callable[[], None]:
+    def _prepare(self, commit: Commit) -> Callable[[], None]:
         """Computes the journal with one more commit; returns what writes it, which may be run
         again after an interrupt.
 
         After an edit, what had been undone cannot be redone any more.
         """
-        place = len(self.outlines)
+        place = len(self._outlines)
         undoable = list(self.undoable)
         redoable = list(self.redoable)
+        # The journal of a copy may have let go of the commit that the net reverts.
         if commit.kind == "undo":
-            undoable.pop()
+            undoable = undoable[:-1]
             redoable.append(place)
         elif commit.kind == "redo":
-            redoable.pop()
+            redoable = redoable[:-1]
             undoable.append(place)
         else:
-            redoable.clear()
+            redoable = []
             undoable.append(place)
-        row = self.outlines.row(commit)
+        row = self._outlines.row(commit)
         entry = self._sized(place, _size(commit))
 
         def write() -> None:
-            self.outlines.write(place, *row)
-            self.details[place] = commit
+            self._outlines.write(place, *row)
+            self._details[place] = commit
             self.undoable = undoable
             self.redoable = redoable
             self._with_values.add(place)
@@ -367,15 +370,15 @@ class Journal:
 
         return write
 
-    def next_undo(self) -> Commit:
-        """Returns the commit that undo takes back."""
+    def _next_undo(self) -> Commit:
+        """Returns the commit that undo reverts."""
         return self._next(self.undoable, "undo")
 
-    def next_redo(self) -> Commit:
-        """Returns the undo that redo takes back."""
+    def _next_redo(self) -> Commit:
+        """Returns the undo that redo reverts."""
         return self._next(self.redoable, "redo")
 
-    def reinstate(
+    def _reinstate(
         self,
         outlines: Outlines,
         details: dict[int, Commit],
@@ -383,56 +386,55 @@ class Journal:
         redoable: list[int],
     ) -> None:
         """Takes over the commits of a saved journal; `details` are in the order of their places."""
-        self.outlines = outlines
-        self.details = details
+        self._outlines = outlines
+        self._details = details
         self.undoable = undoable
         self.redoable = redoable
         self._with_values = {*undoable, *redoable}
+        self._loaded = self._kept_versions()
         self._sizes = deque()
         for place, commit in details.items():
             self._sizes.append(self._sized(place, _size(commit)))
         self._let_go()
 
-    def kept_versions(self) -> set[int]:
-        """Returns the versions whose commits can still be taken back."""
-        return {self.outlines.version(place) for place in (*self.undoable, *self.redoable)}
+    def _kept_versions(self) -> set[int]:
+        """Returns the versions whose commits can still be undone."""
+        return {self._outlines.version(place) for place in (*self.undoable, *self.redoable)}
 
-    def at(self, version: int | None) -> Commit | None:
+    def _at(self, version: int | None) -> Commit | None:
         """Returns the commit that led to a version; None where there is none."""
         if version is None:
             return None
-        place = self.outlines.find(version)
-        if place == len(self.outlines) or self.outlines.version(place) != version:
+        place = self._outlines.find(version)
+        if place == len(self._outlines) or self._outlines.version(place) != version:
             return None
-        return self.details.get(place) or self.outlines.commit(place)
+        return self._details.get(place) or self._outlines.commit(place)
 
-    def between(self, first: int, last: int) -> History:
+    def _between(self, first: int, last: int) -> History:
         """Returns the commits that lead from one version to a later one."""
-        places = range(self.outlines.find(first + 1), self.outlines.find(last + 1))
-        return History(self.outlines, self.details, places)
+        places = range(self._outlines.find(first + 1), self._outlines.find(last + 1))
+        return History(self._outlines, self._details, places)
 
-    def require_details(self, commits: Iterable[Commit]) -> None:
-        """Raises HistoryError when one of the commits no longer says which nodes and relations it
-        was about.
-        """
+    def _require_details(self, commits: Iterable[Commit]) -> None:
+        """Raises HistoryError if the details of one of the commits were dropped."""
         for commit in commits:
             if not commit.has_details:
                 raise HistoryError(
-                    "the journal no longer keeps which nodes and relations version"
-                    f" {commit.version} was about: net.journal.detail_limit lets it keep"
-                    f" {self._detail_limit:,} bytes of that, the latest first, and a checkpoint"
-                    ' keeps it only with gn.save(..., history="full")'
+                    "the journal has dropped the nodes and relations that version"
+                    f" {commit.version} changed: it keeps at most {self._detail_limit:,} bytes of"
+                    " details (net.journal.detail_limit), and a checkpoint keeps them only with"
+                    ' gn.save(..., history="full")'
                 )
 
     def diff(self, first: int, last: int) -> Diff:
-        """Returns what exists at `last` and not at `first`, and the other way round."""
+        """Returns what exists at `last` and not at `first`, and vice versa."""
         if first > last:
             back = self.diff(last, first)
             return Diff(
                 back.nodes_removed, back.nodes_added, back.relations_removed, back.relations_added
             )
-        commits = self.between(first, last)
-        self.require_details(commits)
+        commits = self._between(first, last)
+        self._require_details(commits)
         layers = [c for commit in commits for c in commit.change.layers.values()]
         wires = [c for commit in commits for c in commit.change.transitions.values()]
         nodes = [
@@ -449,20 +451,20 @@ class Journal:
         )
         return Diff(added, removed, came, went)
 
-    def last_touch(self, parent: int, child: int) -> Commit | None:
-        """Returns the last commit that made or cut the relation, or None when none did."""
-        for place in sorted(self.details, reverse=True):
-            commit = self.details[place]
+    def _last_touch(self, parent: int, child: int) -> Commit | None:
+        """Returns the last commit that added or cut the relation, or None."""
+        for place in sorted(self._details, reverse=True):
+            commit = self._details[place]
             for change in commit.change.transitions.values():
                 for pairs in (change.born, change.gone):
                     if bool(((pairs.parents == parent) & (pairs.children == child)).any()):
                         return commit
         return None
 
-    def last_touch_of_node(self, uid: int, *, removal: bool = False) -> Commit | None:
+    def _last_touch_of_node(self, uid: int, *, removal: bool = False) -> Commit | None:
         """Returns the last commit that added or removed the node, or only one that removed it."""
-        for place in sorted(self.details, reverse=True):
-            commit = self.details[place]
+        for place in sorted(self._details, reverse=True):
+            commit = self._details[place]
             for change in commit.change.layers.values():
                 if bool((change.gone.uids == uid).any()) or (
                     not removal and bool((change.born.uids == uid).any())
@@ -472,12 +474,13 @@ class Journal:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":
         copied = Journal(self._undo_limit, self._detail_limit)
-        copied.outlines = self.outlines.copy()
-        copied.details = dict(self.details)
+        copied._outlines = self._outlines.copy()
+        copied._details = dict(self._details)
         copied.undoable = list(self.undoable)
         copied.redoable = list(self.redoable)
         copied._with_values = set(self._with_values)
         copied._sizes = deque(self._sizes)
+        copied._loaded = set(self._loaded)
         return copied
 
     def _sized(self, place: int, size: int) -> "_Sized":
@@ -492,23 +495,23 @@ class Journal:
         del self.redoable[: max(0, len(self.redoable) - self._undo_limit)]
         kept = {*self.undoable, *self.redoable}
         for place in self._with_values - kept:
-            self.details[place] = self.details[place].summary()
+            self._details[place] = self._details[place].summary()
         self._with_values &= kept
         while self._sizes and self._sizes[-1].end - self._sizes[0].start > self._detail_limit:
             place = self._sizes[0].place
             if place in kept:
                 break
-            self.details.pop(place, None)
+            self._details.pop(place, None)
             self._sizes.popleft()
 
     def _next(self, stack: list[int], verb: str) -> Commit:
         if not stack:
             limit = f"the journal keeps what {verb} needs for the last {self._undo_limit} commits, "
             kept = limit + "and a checkpoint keeps it only with gn.save(..., undo=True)"
-            if not len(self.outlines):
+            if not len(self._outlines):
                 kept = "nothing was edited"
             raise HistoryError(f"there is nothing to {verb} ({kept})")
-        return self.details[stack[-1]]
+        return self._details[stack[-1]]
 
 
 class _Sized(NamedTuple):
@@ -540,6 +543,9 @@ def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:
     born = born[order]
     changes = keys[1:] != keys[:-1]
     edge = torch.ones(min(len(keys), 1), dtype=torch.bool, device="cpu")
-    first, last = torch.cat([edge, changes]), torch.cat([changes, edge])
-    existed, exists, keys = ~born[first], born[last], keys[first]
+    first = torch.cat([edge, changes])
+    last = torch.cat([changes, edge])
+    existed = ~born[first]
+    exists = born[last]
+    keys = keys[first]
     return keys[exists & ~existed], keys[existed & ~exists]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import dropout
 
 from ._activation import activation_function
@@ -52,73 +52,73 @@ class Roster(NamedTuple):
 
 
 class Layer(Coordinates, NodeSet):
-    """The nodes of one layer, in row order; a NodeSet of all of them that stays live.
+    """The nodes of one layer, in row order; a live NodeSet of all of them.
 
-    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, like on
-    every NodeSet, is one value a node, frozen ones included.
+    `bias` is the Parameter of the trainable biases, None for the sensory layer. `biases`, as in
+    every NodeSet, has one value per node, frozen ones included.
     """
 
     bias: torch.nn.Parameter | None
-    roster: Roster  # the nodes at present
+    _roster: Roster  # the nodes at present
 
     def __init__(self, uids: Tensor, biases: Tensor | None, activation: str) -> None:
         Coordinates.__init__(self, "bias", biases)
         self.default_activation = activation
         self.is_sensory = biases is None
         self._dropout = 0.0
-        self.renew(uids, Labels.uniform(activation, len(uids)), Labels.uniform(None, len(uids)))
+        self._renew(uids, Labels.uniform(activation, len(uids)), Labels.uniform(None, len(uids)))
 
     def __len__(self) -> int:
-        return self.roster.uids.shape[0]  # `len` of a tensor takes ten times as long
+        return self._roster.uids.shape[0]  # `len` of a tensor takes ten times as long
 
     @property
     def uid(self) -> Tensor:
         """The uid of every node, [n] int64, ascending."""
-        return self.roster.uids
+        return self._roster.uids
 
     @property
-    def activation_names(self) -> Labels:
+    def _activation_names(self) -> Labels:
         """The activation of every node."""
-        return self.roster.activations
+        return self._roster.activations
 
     @property
-    def owner_names(self) -> Labels:
+    def _owner_names(self) -> Labels:
         """The owner of every node."""
-        return self.roster.owners
+        return self._roster.owners
 
     @property
     def index(self) -> int:
-        """Which layer of the graph this is."""
+        """The number of the layer in its graph."""
         return next(i for i, layer in enumerate(self.graph.layers) if layer is self)
 
     @property
     def graph(self) -> "Graph":
         """The graph the layer is part of."""
-        if not self.is_bound:
+        if not self._is_bound:
             raise RuntimeError(
                 "this layer is not part of a graph any more; keep the net itself alive"
             )
         return self.__dict__["_graph_reference"]()
 
     @property
-    def uids_by_layer(self) -> dict[int, Tensor]:
+    def _uids_by_layer(self) -> dict[int, Tensor]:
         """The uids of all nodes, under the number of this layer."""
         return {self.index: self.uid}
 
     def rows(self, uids: Tensor) -> Tensor:
-        """Returns the int32 rows of `uids`, -1 for one that is not in this layer."""
+        """Returns the int32 rows of `uids`, -1 for those not in this layer."""
         return rows_among(self.uid, uids)
 
     def forward(self, z: Tensor, roster: Roster | None = None) -> Tensor:
-        """Applies activations and dropout to what the nodes receive, `z` [..., n]; forward hooks
+        """Applies activations and dropout to the inputs `z` [..., n] of the nodes; forward hooks
         see the result.
 
         Args:
-            z: what the nodes receive.
-            roster: the nodes of the version to compute, the present ones by default.
+            z: the weighted sums of the nodes, biases included.
+            roster: the nodes of the version to compute, the current ones by default.
         """
         if roster is None:
-            roster = self.roster
+            roster = self._roster
         if len(roster.kinds) == 1:
             h = roster.kinds[0].function(z)
         elif roster.kinds:
@@ -132,9 +132,7 @@ class Layer(Coordinates, NodeSet):
 
     @property
     def dropout(self) -> float:
-        """The probability with which, in training, a node says 0 instead; nothing is dropped at
-        0.0.
-        """
+        """The dropout probability of the outputs of the layer, in training."""
         return self._dropout
 
     @dropout.setter
@@ -145,68 +143,67 @@ class Layer(Coordinates, NodeSet):
             raise ValueError(f"dropout is a probability between 0 and 1, got {probability!r}")
         self._dropout = float(probability)
 
-    def renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
-        """Puts other nodes in place; `install` brings the biases that go with them."""
-        self.enrol(Roster.of(uids, activations, owners, self.kinds_place))
+    def _renew(self, uids: Tensor, activations: Labels, owners: Labels) -> None:
+        """Installs other nodes; `_install` installs their biases."""
+        self._enrol(Roster.of(uids, activations, owners, self._kinds_place))
 
-    def enrol(self, roster: Roster) -> None:
-        """Puts the nodes of a prepared roster in place."""
-        self.__dict__["roster"] = roster  # past nn.Module's slow assignment
+    def _enrol(self, roster: Roster) -> None:
+        """Installs the nodes of a prepared roster."""
+        self._roster = roster
 
     @property
-    def kinds_place(self) -> torch.device:
+    def _kinds_place(self) -> torch.device:
         """Where activations are computed."""
-        return torch.device("cpu") if self.is_sensory else self.place
+        return torch.device("cpu") if self.is_sensory else self._device
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
         super()._apply(*args, **kwargs)
-        self.renew(*self.roster[:3])
+        self._renew(*self._roster[:3])
         return self
 
     @property
-    def is_bound(self) -> bool:
-        """True while the graph that the layer is part of is alive."""
+    def _is_bound(self) -> bool:
+        """True while the graph of the layer is alive."""
         reference = self.__dict__.get("_graph_reference")
         return reference is not None and reference() is not None
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "biases":  # nn.Module would take a Parameter for one of its own
-            NodeSet.biases.fset(self, value)  # pyright: ignore[reportOptionalCall]
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Sets the values of the biases when a Parameter is assigned to `layer.biases`."""
+        if name == "biases" and param is not None:
+            self.biases = param.detach()
         else:
-            super().__setattr__(name, value)
+            super().register_parameter(name, param)
 
-    def bind(self, graph: "Graph") -> None:
-        """Tells the layer which graph it is part of, without keeping that graph alive."""
+    def _bind(self, graph: "Graph") -> None:
+        """Sets the graph of the layer, held weakly."""
         object.__setattr__(self, "_graph_reference", weakref.ref(graph))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         state.pop("_graph_reference", None)
         # Functions of activations are found again by their names.
-        state["roster"] = self.roster[:3]
+        state["_roster"] = self._roster[:3]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.renew(*state["roster"])
+        self._renew(*state["_roster"])
 
     def __repr__(self) -> str:
         kinds = (
-            ", ".join(str(name) for name, _ in self.activation_names.kinds())
+            ", ".join(str(name) for name, _ in self._activation_names.kinds())
             or self.default_activation
         )
         return f"Layer({len(self)} {'sensory nodes' if self.is_sensory else f'nodes, {kinds}'})"
 
 
 def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
-    """Returns the int32 places of `uids` in the sorted tensor, -1 for one that is not there."""
+    """Returns the int32 positions of `uids` in the sorted tensor, -1 for missing ones."""
     if len(ascending) == 0:
         return torch.full((len(uids),), -1, dtype=torch.int32, device="cpu")
     # numpy: a tenth of torch's time for a few dozen nodes
-    known, asked = (
-        ascending.numpy(),
-        uids.numpy(),
-    )
+    known = ascending.numpy()
+    asked = uids.numpy()
     first = known[0]
     if known[-1] - first == len(known) - 1:  # no gap: a subtraction instead of a search
         place = asked - first

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 
 
 class GrapNode:
-    """One node of a graph, named by its permanent uid; owns no tensor and stays valid while rows
-    move.
+    """One node of a graph, with a permanent uid; it owns no tensor and stays valid when rows move.
 
     Examples:
         >>> import grapnet as gn
@@ -36,86 +35,91 @@ class GrapNode:
     @property
     def layer(self) -> int:
         """The number of the layer the node is in."""
-        return self._graph.locate(self.uid)[0]
+        return self._graph._locate(self.uid)[0]
 
     @property
     def row(self) -> int:
-        """The node's present position in its layer: which coordinate of the activations is its
-        own.
-        """
-        return self._graph.locate(self.uid)[1]
+        """The position of the node in its layer, and in the activations of the layer."""
+        return self._graph._locate(self.uid)[1]
 
     @property
     def children(self) -> "NeighboursView":
-        """The next-layer nodes this node relates to, ordered like `W_alloc`."""
+        """The children of the node in the next layer, ordered like `W_alloc`."""
         return NeighboursView(self, down=True)
 
     @property
     def parents(self) -> "NeighboursView":
-        """The previous-layer nodes that relate to this node, in row order."""
+        """The parents of the node in the previous layer, in row order."""
         return NeighboursView(self, down=False)
 
     @property
     def degree(self) -> int:
-        """How many children the node has."""
-        start, stop = self._slots()
-        return stop - start
+        """The number of children of the node."""
+        return sum(stop - start for _, start, stop in self._slots())
 
     @property
     def W_alloc(self) -> Tensor:
-        """The node's weights `[1, degree]`, aligned with `children`: live, differentiable, and
+        """The weights `[1, degree]` of the node, aligned with `children`; live, differentiable and
         assignable.
         """
-        transition = self._outgoing_store()
-        start, stop = self._slots()
-        if transition is None:
+        parts = []
+        for transition, start, stop in self._slots():
+            if len(transition.frozen_at) == 0:
+                parts.append(transition._trainable(start, stop).view(1, -1))
+            else:
+                at = torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)
+                parts.append(transition._read(at).view(1, -1))
+        if not parts:
             return self._graph.transitions[0].weight.new_empty((1, 0))
-        if len(transition.frozen_at) == 0:
-            return transition.trainable(start, stop).view(1, -1)
-        return transition.read(
-            torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)
-        ).view(1, -1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=1)
 
     @W_alloc.setter
     def W_alloc(self, weights: Tensor) -> None:
-        transition = self._outgoing_store()
         weights = as_tensor(weights)
         if weights.numel() != self.degree or weights.dim() > 2:
             raise ValueError(
                 f"{self} has W_alloc of shape [1, {self.degree}], got {list(weights.shape)}"
             )
-        if transition is not None:
-            transition.write(slice(*self._slots()), weights.detach().reshape(-1))
+        slots = self._slots()
+        parts = weights.detach().reshape(-1).split([stop - start for _, start, stop in slots])
+        self._graph._write_all(
+            [
+                (transition, slice(start, stop), part)
+                for (transition, start, stop), part in zip(slots, parts, strict=True)
+            ]
+        )
 
     @property
     def bias(self) -> Tensor | None:
         """The node's bias (a scalar tensor, live and assignable), or None for a sensory node."""
         layer, row = self._at()
-        return None if layer.is_sensory else layer.read(_one(row, layer)).squeeze(0)
+        return None if layer.is_sensory else layer._read(_one(row, layer)).squeeze(0)
 
     @bias.setter
     def bias(self, value: Tensor | float) -> None:
         layer, row = self._at()
         if layer.is_sensory:
-            raise ValueError(f"{self} is a sensory node, which owns no bias")
-        layer.write(_one(row, layer), as_tensor(value).detach().reshape(1))
+            raise ValueError(f"{self} is a sensory node, which has no bias")
+        layer._write(_one(row, layer), as_tensor(value).detach().reshape(1))
 
     @property
     def activation(self) -> str:
         """The name of the node's activation ("identity" for a sensory node)."""
         layer, row = self._at()
-        return str(layer.activation_names[row])
+        return str(layer._activation_names[row])
 
     @property
     def owner(self) -> str | None:
-        """The tag of whoever owns the node (a task, say), or None."""
+        """The owner of the node, a tag such as a task, or None."""
         layer, row = self._at()
-        return layer.owner_names[row]
+        return layer._owner_names[row]
 
     @property
     def frozen(self) -> bool:
-        """True when the node's bias, incoming and outgoing relations are all frozen (and it has any
-        of them).
+        """True if the bias, incoming and outgoing relations of the node are all frozen, and it has
+        any.
         """
         return bool(self.as_set().frozen[0])
 
@@ -124,34 +128,32 @@ class GrapNode:
         return self.as_set().incoming(of=of)
 
     def outgoing(self, *, to: Any = None, slots: Any = None) -> RelationSet:
-        """Returns the relations this node owns, or only those `to` some children, or only some
+        """Returns the relations of this node, or only those `to` some children, or only some
         slots.
         """
         relations = self.as_set().outgoing(to=to)
         if slots is None:
             return relations
         if to is not None:
-            raise ValueError("name the relations by slots or by children, not by both")
-        return relations.at_slots(slots, self.degree, self)
+            raise ValueError("select relations by slots or by children, not by both")
+        return relations._at_slots(slots, self.degree, self)
 
     def as_set(self) -> NodeSet:
-        """Returns the NodeSet of just this node."""
+        """Returns the NodeSet of this node."""
         return NodeSet(self._graph, {self.layer: torch.tensor([self.uid], device="cpu")})
 
     def _at(self) -> "tuple[Layer, int]":
-        number, row = self._graph.locate(self.uid)
+        number, row = self._graph._locate(self.uid)
         return self._graph.layers[number], row
 
-    def _outgoing_store(self) -> "Transition | None":
-        number = self.layer
-        return self._graph.transitions[number] if number < len(self._graph.transitions) else None
-
-    def _slots(self) -> tuple[int, int]:
-        number, row = self._graph.locate(self.uid)
-        if number == len(self._graph.transitions):
-            return 0, 0
-        ptr = self._graph.transitions[number].ptr
-        return int(ptr[row]), int(ptr[row + 1])
+    def _slots(self) -> "list[tuple[Transition, int, int]]":
+        """Returns where its relations begin and end, in every transition that leaves its layer."""
+        number, row = self._graph._locate(self.uid)
+        found = []
+        for t in self._graph.leaving(number):
+            transition = self._graph.transitions[t]
+            found.append((transition, int(transition.ptr[row]), int(transition.ptr[row + 1])))
+        return found
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GrapNode) and other.uid == self.uid and other._graph is self._graph
@@ -160,12 +162,12 @@ class GrapNode:
         return hash(self.uid)
 
     def __repr__(self) -> str:
-        place = self._graph.find(self.uid)
+        place = self._graph._find(self.uid)
         return f"GrapNode({'removed' if place is None else f'layer={place[0]}'}, uid={self.uid})"
 
 
 class NeighboursView(Sequence[GrapNode]):
-    """`node.children` or `node.parents`: read-only and live."""
+    """`node.children` or `node.parents`, read-only and live."""
 
     __slots__ = ("_down", "_node")
 

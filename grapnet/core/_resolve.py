@@ -1,4 +1,4 @@
-"""Resolving an edit: what was asked for becomes one Change, or an error; nothing is touched."""
+"""Resolves the operations of an edit into one Change, or an error; nothing is modified."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ from ._change import (
 from ._coordinates import Coordinates
 from ._errors import EditError
 from ._layer import Layer
-from ._transition import Topology, require_countable
+from ._transition import Topology, require_countable, wirings_after
 
 if TYPE_CHECKING:
     from ._graph import Graph
@@ -53,9 +53,7 @@ class Newborns:
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """Relations to add; rows count the layer's present nodes first and the edit's newborn ones
-    after them.
-    """
+    """Relations to add; rows count the present nodes of the layer first and then the new ones."""
 
     parents: Tensor  # [n] int32
     children: Tensor  # [n] int32
@@ -88,10 +86,11 @@ class Requests:
     orphans: dict[int, bool] = field(default_factory=dict)  # layer -> fold the bias
 
     def rows(self, layer: Layer, number: int, uids: Tensor) -> Tensor:
-        """Returns the rows of uids in a layer, newborn nodes counted after the present ones, -1
-        where they are not.
+        """Returns the rows of uids in a layer, new nodes after the present ones, -1 for missing
+        ones.
         """
-        rows, offset = layer.rows(uids), len(layer)
+        rows = layer.rows(uids)
+        offset = len(layer)
         for newborns in self.newborns.get(number, ()):
             if len(newborns.uids):
                 place = uids.numpy() - newborns.uids.numpy()[0]
@@ -100,21 +99,23 @@ class Requests:
             offset += len(newborns.uids)
         return rows
 
-    def connected_uids(self, layers: Sequence[Layer]) -> tuple[Tensor, Tensor]:
+    def connected_uids(self, graph: "Graph") -> tuple[Tensor, Tensor]:
         """Returns the uids of the parents and of the children to connect, transition by
         transition.
         """
-        parents, children = ([torch.empty(0, dtype=torch.int64, device="cpu")] for _ in range(2))
+        parents = [torch.empty(0, dtype=torch.int64, device="cpu")]
+        children = list(parents)
         for t, asked in sorted(self.connections.items()):
-            upper, lower = (
-                torch.cat(
-                    [layers[n].uid, *(newborns.uids for newborns in self.newborns.get(n, ()))]
-                )
-                for n in (t, t + 1)
-            )
+            upper = self._uids(graph, graph.transitions[t].source)
+            lower = self._uids(graph, graph.transitions[t].target)
             parents += [upper[connection.parents.long()] for connection in asked]
             children += [lower[connection.children.long()] for connection in asked]
         return torch.cat(parents), torch.cat(children)
+
+    def _uids(self, graph: "Graph", number: int) -> Tensor:
+        """Returns the uids of a layer, newborn nodes after the present ones."""
+        newborns = [newborns.uids for newborns in self.newborns.get(number, ())]
+        return torch.cat([graph.layers[number].uid, *newborns])
 
     def removed_uids(self, layers: Sequence[Layer]) -> dict[int, Tensor]:
         """Returns the ascending uids of the present nodes to remove, layer by layer."""
@@ -125,14 +126,13 @@ class Requests:
 
 
 def checked_initial(initial: Initial, count: int, what: str) -> Initial:
-    """Returns the initialisation, values flattened; raises EditError for an unknown name or a wrong
+    """Returns the initialization, values flattened; raises EditError for an unknown name or a wrong
     count.
     """
     if isinstance(initial, str):
         if initial not in INITIALISATIONS:
             raise EditError(
-                f"no initialisation is called {initial!r}; known are {', '.join(INITIALISATIONS)},"
-                " or give a tensor"
+                f"unknown initialization {initial!r}; use {', '.join(INITIALISATIONS)}, or a tensor"
             )
         return initial
     values = as_tensor(initial).detach().clone()
@@ -155,7 +155,7 @@ def draw(
     """Returns one value for each entry of `gains`, uniform in ±1/√gain (0 where the gain is 0), or
     the given values.
 
-    With `at` it is one for each of these places in `gains`.
+    With `at`, only for these positions in `gains`.
     """
     if isinstance(initial, Tensor):
         return initial.to(example)
@@ -171,7 +171,7 @@ def draw(
 
 
 def checked_owner(owner: str | None) -> None:
-    """Raises EditError for an owner that is no tag."""
+    """Raises EditError unless the owner is a string or None."""
     if owner is not None and not isinstance(owner, str):
         raise EditError(f"an owner is a string or None, got {owner!r}")
 
@@ -188,19 +188,20 @@ MOST_CELLS = 2**26  # of a table with one byte a possible relation
 
 
 class LayerDraft:
-    """One layer while an edit is resolved: its present rows first, the newborn ones after them."""
+    """One layer while an edit is resolved: present rows first, then new ones."""
 
     def __init__(self, graph: "Graph", requests: Requests, number: int) -> None:
         self.layer = graph.layers[number]
         self.number = number
         self.device = graph.device
-        self.columns = graph.columns_of(number)
+        self.columns = graph._columns_of(number)
         self.newborns = requests.newborns.get(number, [])
-        present = self.layer.roster.uids
+        present = self.layer._roster.uids
         self.n_present = present.shape[0]
         self.uids = joined(present, [n.uids for n in self.newborns])
         self.gone = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
+        self.entering: list[TransitionDraft] = []
         self.any_gone = False
         for rows in requests.removals.get(number, ()):
             self.lose(rows.long())
@@ -227,35 +228,35 @@ class LayerDraft:
         return self.uids.shape[0] - int(self.gone.sum())
 
     def lose(self, rows: Tensor) -> None:
-        """Marks rows, given as numbers or as one bool a row, as gone."""
+        """Marks rows, given as numbers or as one bool per row, as removed."""
         self.gone[rows] = True
         self.any_gone = bool(self.gone.any())
 
     def new_rows(self, rows: Tensor) -> Tensor:
-        """Returns where surviving rows will be."""
+        """Returns the new rows of survivors."""
         if not self.any_gone:
             return rows
         return ((~self.gone).cumsum(0) - 1).int().to(rows.device)[rows.long()]
+
+    def fan_in(self, rows: Tensor) -> Tensor:
+        """Returns how many parents rows (newborn ones included) will have."""
+        counts = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        for transition in self.entering:
+            counts += transition.fan_in(rows)
+        return counts
 
     def survivors(self) -> Tensor:
         return flatnonzero(~self.gone)
 
     def present_values(self, column: Tensor, fill: float = 0) -> Tensor:
-        """Returns a column of the present rows, extended by `fill` for the newborn and without the
-        gone rows.
-        """
+        """Returns a column without removed rows and with `fill` for new rows."""
         newborn = self.uids.shape[0] - self.n_present
         extended = torch.cat([column, column.new_full((newborn,), fill)]) if newborn else column
         if not self.any_gone:
             return extended
         return extended[self.survivors().to(column.device).long()]
 
-    def change(
-        self,
-        requests: Requests,
-        incoming: "TransitionDraft | None",
-        generator: torch.Generator | None,
-    ) -> LayerChange:
+    def change(self, requests: Requests, generator: torch.Generator | None) -> LayerChange:
         gone = empty_positions()
         # no slice: it is kept
         born = torch.arange(self.n_present, self.uids.shape[0], dtype=torch.int32, device="cpu")
@@ -267,18 +268,16 @@ class LayerDraft:
         some = [n for n in self.newborns if len(n.uids)]  # no node bears the names of none
         owners = [Labels.uniform(n.owner, len(n.uids)) for n in some]
         kinds = [Labels.uniform(n.activation, len(n.uids)) for n in some]
-        renamed_owners, owners = self._renamed(self.layer.owner_names, owners, "owners", requests)
+        renamed_owners, owners = self._renamed(self.layer._owner_names, owners, "owners", requests)
         renamed_kinds, kinds = self._renamed(
-            self.layer.activation_names, kinds, "activations", requests
+            self.layer._activation_names, kinds, "activations", requests
         )
         before = self._record(
-            self.layer.uid, self.layer.owner_names, self.layer.activation_names, gone
+            self.layer.uid, self.layer._owner_names, self.layer._activation_names, gone
         )
-        biases = (
-            None
-            if self.layer.is_sensory
-            else self._biases(requests, index, born, incoming, generator)
-        )
+        biases = None
+        if not self.layer.is_sensory:
+            biases = self._biases(requests, index, born, generator)
         comes = born - self.n_present
         record = self._record(self.uids[self.n_present :].clone(), owners, kinds, comes)
         drawn = {name: column.draw(len(born), generator) for name, column in self.columns.items()}
@@ -287,7 +286,7 @@ class LayerDraft:
 
     @staticmethod
     def _record(uids: Tensor, owners: Labels, kinds: Labels, rows: Tensor) -> NodeRecord:
-        """Returns who the nodes at ascending rows are."""
+        """Returns the identity of the nodes at ascending rows."""
         if rows.shape[0] == uids.shape[0]:
             return NodeRecord(uids, owners, kinds)
         return NodeRecord(
@@ -297,9 +296,7 @@ class LayerDraft:
     def _renamed(
         self, present: Labels, newborn: list[Labels], kind: str, requests: Requests
     ) -> tuple[Relabel | None, Labels]:
-        """Returns the relabelling of the surviving present rows, and the names of the newborn ones
-        after it.
-        """
+        """Returns the relabelling of survivors, and the names of new rows."""
         asked = [n for n in requests.namings.get(self.number, ()) if n.kind == kind]
         if not asked:
             return None, Labels.join(newborn)
@@ -311,7 +308,8 @@ class LayerDraft:
             again = rows[set_here[rows.long()]]
             clash = again[labels.differs(renamed, again)]
             if len(clash):
-                uid, name = int(self.uids[int(clash[0])]), labels[int(clash[0])]
+                uid = int(self.uids[int(clash[0])])
+                name = labels[int(clash[0])]
                 raise EditError(
                     f"the edit gives node {uid} two different {kind}: {name!r} and {naming.name!r}"
                 )
@@ -335,10 +333,10 @@ class LayerDraft:
         requests: Requests,
         index: IndexMap,
         born: Tensor,
-        incoming: "TransitionDraft | None",
         generator: torch.Generator | None,
     ) -> VectorChange:
-        layer, device = self.layer, self.device
+        layer = self.layer
+        device = self.device
         index = index.to(device)
         flips = flips_of(
             layer,
@@ -347,11 +345,12 @@ class LayerDraft:
             requests.unfreeze_biases.get(self.number),
         )
         example = layer.parameter.detach()
-        drawn, held = [], []
+        drawn = []
+        held = []
         for newborns in self.newborns:
             linear = newborns.bias == "linear" if isinstance(newborns.bias, str) else False
-            if linear and incoming is not None:
-                gains = incoming.fan_in(torch.searchsorted(self.uids, newborns.uids))
+            if linear:
+                gains = self.fan_in(torch.searchsorted(self.uids, newborns.uids))
             else:
                 gains = torch.zeros(newborns.uids.shape[0], device=device)
             given = (
@@ -363,17 +362,16 @@ class LayerDraft:
             )
             drawn.append(draw(given, gains, example, generator))
             held.append(torch.full_like(gains, newborns.bias is None, dtype=torch.bool))
-        values, frozen = (
-            joined(example.new_empty(0), drawn),
-            joined(torch.empty(0, dtype=torch.bool, device=device), held),
-        )
+        values = joined(example.new_empty(0), drawn)
+        frozen = joined(torch.empty(0, dtype=torch.bool, device=device), held)
         if self.any_gone:
             comes = (born - self.n_present).to(device).long()
-            values, frozen = values[comes], frozen[comes]
+            values = values[comes]
+            frozen = frozen[comes]
         return VectorChange(
             index,
             born_frozen=frozen,
-            gone_frozen=layer.frozen_bits(index.removed),
+            gone_frozen=layer._frozen_bits(index.removed),
             flips=flips,
             born_values=values,
             shift=self._shifted(index, flips),
@@ -386,12 +384,12 @@ class LayerDraft:
         if len(rows) == 0:
             return None
         after_rows = index.new_positions(rows)
-        if bool(self.layer.frozen_bits(rows).any()) or bool(contains(flips, after_rows).any()):
+        if bool(self.layer._frozen_bits(rows).any()) or bool(contains(flips, after_rows).any()):
             raise EditError(
                 f"fold_bias would change frozen biases of layer {self.number}; unfreeze them in an"
                 " edit before"
             )
-        before = self.layer.read(rows).detach()
+        before = self.layer._read(rows).detach()
         return Shift(after_rows, before, before + self.shift[rows.long()])
 
 
@@ -431,7 +429,7 @@ class TransitionDraft:
         self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
 
     def fan_in(self, rows: Tensor) -> Tensor:
-        """Returns how many parents lower rows (newborn ones included) will have."""
+        """Returns how many of its relations will lead to lower rows (newborn ones included)."""
         counts = self._gained.index_select(0, rows)
         present = rows < self.topology.n_children
         if bool(present.any()):
@@ -440,12 +438,12 @@ class TransitionDraft:
 
     @cached_property
     def _gained(self) -> Tensor:
-        """How many of the relations asked for lead to each lower row."""
+        """The number of requested relations to each lower row."""
         return torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)
 
     @cached_property
     def _surviving(self) -> Tensor:
-        """How many of the present relations will still lead to each present lower row."""
+        """The number of present relations that each present lower row keeps."""
         children = self.topology.child.index_select(0, self.cuts)
         cut = torch.bincount(children, minlength=self.topology.n_children)
         return (self.topology.fan_in() - cut).cpu()
@@ -478,7 +476,7 @@ class TransitionDraft:
             gains = np.bincount(parents, minlength=len(ends))
             places = ends[parents] + np.arange(len(parents), dtype=np.int32)
             inserted = torch.from_numpy(places).to(device)
-            drawn = self._drawn(torch.from_numpy(gains).to(device), upper, generator)
+            drawn = self._drawn(torch.from_numpy(gains).to(device), upper, lower, generator)
             values = _picked(drawn, order)
             children = _picked(self.children, order)
             born = Pairs(
@@ -506,7 +504,7 @@ class TransitionDraft:
         weights = VectorChange(
             index,
             born_frozen=torch.zeros(inserted.shape[0], dtype=torch.bool, device=device),
-            gone_frozen=self.store.frozen_bits(self.cuts),
+            gone_frozen=self.store._frozen_bits(self.cuts),
             flips=flips,
             born_values=values,
         )
@@ -519,22 +517,28 @@ class TransitionDraft:
         return TransitionChange(index, born, gone, weights, wiring)
 
     def _in_order(self, upper: LayerDraft) -> Tensor | None:
-        """Returns which of the relations asked for come, by owner; None when all do and are in that
-        order already.
+        """Returns the requested relations to add, by owner; None if all are added in the given
+        order.
         """
         rows = self.parents.numpy()
         if self.kept is None and not (rows[1:] < rows[:-1]).any():
             return None
-        kept = (
-            flatnonzero(torch.ones(len(rows), dtype=torch.bool, device="cpu"))
-            if self.kept is None
-            else self.kept
-        )
+        if self.kept is None:
+            kept = flatnonzero(torch.ones(len(rows), dtype=torch.bool, device="cpu"))
+        else:
+            kept = self.kept
         return kept[_picked(self.parents, kept).argsort(stable=True)]
 
-    def _drawn(self, gains: Tensor, upper: LayerDraft, generator: torch.Generator | None) -> Tensor:
-        """Returns the newborn weights in the order they were asked for."""
-        example, drawn = self.store.weight.detach(), []
+    def _drawn(
+        self,
+        gains: Tensor,
+        upper: LayerDraft,
+        lower: LayerDraft,
+        generator: torch.Generator | None,
+    ) -> Tensor:
+        """Returns the new weights in the order of the requests."""
+        example = self.store.weight.detach()
+        drawn = []
         for connection in self.connections:
             if isinstance(connection.weights, str) and connection.weights == "alloc":
                 counts = gains
@@ -548,7 +552,7 @@ class TransitionDraft:
                 )
                 continue
             elif isinstance(connection.weights, str) and connection.weights == "linear":
-                scale = self.fan_in(connection.children)
+                scale = lower.fan_in(connection.children)
             else:
                 scale = torch.zeros(len(connection.parents), device=example.device)
             drawn.append(draw(connection.weights, scale, example, generator))
@@ -583,7 +587,7 @@ class TransitionDraft:
                     lower,
                     int(twice[0]) // width,
                     int(twice[0]) % width,
-                    "is asked for twice in this edit",
+                    "is requested twice in this edit",
                 )
         present = (self.parents.numpy() < upper.n_present) & (
             self.children.numpy() < lower.n_present
@@ -600,9 +604,7 @@ class TransitionDraft:
             self._refuse(upper, lower, int(parents[first]), int(children[first]), "exists already")
 
     def _exist(self, parents: Tensor, children: Tensor) -> Tensor:
-        """Says for every pair of rows whether it is related and stays so; many pairs are looked up
-        in a table.
-        """
+        """Returns one bool per pair of rows: True if it is connected and stays so."""
         topology = self.topology
         cells = topology.n_parents * topology.n_children
         if cells > MOST_CELLS or len(parents) < topology.n_relations // 16:
@@ -629,7 +631,7 @@ def _picked(vector: Tensor, places: Tensor | None) -> Tensor:
 
 
 def joined(first: Tensor, others: list[Tensor]) -> Tensor:
-    """Returns vectors one behind the other; one that stands alone is returned itself."""
+    """Returns concatenated vectors; a single one is returned itself."""
     filled = [part for part in (first, *others) if part.shape[0]]
     return filled[0] if len(filled) == 1 else torch.cat(filled) if filled else first
 
@@ -646,16 +648,19 @@ def union(parts: list[Tensor], device: torch.device) -> Tensor:
 def flips_of(
     store: Coordinates, index: IndexMap, freezes: list[Tensor] | None, thaws: list[Tensor] | None
 ) -> Tensor:
-    """Returns the new positions whose frozen bit turns: cutting beats freezing, and freezing beats
-    unfreezing.
+    """Returns the new positions whose frozen bit changes: cut wins over freeze, and freeze over
+    unfreeze.
     """
     device = store.frozen_at.device
     if not freezes and not thaws:
         return empty_positions(device)
-    freeze, thaw = union(freezes or [], device), union(thaws or [], device)
+    freeze = union(freezes or [], device)
+    thaw = union(thaws or [], device)
     thaw = thaw[~contains(freeze, thaw)]
     turned = (
-        torch.cat([freeze[~store.frozen_bits(freeze)], thaw[store.frozen_bits(thaw)]]).sort().values
+        torch.cat([freeze[~store._frozen_bits(freeze)], thaw[store._frozen_bits(thaw)]])
+        .sort()
+        .values
     )
     return index.new_positions(turned[~contains(index.removed, turned)])
 
@@ -665,27 +670,28 @@ _FIRST_LOOK = 4096
 
 
 def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | None) -> Change:
-    """Returns the Change that the requests amount to; raises EditError when they conflict. Touches
-    nothing.
-    """
+    """Returns the Change of the requests; raises EditError if they conflict."""
     drafts = [LayerDraft(graph, requests, number) for number in range(len(graph.layers))]
-    wirings: list[TransitionDraft] = []
-    folded: dict[int, Tensor | None] = {}
+    wirings: dict[int, TransitionDraft] = {}
+    folded: dict[int, dict[int, Tensor] | None] = {}
+    # All that enters a layer is known before its orphans are looked for, as sources come first.
     for number, draft in enumerate(drafts):
         if number in requests.orphans:
-            folded[number] = _remove_orphans(graph, requests, number, drafts, wirings[-1])
-        if number < len(graph.transitions):
-            wirings.append(TransitionDraft(graph, requests, number, draft, drafts[number + 1]))
-    transitions = {
-        t: w.change(drafts[t], drafts[t + 1], requests, generator)
-        for t, w in enumerate(wirings)
-        if w.is_touched
-    }
-    layers = {
-        n: draft.change(requests, wirings[n - 1] if n else None, generator)
-        for n, draft in enumerate(drafts)
-        if draft.is_touched
-    }
+            folded[number] = _remove_orphans(graph, requests, draft, drafts)
+        for t in graph.leaving(number):
+            lower = drafts[graph.transitions[t].target]
+            wirings[t] = TransitionDraft(graph, requests, t, draft, lower)
+            lower.entering.append(wirings[t])
+    transitions = {}
+    for t, transition in enumerate(graph.transitions):
+        if wirings[t].is_touched:
+            upper = drafts[transition.source]
+            lower = drafts[transition.target]
+            transitions[t] = wirings[t].change(upper, lower, requests, generator)
+    layers = {}
+    for number, draft in enumerate(drafts):
+        if draft.is_touched:
+            layers[number] = draft.change(requests, generator)
     return Change(
         {n: replace(c, folded=folded.get(n)) for n, c in layers.items() if not c.is_empty},
         {t: c for t, c in transitions.items() if not c.is_empty},
@@ -693,37 +699,44 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
 
 
 def require_alive(graph: "Graph", change: Change) -> None:
-    """Raises EditError when a change takes the last relation of a transition, or the last parent of
-    an output that stays.
+    """Raises EditError when a change takes the last relation that leads to a layer, or the last
+    parent of an output that stays.
 
     It looks at the relations that leave, and at as many others as it takes to meet every output
     that lost a parent. An output that no path from the inputs led to before may lose its parents.
     """
     for t, part in change.transitions.items():
-        is_emptied = part.index.old_size > 0 and part.index.new_size == 0
-        if is_emptied and bool(_reached(graph).any()):
+        if part.index.old_size == 0 or part.index.new_size > 0:
+            continue
+        entering = graph.entering(graph.transitions[t].target)
+        is_cut_off = not any(_size_after(graph, change, other) for other in entering)
+        if is_cut_off and bool(_reached(graph).any()):
             raise _dead(f"this edit takes the last relation of transition {t}")
-    last = len(graph.transitions) - 1
-    part = change.transitions.get(last)
-    if part is None or part.wiring is None or len(part.index.removed) == 0:
+    last = len(graph.layers) - 1
+    lost = []
+    for t in graph.entering(last):
+        part = change.transitions.get(t)
+        if part is not None and len(part.index.removed):
+            lost.append(graph.transitions[t].child.index_select(0, part.index.removed))
+    if not lost:
         return
-    outputs = graph.layers[-1]
-    child = part.wiring.child
     # outputs that lost a parent, [rows before], then [rows after]
-    rows = graph.transitions[last].child.index_select(0, part.index.removed).long()
-    without = torch.zeros(len(outputs), dtype=torch.bool, device=child.device)
-    without[rows] = True
+    outputs = graph.layers[last]
+    without = torch.zeros(len(outputs), dtype=torch.bool, device=graph.device)
+    without[torch.cat(lost).long()] = True
     index = None
-    if last + 1 in change.layers:
-        index = change.layers[last + 1].index
-        without = index.carry(without.cpu(), False).to(child.device)
-    # Most outputs have a parent among the first relations, so that few are read.
-    start = 0
-    stop = _FIRST_LOOK
-    while start < len(child) and bool(without.any()):
-        without[child[start:stop].long()] = False
-        start = stop
-        stop *= 4
+    if last in change.layers:
+        index = change.layers[last].index
+        without = index.carry(without.cpu(), False).to(graph.device)
+    for t in graph.entering(last):
+        child = _children_after(graph, change, t)
+        # Most outputs have a parent among the first relations, so that few are read.
+        start = 0
+        stop = _FIRST_LOOK
+        while start < len(child) and bool(without.any()):
+            without[child[start:stop].long()] = False
+            start = stop
+            stop *= 4
     dead = flatnonzero(without).cpu()
     if len(dead) == 0:
         return
@@ -737,74 +750,97 @@ def require_alive(graph: "Graph", change: Change) -> None:
     names = ", ".join(str(uid) for uid in uids[:5])
     if len(uids) > 5:
         names += ", …"
-    raise _dead(f"this edit takes the last parent of output nodes: {names}")
+    raise _dead(f"this edit removes the last parent of output nodes: {names}")
+
+
+def _size_after(graph: "Graph", change: Change, t: int) -> int:
+    """Returns how many relations a transition will have."""
+    part = change.transitions.get(t)
+    if part is None:
+        return graph.transitions[t].size
+    return part.index.new_size
+
+
+def _children_after(graph: "Graph", change: Change, t: int) -> Tensor:
+    """Returns the child row that every relation of a transition will have."""
+    part = change.transitions.get(t)
+    if part is not None and part.wiring is not None:
+        return part.wiring.child
+    # No relation comes or goes, but the rows of the children may move.
+    return wirings_after(graph, change).get(t, graph.transitions[t].topology).child
 
 
 def _reached(graph: "Graph") -> Tensor:
     """Returns whether a path from the sensory layer leads to each output, [outputs] bool."""
-    reached = torch.ones(len(graph.layers[0]), dtype=torch.bool, device=graph.device)
-    for transition in graph.transitions:
-        topology = transition.topology
-        arriving = topology.child[reached[topology.parents().long()]]
-        reached = torch.zeros(topology.n_children, dtype=torch.bool, device=graph.device)
-        reached[arriving.long()] = True
-    return reached.cpu()
+    reached = []
+    for number, layer in enumerate(graph.layers):
+        is_reached = torch.full((len(layer),), layer.is_sensory, device=graph.device)
+        for t in graph.entering(number):
+            topology = graph.transitions[t].topology
+            sources = reached[graph.transitions[t].source]
+            arriving = topology.child[sources[topology.parents().long()]]
+            is_reached[arriving.long()] = True
+        reached.append(is_reached)
+    return reached[-1].cpu()
 
 
 def _dead(what: str) -> EditError:
     return EditError(
         f"{what}; an output would no longer depend on the input, and nothing was changed.\n"
-        "Cut less, or say allow_dead=True"
+        "Cut less, or use allow_dead=True"
     )
 
 
 def _remove_orphans(
-    graph: "Graph",
-    requests: Requests,
-    number: int,
-    drafts: list[LayerDraft],
-    incoming: TransitionDraft,
-) -> Tensor | None:
-    """Marks the parentless nodes of a hidden layer as gone and, if asked, leaves their constants to
-    their children.
+    graph: "Graph", requests: Requests, draft: LayerDraft, drafts: list[LayerDraft]
+) -> dict[int, Tensor] | None:
+    """Marks the nodes without parents of a hidden layer as removed and, if requested, adds their
+    constants to the biases of their children.
 
-    Returns the positions of the relations over which they were left.
+    Returns the positions of the relations over which they were left, by transition.
     """
-    draft, topology = drafts[number], graph.transitions[number].topology
-    orphans = (
-        incoming.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu() == 0
-    ) & ~draft.gone
+    counts = draft.fan_in(torch.arange(len(draft.uids), device="cpu")).cpu()
+    orphans = (counts == 0) & ~draft.gone
     draft.lose(orphans)
     rows = flatnonzero(orphans[: draft.n_present])
-    if not requests.orphans[number] or len(rows) == 0:
+    if not requests.orphans[draft.number] or len(rows) == 0:
         return None
-    positions = topology.owned_by(rows.to(graph.device))
-    positions = positions[~contains(union(requests.cuts.get(number, []), graph.device), positions)]
-    drafts[number + 1].shift = folded_constants(graph, number, positions, draft.shift)
-    return positions
+    folded = {}
+    for t in graph.leaving(draft.number):
+        transition = graph.transitions[t]
+        positions = transition.topology.owned_by(rows.to(graph.device))
+        cuts = union(requests.cuts.get(t, []), graph.device)
+        folded[t] = positions[~contains(cuts, positions)]
+        lower = drafts[transition.target]
+        lower.shift = folded_constants(graph, t, folded[t], draft.shift, lower.shift)
+    return folded
 
 
 def folded_constants(
-    graph: "Graph", number: int, relations: Tensor, shift: Tensor | None
+    graph: "Graph", t: int, relations: Tensor, shift: Tensor | None, received: Tensor | None
 ) -> Tensor:
-    """Returns what parentless nodes of a layer send to each node of the next one, [rows of the next
-    layer].
+    """Returns what parentless nodes send over a transition to each node of the layer that it leads
+    to, [rows of that layer].
 
     Args:
-        graph: whose weights and biases count.
-        number: the layer of the parentless nodes.
-        relations: the positions of the relations they send it over, in the order of their owners.
-        shift: what their own biases are given in the same edit, [rows of the layer].
+        graph: the graph.
+        t: the transition.
+        relations: the positions of their relations, in the order of their owners.
+        shift: what their own biases are given in the same edit, [rows of their layer].
+        received: what other transitions have sent to the same layer; it is added.
     """
-    layer, transition = graph.layers[number], graph.transitions[number]
+    transition = graph.transitions[t]
+    layer = graph.layers[transition.source]
     topology = transition.topology
     rows, counts = topology.parents_at(relations).unique_consecutive(return_counts=True)
     biases = layer.values().detach()
     if shift is not None:
         biases = biases + shift
     constants = biases[rows.long()]
-    for kind, chosen in layer.activation_names.select(rows.cpu()).kinds():
+    for kind, chosen in layer._activation_names.select(rows.cpu()).kinds():
         places = chosen.long().to(graph.device)
         constants[places] = activation_function(str(kind))(constants[places])
-    sent = constants.repeat_interleave(counts) * transition.read(relations).detach()
-    return sent.new_zeros(topology.n_children).index_add_(0, topology.child[relations.long()], sent)
+    sent = constants.repeat_interleave(counts) * transition._read(relations).detach()
+    if received is None:
+        received = sent.new_zeros(topology.n_children)
+    return received.index_add(0, topology.child[relations.long()], sent)

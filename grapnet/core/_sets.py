@@ -1,4 +1,4 @@
-"""NodeSet and RelationSet: what an edit, a rule or a reader selects."""
+"""NodeSet and RelationSet: selections of nodes and relations."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,13 +13,14 @@ from ._errors import EditError, GrapNetError, StaleNodeError, StaleRelationsErro
 if TYPE_CHECKING:
     from ._graph import Graph
     from ._node import GrapNode
-    from ._transition import Transition
+    from ._transition import Topology, Transition
 
 
 class RelationSet:
     """A set of relations, of one transition or of several, in owner order.
 
-    It names relations by position, so it is good until an edit moves them; select again afterwards.
+    It refers to relations by position, so it is valid until an edit moves them; select again
+    afterwards.
 
     Examples:
         >>> import grapnet as gn
@@ -32,19 +33,24 @@ class RelationSet:
     def __init__(self, graph: "Graph", positions: "dict[int, Tensor | range]") -> None:
         self._graph = graph
         self._positions = {t: found for t, found in sorted(positions.items()) if len(found)}
-        self._structures = {t: graph.transitions[t].structure for t in self._positions}
+        self._structures = {t: graph.transitions[t]._structure for t in self._positions}
+
+    @classmethod
+    def of(cls, graph: "Graph", transitions: Iterable[int]) -> "RelationSet":
+        """Returns all relations of some transitions."""
+        return cls(graph, {t: range(graph.transitions[t].size) for t in transitions})
 
     @property
     def graph(self) -> "Graph":
         """The graph the relations are in."""
         return self._graph
 
-    def positions_by_transition(self) -> "dict[int, Tensor | range]":
-        """Returns the sorted positions, transition by transition; raises StaleRelationsError when
-        they have moved.
+    def _positions_by_transition(self) -> "dict[int, Tensor | range]":
+        """Returns the sorted positions by transition; raises StaleRelationsError if they have
+        moved.
         """
         for t, structure in self._structures.items():
-            if self._graph.transitions[t].structure is not structure:
+            if self._graph.transitions[t]._structure is not structure:
                 raise StaleRelationsError(
                     f"the relations of transition {t} have moved since this RelationSet was"
                     f" selected (the graph is at version {self._graph.version}); select them again"
@@ -54,19 +60,23 @@ class RelationSet:
     @property
     def parents(self) -> Tensor:
         """The uid of every relation's parent, [n] int64."""
-        return self._gather(lambda t, at: self._uids(t, self._store(t).topology.parents_at(at)))
+        return self._gather(
+            lambda t, at: self._uids(self._store(t).source, self._store(t).topology.parents_at(at))
+        )
 
     @property
     def children(self) -> Tensor:
         """The uid of every relation's child, [n] int64."""
         return self._gather(
-            lambda t, at: self._uids(t + 1, self._store(t).child.index_select(0, at))
+            lambda t, at: self._uids(
+                self._store(t).target, self._store(t).child.index_select(0, at)
+            )
         )
 
     @property
     def weights(self) -> Tensor:
-        """One weight a relation: live, differentiable, and assignable."""
-        parts = [self._read(t, at) for t, at in self.positions_by_transition().items()]
+        """One weight per relation; live, differentiable and assignable."""
+        parts = [self._read(t, at) for t, at in self._positions_by_transition().items()]
         return (
             torch.cat(parts)
             if len(parts) > 1
@@ -82,9 +92,9 @@ class RelationSet:
             raise ValueError(
                 f"this RelationSet holds {len(self)} relations, got {values.numel()} weights"
             )
-        found = self.positions_by_transition().items()
+        found = self._positions_by_transition().items()
         parts = values.reshape(-1).expand(len(self)).split([len(at) for _, at in found])
-        self._graph.write_all(
+        self._graph._write_all(
             [
                 (self._store(t), _as_slice(at), part)
                 for (t, at), part in zip(found, parts, strict=True)
@@ -93,10 +103,10 @@ class RelationSet:
 
     @property
     def gradients(self) -> Tensor:
-        """One gradient a relation, 0 where it is frozen; raises before the first backward."""
+        """One gradient per relation, 0 where it is frozen; raises before the first backward."""
         found = []
-        for t, at in self.positions_by_transition().items():
-            gradients = self._store(t).gradients(self._tensor(t, at))
+        for t, at in self._positions_by_transition().items():
+            gradients = self._store(t)._gradients(self._tensor(t, at))
             if gradients is None:
                 raise GrapNetError(
                     f"the relations of transition {t} have no gradients yet; call backward() first"
@@ -106,27 +116,44 @@ class RelationSet:
 
     @property
     def frozen(self) -> Tensor:
-        """Says for every relation whether it is frozen."""
-        return self._gather(lambda t, at: self._store(t).frozen_bits(at), torch.bool)
+        """One bool per relation: True where it is frozen."""
+        return self._gather(lambda t, at: self._store(t)._frozen_bits(at), torch.bool)
 
     def smallest(
         self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
     ) -> "RelationSet":
-        """Returns the relations with the smallest key (|weight| unless given); the first of equals
-        come first.
+        """Returns the relations with the smallest key (|weight| by default); ties keep their
+        order.
         """
         return self._ranked(count, fraction, key, largest=False)
 
     def largest(
         self, *, count: int | None = None, fraction: float | None = None, key: Tensor | None = None
     ) -> "RelationSet":
-        """Returns the relations with the largest key (|weight| unless given); the first of equals
-        come first.
+        """Returns the relations with the largest key (|weight| by default); ties keep their
+        order.
         """
         return self._ranked(count, fraction, key, largest=True)
 
-    def at_slots(self, slots: Any, degree: int, owner: object) -> "RelationSet":
-        """Returns the relations at local slots of the one node that owns this set."""
+    def random(
+        self,
+        *,
+        count: int | None = None,
+        fraction: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> "RelationSet":
+        """Returns relations drawn without replacement, each with the same chance.
+
+        Args:
+            count: how many; all of them when there are fewer.
+            fraction: which share of them.
+            generator: source of the random numbers, on the CPU.
+        """
+        order = torch.randperm(len(self), generator=generator, device="cpu")
+        return self._ranked(count, fraction, order, largest=False)
+
+    def _at_slots(self, slots: Any, degree: int, owner: object) -> "RelationSet":
+        """Returns the relations at the slots of the one node that owns this set."""
         slots = as_tensor(slots).reshape(-1)
         if slots.dtype == torch.bool and len(slots) == degree:
             return self[slots]
@@ -147,7 +174,7 @@ class RelationSet:
         return sum(len(at) for at in self._positions.values())
 
     def __getitem__(self, which: Any) -> "RelationSet":
-        """Returns the subset at a slice, at an index array or under a bool mask over the set."""
+        """Returns the subset for a slice, an index array or a bool mask."""
         if not isinstance(which, slice):
             which = as_tensor(which).reshape(-1)
         if isinstance(which, Tensor) and which.dtype == torch.bool:
@@ -178,14 +205,13 @@ class RelationSet:
         self, count: int | None, fraction: float | None, key: Tensor | None, *, largest: bool
     ) -> "RelationSet":
         if (count is None) == (fraction is None):
-            raise ValueError("say how many relations: either count= or fraction=")
+            raise ValueError("pass either count= or fraction=")
         if fraction is not None and not 0 <= fraction <= 1:
-            raise ValueError(f"fraction lies between 0 and 1, got {fraction}")
-        key = (
-            self.weights.detach().abs()
-            if key is None
-            else key.detach().reshape(-1).to(self._graph.device)
-        )
+            raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
+        if key is None:
+            key = self.weights.detach().abs()
+        else:
+            key = key.detach().reshape(-1).to(self._graph.device)
         if len(key) != len(self):
             raise ValueError(f"key has {len(key)} entries for {len(self)} relations")
         require_ranks(key)
@@ -204,7 +230,7 @@ class RelationSet:
 
     def _marked(self, marks: Tensor) -> "RelationSet":
         found: dict[int, Tensor | range] = {}
-        items = self.positions_by_transition().items()
+        items = self._positions_by_transition().items()
         for (t, at), part in zip(items, marks.split([len(at) for _, at in items]), strict=True):
             chosen = flatnonzero(part)
             found[t] = chosen + at.start if isinstance(at, range) else at[chosen.long()]
@@ -215,7 +241,8 @@ class RelationSet:
     ) -> "RelationSet":
         if other._graph is not self._graph:
             raise ValueError("the two RelationSets belong to different graphs")
-        mine, theirs = self.positions_by_transition(), other.positions_by_transition()
+        mine = self._positions_by_transition()
+        theirs = other._positions_by_transition()
         found: dict[int, Tensor | range] = {}
         for t in mine.keys() | theirs.keys():
             found[t] = rule(
@@ -226,14 +253,14 @@ class RelationSet:
     def _gather(
         self, read: Callable[[int, Tensor], Tensor], dtype: torch.dtype = torch.int64
     ) -> Tensor:
-        parts = [read(t, self._tensor(t, at)) for t, at in self.positions_by_transition().items()]
+        parts = [read(t, self._tensor(t, at)) for t, at in self._positions_by_transition().items()]
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
 
     def _read(self, t: int, at: "Tensor | range") -> Tensor:
         store = self._store(t)
         if isinstance(at, range) and len(store.frozen_at) == 0:
-            return store.trainable(at.start, at.stop)
-        return store.read(self._tensor(t, at))
+            return store._trainable(at.start, at.stop)
+        return store._read(self._tensor(t, at))
 
     def _store(self, t: int) -> "Transition":
         return self._graph.transitions[t]
@@ -257,8 +284,8 @@ Nodes = Any  # a GrapNode, a NodeSet, uids in a tensor or array, or an iterable 
 
 
 class NodeSet:
-    """An ordered set of nodes, of one layer or of several; it names nodes by uid, so it stays valid
-    while rows move.
+    """An ordered set of nodes, of one layer or of several; it refers to uids, so it stays valid
+    when rows move.
 
     Examples:
         >>> import grapnet as gn
@@ -270,7 +297,7 @@ class NodeSet:
 
     def __init__(self, graph: "Graph", uids_by_layer: dict[int, Tensor]) -> None:
         self._graph = graph
-        self._uids_by_layer = {
+        self._uids_held = {
             layer: uids for layer, uids in sorted(uids_by_layer.items()) if len(uids)
         }
 
@@ -280,27 +307,27 @@ class NodeSet:
         return self._graph
 
     @property
-    def uids_by_layer(self) -> dict[int, Tensor]:
+    def _uids_by_layer(self) -> dict[int, Tensor]:
         """The uids of the nodes, layer by layer."""
-        return self._uids_by_layer
+        return self._uids_held
 
     @property
     def uids(self) -> Tensor:
         """The uids of all nodes, [n] int64."""
-        parts = list(self.uids_by_layer.values())
+        parts = list(self._uids_by_layer.values())
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def rows_by_layer(self) -> dict[int, Tensor]:
-        """Returns the present int32 rows of the nodes, layer by layer; raises StaleNodeError when
-        one is gone.
+    def _rows_by_layer(self) -> dict[int, Tensor]:
+        """Returns the int32 rows of the nodes by layer; raises StaleNodeError if one was
+        removed.
         """
-        return {layer: self.graph.rows(layer, uids) for layer, uids in self.uids_by_layer.items()}
+        return {layer: self.graph._rows(layer, uids) for layer, uids in self._uids_by_layer.items()}
 
     @property
     def biases(self) -> Tensor:
-        """One bias a node, live, differentiable and assignable; sensory nodes have none."""
+        """One bias per node; live, differentiable and assignable; sensory nodes have none."""
         return torch.cat(
-            [self._biased(layer).read(rows) for layer, rows in self._device_rows()]
+            [self._biased(layer)._read(rows) for layer, rows in self._device_rows()]
             or [torch.empty(0, device="cpu")]
         )
 
@@ -312,32 +339,32 @@ class NodeSet:
             raise ValueError(f"this NodeSet holds {len(self)} nodes, got {len(values)} biases")
         values = values.expand(len(self))
         parts = values.split([len(rows) for _, rows in places])
-        self.graph.write_all(
+        self.graph._write_all(
             [(layer, rows, part) for (layer, rows), part in zip(places, parts, strict=True)]
         )
 
     @property
     def owners(self) -> list[str | None]:
-        """One owner tag a node."""
+        """One owner per node."""
         return [
             n
-            for layer, rows in self.rows_by_layer().items()
-            for n in self.graph.layers[layer].owner_names.select(rows)
+            for layer, rows in self._rows_by_layer().items()
+            for n in self.graph.layers[layer]._owner_names.select(rows)
         ]
 
     @property
     def activations(self) -> list[str]:
-        """One activation name a node."""
+        """One activation name per node."""
         return [
             str(n)
-            for layer, rows in self.rows_by_layer().items()
-            for n in self.graph.layers[layer].activation_names.select(rows)
+            for layer, rows in self._rows_by_layer().items()
+            for n in self.graph.layers[layer]._activation_names.select(rows)
         ]
 
     @property
     def frozen(self) -> Tensor:
-        """Says for every node whether its bias, incoming and outgoing relations are all frozen (and
-        it has any).
+        """One bool per node: True if its bias, incoming and outgoing relations are all frozen, and
+        it has any.
         """
         return torch.cat(
             [self._frozen_in(layer, rows) for layer, rows in self._device_rows()]
@@ -347,11 +374,10 @@ class NodeSet:
     def incoming(self, *, of: Nodes = None) -> RelationSet:
         """Returns the relations that lead to these nodes, or only those of the parents `of`."""
         graph = self.graph
-        found: dict[int, Tensor | range] = {
-            layer - 1: graph.transitions[layer - 1].topology.leading_to(rows)
-            for layer, rows in self._device_rows()
-            if layer > 0
-        }
+        found: dict[int, Tensor | range] = {}
+        for layer, rows in self._device_rows():
+            for t in graph.entering(layer):
+                found[t] = graph.transitions[t].topology.leading_to(rows)
         relations = RelationSet(graph, found)
         return relations if of is None else relations & as_node_set(graph, of).outgoing()
 
@@ -362,24 +388,13 @@ class NodeSet:
         graph = self.graph
         found: dict[int, Tensor | range] = {}
         for layer, rows in self._device_rows():
-            if layer == len(graph.transitions):
-                continue
-            topology = graph.transitions[layer].topology
-            if (
-                len(rows)
-                and int(rows[-1]) - int(rows[0]) == len(rows) - 1
-                and bool((rows.diff() == 1).all())
-            ):
-                found[layer] = range(
-                    int(topology.ptr[int(rows[0])]), int(topology.ptr[int(rows[-1]) + 1])
-                )
-            else:
-                found[layer] = topology.owned_by(rows.sort().values)
+            for t in graph.leaving(layer):
+                found[t] = _owned(graph.transitions[t].topology, rows)
         relations = RelationSet(graph, found)
         return relations if to is None else relations & as_node_set(graph, to).incoming()
 
     def __len__(self) -> int:
-        return sum(len(uids) for uids in self.uids_by_layer.values())
+        return sum(len(uids) for uids in self._uids_by_layer.values())
 
     def __iter__(self) -> "Iterator[GrapNode]":
         return (self.graph.node(uid) for uid in self.uids.tolist())
@@ -389,7 +404,7 @@ class NodeSet:
             return False
         uid = getattr(node, "uid", node)
         return isinstance(uid, int) and any(
-            bool((uids == uid).any()) for uids in self.uids_by_layer.values()
+            bool((uids == uid).any()) for uids in self._uids_by_layer.values()
         )
 
     def __getitem__(self, which: Any) -> Any:
@@ -411,12 +426,13 @@ class NodeSet:
             )
         if len(order.unique()) < len(order):
             raise IndexError(
-                "these indices name a node twice, and a NodeSet holds each once; for pairs that"
-                " share a node give uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1,"
+                "these indices contain a node twice, and a NodeSet holds each once; for pairs that"
+                " share a node pass uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1,"
                 ' 1]], pairs="aligned")'
             )
-        found, start = {}, 0
-        for layer, uids in self.uids_by_layer.items():
+        found = {}
+        start = 0
+        for layer, uids in self._uids_by_layer.items():
             found[layer] = uids[order[(order >= start) & (order < start + len(uids))] - start]
             start += len(uids)
         return NodeSet(self.graph, found)
@@ -432,57 +448,68 @@ class NodeSet:
 
     def __repr__(self) -> str:
         parts = ", ".join(
-            f"layer {layer}: {len(uids)}" for layer, uids in self.uids_by_layer.items()
+            f"layer {layer}: {len(uids)}" for layer, uids in self._uids_by_layer.items()
         )
         return f"NodeSet({parts or 'empty'})"
 
     def _combined(self, other: "NodeSet", rule: Any) -> "NodeSet":
         if other.graph is not self.graph:
             raise ValueError("the two NodeSets belong to different graphs")
-        mine, theirs, none = (
-            self.uids_by_layer,
-            other.uids_by_layer,
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )
+        mine = self._uids_by_layer
+        theirs = other._uids_by_layer
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
         return NodeSet(
             self.graph,
             {k: rule(mine.get(k, none), theirs.get(k, none)) for k in mine.keys() | theirs.keys()},
         )
 
     def _device_rows(self) -> list[tuple[int, Tensor]]:
-        return [(layer, rows.to(self.graph.device)) for layer, rows in self.rows_by_layer().items()]
+        return [
+            (layer, rows.to(self.graph.device)) for layer, rows in self._rows_by_layer().items()
+        ]
 
     def _biased(self, layer: int) -> Any:
         if self.graph.layers[layer].is_sensory:
-            raise ValueError("sensory nodes own no bias, and this NodeSet holds some")
+            raise ValueError("sensory nodes have no bias, and this NodeSet contains some")
         return self.graph.layers[layer]
 
     def _frozen_in(self, number: int, rows: Tensor) -> Tensor:
-        graph, layer = self.graph, self.graph.layers[number]
+        graph = self.graph
+        layer = self.graph.layers[number]
         # free coordinates of each node
         free = torch.zeros(len(layer), dtype=torch.int64, device=rows.device)
         total = torch.zeros_like(free)
         if not layer.is_sensory:
             total += 1
             free += (
-                ~layer.frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))
+                ~layer._frozen_bits(torch.arange(len(layer), dtype=torch.int32, device=rows.device))
             ).long()
-        if number > 0:
-            into, held = (
-                graph.transitions[number - 1].topology,
-                graph.transitions[number - 1].frozen_at,
-            )
+        for t in graph.entering(number):
+            into = graph.transitions[t].topology
+            held = graph.transitions[t].frozen_at
             total += into.fan_in()
             free += into.fan_in() - torch.bincount(into.child[held.long()], minlength=len(layer))
-        if number < len(graph.transitions):
-            out, held = graph.transitions[number].topology, graph.transitions[number].frozen_at
+        for t in graph.leaving(number):
+            out = graph.transitions[t].topology
+            held = graph.transitions[t].frozen_at
             total += out.degrees
             free += out.degrees - torch.bincount(out.parents_at(held), minlength=len(layer))
         return ((free == 0) & (total > 0))[rows.long()]
 
 
+def _owned(topology: "Topology", rows: Tensor) -> Tensor | range:
+    """Returns the sorted positions of the relations that parent rows own."""
+    if (
+        len(rows)
+        and int(rows[-1]) - int(rows[0]) == len(rows) - 1
+        and bool((rows.diff() == 1).all())
+    ):
+        return range(int(topology.ptr[int(rows[0])]), int(topology.ptr[int(rows[-1]) + 1]))
+    return topology.owned_by(rows.sort().values)
+
+
 def as_uids(graph: "Graph", nodes: Nodes) -> Tensor:
-    """Returns the uids that `nodes` names, in order, repeats kept; raises when a node is of another
+    """Returns the uids of `nodes` in order, with repeats; raises if a node belongs to another
     graph.
     """
     if isinstance(nodes, NodeSet):
@@ -514,11 +541,12 @@ def as_node_set(graph: "Graph", nodes: Nodes) -> NodeSet:
     """Returns the NodeSet of `nodes`, each of which must be in the graph."""
     if isinstance(nodes, NodeSet) and nodes.graph is graph:
         return nodes
-    uids, found = as_uids(graph, nodes).unique(), {}
+    uids = as_uids(graph, nodes).unique()
+    found = {}
     for number, layer in enumerate(graph.layers):
         found[number] = uids[layer.rows(uids) >= 0]
     if sum(map(len, found.values())) < len(uids):
         known = torch.cat(list(found.values()))
-        graph.locate(int(uids[~torch.isin(uids, known)][0]))  # raises and names it
+        graph._locate(int(uids[~torch.isin(uids, known)][0]))  # raises and names it
         raise StaleNodeError("a node is not in the graph")
     return NodeSet(graph, found)

@@ -1,4 +1,4 @@
-"""State dicts: a graph checks the wiring and adopts what is frozen, before its stores read their
+"""State dicts: a graph checks the wiring and adopts the frozen bits before its stores read
 values.
 """
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
-    """Raises TopologyError when the state is of another wiring; freezes what the state says is
-    frozen, in a commit.
+    """Raises TopologyError if the state has another wiring; freezes what is frozen in the state, in
+    a commit.
     """
-    graph.require_no_edit("load a state dict")
+    graph._require_no_edit("load a state dict")
     if not any(name.startswith(prefix) for name in state):
         return
     requests = Requests()
@@ -34,7 +34,7 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
         _require_fit(column, state, f"{prefix}columns.{column.name}.")
     change = resolve(graph, requests, None)
     if not change.is_empty:
-        graph.commit_change(change, "load_state_dict")
+        graph._commit_change(change, "load_state_dict")
 
 
 def _ask(
@@ -56,11 +56,11 @@ def _ask(
 
 
 def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> None:
-    difference = store.differs_from(state, name)
+    difference = store._differs_from(state, name)
     if difference:
         raise TopologyError(
-            f"{difference}; the state dict is of a graph that is wired differently, and nothing was"
-            " loaded. Files of gn.save bring the wiring along, for gn.load(path) or"
-            " gn.restore(path, into=model); Lightning's do with RulesCallback, or load_nets in"
-            " on_load_checkpoint"
+            f"{difference}; the state dict belongs to a graph with another wiring, and nothing was"
+            " loaded. Files of gn.save include the wiring, for gn.load(path) or"
+            " gn.restore(path, into=model); Lightning's do with RulesCallback, or with load_nets"
+            " in on_load_checkpoint"
         )

@@ -1,4 +1,4 @@
-"""The relations of one transition: who owns which child, and the coordinate of each."""
+"""The relations of one transition: the wiring, and one coordinate per relation."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """The wiring between two neighbouring layers, without weights; a plan is made from it.
+    """The wiring between two layers, without weights; a plan is made from it.
 
     The relations of parent `i` are positions `ptr[i]` to `ptr[i + 1]`; relation `e` leads to child
     `child[e]`.
@@ -39,7 +39,7 @@ class Topology:
     ptr: Tensor  # [n_parents + 1] int32
     child: Tensor  # [n_relations] int32
     n_children: int
-    # changes whenever relations move; whoever caches something about them keeps it
+    # changes when relations move; caches compare it
     token: Token = field(default_factory=Token)
 
     def to(self, device: torch.device) -> "Topology":
@@ -50,23 +50,23 @@ class Topology:
 
     @property
     def n_parents(self) -> int:
-        """How many nodes the owning layer has."""
+        """The number of parents."""
         return self.ptr.shape[0] - 1
 
     @property
     def n_relations(self) -> int:
-        """How many relations there are."""
+        """The number of relations."""
         return self.child.shape[0]
 
     @property
     def degrees(self) -> Tensor:
-        """How many children each parent has, [n_parents]."""
+        """The number of children of each parent, [n_parents]."""
         return self.ptr[1:] - self.ptr[:-1]  # `diff` takes twice as long
 
     @cached_property
     def is_full(self) -> bool:
-        """True when every parent lists every child, in order, so that the values are the
-        rectangle.
+        """True if every parent lists every child in order, so that the values form the full
+        matrix.
         """
         if self.n_relations != self.n_parents * self.n_children:
             return False
@@ -102,9 +102,7 @@ class Topology:
         return torch.searchsorted(self.ptr, positions, right=True, out_int32=True) - 1
 
     def owned_by(self, rows: Tensor) -> Tensor:
-        """Returns the positions of the relations that parent rows own, one owner after the
-        other.
-        """
+        """Returns the positions of the relations of parent rows, one parent after the other."""
         rows = rows.long()
         return concatenate_ranges(self.ptr[rows], self.ptr[rows + 1])
 
@@ -117,8 +115,8 @@ class Topology:
         return flatnonzero(wanted.index_select(0, self.child))
 
     def find(self, parents: Tensor, children: Tensor) -> Tensor:
-        """Returns the position of every (parent, child) pair of rows, -1 where there is no such
-        relation.
+        """Returns the position of every (parent, child) pair of rows, -1 where no relation
+        exists.
         """
         owners = parents.unique()
         # None: everybody's
@@ -128,10 +126,8 @@ class Topology:
             if slots is None
             else (self.parents_at(slots), self.child[slots.long()])
         )
-        owned, wanted = (
-            rows.long() * self.n_children + child,
-            parents.long() * self.n_children + children,
-        )
+        owned = rows.long() * self.n_children + child
+        wanted = parents.long() * self.n_children + children
         if len(owned) == 0:
             return torch.full_like(wanted, -1)
         owned, order = sorted_nearly(owned)
@@ -145,7 +141,7 @@ class Topology:
 
 
 def require_countable(relations: int, where: str, error: type[Exception] = ValueError) -> None:
-    """Raises when a transition would hold more relations than an int32 can count."""
+    """Raises if a transition would have more relations than an int32 can count."""
     if relations > MOST_RELATIONS:
         raise error(
             f"{where} would hold {relations:,} relations; a transition holds at most"
@@ -156,9 +152,13 @@ def require_countable(relations: int, where: str, error: type[Exception] = Value
 class Transition(Coordinates):
     """The canonical store of one transition: the wiring, and the coordinates in the Parameter
     `weight` [E, 1].
+
+    It leads from the layer number `source` to the layer number `target`, which the graph sets.
     """
 
     weight: torch.nn.Parameter
+    source: int
+    target: int
     # No buffer: what empties, averages or overwrites buffers leaves the wiring alone.
     topology: Topology
 
@@ -178,17 +178,25 @@ class Transition(Coordinates):
 
     @property
     def n_children(self) -> int:
-        """How many nodes the next layer has."""
+        """How many nodes the layer that it leads to has."""
         return self.topology.n_children
 
     @property
-    def structure(self) -> Token:
-        """A token that changes whenever relations move."""
+    def density(self) -> float:
+        """The share of all possible relations that are there; 0 where there can be none."""
+        possible = self.topology.n_parents * self.topology.n_children
+        return self.topology.n_relations / max(possible, 1)
+
+    @property
+    def _structure(self) -> Token:
+        """A token that changes when relations move."""
         return self.topology.token
 
     @property
     def frozen(self) -> Tensor:
-        """The sorted positions of the frozen relations, as the state dict has them."""
+        """The sorted positions of the frozen relations: torch.distributed.checkpoint looks up every
+        entry of the state dict by its name.
+        """
         return self.frozen_at
 
     def forward(
@@ -198,42 +206,42 @@ class Transition(Coordinates):
         bias: Tensor,
         values: Tensor | None = None,
     ) -> Tensor:
-        """Runs a plan over the coordinates, the present ones by default; forward hooks see what the
-        nodes receive, bias included.
+        """Runs a plan over the coordinates, the current ones by default; forward hooks see the
+        result, bias included.
         """
         if values is None:
             values = self.values()
         return plan(x, values, bias)
 
-    def rewire(self, topology: Topology) -> None:
-        """Puts another wiring in place; `install` brings the coordinates that go with it."""
-        self.__dict__["topology"] = topology  # past nn.Module's slow assignment
+    def _rewire(self, topology: Topology) -> None:
+        """Installs another wiring; `_install` installs its coordinates."""
+        self.topology = topology
 
-    def differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
-        """Says what in a state dict does not fit these relations; empty when it fits."""
+    def _differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
+        """Returns how a state dict differs from these relations; empty if it fits."""
         for name, mine in (("ptr", self.ptr), ("child", self.child)):
             theirs = state.get(prefix + name)
             if theirs is not None and not torch.equal(theirs.to(mine), mine):
                 return f"{prefix}{name} differs from this graph's"
-        return super().differs_from(state, prefix)
+        return super()._differs_from(state, prefix)
 
     def _state(self) -> dict[str, Tensor]:
         return {**super()._state(), "ptr": self.ptr, "child": self.child}
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Transition":
         super()._apply(*args, **kwargs)
-        self.rewire(self.topology.to(self.place))
+        self._rewire(self.topology.to(self._device))
         return self
 
     def extra_repr(self) -> str:
         return (
-            f"{len(self.ptr) - 1}→{self.n_children}, {self.size:,} relations,"
-            f" {len(self.frozen_at):,} frozen"
+            f"{self.topology.n_parents}→{self.n_children}, {self.size:,} relations, density"
+            f" {self.density:.3g}, {len(self.frozen_at):,} frozen"
         )
 
 
 def full_topology(n_parents: int, n_children: int, device: torch.device) -> Topology:
-    """Returns the wiring that relates every parent to every child."""
+    """Returns the wiring that connects every parent to every child."""
     ptr = torch.arange(n_parents + 1, dtype=torch.int32, device=device) * n_children
     return Topology(
         ptr,
@@ -291,11 +299,11 @@ def topology_from_pairs(
 
 
 def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
-    """Returns one density a transition, proportional to (parents + children) / (parents ·
+    """Returns one density per transition, proportional to (parents + children) / (parents ·
     children).
 
-    Small transitions come out denser than large ones (Erdős–Rényi); none exceeds 1, and all
-    together keep `density`.
+    Small transitions are denser than large ones (Erdős–Rényi); none exceeds 1, and the total
+    matches `density`.
     """
     cells = [a * b for a, b in pairwise(sizes)]
     raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in pairwise(sizes)]
@@ -311,25 +319,22 @@ def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
 
 
 def wirings_after(graph: "Graph", change: Change) -> dict[int, Topology]:
-    """Returns the wiring after a change of every transition whose relations move or whose ends are
-    renumbered.
-    """
+    """Returns the new wiring of every transition whose relations or rows a change moves."""
     wirings = {}
     for t, transition in enumerate(graph.transitions):
-        upper = change.layers.get(t)
-        lower = change.layers.get(t + 1)
+        upper = change.layers.get(transition.source)
+        lower = change.layers.get(transition.target)
         wires = change.transitions.get(t)
         if wires is not None and wires.wiring is not None:
             wirings[t] = wires.wiring
         elif any(c is not None and not c.index.is_identity for c in (upper, lower, wires)):
-            wirings[t] = rewired(graph, t, transition.topology, upper, lower, wires)
+            wirings[t] = rewired(graph, transition, upper, lower, wires)
     return wirings
 
 
 def rewired(
     graph: "Graph",
-    t: int,
-    topology: Topology,
+    transition: Transition,
     upper: LayerChange | None,
     lower: LayerChange | None,
     wires: TransitionChange | None,
@@ -337,12 +342,11 @@ def rewired(
     """Returns the wiring of a transition after the changes of its two layers and of its
     relations.
     """
-    child, degrees, device, n_children = (
-        topology.child,
-        topology.degrees.long(),
-        topology.child.device,
-        topology.n_children,
-    )
+    topology = transition.topology
+    child = topology.child
+    degrees = topology.degrees.long()
+    device = child.device
+    n_children = topology.n_children
     if lower is not None and not lower.index.is_identity:
         if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
             child = (
@@ -353,13 +357,12 @@ def rewired(
         n_children = lower.index.new_size
     if wires is not None:
         degrees = topology.degrees_without(wires.index.removed)
-        child = wires.index.carry(
-            child, rows_after(graph, t + 1, lower, wires.born.children).to(device)
-        )
+        children = rows_after(graph, transition.target, lower, wires.born.children)
+        child = wires.index.carry(child, children.to(device))
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
-        parents = rows_after(graph, t, upper, wires.born.parents).to(device)
+        parents = rows_after(graph, transition.source, upper, wires.born.parents).to(device)
         degrees = degrees + torch.bincount(parents, minlength=len(degrees))
     ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
     ptr[1:] = degrees.cumsum(0)

@@ -1,4 +1,4 @@
-"""Undo, redo and replay: what takes a commit back or repeats it."""
+"""Undo, redo and replay of commits."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,50 +20,51 @@ if TYPE_CHECKING:
 Verb = Literal["undo", "redo"]
 
 
-def undo(graph: "Graph", verb: Verb) -> Intent:
-    """Returns what takes the last commit of a graph back, or with "redo" the last undo.
+def reversal(graph: "Graph", verb: Verb) -> Intent:
+    """Returns the intent that reverts the last commit of a graph, or with "redo" the last undo.
 
     Raises:
-        HistoryError: there is none.
+        HistoryError: there is none, or it came from a file and does not fit the graph.
     """
     earlier = next_reversed(graph.journal, verb)
+    change = earlier.change.inverse()
+    if earlier.version in graph.journal._loaded:
+        require_fit(graph, change.to(graph.device), earlier.version)
     reason = f"{verb}: {earlier.reason.removeprefix('undo: ').removeprefix('redo: ')}"
-    receipt = Commit(
-        graph.version + 1, reason, earlier.change.inverse(), undoes=earlier.version, kind=verb
-    )
-    return Intent(graph, receipt, graph.next_uid)
+    receipt = Commit(graph.version + 1, reason, change, undoes=earlier.version, kind=verb)
+    return Intent(graph, receipt, graph._next_uid)
 
 
 def undo_alone(graph: "Graph", verb: Verb, *, alone: bool) -> Commit:
-    """Takes the last commit, or undo, of one graph back; its part of a joint transaction only
+    """Reverts the last commit, or undo, of one graph; a part of a joint transaction only if
     `alone`.
     """
-    graph.require_no_edit(verb)
+    graph._require_no_edit(verb)
     with Hold((graph,), verb):
         earlier = next_reversed(graph.journal, verb)
         if earlier.joint is not None and not alone:
             raise HistoryError(
                 f"version {earlier.version} ({earlier.reason!r}) is part of a transaction over"
-                f" {earlier.joint.parts} nets. Take it back in all of them:"
-                f" gn.{verb}_together(...); or in this one alone: net.{verb}(alone=True)"
+                f" {earlier.joint.parts} nets. Revert it in all of them, gn.{verb}(...),"
+                f" or in this one only, net.{verb}(alone=True)"
             )
-        (receipt,) = commit([undo(graph, verb)])
+        (receipt,) = commit([reversal(graph, verb)])
     assert receipt is not None
     return receipt
 
 
 def next_reversed(journal: Journal, verb: Verb) -> Commit:
-    """Returns the commit that undo, or the undo that redo, takes back; raises HistoryError when
+    """Returns the commit that undo reverts, or the undo that redo reverts; raises HistoryError if
     there is none.
     """
-    return journal.next_undo() if verb == "undo" else journal.next_redo()
+    return journal._next_undo() if verb == "undo" else journal._next_redo()
 
 
 def repeat(graph: "Graph", recorded: Commit) -> Intent:
-    """Returns what repeats a commit of an equal graph.
+    """Returns the intent that repeats a commit of an equal graph.
 
     Raises:
-        HistoryError: the graph is not like the one that the commit was made on.
+        HistoryError: the graph differs from the one that the commit was made on.
     """
     change = recorded.change.to(graph.device)
     require_fit(graph, change, recorded.version)
@@ -71,26 +72,23 @@ def repeat(graph: "Graph", recorded: Commit) -> Intent:
     return Intent(graph, receipt, uid_after(graph, change))
 
 
-def undo_together(*nets: "Graph") -> tuple[Commit, ...]:
-    """Takes the last transaction over these nets back, in all of them or in none; see `net.undo()`.
+def undo(*nets: "Graph") -> tuple[Commit, ...]:
+    """Reverts the last transaction over these nets, in all of them or in none; see `net.undo()`.
 
-    The nets are all that the transaction changed, in any order; one whose edit was empty is not
-    among them.
+    Pass all nets that the transaction changed, in any order, without those whose edit was empty.
 
     Returns:
-        The receipt of every net; they are parts of one transaction again, which `redo_together`
-        takes back.
+        The commit of every net; together they are one transaction, which `gn.redo` reverts.
 
     Raises:
         HistoryError: the last commits of the nets are not all the parts of one transaction; nothing
             was changed.
     """
-    return _reverse_together(nets, "undo")
+    return _reverse(nets, "undo")
 
 
-def redo_together(*nets: "Graph") -> tuple[Commit, ...]:
-    """Takes the last `undo_together` of these nets back, in all of them or in none; see
-    `net.redo()`.
+def redo(*nets: "Graph") -> tuple[Commit, ...]:
+    """Reverts the last `gn.undo` of these nets, in all of them or in none; see `net.redo()`.
 
     Returns:
         The receipt of every net.
@@ -99,26 +97,27 @@ def redo_together(*nets: "Graph") -> tuple[Commit, ...]:
         HistoryError: the last undos of the nets are not all the parts of one transaction; nothing
             was changed.
     """
-    return _reverse_together(nets, "redo")
+    return _reverse(nets, "redo")
 
 
-def _reverse_together(nets: "Sequence[Graph]", verb: Verb) -> tuple[Commit, ...]:
-    require_nets(nets, f"{verb}_together")
+def _reverse(nets: "Sequence[Graph]", verb: Verb) -> tuple[Commit, ...]:
+    require_nets(nets, verb)
     for net in nets:
-        net.require_no_edit(verb)
+        net._require_no_edit(verb)
     with Hold(nets, verb):
         intents = []
         for net, joint in zip(nets, _parts_of_one(nets, verb), strict=True):
-            intent = undo(net, verb)
+            intent = reversal(net, verb)
             intents.append(replace(intent, receipt=replace(intent.receipt, joint=joint)))
         return tuple(receipt for receipt in commit(intents) if receipt is not None)
 
 
 def _parts_of_one(nets: "Sequence[Graph]", verb: Verb) -> list[Joint | None]:
-    """Returns what the receipts of undo or redo carry; raises HistoryError unless they take one
-    transaction back.
+    """Returns the joint parts of undo or redo; raises HistoryError unless they revert one
+    transaction.
     """
-    told, joints = [], []
+    told = []
+    joints = []
     for n, net in enumerate(nets):
         try:
             commit = next_reversed(net.journal, verb)
@@ -131,10 +130,10 @@ def _parts_of_one(nets: "Sequence[Graph]", verb: Verb) -> list[Joint | None]:
     whole = Joint.of(len(nets), joints[0] and joints[0].name)
     if set(joints) != set(whole):
         raise HistoryError(
-            f"what {verb}_together would take back is not the whole of one transaction, and nothing"
-            " was changed:\n"
+            f"gn.{verb} needs the last commits of all nets of one transaction; nothing was"
+            " changed:\n"
             + "\n".join(told)
-            + "\nGive exactly the nets that it changed, or take each back by itself:"
+            + "\nPass exactly the nets that it changed, or revert each alone:"
             f" net.{verb}(alone=True)"
         )
     fresh = Joint.of(len(nets))
@@ -142,7 +141,7 @@ def _parts_of_one(nets: "Sequence[Graph]", verb: Verb) -> list[Joint | None]:
 
 
 def require_fit(graph: "Graph", whole: Change, version: int) -> None:
-    """Raises HistoryError when the change of a commit was not made on a graph like this one."""
+    """Raises HistoryError if the change of a commit was made on a different graph."""
     for number, change in whole.layers.items():
         if number >= len(graph.layers) or not change.fits(graph.layers[number].uid):
             raise HistoryError(
@@ -156,7 +155,7 @@ def require_fit(graph: "Graph", whole: Change, version: int) -> None:
 
 
 def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) -> bool:
-    """Says whether what the change cuts is here, and what it connects is not."""
+    """Returns whether what the change cuts exists, and what it connects does not."""
     store = graph.transitions[t]
     if change.index.old_size != store.size:
         return False
@@ -165,22 +164,20 @@ def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) 
         cut.children.int(), change.gone.children
     ):
         return False
-    parents, children = (
-        graph.layers[t].rows(change.born.parents),
-        graph.layers[t + 1].rows(change.born.children),
-    )
-    newborn = [whole.layers[n].born.uids if n in whole.layers else None for n in (t, t + 1)]
-    for rows, uids, fresh in (
-        (parents, change.born.parents, newborn[0]),
-        (children, change.born.children, newborn[1]),
+    parents = graph.layers[store.source].rows(change.born.parents)
+    children = graph.layers[store.target].rows(change.born.children)
+    upper = whole.layers.get(store.source)
+    lower = whole.layers.get(store.target)
+    for rows, uids, layer in (
+        (parents, change.born.parents, upper),
+        (children, change.born.children, lower),
     ):
         if bool((rows < 0).any()) and (
-            fresh is None or not bool(torch.isin(uids[rows < 0], fresh).all())
+            layer is None or not bool(torch.isin(uids[rows < 0], layer.born.uids).all())
         ):
             return False
-    upper, lower = whole.layers.get(t), whole.layers.get(t + 1)
-    after = rewired(graph, t, store.topology, upper, lower, change)
-    owners = rows_after(graph, t, upper, change.born.parents)
+    after = rewired(graph, store, upper, lower, change)
+    owners = rows_after(graph, store.source, upper, change.born.parents)
     if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
         return False
     both = (parents >= 0) & (children >= 0)

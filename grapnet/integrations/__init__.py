@@ -1,3 +1,1 @@
-"""Adapters to other libraries: one file an ecosystem, each an optional extra, imported only when
-asked for.
-"""
+"""Adapters to other libraries: one file per library, each an optional extra, imported on use."""

@@ -1,7 +1,6 @@
 """networkx: the net as a directed graph, as a GraphML file for Gephi, and back."""
 
 import os
-import re
 from collections.abc import Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,14 +10,14 @@ from torch import Tensor
 import grapnet as gn
 from grapnet._atomic import atomic_write
 
-from .extra import require
+from ._extra import require
 
 if TYPE_CHECKING:
     import networkx
 
-# Characters that XML cannot store.
-_STRANGE = re.compile(r"[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_HEIGHT = 1000.0  # of the drawing that a file proposes; it is twice as wide
+# Distances of layers and of rows in the drawing that a file proposes.
+_ACROSS = 500.0
+_DOWN = 20.0
 
 
 def to_networkx(net: gn.GrapNet) -> "networkx.DiGraph[int]":
@@ -46,8 +45,8 @@ def to_networkx(net: gn.GrapNet) -> "networkx.DiGraph[int]":
         graph.graph[f"activation_{n}"] = layer.default_activation
         graph.graph[f"dropout_{n}"] = layer.dropout
         graph.add_nodes_from(_nodes(n, layer))
-    for t, layer in enumerate(net.layers[:-1]):
-        relations = layer.outgoing()
+    for t, (source, target) in enumerate(net.ends):
+        relations = net.layers[source].outgoing(to=net.layers[target])
         columns = zip(
             relations.parents.tolist(),
             relations.children.tolist(),
@@ -66,12 +65,11 @@ def from_networkx(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> gn.GrapNet:
-    """Returns the net that a directed graph describes, written by `to_networkx` or by hand.
+    """Returns the net of a directed graph, from `to_networkx` or made by hand.
 
     Every node has a `layer`; `row` orders the nodes of a layer, and the relations of a node keep
-    their order. Weights, or the biases of a layer, are drawn as `nn.Linear` draws them when none is
-    given. Nodes count from uid 0, layer by layer; names of the graph's nodes, versions and history
-    are not kept.
+    their order. Missing weights, or biases of a layer, are initialized like `nn.Linear`. Nodes get
+    uids from 0, layer by layer; names, versions and history are not kept.
 
     Args:
         graph: a `networkx.DiGraph`, perhaps from a file: `networkx.read_graphml(path)`.
@@ -92,7 +90,7 @@ def from_networkx(
         GrapNet(1-1-2, 3 relations, 0 frozen, version 0)
     """
     if not graph.is_directed():
-        raise ValueError("relations lead from parents to children: give a DiGraph")
+        raise ValueError("relations go from parents to children; pass a DiGraph")
     members = _layers(graph)
     last = len(members) - 1
     biases = []
@@ -121,49 +119,25 @@ def write_graphml(net: "gn.GrapNet | networkx.Graph[Any]", path: str | os.PathLi
     compressed.
 
     Besides the attributes of `to_networkx`, a node has a `label` and a position (`x`, `y`: layers
-    as columns), a relation its `strength`, the absolute weight. Attributes that are None are left
-    out. The file is written atomically; `from_networkx(networkx.read_graphml(path))` reads it.
+    as columns), a relation its `strength`, the absolute weight. Attributes that are None are
+    omitted. The file is written atomically; `from_networkx(networkx.read_graphml(path))` reads it.
 
     Args:
-        net: the net, or a graph such as a part of what `to_networkx` returned, which is not
-            changed.
+        net: the net, or a part of what `to_networkx` returned, which is not changed.
         path: the file.
-
-    Raises:
-        ValueError: an owner has a character that XML cannot store; nothing was written.
     """
     graph = to_networkx(net) if isinstance(net, gn.GrapNet) else net.copy()
-    for name, data in graph.nodes.items():
-        owner = data.get("owner")
-        if owner and _STRANGE.search(owner):
-            raise ValueError(
-                f"node {name} has the owner {owner!r}, which no XML file can hold; rename it"
-            )
-    _add_positions(graph)
-    for *_, data in graph.edges(data=True):
-        if "weight" in data:
-            data["strength"] = abs(data["weight"])
-    with atomic_write(path) as partial:
-        require("networkx", "networkx").write_graphml(graph, os.fspath(partial), prettyprint=False)
-
-
-def _add_positions(graph: "networkx.Graph[Any]") -> None:
-    """Gives nodes with a layer and a row a label and a position, and removes what is None."""
-    sizes: dict[int, int] = {}
-    for data in graph.nodes.values():
-        if "layer" in data and "row" in data:
-            sizes[data["layer"]] = max(sizes.get(data["layer"], 0), data["row"] + 1)
-    last = max([1, *sizes])
     for data in graph.nodes.values():
         for key in [key for key, value in data.items() if value is None]:
             del data[key]
-        if "layer" in data and "row" in data:
-            layer = data["layer"]
-            row = data["row"]
-            data["label"] = f"{layer}:{row}"
-            data["x"] = 2 * _HEIGHT * layer / last
-            # Row 0 is on top.
-            data["y"] = _HEIGHT * (0.5 - (row + 0.5) / sizes[layer])
+        data["label"] = f"{data['layer']}:{data['row']}"
+        data["x"] = _ACROSS * data["layer"]
+        # Row 0 is on top.
+        data["y"] = -_DOWN * data["row"]
+    for *_, data in graph.edges(data=True):
+        data["strength"] = abs(data["weight"])
+    with atomic_write(path) as partial:
+        require("networkx", "networkx").write_graphml(graph, os.fspath(partial), prettyprint=False)
 
 
 def _nodes(n: int, layer: Any) -> Iterable[tuple[int, dict[str, Any]]]:
@@ -217,8 +191,8 @@ def _relations(
         lower, child_row = places[child]
         if lower != upper + 1:
             raise ValueError(
-                f"a relation leads from a layer to the next one, and that from {parent!r} to"
-                f" {child!r} leads from layer {upper} to layer {lower}"
+                f"relations go from a layer to the next, and that from {parent!r} to {child!r} goes"
+                f" from layer {upper} to layer {lower}"
             )
         parents, children, weights = found[upper]
         parents.append(parent_row)

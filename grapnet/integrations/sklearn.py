@@ -1,6 +1,4 @@
-"""GrapNetClassifier and GrapNetRegressor: nets as scikit-learn estimators, which can be edited
-after they are fitted.
-"""
+"""GrapNetClassifier and GrapNetRegressor: scikit-learn estimators with an editable net."""
 
 import copy
 import warnings
@@ -19,7 +17,7 @@ from torch.optim import Optimizer
 import grapnet as gn
 from grapnet.rules import RuleManager
 
-from .extra import require
+from ._extra import require
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -40,10 +38,6 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 ROWS_AT_ONCE = 8192  # of a prediction, so that its memory does not grow with the data
-_ADVICE = (
-    "Lower learning_rate, or scale the features (and, for regression, the targets), for instance"
-    " with StandardScaler"
-)
 
 
 class _Samples:
@@ -65,7 +59,7 @@ class _Samples:
             # scikit-learn expects a weight of zero to equal an absent sample.
             present = weights > 0
             if not present.any():
-                raise ValueError("all sample weights are zero, which leaves nothing to learn from")
+                raise ValueError("all sample weights are zero")
             x = x[present]
             targets = targets[present]
             weights = weights[present]
@@ -155,8 +149,10 @@ class _Training:
             self.net.eval()
         mean = float(total) / len(samples)
         if not np.isfinite(mean):
-            raise ValueError(f"the loss is {mean} after {self.steps} steps. {_ADVICE}")
-        self._require_finite(samples.batch(batches[-1])[0])
+            raise ValueError(
+                f"the loss is {mean} after {self.steps} steps. Lower learning_rate, or scale the"
+                " features and targets"
+            )
         return mean
 
     def _step(self, samples: _Samples, rows: Tensor, loss: Loss) -> Tensor:
@@ -210,23 +206,13 @@ class _Training:
         finally:
             self.net.train(training)
 
-    @torch.no_grad()
-    def _require_finite(self, x: Tensor) -> None:
-        """Raises ValueError when the last step, after which no loss was computed, went too far."""
-        with self._predicting() as net:
-            outputs = net(x)
-        if not all(bool(numbers.isfinite().all()) for numbers in (outputs, *self.net.parameters())):
-            raise ValueError(
-                f"the net computes numbers that are not finite after {self.steps} steps. {_ADVICE}"
-            )
-
     def _require_ends(self) -> None:
         found = self.net.sizes[0], self.net.sizes[-1]
         if found != self.ends:
             raise ValueError(
                 f"net_ has {found[0]} sensory and {found[1]} output nodes, and the data need"
-                f" {self.ends[0]} and {self.ends[1]}: a feature or a class each. Cut relations"
-                " instead, or call fit for other data; net_.undo() takes the last edit back"
+                f" {self.ends[0]} and {self.ends[1]}, one per feature and class. Cut relations"
+                " instead, or call fit for other data; net_.undo() reverts the last edit"
             )
 
 
@@ -247,7 +233,7 @@ class _FittedEstimator(BaseEstimator):
 
     @property
     def net_(self) -> gn.GrapNet:
-        """The fitted net: edit it, run it, save it; `partial_fit` and `predict` use it as it is."""
+        """The fitted net, which can be edited, run and saved."""
         return self.training_.net
 
     @property
@@ -437,15 +423,15 @@ def _make_manager(rules: Sequence[Any] | RuleManager | None, seed: int) -> RuleM
     """Returns a manager with copies of rules, so that no fit changes those of the user."""
     if isinstance(rules, RuleManager):
         if rules.state_dict()["next_step"] is not None:
-            raise ValueError("rules is a RuleManager that has worked on a net already")
+            raise ValueError("rules is a RuleManager that was used already")
         return copy.deepcopy(rules)
     manager = RuleManager(seed=seed)
     for given in rules or ():
         if isinstance(given, tuple | list):
             rule, schedule = given
-            manager.inject(copy.deepcopy(rule), schedule=schedule)
+            manager.add(copy.deepcopy(rule), schedule=schedule)
         else:
-            manager.inject(copy.deepcopy(given))
+            manager.add(copy.deepcopy(given))
     return manager
 
 
@@ -456,47 +442,38 @@ def _choose_backends(
     names = execution
     if isinstance(names, str):
         names = [names] * len(net.transitions)
-    if len(names) != len(net.transitions):
-        raise ValueError(
-            f"execution names one backend, or one for each of {len(net.transitions)} transitions,"
-            f" got {execution!r}"
-        )
-    for t, name in enumerate(names):
-        if name == "attention":
-            net.execution.use(name, t, generator=generator)
-        else:
-            net.execution.use(name, t)
+    for t, name in zip(range(len(net.transitions)), names, strict=True):
+        net.execution.use(name, t, generator=generator)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class GrapNetClassifier(ClassifierMixin, _NetEstimator):
-    """A classifier whose net has one output node a class, and can be edited afterwards: `net_`.
+    """A classifier with an editable net, `net_`, that has one output node per class.
 
-    Equal data and an equal `random_state` give equal nets, and torch's global random state is left
-    alone. A `fit` that raises leaves the estimator as it was; a `partial_fit` that raises keeps the
-    steps that it made.
+    Equal data and an equal `random_state` give equal nets, and torch's global random state is not
+    used. A `fit` that raises leaves the estimator unchanged; a `partial_fit` that raises keeps its
+    steps.
 
     Args:
         hidden_layer_sizes: the number of nodes of each hidden layer; empty for a linear model.
         activation: of the hidden nodes, or a name for every layer after the sensory one.
-        density: the share of all possible relations to start with.
-        distribution: "uniform" or "erk", how that share is spread over the transitions.
+        density: the share of possible relations that exist at first.
+        distribution: how they are distributed over the transitions, "uniform" or "erk".
         dropout: the probability with which the output of a hidden node is 0 in training.
         optimizer: "adam", "adamw", "sgd" (Nesterov momentum 0.9), or a callable that takes groups
             of Parameters and `lr`, such as `torch.optim.RMSprop`.
         learning_rate: its step size.
         weight_decay: its weight decay; biases are spared.
-        batch_size: samples a training step, at most.
+        batch_size: the largest number of samples per step.
         max_epochs: the number of epochs of `fit`, at most.
-        early_stopping: whether `fit` holds out samples and stops when their loss does not fall. The
-            net stays as it is then: going back to an earlier one could undo what rules did.
+        early_stopping: whether `fit` holds out samples and stops when their loss does not fall. It
+            keeps the last net; an earlier one could undo what rules did.
         validation_fraction: the share of samples to hold out.
         n_iter_no_change: after how many epochs without improvement to stop.
         tol: what counts as an improvement.
-        rules: what changes the structure while it trains: a sequence of rules or pairs (rule,
-            schedule), of which every fit takes copies; or a `RuleManager` that has not worked yet,
-            with names and budgets, to be copied. Schedules count training steps, of which an epoch
-            has n_samples / batch_size, rounded up.
+        rules: rules that change the structure during training: a sequence of rules or pairs (rule,
+            schedule), or an unused `RuleManager`. Every fit copies them. Schedules count training
+            steps, of which an epoch has n_samples / batch_size, rounded up.
         execution: a backend for all transitions ("auto", "dense", "sparse", "family", "attention",
             …), or one for each.
         dtype: "float32" or "float64"; None computes float32 features in float32, all others in
@@ -625,12 +602,11 @@ class GrapNetClassifier(ClassifierMixin, _NetEstimator):
 
 
 class GrapNetRegressor(RegressorMixin, _NetEstimator):
-    """A regressor with squared error, whose net has one output node a target and can be edited
-    afterwards: `net_`.
+    """A regressor with squared error and an editable net, `net_`, that has one output node per
+    target.
 
-    Targets are learned as they are: scale them when they are large, for instance with
-    `TransformedTargetRegressor`. All parameters and attributes are those of `GrapNetClassifier`,
-    except `class_weight` and `classes_`.
+    Scale large targets, for example with `TransformedTargetRegressor`. All parameters and
+    attributes are those of `GrapNetClassifier`, except `class_weight` and `classes_`.
 
     Examples:
         >>> x = np.linspace(-2, 2, 200).reshape(-1, 1)

@@ -1,6 +1,6 @@
 """Pictures of nets and of their edits.
 
-Every function draws into `ax`, or into a figure of its own, and returns the axes. None of them
+Every function draws into `ax`, or into a new figure, and returns the axes. None of them
 uses pyplot, and matplotlib is imported when something is drawn.
 """
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grapnet._atomic import atomic_write
-from grapnet.integrations.extra import require
+from grapnet.integrations._extra import require
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,11 +29,8 @@ HATCHES = ("", "..", "xx", "oo")
 POSITIVE = "#7a68c0"
 NEGATIVE = "#c97a16"
 
-# Inches that a letter is wide and a line is high, for every point of the font size.
-LETTER = 0.0088
-LINE = 0.02
-TITLE_SIZE = 10.5
-LEGEND_SIZE = 8.0
+LETTER = 0.09  # inches that a letter of a title is wide
+MOST_ENTRIES = 20  # of a legend
 
 
 @dataclass(frozen=True)
@@ -177,8 +174,8 @@ def cut_color(ax: "Axes") -> str:
 def dress(ax: "Axes", title: str, x: str = "", y: str = "") -> None:
     """Sets the title, wrapped to the width of the axes, and the labels in the colour of the ink."""
     color = ink(ax)
-    letters = int(size_of(ax)[0] / (LETTER * TITLE_SIZE))
-    ax.set_title(textwrap.fill(title, max(letters, 16)), color=color, fontsize=TITLE_SIZE)
+    letters = int(size_of(ax)[0] / LETTER)
+    ax.set_title(textwrap.fill(title, max(letters, 16)), color=color, fontsize=10.5)
     ax.set_xlabel(x, color=color)
     ax.set_ylabel(y, color=color)
     ax.tick_params(which="both", colors=color)
@@ -188,25 +185,22 @@ def dress(ax: "Axes", title: str, x: str = "", y: str = "") -> None:
 
 
 def legend(ax: "Axes", entries: Sequence[tuple[str, Any]]) -> None:
-    """Draws a legend of (name, handle) pairs at the right of the axes.
-
-    Entries that have no room beside the axes are counted in the last line.
+    """Draws a legend of (name, handle) pairs at the right of the axes; its last line counts those
+    that are left out.
     """
     from matplotlib.patches import Patch
 
     if not entries:
         return
-    most = max(4, int(size_of(ax)[1] / (LINE * LEGEND_SIZE)))
-    shown = list(entries)
-    if len(shown) > most:
-        left_out = len(shown) - most + 1
-        shown = [*shown[: most - 1], (f"… and {left_out:,} more", Patch(alpha=0))]
+    shown = list(entries[:MOST_ENTRIES])
+    if len(entries) > len(shown):
+        shown.append((f"… and {len(entries) - len(shown):,} more", Patch(alpha=0)))
     ax.legend(
         [handle for _, handle in shown],
         [shortened(name, 20) for name, _ in shown],
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
-        fontsize=LEGEND_SIZE,
+        fontsize=8,
         labelcolor=ink(ax),
         frameon=False,
     )
@@ -232,25 +226,11 @@ def grid_lines(ax: "Axes") -> None:
     ax.grid(axis="y", color=ink(ax), alpha=0.15, linewidth=0.7)
 
 
-def settle(ax: "Axes") -> None:
-    """Runs the layout of the figure, after which `size_of` gives the size that is drawn."""
-    figure = _root(ax)
-    engine = figure.get_layout_engine()
-    if engine is not None:
-        engine.execute(figure)
-
-
 def size_of(ax: "Axes") -> tuple[float, float]:
-    """Returns the width and the height of axes in inches.
-
-    Other axes in a figure may still make these smaller, which then have a fifth less.
-    """
+    """Returns the width and the height of axes in inches, before the layout of the figure."""
     box = ax.get_window_extent()
-    figure = _root(ax)
-    share = 1.0
-    if len(figure.axes) > 1:
-        share = 0.8
-    return share * max(box.width, 1.0) / figure.dpi, share * max(box.height, 1.0) / figure.dpi
+    dpi = _root(ax).dpi
+    return box.width / dpi, box.height / dpi
 
 
 def shortened(name: str, most: int) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -12,7 +11,7 @@ from grapnet.continual import AccuracyMatrix
 
 from . import _canvas as canvas
 from . import _wiring as wiring
-from ._canvas import LETTER, LINE, Look
+from ._canvas import Look
 from ._wiring import Groups, Wires
 
 if TYPE_CHECKING:
@@ -27,12 +26,9 @@ Looks = dict[str | None, Look]
 
 MOST_CELLS = 600  # along each side of a rectangle; larger ones are binned
 MOST_BINS = 60
-MOST_LINES = 10  # of a distribution; the smallest of more become one
 MOST_REASONS = 12  # edits up to which each shows its reason
 TICK_SIZE = 8.0  # points
-# Inches of a cell of an accuracy matrix that shows its number.
-CELL_WIDTH = 0.3
-CELL_HEIGHT = 0.13
+MOST_NUMBERS = 20  # tasks of an accuracy matrix that shows its numbers
 KINDS = {  # the marker and the colour of every kind of edit
     "grow": ("^", "#009e73"),
     "cut": ("v", "#d55e00"),
@@ -48,21 +44,22 @@ KINDS = {  # the marker and the colour of every kind of edit
 def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) -> "Axes":
     """Draws which parent has which child, grouped by owner or else by family.
 
-    The colour of a cell is the sign of the weight, its opacity the size. Where a layer has more
-    than 600 nodes, a cell stands for several pairs: its opacity is the share of them that are
-    related, its colour the sign of the sum of their weights. A cell with a weight that is not
-    finite has a colour of its own.
+    The colour of a cell is the sign of the weight, its opacity the size. If a layer has more than
+    600 nodes, a cell represents several pairs: its opacity is the share that is connected, its
+    colour the sign of the sum of their weights. A cell with a weight that is not finite has another
+    colour.
 
     Args:
         net: the net to draw.
         transition: the number of the transition.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
     """
     transition = range(len(net.transitions))[transition]
     wires = wiring.wires_of(net, transition)
     groups = wiring.summarized(net, wiring.groups_by(net, "owner"))
-    upper = groups[transition]
-    lower = groups[transition + 1]
+    source, target = net.ends[transition]
+    upper = groups[source]
+    lower = groups[target]
     rows = len(upper.codes)
     columns = len(lower.codes)
     ax = canvas.axes_for(ax, 7.4, 5.2)
@@ -75,19 +72,15 @@ def adjacency(net: GrapNet, transition: int = 0, *, ax: "Axes | None" = None) ->
     if broken:
         kinds += f", {broken:,} not finite"
     title = f"transition {transition}: {rows:,} × {columns:,}, {len(wires.weights):,} relations"
-    x = f"children: nodes of layer {transition + 1}"
-    canvas.dress(ax, f"{title} ({kinds})", x, f"parents: nodes of layer {transition}")
+    x = f"children: nodes of layer {target}"
+    canvas.dress(ax, f"{title} ({kinds})", x, f"parents: nodes of layer {source}")
     for spine in ax.spines.values():
         spine.set_visible(True)
 
     canvas.legend(ax, _cell_entries(ax, max(rows, columns) > MOST_CELLS, broken > 0))
-    canvas.settle(ax)
-    width, height = canvas.size_of(ax)
-    # A column shows as many letters of its name as it is wide, a row its name if it is high enough.
-    letters = lower.sizes / max(columns, 1) * width / (LETTER * TICK_SIZE) - 1
-    lines = upper.sizes / max(rows, 1) * height / (LINE * TICK_SIZE)
-    _divide(ax.xaxis, ax.axvline, lower, letters.astype(int))
-    _divide(ax.yaxis, ax.axhline, upper, np.where(lines < 1, 0, 14))
+    _divide(ax.xaxis, ax.axvline, lower)
+    _divide(ax.yaxis, ax.axhline, upper)
+    ax.tick_params(axis="x", rotation=30)
     return ax
 
 
@@ -138,8 +131,8 @@ def _image(wires: Wires, rows: np.ndarray, columns: np.ndarray, broken_color: st
     return image.reshape(high, wide, 4)
 
 
-def _divide(axis: "Axis", draw_line: Any, groups: Groups, letters: np.ndarray) -> None:
-    """Draws lines between groups and names those with room for three letters.
+def _divide(axis: "Axis", draw_line: Any, groups: Groups) -> None:
+    """Draws lines between groups, and names those of a twentieth of the side or more.
 
     A side of one group keeps its numbers.
     """
@@ -149,8 +142,8 @@ def _divide(axis: "Axis", draw_line: Any, groups: Groups, letters: np.ndarray) -
     ends = np.cumsum(groups.sizes)
     for end in ends[:-1].tolist():
         draw_line(end, color=axis.label.get_color(), linewidth=0.6, alpha=0.7)
-    named = np.flatnonzero(letters >= 3)
-    names = [canvas.shortened(groups.titles[n], min(letters[n], 14)) for n in named]
+    named = np.flatnonzero(groups.sizes >= 0.05 * ends[-1])
+    names = [canvas.shortened(groups.titles[n], 14) for n in named]
     axis.set_ticks((ends - groups.sizes / 2)[named], names, fontsize=TICK_SIZE)
     axis.set_tick_params(length=0)
 
@@ -168,20 +161,20 @@ def degrees(
         net: the net to count in.
         of: "children" counts the relations that nodes own, "parents" those that lead to them.
         by: one line per "transition", or per "owner" of the nodes.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
     """
     if of not in ("children", "parents"):
         raise ValueError(f'of is "children" or "parents", got {of!r}')
-    lower = int(of == "parents")
     counts = []
+    owners = []
     for store in net.transitions:
-        if lower:
+        if of == "parents":
             counts.append(store.topology.fan_in().cpu().numpy())
+            owners.append(_owners(net, store.target))
         else:
             counts.append(store.topology.degrees.cpu().numpy())
-    groups = wiring.groups_by(net, "owner")
-    owners = groups[lower : lower + len(counts)]
-    split, looks = _split(counts, by, owners, groups)
+            owners.append(_owners(net, store.source))
+    split, looks = _split(net, counts, by, owners)
     highest = max((int(part.max(initial=0)) for part in split.values()), default=0)
     step = math.ceil((highest + 1) / MOST_BINS)
     bins = np.arange(-0.5, highest + 0.5 + step, step)
@@ -198,15 +191,14 @@ def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) ->
     Args:
         net: the net to count in.
         by: one line per "transition", or per "owner" of the parents.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
     """
-    values = [store.values().detach().double().cpu().numpy() for store in net.transitions]
-    groups = wiring.groups_by(net, "owner")
+    values = []
     owners = []
-    for part, store in zip(groups, net.transitions, strict=False):
-        degrees_of_rows = store.topology.degrees.cpu().numpy()
-        owners.append(replace(part, codes=part.codes.repeat(degrees_of_rows)))
-    split, looks = _split(values, by, owners, groups)
+    for store in net.transitions:
+        values.append(store.values().detach().double().cpu().numpy())
+        owners.append(_owners(net, store.source).repeat(store.topology.degrees.cpu().numpy()))
+    split, looks = _split(net, values, by, owners)
     finite = {name: part[np.isfinite(part)] for name, part in split.items()}
     total = sum(len(part) for part in split.values())
     broken = total - sum(len(part) for part in finite.values())
@@ -222,48 +214,48 @@ def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) ->
     return ax
 
 
+def _owners(net: GrapNet, layer: int) -> np.ndarray:
+    """Returns the owner of every node of a layer, [n_nodes] of str or None."""
+    return np.array(net.layers[layer].owners, dtype=object)
+
+
 def _split(
-    values: list[np.ndarray], by: By, owners: list[Groups], groups: list[Groups]
+    net: GrapNet, values: list[np.ndarray], by: By, owners: list[np.ndarray]
 ) -> tuple[Parts, Looks]:
     """Returns the values of every transition or of every owner, and the look of each.
 
     Args:
+        net: the net that they are from.
         values: an array per transition.
         by: "transition" or "owner".
         owners: the owner of every value, per transition.
-        groups: of the nodes of all layers, which give an owner the same look in every picture.
     """
     if by == "transition":
-        split: Parts = {f"{t} to {t + 1}": part for t, part in enumerate(values)}
+        split: Parts = {}
+        for (source, target), part in zip(net.ends, values, strict=True):
+            split[f"{source} to {target}"] = part
         return split, canvas.owner_looks(split)
     if by != "owner":
         raise ValueError(f'by is "transition" or "owner", got {by!r}')
-    found: dict[str | None, list[np.ndarray]] = {}
-    for part, owner in zip(values, owners, strict=True):
-        together = part[np.argsort(owner.codes, kind="stable")]
-        pieces = np.split(together, np.cumsum(owner.sizes)[:-1])
-        for name, piece in zip(owner.names, pieces, strict=False):
-            found.setdefault(name, []).append(piece)
-    split = {name: np.concatenate(pieces) for name, pieces in found.items()}
-    return split, canvas.owner_looks(wiring.distinct_names(groups))
+    everything = np.concatenate(values)
+    owner = np.concatenate(owners)
+    split = {name: everything[owner == name] for name in dict.fromkeys(owner.tolist())}
+    # An owner has the same look in every picture.
+    return split, canvas.owner_looks(wiring.distinct_names(wiring.groups_by(net, "owner")))
 
 
 def _draw_steps(ax: "Axes", split: Parts, bins: np.ndarray, looks: Looks) -> None:
-    """Draws a stepped line per part; the smallest of too many become one line."""
-    largest = sorted(split, key=lambda name: -len(split[name]))[:MOST_LINES]
-    lines = [(wiring.title_of(name), split[name], looks[name]) for name in split if name in largest]
-    others = [values for name, values in split.items() if name not in largest]
-    if others:
-        look = Look(canvas.NOBODY, line=":")
-        lines.append((canvas.counted(len(others), "other"), np.concatenate(others), look))
+    """Draws a stepped line per part."""
     # Earlier lines are thicker, so that they are visible below equal later ones.
-    thicker = min(0.7, 3 / max(1, len(lines)))
+    thicker = min(0.7, 3 / max(1, len(split)))
     highest = 0
     entries = []
-    for n, (title, values, look) in enumerate(lines):
+    for n, (name, values) in enumerate(split.items()):
+        title = wiring.title_of(name)
+        look = looks[name]
         counts, _ = np.histogram(values, bins)
         highest = max(highest, int(counts.max(initial=0)))
-        width = 1.4 + thicker * (len(lines) - 1 - n)
+        width = 1.4 + thicker * (len(split) - 1 - n)
         style = {"color": look.color, "linestyle": look.line, "linewidth": width}
         entries.append((title, ax.stairs(counts, bins, baseline=None, label=title, **style)))
     if highest > 30:
@@ -287,7 +279,7 @@ def timeline(
             not the number itself.
         scores: versions with their accuracy from 0 to 1, as a mapping or as pairs; a version may
             occur several times, for training between two edits. Without, the number of relations.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
     """
     if isinstance(history, GrapNet):
         commits = list(history.history)
@@ -420,7 +412,7 @@ def accuracy_matrix(
             there is none.
         kind: "seen" answers among all classes seen so far, "local" among those of the task.
         tasks: the names of the tasks; numbers without.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
     """
     if isinstance(matrix, AccuracyMatrix):
         matrix = matrix.table(kind)
@@ -435,38 +427,26 @@ def accuracy_matrix(
     names = [canvas.shortened(name, 18) for name in tasks]
     ax = canvas.axes_for(ax, min(10.0, 2.6 + 0.55 * count), min(9.0, 1.8 + 0.45 * count))
     canvas.dress(ax, "accuracy in per cent", "task evaluated", "after learning task")
-    longest = max(len(name) for name in names)
-    style = {}
-    if longest > 4:
-        style = {"rotation": 40, "ha": "right"}
-        # Turned names need the width of little more than a line.
-        longest = 2.5
-    width, height = canvas.size_of(ax)
-    column_step = math.ceil((longest + 1) * LETTER * TICK_SIZE * count / width)
-    row_step = math.ceil(LINE * TICK_SIZE * count / height)
-    ax.set_xticks(range(0, count, column_step), names[::column_step], fontsize=TICK_SIZE, **style)
-    ax.set_yticks(range(0, count, row_step), names[::row_step], fontsize=TICK_SIZE)
+    step = math.ceil(count / MOST_NUMBERS)
+    style = {"rotation": 40, "ha": "right"}
+    ax.set_xticks(range(0, count, step), names[::step], fontsize=TICK_SIZE, **style)
+    ax.set_yticks(range(0, count, step), names[::step], fontsize=TICK_SIZE)
     _draw_accuracies(ax, table)
     return ax
 
 
 def _draw_accuracies(ax: "Axes", table: np.ndarray) -> None:
-    """Draws coloured cells, with their numbers where there is room or else a colour bar."""
+    """Draws coloured cells, with the numbers of few tasks or else a colour bar."""
     from matplotlib import colormaps
     from matplotlib.colors import to_hex
 
     shades = colormaps["viridis"].with_extremes(bad=(0, 0, 0, 0))
     image = ax.imshow(np.ma.masked_invalid(table), cmap=shades, vmin=0, vmax=1, aspect="auto")
-    canvas.settle(ax)
-    width, height = canvas.size_of(ax)
-    width /= len(table)
-    height /= len(table)
-    if width < CELL_WIDTH or height < CELL_HEIGHT:
+    if len(table) > MOST_NUMBERS:
         bar = ax.figure.colorbar(image, ax=ax, format="{x:.0%}")
         bar.ax.tick_params(colors=canvas.ink(ax))
         return
-    # "100.0" has five letters.
-    size = min(9.0, 0.9 * width / (5 * LETTER), 0.9 * height / LINE)
+    size = min(9.0, 120 / len(table))
     for (row, column), share in np.ndenumerate(table):
         if np.isfinite(share):
             color = canvas.readable_on(to_hex(shades(share)))

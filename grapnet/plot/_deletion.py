@@ -13,12 +13,7 @@ from ._canvas import counted
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Cells of a row.
-FEWEST = 3
-MOST = 9
-NARROWEST = 0.24  # inches that a cell has at least
-WIDEST = 0.38  # inches of a cell in which texts have their full size
-HIGHEST = 3.0  # inches of axes in which texts have their full size
+MOST = 9  # cells of a row
 BESIDE = 4.2  # cells between the dense row and the list
 MORE = 1.3  # cells of the last box, which counts the numbers that are left out
 
@@ -32,19 +27,6 @@ class Cell:
     kind: str = "kept"  # or "cut", "empty", "more"
 
 
-@dataclass(frozen=True, eq=False)
-class Picture:
-    """The axes, and the factor of all font sizes."""
-
-    ax: "Axes"
-    scale: float
-
-    def write(self, x: float, y: float, words: str, size: float, **style: Any) -> None:
-        """Writes a text."""
-        look = {"color": canvas.ink(self.ax), "va": "center", **style}
-        self.ax.text(x, y, words, fontsize=size * self.scale, **look)
-
-
 def deletion(
     net: GrapNet, *, node: GrapNode | int | None = None, slots: Any = None, ax: "Axes | None" = None
 ) -> "Axes":
@@ -56,7 +38,7 @@ def deletion(
         net: the net to cut in.
         node: the node whose relations are cut, or its uid; without, one with about six children.
         slots: the relations to cut; the smallest one without.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
 
     Raises:
         EditError: the node has no such slots.
@@ -81,33 +63,29 @@ def deletion(
     relations = counted(len(before), "relation")
     canvas.dress(ax, f"{len(gone):,} of the {relations} of node {node.uid} cut")
     ax.set_axis_off()
-    canvas.settle(ax)
-    width, height = canvas.size_of(ax)
-    most = int((width / NARROWEST - BESIDE - MORE) / 2)
-    most = min(max(most, FEWEST), MOST)
-    right = most + BESIDE
-    end = right + most + MORE
-    ax.set_xlim(-0.1, end)
+    right = MOST + BESIDE
+    ax.set_xlim(-0.1, right + MOST + MORE)
     ax.set_ylim(-0.4, 6.6)
-    picture = Picture(ax, min(1.0, width / end / WIDEST, height / HIGHEST))
 
-    # A dense row has a number for every node of the next layer, whether it is a child or not.
-    uids = net.layers[node.layer + 1].uid.tolist()
+    # A dense row has a number for every possible child, whether it is one or not.
+    uids = []
+    for t in net.leaving(node.layer):
+        uids += net.layers[net.transitions[t].target].uid.tolist()
     columns = uids
-    if len(uids) > most:
-        columns = _some(list(before), gone, most)
+    if len(uids) > MOST:
+        columns = _some(list(before), gone)
     rest = len(uids) - len(columns)
     stored = counted(len(uids), "weight")
     masked = f"{stored} and {counted(len(uids), 'mask bit')} stored"
-    _draw_heading(picture, 0.0, "masked dense row", "the coordinate stays, with a 0")
-    _draw_dense(picture, 3.3, "before", _cells(columns, before, set(), rest), f"{stored} stored")
+    _draw_heading(ax, 0.0, "masked dense row", "the coordinate stays, with a 0")
+    _draw_dense(ax, 3.3, "before", _cells(columns, before, set(), rest), f"{stored} stored")
     zeros = before | dict.fromkeys(gone, 0.0)
-    _draw_dense(picture, 0.4, "after", _cells(columns, zeros, gone, rest), masked)
-    _draw_heading(picture, right, "child-owned list", "the reference and its number are gone")
+    _draw_dense(ax, 0.4, "after", _cells(columns, zeros, gone, rest), masked)
+    _draw_heading(ax, right, "child-owned list", "the reference and its number are gone")
     for y, when, owned in ((3.3, "before", before), (0.4, "after", after)):
-        children = _some(list(owned), gone, most)
+        children = _some(list(owned), gone)
         cells = _cells(children, owned, gone, len(owned) - len(children))
-        _draw_list(picture, right, y, when, cells, len(owned))
+        _draw_list(ax, right, y, when, cells, len(owned))
     return ax
 
 
@@ -132,20 +110,12 @@ def _weights(node: GrapNode) -> dict[int, float]:
     return dict(zip(node.children.uids.tolist(), weights, strict=True))
 
 
-def _number(weight: float) -> str:
-    """Returns a weight in at most six letters."""
-    text = f"{weight:.2g}"
-    if len(text) > 6:
-        text = f"{weight:.0e}"
-    return text
-
-
-def _some(uids: list[int], gone: set[int], most: int) -> list[int]:
+def _some(uids: list[int], gone: set[int]) -> list[int]:
     """Returns as many uids as a row shows, those that are cut among them, in their order."""
-    if len(uids) <= most:
+    if len(uids) <= MOST:
         return uids
     # The sort is stable: first those that are cut, then the others.
-    chosen = sorted(uids, key=lambda uid: uid not in gone)[: most - 1]
+    chosen = sorted(uids, key=lambda uid: uid not in gone)[: MOST - 1]
     return [uid for uid in uids if uid in chosen]
 
 
@@ -158,49 +128,51 @@ def _cells(uids: list[int], weights: dict[int, float], gone: set[int], rest: int
             kind = "cut"
         elif uid not in weights:
             kind = "empty"
-        cells.append(Cell(str(uid), _number(weights.get(uid, 0.0)), kind))
+        cells.append(Cell(str(uid), f"{weights.get(uid, 0.0):.2g}", kind))
     if rest:
         cells.append(Cell(f"+{rest:,}", f"+{rest:,}", "more"))
     return cells
 
 
-def _draw_heading(picture: Picture, x: float, title: str, caption: str) -> None:
-    picture.write(x, 6.35, title, 9.5, weight="bold")
-    picture.write(x, 5.8, caption, 8.5)
+def _write(ax: "Axes", x: float, y: float, words: str, size: float, **style: Any) -> None:
+    look = {"color": canvas.ink(ax), "va": "center", **style}
+    ax.text(x, y, words, fontsize=size, **look)
 
 
-def _draw_dense(picture: Picture, y: float, when: str, cells: list[Cell], stored: str) -> None:
+def _draw_heading(ax: "Axes", x: float, title: str, caption: str) -> None:
+    _write(ax, x, 6.35, title, 9.5, weight="bold")
+    _write(ax, x, 5.8, caption, 8.5)
+
+
+def _draw_dense(ax: "Axes", y: float, when: str, cells: list[Cell], stored: str) -> None:
     """Draws a row of the dense matrix, with the uids of its columns above it."""
-    picture.write(0.0, y + 1.75, when, 8.0, style="italic")
+    _write(ax, 0.0, y + 1.75, when, 8.0, style="italic")
     for n, cell in enumerate(cells):
-        _draw_cell(picture, n, y, cell, f"dense {when}")
+        _draw_cell(ax, n, y, cell, f"dense {when}")
         if cell.kind != "more":
             style = {"ha": "center", "alpha": 0.7, "gid": "column"}
-            picture.write(n + 0.5, y + 1.05, cell.child, 6.0, **style)
-    picture.write(0.0, y - 0.35, stored, 8.5)
+            _write(ax, n + 0.5, y + 1.05, cell.child, 6.0, **style)
+    _write(ax, 0.0, y - 0.35, stored, 8.5)
 
 
-def _draw_list(
-    picture: Picture, x: float, y: float, when: str, cells: list[Cell], count: int
-) -> None:
+def _draw_list(ax: "Axes", x: float, y: float, when: str, cells: list[Cell], count: int) -> None:
     """Draws a list of children, and the weights below it, slot by slot."""
-    picture.write(x, y + 1.75, when, 8.0, style="italic")
-    picture.write(x - 0.15, y + 1.15, "children", 8.0, ha="right")
-    picture.write(x - 0.15, y + 0.35, r"$W_{alloc}$", 8.0, ha="right")
+    _write(ax, x, y + 1.75, when, 8.0, style="italic")
+    _write(ax, x - 0.15, y + 1.15, "children", 8.0, ha="right")
+    _write(ax, x - 0.15, y + 0.35, r"$W_{alloc}$", 8.0, ha="right")
     for n, cell in enumerate(cells):
-        _draw_cell(picture, x + n, y + 0.8, cell, f"children {when}", child=True)
-        _draw_cell(picture, x + n, y, cell, f"weights {when}")
+        _draw_cell(ax, x + n, y + 0.8, cell, f"children {when}", child=True)
+        _draw_cell(ax, x + n, y, cell, f"weights {when}")
     stored = f"{counted(count, 'weight')} and {counted(count, 'reference')} stored"
-    picture.write(x, y - 0.35, stored, 8.5)
+    _write(ax, x, y - 0.35, stored, 8.5)
 
 
 def _draw_cell(
-    picture: Picture, x: float, y: float, cell: Cell, name: str, *, child: bool = False
+    ax: "Axes", x: float, y: float, cell: Cell, name: str, *, child: bool = False
 ) -> None:
     """Draws a box with the weight, or with the child, of a cell."""
     from matplotlib.patches import Rectangle
 
-    ax = picture.ax
     width = 1.0
     box: dict[str, Any] = {"facecolor": "none", "edgecolor": canvas.ink(ax), "linewidth": 0.8}
     text: dict[str, Any] = {"ha": "center", "gid": "cell"}
@@ -214,7 +186,7 @@ def _draw_cell(
                 text["color"] = canvas.NEGATIVE
     if cell.kind == "cut":
         box |= {"edgecolor": canvas.cut_color(ax), "hatch": "////", "linewidth": 1.4}
-        # The number stands on plain ground above the hatching.
+        # The number has a plain background above the hatching.
         text["bbox"] = {"facecolor": canvas.ground(ax), "edgecolor": "none", "pad": 1.0}
     elif cell.kind == "more":
         width = MORE
@@ -222,4 +194,4 @@ def _draw_cell(
     elif cell.kind == "empty":
         text["alpha"] = 0.45
     ax.add_patch(Rectangle((x, y), width, 0.7, gid=f"{name}: {cell.kind}", **box))
-    picture.write(x + width / 2, y + 0.33, words, 6.0, **text)
+    _write(ax, x + width / 2, y + 0.33, words, 6.0, **text)

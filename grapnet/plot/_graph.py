@@ -11,7 +11,7 @@ from grapnet import Commit, GrapNet, RelationSet
 
 from . import _canvas as canvas
 from . import _wiring as wiring
-from ._canvas import LETTER, LINE, Look
+from ._canvas import Look
 from ._wiring import Cuts, Groups, Wires
 
 if TYPE_CHECKING:
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 MOST_NODES = 60
 MOST_RELATIONS = 800
 DASHES = (0, (3, 1.6))  # of frozen relations
-HEAD_SIZE = 8.5  # points of the texts above the layers
-BOX_SIZE = 7.0  # points of the texts in the boxes
-NUMBER_SIZE = 7.0  # points of the numbers on the bands
 HALF = 0.22  # half of the width of a box; the distance of two layers is 1
 THINNEST = 0.003  # width of a band; the height of the axes is 1
+APART = 0.04  # distance of two numbers on bands
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,18 +49,18 @@ def graph(
     """Draws the layers from left to right, with owners, frozen relations and cut relations.
 
     Up to 60 nodes and 800 relations are drawn one by one. The colour of a line is the sign of its
-    weight, the width its size, and frozen relations are dashed; weights that are not finite have a
-    colour of their own. Above that, a box stands for the nodes of one owner (without owners: for
-    those with the same children) and a band for all relations between two boxes, as wide as they
-    are many. Its frozen part is hatched.
+    weight, the width its size, and frozen relations are dashed; weights that are not finite have
+    another colour. Above that, a box represents the nodes of one owner (without owners: of one
+    family) and a band all relations between two boxes, with a width proportional to their number.
+    Its frozen part is hatched.
 
     Args:
         net: the net to draw.
-        ax: the axes to draw into; a figure of its own without.
+        ax: the axes to draw into; a new figure by default.
         color_by: "owner" or "activation".
-        highlight: relations, or nodes with all of theirs, that stand out; everything else fades.
+        highlight: relations, or nodes with their relations, to emphasize; everything else fades.
         cut_since: a version; relations that were cut since then and are still gone are drawn dotted
-            in red. A Commit stands for the version before it.
+            in red. A Commit means the version before it.
 
     Raises:
         HistoryError: there is no such version, or the journal no longer knows what was cut since
@@ -79,9 +77,10 @@ def graph(
     else:
         groups = wiring.summarized(net, groups)
         height = 0.62 * max(len(part) for part in groups)
-    width = 3.0 + 2.5 * len(net.transitions)
+    last = len(net.layers) - 1
+    width = 3.0 + 2.5 * last
     ax = canvas.axes_for(ax, min(24.0, width), min(9.0, max(3.4, height + 0.8)))
-    ax.set_xlim(-0.3, len(net.transitions) + 0.3)
+    ax.set_xlim(-0.3, last + 0.3)
     ax.set_ylim(-0.02, 1.02)
     canvas.dress(ax, _title(net))
     _write_heads(net, ax)
@@ -104,16 +103,14 @@ def _title(net: GrapNet) -> str:
 
 
 def _write_heads(net: GrapNet, ax: "Axes") -> None:
-    """Writes the kind and the size of the layers above them; where they are close, of some."""
-    last = len(net.transitions)
+    """Writes the kind and the size of the layers above them, of many of some."""
+    last = len(net.layers) - 1
     kinds = ["sensory", *(f"hidden {n}" for n in range(1, last)), "output"]
     heads = [f"{kind}\n{size:,}" for kind, size in zip(kinds, net.sizes, strict=True)]
-    # "hidden 10" has nine letters.
-    room = canvas.size_of(ax)[0] / (last + 0.6)
-    every = math.ceil(9 * LETTER * HEAD_SIZE / room)
+    every = math.ceil(last / 20)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
-    ax.set_xticks(range(0, last + 1, every), heads[::every], fontsize=HEAD_SIZE)
+    ax.set_xticks(range(0, last + 1, every), heads[::every], fontsize=8.5)
     ax.set_yticks([])
     for spine in ax.spines.values():
         spine.set_visible(False)
@@ -150,14 +147,14 @@ def _draw_nodes(scene: Scene) -> None:
             dot = Line2D([], [], color=look.color, marker=look.marker, linestyle="none")
             entries.append((wiring.title_of(name), dot))
     canvas.legend(ax, entries)
-    canvas.settle(ax)
 
     # From 1 at the top to 0.
     heights = [1 - (part.places + 0.5) / max(len(part.codes), 1) for part in scene.groups]
     for t, part in enumerate(wires):
-        _draw_relations(ax, part, _segments(t, heights, part.parents, part.children), wires)
+        ends = scene.net.ends[t]
+        _draw_relations(ax, part, _segments(ends, heights, part.parents, part.children), wires)
         style = {"colors": canvas.cut_color(ax), "linewidths": 1.1, "linestyles": ":", "zorder": 2}
-        _add_lines(ax, _segments(t, heights, *scene.cuts.rows[t]), gid="cut", **style)
+        _add_lines(ax, _segments(ends, heights, *scene.cuts.rows[t]), gid="cut", **style)
     _draw_dots(scene, heights)
 
 
@@ -175,14 +172,18 @@ def _relation_entries(ax: "Axes", wires: Sequence[Wires]) -> list[tuple[str, Any
 
 
 def _segments(
-    transition: int, heights: Sequence[np.ndarray], parents: np.ndarray, children: np.ndarray
+    ends: tuple[int, int],
+    heights: Sequence[np.ndarray],
+    parents: np.ndarray,
+    children: np.ndarray,
 ) -> np.ndarray:
     """Returns straight lines between the nodes of two layers, [n, 2, 2]."""
+    source, target = ends
     lines = np.empty((len(parents), 2, 2))
-    lines[:, 0, 0] = transition
-    lines[:, 1, 0] = transition + 1
-    lines[:, 0, 1] = heights[transition][parents]
-    lines[:, 1, 1] = heights[transition + 1][children]
+    lines[:, 0, 0] = source
+    lines[:, 1, 0] = target
+    lines[:, 0, 1] = heights[source][parents]
+    lines[:, 1, 1] = heights[target][children]
     return lines
 
 
@@ -291,15 +292,15 @@ def _draw_groups(scene: Scene) -> None:
             filled = Patch(facecolor=look.color, edgecolor=canvas.ground(ax), hatch=look.hatch)
             entries.append((name, filled))
     canvas.legend(ax, entries)
-    canvas.settle(ax)
 
+    letters = max(4, min(14, 60 // len(scene.groups)))
     boxes = [_boxes(part) for part in scene.groups]
     for number, part in enumerate(scene.groups):
         for n, (title, size) in enumerate(zip(part.titles, part.sizes, strict=True)):
             look = scene.looks.get(part.names[n], Look())
-            _draw_box(ax, number, boxes[number][n], f"{title}\n{size:,}", look)
-    for t in range(len(scene.net.transitions)):
-        _draw_bands(scene, t, boxes[t], boxes[t + 1])
+            _draw_box(ax, number, boxes[number][n], f"{title}\n{size:,}", letters, look)
+    for t, (source, target) in enumerate(scene.net.ends):
+        _draw_bands(scene, t, boxes[source], boxes[target])
 
 
 def _boxes(part: Groups) -> np.ndarray:
@@ -318,8 +319,10 @@ def _boxes(part: Groups) -> np.ndarray:
     return np.stack([lows, lows + heights], axis=1)
 
 
-def _draw_box(ax: "Axes", layer: int, ends: np.ndarray, text: str, look: Look) -> None:
-    """Draws a box, with as many lines and letters of its text as it has room for."""
+def _draw_box(
+    ax: "Axes", layer: int, ends: np.ndarray, text: str, letters: int, look: Look
+) -> None:
+    """Draws a box with lines of at most `letters` letters."""
     from matplotlib.patches import FancyBboxPatch
 
     low, high = ends.tolist()
@@ -328,26 +331,22 @@ def _draw_box(ax: "Axes", layer: int, ends: np.ndarray, text: str, look: Look) -
     box = FancyBboxPatch(corner, 2 * HALF, high - low, boxstyle=shape, gid="group", zorder=3)
     box.set(facecolor=look.color, edgecolor=canvas.ground(ax), hatch=look.hatch)
     ax.add_patch(box)
-    width, height = canvas.size_of(ax)
-    letters = int(2 * HALF * width / np.ptp(ax.get_xlim()) / (LETTER * BOX_SIZE))
-    lines = int((high - low) * height / (LINE * BOX_SIZE))
-    if letters < 4:
-        return
-    shown = [canvas.shortened(line, letters) for line in text.splitlines()[:lines]]
-    # The name stands on plain colour, also in a hatched box.
+    shown = [canvas.shortened(line, letters) for line in text.splitlines()]
+    # The name has a plain background, also in a hatched box.
     plain = {"facecolor": look.color, "edgecolor": "none", "pad": 0.5}
     style = {"ha": "center", "va": "center", "clip_on": True, "zorder": 4, "bbox": plain}
     color = canvas.readable_on(look.color)
-    ax.text(layer, (low + high) / 2, "\n".join(shown), fontsize=BOX_SIZE, color=color, **style)
+    ax.text(layer, (low + high) / 2, "\n".join(shown), fontsize=7, color=color, **style)
 
 
 def _bands(scene: Scene, t: int) -> list[Band]:
     """Returns a band for every pair of groups that has relations, or had some that were cut."""
     wires = wiring.wires_of(scene.net, t, scene.marked)
-    upper = scene.groups[t].codes
-    lower = scene.groups[t + 1].codes
-    width = len(scene.groups[t + 1])
-    cells = len(scene.groups[t]) * width
+    source, target = scene.net.ends[t]
+    upper = scene.groups[source].codes
+    lower = scene.groups[target].codes
+    width = len(scene.groups[target])
+    cells = len(scene.groups[source]) * width
     pairs = upper[wires.parents] * width + lower[wires.children]
     parents, children = scene.cuts.rows[t]
     counts = np.bincount(pairs, minlength=cells)
@@ -362,6 +361,7 @@ def _bands(scene: Scene, t: int) -> list[Band]:
 def _draw_bands(scene: Scene, t: int, upper: np.ndarray, lower: np.ndarray) -> None:
     """Draws the bands of one transition, with their numbers where no two of them overlap."""
     bands = _bands(scene, t)
+    source, target = scene.net.ends[t]
     uppers = [band.upper for band in bands]
     lowers = [band.lower for band in bands]
     counts = np.array([band.count for band in bands], dtype=float)
@@ -370,15 +370,15 @@ def _draw_bands(scene: Scene, t: int, upper: np.ndarray, lower: np.ndarray) -> N
     starts = _stack(widths, uppers, upper)
     ends = _stack(widths, lowers, lower)
     along = np.linspace(0, 1, 41)
-    x = t + HALF + (1 - 2 * HALF) * along
+    x = source + HALF + (target - source - 2 * HALF) * along
     # The curve leaves and arrives level.
     bend = 3 * along**2 - 2 * along**3
     curves = []
     for n, band in enumerate(bands):
         curve = Curve(x, starts[n] + (ends[n] - starts[n]) * bend, widths[n])
-        name = scene.groups[t].names[band.upper]
+        name = scene.groups[source].names[band.upper]
         if name is None:
-            name = scene.groups[t + 1].names[band.lower]
+            name = scene.groups[target].names[band.lower]
         _draw_band(scene.ax, band, curve, scene.looks.get(name, Look()).color)
         curves.append(curve)
     _write_numbers(scene.ax, bands, curves)
@@ -417,21 +417,14 @@ def _draw_band(ax: "Axes", band: Band, curve: Curve, color: str) -> None:
         ax.fill_between(curve.x, low, top, alpha=alpha, gid=gid, zorder=1.5, **style)
     if band.cut:
         y = curve.y
-        point = 1 / (72 * canvas.size_of(ax)[1])
-        if band.count and curve.width >= 9 * point:
-            # Red is visible in a lane of ground through the band.
-            ax.plot(curve.x, y, color=canvas.ground(ax), linewidth=3.4, zorder=2)
-        elif band.count:
-            y = low - 2 * point
+        if band.count:
+            y = low
         style = {"color": canvas.cut_color(ax), "linestyle": ":", "linewidth": 1.5}
         ax.plot(curve.x, y, gid=f"cut {band.cut}", zorder=2.1, **style)
 
 
 def _write_numbers(ax: "Axes", bands: Sequence[Band], curves: Sequence[Curve]) -> None:
     """Writes the numbers in the middle of the bands, largest first, where they cover no other."""
-    width, height = canvas.size_of(ax)
-    letters = (1 - 2 * HALF) * width / np.ptp(ax.get_xlim()) / (LETTER * NUMBER_SIZE)
-    line = LINE * NUMBER_SIZE / height
     paper = {"facecolor": canvas.ground(ax), "alpha": 0.75, "edgecolor": "none", "pad": 1.0}
     style = {"ha": "center", "va": "center", "bbox": paper, "clip_on": True, "zorder": 5}
     taken: list[float] = []
@@ -439,7 +432,7 @@ def _write_numbers(ax: "Axes", bands: Sequence[Band], curves: Sequence[Curve]) -
         middle = len(curves[n].x) // 2
         y = float(curves[n].y[middle])
         text = bands[n].text
-        if len(text) < letters and all(abs(y - other) > line for other in taken):
+        if all(abs(y - other) > APART for other in taken):
             taken.append(y)
             x = float(curves[n].x[middle])
-            ax.text(x, y, text, fontsize=NUMBER_SIZE, color=canvas.ink(ax), **style)
+            ax.text(x, y, text, fontsize=7, color=canvas.ink(ax), **style)

@@ -75,7 +75,7 @@ def wires_of(net: GrapNet, transition: int, marked: RelationSet | None = None) -
     bits = np.ones(store.size, dtype=bool)
     if marked is not None:
         bits[:] = False
-        at = marked.positions_by_transition().get(transition, range(0))
+        at = marked._positions_by_transition().get(transition, range(0))
         if isinstance(at, torch.Tensor):
             bits[at.cpu().numpy()] = True
         else:
@@ -115,9 +115,9 @@ def cuts_since(net: GrapNet, since: int | Commit | None) -> Cuts:
     pairs = net.diff(since).relations_removed  # [n, 2] uids
     rows = []
     found = 0
-    for t in range(len(net.transitions)):
-        parents = net.layers[t].rows(pairs[:, 0]).numpy()
-        children = net.layers[t + 1].rows(pairs[:, 1]).numpy()
+    for source, target in net.ends:
+        parents = net.layers[source].rows(pairs[:, 0]).numpy()
+        children = net.layers[target].rows(pairs[:, 1]).numpy()
         here = (parents >= 0) & (children >= 0)
         rows.append((parents[here], children[here]))
         found += int(here.sum())
@@ -126,7 +126,7 @@ def cuts_since(net: GrapNet, since: int | Commit | None) -> Cuts:
 
 def groups_by(net: GrapNet, color_by: ColorBy) -> list[Groups]:
     """Returns the nodes of every layer, grouped by owner or by activation."""
-    columns = {"owner": "owner_names", "activation": "activation_names"}
+    columns = {"owner": "_owner_names", "activation": "_activation_names"}
     found = []
     for layer in net.layers:
         labels = getattr(layer, columns[color_by])
@@ -181,26 +181,23 @@ def _largest(part: Groups) -> Groups:
 
 
 def _families(net: GrapNet, number: int) -> Groups:
-    """Returns the families of a layer, or one group for all nodes where there are too many.
-
-    `net.execution.families` also lists the nodes of every family, which takes seconds where there
-    are thousands.
-    """
+    """Returns the families of a layer, or one group for all nodes where there are too many."""
     size = net.sizes[number]
     everything = Groups([None], ["all"], np.zeros(size, dtype=np.int64))
-    if number == len(net.transitions) or size == 0:
+    leaving = net.leaving(number)
+    if not leaving:
         return everything
-    topology = net.transitions[number].topology
     # Nodes of one family have the same degree: many degrees are many families.
-    if len(np.unique(topology.degrees.cpu().numpy())) > FEW_FAMILIES:
+    degrees = net.transitions[leaving[0]].topology.degrees.cpu()
+    if len(degrees.unique()) > FEW_FAMILIES:
         return everything
-    # Every child has a random number of 52 bits; nodes with the same children have the same sum.
-    numbers = np.random.default_rng(0).integers(0, 2**52, topology.n_children)
-    keys = np.zeros(size, dtype=np.int64)
-    np.add.at(keys, topology.parents().cpu().numpy(), numbers[topology.child.cpu().numpy()])
-    _, first, codes = np.unique(keys, return_index=True, return_inverse=True)
-    count = len(first)
-    if count == 1 or count > min(FEW_FAMILIES, size - 1):
+    families = net.execution.families(leaving[0])
+    titles = [f"family {n + 1}" for n in range(len(families))]
+    codes = np.full(size, len(titles))
+    for n, family in enumerate(families):
+        codes[net.layers[number].rows(family.members.uids).numpy()] = n
+    if (codes == len(families)).any():
+        titles.append("no children")
+    if len(titles) == 1 or len(titles) > min(FEW_FAMILIES, size - 1):
         return everything
-    titles = [f"family {n + 1}" for n in range(count)]
-    return Groups([None] * count, titles, first.argsort().argsort()[codes])
+    return Groups([None] * len(titles), titles, codes)

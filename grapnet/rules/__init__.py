@@ -1,28 +1,60 @@
-"""Rules: what changes the structure of a net, outside of its core."""
+"""Rules: what changes the structure of nets while they train."""
 
-from .budget import Budget as Budget
-from .budget import weakest_within as weakest_within
-from .covariance import CovarianceSifter as CovarianceSifter
-from .freeze import FreezeOwner as FreezeOwner
-from .gradients import GradientRecorder as GradientRecorder
-from .grow import GrowForTask as GrowForTask
-from .manager import RuleManager as RuleManager
-from .orphans import RemoveOrphans as RemoveOrphans
-from .preview import Preview as Preview
-from .prune import GradualSchedule as GradualSchedule
-from .prune import PruneWeakest as PruneWeakest
-from .prune import lamp_scores as lamp_scores
-from .recorders import ActivationRecorder as ActivationRecorder
-from .recorders import CovarianceRecorder as CovarianceRecorder
-from .rewire import Rewire as Rewire
-from .roster import RuleError as RuleError
-from .rule import Moment as Moment
-from .rule import Recorder as Recorder
-from .rule import RecordingRule as RecordingRule
-from .rule import Rule as Rule
-from .schedule import At as At
-from .schedule import Every as Every
-from .schedule import EveryTask as EveryTask
-from .schedule import Schedule as Schedule
-from .structure import SplitIntoFamilies as SplitIntoFamilies
-from .widen import GrowWidth as GrowWidth
+from ._activations import ActivationRecorder, CovarianceRecorder
+from ._budget import Budget, weakest_within
+from ._families import SplitIntoFamilies
+from ._freeze import FreezeOwner
+from ._gradients import GradientRecorder
+from ._grow import GrowForTask
+from ._manager import RuleError, RuleManager
+from ._orphans import RemoveOrphans
+from ._preview import Preview
+from ._prune import GradualSchedule, PruneWeakest, gradual_pruning, lamp_scores
+from ._rewire import Rewire, rigl, set_rewiring
+from ._rule import (
+    At,
+    Every,
+    EveryTask,
+    Recorder,
+    RecordingRule,
+    Rule,
+    RuleContext,
+    Schedule,
+    Scheduled,
+)
+from ._sift import CovarianceSifter
+from ._widen import GrowWidth
+
+# The reference shows them in this order.
+__all__ = [  # noqa: RUF022
+    "RuleManager",
+    "Preview",
+    "Budget",
+    "weakest_within",
+    "RuleContext",
+    "Every",
+    "At",
+    "EveryTask",
+    "Scheduled",
+    "GrowForTask",
+    "GrowWidth",
+    "FreezeOwner",
+    "PruneWeakest",
+    "gradual_pruning",
+    "GradualSchedule",
+    "lamp_scores",
+    "CovarianceSifter",
+    "RemoveOrphans",
+    "Rewire",
+    "rigl",
+    "set_rewiring",
+    "SplitIntoFamilies",
+    "ActivationRecorder",
+    "CovarianceRecorder",
+    "GradientRecorder",
+    "Rule",
+    "RecordingRule",
+    "Recorder",
+    "Schedule",
+    "RuleError",
+]

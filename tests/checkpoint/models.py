@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
-from .referee import as_text
+from .files import as_text
 
 
 class Counting(nn.Module):
@@ -34,7 +34,8 @@ class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(7, 6)
-        self.first, self.second = gn.GrapNet([6, 5, 6], activation="tanh"), gn.GrapNet([6, 4, 6])
+        self.first = gn.GrapNet([6, 5, 6], activation="tanh")
+        self.second = gn.GrapNet([6, 4, 6])
         self.again = nn.ModuleDict({"first": self.first})
         self.out = nn.Linear(6, 7, bias=False)
         self.out.weight = self.embedding.weight
@@ -56,14 +57,14 @@ def conv(head: nn.Module | None = None) -> nn.Sequential:
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, seed: int) -> list[float]:
     """Trains on random batches and returns the losses."""
-    generator, losses = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
     for _ in range(steps):
         is_tied = hasattr(model, "embedding")
-        x = (
-            torch.randint(7, (8, 3), generator=generator)
-            if is_tied
-            else torch.randn(8, 1, 6, 6, generator=generator)
-        )
+        if is_tied:
+            x = torch.randint(7, (8, 3), generator=generator)
+        else:
+            x = torch.randn(8, 1, 6, 6, generator=generator)
         loss = (model(x) - 0.5).square().mean()
         optimizer.zero_grad()
         loss.backward()
@@ -105,7 +106,7 @@ def conv_with_net() -> tuple[nn.Module, torch.optim.Optimizer]:
 def content(model: nn.Module) -> str:
     """Returns everything a model holds and is, as text that is equal only bit for bit."""
     nets = [
-        (net.version, net.next_uid, [repr(commit) for commit in net.history])
+        (net.version, net._next_uid, [repr(commit) for commit in net.history])
         for net in nets_in(model)
     ]
     modules = [

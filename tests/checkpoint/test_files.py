@@ -41,12 +41,6 @@ def test_a_missing_file_is_a_missing_file(tmp_path):
             read(tmp_path / "none")
 
 
-def test_a_missing_folder_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"there is no folder .*none' to save into"):
-        gn.save(tmp_path / "none" / "net", numbered(1))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
@@ -56,82 +50,23 @@ def test_what_is_no_file_is_refused(tmp_path):
         gn.save(tmp_path, numbered(1))
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"hello", b"\x80\x02}q\x00.", b"\x80\x02" + 6 * b"\0" + b"{"]
-)
+@pytest.mark.parametrize("content", [b"", b"hello", b"torch", b"safetensors"])
 def test_a_foreign_file_is_refused(tmp_path, content):
-    (tmp_path / "net").write_bytes(content)
-    with pytest.raises(gn.CheckpointError, match=r"container: .* is not a whole safetensors file"):
-        gn.load(tmp_path / "net")
-
-
-def test_a_refusal_repeats_the_reason_of_the_container(tmp_path):
-    (tmp_path / "net").write_bytes(b"hello")
-    with pytest.raises(gn.CheckpointError) as refused:
-        gn.load(tmp_path / "net")
-    reason = str(refused.value.__cause__).splitlines()[0]
-    assert len(reason) > 0
-    assert reason in str(refused.value)
-
-
-@pytest.mark.parametrize("kind", ["zip", "pickle", "safetensors"])
-def test_plain_weights_are_told_how_to_become_a_net(tmp_path, kind):
-    state, path = torch.nn.Linear(3, 2).state_dict(), tmp_path / "plain"
-    if kind == "safetensors":
-        save_file(state, path)
-    else:
-        torch.save(state, path, _use_new_zipfile_serialization=kind == "zip")
+    path = tmp_path / "plain"
+    path.write_bytes(content)
+    if content == b"safetensors":
+        save_file(torch.nn.Linear(3, 2).state_dict(), path)
+    if content == b"torch":
+        torch.save(torch.nn.Linear(3, 2).state_dict(), path)
     for read in (gn.load, gn.restore):
-        with pytest.raises(
-            gn.CheckpointError, match=r"gn\.from_module\(module\).*grapnet convert FILE"
-        ) as refused:
+        with pytest.raises(gn.CheckpointError):
             read(path)
-        assert "header" not in str(refused.value)
-
-
-def test_arguments_in_the_order_of_torch_are_explained(tmp_path):
-    with pytest.raises(TypeError, match=r"gn\.save\(path, net\)"):
-        gn.save(numbered(1), tmp_path / "net")  # pyright: ignore[reportArgumentType]
-
-
-def test_a_path_may_be_bare_or_long_or_text(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for n, path in enumerate(["net", "n" * 255, "ü" * 127, Path("a b.ckpt")]):
-        gn.save(path, numbered(n))
-        assert number(Path(path)) == n
-
-
-@pytest.mark.parametrize("dangling", [True, False])
-def test_a_link_is_followed(tmp_path, dangling):
-    (tmp_path / "runs").mkdir()
-    target, link = tmp_path / "runs" / "one", tmp_path / "latest"
-    if not dangling:
-        gn.save(target, numbered(1))
-    link.symlink_to(target)
-    gn.save(link, numbered(2))
-    assert link.is_symlink()
-    assert number(target) == number(link) == 2
-    assert sorted(p.name for p in tmp_path.rglob("*")) == ["latest", "one", "runs"]
-
-
-@pytest.fixture
-def umask() -> Iterator[None]:
-    before = os.umask(0o027)
-    yield
-    os.umask(before)
-
-
-def test_permissions_are_those_of_the_umask_or_of_the_replaced_file(tmp_path, umask):
-    gn.save(tmp_path / "net", numbered(1))
-    assert (tmp_path / "net").stat().st_mode & 0o777 == 0o640
-    (tmp_path / "net").chmod(0o600)
-    gn.save(tmp_path / "net", numbered(1))
-    assert (tmp_path / "net").stat().st_mode & 0o777 == 0o600
 
 
 def test_content_is_on_disk_before_its_name_and_the_name_before_the_return(tmp_path, monkeypatch):
     calls = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def note_fsync(handle: int) -> None:
         calls.append("folder" if os.path.samestat(os.fstat(handle), tmp_path.stat()) else "file")
@@ -162,16 +97,6 @@ def test_a_failed_save_leaves_the_earlier_file_alone(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["net"]
 
 
-def test_a_document_that_could_not_be_read_back_is_not_written(tmp_path):
-    gn.save(tmp_path / "net", numbered(1))
-    with pytest.raises(
-        gn.CheckpointError, match=r"metadata: [0-9,]+ bytes .* give long lists as tensors"
-    ):
-        gn.save(tmp_path / "net", numbered(2), much="x" * 100_000_000)
-    assert number(tmp_path / "net") == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["net"]
-
-
 @pytest.fixture
 def no_file_beyond_3000_bytes() -> Iterator[None]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -193,7 +118,8 @@ def test_a_full_disk_is_an_os_error(tmp_path, no_file_beyond_3000_bytes):
 def test_a_loaded_net_does_not_depend_on_the_file(tmp_path):
     net, _ = edited_net()
     gn.save(tmp_path / "net", net, undo=True, table=torch.arange(1000.0))
-    loaded, data = gn.load(tmp_path / "net"), gn.restore(tmp_path / "net")
+    loaded = gn.load(tmp_path / "net")
+    data = gn.restore(tmp_path / "net")
     (tmp_path / "net").write_bytes(bytes(100))  # in place: a mapped file would now be gone
     assert all(
         torch.equal(a, b) for a, b in zip(loaded.parameters(), net.parameters(), strict=True)
@@ -236,3 +162,11 @@ def test_another_process_can_read_while_files_are_replaced(tmp_path):
     numbers = [float(line) for line in [*seen, *out.splitlines()[:-1]]]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) > 5
+
+
+def test_a_document_that_could_not_be_read_back_is_not_written(tmp_path):
+    gn.save(tmp_path / "net", numbered(1))
+    with pytest.raises(gn.CheckpointError):
+        gn.save(tmp_path / "net", numbered(2), much="x" * 100_000_000)
+    assert number(tmp_path / "net") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["net"]

@@ -5,6 +5,7 @@ changes.
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.integrations.lightning_nets import load_nets, save_nets
+from grapnet.integrations.lightning import save_nets
 from grapnet.rules import ActivationRecorder
 
 from .files import build, parse
@@ -23,7 +24,8 @@ class Refusing:
     """Takes no state at all once it is told to refuse."""
 
     def __init__(self, refuses: bool = False) -> None:
-        self.refuses, self.seen = refuses, 1
+        self.refuses = refuses
+        self.seen = 1
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": 2}
@@ -50,23 +52,18 @@ class Scaled(gn.GrapNet):
         return 2 * super().forward(x)
 
 
-class Versioned(nn.Linear):
-    """A module whose version is given from outside."""
-
-    _version: Any = "0.0.5"
-
-
 def model(net: nn.Module | None = None, first: nn.Module | None = None) -> nn.Sequential:
     return nn.Sequential(first or nn.Linear(4, 4), net or gn.GrapNet([4, 3]), nn.BatchNorm1d(3))
 
 
 def test_an_object_that_refuses_even_its_own_state_leaves_everything_as_it_was(tmp_path):
     gn.save(tmp_path / "run", model(), a=Refusing(), generator=torch.Generator().manual_seed(1))
-    fresh, generator, refusing = model(), torch.Generator(), Refusing(refuses=True)
-    before, state = content(fresh), generator.get_state()
-    with pytest.raises(
-        gn.CheckpointError, match=r"^extras\.a: its state does not fit the object .*no"
-    ):
+    fresh = model()
+    generator = torch.Generator()
+    refusing = Refusing(refuses=True)
+    before = content(fresh)
+    state = generator.get_state()
+    with pytest.raises(gn.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh, generator=generator, a=refusing)
     assert content(fresh) == before
     assert torch.equal(generator.get_state(), state)
@@ -89,171 +86,91 @@ def test_a_module_that_cannot_be_loaded_leaves_everything_as_it_was(tmp_path, tr
     gn.save(tmp_path / "run", make(False))
     fresh = make(True)
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=r"^state: its state does not fit"):
+    with pytest.raises(gn.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
     assert vars(fresh)["_buffers"]["scale"].shape == (4,)
 
 
-def test_a_module_given_by_itself_returns_too(tmp_path):
-    gn.save(tmp_path / "net", gn.GrapNet([3, 2]), part=nn.Linear(2, 2), a=Refusing())
-    part = nn.Linear(2, 2)
-    before = values(part)
-    with pytest.raises(gn.CheckpointError, match=r"^extras\.a"):
-        gn.restore(tmp_path / "net", part=part, a=Refusing(refuses=True))
-    assert values(part) == before
+def scaled(net: gn.GrapNet) -> gn.GrapNet:
+    return Scaled([4, 3])
 
 
-@pytest.mark.parametrize("version", ["0.0.5", None, 3, 1])
-def test_modules_may_have_any_version(tmp_path, monkeypatch, version):
-    monkeypatch.setattr(Versioned, "_version", version)
-    seen: list[Any] = []
-    saved, fresh = model(first=Versioned(4, 4)), model(first=Versioned(4, 4))
-    fresh[0].register_load_state_dict_pre_hook(
-        lambda _, state, prefix, metadata, *__: seen.append(metadata["version"])
-    )
-    gn.save(tmp_path / "run", saved)
-    gn.restore(tmp_path / "run", into=fresh)
-    assert values(fresh) == values(saved)
-    assert seen == [version]
-
-
-def test_metadata_without_a_version_is_no_trouble_and_other_versions_are_named(
-    tmp_path, monkeypatch
-):
-    saved = model()
-    saved.register_state_dict_post_hook(
-        lambda _, state, *__: state._metadata.update({"0": {"more": 1}})
-    )
-    gn.save(tmp_path / "run", saved)
-    gn.restore(tmp_path / "run", into=model())
-    monkeypatch.setattr(Versioned, "_version", (1, 2))
-    with pytest.raises(gn.CheckpointError, match=r"^state\.versions: that of '0'"):
-        gn.save(tmp_path / "other", model(first=Versioned(4, 4)))
-
-
-def own_forward(net: gn.GrapNet) -> None:
-    net.forward = lambda x: x
-
-
-ADDED: dict[str, tuple[Callable[[gn.GrapNet], Any], str]] = {
-    "a forward": (own_forward, r"\(GrapNet\) has a forward of its own"),
-    "a child": (lambda net: net.add_module("scale", nn.Linear(3, 3)), "has scale beside its graph"),
-    "a buffer": (lambda net: net.register_buffer("heat", torch.ones(1)), "has heat beside"),
-    "a parameter": (
-        lambda net: net.register_parameter("heat", nn.Parameter(torch.ones(1))),
-        "has heat beside",
-    ),
-    "a layer's": (
-        lambda net: net.layers[1].register_buffer("heat", torch.ones(1)),
-        r"has layers\.1\.heat beside",
-    ),
-}
-
-
-def added_to(kind: str) -> gn.GrapNet:
-    net = Scaled([4, 3]) if kind == "a subclass" else gn.GrapNet([4, 3])
-    if kind != "a subclass":
-        ADDED[kind][0](net)
+def with_child(net: gn.GrapNet) -> gn.GrapNet:
+    net.add_module("scale", nn.Linear(3, 3))
     return net
 
 
-@pytest.mark.parametrize("kind", ["a subclass", *ADDED])
-def test_what_a_net_has_beside_its_graph_is_refused_by_name(tmp_path, kind):
-    words = r"\(Scaled\) has a forward of its own" if kind == "a subclass" else ADDED[kind][1]
-    with pytest.raises(gn.CheckpointError, match=f"the net at '1' {words}.*module"):
-        gn.save(tmp_path / "run", model(added_to(kind)))
-    with pytest.raises(gn.CheckpointError, match=f"this net {words}"):
-        gn.save(tmp_path / "run", added_to(kind))
-    checkpoint: dict[str, Any] = {}
-    with pytest.raises(gn.CheckpointError, match=rf"^1: .*{words}"):
-        save_nets(model(added_to(kind)), checkpoint)
+def with_parameter_of_a_layer(net: gn.GrapNet) -> gn.GrapNet:
+    net.layers[1].register_parameter("heat", nn.Parameter(torch.ones(1)))
+    return net
+
+
+@pytest.mark.parametrize("add", [scaled, with_child, with_parameter_of_a_layer])
+def test_what_a_net_has_beside_its_graph_is_refused(tmp_path, add):
+    for saved in (model(add(gn.GrapNet([4, 3]))), add(gn.GrapNet([4, 3]))):
+        with pytest.raises(gn.CheckpointError):
+            gn.save(tmp_path / "run", saved)
+    with pytest.raises(gn.CheckpointError):
+        save_nets(model(add(gn.GrapNet([4, 3]))), {})
     assert not (tmp_path / "run").exists()
-    assert checkpoint == {}
     gn.save(tmp_path / "run", model())
-    save_nets(model(), checkpoint)
-    fresh = model(added_to(kind))
+    require_refused(tmp_path / "run", model(add(gn.GrapNet([4, 3]))))
+
+
+def require_refused(path: Path, fresh: nn.Module) -> None:
+    """Fails the test unless a model refuses the nets of a file and stays as it was."""
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=f"^nets.0.places: .*the net at '1' {words}"):
-        gn.restore(tmp_path / "run", into=fresh)
-    with pytest.raises(gn.ConversionError, match=f"the net at '1' {words}"):
-        load_nets(fresh, checkpoint)
+    with pytest.raises(gn.CheckpointError):
+        gn.restore(path, into=fresh)
     assert content(fresh) == before
 
 
-HOOKS: dict[str, tuple[Callable[[gn.GrapNet], Any], str]] = {
-    "the net": (lambda net: net.register_forward_hook(lambda *_: None), "itself"),
-    "before it": (lambda net: net.register_forward_pre_hook(lambda *_: None), "itself"),
-    "a layer": (
-        lambda net: net.layers[1].register_full_backward_hook(lambda *_: None),
-        r"layers\.1",
-    ),
-    "a gradient": (
-        lambda net: net.transitions[0].weight.register_hook(torch.neg),
-        r"transitions\.0\.weight",
-    ),
-    "a sum": (
-        lambda net: net.layers[1].bias.register_post_accumulate_grad_hook(lambda _: None),
-        r"layers\.1\.bias",
-    ),
+HOOKS: dict[str, Callable[[gn.GrapNet], Any]] = {
+    "the net": lambda net: net.register_forward_hook(lambda *_: None),
+    "a layer": lambda net: net.layers[1].register_full_backward_hook(lambda *_: None),
+    "a gradient": lambda net: net.transitions[0].weight.register_hook(torch.neg),
+    "a sum": lambda net: net.layers[1].bias.register_post_accumulate_grad_hook(lambda _: None),
 }
 
 
 @pytest.mark.parametrize("where", HOOKS)
 def test_hooks_can_be_saved_with_and_are_not_lost(tmp_path, where):
-    hook, words = HOOKS[where]
-    fresh, checkpoint = model(), {}
-    handle = hook(fresh[1])
+    fresh = model()
+    handle = HOOKS[where](fresh[1])
     gn.save(tmp_path / "run", fresh)
-    save_nets(fresh, checkpoint)
-    before = content(fresh)
-    message = rf"the net at '1' has hooks \({words}\), which would be lost; remove them"
-    with pytest.raises(gn.CheckpointError, match=message):
-        gn.restore(tmp_path / "run", into=fresh)
-    with pytest.raises(gn.ConversionError, match=message):
-        load_nets(fresh, checkpoint)
-    assert content(fresh) == before
+    require_refused(tmp_path / "run", fresh)
     handle.remove()
     gn.restore(tmp_path / "run", into=fresh)
-    load_nets(fresh, checkpoint)
 
 
 def test_recorders_do_not_stand_in_the_way(tmp_path):
-    fresh, recorder = model(), ActivationRecorder(1)
+    fresh = model()
+    recorder = ActivationRecorder(1)
     gn.save(tmp_path / "run", fresh)
     recorder.arm(fresh[1])
     gn.restore(tmp_path / "run", into=fresh)
 
 
 def test_nets_that_share_a_parameter_are_refused(tmp_path):
-    first, second = gn.GrapNet([3, 3]), gn.GrapNet([3, 3])
+    first = gn.GrapNet([3, 3])
+    second = gn.GrapNet([3, 3])
     second.transitions[0].weight = first.transitions[0].weight
-    with pytest.raises(gn.CheckpointError, match="the nets at '0' and '1' share a Parameter"):
+    with pytest.raises(gn.CheckpointError):
         gn.save(tmp_path / "run", nn.Sequential(first, second))
     deep = gn.GrapNet([3, 3, 3])
     deep.transitions[1].weight = deep.transitions[0].weight
-    with pytest.raises(
-        gn.CheckpointError,
-        match=r"transitions\.1\.weight is the same Parameter as transitions\.0\.weight",
-    ):
+    with pytest.raises(gn.CheckpointError):
         gn.save(tmp_path / "run", deep)
-    with pytest.raises(gn.CheckpointError, match="the nets at '0' and '1' share a Parameter"):
+    with pytest.raises(gn.CheckpointError):
         save_nets(nn.Sequential(first, second), {})
     assert list(tmp_path.iterdir()) == []
 
 
-def test_parameters_are_trained_or_not_one_by_one(tmp_path):
-    gn.save(tmp_path / "run", model())
-    fresh = model()
-    fresh[1].layers[1].bias.requires_grad_(False)
-    gn.restore(tmp_path / "run", into=fresh)
-    assert {name for name, p in fresh[1].named_parameters() if not p.requires_grad} == {
-        "layers.1.bias"
-    }
-
-
 def test_a_net_keeps_what_it_trained_where_nothing_says_otherwise(tmp_path):
-    saved, placeholder, other = model(), model(nn.Identity()), model()
+    saved = model()
+    placeholder = model(nn.Identity())
+    other = model()
     saved[1].layers[1].bias.requires_grad_(False)
     gn.save(tmp_path / "run", saved)
     gn.restore(tmp_path / "run", into=placeholder)
@@ -276,18 +193,6 @@ def test_a_net_over_dense_modules_trains_what_they_trained(tmp_path):
     assert held == {"transitions.0.weight", "layers.1.bias", "layers.2.bias"}
 
 
-def test_a_parameter_may_be_called_like_an_extra_state(tmp_path):
-    def make() -> nn.Module:
-        made = model()
-        made.register_parameter("my_extra_state", nn.Parameter(torch.randn(2)))
-        return made
-
-    saved, fresh = make(), make()
-    gn.save(tmp_path / "run", saved)
-    gn.restore(tmp_path / "run", into=fresh)
-    assert values(fresh) == values(saved)
-
-
 @pytest.mark.parametrize(
     "there", [lambda: gn.GrapNet([4, 3]), lambda: nn.Linear(4, 3)], ids=["a net", "dense"]
 )
@@ -297,7 +202,7 @@ def test_what_depends_on_the_parameters_of_before_refuses(tmp_path, there):
     optimizer = torch.optim.SGD(fresh.parameters(), 0.1)
     loss = fresh[1](torch.randn(8, 4)).square().sum()
     gn.restore(tmp_path / "run", into=fresh)
-    with pytest.raises(gn.StaleTopologyError, match=r"before gn\.restore.*Compute it again"):
+    with pytest.raises(gn.errors.StaleTopologyError):
         loss.backward()
     optimizer.zero_grad()
     fresh(torch.randn(8, 4)).square().sum().backward()
@@ -330,18 +235,13 @@ def dropping() -> nn.Sequential:
 
 DAMAGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "a dropout that is not there": lambda origin: origin.update(dropout_path="9"),
-    "a dropout that is none": lambda origin: origin["parts"][0].update(dropout_path="2"),
-    "a dropout of another place": lambda origin: origin.update(dropout_path="training"),
     "an activation that is not there": lambda origin: origin["parts"][0].update(
         activation_path="7"
     ),
-    "text where a list should be": lambda origin: origin.update(emptied="13"),
-    "emptied twice": lambda origin: origin.update(emptied=["3", "3"]),
     "a part too many": lambda origin: origin["parts"].append(
         copy.deepcopy(origin["parts"][0]) | {"path": "2"}
     ),
     "a part too few": lambda origin: origin["parts"].pop(),
-    "a part twice": lambda origin: origin["parts"][1].update(path="1"),
     "a part that is not linear": lambda origin: origin["parts"][1].update(path="2"),
 }
 
@@ -359,40 +259,6 @@ def test_a_damaged_origin_is_refused(tmp_path, damage, there):
     if there == "grafted":
         gn.graft(fresh, "0")
     before = content(fresh)
-    with pytest.raises(
-        gn.CheckpointError, match=r"^nets\.0\.places: the net that stood at '0' has no place here"
-    ):
+    with pytest.raises(gn.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
-
-
-def test_a_file_of_a_model_without_nets_is_refused(tmp_path):
-    saved = nn.Sequential(nn.Linear(4, 4), gn.GrapNet([4, 3]))
-    gn.save(tmp_path / "run", saved)
-    document, tensors = parse((tmp_path / "run").read_bytes())
-    document["nets"] = []
-    beside = {name: tensor for name, tensor in tensors.items() if not name.startswith("nets")}
-    (tmp_path / "run").write_bytes(build(json.dumps(document), beside))
-    fresh = nn.Sequential(nn.Linear(4, 4))
-    before = content(fresh)
-    with pytest.raises(gn.CheckpointError, match=r"^nets: "):
-        gn.restore(tmp_path / "run", into=fresh)
-    assert content(fresh) == before
-
-
-def test_copies_know_which_transaction_a_commit_is_part_of(tmp_path):
-    nets = gn.GrapNet([3, 4]), gn.GrapNet([4, 2])
-    copies = copy.deepcopy(nets)
-    for one, net in zip(copies, nets, strict=True):
-        gn.attach(one, net)
-    with gn.edit_together(*nets) as (first, second):
-        first.remove_nodes(nets[0].layers[1][:1], interface=True)
-        second.remove_nodes(nets[1].layers[0][:1], interface=True)
-    assert [one.history[-1].joint for one in copies] == [net.history[-1].joint for net in nets]
-    assert copies[0].history[-1].joint is not None
-    gn.undo_together(*nets)
-    assert [one.history[-1].joint for one in copies] == [net.history[-1].joint for net in nets]
-    for one in copies:
-        gn.check(one)
-        gn.save(tmp_path / "copy", one, undo=True)
-        assert gn.load(tmp_path / "copy").history[-1].joint == one.history[-1].joint

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from grapnet.checkpoint import net as packing
+from grapnet.checkpoint import _net as packing
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 10, 255, 256, 257, 1024, 2**31 - 1])

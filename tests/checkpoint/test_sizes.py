@@ -45,8 +45,8 @@ def test_a_cut_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_path: 
 def test_a_rewired_net_has_the_file_of_a_net_born_with_the_same_relations(tmp_path: Path) -> None:
     torch.manual_seed(0)
     net = gn.GrapNet(SIZES, density=0.1)
-    manager = gn.RuleManager(seed=0)
-    manager.inject(gn.rules.Rewire(fraction=0.3))
+    manager = gn.rules.RuleManager(seed=0)
+    manager.add(gn.rules.Rewire(fraction=0.3))
     for step in range(12):
         manager.apply(net, step)
     assert net.version == 12
@@ -87,9 +87,9 @@ def test_a_commit_costs_few_bytes_in_files_and_in_memory(
 ) -> None:
     fresh = file_size(gn.GrapNet([4, 3, 2]), tmp_path)
     assert file_size(net_with_a_past, tmp_path) - fresh <= 300 * 1000
-    outlines = net_with_a_past.journal.outlines
+    outlines = net_with_a_past.journal._outlines
     assert 8 * len(outlines.numbers) + len(outlines.text) <= 300 * 1000
-    assert len(net_with_a_past.journal.details) == 1
+    assert len(net_with_a_past.journal._details) == 1
 
 
 def test_a_save_does_not_pay_for_every_commit_of_the_past(
@@ -109,5 +109,5 @@ def test_details_of_small_commits_count_with_the_memory_of_their_objects() -> No
     for number in range(100):
         with net.edit() as edit:
             edit.set_owner(net.layers[1][0], f"owner {number % 2}")
-    assert len(net.journal.details) < 50
+    assert len(net.journal._details) < 50
     assert len(net.history) == 100

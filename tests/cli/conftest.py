@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import grapnet as gn
-from grapnet.cli.main import main
+from grapnet.cli._main import main
 from grapnet.continual import ReservoirMemory
 
 

@@ -1,40 +1,34 @@
 """The demonstration holds what it claims, and its folder has all of it."""
 
-import base64
 import contextlib
 import io
 import json
 import re
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 import grapnet as gn
-from grapnet.cli.main import main
+from grapnet.cli._main import main
 
-PICTURES = ["accuracy_matrix.png", "graph.png", "timeline.png"]
-FILES = sorted([*PICTURES, "demo.json", "digits.safetensors", "report.html"])
-pytestmark = pytest.mark.xdist_group("demo")  # one worker, so that both forms run once
+FILES = [
+    "accuracy_matrix.png",
+    "demo.json",
+    "digits.safetensors",
+    "graph.png",
+    "report.html",
+    "timeline.png",
+]
+pytestmark = pytest.mark.xdist_group("demo")  # one worker, so that it runs once
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """What both forms wrote: one below a folder that was not there, one over an earlier run."""
-    plain = tmp_path_factory.mktemp("plain") / "runs" / "demo"
-    assert main(["demo", "--out", str(plain)]) == 0
-    heads = tmp_path_factory.mktemp("heads")
-    (heads / "demo.json").write_text("old")
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main(["demo", "--out", str(heads), "--heads", "2", "--json"]) == 0
-    assert json.loads(printed.getvalue()) == read(heads)
-    return {"plain": plain, "heads": heads}
-
-
-@pytest.fixture(params=["plain", "heads"])
-def folder(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Path:
-    return folders[request.param]
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the demonstration wrote, below a folder that was not there."""
+    folder = tmp_path_factory.mktemp("demo") / "runs" / "demo"
+    assert main(["demo", "--out", str(folder)]) == 0
+    return folder
 
 
 @pytest.fixture
@@ -76,7 +70,6 @@ def test_the_sifted_net_learns_on(numbers):
     assert (before["hidden"], sifted["hidden"]) == (160, 120)
     assert sifted["relations"] < before["relations"] / 2
     assert trained["all"] > 0.93
-    assert abs(trained["all"] - numbers["sift"]["unsifted"]) < 0.04
 
 
 def test_the_checkpoint_is_the_sifted_net_with_its_journal(folder, numbers):
@@ -89,60 +82,20 @@ def test_the_checkpoint_is_the_sifted_net_with_its_journal(folder, numbers):
     assert numbers["save"]["bytes"] == path.stat().st_size
 
 
-def test_heads_are_compared_when_asked(folders):
-    assert "compare" not in read(folders["plain"])
-    rows = read(folders["heads"])["compare"]["rows"]
-    assert set(rows) == {"grown", "dense", "scaled"}
-    assert all(0.7 < row["accuracy"] < 0.97 for row in rows.values())
-    for kind in ("dense", "scaled"):
-        ahead = rows["grown"]["accuracy"] - rows[kind]["accuracy"]
-        assert rows[kind]["grown ahead by"] == pytest.approx(ahead)
-        assert rows[kind]["from"] < ahead < rows[kind]["to"]
-
-
-def test_equal_seeds_give_equal_numbers(folders):
-    plain = read(folders["plain"])
-    heads = read(folders["heads"])
-    assert {key for key in plain if plain[key] != heads[key]} == {"seconds"}
-
-
-class Page(HTMLParser):
-    """Collects the tags and addresses of a page, and checks that every tag is closed."""
-
-    def __init__(self, source: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.addresses: list[str] = []
-        self.feed(source)
-        assert self.open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        for name, value in attrs:
-            if name in ("src", "srcset", "href"):
-                self.addresses.append(value or "")
-        if tag not in ("meta", "img", "source"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+def test_equal_seeds_give_equal_numbers_over_an_earlier_run(numbers, tmp_path):
+    (tmp_path / "demo.json").write_text("old")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main(["demo", "--out", str(tmp_path), "--json"]) == 0
+    again = read(tmp_path)
+    assert json.loads(printed.getvalue()) == again
+    assert {key for key in again if again[key] != numbers[key]} == {"seconds"}
 
 
 def test_the_report_is_one_page_that_needs_nothing_else(folder):
     source = (folder / "report.html").read_text(encoding="utf-8")
-    page = Page(source)
-    assert not page.tags & {"script", "link", "iframe", "object"}
-    assert not re.search(r"https?://|url\(|@import", source)
+    assert not re.search(r"https?://|url\(|@import|<script|<link", source)
     assert source.count("✓") == 8
-    pictures = []
-    for address in page.addresses:
-        start, _, content = address.partition(",")
-        assert start == "data:image/png;base64"
-        pictures.append(base64.b64decode(content))
-    # each of them dark, then light as the file
-    assert len(set(pictures)) == 6
-    assert set(pictures[1::2]) == {(folder / name).read_bytes() for name in PICTURES}
+    assert source.count('<img src="data:image/png;base64,') == 3
 
 
 def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path, run):

@@ -83,7 +83,7 @@ EDITS = {
     "remove --node 9 --node 12": lambda net, edit: edit.remove_nodes([9, 12]),
     "prune --fraction 0.3 --scope transition": lambda net, edit: gn.rules.PruneWeakest(
         fraction=0.3, scope="transition"
-    )(net, edit, gn.rules.Moment()),
+    )(net, edit, gn.rules.RuleContext()),
     "set-owner --owner task-1 --to x": lambda net, edit: edit.set_owner(task_1(net), "x"),
     "set-owner --owner task-1 --none": lambda net, edit: edit.set_owner(task_1(net), None),
 }
@@ -209,27 +209,6 @@ def test_what_cannot_follow_stops_the_edit_unless_dropped_or_kept(folder: Path, 
 
 
 @pytest.mark.usefixtures("folder")
-def test_an_averaged_copy_follows(run: Run) -> None:
-    torch.manual_seed(0)
-    net = gn.GrapNet([5, 6, 2])
-    averaged = torch.optim.swa_utils.AveragedModel(net)
-    averaged.update_parameters(net)
-    train(net, torch.optim.SGD(net.parameters(), lr=0.1), 5)
-    averaged.update_parameters(net)
-    gn.save(NET, net, ema=averaged)
-    done = run("remove", NET, "--node", 5, "--node", 7, "-o", NEW, "--json")
-    assert json.loads(done.out)["extras"] == {"ema": "followed"}
-    gn.attach(averaged, net)
-    with net.edit() as edit:
-        edit.remove_nodes([5, 7])
-    again = torch.optim.swa_utils.AveragedModel(gn.load(NEW))
-    gn.restore(NEW, ema=again)
-    x = torch.randn(3, 5)
-    assert torch.equal(again(x), averaged(x))
-    assert not torch.equal(again(x), net(x))
-
-
-@pytest.mark.usefixtures("folder")
 def test_a_net_of_a_model_is_edited_and_the_rest_stays(run: Run) -> None:
     model = model_of_nets()
     optimizer = torch.optim.Adam(model.parameters())
@@ -258,7 +237,7 @@ def test_a_net_of_a_model_is_edited_and_the_rest_stays(run: Run) -> None:
 @pytest.mark.usefixtures("folder")
 def test_a_part_of_a_joint_transaction_is_undone_only_alone(run: Run) -> None:
     nets = gn.GrapNet([4, 4]), gn.GrapNet([4, 2])
-    with gn.edit_together(*nets, reason="both") as edits:
+    with gn.edit(*nets, reason="both") as edits:
         for net, edit in zip(nets, edits, strict=True):
             edit.cut(net.layers[0].outgoing().smallest(count=3))
     gn.save(NET, nn.Sequential(*nets), undo=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from grapnet.cli.main import commands
+from grapnet.cli._main import commands
 
 from .conftest import Ran
 

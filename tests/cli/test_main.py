@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import grapnet as gn
-import grapnet.cli.doctor
-import grapnet.cli.inspect
-from grapnet.cli.main import commands, main, parser
+import grapnet.cli._doctor
+import grapnet.cli._inspect
+from grapnet.cli._main import commands, main, parser
 
 from .conftest import Ran
 
@@ -104,13 +104,7 @@ def test_diff_finds_one_changed_bit_and_nothing_else(run: Run) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_seed_and_threads_take_effect(run: Run) -> None:
-    threads = torch.get_num_threads()
-    try:
-        assert run("inspect", "bare.safetensors", "--seed", 7, "--threads", 1).code == 0
-        assert (torch.initial_seed(), torch.get_num_threads()) == (7, 1)
-    finally:
-        torch.set_num_threads(threads)
+def test_an_unknown_device_is_an_error(run: Run) -> None:
     assert run("inspect", "bare.safetensors", "--device", "nonsense").code == 2
 
 
@@ -133,7 +127,7 @@ def test_a_bug_is_one_line_and_a_traceback_when_asked_for(
     def broken(file: Path) -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(grapnet.cli.inspect, "open_file", broken)
+    monkeypatch.setattr(grapnet.cli._inspect, "open_file", broken)
     done = run("inspect", "net.safetensors")
     assert (done.code, done.err.splitlines()[0]) == (2, "grapnet: ZeroDivisionError: a bug")
     monkeypatch.setenv("GRAPNET_TRACEBACK", "1")
@@ -146,7 +140,7 @@ def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(file: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(grapnet.cli.inspect, "open_file", interrupted)
+    monkeypatch.setattr(grapnet.cli._inspect, "open_file", interrupted)
     assert run("inspect", "net.safetensors").code == 130
 
 

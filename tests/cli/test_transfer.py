@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import grapnet as gn
-import grapnet.cli.export
+import grapnet.cli._export
 from grapnet.integrations.networkx import from_networkx
 from tests.rounding import SINGLE
 
@@ -81,7 +81,7 @@ def test_an_export_that_computes_something_else_is_not_written(
         path.write_text("wrong")
         return lambda x: net(x) + 0.01
 
-    monkeypatch.setitem(grapnet.cli.export._WRITERS, "torch", write)
+    monkeypatch.setitem(grapnet.cli._export._WRITERS, "torch", write)
     done = run("export", NET, "--to", "torch")
     assert (done.code, done.out, done.err.count("\n")) == (2, "", 2)
     assert not Path("net.pt2").exists()

@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grapnet.continual.losses import (
+from grapnet.continual import (
     DER,
     ERACE,
+    Batch,
     DERpp,
     ExperienceReplay,
     logit_adjusted_cross_entropy,
     seen_class_cross_entropy,
 )
-from grapnet.continual.memories import Batch
 
 SEEN = (4, 0, 3)
 
@@ -70,20 +70,14 @@ def rows(model: nn.Module, batch: Batch) -> list[tuple[list[float], int]]:
 
 
 def test_seen_class_cross_entropy_is_a_softmax_over_the_seen_columns(model, batches):
-    logits, y = model(batches[0].x), batches[0].y
+    logits = model(batches[0].x)
+    y = batches[0].y
     wanted = [entropy(z, t, SEEN) for z, t in rows(model, batches[0])]
-    assert seen_class_cross_entropy(logits, y, SEEN).item() == pytest.approx(
-        mean(wanted), abs=1e-12
-    )
-    assert seen_class_cross_entropy(logits, y, torch.tensor([0, 3, 4])).item() == pytest.approx(
-        mean(wanted), abs=1e-12
-    )
-    assert seen_class_cross_entropy(logits, y, SEEN, reduction="none").tolist() == pytest.approx(
-        wanted, abs=1e-12
-    )
-    assert seen_class_cross_entropy(logits, y, SEEN, reduction="sum").item() == pytest.approx(
-        sum(wanted), abs=1e-12
-    )
+    for seen in (SEEN, torch.tensor([0, 3, 4])):
+        found = seen_class_cross_entropy(logits, y, seen).item()
+        assert found == pytest.approx(mean(wanted), abs=1e-12)
+    each = seen_class_cross_entropy(logits, y, SEEN, reduction="none")
+    assert each.tolist() == pytest.approx(wanted, abs=1e-12)
     # over all columns it is another number
     assert nn.functional.cross_entropy(logits, y).item() > mean(wanted) + 0.1
 
@@ -99,15 +93,13 @@ def test_columns_of_other_classes_get_no_gradient(model, batches):
 def test_a_target_that_was_not_seen_is_refused(model, batches, target):
     y = batches[0].y.clone()
     y[2] = target
-    with pytest.raises(
-        ValueError, match=rf"targets \[{target}\] are not among the seen classes \[4, 0, 3\]"
-    ):
+    with pytest.raises(ValueError, match=rf"\[{target}\]"):
         seen_class_cross_entropy(model(batches[0].x), y, SEEN)
 
 
 @pytest.mark.parametrize("seen", [(), (0, 3, 3), (0, 3, 5), (-1, 0, 3)])
 def test_seen_names_different_classes_of_the_logits(model, batches, seen):
-    with pytest.raises(ValueError, match="different classes, each from 0 to 4"):
+    with pytest.raises(ValueError, match="seen"):
         seen_class_cross_entropy(model(batches[0].x), batches[0].y, seen)
 
 
@@ -116,25 +108,13 @@ def test_logit_adjustment_adds_tau_log_frequency(model, batches, tau):
     counts = torch.tensor([10.0, 99.0, 0.0, 30.0, 60.0])
     shift = {0: tau * math.log(0.1), 3: tau * math.log(0.3), 4: tau * math.log(0.6)}
     wanted = mean(entropy(z, t, SEEN, shift) for z, t in rows(model, batches[0]))
-    logits, y = model(batches[0].x), batches[0].y
+    logits = model(batches[0].x)
+    y = batches[0].y
     assert logit_adjusted_cross_entropy(logits, y, SEEN, counts, tau=tau).item() == pytest.approx(
         wanted, abs=1e-12
     )
     tenfold = logit_adjusted_cross_entropy(logits, y, SEEN, (10 * counts).long(), tau=tau)
     assert tenfold.item() == pytest.approx(wanted, abs=1e-12)
-
-
-def test_without_tau_or_with_equal_counts_nothing_is_adjusted(model, batches):
-    logits, y = model(batches[0].x), batches[0].y
-    plain = seen_class_cross_entropy(logits, y, SEEN).item()
-    counts = torch.tensor([1, 0, 0, 7, 0])
-    assert logit_adjusted_cross_entropy(logits, y, SEEN, counts, tau=0.0).item() == pytest.approx(
-        plain, abs=1e-12
-    )
-    assert logit_adjusted_cross_entropy(
-        logits, y, SEEN, torch.full((5,), 3)
-    ).item() == pytest.approx(plain, abs=1e-12)
-    assert abs(logit_adjusted_cross_entropy(logits, y, SEEN, counts).item() - plain) > 0.1
 
 
 def test_a_class_that_was_never_counted_takes_no_part(model, batches):
@@ -148,34 +128,16 @@ def test_a_class_that_was_never_counted_takes_no_part(model, batches):
     assert (logits.grad[:, 4] == 0).all()
 
 
-@pytest.mark.parametrize("counts", [[2, 0, 0, 0, 1], [2, 0, 0, 3, -1], [2, 3]])
+@pytest.mark.parametrize("counts", [[2, 0, 0, 0, 1], [2, 0, 0, 3, -1]])
 def test_counts_that_cannot_be_are_refused(model, batches, counts):
     with pytest.raises(ValueError, match="counts"):
         logit_adjusted_cross_entropy(model(batches[0].x), batches[0].y, SEEN, torch.tensor(counts))
 
 
-def test_adjusted_training_answers_for_equally_frequent_classes():
-    y, counts = torch.tensor([0] * 90 + [1] * 10), torch.tensor([90, 10])
-
-    def gradient(logits: list[float], loss: Any, *arguments: Any) -> float:
-        z = torch.tensor([logits], dtype=torch.float64, requires_grad=True)
-        loss(z.expand(100, 2), y, [0, 1], *arguments).backward()
-        return z.grad.abs().max().item()
-
-    # where the input says nothing, the best plain logits are these
-    prior = [
-        math.log(0.9),
-        math.log(0.1),
-    ]
-    assert gradient(prior, seen_class_cross_entropy) < 1e-12
-    assert gradient([0.0, 0.0], seen_class_cross_entropy) > 0.1
-    assert gradient([0.0, 0.0], logit_adjusted_cross_entropy, counts) < 1e-12
-    assert gradient(prior, logit_adjusted_cross_entropy, counts) > 0.05
-
-
 def reference(objective: Any, model: nn.Module, current: Batch, replay: Batch) -> float:
     """The published formulas, row by row."""
-    adjusted, tau = objective.loss == "adjusted", objective.tau
+    adjusted = objective.loss == "adjusted"
+    tau = objective.tau
 
     def ce(batch: Batch, classes: Any, *weighted: tuple[Tensor, float]) -> float:
         shift = {c: tau * s for c, s in log_shares(*weighted).items()} if adjusted else None
@@ -185,7 +147,8 @@ def reference(objective: Any, model: nn.Module, current: Batch, replay: Batch) -
         pairs = zip(model(replay.x).tolist(), replay.logits.tolist(), strict=True)
         return mean((a - b) ** 2 for z, kept in pairs for a, b in zip(z, kept, strict=True))
 
-    alone, again = (current.y, 1.0), (replay.y, 1.0)
+    alone = (current.y, 1.0)
+    again = (replay.y, 1.0)
     match objective:
         case ExperienceReplay(weight=weight):
             both = (alone, (replay.y, weight))
@@ -226,18 +189,6 @@ def test_without_replay_the_current_batch_is_left(model, batches, objective):
     assert objective(model, batches[0], None, SEEN).item() == pytest.approx(wanted, abs=1e-12)
 
 
-@pytest.mark.parametrize("loss", ["seen", "adjusted"])
-def test_a_weight_of_nothing_leaves_replay_out(model, batches, loss):
-    alone = ExperienceReplay(loss=loss)(model, batches[0], None, SEEN).item()
-    assert ExperienceReplay(0.0, loss=loss)(model, *batches, SEEN).item() == pytest.approx(
-        alone, abs=1e-12
-    )
-    dark = DER(0.5, loss=loss)(model, *batches, SEEN).item()
-    assert DERpp(0.5, 0.0, loss=loss)(model, *batches, SEEN).item() == pytest.approx(
-        dark, abs=1e-12
-    )
-
-
 def test_er_ace_leaves_old_classes_alone_where_er_pushes_them_down(model, batches):
     def gradient(objective: Any) -> Tensor:
         model.zero_grad()
@@ -248,28 +199,12 @@ def test_er_ace_leaves_old_classes_alone_where_er_pushes_them_down(model, batche
     assert gradient(ExperienceReplay())[4] > 0.01
 
 
-def test_er_ace_refuses_a_target_that_was_not_seen(model, batches):
-    with pytest.raises(ValueError, match=r"targets \[3\] are not among"):
-        ERACE()(model, batches[0], None, (0, 4))
+def test_an_unknown_loss_is_refused(model, batches):
+    with pytest.raises(ValueError, match="loss"):
+        ExperienceReplay(loss="sene")(model, *batches, SEEN)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("objective", [DER(1.0), DERpp(1.0, 1.0)], ids=str)
 def test_dark_replay_needs_stored_logits(model, batches, objective):
     with pytest.raises(ValueError, match="no stored logits"):
         objective(model, batches[0], Batch(*batches[1][:2]), SEEN)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "named"),
-    [
-        (ExperienceReplay, {"weight": -1.0}, "weight is a finite number"),
-        (ExperienceReplay, {"loss": "focal"}, 'loss is "seen" or "adjusted"'),
-        (ExperienceReplay, {"tau": math.nan}, "tau is"),
-        (DER, {"alpha": math.inf}, "alpha is"),
-        (DERpp, {"alpha": 1.0, "beta": -0.1}, "beta is"),
-        (ERACE, {"weight": math.nan}, "weight is"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(kind, settings, named):
-    with pytest.raises(ValueError, match=named):
-        kind(**settings)

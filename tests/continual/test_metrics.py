@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.continual.metrics import AccuracyMatrix, Drift, Evaluation, evaluate, structural_drift
-from grapnet.rules import FreezeOwner, GrowForTask, Moment
+from grapnet.continual import AccuracyMatrix, Drift, Evaluation, evaluate, structural_drift
 
 TASKS = [(0, 3), (1, 4), (2, 5)]
 
@@ -85,30 +84,19 @@ def test_evaluation_uses_eval_mode_and_leaves_every_mode_as_it_was(table):
     # any function will do
     assert evaluate(lambda rows: model.logits[rows], x, y, TASKS) == training
 
-    def broken(rows: Tensor) -> Tensor:
-        raise RuntimeError("no")
-
     model.train()
     model.inner.eval()
-    model.forward = broken
-    with pytest.raises(RuntimeError, match="no"):
-        evaluate(model, x, y, TASKS)
+    with pytest.raises(IndexError):
+        evaluate(model, x + 90, y, TASKS)
     assert (model.training, model.inner.training) == (True, False)
 
 
 @pytest.mark.parametrize(
-    ("tasks", "seen", "named"),
-    [
-        ([(0, 1)], [0, 2], "among the seen"),
-        ([], None, "every task has classes"),
-        ([(7, 8)], None, r"no image .* \[7, 8\]"),
-    ],
+    ("tasks", "seen", "named"), [([(0, 1)], [0, 2], "seen"), ([(7, 8)], None, r"\[7, 8\]")]
 )
 def test_tasks_that_cannot_be_evaluated_are_refused(table, tasks, seen, named):
     with pytest.raises(ValueError, match=named):
         evaluate(*table, tasks, seen)
-    with pytest.raises(ValueError, match=r"class 5 needs logits \[n, 6\] or more, got \[90, 4\]"):
-        evaluate(Table(table[0].logits[:, :4]), *table[1:], TASKS)
 
 
 def test_forgetting_is_best_earlier_minus_final_of_all_tasks_but_the_last():
@@ -120,13 +108,6 @@ def test_forgetting_is_best_earlier_minus_final_of_all_tasks_but_the_last():
     assert matrix.forgetting == pytest.approx(((0.9 - 0.3) + (0.9 - 0.85) + (0.95 - 0.6)) / 3)
     assert matrix.seen_class == pytest.approx(sum(seen[-1]) / 4)
     assert matrix.task_local == pytest.approx(0.915)
-
-
-def test_what_gets_better_counts_against_forgetting():
-    matrix = AccuracyMatrix()
-    matrix.add(Evaluation(0.5, [0.5], [0.5]))
-    matrix.add(Evaluation(0.8, [0.7, 0.9], [0.9, 0.9]))
-    assert matrix.forgetting == pytest.approx(-0.2)  # the final row is not among the earlier ones
 
 
 def test_the_table_has_a_row_for_every_task_and_nothing_about_the_future():
@@ -141,15 +122,10 @@ def test_the_table_has_a_row_for_every_task_and_nothing_about_the_future():
 
 def test_rows_come_in_order():
     matrix = AccuracyMatrix()
-    with pytest.raises(ValueError, match="no task was evaluated"):
+    with pytest.raises(ValueError, match="no task"):
         _ = matrix.seen_class
-    with pytest.raises(
-        ValueError, match=r"has 0 rows, so the next is of 1 tasks, got one of 2 .* matrix=matrix"
-    ):
+    with pytest.raises(ValueError, match=r"1 tasks.* 2 "):
         matrix.add(Evaluation(0.5, [0.5, 0.5], [0.5, 0.5]))
-    wrong: Any = 0.5
-    with pytest.raises(TypeError, match=r"what evaluate.* returns after a task, got 0\.5"):
-        matrix.add(wrong)
     assert repr(matrix) == "AccuracyMatrix()"
     assert matrix.rows == []
 
@@ -160,7 +136,9 @@ def test_a_matrix_goes_through_a_checkpoint(tmp_path):
         Evaluation(0.7, [0.6, 0.8], [0.8, 0.9]),
         Evaluation(0.5, [0.4] * 3, [0.5] * 3),
     ]
-    whole, first, resumed = AccuracyMatrix(), AccuracyMatrix(), AccuracyMatrix()
+    whole = AccuracyMatrix()
+    first = AccuracyMatrix()
+    resumed = AccuracyMatrix()
     for row in rows:
         whole.add(row)
     for row in rows[:2]:
@@ -173,7 +151,7 @@ def test_a_matrix_goes_through_a_checkpoint(tmp_path):
 
     wrong = whole.state_dict()
     wrong["rows"] = wrong["rows"][1:]
-    with pytest.raises(ValueError, match="has 0 rows"):
+    with pytest.raises(ValueError, match="1 tasks"):
         resumed.load_state_dict(wrong)
     assert resumed == whole
 
@@ -190,57 +168,5 @@ def test_drift_is_the_largest_and_the_mean_change():
 
 @pytest.mark.parametrize("after", [torch.zeros(2), [torch.zeros(3), torch.zeros(1)], []])
 def test_drift_of_other_coordinates_is_refused(after):
-    with pytest.raises(ValueError, match="the same coordinates"):
+    with pytest.raises(ValueError, match="coordinates"):
         structural_drift(torch.zeros(3), after)
-    with pytest.raises(ValueError, match="the same coordinates"):
-        structural_drift([], [])
-
-
-@pytest.mark.parametrize("tasks", [3, 40])
-def test_a_matrix_prints_as_a_small_table_of_per_cent(tasks):
-    matrix = AccuracyMatrix()
-    for n in range(tasks):
-        matrix.add(Evaluation(0.25, [k / 100 for k in range(n + 1)], [1.0] * (n + 1)))
-    lines = repr(matrix).splitlines()
-    assert max(map(len, lines)) < 100
-    last = [k for k in range(tasks) if tasks == 3 or k < 5 or k >= 35]
-    assert lines[1].replace("…", "").split() == ["task", *map(str, last), "all"]
-    assert lines[-2].replace("…", "").split() == [
-        "after",
-        str(tasks - 1),
-        *(f"{k:.1f}" for k in last),
-        "25.0",
-    ]
-    assert len(lines) == 3 + (3 if tasks == 3 else 11)
-
-
-@pytest.mark.parametrize("frozen", [True, False])
-def test_old_nodes_drift_exactly_when_they_are_not_frozen(frozen):
-    net = gn.GrapNet([4, 0, 4])
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
-    gn.attach(optimizer, net)
-    grow, draw = GrowForTask(layer=1, nodes=6, classes_per_task=2), torch.Generator().manual_seed(0)
-    x, y = torch.randn(32, 4, generator=draw), torch.arange(32) % 4
-
-    def coordinates() -> list[Tensor]:
-        old = net.select(owner="task-0")
-        return [
-            values.detach().clone()
-            for values in (old.incoming().weights, old.outgoing().weights, old.biases)
-        ]
-
-    for task in range(2):
-        with net.edit(generator=draw) as edit:
-            grow(net, edit, Moment(task=task))
-        if task:
-            before = coordinates()
-        for _ in range(3):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
-            optimizer.step()
-        if frozen:
-            with net.edit() as edit:
-                FreezeOwner()(net, edit, Moment(task=task))
-    drift = structural_drift(before, coordinates())
-    assert drift.coordinates == 6 * (4 + 2 + 1)
-    assert (drift.largest == drift.mean == 0) if frozen else drift.largest > drift.mean > 0.001

@@ -6,17 +6,22 @@ import copy
 from collections import Counter
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-import grapnet as gn
-from grapnet.continual.losses import DER, DERpp, ExperienceReplay
-from grapnet.continual.memories import BalancedMemory, Batch, ReservoirMemory
-from grapnet.continual.metrics import evaluate
-from grapnet.continual.streams import Step, Task, TaskStream, train_on_stream
-from grapnet.rules import FreezeOwner, GrowForTask, Moment
+from grapnet.continual import (
+    DER,
+    BalancedMemory,
+    Batch,
+    DERpp,
+    ExperienceReplay,
+    ReservoirMemory,
+    Step,
+    TaskStream,
+    evaluate,
+    train_on_stream,
+)
 
 TASKS = [(0, 1), (4, 2), (3, 5)]
 
@@ -78,7 +83,8 @@ def test_the_seed_decides_the_subset_and_the_order(data):
     assert rows(batch=7) == first
     other = rows(seed=1)
     assert [set(task) for task in other] != [set(task) for task in first]
-    whole, whole_of_other = rows(per_class=None), rows(per_class=None, seed=1)
+    whole = rows(per_class=None)
+    whole_of_other = rows(per_class=None, seed=1)
     assert [set(task) for task in whole] == [set(task) for task in whole_of_other]
     assert whole != whole_of_other
     reordered = rows(tasks=[TASKS[2], TASKS[0], TASKS[1]])
@@ -109,17 +115,9 @@ def test_what_is_left_out_belongs_to_the_classes_and_was_not_shown(data):
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"tasks": [(0, 1), (1, 2)]}, "no class comes twice"),
-        ({"tasks": [(0, 1), ()]}, "every task has classes"),
-        ({"tasks": []}, "every task has classes"),
-        ({"tasks": [(0, -1)]}, "numbers from 0 to"),
-        ({"tasks": [(0, 2**63)]}, "numbers from 0 to"),
-        ({"per_class": 90}, "class 0 has .* fewer than the 90"),
-        ({"tasks": [(0, 9)], "per_class": None}, "class 9 has 0 rows"),
-        ({"batch": 0}, "batch is a whole number, at least 1"),
-        ({"batch": 2.5}, "batch is a whole number, at least 1, got 2.5"),
-        ({"per_class": 0}, "per_class is a whole number, at least 1"),
-        ({"seed": None}, "seed is a whole number, at least 0, got None"),
+        ({"tasks": [(0, 1), (1, 2)]}, "twice"),
+        ({"per_class": 90}, "90"),
+        ({"tasks": [(0, 9)], "per_class": None}, "class 9"),
     ],
 )
 def test_a_stream_that_cannot_be_is_refused(data, settings, named):
@@ -130,9 +128,11 @@ def test_a_stream_that_cannot_be_is_refused(data, settings, named):
 @pytest.mark.parametrize("updates", [1, 3])
 @pytest.mark.parametrize("kind", [ReservoirMemory, BalancedMemory])
 def test_the_loop_is_the_one_written_out(data, kind, updates):
-    model, by_hand = linear(), linear()
+    model = linear()
+    by_hand = linear()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    memory, objective = kind(30, seed=2), ExperienceReplay(0.5)
+    memory = kind(30, seed=2)
+    objective = ExperienceReplay(0.5)
     run = train_on_stream(
         model,
         stream_of(data),
@@ -142,7 +142,8 @@ def test_the_loop_is_the_one_written_out(data, kind, updates):
         replay_batch=10,
         updates_per_batch=updates,
     )
-    adam, again = torch.optim.Adam(by_hand.parameters(), lr=0.01), kind(30, seed=2)
+    adam = torch.optim.Adam(by_hand.parameters(), lr=0.01)
+    again = kind(30, seed=2)
     for task in stream_of(data):
         for current in task.batches:
             for _ in range(updates):
@@ -159,49 +160,10 @@ def test_the_loop_is_the_one_written_out(data, kind, updates):
     assert min(run.seconds) > 0
 
 
-def test_methods_get_the_same_batches_and_replays_whatever_the_model(data):
-    given: dict[str, list[Batch | None]] = {}
-
-    def watched(name: str) -> Any:
-        def objective(model: Any, current: Batch, replay: Batch | None, seen: Any) -> Tensor:
-            given.setdefault(name, []).extend([current, replay])
-            return ExperienceReplay()(model, current, replay, seen)
-
-        return objective
-
-    wide = nn.Sequential(nn.Linear(4, 50), nn.Dropout(0.5), nn.Linear(50, 6))
-    for name, model in (("linear", linear()), ("wide", wide)):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        train_on_stream(
-            model, stream_of(data), watched(name), ReservoirMemory(30, seed=2), optimizer
-        )
-    assert given["linear"][1] is None  # nothing is in the memory before the first batch
-    for a, b in zip(given["linear"], given["wide"], strict=True):
-        assert (a is None) == (b is None)
-        assert a is None or b is None or (torch.equal(a.x, b.x) and torch.equal(a.y, b.y))
-
-
-def test_without_a_memory_nothing_is_replayed(data):
-    model, by_hand = linear(), linear()
-    train_on_stream(
-        model,
-        stream_of(data),
-        ExperienceReplay(),
-        None,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-    )
-    sgd = torch.optim.SGD(by_hand.parameters(), lr=0.1)
-    for task in stream_of(data):
-        for current in task.batches:
-            sgd.zero_grad()
-            ExperienceReplay()(by_hand, current, None, task.seen).backward()
-            sgd.step()
-    assert same(weights(model), weights(by_hand))
-
-
 @pytest.mark.parametrize("objective", [DER(0.5), DERpp(0.5, 1.0)], ids=str)
 def test_dark_replay_stores_the_logits_from_before_the_update(data, objective):
-    model, expected = linear(), []
+    model = linear()
+    expected = []
     memory = ReservoirMemory(1000, seed=0)  # keeps everything, in order
 
     def watch(net: nn.Module, current: Batch, replay: Batch | None, seen: Any) -> Tensor:
@@ -219,7 +181,8 @@ def test_dark_replay_stores_the_logits_from_before_the_update(data, objective):
 
 def test_hooks_are_called_in_their_places(data):
     calls: list[Any] = []
-    model, memory = linear(), ReservoirMemory(30, seed=0)
+    model = linear()
+    memory = ReservoirMemory(30, seed=0)
 
     def after_step(step: Step) -> None:
         assert not step.loss.requires_grad
@@ -263,107 +226,19 @@ def test_a_run_that_stopped_after_a_task_goes_on_as_if_it_had_not(data):
     assert not same(weights(second), weights(first))
 
 
-def test_a_net_grows_and_freezes_in_the_hooks(data):
-    net = gn.GrapNet([4, 0, 6])
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
-    gn.attach(optimizer, net, survivors="renew")
-    grow = GrowForTask(layer=1, nodes=5, outputs=dict(enumerate(TASKS)))
-
-    def edit(rule: Any) -> Any:
-        def hook(task: Task) -> None:
-            with net.edit(generator=torch.Generator().manual_seed(task.number)) as edit:
-                rule(net, edit, Moment(task=task.number))
-
-        return hook
-
-    train_on_stream(
-        net,
-        stream_of(data),
-        ExperienceReplay(),
-        ReservoirMemory(30, seed=0),
-        optimizer,
-        before_task=edit(grow),
-        after_task=edit(FreezeOwner()),
-    )
-    assert net.sizes == [4, 15, 6]
-    assert net.count().trainable == 6  # the biases of the outputs
-    gn.check(net)
+def test_an_example_is_one_row_and_one_class_number(data):
+    x, y = data
+    for labels in (torch.nn.functional.one_hot(y), y[:-1]):
+        with pytest.raises(ValueError, match="example"):
+            TaskStream(x, labels, tasks=2, batch=4, seed=0)
+        with pytest.raises(ValueError, match="example"):
+            ReservoirMemory(5, seed=0).add(x, labels)
+        with pytest.raises(ValueError, match="example"):
+            evaluate(torch.nn.Linear(x.shape[1], 6), x, labels, [(0, 1)])
 
 
-@pytest.mark.parametrize("settings", [{"updates_per_batch": 0}, {"replay_batch": 0}])
-def test_a_loop_without_updates_is_refused(data, settings):
+def test_dark_replay_without_a_memory_is_refused(data):
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="at least 1"):
-        train_on_stream(model, stream_of(data), ExperienceReplay(), None, optimizer, **settings)
-
-
-@pytest.mark.parametrize(
-    ("labels", "error", "named"),
-    [
-        (lambda y: y.bool(), TypeError, r"y holds class numbers, which are whole, got torch.bool"),
-        (
-            lambda y: y.to(torch.uint16),
-            TypeError,
-            r"y holds class numbers, which are whole, got torch.uint16",
-        ),
-        (
-            lambda y: y.float(),
-            TypeError,
-            r"y holds class numbers, which are whole, got torch.float32; y.long\(\)",
-        ),
-        (lambda y: y.numpy(), TypeError, r"y is a tensor, got ndarray; torch.as_tensor\(y\)"),
-        (lambda y: y.tolist(), TypeError, "y is a tensor, got list"),
-        (lambda y: torch.nn.functional.one_hot(y), ValueError, r"one-hot rows take y.argmax\(1\)"),
-        (lambda y: y[:-1], ValueError, "an example is one row of each part, got x"),
-        (lambda y: y[0], ValueError, r"one class number an example, got \[\]"),
-    ],
-)
-def test_labels_are_class_numbers_in_a_tensor(data, labels, error, named):
-    x, y = data
-    with pytest.raises(error, match=named):
-        TaskStream(x, labels(y), tasks=2, batch=4, seed=0)
-    with pytest.raises(error, match=named):
-        ReservoirMemory(5, seed=0).add(x, labels(y))
-    with pytest.raises(error, match=named):
-        evaluate(torch.nn.Linear(x.shape[1], 6), x, labels(y), [(0, 1)])
-
-
-@pytest.mark.parametrize("tasks", [2.0, [0, 1], "01", None, [(0.5, 1)]])
-def test_classes_come_in_groups(data, tasks):
-    with pytest.raises(
-        TypeError, match=r"in groups, such as \[\(0, 1\), \(2, 3\)\] or stream.classes, got"
-    ):
-        stream_of(data, tasks=tasks)
-    assert (
-        len(stream_of(data, tasks=np.int64(2)))
-        == len(stream_of(data, tasks=torch.tensor([[0, 1], [2, 3]])))
-        == 2
-    )
-
-
-def test_what_is_easily_mixed_up_is_refused(data):
-    model, stream = torch.nn.Linear(data[0].shape[1], 6), stream_of(data)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for wrong, named in (
-        ((stream[0], ExperienceReplay(), None), r"a list of tasks: \[task\]"),
-        ((stream, ExperienceReplay, None), "an objective is an object"),
-        ((stream, ExperienceReplay(), 100), "a memory has add and sample, .* got 100"),
-    ):
-        with pytest.raises(TypeError, match=named):
-            train_on_stream(model, *wrong, optimizer)
-    before = weights(model)
-    for objective in (DER(0.5), DERpp(0.5, 1.0)):
-        with pytest.raises(
-            ValueError, match=rf"{type(objective).__name__} compares with logits .* give a memory"
-        ):
-            train_on_stream(model, stream, objective, None, optimizer)
-    assert same(weights(model), before)
-
-
-def test_streams_and_tasks_print_as_one_short_line(data):
-    stream = stream_of(data, tasks=[(0, 1), (2, 3)], per_class=5, batch=4)
-    assert repr(stream) == "TaskStream(tasks=2, classes=4, samples=20, batch=4)"
-    assert (
-        repr(stream[1]) == "Task(number=1, classes=(2, 3), seen=(0, 1, 2, 3), samples=10, batch=4)"
-    )
+    with pytest.raises(ValueError, match="memory"):
+        train_on_stream(model, stream_of(data), DER(0.5), None, optimizer)

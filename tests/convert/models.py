@@ -96,7 +96,8 @@ def twin(model: Any, *optimizers: Optimizer) -> tuple[Any, ...]:
 
 def difference(one: nn.Module, other: nn.Module) -> float:
     """Returns by how much two state dicts of the same keys differ."""
-    mine, theirs = one.state_dict(), other.state_dict()
+    mine = one.state_dict()
+    theirs = other.state_dict()
     assert list(mine) == list(theirs)
     return max(float((mine[key] - theirs[key]).abs().max()) for key in mine)
 
@@ -143,8 +144,6 @@ def picture(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
 
 
 def _content(value: Tensor | None) -> Any:
-    return (
-        None
-        if value is None or value.is_meta or type(value) is nn.UninitializedParameter
-        else as_bytes(value)
-    )
+    if value is None or value.is_meta or type(value) is nn.UninitializedParameter:
+        return None
+    return as_bytes(value)

@@ -24,11 +24,9 @@ def test_a_compiled_part_is_not_grafted(where):
     model = nn.Sequential(nn.Linear(4, 12), wrapped(stack()))
     # what comes before it is left alone too
     where = where if where != "*" else [nn.Linear, "1._orig_mod"]
-    optimizer, before = torch.optim.Adam(model.parameters()), picture(model)
-    with pytest.raises(
-        gn.ConversionError,
-        match=r"'1\._orig_mod' was compiled by torch\.compile\(part\).*afterwards",
-    ):
+    optimizer = torch.optim.Adam(model.parameters())
+    before = picture(model)
+    with pytest.raises(gn.errors.ConversionError, match=r"'1\._orig_mod'"):
         gn.graft(model, where, optimizer)
     assert picture(model) == before
     model[1] = model[1]._orig_mod  # as the error says
@@ -38,20 +36,9 @@ def test_a_compiled_part_is_not_grafted(where):
 def test_a_module_that_is_compiled_under_another_name_is_not_grafted():
     part = stack()
     model = nn.ModuleDict({"plain": part, "fast": wrapped(part)})
-    with pytest.raises(gn.ConversionError, match="'plain' was compiled"):
+    with pytest.raises(gn.errors.ConversionError, match="'plain'"):
         gn.graft(model, "plain")
     assert model["plain"] is part
-
-
-def test_all_of_a_compiled_model_is_not_grafted():
-    model = wrapped(stack())
-    before = picture(model)
-    with pytest.raises(
-        gn.ConversionError, match=r"all that torch\.compile\(model\) was given.*before.*from_module"
-    ):
-        gn.graft(model, nn.Sequential)
-    assert picture(model) == before
-    wrapped(gn.from_module(model._orig_mod))  # as the error says
 
 
 @pytest.mark.parametrize("grafted", [True, False])
@@ -62,19 +49,8 @@ def test_a_compiled_net_is_not_ungrafted(grafted):
     net = model[1]
     model[1] = wrapped(net)
     before = picture(model)
-    with pytest.raises(gn.ConversionError, match=r"'1\._orig_mod' was compiled by torch\.compile"):
+    with pytest.raises(gn.errors.ConversionError, match=r"'1\._orig_mod'"):
         gn.ungraft(model)
     assert picture(model) == before
     model[1] = net
     assert list(gn.ungraft(model)) == ["1"]
-
-
-@torch.no_grad()
-def test_what_a_compiled_part_holds_further_inside_is_replaced():
-    model, x = nn.Sequential(nn.Linear(4, 12), wrapped(stack())), torch.ones(3, 4)
-    before = model(x)
-    net = gn.graft(model, "1._orig_mod.2")["1._orig_mod.2"]
-    torch.testing.assert_close(model(x), before)
-    with net.edit(allow_dead=True) as edit:
-        edit.cut(net.layers[0].outgoing())
-    torch.testing.assert_close(model(x), net.layers[1].bias.expand(3, 2))

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, AdamW
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim import SGD, Adafactor, Adam, AdamW, SparseAdam
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 import grapnet as gn
 from tests.following.plain import OPTIMIZERS
 
-from .models import backward, difference, make, train, twin
+from .models import backward, difference, make, picture, train, twin
 
 FOREACH = ("sgd momentum", "adam amsgrad", "nadam", "asgd", "rprop")
 LEFT_OUT = {f"{name} foreach" for name in OPTIMIZERS if name not in FOREACH} | {"muon"}
@@ -49,17 +49,6 @@ def test_the_next_steps_are_those_of_the_dense_model(name):
     assert difference(model, dense) < CLOSE
 
 
-def test_without_the_state_the_step_is_another():
-    model, optimizer = trained()
-    dense, other = twin(model, optimizer)
-    gn.graft(model, FFN)
-    fresh = adamw(model.parameters())
-    train(model, fresh, [3])
-    train(dense, other, [3])
-    gn.ungraft(model)
-    assert difference(model, dense) > 1e-3
-
-
 @pytest.mark.parametrize("verb", ["graft", "ungraft"])
 def test_an_optimizer_that_was_not_given_refuses_to_go_on(verb, tmp_path):
     model, optimizer = trained()
@@ -69,13 +58,10 @@ def test_an_optimizer_that_was_not_given_refuses_to_go_on(verb, tmp_path):
         gn.graft(model, FFN, optimizer)
         gn.ungraft(model, "blocks.0.*")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(
-        gn.OptimizerError,
-        match=rf"that gn.{verb} has replaced.*gn.{verb}\(..., optimizer=optimizer\)",
-    ):
+    with pytest.raises(gn.OptimizerError):
         train(model, optimizer, range(3, 4))
     if verb == "ungraft":
-        with pytest.raises(gn.OptimizerError, match="has replaced"):
+        with pytest.raises(gn.OptimizerError):
             gn.save(tmp_path / "model.safetensors", model, optimizer=optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     train(model, torch.optim.Adam(model.parameters()), range(3, 5))  # another one trains it
@@ -95,30 +81,8 @@ def test_an_optimizer_is_attached_to_every_net_of_a_model():
     gn.detach(optimizer, model)
     with nets[list(nets)[1]].edit() as edit:
         edit.cut(nets[list(nets)[1]].layers[0].outgoing().smallest(fraction=0.5))
-    with pytest.raises(gn.OptimizerError, match="an edit has moved"):
+    with pytest.raises(gn.OptimizerError):
         train(model, optimizer, range(3, 4))
-    with pytest.raises(TypeError, match="this Linear has no nets inside"):
-        gn.attach(optimizer, nn.Linear(2, 2))
-    with pytest.raises(gn.OptimizerError, match="no parameter of the net"):
-        gn.attach(Adam([nn.Parameter(torch.zeros(2))]), model)
-
-
-@pytest.mark.parametrize("form", ["foreach", "fused"])
-@pytest.mark.parametrize("kind", [Adam, SGD])
-def test_a_linear_without_bias_brings_an_empty_parameter_that_does_no_harm(kind, form):
-    def build(parameters):
-        settings = {"amsgrad": True} if kind is Adam else {"momentum": 0.9}
-        return kind(parameters, lr=0.02, maximize=True, **settings, **{form: True})
-
-    model, optimizer = trained(build)
-    dense, other = twin(model, optimizer)
-    (net, _) = gn.graft(model, FFN, optimizer).values()
-    assert len(net.layers[2].bias) == 0
-    train(model, optimizer, range(3, 5))
-    train(dense, other, range(3, 5))
-    gn.ungraft(model, optimizer=optimizer)
-    assert difference(model, dense) < CLOSE
-    assert len(optimizer.param_groups[0]["params"]) == len(list(dense.parameters()))
 
 
 def by_dimension(model: nn.Module) -> AdamW:
@@ -140,7 +104,8 @@ def test_groups_keep_their_settings_order_and_members():
     settings = [
         {k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups
     ]
-    groups, lists = optimizer.param_groups, [group["params"] for group in optimizer.param_groups]
+    groups = optimizer.param_groups
+    lists = [group["params"] for group in optimizer.param_groups]
     nets = gn.graft(model, lambda name, _: name.endswith("ffn") or name == "head", optimizer)
     assert [{k: v for k, v in group.items() if k != "params"} for group in groups] == settings
     assert all(
@@ -165,28 +130,18 @@ def test_groups_keep_their_settings_order_and_members():
     ] == expected
 
 
-def test_the_order_is_that_of_an_optimizer_made_for_the_model():
-    model, optimizer = trained()
-    gn.graft(model, FFN, optimizer)
-    assert all(
-        a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
-    )
-    gn.ungraft(model, optimizer=optimizer)
-    assert all(
-        a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True)
-    )
-
-
 def test_parameters_with_names():
     model, optimizer = trained(named=True)
     before = list(optimizer.param_groups[0]["param_names"])
     gn.graft(model, FFN, optimizer)
     group = optimizer.param_groups[0]
     assert len(group["param_names"]) == len(group["params"]) == len(before) + 2
-    named = dict(model.named_parameters())
-    assert all(
-        named[name] is p for name, p in zip(group["param_names"], group["params"], strict=True)
-    )
+    # in the order of an optimizer made for the grafted model
+    for name, p, (own, q) in zip(
+        group["param_names"], group["params"], model.named_parameters(), strict=True
+    ):
+        assert name == own
+        assert p is q
     gn.ungraft(model, optimizer=optimizer)
     assert group["param_names"] == before
 
@@ -238,55 +193,21 @@ def test_an_optimizer_of_a_part_goes_on_with_that_part():
     train(model, optimizer, range(2, 4))
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: CosineAnnealingLR(optimizer, 10),
-        lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=20),
-        lambda optimizer: LambdaLR(optimizer, lambda step: 0.9**step),
-        lambda optimizer: ReduceLROnPlateau(optimizer, patience=0),
-    ],
-    ids=["cosine", "one cycle", "lambda", "plateau"],
-)
-def test_schedulers_go_on(schedule):
+def test_schedulers_go_on():
     runs = []
     for grafted in (False, True):
         model = make()
         optimizer = adamw(model.parameters())
-        scheduler = schedule(optimizer)
+        scheduler = CosineAnnealingLR(optimizer, 10)
         for step in range(6):
             if grafted and step == 2:
                 gn.graft(model, FFN, optimizer)
             if grafted and step == 4:
                 gn.ungraft(model, optimizer=optimizer)
             train(model, optimizer, [step])
-            scheduler.step(*([1.0] if isinstance(scheduler, ReduceLROnPlateau) else []))
+            scheduler.step()
         runs.append((model, optimizer.param_groups[0]["lr"]))
     assert runs[0][1] == runs[1][1] != 0.02
-    assert difference(runs[0][0], runs[1][0]) < CLOSE
-
-
-def test_a_grad_scaler_goes_on():
-    runs = []
-    for grafted in (False, True):
-        model = make()
-        optimizer = adamw(model.parameters())
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        for step in range(5):
-            if grafted and step == 2:
-                gn.graft(model, FFN, optimizer)
-            optimizer.zero_grad()
-            x = torch.randn(
-                8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(step)
-            )
-            torch.manual_seed(step)
-            scaler.scale(model(x).square().mean()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        if grafted:
-            gn.ungraft(model, optimizer=optimizer)
-        runs.append((model, scaler.get_scale()))
-    assert runs[0][1] == runs[1][1] > 2.0**10
     assert difference(runs[0][0], runs[1][0]) < CLOSE
 
 
@@ -309,54 +230,6 @@ def test_gradients_are_accumulated_across_graft_and_ungraft():
     assert difference(model, dense) < CLOSE
 
 
-def test_the_optimizer_follows_edits_of_the_net():
-    model, optimizer = trained()
-    net = gn.graft(model, FFN, optimizer)["blocks.1.ffn"]
-    weight = net.transitions[0].weight
-    moment = optimizer.state[weight]["exp_avg"].clone()
-    weakest = net.layers[0].outgoing().smallest(fraction=0.5)
-    stays = torch.ones(6, 9, dtype=torch.bool)
-    stays[weakest.parents, weakest.children - 6] = False
-    with net.edit() as edit:
-        edit.cut(weakest)
-    assert torch.equal(optimizer.state[weight]["exp_avg"], moment[stays.view(-1)])
-    assert len(weight) == 27
-    train(model, optimizer, [3])
-    net.undo()
-    assert len(optimizer.state[weight]["exp_avg"]) == 54
-
-
-def test_an_adagrad_without_a_step_has_its_first_state():
-    def build(parameters):
-        return Adagrad(parameters, lr=0.1, initial_accumulator_value=0.3)
-
-    model = make()
-    dense = copy.deepcopy(model)
-    optimizer, other = build(model.parameters()), build(dense.parameters())
-    gn.graft(model, FFN, optimizer)
-    train(model, optimizer, range(3))
-    train(dense, other, range(3))
-    gn.ungraft(model, optimizer=optimizer)
-    assert difference(model, dense) < CLOSE
-
-
-def test_the_state_dict_of_the_optimizer_goes_through_a_checkpoint(tmp_path):
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 3)).double()
-    optimizer = adamw(module.parameters())
-    train(module, optimizer, range(3))
-    net = gn.from_module(module, optimizer)
-    with net.edit() as edit:
-        edit.cut(net.layers[0].outgoing().smallest(count=7))
-    gn.save(tmp_path / "net", net, optimizer=optimizer)
-    other = gn.load(tmp_path / "net")
-    fresh = adamw(other.parameters())
-    gn.restore(tmp_path / "net", optimizer=fresh)
-    train(net, optimizer, range(3, 5))
-    train(other, fresh, range(3, 5))
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
-
-
 def test_a_grafted_model_is_resumed_with_an_optimizer_made_for_it(tmp_path):
     model, optimizer = trained()
     net = gn.graft(model, FFN, optimizer)["blocks.0.ffn"]
@@ -374,3 +247,69 @@ def test_a_grafted_model_is_resumed_with_an_optimizer_made_for_it(tmp_path):
     train(model, optimizer, [5])
     train(other, fresh, [5])
     assert difference(model, other) == 0
+
+
+def refused(kind: Any, model: nn.Module) -> Any:
+    if kind is torch.optim.LBFGS:
+        return kind(model.parameters())
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return kind(matrices, lr=0.01)
+
+
+REFUSED = [torch.optim.LBFGS, Adafactor, SparseAdam] + (
+    [torch.optim.Muon] if hasattr(torch.optim, "Muon") else []
+)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_optimizers_that_cannot_follow_are_refused_with_nothing_changed(kind):
+    model = make()
+    good = adamw(model.parameters())
+    train(model, good, range(2))
+    bad = refused(kind, model)
+    if kind not in (torch.optim.LBFGS, SparseAdam):
+        bad.step()
+    before = picture(model, good, bad)
+    with pytest.raises(gn.OptimizerError, match=kind.__name__):
+        gn.graft(model, FFN, [good, bad])
+    assert picture(model, good, bad) == before
+    with pytest.raises(gn.OptimizerError, match=kind.__name__):
+        gn.from_module(model.head, [good, bad])
+    assert picture(model, good, bad) == before
+    gn.graft(model, FFN, good)
+    before = picture(model, good, bad)
+    with pytest.raises(gn.OptimizerError, match=kind.__name__):
+        gn.ungraft(model, optimizer=[good, bad])
+    assert picture(model, good, bad) == before
+
+
+def test_an_optimizer_left_behind_by_an_edit_is_refused():
+    model, optimizer = trained()
+    nets = gn.graft(model, FFN, optimizer)
+    net = nets["blocks.0.ffn"]
+    gn.detach(optimizer, net)
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=7))
+    before = picture(model, optimizer)
+    with pytest.raises(gn.OptimizerError):
+        gn.ungraft(model, optimizer=optimizer)
+    with pytest.raises(gn.OptimizerError):
+        gn.graft(model, "head", optimizer)
+    assert picture(model, optimizer) == before
+
+
+def test_an_optimizer_of_replaced_parameters_is_refused_after_edits_elsewhere_too():
+    net = gn.GrapNet([3, 4, 2])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    gn.graft(model, "1")
+    before = model[0].weight.detach().clone()
+    for _ in range(4):
+        # Each edit moves the weights of one transition of another net.
+        with net.edit() as edit:
+            edit.cut(net.layers[0].outgoing()[:1])
+        with pytest.raises(gn.OptimizerError):
+            optimizer.step()
+    assert torch.equal(model[0].weight, before)

@@ -128,7 +128,8 @@ class Program:
 
     def edit(self) -> None:
         """Cuts, freezes and removes, in one edit."""
-        asked, before = [], self.net.version
+        asked = []
+        before = self.net.version
         with self.net.edit(allow_dead=True) as edit:
             for t in range(len(self.sizes) - 1):
                 for verb in (edit.cut, edit.freeze):
@@ -161,11 +162,13 @@ class Program:
 
     def gone(self, number: int, row: int) -> list[tuple[nn.Parameter, Tensor, bool]]:
         """Returns what stands for a node in the twin."""
-        above, below = self.twin.linears[number - 1], self.twin.linears[number]
+        above = self.twin.linears[number - 1]
+        below = self.twin.linears[number]
         incoming, outgoing = (
             torch.zeros_like(one.weight, dtype=torch.bool) for one in (above, below)
         )
-        incoming[row], outgoing[:, row] = True, True
+        incoming[row] = True
+        outgoing[:, row] = True
         asked = [(above.weight, incoming, True), (below.weight, outgoing, True)]
         if above.bias is not None:
             bias = torch.zeros_like(above.bias, dtype=torch.bool)

@@ -21,30 +21,19 @@ def cut(net: gn.GrapNet, relations: gn.RelationSet, **options: bool) -> None:
         edit.cut(relations)
 
 
-def remove_hidden(edit: gn.Edit, net: gn.GrapNet) -> None:
-    edit.remove_nodes(net.layers[1])
-
-
 def make_orphans(edit: gn.Edit, net: gn.GrapNet) -> None:
     edit.cut(net.layers[1][1:].incoming())
     edit.cut(net.layers[1][0].outgoing(to=net.layers[2][1]))
     edit.remove_orphans(fold_bias=True)
 
 
-def remove_one_output_and_cut_the_other(edit: gn.Edit, net: gn.GrapNet) -> None:
-    edit.remove_nodes(net.layers[2][0], interface=True)
-    edit.connect(net.layers[1], edit.add_nodes(2, 1))
-    edit.cut(net.layers[2][1].incoming())
-
-
 DEADLY = {
     "the first transition": lambda edit, net: edit.cut(net.layers[0].outgoing()),
     "the last transition": lambda edit, net: edit.cut(net.layers[1].outgoing()),
     "one output": lambda edit, net: edit.cut(net.layers[2][1].incoming()),
-    "hidden nodes": remove_hidden,
+    "hidden nodes": lambda edit, net: edit.remove_nodes(net.layers[1]),
     "sensory nodes": lambda edit, net: edit.remove_nodes(net.layers[0], interface=True),
     "orphans": make_orphans,
-    "one output of two that change": remove_one_output_and_cut_the_other,
 }
 
 
@@ -72,39 +61,6 @@ def test_it_is_refused_unless_allowed_and_nothing_changes(
     gn.check(net)
 
 
-def test_the_error_names_the_outputs(net: gn.GrapNet) -> None:
-    with pytest.raises(gn.EditError, match="output nodes: 8;"), net.edit() as edit:
-        remove_one_output_and_cut_the_other(edit, net)
-
-
-def test_what_the_same_edit_replaces_is_no_damage(net: gn.GrapNet) -> None:
-    with net.edit() as edit:
-        edit.cut(net.layers[1].outgoing())
-        edit.connect(edit.add_nodes(1, 1), net.layers[2])
-    assert net.count().relations == 12 + 2
-    with net.edit() as edit:
-        edit.cut(net.layers[2][0].incoming())
-        edit.connect(net.layers[1][0], net.layers[2][0])
-    with net.edit() as edit:
-        edit.remove_nodes(net.layers[2][0], interface=True)
-    assert net.sizes == [3, 5, 1]
-
-
-def test_what_was_dead_before_is_no_damage() -> None:
-    net = gn.GrapNet([4, 0, 2])
-    with net.edit() as edit:
-        edit.add_nodes(1, 3)
-        edit.add_nodes(2, 1)
-    with net.edit() as edit:
-        edit.connect(net.layers[0], net.layers[1])
-        edit.connect(net.layers[1], net.layers[2][:2])
-    cut(net, net.layers[1][0].outgoing())
-    with net.edit() as edit:
-        edit.remove_nodes(net.layers[1][0])
-    with pytest.raises(gn.EditError):
-        cut(net, net.layers[2][:2].incoming())
-
-
 def test_undo_redo_and_replay_reach_dead_states() -> None:
     net = gn.GrapNet([4, 0, 2])
     first = copy.deepcopy(net)
@@ -126,7 +82,7 @@ def test_one_dead_net_stops_all_that_commit_together(net: gn.GrapNet) -> None:
     other = copy.deepcopy(net)
 
     def cut_both(**options: bool) -> None:
-        with gn.edit_together(net, other, **options) as (first, second):
+        with gn.edit(net, other, **options) as (first, second):
             first.cut(net.layers[0].outgoing().smallest(count=1))
             second.cut(other.layers[0].outgoing())
 
@@ -154,8 +110,8 @@ def test_a_manager_refuses_unless_it_allows() -> None:
         edit.cut(net.select().outgoing())
 
     net = gn.GrapNet([3, 4, 2])
-    manager = gn.RuleManager()
-    manager.inject(cut_everything)
+    manager = gn.rules.RuleManager()
+    manager.add(cut_everything)
     for dry_run in (True, False):
         with pytest.raises(gn.EditError):
             manager.apply(net, dry_run=dry_run)
@@ -164,18 +120,3 @@ def test_a_manager_refuses_unless_it_allows() -> None:
     assert manager.apply(net, dry_run=True).after.relations == 0
     manager.apply(net)
     assert net.count().relations == 0
-
-
-def test_an_output_that_was_a_constant_before_may_lose_its_parents(net: gn.GrapNet) -> None:
-    with net.edit() as edit:
-        edit.cut(net.layers[1][:2].incoming())
-        edit.cut(net.layers[1][2:].outgoing(to=net.layers[2][0]))
-    x = torch.randn(5, 3)
-    before = net(x)
-    assert torch.equal(before[:, 0], before[:1, 0].expand(5))
-    with net.edit() as edit:
-        edit.remove_orphans(fold_bias=True)
-    assert torch.allclose(net(x), before)
-    assert len(net.layers[2][0].parents) == 0
-    with pytest.raises(gn.EditError):
-        cut(net, net.layers[2][1].incoming())

@@ -1,6 +1,4 @@
-"""Fault injection: an edit of every operation that fails anywhere before the swap leaves everything
-bit-identical.
-"""
+"""Fault injection: a commit that fails anywhere before the swap leaves everything bit-identical."""
 
 import gc
 import sys
@@ -15,23 +13,25 @@ import pytest
 import torch
 
 import grapnet as gn
-from tests.fingerprint import as_bytes, fingerprint
+from tests.fingerprint import fingerprint
+
+from . import worlds
+from .worlds import World
 
 # Whatever fails in these fails before there is an edit, or after the swap has begun.
 OUTSIDE = {
     "__enter__",
     "__get__",
     "enter",
-    "open",
-    "open_edit",
+    "_begin",
+    "_open_edit",
     "edit",
     "__init__",
     "leave",
     "_leave",
-    "close_edit",
+    "_close_edit",
     "is_running",
-    "is_open",
-    "close",
+    "_end",
     "__del__",
 }
 SWAP = "carry_out"
@@ -55,8 +55,10 @@ class Injection:
     def __call__(self, frame: FrameType, event: str, _: object) -> None:
         if event != "call" or self.swapping:
             return
-        code, caller = frame.f_code, frame.f_back
-        name, self.swapping = code.co_name, code.co_name == SWAP
+        code = frame.f_code
+        caller = frame.f_back
+        name = code.co_name
+        self.swapping = code.co_name == SWAP
         # entered once more to be closed, where errors are lost
         generates = code.co_flags & CO_GENERATOR
         foreign = "/grapnet/" not in code.co_filename
@@ -78,163 +80,153 @@ class Injection:
         gc.enable()
 
 
-class Statistics:
-    """A follower with state of its own: how often each relation of transition 1 was seen."""
+def everything(net: gn.GrapNet, edit: gn.Edit) -> None:
+    """Asks for one of every operation."""
+    edit.cut(net.layers[0][1], slots=[0])
+    edit.remove_nodes(net.layers[2][0])
+    new = edit.add_nodes(1, 2, owner="new")
+    edit.connect(net.layers[0], new)
+    edit.connect(new, net.layers[2][1:], weights="alloc")
+    edit.freeze(net.layers[0][2].outgoing())
+    edit.unfreeze(net.layers[0][1].outgoing())
+    edit.set_owner(net.layers[3], "output")
+    edit.set_activation(net.layers[1][2], "relu")
+    edit.cut(net.layers[1][1].incoming())
+    edit.remove_orphans(fold_bias=True)
 
-    def __init__(self, net: gn.GrapNet) -> None:
-        self.seen = torch.arange(float(net.transitions[1].size))
-        self.told = 0
-        self.refuses = False
+
+def edit_everything(world: World) -> None:
+    worlds.edit_net(world, everything)
+
+
+def undo(world: World) -> None:
+    world.net.undo()
+
+
+OPERATIONS = {
+    "edit": worlds.Operation(edit_everything),
+    "undo": worlds.Operation(undo, setup=edit_everything),
+}
+JOINT = ["edit together", "undo together", "redo together", "trial together"]
+OPERATIONS |= {name: worlds.OPERATIONS[name] for name in (*JOINT, "replay one commit")}
+
+
+def make(name: str, folder: Path) -> World:
+    """Returns trained nets with everything that follows them, ready for an operation."""
+    world = worlds.make_nets(folder, 0)
+    world.recorder.disarm()  # it would record the passes of `state`
+    world.kept["seed"] = 0
+    OPERATIONS[name].setup(world)
+    return world
+
+
+def state(world: World) -> list[Any]:
+    found = [fingerprint(net, *world.optimizers) for net in world.nets]
+    return [worlds.fingerprint(world), *found]
+
+
+@pytest.mark.parametrize("name", ["edit", "undo", *JOINT])
+def test_a_fault_at_any_call_before_the_swap_changes_nothing(name: str, tmp_path: Path) -> None:
+    act = OPERATIONS[name].act
+    twin = make(name, tmp_path)
+    state(twin)  # runs the nets, as `state(world)` below does, so that both have the same plans
+    with Injection() as notes:
+        act(twin)
+    assert notes.swapping
+    # the last call of every function by every file
+    last = {(name, file): number for number, (name, file, _) in enumerate(notes.calls)}
+    numbers = sorted(last.values())
+    wanted = 15 if name in JOINT else 100
+    numbers = numbers[:: max(1, len(numbers) // wanted)]
+    world = make(name, tmp_path)
+    before = state(world)
+    for number in numbers:
+        with Injection(number) as injection, suppress(Fault):
+            act(world)
+        assert injection.calls == notes.calls[: number + 1]  # it failed, and where it should
+        assert state(world) == before, injection.calls[-1]
+    files = {Path(code.co_filename).stem for code in notes.codes}
+    assert {"_commit", "_coordinates", "_change", "_optimizers"} <= files
+    act(world)  # the same goes through once nothing fails
+    assert worlds.fingerprint(world) == worlds.fingerprint(twin)
+
+
+class Refusal:
+    """A follower that refuses commits, of one kind where it is given."""
+
+    def __init__(self, kind: str | None = None) -> None:
+        self.kind = kind
+        self.refuses = True
+        self.installed = 0
 
     def prepare(self, graph: gn.GrapNet, commit: gn.Commit) -> Callable[[], None]:
-        if self.refuses:
+        if self.refuses and self.kind in (None, commit.kind):
             raise Fault("follower")
-        seen = commit.relations[1].carry(self.seen) if 1 in commit.relations else self.seen
 
         def install() -> None:
-            self.seen, self.told = seen, self.told + 1
+            self.installed += 1
 
         return install
 
 
-def everything(net: gn.GrapNet) -> None:
-    """An edit with one of every operation."""
-    with net.edit(reason="everything", by="test") as edit:
-        edit.cut(net.layers[0][1], slots=[0])
-        edit.remove_nodes(net.layers[2][0])
-        new = edit.add_nodes(1, 2, owner="new")
-        edit.connect(net.layers[0], new)
-        edit.connect(new, net.layers[2][1:], weights="alloc")
-        edit.freeze(net.layers[0][2].outgoing())
-        edit.unfreeze(net.layers[1][2])
-        edit.set_owner(net.layers[3], "output")
-        edit.set_activation(net.layers[1][2], "tanh")
-        edit.cut(net.layers[1][1].incoming())
-        edit.remove_orphans(fold_bias=True)
-
-
-def make() -> tuple[gn.GrapNet, torch.optim.Optimizer, list[Statistics]]:
-    """A trained net with a history, frozen coordinates, and followers before and after the
-    optimizer's.
-    """
-    torch.manual_seed(0)
-    net = gn.GrapNet([4, 3, 3, 2])
-    with net.edit(reason="before") as edit:
-        edit.freeze(net.layers[1][2])
-        edit.cut(net.layers[0][0], slots=[0])
-    first, optimizer, middle, last = (
-        Statistics(net),
-        torch.optim.Adam(net.parameters()),
-        Statistics(net),
-        Statistics(net),
-    )
-    net.follow(first)
-    gn.attach(optimizer, net)
-    net.execution.use("attention", transition=1)
-    net.follow(middle)
-    net.follow(last)
-    net(torch.randn(5, 4)).square().sum().backward()
-    optimizer.step()
-    return net, optimizer, [first, middle, last]
-
-
-@pytest.fixture
-def followed() -> tuple[gn.GrapNet, torch.optim.Optimizer, list[Statistics]]:
-    return make()
-
-
-def state(followed: Any) -> list[Any]:
-    net, optimizer, followers = followed
-    return [
-        fingerprint(net, optimizer),
-        [(f.seen.tolist(), f.told) for f in followers],
-        as_bytes(torch.get_rng_state()),
-    ]
-
-
-ACTIONS: dict[str, Callable[[gn.GrapNet], object]] = {
-    "edit": everything,
-    "undo": lambda net: net.undo(),
-}
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_a_fault_at_any_call_before_the_swap_changes_nothing(followed: Any, action: str) -> None:
-    twin = make()
-    state(twin)  # runs the net, as `state(followed)` below does, so that both have the same plans
-    with Injection() as notes:
-        ACTIONS[action](twin[0])
-    assert notes.swapping
-    # of every place that calls something
-    last = {call: number for number, call in enumerate(notes.calls)}
-    net, before = followed[0], state(followed)
-    for number in last.values():
-        with Injection(number) as injection, suppress(Fault):
-            ACTIONS[action](net)
-        assert injection.calls == notes.calls[: number + 1]  # it failed, and where it should
-        assert state(followed) == before, injection.calls[-1]
-    files = {Path(code.co_filename).stem for code in notes.codes}
-    assert {"_commit", "_coordinates", "_change", "optimizers"} | (
-        {"_resolve"} if action == "edit" else set()
-    ) <= files
-    ACTIONS[action](net)  # the same goes through once nothing fails
-    gn.check(net)
-    assert net.version == 2
-    assert all(
-        follower.told == 1 and len(follower.seen) == net.transitions[1].size
-        for follower in followed[2]
-    )
-
-
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("action", ACTIONS)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        *((name, "first") for name in OPERATIONS),
+        *((name, "copy") for name in OPERATIONS),
+        *((name, "second") for name in JOINT),
+    ],
+)
 def test_a_follower_that_refuses_stops_the_commit_for_all(
-    followed: Any, action: str, place: int
+    name: str, place: str, tmp_path: Path
 ) -> None:
-    net, optimizer, followers = followed
-    loss = net(torch.ones(2, 4)).sum()
-    before = state(followed)
-    followers[place].refuses = True
+    world = make(name, tmp_path)
+    refusal = Refusal()
+    net = world.nets[place == "second"]
+    if place == "copy":
+        net = world.averaged.module
+    net.follow(refusal)
+    loss = sum(output.square().sum() for output in world.passes())
+    before = state(world)
     with pytest.raises(Fault):
-        ACTIONS[action](net)
-    assert state(followed) == before
-    loss.backward()
-    followers[place].refuses = False
-    ACTIONS[action](net)
-    assert [follower.told for follower in followers] == [1, 1, 1]
-    net(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
+        OPERATIONS[name].act(world)
+    assert state(world) == before
+    loss.backward()  # the forward pass is not stale
+    refusal.refuses = False
+    OPERATIONS[name].act(world)
+    assert refusal.installed == (2 if name.startswith("trial") else 1)
+    world.train()
 
 
-def test_an_optimizer_that_cannot_follow_stops_the_commit_for_all(followed: Any) -> None:
-    net, optimizer, _ = followed
-    optimizer.state[net.transitions[1].weight]["odd"] = torch.zeros(2, 3)
-    before = state(followed)
+@pytest.mark.parametrize("name", ["trial: prune and grow", "trial together"])
+def test_a_follower_that_refuses_the_end_of_a_trial_does_not_lock_the_nets(
+    name: str, tmp_path: Path
+) -> None:
+    world = make("edit", tmp_path)
+    refusal = Refusal("end")
+    world.net.follow(refusal)
+    versions = [net.version for net in world.nets]
+    outputs = worlds.plain(world.passes())
+    moments = worlds.plain(world.optimizers[0].state_dict())
+    with pytest.raises(Fault):
+        worlds.OPERATIONS[name].act(world)
+    assert [net.version for net in world.nets] == versions
+    assert worlds.plain(world.passes()) == outputs
+    assert worlds.plain(world.optimizers[0].state_dict()) == moments
+    world.net.unfollow(refusal)
+    for net in world.nets:
+        gn.check(net)
+    edit_everything(world)
+
+
+def test_an_optimizer_that_cannot_follow_stops_the_commit_for_all(tmp_path: Path) -> None:
+    world = make("edit", tmp_path)
+    (optimizer,) = world.optimizers
+    slots = optimizer.state[world.net.transitions[1].weight]
+    slots["odd"] = torch.zeros(2, 3)
+    before = state(world)
     with pytest.raises(gn.OptimizerError, match=r"'odd' .*\[2, 3\].*transitions\.1\.weight"):
-        everything(net)
-    assert state(followed) == before
-    del optimizer.state[net.transitions[1].weight]["odd"]
-    everything(net)
-    gn.check(net)
-
-
-def test_a_fault_in_replay_and_in_a_trial_changes_nothing(followed: Any) -> None:
-    net, _, followers = followed
-    twin = gn.GrapNet([4, 3, 3, 2])
-    with twin.edit(reason="before") as edit:
-        edit.freeze(twin.layers[1][2])
-        edit.cut(twin.layers[0][0], slots=[0])
-    everything(twin)
-    before = state(followed)
-    followers[2].refuses = True
-    with pytest.raises(Fault):
-        net.replay(twin.history[1:])
-    assert state(followed) == before
-    with pytest.raises(Fault), net.edit(trial=True) as edit:
-        cut_and_commit(net, edit)
-    assert state(followed) == before
-
-
-def cut_and_commit(net: gn.GrapNet, edit: gn.Edit) -> None:
-    edit.cut(net.layers[0].outgoing())
-    edit.commit()
+        edit_everything(world)
+    assert state(world) == before
+    del slots["odd"]
+    edit_everything(world)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.injection import OPERATIONS, spread
+from tests.core.injection import OPERATIONS, Task, spread
 from tests.core.worlds import EDITS
 from tools.interrupts import judge
 
@@ -32,6 +32,9 @@ def every_kind() -> list[str]:
 @pytest.fixture(scope="module")
 def result() -> dict[str, Any]:
     tasks = spread(180, 20, seed=0, names=every_kind(), rounds=1)
+    # A commit and a trial are what users interrupt most.
+    for verb in ("edit", "trial"):
+        tasks.append(Task(f"{verb}: prune and grow", 1, {"lines": 40}))
     return judge([replace(task, calls=1) for task in tasks], jobs=2)
 
 

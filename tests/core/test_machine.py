@@ -30,7 +30,8 @@ def shift_values(index, old, born=0):
     return carried.roll(1, 0) if len(index.removed) else carried
 
 
-new_positions, carry = IndexMap.new_positions, IndexMap.carry
+new_positions = IndexMap.new_positions
+carry = IndexMap.carry
 BROKEN = {"new_positions": shift_positions, "carry": shift_values}
 
 

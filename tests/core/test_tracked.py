@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import grapnet as gn
 from grapnet.continual import ClosedFormReadout
 from grapnet.core._commit import Tracked
 from grapnet.rules import ActivationRecorder, CovarianceRecorder, GradientRecorder
+
+from .worlds import plain
 
 
 def program() -> list[Any]:
@@ -59,16 +60,6 @@ def program() -> list[Any]:
     return found
 
 
-def equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return one == other
-
-
 def test_an_installation_may_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = program()
     prepare = Tracked.prepare
@@ -87,33 +78,6 @@ def test_an_installation_may_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Tracked, "prepare", prepare_twice)
     found = program()
     assert set(ran) == {"edit", "undo", "redo", "trial", "end"}
-    assert equal(found, expected)
+    assert plain(found) == plain(expected)
     # the comparison tells the states of two moments apart
-    assert not equal(expected[:5], expected[5:10])
-
-
-def test_preparing_changes_nothing() -> None:
-    torch.manual_seed(0)
-    net = gn.GrapNet([5, 7, 4])
-    recorder = CovarianceRecorder(0, 1)
-    recorder.arm(net)
-    readout = ClosedFormReadout(net)
-    followed = gn.follow(net, {name: value.detach() for name, value in net.named_parameters()})
-    x = torch.randn(20, 5)
-    net(x)
-    readout.update(x, torch.randint(4, (20,)))
-
-    class Refusal:
-        def prepare(self, graph: Any, commit: Any) -> Any:
-            raise KeyboardInterrupt
-
-    refusal = Refusal()
-    net.follow(refusal)
-    states = [each.state_dict() for each in (recorder, readout, followed)]
-    with pytest.raises(KeyboardInterrupt), net.edit() as edit:
-        edit.remove_nodes(net.layers[1][0])
-    assert equal([each.state_dict() for each in (recorder, readout, followed)], states)
-    net.unfollow(refusal)
-    with net.edit() as edit:
-        edit.remove_nodes(net.layers[1][0])
-    assert not equal([each.state_dict() for each in (recorder, readout, followed)], states)
+    assert plain(expected[:5]) != plain(expected[5:10])

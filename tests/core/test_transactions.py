@@ -72,7 +72,13 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
         "relations": 1,
         "weights": "linear",
     }
-    assert (freeze["operation"], freeze["nodes"]) == ("freeze", 1)
+    assert freeze == {
+        "operation": "freeze",
+        "nodes": 1,
+        "incoming": False,
+        "outgoing": False,
+        "bias": True,
+    }
     assert commit.change.counts() == {
         "nodes_added": 1,
         "nodes_removed": 0,
@@ -89,71 +95,13 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
     assert commit.nodes[1].inserted.tolist() == [3]
 
 
-def test_a_trial_shows_its_effect_and_leaves_no_trace(net: gn.GrapNet) -> None:
-    optimizer = torch.optim.Adam(net.parameters())
-    gn.attach(optimizer, net)
-    net(X).square().sum().backward()
-    optimizer.step()
-    before = net(X).detach()
-    state = {k: v.clone() for p in net.parameters() for k, v in optimizer.state[p].items()}
-    kept = [(p, p.detach().clone(), p.grad.clone()) for p in net.parameters()]
-    with net.edit(trial=True) as edit, torch.no_grad():
-        edit.cut(net.layers[0][:2].outgoing())
-        edit.freeze(net.layers[1][0])
-        edit.connect(edit.add_nodes(1, 2), net.layers[2])
-        edit.remove_nodes(net.layers[1][2])
-        edit.set_owner(net.layers[0], "a")
-        edit.commit()
-        assert net.version == 1
-        assert not torch.allclose(net(X), before)
-    assert torch.equal(net(X), before)
-    assert net.version == 0
-    assert len(net.history) == 0
-    assert net.next_uid >= 9
-    assert net.layers[0].owners == [None] * 4
-    assert all(torch.equal(p, value) and torch.equal(p.grad, grad) for p, value, grad in kept)
-    assert all(
-        torch.equal(state[k], v) for k, v in optimizer.state[list(net.parameters())[-1]].items()
-    )
-    net(X).sum().backward()
-    optimizer.step()  # the state still fits
-
-
-@pytest.mark.parametrize("what", ["cut", "freeze", "remove", "freeze one bias"])
-def test_every_kind_of_trial_gives_gradients_and_slots_back(net: gn.GrapNet, what: str) -> None:
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    gn.attach(optimizer, net)
-    net(X).square().sum().backward()
-    optimizer.step()
-    grads = {n: p.grad.clone() for n, p in net.named_parameters()}
-    slots = {n: optimizer.state[p]["momentum_buffer"].clone() for n, p in net.named_parameters()}
-    with net.edit(trial=True) as edit:
-        if what == "cut":
-            edit.cut(net.layers[0].outgoing()[::2])
-        elif what == "freeze":
-            edit.freeze(net.layers[0].outgoing()[::2])
-        elif what == "remove":
-            edit.remove_nodes(net.layers[1][1])
-        else:
-            edit.freeze(net.layers[1][2], incoming=False, outgoing=False)
-        edit.commit()
-    assert {n for n, p in net.named_parameters() if not torch.equal(p.grad, grads[n])} == set()
-    assert {
-        n
-        for n, p in net.named_parameters()
-        if not torch.equal(optimizer.state[p]["momentum_buffer"], slots[n])
-    } == set()
-
-
 def test_training_inside_a_trial_stays_with_the_survivors(net: gn.GrapNet) -> None:
     """As documented, and as after undo: the trial takes the edit back, not what was learned
     meanwhile.
     """
-    optimizer, node, old = (
-        torch.optim.SGD(net.parameters(), lr=0.1),
-        net.layers[0][0],
-        net.layers[0][0].W_alloc.tolist(),
-    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    node = net.layers[0][0]
+    old = net.layers[0][0].W_alloc.tolist()
     with net.edit(trial=True) as edit:
         edit.cut(node, slots=[0])
         edit.commit()
@@ -231,13 +179,6 @@ def test_inference_mode_refuses_edits(
     assert net.transitions[0].weight.requires_grad
 
 
-def test_an_index_map_carries_vectors_only() -> None:
-    index = gn.IndexMap(1, 0, torch.zeros(1, dtype=torch.int32), torch.empty(0, dtype=torch.int32))
-    assert index.carry(torch.ones(1)).shape == (0,)
-    with pytest.raises(ValueError, match=r"vectors of length 1, got shape \[\]"):
-        index.carry(torch.tensor(1.0))
-
-
 def test_an_edit_is_used_once_and_in_its_block(net: gn.GrapNet) -> None:
     edit = net.edit()
     with pytest.raises(gn.EditError, match="not open"):
@@ -274,32 +215,9 @@ def test_an_operation_that_raised_asks_for_nothing(net: gn.GrapNet) -> None:
             lambda: edit.set_owner([4, 99], "a"),
             lambda: edit.freeze([4, 99]),
         ):
-            with pytest.raises((gn.EditError, gn.StaleNodeError)):
+            with pytest.raises((gn.EditError, gn.errors.StaleNodeError)):
                 wrong()
     assert fingerprint(net) == before
-
-
-class Refusal:
-    """A follower that refuses the end of a trial."""
-
-    def prepare(self, graph: gn.GrapNet, commit: gn.Commit) -> Callable[[], None]:
-        if commit.undoes is not None:
-            raise RuntimeError("not again")
-        return lambda: None
-
-
-def test_a_follower_that_refuses_the_end_of_a_trial_does_not_lock_the_net(net: gn.GrapNet) -> None:
-    refusal = Refusal()
-    net.follow(refusal)
-    before = net(X).detach()
-    with pytest.raises(RuntimeError, match="not again"):
-        cut_everything_on_trial(net)
-    assert torch.equal(net(X), before)
-    net.unfollow(refusal)
-    gn.check(net)
-    with net.edit() as edit:
-        edit.set_owner(net.layers[0], "a")
-    assert net.history[-1].version == net.version
 
 
 def cut_everything_on_trial(net: gn.GrapNet, then: Callable[[], object] = lambda: None) -> None:

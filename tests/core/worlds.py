@@ -34,7 +34,8 @@ class World:
     averaged: AveragedModel | None = None
     recorder: gn.rules.ActivationRecorder | None = None
     readout: gn.continual.ClosedFormReadout | None = None
-    manager: gn.RuleManager | None = None
+    followed: Any = None  # tensors with one entry per coordinate
+    manager: gn.rules.RuleManager | None = None
     kept: dict[str, Any] = field(default_factory=dict)  # what an operation needs
 
     @property
@@ -97,8 +98,9 @@ def make_nets(folder: Path, seed: int, *, averaged: bool = True, attached: bool 
     world.recorder.arm(net)
     world.readout = gn.continual.ClosedFormReadout(net)
     world.readout.update(X, Y)
-    world.manager = gn.RuleManager()
-    world.manager.inject(gn.rules.Rewire(), schedule=gn.rules.Every(2))
+    world.followed = gn.follow(net, {name: p.detach() for name, p in net.named_parameters()})
+    world.manager = gn.rules.RuleManager()
+    world.manager.add(gn.rules.Rewire(), schedule=gn.rules.Every(2))
     world.manager.start(net, 1)
     if attached:
         world.train()
@@ -189,7 +191,7 @@ def _trained_state(world: World) -> dict[str, Any]:
 
 def _followers(world: World) -> dict[str, Callable[[], Any]]:
     parts: dict[str, Callable[[], Any]] = {}
-    for name in ("recorder", "readout", "manager"):
+    for name in ("recorder", "readout", "followed", "manager"):
         follower = getattr(world, name)
         if follower is not None:
             parts[name] = lambda follower=follower: plain(follower.state_dict())
@@ -216,7 +218,7 @@ def _optimizer(world: World, optimizer: Optimizer) -> Any:
 def _net(net: gn.GrapNet) -> dict[str, Any]:
     found: dict[str, Any] = {
         "version": net.version,
-        "next uid": net.next_uid,
+        "next uid": net._next_uid,
         "sizes": net.sizes,
         "journal": [(c.version, c.reason, c.undoes, plain(c.counts)) for c in net.history],
         "undo and redo": (len(net.journal.undoable), len(net.journal.redoable)),
@@ -432,7 +434,7 @@ def _change_nothing(world: World) -> None:
 
 def _edit_together(world: World, *, trial: bool = False) -> None:
     first, second = world.nets
-    with gn.edit_together(first, second, reason="together", trial=trial) as edits:
+    with gn.edit(first, second, reason="together", trial=trial) as edits:
         prune_and_grow(first, edits[0])
         cut(second, edits[1])
         edits[1].add_nodes(1, 1)
@@ -444,7 +446,7 @@ def _edit_and_undo_together(world: World) -> None:
     _edit_together(world)
     world.train()
     world.backward()
-    gn.undo_together(*world.nets)
+    gn.undo(*world.nets)
 
 
 @operation("edit together")
@@ -459,12 +461,12 @@ def _joint_trial(world: World) -> None:
 
 @operation("undo together", setup=_edit_together)
 def _joint_undo(world: World) -> None:
-    gn.undo_together(*world.nets)
+    gn.undo(*world.nets)
 
 
 @operation("redo together", setup=_edit_and_undo_together)
 def _joint_redo(world: World) -> None:
-    gn.redo_together(*world.nets)
+    gn.redo(*world.nets)
 
 
 def _record_commits(world: World) -> None:

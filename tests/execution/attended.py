@@ -1,12 +1,15 @@
 """Nets that run with attention, and the same by the dense reference."""
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.execution.attention import dense_attention
+from grapnet.execution._attention import dense_attention
+
+from .figures import differences, inputs, results
 
 DTYPES = (torch.float64, torch.float32)
 
@@ -22,44 +25,25 @@ def attended(
     return net
 
 
-def inputs(net: gn.GrapNet, batch: int = 9) -> Tensor:
-    shape = (batch, net.sizes[0])
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(
-        dtype_of(net)
-    )
-
-
-def dtype_of(net: gn.GrapNet) -> torch.dtype:
-    return net.transitions[0].weight.dtype
-
-
 def by_reference(net: gn.GrapNet, x: Tensor) -> Tensor:
-    """Runs every transition by the dense reference."""
-    for t, transition in enumerate(net.transitions):
-        key, query, bias = (
-            net.columns[f"key_{t}"].value,
-            net.columns[f"query_{t}"].value,
-            net.layers[t + 1].biases,
-        )
-        z = dense_attention(x, transition.values(), key, query, transition.topology, bias)
-        x = net.layers[t + 1](z)
-    return x
-
-
-def results(net: gn.GrapNet, forward: Any, x: Tensor) -> dict[str, Tensor]:
-    """Returns output, loss and the gradient of everything, by name."""
-    x = x.clone().requires_grad_()
-    output = forward(x)
-    loss = (
-        output * torch.linspace(-1, 2, output.numel(), dtype=x.dtype).view_as(output)
-    ).sum() + output.square().sum()
-    named = {"x": x, **dict(net.named_parameters())}
-    found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    gradients = {
-        name: torch.zeros_like(p) if g is None else g
-        for (name, p), g in zip(named.items(), found, strict=True)
-    }
-    return {"output": output.detach(), "loss": loss.detach(), **gradients}
+    """Runs every transition by the dense reference; a layer adds up what enters it."""
+    outputs = [x]
+    for number, layer in enumerate(net.layers):
+        if number == 0:
+            continue
+        z = layer.biases.expand(len(x), -1)
+        for t in net.entering(number):
+            transition = net.transitions[t]
+            z = z + dense_attention(
+                outputs[transition.source],
+                transition.values(),
+                net.columns[f"key_{t}"].value,
+                net.columns[f"query_{t}"].value,
+                transition.topology,
+                torch.zeros_like(layer.biases),
+            )
+        outputs.append(layer(z))
+    return outputs[-1]
 
 
 def nearness(net: gn.GrapNet, batch: int) -> float:
@@ -69,7 +53,7 @@ def nearness(net: gn.GrapNet, batch: int) -> float:
     shares and for its sum, over the children of a parent likewise on the way back, and over the
     batch; another two passes give room for terms that are larger than their sum.
     """
-    if dtype_of(net) == torch.float64:
+    if net.transitions[0].weight.dtype == torch.float64:
         return 1e-12
     additions = batch + 2 * sum(net.sizes[:-1]) + 2 * sum(net.sizes[1:])
     return 3 * additions * torch.finfo(torch.float32).eps
@@ -79,14 +63,10 @@ def difference(net: gn.GrapNet, x: Tensor) -> float:
     """Returns the largest difference from the dense reference, relative to the largest value of
     each result.
     """
-    fast, slow = results(net, net, x), results(net, lambda h: by_reference(net, h), x)
-    assert all(bool(torch.isfinite(value).all()) for value in fast.values())
-    gaps = [
-        (fast[name] - slow[name]).abs().max() / slow[name].abs().max().clamp(min=1e-30)
-        for name in fast
-        if fast[name].numel()
-    ]
-    return max((float(gap) for gap in gaps), default=0.0)
+    found = results(net, x)
+    assert all(bool(torch.isfinite(value).all()) for value in found.values())
+    wanted = results(net, x, partial(by_reference, net))
+    return max(off / max(largest, 1e-30) for _, off, largest in differences(found, wanted))
 
 
 def trained(
@@ -107,7 +87,7 @@ def trained(
 
 def step(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> float:
     optimizer.zero_grad()
-    loss = (net(inputs(net)) - 1).square().mean()
+    loss = (net(inputs(net, 9)) - 1).square().mean()
     loss.backward()
     optimizer.step()
     return loss.item()

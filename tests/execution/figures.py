@@ -1,7 +1,7 @@
 """What a net computes, and how far that is from its reference."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -22,14 +22,20 @@ def inputs(net: gn.GrapNet, *leading: int) -> Tensor:
     return x.to(net.device, net.transitions[0].weight.dtype)
 
 
-def results(net: gn.GrapNet, x: Tensor) -> dict[str, Tensor]:
+def results(
+    net: gn.GrapNet, x: Tensor, forward: Callable[[Tensor], Tensor] | None = None
+) -> dict[str, Tensor]:
     """Returns the output, and the gradients of x and of every Parameter for a fixed gradient of the
-    output.
+    output; `forward` computes it in another way than the net does.
     """
     x = x.detach().requires_grad_()
-    output = net(x)
+    if forward is None:
+        forward = net
+    output = forward(x)
     named = {"x": x, **dict(net.named_parameters())}
-    gradients = torch.autograd.grad(output, list(named.values()), slope(output))
+    gradients = torch.autograd.grad(
+        output, list(named.values()), slope(output), materialize_grads=True
+    )
     return {
         "output": output.detach(),
         **{f"∂{name}": g for name, g in zip(named, gradients, strict=True)},

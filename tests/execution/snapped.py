@@ -1,22 +1,17 @@
 """Nets to take snapshots of, and what the tests of snapshots do with them."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import grapnet as gn
 
-MARK = 12345.678
-DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-
 
 def cube(z: Tensor) -> Tensor:
     return z**3
 
 
-gn.register_activation("test_snapshot.cube", cube)
+gn.execution.register_activation("test_snapshot.cube", cube)
 
 
 def full(**kwargs) -> gn.GrapNet:
@@ -70,20 +65,3 @@ def tensors(module: nn.Module) -> list[Tensor]:
 
 def addresses(module: nn.Module) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors(module) if tensor.numel()}
-
-
-def step(optimizer: Callable[..., torch.optim.Optimizer], **kwargs) -> Callable[[gn.GrapNet], None]:
-    def train(net: gn.GrapNet) -> None:
-        made = optimizer(net.parameters(), lr=0.1, **kwargs)
-        net(inputs(net, 4)).square().sum().backward()
-        made.step()
-
-    return train
-
-
-def edited(operate) -> Callable[[gn.GrapNet], None]:
-    def change(net: gn.GrapNet) -> None:
-        with net.edit() as edit:
-            operate(net, edit)
-
-    return change

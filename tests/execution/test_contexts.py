@@ -9,11 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 import grapnet as gn
 
-from .figures import inputs, require_reference, results
-from .graphs import BACKEND_NAMES, EDITS, SHAPES, edited
+from .figures import inputs, require_reference
+from .graphs import BACKEND_NAMES, EDITS, edited
 
 backends = pytest.mark.parametrize("backend", BACKEND_NAMES)
 
@@ -73,6 +77,11 @@ def traced(net: gn.GrapNet, x: Tensor) -> None:
     torch.compile(net, backend="eager")(x)
 
 
+def under_autocast(net: gn.GrapNet, x: Tensor) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        net(x.float())
+
+
 FIRST: dict[str, Callable[[gn.GrapNet, Tensor], object]] = {
     "inference mode": in_inference_mode,
     "no_grad": without_gradients,
@@ -85,6 +94,7 @@ FIRST: dict[str, Callable[[gn.GrapNet, Tensor], object]] = {
         net, {n: p * 2 for n, p in net.named_parameters()}, (x,)
     ),
     "compile": traced,
+    "autocast": under_autocast,
 }
 
 
@@ -119,7 +129,8 @@ def test_gradients_of_samples_are_those_of_a_loop(net: gn.GrapNet, backend: str)
     net.execution.use(backend)
     edited(net, EDITS["freeze"])
     x = inputs(net, 4)
-    found, parameters = per_sample(net, x), dict(net.named_parameters())
+    found = per_sample(net, x)
+    parameters = dict(net.named_parameters())
     for row in range(4):
         expected = torch.autograd.grad(net(x[row]).square().sum(), list(parameters.values()))
         for name, gradient in zip(parameters, expected, strict=True):
@@ -150,7 +161,8 @@ def test_functional_call_takes_values_in_any_layout(net: gn.GrapNet, backend: st
 @backends
 def test_a_frozen_module_and_hooks_see_what_they_should(net: gn.GrapNet, backend: str) -> None:
     net.execution.use(backend)
-    x, seen = inputs(net, 4), []
+    x = inputs(net, 4)
+    seen = []
     handle = net.transitions[1].register_forward_hook(lambda module, args, z: seen.append(z))
     net(x)
     handle.remove()
@@ -164,17 +176,37 @@ def test_a_frozen_module_and_hooks_see_what_they_should(net: gn.GrapNet, backend
     assert torch.autograd.grad(net(x.requires_grad_()).sum(), x)[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("backend", BACKEND_NAMES)
-def test_results_do_not_depend_on_the_number_of_threads(backend: str) -> None:
-    wide = SHAPES["random 1 %"].build()
-    threads = torch.get_num_threads()
-    wide.execution.use(backend)
-    found = []
+@pytest.mark.parametrize("grad", [True, False])
+def test_hooks_of_all_modules_see_every_layer_and_transition(net: gn.GrapNet, grad: bool) -> None:
+    before: list[nn.Module] = []
+    after: list[nn.Module] = []
+    handles = [
+        register_module_forward_pre_hook(lambda module, args: before.append(module)),
+        register_module_forward_hook(lambda module, args, output: after.append(module)),
+    ]
     try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(results(wide, inputs(wide, 64)))
-        for name, tensor in found[0].items():
-            assert all(torch.allclose(tensor, other[name], atol=1e-12) for other in found[1:]), name
+        with torch.set_grad_enabled(grad):
+            net(inputs(net, 4))
     finally:
-        torch.set_num_threads(threads)
+        for handle in handles:
+            handle.remove()
+    order = [net.layers[0]]
+    for transition, layer in zip(net.transitions, net.layers[1:], strict=True):
+        order += [transition, layer]
+    assert before == [net, *order]
+    assert after == [*order, net]
+
+
+def test_a_layer_that_is_compiled_in_place_runs_compiled(net: gn.GrapNet) -> None:
+    compiled = []
+
+    def backend(module: torch.fx.GraphModule, examples: list[Tensor]) -> Callable[..., object]:
+        compiled.append(module)
+        return module.forward
+
+    x = inputs(net, 4)
+    with torch.no_grad():
+        expected = net(x)
+        net.layers[1].compile(backend=backend)
+        torch.testing.assert_close(net(x), expected)
+    assert compiled

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from grapnet.core._errors import PlanError
 from grapnet.core._transition import Topology
-from grapnet.execution import native
-from grapnet.execution.dense import Dense
-from grapnet.execution.family import Family
-from grapnet.execution.reference import Reference
-from grapnet.execution.sparse import Sparse
+from grapnet.execution import _native
+from grapnet.execution._dense import Dense
+from grapnet.execution._family import Family
+from grapnet.execution._reference import Reference
+from grapnet.execution._sparse import Sparse
 from tools.inconsistent_wirings import KERNELS, Case
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def sound_case(batch: int) -> Case:
     related = torch.rand(20, 30) < 0.5
     ptr = torch.cat([torch.zeros(1), related.sum(1).cumsum(0)]).int()
     child = related.nonzero()[:, 1].int()
-    order = native.order_by_child(Topology(ptr, child, 30))
+    order = _native.order_by_child(Topology(ptr, child, 30))
     return Case(
         ptr=ptr,
         child=child,
@@ -132,7 +132,7 @@ def test_a_kernel_refuses_what_leads_out_of_its_buffers(
 def test_an_order_loses_only_relations_that_exist(removed: list[int]) -> None:
     case = sound_case(1)
     with pytest.raises(PlanError):
-        native.order_without(case.order, case.topology, torch.tensor(removed, dtype=torch.int32))
+        _native.order_without(case.order, case.topology, torch.tensor(removed, dtype=torch.int32))
 
 
 @pytest.mark.sparse
@@ -141,7 +141,7 @@ def test_an_order_is_carried_only_over_its_own_wiring(vector: str) -> None:
     case = sound_case(1)
     getattr(case, vector).fill_(10**6)
     with pytest.raises(PlanError):
-        native.order_without(case.order, case.topology, case.removed)
+        _native.order_without(case.order, case.topology, case.removed)
 
 
 @pytest.mark.parametrize("damage", [falling, too_long])

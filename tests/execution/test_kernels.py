@@ -2,18 +2,19 @@
 operators of torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import grapnet as gn
 from grapnet.core._change import IndexMap
 from grapnet.core._errors import PlanError
 from grapnet.core._transition import Topology
-from grapnet.execution import kernels, native
-from grapnet.execution.sparse import Sparse, SparsePlan
+from grapnet.execution import _native, _operators
+from grapnet.execution._sparse import Sparse
 
 pytestmark = pytest.mark.sparse
 
@@ -68,7 +69,7 @@ def by_feature(matrix: Tensor) -> Tensor:
 
 
 def wiring(topology: Topology) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return topology.ptr, topology.child, *native.order_by_child(topology)
+    return topology.ptr, topology.child, *_native.order_by_child(topology)
 
 
 @pytest.fixture
@@ -97,29 +98,31 @@ def test_sums_and_gradients_are_those_of_the_matrix(
 ) -> None:
     topology = ragged(*SHAPES[shape])
     order = wiring(topology)
-    close = (
-        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-10, "atol": 1e-10}
-    )
+    if dtype == torch.float32:
+        close = {"rtol": 1e-4, "atol": 1e-4}
+    else:
+        close = {"rtol": 1e-10, "atol": 1e-10}
     for batch in [*BATCHES, 0]:
         x, values, bias, dz = draw(topology, batch)
         matrix = dense(topology, values)
         z = x @ matrix + bias
-        dx, dw = dz @ matrix.t(), (x.t() @ dz)[topology.parents().long(), topology.child.long()]
+        dx = dz @ matrix.t()
+        dw = (x.t() @ dz)[topology.parents().long(), topology.child.long()]
         x, values, bias, dz = (given.to(dtype) for given in (x, values, bias, dz))
         for turned in (by_feature, torch.clone):
             results = {
                 "z": (
-                    kernels.relation_sum(turned(x), values, bias, *order, turned is torch.clone),
+                    _operators.relation_sum(turned(x), values, bias, order, turned is torch.clone),
                     z,
                 ),
                 "dx alone": (
-                    kernels.input_gradient(turned(dz), values, *order, turned is by_feature),
+                    _operators.input_gradient(turned(dz), values, order, turned is by_feature),
                     dx,
                 ),
             }
             for other in (by_feature, torch.clone):
-                both = kernels.relation_gradients(turned(x), other(dz), values, *order)
-                weights = kernels.weight_gradient(turned(x), other(dz), *order)
+                both = _operators.relation_gradients(turned(x), other(dz), values, order)
+                weights = _operators.weight_gradient(turned(x), other(dz), order)
                 expected = {"dx": dx, "dw": dw, "dbias": dz.double().sum(0)}
                 results |= {
                     f"{name} {other}": (got, expected[name])
@@ -144,12 +147,13 @@ def test_many_relations_are_shared_among_threads(
     topology = ragged(300, 700)
     x, values, bias, dz = draw(topology, batch, torch.float32)
     if by_feature:
-        x, dz = x.t().contiguous().t(), dz.t().contiguous().t()
+        x = x.t().contiguous().t()
+        dz = dz.t().contiguous().t()
     got = {}
     for count in (1, 2, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
-        z = kernels.relation_sum(x, values, bias, *wiring(topology), not by_feature)
-        got[count] = (z, *kernels.relation_gradients(x, dz, values, *wiring(topology)))
+        z = _operators.relation_sum(x, values, bias, wiring(topology), not by_feature)
+        got[count] = (z, *_operators.relation_gradients(x, dz, values, wiring(topology)))
     torch.testing.assert_close(got[1][0], x @ dense(topology, values) + bias, rtol=1e-3, atol=1e-3)
     for count in (2, 3):
         for mine, single in zip(got[count], got[1], strict=True):
@@ -163,41 +167,26 @@ def test_many_parents_or_children_take_wide_entries() -> None:
     topology = Topology(
         torch.tensor([0] * 70_000 + [1, 3], dtype=torch.int32), torch.tensor([1, 1, 0]).int(), 2
     )
-    order = native.order_by_child(topology)
+    order = _native.order_by_child(topology)
     assert order.entries.dtype == torch.int64
     x, values, bias, _ = draw(topology, 20)
-    z = kernels.relation_sum(x, values, bias, topology.ptr, topology.child, *order, True)
+    z = _operators.relation_sum(x, values, bias, (topology.ptr, topology.child, *order), True)
     torch.testing.assert_close(z, x[:, -2:] @ dense(topology, values)[-2:] + bias)
 
     topology = Topology(torch.tensor([0, 70_000]).int(), torch.arange(70_000).flip(0).int(), 70_000)
-    order = native.order_by_child(topology)
+    order = _native.order_by_child(topology)
     assert torch.equal(order.entries, topology.child.long())
     x, values, bias, _ = draw(topology, 2)
-    z = kernels.relation_sum(x, values, bias, topology.ptr, topology.child, *order, False)
+    z = _operators.relation_sum(x, values, bias, (topology.ptr, topology.child, *order), False)
     torch.testing.assert_close(z, x * values.flip(0) + bias)
-
-
-def test_matrices_with_gaps_are_read_right() -> None:
-    topology = ragged(37, 53)
-    x, values, bias, dz = draw(topology, 20)
-    order = wiring(topology)
-    wide = torch.randn(20, 80, dtype=x.dtype)
-    wide[:, 1::2][:, :37] = x
-    torch.testing.assert_close(
-        kernels.relation_sum(wide[:, 1::2][:, :37], values, bias, *order, True),
-        x @ dense(topology, values) + bias,
-    )
-    spread = dz[:, :1].expand(20, 53)
-    torch.testing.assert_close(
-        kernels.input_gradient(spread, values, *order, True), spread @ dense(topology, values).t()
-    )
 
 
 @pytest.mark.parametrize("shape", [(0, 0), (5, 0), (0, 5), (37, 53), (300, 40)])
 def test_the_order_by_child_lists_parents_in_order(shape: tuple[int, int]) -> None:
     topology = ragged(*shape)
-    in_ptr, entries = native.order_by_child(topology)
-    parents, slots = (entries.long() >> 16) & 0xFFFF, entries.long() & 0xFFFF
+    in_ptr, entries = _native.order_by_child(topology)
+    parents = (entries.long() >> 16) & 0xFFFF
+    slots = entries.long() & 0xFFFF
     by_child = torch.argsort(topology.child, stable=True)
     assert torch.equal(topology.ptr.long()[parents] + slots, by_child)
     assert torch.equal(in_ptr.diff(), topology.fan_in().int())
@@ -208,15 +197,15 @@ def test_the_order_by_child_lists_parents_in_order(shape: tuple[int, int]) -> No
 def test_an_order_carried_over_a_cut_is_the_one_built_again(
     count: int, wide: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(native, "_NARROW", 8 if wide else 1 << 16)
+    monkeypatch.setattr(_native, "_NARROW", 8 if wide else 1 << 16)
     topology = ragged(60, 45)
     removed = torch.randperm(topology.n_relations)[:count].sort().values.int()
     keep = torch.ones(topology.n_relations, dtype=torch.bool)
     keep[removed.long()] = False
     ptr = torch.cat([torch.zeros(1), topology.degrees_without(removed).cumsum(0)]).int()
     after = Topology(ptr, topology.child[keep], topology.n_children)
-    carried = native.order_without(native.order_by_child(topology), topology, removed)
-    for mine, built in zip(carried, native.order_by_child(after), strict=True):
+    carried = _native.order_without(_native.order_by_child(topology), topology, removed)
+    for mine, built in zip(carried, _native.order_by_child(after), strict=True):
         assert torch.equal(mine, built)
 
     index = IndexMap(topology.n_relations, after.n_relations, removed, removed[:0])
@@ -232,7 +221,7 @@ def test_an_order_carried_over_a_cut_is_the_one_built_again(
 def test_a_hash_says_who_has_the_same_children() -> None:
     ptr = torch.tensor([0, 3, 6, 8, 8, 11, 11]).int()
     child = torch.tensor([5, 1, 2, 2, 5, 1, 5, 1, 1, 2, 6]).int()
-    a, b, c, none, d, also_none = native.family_hashes(ptr, child).tolist()
+    a, b, c, none, d, also_none = _native.family_hashes(ptr, child).tolist()
     assert a == b
     assert none == also_none
     assert len({a, c, none, d}) == 4
@@ -248,80 +237,18 @@ def test_a_rectangle_is_filled_and_read(
     topology = ragged(*shape)
     values = torch.randn(topology.n_relations).to(dtype)
     expected = dense(topology, values).t() if transposed else dense(topology, values)
-    rectangle = kernels.fill(values, topology.ptr, topology.child, topology.n_children, transposed)
+    rectangle = _operators.fill(
+        values, topology.ptr, topology.child, topology.n_children, transposed
+    )
     assert torch.equal(rectangle, expected)
     for layout in (
         rectangle,
         by_feature(rectangle),
         rectangle.repeat(1, 2)[:, : rectangle.shape[1]],
     ):
-        assert torch.equal(kernels.pick(layout, topology.ptr, topology.child, transposed), values)
-
-
-def operators(batch: int) -> Iterator[tuple[str, tuple]]:
-    """Lists every operator with arguments."""
-    topology = ragged(9, 6)
-    x, values, bias, dz = (given.requires_grad_() for given in draw(topology, batch))
-    x_turned, dz_turned = (by_feature(given.detach()).requires_grad_() for given in (x, dz))
-    order = wiring(topology)
-    for row_major in (True, False):
-        yield "relation_sum", (x if row_major else x_turned, values, bias, *order, row_major)
-        yield "input_gradient", (dz if row_major else dz_turned, values, *order, row_major)
-    yield "relation_gradients", (x, dz_turned, values, *order)
-    yield "relation_gradients", (x_turned, dz, values, *order)
-    yield "weight_gradient", (x, dz, *order)
-    yield "fill", (values, topology.ptr, topology.child, 6, True)
-    yield (
-        "pick",
-        (torch.randn(9, 6, dtype=x.dtype, requires_grad=True), topology.ptr, topology.child, False),
-    )
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_operators_keep_the_rules_of_torch(batch: int) -> None:
-    for name, inputs in operators(batch):
-        torch.library.opcheck(getattr(torch.ops.grapnet, name).default, inputs)
-
-
-def test_derivatives_of_derivatives_are_right() -> None:
-    for name, inputs in operators(3):
-        function = getattr(kernels, name)
-        assert torch.autograd.gradcheck(function, inputs)
-        assert torch.autograd.gradgradcheck(function, inputs)
-
-
-def test_a_plan_compiles_into_one_graph() -> None:
-    topology = ragged(9, 6)
-    x, values, bias, dz = (given.requires_grad_() for given in draw(topology, 5))
-    plan = Sparse().prepare(topology)
-
-    def step(plan: SparsePlan) -> list[Tensor]:
-        run = torch.compile(plan, fullgraph=True, backend="aot_eager") if compiled else plan
-        z = run(x, values, bias)
-        return [z, *torch.autograd.grad(z, (x, values, bias), dz)]
-
-    compiled = False
-    eager = step(plan)
-    compiled = True
-    for mine, plain in zip(step(plan), eager, strict=True):
-        assert torch.equal(mine, plain)
-
-
-def test_only_wanted_gradients_are_computed() -> None:
-    topology = ragged(9, 6)
-    x, values, bias, dz = draw(topology, 5)
-    plan = Sparse().prepare(topology)
-    for wanted in range(1, 8):
-        inputs = [
-            given.clone().requires_grad_(bool(wanted >> n & 1))
-            for n, given in enumerate((x, values, bias))
-        ]
-        plan(*inputs).backward(dz)
-        twins = [given.clone().requires_grad_() for given in (x, values, bias)]
-        (twins[0] @ dense(topology, twins[1]) + twins[2]).backward(dz)
-        for given, twin in zip(inputs, twins, strict=True):
-            if given.requires_grad:
-                torch.testing.assert_close(given.grad, twin.grad)
+        assert torch.equal(
+            _operators.pick(layout, topology.ptr, topology.child, transposed), values
+        )
 
 
 def test_a_plan_writes_the_layout_it_says() -> None:
@@ -334,15 +261,6 @@ def test_a_plan_writes_the_layout_it_says() -> None:
     assert not twin.feature_major
     assert twin(x, values, bias).is_contiguous()
     assert twin.order is plan.order
-
-
-def test_what_leaves_a_net_of_sparse_transitions_is_row_major() -> None:
-    net = gn.GrapNet([9, 7, 6], density=0.5)
-    net.execution.use("sparse")
-    x = torch.randn(5, 9)
-    assert net(x).is_contiguous()
-    with torch.no_grad():
-        assert net(x).is_contiguous()
 
 
 def test_autocast_keeps_the_dtype_of_the_weights() -> None:
@@ -359,36 +277,6 @@ def test_autocast_keeps_the_dtype_of_the_weights() -> None:
     assert half.grad.dtype == torch.bfloat16
 
 
-def test_what_does_not_fit_is_refused_before_a_kernel_sees_it() -> None:
-    topology = ragged(9, 6)
-    x, values, bias, dz = draw(topology, 5)
-    ptr, child, in_ptr, entries = order = wiring(topology)
-    with pytest.raises(PlanError, match=r"x is \[5, 8\] .* needs \[batch, 9\]"):
-        kernels.relation_sum(x[:, 1:], values, bias, *order, True)
-    with pytest.raises(PlanError, match="x is"):
-        kernels.relation_sum(x.float(), values, bias, *order, True)
-    with pytest.raises(PlanError, match="values is"):
-        kernels.relation_sum(x, values[1:], bias, *order, True)
-    with pytest.raises(PlanError, match=r"child is .* without gaps"):
-        kernels.relation_sum(
-            x, values, bias, ptr, child.repeat_interleave(2)[::2], in_ptr, entries, True
-        )
-    with pytest.raises(PlanError, match="in_ptr is"):
-        kernels.relation_sum(x, values, bias[1:], *order, True)
-    with pytest.raises(PlanError, match="entries is"):
-        kernels.relation_sum(x, values, bias, ptr, child, in_ptr, entries[1:], True)
-    with pytest.raises(PlanError, match="child is"):
-        kernels.relation_sum(x, values, bias, ptr, child.long(), in_ptr, entries, True)
-    with pytest.raises(PlanError, match="x holds 4 samples, dz 5"):
-        kernels.weight_gradient(x[:4], dz, *order)
-    with pytest.raises(PlanError, match="dz is"):
-        kernels.input_gradient(dz.half(), values.half(), *order, True)
-    with pytest.raises(PlanError, match="the rectangle is"):
-        kernels.pick(torch.zeros(8, 6), ptr, child, False)
-    with pytest.raises(ValueError, match="cannot run the kernels called abacus"):
-        native.use_variant("abacus")
-
-
 def test_the_backend_says_why_not() -> None:
     topology = ragged(9, 6)
     assert Sparse().refusals(topology, torch.float32) == []
@@ -398,10 +286,169 @@ def test_the_backend_says_why_not() -> None:
 
 
 def test_without_the_extension_the_backend_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_native", None)
-    monkeypatch.setattr(native, "missing", "the compiled kernels are not installed")
+    monkeypatch.setattr(_native, "_native", None)
+    monkeypatch.setattr(_native, "missing", "the compiled kernels are not installed")
     assert Sparse().refusals(ragged(2, 2), torch.float32) == [
         "the compiled kernels are not installed"
     ]
     with pytest.raises(PlanError, match="not installed"):
-        native.order_by_child(ragged(2, 2))
+        _native.order_by_child(ragged(2, 2))
+
+
+def operators(batch: int) -> Iterator[tuple[str, tuple[Any, ...], Callable[..., Any]]]:
+    """Yields every operator: its name, its arguments, and the function over those with gradients
+    that eager code calls.
+    """
+    topology = ragged(9, 6)
+    x, values, bias, dz = (given.requires_grad_() for given in draw(topology, batch))
+    x_turned, dz_turned = (by_feature(given.detach()).requires_grad_() for given in (x, dz))
+    rectangle = torch.randn(9, 6, dtype=x.dtype, requires_grad=True)
+    order = wiring(topology)
+    ptr, child, _, _ = order
+    for row_major in (True, False):
+        yield (
+            "relation_sum",
+            (x if row_major else x_turned, values, bias, row_major, *order),
+            partial(_operators.relation_sum, wiring=order, row_major=row_major),
+        )
+        yield (
+            "input_gradient",
+            (dz if row_major else dz_turned, values, row_major, *order),
+            partial(_operators.input_gradient, wiring=order, row_major=row_major),
+        )
+    gradients = partial(_operators.relation_gradients, wiring=order)
+    yield "relation_gradients", (x, dz_turned, values, *order), gradients
+    yield "relation_gradients", (x_turned, dz, values, *order), gradients
+    yield "weight_gradient", (x, dz, *order), partial(_operators.weight_gradient, wiring=order)
+    filled = partial(_operators.fill, ptr=ptr, child=child, n_children=6, transposed=True)
+    yield "fill", (values, ptr, child, 6, True), filled
+    picked = partial(_operators.pick, ptr=ptr, child=child, transposed=False)
+    yield "pick", (rectangle, ptr, child, False), picked
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_operators_keep_the_rules_of_torch(batch: int) -> None:
+    for name, inputs, _ in operators(batch):
+        torch.library.opcheck(getattr(torch.ops.grapnet, name).default, inputs)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("cells", [1 << 20, 20])  # plain operations in one piece, or in several
+def test_derivatives_of_derivatives_are_right(cells: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_operators, "_CELLS", cells)
+    for _, inputs, function in operators(3):
+        numbers = [given for given in inputs if getattr(given, "requires_grad", False)]
+        assert torch.autograd.gradcheck(
+            function, numbers, check_forward_ad=True, check_batched_grad=True
+        )
+        assert torch.autograd.gradgradcheck(function, numbers, check_fwd_over_rev=True)
+
+
+def test_what_does_not_fit_is_refused_before_a_kernel_sees_it() -> None:
+    topology = ragged(9, 6)
+    x, values, bias, dz = draw(topology, 5)
+    order = wiring(topology)
+    ptr, child, in_ptr, entries = order
+    gaps = child.repeat_interleave(2)[::2]
+    sums = [
+        (x[:, 1:], values, bias, order),
+        (x.float(), values, bias, order),
+        (x, values[1:], bias, order),
+        (x, values, bias[1:], order),
+        (x, values, bias, (ptr, gaps, in_ptr, entries)),
+        (x, values, bias, (ptr, child.long(), in_ptr, entries)),
+        (x, values, bias, (ptr, child, in_ptr, entries[1:])),
+    ]
+    for given in sums:
+        with pytest.raises(PlanError):
+            _operators.relation_sum(*given, row_major=True)
+    with pytest.raises(PlanError):
+        _operators.weight_gradient(x[:4], dz, order)
+    with pytest.raises(PlanError):
+        _operators.input_gradient(dz.half(), values.half(), order, row_major=True)
+    with pytest.raises(PlanError):
+        _operators.pick(torch.zeros(8, 6), ptr, child, False)
+    with pytest.raises(ValueError, match="abacus"):
+        _native.use_variant("abacus")
+
+
+# The largest values of every row
+
+
+def largest_by_sorting(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -> Tensor:
+    """Returns what `native.largest_of_rows` should, one row after the other."""
+    found = []
+    for first, last, count in zip(
+        ptr[:-1].tolist(), ptr[1:].tolist(), wanted.tolist(), strict=True
+    ):
+        order = values[first:last].nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+        order = order[values[first:last][order] >= least]
+        found.append(first + order[: max(0, count)].sort().values)
+    return torch.cat([torch.empty(0), *found]).int()
+
+
+@cache
+def ranked_rows(
+    kind: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, list[tuple[Tensor, float, Tensor]]]:
+    """Draws rows of several lengths, and finds the largest for some numbers that are wanted."""
+    draw = torch.Generator().manual_seed(0)
+    sizes = torch.tensor([0, 1, 2, 700, 0, 33, 900, 64, 1, 300] * 8)
+    ptr = torch.cat([torch.zeros(1), sizes.cumsum(0)]).int()
+    values = torch.randn(int(ptr[-1]), dtype=torch.float64, generator=draw)
+    if kind == "extreme":
+        special = torch.tensor(
+            [torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 1e-310, 1e-45, 3e38], dtype=torch.float64
+        )
+        values[::3] = special[torch.randint(0, 8, values[::3].shape, generator=draw)]
+    values = {
+        "tied": (values * 2).round(),
+        "zeros": values * (values > 1),
+        "equal": values * 0 + 3,
+    }.get(kind, values)
+    values = (values if kind in ("signed", "extreme") else values.abs()).to(dtype)
+    # stands where a relation is present
+    values[torch.rand(values.shape, generator=draw) < 0.2] = -1
+    counts = [
+        sizes // 3,
+        sizes // 30,
+        sizes * 0,
+        sizes * 0 + 1,
+        sizes - 1,
+        sizes + 5,
+        sizes * 0 + 40,
+    ]
+    asked = [(wanted, least) for wanted in counts for least in (0.0, 1.0, -torch.inf)]
+    return (
+        values,
+        ptr,
+        [(*question, largest_by_sorting(values, ptr, *question)) for question in asked],
+    )
+
+
+@pytest.mark.parametrize("kind", ["distinct", "tied", "zeros", "equal", "signed", "extreme"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.usefixtures("variant")
+def test_the_largest_of_every_row_are_found(
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, ptr, asked = ranked_rows(kind, dtype)
+    for count in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=count: count)
+        for wanted, least, expected in asked:
+            assert torch.equal(_native.largest_of_rows(values, ptr, wanted, least), expected)
+
+
+def test_the_largest_of_no_rows_are_none() -> None:
+    nothing = torch.empty(0)
+    ptr = torch.zeros(1).int()
+    assert len(_native.largest_of_rows(nothing, ptr, nothing.long(), 0)) == 0
+    assert len(_native.largest_of_rows(nothing, torch.zeros(4).int(), torch.ones(3).long(), 0)) == 0
+    for wrong in (nothing.half(), torch.zeros(1), torch.zeros(0, device="meta")):
+        with pytest.raises(PlanError, match="values is"):
+            _native.largest_of_rows(wrong, ptr, nothing.long(), 0)
+    with pytest.raises(PlanError, match="wanted is"):
+        _native.largest_of_rows(nothing, ptr, torch.ones(1).long(), 0)
+    with pytest.raises(PlanError, match="ptr is"):
+        _native.largest_of_rows(nothing, ptr[:0], nothing.long(), 0)

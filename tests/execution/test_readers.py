@@ -1,5 +1,13 @@
 """Forward passes beside edits in another thread find one version; `tools.readers` runs them."""
 
+import copy
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +15,8 @@ import torch
 import grapnet as gn
 from tools import readers
 from tools.readers import State, is_one_version, is_within_range
+
+PACKAGE = str(Path(gn.__file__).parent)
 
 
 @pytest.mark.parametrize("backend", readers.BACKENDS)
@@ -67,3 +77,59 @@ def test_a_net_that_mixes_versions_is_noticed(kind: type[gn.GrapNet], wrong: boo
     reader.settle(0)
     assert reader.reads == 2
     assert (reader.tallies[0].wrong > 0) == wrong
+
+
+class LineHook:
+    """A trace function that calls `reached` at every line that the library runs."""
+
+    def __init__(self, reached: Callable[[], None]) -> None:
+        self.reached = reached
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Any:
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            self.reached()
+        return self
+
+
+def commit(net: gn.GrapNet, hook: LineHook) -> None:
+    """Grows and cuts; the hook sees the commit alone."""
+    with net.edit() as edit:
+        edit.cut(net.layers[0][0], slots=[0])
+        new = edit.add_nodes(1, 40, bias=0.25)
+        edit.connect(net.layers[0], new, weights=0.125)
+        edit.connect(new, net.layers[2], weights=0.01)
+        before = sys.gettrace()
+        sys.settrace(hook)
+    sys.settrace(before)
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense", "family", "sparse"])
+def test_a_read_at_any_line_of_a_commit_finds_one_version(backend: str) -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([4, 30, 2], density=0.5, dtype=torch.float64)
+    net.execution.use(backend)
+    twin = copy.deepcopy(net)
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(5, 4)
+    outputs: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def read() -> None:
+        outputs.append(net(x))
+
+    def read_beside() -> None:
+        thread = threading.Thread(target=read)
+        thread.start()
+        thread.join()
+
+    read()
+    commit(twin, LineHook(lambda: None))
+    with torch.no_grad():
+        versions = [outputs[0], twin(x)]
+    commit(net, LineHook(read_beside))
+    found = [[torch.allclose(output, one) for one in versions] for output in outputs]
+    assert all(any(equal) for equal in found)
+    # All of before comes first, then all of after.
+    assert found == sorted(found, reverse=True)
+    assert found[-1] == [False, True]

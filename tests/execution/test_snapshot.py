@@ -1,26 +1,17 @@
-"""Snapshots: what they hold and what they compute."""
+"""Snapshots and plain modules of a net: what they compute, and whether the net went on since."""
 
 import copy
+import io
+from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import grapnet as gn
-from tests.rounding import plain_bounds
 
-from .snapped import (
-    DEVICES,
-    MARK,
-    addresses,
-    edited,
-    every_graph,
-    full,
-    inputs,
-    mixed,
-    step,
-    tensors,
-)
+from .graphs import DEVICES
+from .snapped import addresses, cut, every_graph, full, inputs, mixed, ragged, tensors
 
 
 @pytest.fixture(autouse=True)
@@ -37,29 +28,9 @@ def test_snapshot_and_module_compute_what_the_net_computes(build, batch):
         torch.testing.assert_close(model(x), net(x), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("activation", ["identity", "relu", "gelu"])
-def test_net_snapshot_module_and_matrix_network_agree_as_in_the_paper(activation):
-    """16-32-8, batch 32, float32: values and weight gradients differ by what rounding may do."""
-    net = gn.GrapNet([16, 32, 8], activation=activation)
-    x = torch.randn(32, 16)
-    slope = torch.randn(32, 8)
-    middle = {"identity": nn.Identity, "relu": nn.ReLU, "gelu": nn.GELU}[activation]()
-    plain = nn.Sequential(nn.Linear(16, 32), middle, nn.Linear(32, 8))
-    with torch.no_grad():
-        for t, linear in enumerate((plain[0], plain[2])):
-            linear.weight.copy_(torch.cat([node.W_alloc for node in net.layers[t]]).T)
-            linear.bias.copy_(net.layers[t + 1].biases)
-    module = net.to_module()
-    linears = [layer for layer in module if isinstance(layer, nn.Linear)]
-    for model in (net, plain, module):
-        model(x).backward(slope)
-    allowed = plain_bounds(plain, x, slope)  # for each of the two that are compared
-    for model in (net, module, net.snapshot()):
-        assert (model(x) - plain(x)).abs().max() <= 2 * allowed["output"]
-    for t, linear in enumerate((plain[0], plain[2])):
-        of_net = net.transitions[t].weight.grad.view(linear.weight.T.shape).T
-        for gradient in (of_net, linears[t].weight.grad):
-            assert (gradient - linear.weight.grad).abs().max() <= 2 * allowed[f"∂{t}.weight"]
+def own_modules(model: nn.Sequential) -> list[str]:
+    kinds = [type(module) for module in model]
+    return [kind.__name__ for kind in kinds if kind.__module__.startswith("grapnet")]
 
 
 def test_modules_are_those_of_torch_where_it_has_one():
@@ -69,18 +40,8 @@ def test_modules_are_those_of_torch_where_it_has_one():
         type(module).__name__ for module in net.snapshot() if not isinstance(module, nn.Linear)
     ]
     assert classes == ["ReLU", "GELU", "Tanh", "Sigmoid", "SiLU", "LeakyReLU", "ELU", "Softplus"]
-    plain = [
-        module
-        for module in net.to_module().modules()
-        if type(module).__module__.startswith("grapnet")
-    ]
-    assert plain == []
-    own = [
-        type(module).__name__
-        for module in mixed().snapshot()
-        if type(module).__module__.startswith("grapnet")
-    ]
-    assert own == ["MixedActivation", "MixedActivation"]
+    assert own_modules(net.to_module()) == []
+    assert own_modules(mixed().snapshot()) == ["MixedActivation", "MixedActivation"]
 
 
 def test_matrix_is_zero_where_no_relation_is():
@@ -93,44 +54,30 @@ def test_matrix_is_zero_where_no_relation_is():
     assert (linear.in_features, linear.out_features) == (2, 3)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @every_graph
-def test_snapshot_is_detached_and_taking_it_changes_nothing(build):
-    net = build(dtype=torch.float64)
-    random, before = torch.get_rng_state(), copy.deepcopy(net.state_dict())
+def test_snapshot_is_detached_and_taking_it_changes_nothing(build, device):
+    net = build(dtype=torch.float64).to(device)
+    random = torch.get_rng_state()
+    before = copy.deepcopy(net.state_dict())
     snapshot = net.snapshot()
     assert torch.equal(torch.get_rng_state(), random)
     assert not snapshot.training
     assert not any(tensor.requires_grad for tensor in tensors(snapshot))
     assert {parameter.dtype for parameter in snapshot.parameters()} == {torch.float64}
+    assert {tensor.device for tensor in tensors(snapshot)} == {net.device}
     assert not addresses(snapshot) & addresses(net)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert snapshot.version == net.version
-
-
-@every_graph
-@pytest.mark.parametrize("device", DEVICES)
-def test_snapshot_lives_and_follows_where_the_net_is(build, device):
-    net = build(dtype=torch.float64).to(device)
-    serve, twin, x = (
-        gn.SnapshotController(net),
-        copy.deepcopy(net.snapshot()).cpu(),
-        inputs(net, 5).to(device),
-    )
-    assert {tensor.device for tensor in tensors(serve.snapshot)} == {net.device}
-    assert not twin.is_stale(net)
-    step(torch.optim.Adam, fused=True)(net)
-    torch.testing.assert_close(serve(x), net(x).detach(), rtol=0, atol=1e-12)
-    assert (serve.refreshes, serve.rebuilds) == (1, 0)
-    assert twin.is_stale(net)
-    net.cpu()
-    torch.testing.assert_close(serve(x.cpu()), net(x.cpu()).detach(), rtol=0, atol=1e-12)
-    assert serve.rebuilds == (device != "cpu")
+    assert not snapshot.cpu().is_stale(net)
 
 
 @every_graph
 def test_module_trains_on_its_own(build):
     net = build()
-    module, x, before = net.to_module(), inputs(net, 4), copy.deepcopy(net.state_dict())
+    module = net.to_module()
+    x = inputs(net, 4)
+    before = copy.deepcopy(net.state_dict())
     assert type(module) is nn.Sequential
     assert module.training
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in module.parameters())
@@ -142,52 +89,150 @@ def test_module_trains_on_its_own(build):
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def test_large_matrix_is_refused_and_the_message_says_what_to_do():
+def test_large_matrix_is_refused_unless_allowed():
     net = gn.GrapNet([3, 2, 10])
     for make in (net.snapshot, net.to_module):
-        with pytest.raises(
-            gn.PlanError, match=r"transition 1 would hold 20 cells \(limit 19\) .* most_cells=20"
-        ):
+        with pytest.raises(gn.errors.PlanError, match=r"transition 1 .* 20 cells .*most_cells=20"):
             make(most_cells=19)
         make(most_cells=20)
-    serve = gn.SnapshotController(net, most_cells=20)
-    edited(lambda net, edit: edit.add_nodes(2, 1))(net)
-    with pytest.raises(gn.PlanError, match="22 cells"):
-        serve(inputs(net, 1))
     wide = gn.GrapNet.from_relations([2**15, 2**14], [([0], [0])])
-    with pytest.raises(gn.PlanError, match=r"536,870,912 cells .* 2\.0 GiB"):
+    with pytest.raises(gn.errors.PlanError, match=r"536,870,912 cells .* 2\.0 GiB"):
         wide.snapshot()
 
 
-def test_attention_is_refused_by_name(monkeypatch):
-    net = full()
-    serve, snapshot = gn.SnapshotController(net), net.snapshot()
-    monkeypatch.setattr(net.execution, "choices", lambda: ["reference", "attention", "reference"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_a_snapshot_is_quantised_and_a_live_net_is_passed_over():
+    quantize = pytest.importorskip("torch.ao.quantization").quantize_dynamic
+    net = gn.GrapNet([16, 64, 4])
+    x = torch.randn(8, 16)
+    expected = net(x).detach()
+    assert torch.equal(quantize(net, {nn.Linear})(x), expected)
+    quantised = quantize(net.snapshot(), {nn.Linear})
+    assert not isinstance(quantised[0], nn.Linear)
+    assert 0 < (quantised(x) - expected).abs().max() / expected.abs().max() < 0.05
+
+
+# Staleness
+
+
+def edited(operate: Callable[[gn.GrapNet, gn.Edit], object]) -> Callable[[gn.GrapNet], None]:
+    def change(net: gn.GrapNet) -> None:
+        with net.edit() as edit:
+            operate(net, edit)
+
+    return change
+
+
+def load_frozen_alone(net: gn.GrapNet) -> None:
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    state["transitions.0.weight"][state["transitions.0.frozen"].long()] += 1
+    net.load_state_dict(state)
+
+
+def write_in_place(net: gn.GrapNet) -> None:
+    with torch.no_grad():
+        net.transitions[1].weight.mul_(2)
+
+
+def write_a_bias(net: gn.GrapNet) -> None:
+    with torch.inference_mode():
+        net.layers[1].bias.add_(1)
+
+
+CHANGES: dict[str, Callable[[gn.GrapNet], object]] = {
+    "cut": edited(lambda net, edit: edit.cut(net.layers[0][0].outgoing())),
+    "activation": edited(lambda net, edit: edit.set_activation(net.layers[1][0], "elu")),
+    "freeze": edited(lambda net, edit: edit.freeze(net.layers[2][0])),
+    "undo": lambda net: net.undo(),
+    "load frozen alone": load_frozen_alone,
+    "in place": write_in_place,
+    "bias": write_a_bias,
+    "data": lambda net: net.transitions[0].weight.data.add_(1),
+    "double": lambda net: net.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_every_change_makes_it_stale(change):
+    net = cut()
+    snapshot = net.snapshot()
+    assert not snapshot.is_stale(net)
+    change(net)
     assert snapshot.is_stale(net)
-    for attempt in (net.snapshot, net.to_module, serve.refresh, lambda: serve(inputs(net, 1))):
-        with pytest.raises(gn.PlanError, match="transition 1 runs with attention"):
-            attempt()
+    assert not net.snapshot().is_stale(net)
 
 
-@pytest.mark.parametrize("density", [1.0, 0.5])
-def test_no_snapshot_holds_a_cut_coordinate(density):
-    net = gn.GrapNet([5, 4, 3], density=density)
-    net.layers[0].outgoing()[3:4].weights = MARK
-    serve, module = gn.SnapshotController(net), net.to_module()
-
-    def holders() -> list[bool]:
-        serve(inputs(net, 1))
-        return [
-            any(holds_mark(tensor) for tensor in tensors(m))
-            for m in (serve.snapshot, net.snapshot(), net.to_module())
-        ]
-
-    assert holders() == [True] * 3
-    edited(lambda net, edit: edit.cut(net.layers[0].outgoing()[3:4]))(net)
-    assert holders() == [False] * 3
-    # made once: it follows nothing
-    assert any(holds_mark(tensor) for tensor in module.parameters())
+def test_version_number_that_comes_back_does_not_make_it_fresh():
+    net = full()
+    with net.edit(trial=True) as edit:
+        edit.set_activation(net.layers[1], "tanh")
+        edit.commit()
+        snapshot = net.snapshot()
+    assert snapshot.is_stale(net)
+    CHANGES["activation"](net)  # moves no coordinate
+    assert snapshot.version == net.version
+    assert snapshot.is_stale(net)
 
 
-def holds_mark(tensor: Tensor) -> bool:
-    return bool((tensor == torch.tensor(MARK, dtype=tensor.dtype)).any())
+def test_what_changes_nothing_leaves_it_fresh():
+    net = cut()
+    snapshot = net.snapshot()
+    net(inputs(net, 4).requires_grad_()).sum().backward()
+    net.zero_grad()
+    with net.edit(reason="nothing"):
+        pass
+    with net.edit(trial=True) as edit:
+        edit.cut(net.layers[0][0].outgoing())
+        edit.commit()
+    net.transitions[0].weight = nn.Parameter(net.transitions[0].weight.data)
+    assert not snapshot.is_stale(net)
+
+
+def through_a_file(snapshot: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(snapshot, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@every_graph
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_a_file])
+def test_copy_compares_what_it_holds(build, copied):
+    net = build()
+    twin = copied(net.snapshot())
+    assert twin.version == net.version
+    assert not twin.is_stale(net)
+    assert not twin.is_stale(copy.deepcopy(net))
+    net.layers[-1].biases = 9.0
+    assert twin.is_stale(net)
+
+
+def test_snapshot_with_other_modules_or_of_another_net_is_stale():
+    net = mixed()
+    changed = [net.snapshot() for _ in range(6)]
+    changed[0].append(nn.ReLU())
+    changed[1].pop(-1)
+    changed[2][1].order.copy_(changed[2][1].order.flip(0))
+    changed[3][0].weight.mul_(-1)
+    changed[4][3] = nn.Tanh()
+    changed[5].double()
+    assert [snapshot.is_stale(net) for snapshot in changed] == [True] * 6
+    sparse = ragged()
+    twin = sparse.snapshot()
+    twin[0].weight[twin[0].weight == 0] = 1.0  # where no relation is
+    assert twin.is_stale(sparse)
+    assert net.snapshot()[:2].is_stale(net)
+    assert net.snapshot()[:2].version is None
+    assert full().snapshot().is_stale(full())
+    assert full().snapshot().is_stale(gn.GrapNet([6, 3]))
+
+
+def test_trial_that_waits_has_no_snapshot():
+    net = full()
+    with net.edit(trial=True) as edit:
+        edit.cut(net.layers[0][0].outgoing())
+        for attempt in (net.snapshot, net.to_module):
+            with pytest.raises(gn.EditError):
+                attempt()
+        edit.commit()
+        assert net.snapshot()[0].weight[:, 0].count_nonzero() == 0

@@ -110,6 +110,15 @@ def rewire(net: gn.GrapNet) -> set[Key]:
     return {(1, 6)}
 
 
+def grow(net: gn.GrapNet) -> gn.NodeSet:
+    """Adds two nodes to layer 1, connected with all of layers 0 and 2."""
+    with net.edit(reason="grow") as edit:
+        grown = edit.add_nodes(1, 2)
+        edit.connect(net.layers[0], grown)
+        edit.connect(grown, net.layers[2])
+    return grown
+
+
 def swap_one(net: gn.GrapNet) -> None:
     """Grows as many relations as it cuts."""
     with net.edit(reason="swap") as edit:
@@ -134,7 +143,8 @@ def keys(net: gn.GrapNet) -> dict[str, list[Key]]:
     """Returns who each trainable coordinate is, Parameter by Parameter, by uids alone."""
     found: dict[str, list[Key]] = {}
     for t, layer in enumerate(list(net.layers)[:-1]):
-        relations, below = layer.outgoing(), net.layers[t + 1]
+        relations = layer.outgoing()
+        below = net.layers[t + 1]
         pairs = zip(
             relations.parents.tolist(),
             relations.children.tolist(),
@@ -180,7 +190,8 @@ class ByHand:
         self._start(net, {name: p.detach().clone() for name, p in net.named_parameters()})
 
     def _start(self, net: gn.GrapNet, values: dict[str, Tensor]) -> None:
-        self.wiring, self.keys = copy.deepcopy(net), keys(net)
+        self.wiring = copy.deepcopy(net)
+        self.keys = keys(net)
         self.parameters = {name: nn.Parameter(value) for name, value in values.items()}
         self.optimizer = self.make(list(self.parameters.values()))
 
@@ -226,11 +237,10 @@ class ByHand:
             returning: slots of what undo brings back.
             renew: copy no state.
         """
-        slots, states = (
-            self.slots(),
-            {n: dict(self.optimizer.state.get(p, {})) for n, p in self.parameters.items()},
-        )
-        coming, after = {n: p.detach() for n, p in net.named_parameters()}, keys(net)
+        slots = self.slots()
+        states = {n: dict(self.optimizer.state.get(p, {})) for n, p in self.parameters.items()}
+        coming = {n: p.detach() for n, p in net.named_parameters()}
+        after = keys(net)
         moved: dict[str, dict[str, Tensor]] = {}
         for name, mine in slots.items():
             born = dict(zip(after[name], coming[name].unbind(), strict=True))
@@ -258,10 +268,8 @@ def require_equal(net: gn.GrapNet, optimizer: Optimizer, hand: ByHand) -> None:
     assert keys(net) == hand.keys
     for name, parameter in net.named_parameters():
         assert torch.equal(parameter, hand.parameters[name]), name
-        mine, theirs = (
-            optimizer.state.get(parameter, {}),
-            hand.optimizer.state.get(hand.parameters[name], {}),
-        )
+        mine = optimizer.state.get(parameter, {})
+        theirs = hand.optimizer.state.get(hand.parameters[name], {})
         assert mine.keys() == theirs.keys(), name
         for entry, value in mine.items():
             assert torch.equal(torch.as_tensor(value), torch.as_tensor(theirs[entry])), (

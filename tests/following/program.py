@@ -19,8 +19,10 @@ def cut(net: gn.GrapNet, edit: gn.Edit, step: int) -> None:
 
 
 def connect(net: gn.GrapNet, edit: gn.Edit, step: int) -> None:
-    upper, lower = net.layers[step % 3], net.layers[step % 3 + 1]
-    parent, child = upper[step % len(upper)], lower[step % len(lower)]
+    upper = net.layers[step % 3]
+    lower = net.layers[step % 3 + 1]
+    parent = upper[step % len(upper)]
+    child = lower[step % len(lower)]
     if any(other == child for other in parent.children):
         edit.cut(parent.outgoing(to=[child.uid]))
     edit.connect(parent, child)
@@ -76,10 +78,11 @@ def perform(net: gn.GrapNet, action: Any, step: int) -> str:
         if possible:
             getattr(net, action)()
         return action if possible else ""
-    trial, verb = action == "trial", remove if action == "trial" else action
+    trial = action == "trial"
+    verb = remove if action == "trial" else action
     generator = torch.Generator().manual_seed(step)
     with net.edit(
-        reason=f"{verb.__name__} {step}",
+        reason=f"{verb.__name__} {step} ✓",
         by="ranks",
         trial=trial,
         generator=generator,

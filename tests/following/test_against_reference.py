@@ -2,23 +2,21 @@
 to the last bit.
 """
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import SGD, Adam
 
 import grapnet as gn
 
-from .plain import OPTIMIZERS, ByHand, Make, make_net, require_equal, rewire, swap_one, train
+from .plain import OPTIMIZERS, ByHand, Make, make_net, require_equal, rewire, train
 
 
 def start(make: Make, **settings: Any) -> tuple[gn.GrapNet, torch.optim.Optimizer, ByHand]:
     """Returns a net with an attached optimizer, and the same by hand, after three steps."""
     net = make_net()
-    optimizer, hand = make(list(net.parameters())), ByHand(net, make)
+    optimizer = make(list(net.parameters()))
+    hand = ByHand(net, make)
     gn.attach(optimizer, net, **settings)
     train(net, optimizer, range(3))
     hand.train(range(3))
@@ -92,36 +90,3 @@ def test_renewing_survivors(kind: str) -> None:
         train(net, optimizer, range(3, 6))
         hand.train(range(3, 6))
         require_equal(net, optimizer, hand)
-
-
-def tensors(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    """Returns the state with one value a coordinate."""
-    values = optimizer.state[parameter].values()
-    return [v for v in values if isinstance(v, Tensor) and v.dim() == parameter.dim()]
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_is_as_much_shorter_as_relations_were_cut(kind: str) -> None:
-    net, optimizer, _ = start(OPTIMIZERS[kind])
-    averaged = copy.deepcopy(net)
-    gn.attach(averaged, net)
-    weight, copied = net.transitions[0].weight, averaged.transitions[0].weight
-    before = len(weight)
-    with net.edit() as edit:
-        edit.cut(net.layers[0].outgoing().smallest(count=7))
-    state = tensors(optimizer, weight)
-    assert state
-    assert {len(weight), len(copied), *map(len, state)} == {before - 7}
-    assert all(value.untyped_storage().nbytes() == (before - 7) * 8 for value in state)
-
-
-@pytest.mark.parametrize("edit", [rewire, swap_one])
-def test_one_that_did_not_follow_refuses_and_one_without_state_does_not(edit: Any) -> None:
-    net = make_net()
-    adam, plain = Adam(net.parameters()), SGD(net.parameters(), lr=0.1)
-    train(net, adam, range(2))
-    train(net, plain, range(2))
-    edit(net)
-    with pytest.raises(gn.OptimizerError, match=r"gn\.attach\(optimizer, net\)"):
-        train(net, adam, range(1))
-    train(net, plain, range(2))

@@ -10,7 +10,7 @@ from torch.optim import ASGD, SGD, Adam, Optimizer
 
 import grapnet as gn
 
-from .plain import train
+from .plain import grow, train
 
 
 class Anchored(Optimizer):
@@ -64,13 +64,6 @@ def attached(make: Any, **settings: Any) -> tuple[gn.GrapNet, Optimizer]:
     gn.attach(optimizer, net, **settings)
     train(net, optimizer, range(3))
     return net, optimizer
-
-
-def grow(net: gn.GrapNet) -> None:
-    with net.edit() as edit:
-        new = edit.add_nodes(1, 2)
-        edit.connect(net.layers[0], new)
-        edit.connect(new, net.layers[2])
 
 
 @pytest.mark.parametrize("newborn", ["zero", "mean"])
@@ -177,6 +170,18 @@ def test_state_in_containers_follows(kind: str) -> None:
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_state_in_containers_that_has_not_followed_refuses_to_step(kind: str) -> None:
+    net = drawn_net()
+    optimizer = Nested(net.parameters(), CONTAINERS[kind])
+    train(net, optimizer, range(2))
+    with net.edit() as edit:
+        edit.cut(net.layers[0][0], slots=[0])
+        edit.connect(net.layers[0][0], net.layers[0][0].children[0])
+    with pytest.raises(gn.OptimizerError):
+        train(net, optimizer, range(1))
+
+
 class Hidden(SGD):
     """SGD with numbers of the coordinates in an attribute."""
 
@@ -248,6 +253,33 @@ def test_a_wrapper_follows_with_its_own_state_and_that_of_what_it_wraps() -> Non
     grow(net)
     with pytest.raises(gn.OptimizerError):
         train(net, optimizer, range(1))
+
+
+class Prepared(Optimizer):
+    """Wraps an optimizer as accelerate's `prepare` does: it is one, and the inner one steps."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("wrapper", [True, False], ids=["wrapper", "inner"])
+def test_an_optimizer_that_another_library_wraps_follows(wrapper: bool) -> None:
+    net = drawn_net()
+    optimizer = Prepared(Adam(net.parameters()))
+    gn.attach(optimizer if wrapper else optimizer.optimizer, net)
+    weight = net.transitions[0].weight
+    for _ in range(2):
+        net(torch.ones(3, 5, dtype=torch.float64)).sum().backward()
+        optimizer.step()
+        grow(net)
+        assert optimizer.state[weight]["exp_avg"].shape == weight.shape
 
 
 def test_an_optimizer_that_steps_in_a_gradient_hook_follows() -> None:

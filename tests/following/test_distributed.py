@@ -1,4 +1,4 @@
-"""gn.Distributed: two processes stay bit-identical through edits, and whatever would part them is
+"""Two processes stay bit-identical through edits, and whatever would part them is
 refused on both.
 """
 
@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import grapnet as gn
-from grapnet.following.distributed import Distributed
+from grapnet.following._distributed import Distributed
 
 # one worker, so that the two processes start once
 pytestmark = pytest.mark.xdist_group("distributed")
@@ -24,7 +27,8 @@ pytestmark = pytest.mark.xdist_group("distributed")
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two processes saw in every check of tests/following/ranks.py."""
-    folder, root = tmp_path_factory.mktemp("ranks"), Path(__file__).parents[2]
+    folder = tmp_path_factory.mktemp("ranks")
+    root = Path(__file__).parents[2]
     command = [sys.executable, "-W", "error", "-m", "tests.following.ranks", str(folder)]
     settings: dict[str, Any] = {
         "cwd": root,
@@ -47,7 +51,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def both(ranks: list[dict[str, Any]], check: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    first, second = ranks[0][check], ranks[1][check]
+    first = ranks[0][check]
+    second = ranks[1][check]
     assert [found.get("raised") for found in (first, second)] == [None, None]
     return first, second
 
@@ -64,14 +69,6 @@ def test_a_hundred_edits_of_every_kind_leave_the_ranks_bit_identical(ranks):
     # and something changed in between
     assert len(set(first["states"])) == len(first["states"]) > 15
     assert first["limit"] == second["limit"] == 100  # rank 1 began with 3
-
-
-@pytest.mark.parametrize("kind", ["cut", "add", "trial"])
-def test_a_plain_wrapper_drifts_apart_in_silence(ranks, kind):
-    first, second = (rank[kind] for rank in both(ranks, "a_plain_wrapper"))
-    assert first["before"] == second["before"]
-    assert first["after"] != second["after"]
-    assert first["error"] == second["error"] == ["nothing", ""]
 
 
 def test_gradients_are_averages_after_edits_also_when_accumulated(ranks):
@@ -94,9 +91,7 @@ def test_the_first_values_are_those_of_rank_0_and_the_graphs_must_be_equal(ranks
     first, second = both(ranks, "first_values")
     assert first["before"] == first["after"] == second["after"] != second["before"]
     assert first["refused"] == second["refused"]
-    kind, text = first["refused"]
-    assert kind == "TopologyError"
-    assert "rank 1 has [GrapNet(4-3-2, 17 relations" in text
+    assert first["refused"][0] == "TopologyError"
 
 
 def test_nets_inside_a_module_are_all_followed(ranks):
@@ -109,16 +104,12 @@ def test_nets_inside_a_module_are_all_followed(ranks):
     assert first["old wrapper"]
     assert len({str(found) for found in first["states"]}) == 4
     assert first["copy"][0] == "TypeError"
-    assert ".module" in first["copy"][1]
 
 
 def test_a_stale_model_raises_until_it_is_synchronized(ranks):
     first, second = both(ranks, "stale")
     for name in ("edit", "trial", "inference", "attention", "cast"):
-        kind, text = first[name]
-        assert kind == "StaleTopologyError"
-        assert "Call synchronize() on every rank" in text
-    assert "version 0 was synchronized and 1 is here" in first["edit"][1]
+        assert first[name][0] == "StaleTopologyError"
     for rank in (first, second):
         assert rank["edit, synchronized"] == rank["trial, synchronized"] == ["nothing", ""]
         assert rank["nothing to do"]  # the wrapper stays
@@ -132,30 +123,25 @@ def test_processes_of_different_groups_go_their_own_ways(ranks):
     assert first["state"] != second["state"]
 
 
-def test_all_ranks_refuse_in_the_same_words(ranks):
+def test_all_ranks_refuse_alike(ranks):
     first, second = both(ranks, "refused")
     assert first == second
-    expected = {
-        "edit on rank 1": "1 on rank 1 (the last: 'cut 1')",
-        "again": "1 on rank 1 (the last: 'cut 1')",
-        "other edits on all": "rank 1 has [GrapNet(6-8-7-4, ",
-        "a rank cannot follow": (
-            "rank 1 could not follow: OptimizerError: this rank's follower refuses"
-        ),
-        "nothing to undo with": (
-            "takes back commit 1, of which this process no longer keeps the values"
-        ),
+    kinds = {name: kind for name, (kind, _) in first.items()}
+    assert kinds == {
+        "edit on rank 1": "TopologyError",
+        "again": "TopologyError",
+        "the same edit on all": "nothing",
+        "other edits on all": "TopologyError",
+        "a rank cannot follow": "TopologyError",
+        "nothing to undo with": "TopologyError",
+        "open edit": "EditError",
+        "inference mode": "EditError",
     }
-    for name, words in expected.items():
-        kind, text = first[name]
-        assert kind == "TopologyError"
-        assert words in text
-        assert "load one checkpoint on all ranks" in text
-    for name in ("open edit", "inference mode"):
-        kind, text = first[name]
-        assert kind == "EditError"
-        assert "nothing was changed (rank 1: EditError" in text
-    assert first["the same edit on all"] == ["nothing", ""]
+
+
+def test_undo_beyond_what_the_other_process_would_keep_is_repeated(ranks):
+    first, second = both(ranks, "undo_beyond_the_limit")
+    assert first == second == {"version": 60, "limit": 2, "unchanged": True}
 
 
 def test_the_script_of_the_guide_keeps_the_ranks_equal(ranks):
@@ -170,24 +156,8 @@ def test_without_processes_it_says_what_to_call():
 
 
 def test_a_module_without_a_net_is_refused():
-    with pytest.raises(ValueError, match="this Linear holds no GrapNet"):
+    with pytest.raises(ValueError, match="GrapNet"):
         Distributed(nn.Linear(2, 2))
-
-
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_a_commit_arrives_with_its_values_and_its_words(ranks, dtype):
-    first, second = (rank[dtype] for rank in both(ranks, "every_dtype"))
-    assert first == second
-    assert first["commit"][:2] == ["grow ✓", "me"]
-    assert first["commit"][2][-1]["score"] == 0.1
-
-
-def test_undo_beyond_what_the_other_process_would_keep_is_repeated(ranks):
-    first, second = both(ranks, "undo_beyond_the_limit")
-    assert first == second
-    assert first["version"] == 60
-    assert first["limit"] == 2
-    assert first["unchanged"]
 
 
 @pytest.fixture
@@ -217,3 +187,16 @@ def test_a_cut_relation_costs_thirteen_bytes_and_an_undo_a_few(monkeypatch):
     model.synchronize()
     assert 130_000 < sent[0] < 135_000
     assert sent[1] < 2_000
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_sharded_net_is_not_edited_and_has_no_optimizer_attached():
+    net = gn.GrapNet([4, 6, 2])
+    fully_shard(net, mesh=init_device_mesh("cpu", (1,)))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    relations = net.layers[0].outgoing()[:12]
+    with pytest.raises(gn.GrapNetError):
+        gn.attach(optimizer, net)
+    with pytest.raises(gn.GrapNetError), net.edit() as edit:
+        edit.cut(relations)
+    assert net.version == 0

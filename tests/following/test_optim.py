@@ -1,9 +1,13 @@
-"""gn.attach: optimizer state follows edits coordinate by coordinate, and whatever cannot follow
-says so.
+"""Optimizers that have not followed an edit refuse to step, and attaching, detaching and loading
+decide which have.
 """
 
 import copy
 import gc
+import io
+import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -11,172 +15,40 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adam, Optimizer
 
 import grapnet as gn
 
-from .plain import rewire, swap_one
-
-Make = Callable[[Any], Optimizer]
-
-FOLLOW: dict[str, Make] = {
-    "adam": lambda p: Adam(p, lr=0.01),
-    "adam foreach": lambda p: Adam(p, lr=0.01, foreach=True),
-    "adam fused": lambda p: Adam(p, lr=0.01, fused=True),
-    "adam amsgrad": lambda p: Adam(p, lr=0.01, amsgrad=True),
-    "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
-    "sgd momentum": lambda p: SGD(p, lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.5, centered=True),
-    "nadam": lambda p: NAdam(p, lr=0.01),
-    "adagrad": lambda p: Adagrad(p, lr=0.01, initial_accumulator_value=0.1),
-}
-CLEAN = {"adagrad": 0.1}  # what a coordinate's state starts from, where that is not 0
+from .plain import OPTIMIZERS, batch, make_net, rewire, swap_one, train
 
 
 @pytest.fixture
 def net() -> gn.GrapNet:
-    torch.manual_seed(0)
-    net = gn.GrapNet([5, 4, 4, 3], activation="tanh", dtype=torch.float64)
-    with net.edit() as edit:
-        edit.freeze(net.layers[1][1].outgoing(slots=[0, 2]))
-        edit.freeze(net.layers[2][3], incoming=False, outgoing=False)
-    return net
+    return make_net()
 
 
-def backward(net: gn.GrapNet, seed: int = 0) -> None:
+def backward(net: gn.GrapNet) -> None:
     net.zero_grad()
-    x = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-    net(x).square().sum().backward()
+    net(batch(0)).square().sum().backward()
 
 
-def train(net: gn.GrapNet, optimizer: Optimizer, steps: int = 3) -> None:
-    for seed in range(steps):
-        backward(net, seed)
-        optimizer.step()
-
-
-def attached(net: gn.GrapNet, make: Make, **settings: Any) -> Optimizer:
-    """An optimizer that follows the net and has taken some steps."""
+def attached(net: gn.GrapNet, make: Callable[[Any], Optimizer]) -> Optimizer:
+    """Returns an optimizer that follows the net and has taken some steps."""
     optimizer = make(net.parameters())
-    gn.attach(optimizer, net, **settings)
-    train(net, optimizer)
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(3))
     return optimizer
-
-
-def coordinates(net: gn.GrapNet) -> dict[str, list[Any]]:
-    """Returns who each trainable coordinate is, parameter by parameter, by uids alone."""
-    names: dict[str, list[Any]] = {}
-    for t, layer in enumerate(list(net.layers)[:-1]):
-        r = layer.outgoing()
-        names[f"transitions.{t}.weight"] = list(
-            zip(r.parents.tolist(), r.children.tolist(), strict=True)
-        )
-        names[f"layers.{t + 1}.bias"] = net.layers[t + 1].uids.tolist()
-    for name, keys in names.items():
-        frozen = set(net.state_dict()[f"{name.rsplit('.', 1)[0]}.frozen"].tolist())
-        names[name] = [key for place, key in enumerate(keys) if place not in frozen]
-    return names
-
-
-def hand_carried(old: list[Any], new: list[Any], values: Tensor, clean: float) -> Tensor:
-    """Moves values one by one to where their owner stands now."""
-    moved = values.new_full((len(new), *values.shape[1:]), clean)
-    for place, key in enumerate(new):
-        if key in old and key != (1, 6):
-            moved[place] = values[old.index(key)]
-    return moved
-
-
-def snapshot(net: gn.GrapNet, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
-    return {name: copy.deepcopy(optimizer.state[p]) for name, p in net.named_parameters()}
-
-
-@pytest.mark.parametrize("kind", FOLLOW)
-@pytest.mark.parametrize("between", ["steps", "backward and step"])
-def test_the_next_steps_are_those_of_a_hand_indexed_optimizer(
-    net: gn.GrapNet, kind: str, between: str
-) -> None:
-    optimizer = attached(net, FOLLOW[kind])
-    if between == "backward and step":
-        backward(net, 9)
-    before, slots = coordinates(net), snapshot(net, optimizer)
-    gradients = {name: p.grad.clone() for name, p in net.named_parameters()}
-    rewire(net)
-    after, twin = coordinates(net), copy.deepcopy(net)
-    fresh = FOLLOW[kind](twin.parameters())
-    for name, p in twin.named_parameters():
-        p.grad = hand_carried(before[name], after[name], gradients[name], 0.0)
-        assert torch.equal(net.get_parameter(name).grad, p.grad)
-        for key, value in slots[name].items():
-            whole = isinstance(value, Tensor) and value.shape == gradients[name].shape
-            moved = (
-                hand_carried(before[name], after[name], value, CLEAN.get(kind, 0.0))
-                if whole
-                else value
-            )
-            fresh.state[p][key] = moved
-    if between == "backward and step":
-        optimizer.step()
-        fresh.step()
-    train(net, optimizer)
-    train(twin, fresh)
-    for name, p in net.named_parameters():
-        assert torch.equal(p, twin.get_parameter(name)), name
-
-
-@pytest.mark.parametrize("kind", FOLLOW)
-def test_undo_brings_every_slot_back(net: gn.GrapNet, kind: str) -> None:
-    optimizer = attached(net, FOLLOW[kind])
-    slots, values = (
-        snapshot(net, optimizer),
-        {n: p.detach().clone() for n, p in net.named_parameters()},
-    )
-    rewire(net)
-    net.undo()
-    for name, state in snapshot(net, optimizer).items():
-        assert state.keys() == slots[name].keys()
-        assert all(
-            torch.equal(torch.as_tensor(v), torch.as_tensor(slots[name][k]))
-            for k, v in state.items()
-        ), name
-        assert torch.equal(net.get_parameter(name), values[name])
-    net.redo()
-    train(net, optimizer)
-
-
-@pytest.mark.parametrize("kind", ["adam", "sgd momentum", "rmsprop"])
-def test_renew_starts_all_state_afresh(net: gn.GrapNet, kind: str) -> None:
-    optimizer = attached(net, FOLLOW[kind], survivors="renew")
-    rewire(net)
-    twin = copy.deepcopy(net)
-    train(net, optimizer)
-    attached(twin, FOLLOW[kind])
-    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters(), strict=True))
-
-
-def test_the_first_update_of_a_newborn_under_adam(net: gn.GrapNet) -> None:
-    optimizer = attached(net, lambda p: Adam(p, lr=0.01, eps=0.0))
-    train(net, optimizer, 17)
-    with net.edit() as edit:
-        edit.cut(net.layers[0][1].outgoing(to=[6]))
-        edit.connect(net.layers[0][1], [6])
-    born, old = net.layers[0][1].outgoing(to=[6]), net.layers[0][1].outgoing(to=[6]).weights.item()
-    backward(net)
-    optimizer.step()
-    size = 0.01 * 0.1 / (1 - 0.9**21) * (1 - 0.999**21) ** 0.5 / 0.001**0.5
-    assert abs(born.weights.item() - old) == pytest.approx(size, rel=1e-9)
 
 
 @pytest.mark.parametrize(
     "edit", [rewire, swap_one, lambda n: (swap_one(n), n.undo())], ids=["sizes", "equal", "undone"]
 )
-@pytest.mark.parametrize("kind", [*FOLLOW])
+@pytest.mark.parametrize("kind", ["adam", "adam fused", "sgd momentum", "rmsprop", "adagrad"])
 def test_an_optimizer_that_did_not_follow_refuses_to_step(
     net: gn.GrapNet, kind: str, edit: Any
 ) -> None:
-    optimizer = FOLLOW[kind](net.parameters())
-    train(net, optimizer)
+    optimizer = OPTIMIZERS[kind](list(net.parameters()))
+    train(net, optimizer, range(2))
     edit(net)
     backward(net)
     before = [p.detach().clone() for p in net.parameters()]
@@ -184,30 +56,31 @@ def test_an_optimizer_that_did_not_follow_refuses_to_step(
         with pytest.raises(gn.OptimizerError, match=r"gn\.attach\(optimizer, net\)"):
             optimizer.step()
     assert all(torch.equal(p, value) for p, value in zip(net.parameters(), before, strict=True))
-    train(net, FOLLOW[kind](net.parameters()))  # one made after the edit steps
+    train(net, OPTIMIZERS[kind](list(net.parameters())), range(2))  # one made after the edit steps
 
 
 def test_one_without_state_or_without_moved_coordinates_just_steps(net: gn.GrapNet) -> None:
-    plain, adam = SGD(net.parameters(), lr=0.01), Adam(net.parameters())
-    train(net, plain)
+    plain = SGD(net.parameters(), lr=0.01)
+    adam = Adam(net.parameters())
+    train(net, plain, range(2))
     rewire(net)
-    train(net, plain)
-    train(net, adam)
+    train(net, plain, range(2))
+    train(net, adam, range(2))
     with net.edit() as edit:
         edit.set_owner(net.layers[1], "a")
         edit.set_activation(net.layers[1], "relu")
-    train(net, adam)
+    train(net, adam, range(2))
     with net.edit(trial=True) as edit:
         edit.cut(net.layers[0].outgoing())
         edit.commit()
-    train(net, adam)  # everything is as it was
+    train(net, adam, range(2))  # everything is as it was
     swap_one(gn.GrapNet([5, 4, 4, 3]))
-    train(net, adam)  # another net's edits are another net's
+    train(net, adam, range(2))  # another net's edits are another net's
 
 
 def test_state_that_was_loaded_or_copied_is_known_to_be_old(net: gn.GrapNet) -> None:
     source = Adam(net.parameters())
-    train(net, source)
+    train(net, source, range(2))
     loaded = Adam(net.parameters())
     loaded.load_state_dict(source.state_dict())
     twin, copied = copy.deepcopy((net, source))
@@ -215,53 +88,99 @@ def test_state_that_was_loaded_or_copied_is_known_to_be_old(net: gn.GrapNet) -> 
     swap_one(twin)
     for graph, optimizer in ((net, loaded), (twin, copied)):
         backward(graph)
-        with pytest.raises(
-            gn.OptimizerError,
-            match="is a copy of one that was, or has loaded a state dict of before",
-        ):
+        with pytest.raises(gn.OptimizerError):
             optimizer.step()
+        # Attaching it now does not make the state fit.
+        with pytest.raises(gn.OptimizerError):
+            gn.attach(optimizer, graph)
 
 
-def test_an_attached_optimizer_that_loads_a_state_of_before_an_edit_says_so(
+def test_a_pickle_goes_on_once_it_is_attached(net: gn.GrapNet) -> None:
+    source = attached(net, Adam)
+    swap_one(net)
+    twin, copied = pickle.loads(pickle.dumps((net, source)))
+    alone, ignored = pickle.loads(pickle.dumps((net, source)))
+    gn.attach(copied, twin)
+    train(net, source, range(2))
+    train(twin, copied, range(2))
+    for p, q in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+    backward(alone)
+    with pytest.raises(gn.OptimizerError):
+        ignored.step()
+
+
+def test_an_attached_optimizer_takes_a_state_dict_after_an_edit(net: gn.GrapNet) -> None:
+    source = attached(net, Adam)
+    swap_one(net)
+    state = copy.deepcopy(source.state_dict())
+    other = Adam(net.parameters())
+    gn.attach(other, net)
+    other.load_state_dict(state)
+    train(net, other, range(2))
+    # Without a net to follow, nothing tells whether the state is of this version.
+    alone = Adam(net.parameters())
+    alone.load_state_dict(state)
+    backward(net)
+    with pytest.raises(gn.OptimizerError):
+        alone.step()
+
+
+def test_importing_grapnet_changes_no_class_of_torch() -> None:
+    program = """
+import torch
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+
+kinds = [Optimizer, AveragedModel, torch.nn.Module, torch.nn.Parameter, torch.Tensor]
+before = [dict(vars(kind)) for kind in kinds]
+import grapnet
+
+grapnet.GrapNet([2, 2]).snapshot()
+assert [dict(vars(kind)) for kind in kinds] == before
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_an_attached_optimizer_that_loads_an_older_state_refuses_to_step(
     net: gn.GrapNet,
 ) -> None:
     optimizer = attached(net, Adam)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     earlier = copy.deepcopy(optimizer.state_dict())
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=2))
     later = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(earlier)
     backward(net)
-    with pytest.raises(gn.OptimizerError, match="loaded a state dict of before the edit"):
+    with pytest.raises(gn.OptimizerError):
         optimizer.step()
     optimizer.load_state_dict(later)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
 
 
 def test_one_that_was_left_behind_goes_on_from_a_file_of_after_the_edit(
     net: gn.GrapNet, tmp_path: Path
 ) -> None:
-    optimizer, late = attached(net, Adam), Adam(net.parameters())
-    train(net, optimizer)
-    train(net, late)
+    optimizer = attached(net, Adam)
+    late = Adam(net.parameters())
+    train(net, optimizer, range(2))
+    train(net, late, range(2))
     swap_one(net)
     gn.save(tmp_path / "after", net, optimizer=optimizer)
     backward(net)
-    with pytest.raises(
-        gn.OptimizerError, match=r"gn\.restore\(path, optimizer=optimizer\) of a file saved after"
-    ):
+    with pytest.raises(gn.OptimizerError):
         late.step()
     gn.restore(tmp_path / "after", optimizer=late)
     gn.attach(late, net)
-    train(net, late)
+    train(net, late, range(2))
 
 
 def test_detaching_and_attaching_late(net: gn.GrapNet) -> None:
     optimizer = attached(net, Adam)
     gn.attach(optimizer, net)  # twice is once
     rewire(net)
-    train(net, optimizer)
+    train(net, optimizer, range(2))
     gn.detach(optimizer, net)
     swap_one(net)
     with pytest.raises(gn.OptimizerError):
@@ -273,11 +192,27 @@ def test_detaching_and_attaching_late(net: gn.GrapNet) -> None:
 
 def test_attach_refuses_what_it_cannot_serve(net: gn.GrapNet) -> None:
     foreign = Adam(gn.GrapNet([2, 2]).parameters())
-    with pytest.raises(gn.OptimizerError, match="no parameter of the net"):
+    with pytest.raises(gn.OptimizerError):
         gn.attach(foreign, net)
     adam = Adam(net.parameters())
-    with pytest.raises(ValueError, match="drop"):
-        gn.attach(adam, net, survivors="drop")
+    for name in ("newborn", "survivors"):
+        with pytest.raises(ValueError, match="drop"):
+            gn.attach(adam, net, **{name: "drop"})
+    with pytest.raises(TypeError):
+        gn.attach(net, adam)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError):
+        gn.attach(adam, torch.nn.Linear(2, 2))
+
+
+def test_attaching_moments_of_another_shape_is_refused(net: gn.GrapNet) -> None:
+    optimizer = attached(net, Adam)
+    rewire(net)
+    fresh = make_net()
+    # A fused step would write outside of the moments.
+    resumed = Adam(fresh.parameters(), fused=True)
+    resumed.load_state_dict(optimizer.state_dict())
+    with pytest.raises(gn.OptimizerError):
+        gn.attach(resumed, fresh)
 
 
 def test_lbfgs_cannot_follow_and_says_so(net: gn.GrapNet) -> None:
@@ -293,52 +228,61 @@ def test_lbfgs_cannot_follow_and_says_so(net: gn.GrapNet) -> None:
         optimizer.step(closure)
 
 
-def test_several_groups_optimizers_and_a_scheduler(net: gn.GrapNet) -> None:
-    biases, weights = (
-        [layer.bias for layer in net.layers if layer.index],
-        [t.weight for t in net.transitions],
-    )
-    first = AdamW([{"params": biases, "weight_decay": 0.0}, {"params": weights[:2]}], lr=0.01)
-    second = SGD(weights[2:], lr=0.1, momentum=0.9)
-    schedule = torch.optim.lr_scheduler.StepLR(first, 1, gamma=0.5)
-    gn.attach(first, net)
-    gn.attach(second, net)
-    for _ in range(2):
-        train(net, first, 1)
-        train(net, second, 1)
-        schedule.step()
-        with net.edit() as edit:
-            edit.cut(net.layers[0][0], slots=[0])
-            edit.cut(net.layers[2][1], slots=[0])
-        assert [len(second.state[p]["momentum_buffer"]) for p in weights[2:]] == [
-            len(p) for p in weights[2:]
-        ]
-    assert first.param_groups[1]["lr"] == 0.0025
-    assert set(first.state) == {*biases, *weights[:2]}
-
-
-def test_frozen_coordinates_do_not_move_a_bit(net: gn.GrapNet) -> None:
-    optimizer = attached(net, lambda p: AdamW(p, lr=0.1, weight_decay=0.5))
-    control = copy.deepcopy(net)
-    with net.edit() as edit:
-        edit.freeze(net.layers[1][:2])
-    nodes = net.layers[1][:2]
-    held = torch.cat([nodes.biases, nodes.incoming().weights, nodes.outgoing().weights]).detach()
-    train(net, optimizer, 100)
-    assert torch.equal(
-        torch.cat([nodes.biases, nodes.incoming().weights, nodes.outgoing().weights]), held
-    )
-    adam = attached(control, lambda p: AdamW(p, lr=0.1, weight_decay=0.5))
-    before = control.layers[1].biases.detach()
-    control.zero_grad(set_to_none=False)
-    adam.step()
-    # a gradient of zero alone does not hold a weight
-    assert not torch.equal(control.layers[1].biases, before)
-
-
 def test_neither_the_net_nor_the_optimizer_keeps_the_other_alive(net: gn.GrapNet) -> None:
     optimizer = attached(net, Adam)
     gone = weakref.ref(optimizer)
     del optimizer
     gc.collect()
     assert gone() is None
+
+
+def test_a_group_keeps_its_members_and_its_learning_rate() -> None:
+    net = make_net()
+    groups = [{"params": [p], "lr": 0.001 * n} for n, p in enumerate(net.parameters())]
+    optimizer = Adam(groups, eps=0.0)
+    gn.attach(optimizer, net, survivors="renew")
+    train(net, optimizer, range(2))
+    rewire(net)
+    for n, (group, parameter) in enumerate(
+        zip(optimizer.param_groups, net.parameters(), strict=True)
+    ):
+        before = parameter.detach().clone()
+        assert group["params"][0] is parameter
+        group["before"] = before
+        group["number"] = n
+    train(net, optimizer, [2])
+    for group in optimizer.param_groups:
+        size = (group["params"][0] - group.pop("before")).detach().abs()
+        torch.testing.assert_close(
+            size, torch.full_like(size, 0.001 * group["number"]), rtol=1e-6, atol=0.0
+        )
+
+
+def test_a_grad_scaler_goes_on_through_an_edit() -> None:
+    ends = []
+    for scaled in (False, True):
+        net = make_net()
+        optimizer = Adam(net.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2, enabled=scaled)
+        gn.attach(optimizer, net)
+        for seed in range(6):
+            optimizer.zero_grad()
+            scaler.scale(net(batch(seed)).square().sum()).backward()
+            scaler.unscale_(optimizer)
+            if seed == 3:
+                rewire(net)  # between unscaling and stepping
+            scaler.step(optimizer)
+            scaler.update()
+        ends.append([p.detach().clone() for p in net.parameters()])
+        assert scaler.get_scale() == (8192.0 if scaled else 1.0)
+    # a scale of 2ⁿ rounds nothing
+    assert all(torch.equal(p, q) for p, q in zip(*ends, strict=True))
+
+
+def test_parameters_of_an_edited_net_can_be_loaded_by_torch(net: gn.GrapNet) -> None:
+    rewire(net)
+    file = io.BytesIO()
+    torch.save(list(net.parameters()), file)
+    file.seek(0)
+    for parameter, loaded in zip(net.parameters(), torch.load(file), strict=True):
+        assert torch.equal(parameter, loaded)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import grapnet as gn
-from tests.checkpoint.referee import as_text
+from tests.checkpoint.files import as_text
 
 from .plain import OPTIMIZERS, make_net, rewire, train
 
@@ -33,7 +33,8 @@ class Run:
     def __init__(
         self, net: gn.GrapNet, copied: gn.GrapNet | None, make: Callable[[Any], Optimizer]
     ) -> None:
-        self.net, self.make = net, make
+        self.net = net
+        self.make = make
         self.optimizer = make(list(net.parameters()))
         self.scheduler = CosineAnnealingLR(self.optimizer, 7)
         self.averaged = AveragedModel(copied or net, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -118,3 +119,35 @@ def test_what_was_cut_returns_after_resuming_as_optimizer_and_copy_had_it(
             run.train(6, 8)
         ends.append(run.contents())
     assert ends[0] == ends[1]
+
+
+def moments(optimizer: Optimizer, net: gn.GrapNet) -> torch.Tensor:
+    return optimizer.state[net.transitions[0].weight]["exp_avg"].view(-1)
+
+
+@pytest.mark.parametrize("attach_first", [True, False])
+def test_two_nets_in_one_optimizer_get_their_own_slots_after_a_resume(
+    tmp_path: Path, attach_first: bool
+) -> None:
+    nets = [make_net(), make_net()]
+    optimizer = Adam([p for net in nets for p in net.parameters()])
+    for net in nets:
+        gn.attach(optimizer, net)
+        train(net, optimizer, range(2))
+        with net.edit() as edit:
+            edit.cut(net.layers[0].outgoing().smallest(count=2))
+    gn.save(tmp_path / "0", nets[0], undo=True)
+    gn.save(tmp_path / "1", nets[1], undo=True, optimizer=optimizer)
+    again = [gn.load(tmp_path / "0"), gn.load(tmp_path / "1")]
+    resumed = Adam([p for net in again for p in net.parameters()])
+    if not attach_first:
+        gn.restore(tmp_path / "1", optimizer=resumed)
+    for net in again:
+        gn.attach(resumed, net)
+    if attach_first:
+        gn.restore(tmp_path / "1", optimizer=resumed)
+    for net in (*nets, *again):
+        net.undo()
+    assert torch.equal(moments(resumed, again[1]), moments(optimizer, nets[1]))
+    # The slots of the first net were not in that file.
+    assert int((moments(resumed, again[0]) == 0).sum()) == 2

@@ -1,12 +1,10 @@
 """A fitted estimator is edited, copied and trained on, and rules change it while it trains."""
 
 import copy
-import io
 import pickle
 from dataclasses import dataclass
 from functools import partial
 
-import joblib
 import numpy as np
 import pytest
 import torch
@@ -29,7 +27,8 @@ from grapnet.rules import (
 )
 
 X, Y = load_digits(return_X_y=True)
-X, Y = X[:600] / 16, Y[:600]
+X = X[:600] / 16
+Y = Y[:600]
 CHUNKS = [(X[start : start + 150], Y[start : start + 150]) for start in range(0, 600, 150)]
 
 
@@ -51,7 +50,8 @@ def numbers(model) -> list[torch.Tensor]:
 
 
 def equal(one, other) -> bool:
-    ours, theirs = numbers(one), numbers(other)
+    ours = numbers(one)
+    theirs = numbers(other)
     return len(ours) == len(theirs) and all(
         torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
     )
@@ -75,8 +75,11 @@ def test_an_edit_between_two_calls_is_trained_on_with_the_same_optimizer():
     assert not np.allclose(before, model.predict_proba(X))
     assert model.net_.sizes == [64, 23, 10]
     frozen = model.net_.layers[1][:2].incoming()
-    kept, steps = frozen.weights.detach().clone(), model.n_steps_
-    optimizer, net, edited = model.optimizer_, model.net_, model.predict_proba(X)
+    kept = frozen.weights.detach().clone()
+    steps = model.n_steps_
+    optimizer = model.optimizer_
+    net = model.net_
+    edited = model.predict_proba(X)
     model.partial_fit(X, Y)
     assert model.net_ is net
     assert model.optimizer_ is optimizer
@@ -88,35 +91,12 @@ def test_an_edit_between_two_calls_is_trained_on_with_the_same_optimizer():
     gn.check(net)
 
 
-def test_predictions_are_those_of_the_edited_net():
-    model = quick().fit(X, Y)
-    with model.net_.edit(allow_dead=True) as change:
-        change.cut(model.net_.layers[1].outgoing())
-    assert len(np.unique(model.predict(X))) == 1
-    model.net_.undo()
-    assert len(np.unique(model.predict(X))) > 2
-
-
 RULES = {
     "weights": (PruneWeakest(0.1), Every(3, start=3)),
     "gradients": (Rewire(grow="gradient"), Every(5, start=4)),
     "covariance": (CovarianceSifter(transitions=(0,)), At(9)),
     "co-activation": (SplitIntoFamilies(1, 4), At(9)),
     "growth": (GrowWidth(1, 4, init="gradmax"), At(9)),
-}
-
-
-def by_joblib(model):
-    file = io.BytesIO()
-    joblib.dump(model, file)
-    file.seek(0)
-    return joblib.load(file)
-
-
-COPIES = {
-    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
-    "deepcopy": copy.deepcopy,
-    "joblib": by_joblib,
 }
 
 
@@ -140,21 +120,11 @@ def test_copies_train_on_alike(rule):
     whole = streamed(rules=[RULES[rule]])
     assert any(type(RULES[rule][0]).__name__ in commit.reason for commit in whole.net_.history)
     assert not equal(whole, streamed(rules=[RULES[rule]], random_state=1))
-    for again in COPIES.values():
+    for again in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
         copied = streamed(again=again, rules=[RULES[rule]])
         assert equal(whole, copied)
         np.testing.assert_array_equal(whole.predict_proba(X), copied.predict_proba(X))
         assert [c.reason for c in whole.net_.history] == [c.reason for c in copied.net_.history]
-
-
-def test_a_copy_leaves_the_original_alone():
-    model = quick().fit(X, Y)
-    before, copied = numbers(model), copy.deepcopy(model)
-    edit(copied)
-    copied.partial_fit(X, Y)
-    assert all(torch.equal(a, b) for a, b in zip(before, numbers(model), strict=True))
-    assert (model.net_.version, copied.net_.version) == (0, 1)
-    assert (model.n_iter_, copied.n_iter_) == (2, 3)
 
 
 @pytest.mark.parametrize("rule", ["gradients", "covariance", "co-activation"])
@@ -164,20 +134,12 @@ def test_recorders_do_not_take_predictions_for_training_data(rule):
     assert equal(plain, streamed(lambda model: model.predict(X[::-1] * 3), **parameters))
 
 
-def test_recorders_would_have_seen_the_net_itself():
-    parameters = {"rules": [RULES["co-activation"]]}
-    assert not equal(
-        streamed(**parameters),
-        streamed(lambda m: m.net_(torch.rand(500, 64).double()), **parameters),
-    )
-
-
 def test_every_fit_gets_rules_of_its_own():
     @dataclass
     class Counting:
         calls: int = 0
 
-        def __call__(self, net, edit, now):
+        def __call__(self, net, edit, context):
             self.calls += 1
 
     rule = Counting()
@@ -190,21 +152,13 @@ def test_every_fit_gets_rules_of_its_own():
 
 def test_a_manager_brings_names_and_budgets():
     manager = RuleManager(budget=Budget(edits=7))
-    manager.inject(PruneWeakest(0.5), name="prune", schedule=At(3, 5))
+    manager.add(PruneWeakest(0.5), name="prune", schedule=At(3, 5))
     model = quick(rules=manager).fit(X, Y)
     assert [len(commit.change.transitions) > 0 for commit in model.net_.history] == [True, True]
     assert model.net_.count().relations == quick().fit(X, Y).net_.count().relations - 14
     assert equal(model, quick(rules=manager).fit(X, Y))
     with pytest.raises(ValueError, match="RuleManager"):
         quick(rules=model.rules_).fit(X, Y)
-
-
-def test_rules_can_be_injected_between_two_calls():
-    model = quick().fit(X, Y)
-    model.rules_.inject(PruneWeakest(0.5), schedule=At(model.n_steps_ + 1))
-    relations = model.net_.count().relations
-    model.partial_fit(X, Y)
-    assert model.net_.count().relations == round(relations / 2)
 
 
 def test_a_rule_behind_the_last_step_is_told():
@@ -222,23 +176,13 @@ def test_a_rule_behind_the_last_step_is_told():
 
 def test_tasks_end_with_a_part_of_the_data():
     model = quick(
-        hidden_layer_sizes=(0,), rules=[(GrowForTask(1, 8, classes_per_task=2), EveryTask())]
+        hidden_layer_sizes=(0,), rules=[(GrowForTask(8, classes_per_task=2), EveryTask())]
     )
     for task in range(3):
         model.partial_fit(X, Y, classes=range(10), task=task)
         model.partial_fit(X, Y)
     assert model.net_.sizes == [64, 24, 10]
     assert len(model.net_.select(owner="task-1")) == 8
-
-
-@pytest.mark.parametrize("execution", ["auto", "reference", "dense", "family", ["sparse", "dense"]])
-def test_every_backend_learns_the_same(execution):
-    model = quick(execution=execution).fit(X, Y)
-    names = [execution] * 2 if isinstance(execution, str) else execution
-    assert model.net_.execution.choices() == names
-    np.testing.assert_allclose(
-        model.predict_proba(X), quick().fit(X, Y).predict_proba(X), atol=1e-9
-    )
 
 
 def test_attention_is_trained_and_repeatable():
@@ -275,9 +219,10 @@ def test_optimizers_are_named_or_made_and_spare_biases(optimizer, kind):
 
 def test_a_fit_that_raises_leaves_what_was_fitted():
     model = quick().fit(X, Y)
-    net, before = model.net_, numbers(model)
+    net = model.net_
+    before = numbers(model)
 
-    def refuse(net, edit, now):
+    def refuse(net, edit, context):
         raise RuntimeError("not like this")
 
     with pytest.raises(RuntimeError, match="not like this"):
@@ -307,39 +252,7 @@ def test_an_edit_that_takes_a_class_or_a_feature_away_is_named():
     assert model.partial_fit(X, Y).predict(X).shape == Y.shape
 
 
-@pytest.mark.parametrize(
-    ("wrong", "named"),
-    [
-        ({"optimizer": "lbfgs"}, "lbfgs"),
-        ({"density": 2}, "2"),
-        ({"dropout": 2}, "2"),
-        ({"activation": "step"}, "step"),
-        ({"execution": ["dense"]}, "dense"),
-        ({"execution": "fast"}, "fast"),
-        ({"rules": [(PruneWeakest(0.1), 10)]}, "10"),
-    ],
-)
-def test_wrong_parameters_are_named_by_fit(wrong, named):
-    model = quick(**wrong)
-    with pytest.raises((ValueError, TypeError, gn.PlanError), match=named):
-        model.fit(X, Y)
-    assert not hasattr(model, "net_")
-
-
 def test_a_loss_that_is_not_finite_says_what_to_do():
     model = GrapNetRegressor((8,), optimizer="sgd", learning_rate=1e3, random_state=0)
     with pytest.raises(ValueError, match="learning_rate"):
         model.fit(X * 100, Y * 100)
-
-
-def test_a_last_step_that_goes_too_far_is_no_result():
-    wild = GrapNetRegressor(
-        (8,), learning_rate=1e200, max_epochs=1, batch_size=1000, random_state=0
-    )
-    with pytest.raises(ValueError, match="learning_rate"):
-        wild.fit(X, Y)
-    assert not hasattr(wild, "net_")
-    model = wild.set_params(learning_rate=0.01).fit(X, Y)
-    model.optimizer_.param_groups[0]["lr"] = 1e200
-    with pytest.raises(ValueError, match="2 steps"):
-        model.partial_fit(X, Y)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import grapnet as gn
-from grapnet.integrations.transformers import FAMILIES, Projections, ffn_handles, graft_ffn
+from grapnet.convert import Projections, ffn_handles, graft_ffn
+from grapnet.convert._ffn import FAMILIES
 from tests.integrations.tiny_transformers import SIZES, TOKENS, gpt2, llama, phi3
 
 pytestmark = [
@@ -181,7 +182,8 @@ def test_activations_are_those_of_the_config(function: str, activation: str | No
 
 def test_units_of_a_packed_matrix_are_two_rows_each() -> None:
     model = phi3().double().eval()
-    dense, ids = copy.deepcopy(model), torch.arange(3, 9)[None]
+    dense = copy.deepcopy(model)
+    ids = torch.arange(3, 9)[None]
     handle, _ = graft_ffn(model)
     handle.remove_hidden([3, 31])
     assert [net.sizes for net in handle.nets] == [[16, 60], [30, 16]]
@@ -197,8 +199,10 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
-        self.act, self.drop = nn.GELU(), nn.Dropout(0.5)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+        self.act = nn.GELU()
+        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.drop(self.act(self.up(x))))
@@ -213,8 +217,9 @@ class Block(nn.Module):
 )
 def test_blocks_of_ones_own_are_named_by_hand(projections: Projections, nets: int) -> None:
     model = nn.ModuleDict({"ffn": Block()}).double()
-    dense, x = copy.deepcopy(model), torch.randn(2, 5, 8).double()
-    with pytest.raises(gn.ConversionError, match=r"this ModuleDict .* projections="):
+    dense = copy.deepcopy(model)
+    x = torch.randn(2, 5, 8).double()
+    with pytest.raises(gn.errors.ConversionError, match="projections="):
         graft_ffn(model)
     (handle,) = graft_ffn(model, projections={"Block": projections})
     assert len(handle.nets) == nets
@@ -229,18 +234,6 @@ def test_blocks_of_ones_own_are_named_by_hand(projections: Projections, nets: in
     require_same(model, dense)
 
 
-def test_a_block_that_needs_more_than_its_input_is_named_by_hand() -> None:
-    settings = {"hidden_size": 16, "n_layer": 1, "n_head": 2, "vocab_size": 40}
-    model, inputs = family_model("Bloom", settings)
-    dense = copy.deepcopy(model)
-    with pytest.raises(gn.ConversionError):
-        graft_ffn(model)
-    named = {"BloomMLP": Projections(("dense_h_to_4h",), "dense_4h_to_h")}
-    (handle,) = graft_ffn(model, projections=named)
-    assert len(handle.hidden) == 64
-    assert torch.allclose(run(model, inputs), run(dense, inputs), rtol=0, atol=1e-12)
-
-
 class Normed(transformers.models.gpt2.modeling_gpt2.GPT2MLP):
     """A known block with a forward of its own, in which hidden units depend on each other."""
 
@@ -249,19 +242,13 @@ class Normed(transformers.models.gpt2.modeling_gpt2.GPT2MLP):
         return self.c_proj(functional.layer_norm(hidden, hidden.shape[-1:]))
 
 
-class Renamed(transformers.models.gpt2.modeling_gpt2.GPT2MLP):
-    """A known block that inherits its forward."""
-
-
 def test_a_subclass_is_known_while_it_inherits_the_forward() -> None:
+    class Renamed(transformers.models.gpt2.modeling_gpt2.GPT2MLP):
+        """A known block that inherits its forward."""
+
     config = gpt2().config
     model = nn.ModuleDict({"good": Renamed(32, config), "bad": Normed(32, config)})
-    (handle,) = graft_ffn(model)
-    assert handle.name == "good"
-    model["good"] = Renamed(32, config)
-    model["good"].forward = model["bad"].forward
-    with pytest.raises(gn.ConversionError):
-        graft_ffn(model)
+    assert [handle.name for handle in graft_ffn(model)] == ["good"]
 
 
 class Halved(nn.Linear):
@@ -274,20 +261,20 @@ class Halved(nn.Linear):
 def test_a_projection_or_activation_that_is_not_plain_is_refused() -> None:
     model = llama()
     model.model.layers[0].mlp.up_proj = Halved(16, 32)
-    with pytest.raises(gn.ConversionError, match=r"layers\.0\.mlp\.up_proj.*Halved"):
+    with pytest.raises(gn.errors.ConversionError, match=r"layers\.0\.mlp\.up_proj.*Halved"):
         graft_ffn(model)
     assert ffn_handles(model) == []
     assert [handle.name for handle in graft_ffn(model, [1])] == ["model.layers.1.mlp"]
     model = gpt2()
     model.transformer.h[1].mlp.act = nn.Softmax(-1)
-    with pytest.raises(gn.ConversionError, match=r"h\.1\.mlp.*Softmax"):
+    with pytest.raises(gn.errors.ConversionError, match=r"h\.1\.mlp.*Softmax"):
         graft_ffn(model)
 
 
 def test_a_block_with_a_net_inside_already_is_refused() -> None:
     model = llama()
     gn.graft(model, "*.0.mlp.up_proj")
-    with pytest.raises(gn.ConversionError, match=r"'model\.layers\.0\.mlp'"):
+    with pytest.raises(gn.errors.ConversionError, match=r"'model\.layers\.0\.mlp'"):
         graft_ffn(model)
     assert [handle.name for handle in graft_ffn(model, [1])] == ["model.layers.1.mlp"]
 
@@ -302,18 +289,3 @@ def test_a_sequential_is_a_block_and_a_head_is_none() -> None:
     assert handle.hidden.activations[0] == "leaky_relu(0.3)"
     gn.graft(model, "head")
     assert [found.name for found in ffn_handles(model)] == ["outer.0"]
-
-
-def test_the_model_itself_is_not_replaced() -> None:
-    with pytest.raises(gn.ConversionError, match="the model itself"):
-        graft_ffn(nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8)))
-
-
-def test_zeros_are_dropped_when_asked() -> None:
-    ffn = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
-    with torch.no_grad():
-        ffn[0].weight[:6] = 0
-    model = nn.ModuleDict({"ffn": ffn})
-    (handle,) = graft_ffn(copy.deepcopy(model), drop_zeros=True)
-    assert handle.net.count().relations == 6 * 8 + 12 * 8
-    assert graft_ffn(model)[0].net.count().relations == 12 * 8 + 12 * 8

@@ -25,7 +25,8 @@ def draw(name: str, folder: Path) -> Path:
         r"^```python\n(.*?)^```", (DOCS / PAGES[name]).read_text(), flags=re.MULTILINE | re.DOTALL
     )
     last = next(n for n, block in enumerate(blocks) if f'"{name}"' in block)
-    known, here = {}, Path.cwd()
+    known = {}
+    here = Path.cwd()
     os.chdir(folder)
     try:
         for block in blocks[: last + 1]:

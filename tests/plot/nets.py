@@ -1,6 +1,6 @@
-"""Nets to draw: a small one with three owners, a large one with owners, a large one with
-families.
-"""
+"""Nets to draw, and the texts that a picture shows."""
+
+from typing import Any
 
 import torch
 
@@ -40,3 +40,12 @@ def families(sizes: tuple[int, ...] = (40, 60), children: int = 20) -> gn.GrapNe
     return gn.GrapNet.from_relations(
         [5, width, children * len(sizes)], [(inputs[:, 0], inputs[:, 1]), (parents, targets)]
     )
+
+
+def texts(ax: Any) -> list[str]:
+    return [text.get_text() for text in ax.texts]
+
+
+def words(ax: Any) -> str:
+    """Returns the title on one line."""
+    return " ".join(ax.get_title().split())

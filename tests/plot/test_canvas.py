@@ -4,76 +4,11 @@ import ast
 from pathlib import Path
 
 import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import to_hex, to_rgb
-from matplotlib.figure import Figure
 
 import grapnet as gn
 from grapnet import plot
 
 from .nets import grown
-
-
-def test_owners_have_fixed_colours_in_order_of_appearance():
-    few, more = plot.owner_colors(["a", None, "b"]), plot.owner_colors(["a", None, "b", "a", "c"])
-    assert {owner: more[owner] for owner in few} == few
-    assert len(set(plot.owner_colors([None, *"abcdefg"]).values())) == 8
-    assert plot.owner_colors(["b", "a"])["b"] == few["a"]
-    assert plot.owner_colors([]) == {}
-
-
-def test_an_owner_has_its_colour_in_every_picture():
-    net = grown()
-    graph, shares = plot.graph(net), plot.weights(net, by="owner")
-    colors = plot.owner_colors(["task-1", "task-2", "task-3"])
-    named = dict(
-        zip(
-            (t.get_text() for t in graph.get_legend().get_texts()),
-            graph.get_legend().legend_handles,
-            strict=True,
-        )
-    )
-    drawn = {patch.get_label(): to_hex(patch.get_edgecolor()) for patch in shares.patches}
-    for owner, color in colors.items():
-        assert to_hex(named[owner].get_color()) == color
-        assert drawn[owner] == color
-        assert color in net._repr_html_()
-
-
-@pytest.mark.parametrize("name", ["light", "dark"])
-def test_texts_are_read_on_the_ground_of_their_theme(name):
-    with plot.theme(name):
-        axes = [
-            plot.graph(grown()),
-            plot.timeline(grown()),
-            plot.degrees(grown()),
-            plot.adjacency(grown()),
-        ]
-    for ax in axes:
-        assert (sum(to_rgb(ax.figure.get_facecolor())) > 1.5) == (name == "light")
-        FigureCanvasAgg(ax.figure).draw()  # outside of the block, where ticks are made
-        shown = [
-            ax.title,
-            ax.xaxis.label,
-            *ax.get_legend().get_texts(),
-            *ax.get_xticklabels(),
-            *ax.get_yticklabels(),
-        ]
-        shades = {sum(to_rgb(text.get_color())) < 1.5 for text in shown if text.get_text()}
-        assert shades == {name == "light"}
-
-
-def test_axes_of_a_subfigure_are_written_with_their_whole_figure(tmp_path):
-    figure = Figure()
-    left, right = figure.subfigures(1, 2)
-    ax = plot.degrees(grown(), ax=left.subplots())
-    plot.timeline(grown(), ax=right.subfigures(1, 1).subplots())
-    plot.save(figure, tmp_path / "whole.svg")
-    for part in (ax, left, right.subfigs[0]):
-        assert (
-            plot.save(part, tmp_path / "part.svg").read_bytes()
-            == (tmp_path / "whole.svg").read_bytes()
-        )
 
 
 def test_an_unknown_theme_is_refused():

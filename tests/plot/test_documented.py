@@ -12,7 +12,8 @@ from .documented import DOCS, PAGES, draw
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_shows_the_picture_that_its_code_draws(name, tmp_path):
-    text, committed = (DOCS / PAGES[name]).read_text(), DOCS / "images" / name
+    text = (DOCS / PAGES[name]).read_text()
+    committed = DOCS / "images" / name
     shown = text[text.index(f'"{name}"') :]
     assert re.search(r"!\[[^]]*\]\((?:\.\./)*images/(.*?)\)", shown)[1] == name
     assert committed.stat().st_size < 100_000

@@ -6,15 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 import grapnet as gn
 from grapnet import plot
 from grapnet.continual import AccuracyMatrix, Evaluation
 
-from .nets import families, grown
-from .reading import overlaps, texts, words
+from .nets import families, grown, texts, words
 
 
 def ticks(axis: Any) -> list[str]:
@@ -53,7 +51,8 @@ def test_a_large_rectangle_is_binned_and_loses_no_relation():
     cells = np.asarray(plot.adjacency(net).images[0].get_array())
     assert cells.shape == (600, 600, 4)
     store = net.transitions[0]
-    rows, columns = store.topology.parents().numpy() * 600 // 1500, store.child.numpy() * 600 // 700
+    rows = store.topology.parents().numpy() * 600 // 1500
+    columns = store.child.numpy() * 600 // 700
     assert set(zip(*np.nonzero(cells[..., 3]), strict=True)) == set(zip(rows, columns, strict=True))
     with pytest.raises(IndexError):
         plot.adjacency(net, 2)
@@ -126,13 +125,6 @@ def test_timeline_tells_an_undo_from_a_redo_however_often_they_follow_each_other
     }
 
 
-def test_timeline_of_commits_alone_shows_changes():
-    ax = plot.timeline(edited().history)
-    assert marks(ax)["grow"] == [(1, 8)]
-    assert marks(ax)["cut"] == [(2, 6)]
-    assert ax.get_ylabel() == "relations more than at the start"
-
-
 def test_timeline_against_scores():
     net = edited()
     ax = plot.timeline(net, {0: 0.5, 2: 0.7, 8: 0.9})
@@ -143,31 +135,6 @@ def test_timeline_against_scores():
     assert marks(ax)["grow"] == [(1, 20.0)]
     (line,) = [line for line in ax.lines if line.get_gid() == "line"]
     assert line.get_ydata().tolist() == [20.0, 90.0, 80.0]
-
-
-def test_timeline_needs_no_details_of_commits():
-    net = edited()
-    (whole,) = [line for line in plot.timeline(net).lines if line.get_gid() == "line"]
-    net.journal.undo_limit = 2
-    net.journal.detail_limit = 0
-    assert not net.history[0].has_details
-    ax = plot.timeline(net)
-    (line,) = [line for line in ax.lines if line.get_gid() == "line"]
-    assert line.get_xydata().tolist() == whole.get_xydata().tolist()
-    assert marks(ax)["grow"][0][0] == 1
-
-
-def test_a_net_without_edits_is_one_point_on_its_timeline():
-    ax = plot.timeline(gn.GrapNet([2, 2]))
-    ax.figure.draw_without_rendering()
-    (line,) = ax.lines
-    assert (line.get_xdata().tolist(), line.get_ydata().tolist(), line.get_marker()) == (
-        [0],
-        [4],
-        "o",
-    )
-    low, high = ax.get_xlim()
-    assert [tick for tick in ax.get_xticks() if low <= tick <= high] == [0]
 
 
 def test_accuracy_matrix_has_its_numbers_in_its_cells():
@@ -223,18 +190,6 @@ def test_weights_that_are_no_numbers_are_counted_and_nothing_fails():
         draw(net).figure.draw_without_rendering()
 
 
-def test_a_degree_stands_where_it_belongs():
-    net = gn.GrapNet.from_relations([3, 4], [([0, 0, 0, 1], [0, 1, 2, 0])])
-    (patch,) = plot.degrees(net).patches
-    counts, ends = patch.get_data().values, patch.get_data().edges
-    middles = (ends[1:] + ends[:-1]) / 2
-    assert {round(m): int(c) for m, c in zip(middles, counts, strict=True) if c} == {
-        0: 1,
-        1: 1,
-        3: 1,
-    }
-
-
 def test_every_function_draws_into_the_axes_it_is_given():
     net = grown()
     draws = (
@@ -251,117 +206,3 @@ def test_every_function_draws_into_the_axes_it_is_given():
         own = draw(None)
         assert own.figure is not ax.figure
         assert own.figure.get_layout_engine() is not None
-
-
-def named(ax: Any) -> dict[str, Any]:
-    """Returns the handles of a legend by their texts."""
-    part = ax.get_legend()
-    return dict(
-        zip((text.get_text() for text in part.get_texts()), part.legend_handles, strict=True)
-    )
-
-
-def cells(ax: Any) -> np.ndarray:
-    return np.asarray(ax.images[0].get_array())
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_weights_that_are_not_finite_have_a_look_and_are_counted(value):
-    net = gn.GrapNet.from_relations([1, 3], [([0, 0, 0], [0, 1, 2], [1.0, value, -0.5])])
-    ax = plot.graph(net)
-    assert "1 not finite" in words(ax)
-    drawn: Any = next(part for part in ax.collections if part.get_gid() == "free")
-    top = drawn.get_edgecolor()[-1, :3].tolist()  # it lies above the others
-    assert top == list(to_rgb(named(ax)["not finite"].get_color()))
-    assert drawn.get_linewidths()[-1] == max(drawn.get_linewidths())
-    ax = plot.adjacency(net)
-    assert "3 relations (100 % of all pairs, 1 not finite)" in words(ax)
-    assert cells(ax)[0, 1].tolist() == [*named(ax)["not finite"].get_facecolor()[:3], 1.0]
-    assert len({tuple(cell[:3]) for cell in cells(ax)[0].tolist()}) == 3
-
-
-def test_a_net_of_nothing_finite_does_not_look_like_one_of_zeros():
-    net = gn.GrapNet([4, 3, 2])
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.fill_(float("-inf"))
-    assert list(named(plot.graph(net))) == ["not finite"]
-    large = gn.GrapNet.from_relations(
-        [1, 900], [(torch.zeros(900).long(), torch.arange(900), [float("nan")] * 900)]
-    )
-    assert "900 not finite" in words(plot.graph(large))
-    assert len(np.unique(cells(plot.adjacency(large)).reshape(-1, 4), axis=0)) == 1
-
-
-def test_large_numbers_of_float64_are_finite():
-    net = gn.GrapNet([4, 3, 2], dtype=torch.float64)
-    with torch.no_grad():
-        for store in net.transitions:
-            store.values().fill_(-1e300)
-    for draw in (plot.graph, plot.adjacency, plot.weights):
-        ax = draw(net)
-        assert "not finite" not in ax.get_title()
-        assert "not finite" not in named(ax)
-    assert list(named(plot.graph(net))) == ["weight < 0"]
-
-
-@pytest.mark.parametrize("sizes", [[784, 500], [500, 784], [601, 1199]])
-def test_a_full_rectangle_is_equally_opaque_everywhere(sizes):
-    assert np.unique(cells(plot.adjacency(gn.GrapNet(sizes)))[..., 3]).tolist() == [1.0]
-
-
-def test_a_cell_of_many_pairs_is_as_opaque_as_its_share_of_them():
-    children = torch.arange(1200)
-    children = children[(children % 2 == 0) | (children < 600)]
-    net = gn.GrapNet.from_relations([1, 1200], [(torch.zeros(900).long(), children)])
-    opaque = cells(plot.adjacency(net))[0, :, 3]
-    assert opaque[:300].tolist() == [1.0] * 300  # both of a cell
-    assert opaque[300:].tolist() == [0.25 + 0.75 / 2] * 300  # one of the two
-
-
-def test_a_rectangle_says_what_its_opacity_means():
-    small, large = (list(named(plot.adjacency(gn.GrapNet([size, 2])))) for size in (600, 601))
-    assert small == ["weight ≥ 0", "weight < 0", "opacity: |weight|"]
-    assert large == ["sum of weights ≥ 0", "sum of weights < 0", "opacity: % of pairs"]
-
-
-@pytest.mark.parametrize("draw", [plot.weights, plot.degrees])
-def test_distributions_of_many_parts_count_the_smallest_as_one(draw):
-    net = gn.GrapNet([2] * 13)
-    axes = draw(net)
-    drawn = [int(patch.get_data().values.sum()) for patch in axes.patches]
-    assert sum(drawn) == (48 if draw is plot.weights else 24)
-    assert axes.get_legend().get_texts()[-1].get_text() == "2 others"
-    assert len(drawn) == 11
-    few = draw(gn.GrapNet([2] * 11))
-    assert (len(few.patches), "others" in str(few.get_legend().get_texts()[-1])) == (10, False)
-
-
-def test_owners_beyond_the_seventh_have_another_line():
-    for draw in (plot.degrees, plot.weights):
-        lines = draw(gn.GrapNet([2] * 10)).patches
-        assert [line.get_linestyle() for line in lines] == ["-"] * 7 + ["--"] * 2
-
-
-@pytest.mark.parametrize(("per_task", "tasks"), [(3, 3), (40, 9)])
-def test_no_text_lies_on_another(per_task, tasks):
-    net = grown(per_task, tasks, inputs=30, outputs=18)
-    drawn = [plot.deletion(net), plot.timeline(net), plot.accuracy_matrix(torch.ones(tasks, tasks))]
-    for by in ("transition", "owner"):
-        drawn += [plot.degrees(net, by=by), plot.weights(net, by=by)]
-    drawn += [plot.adjacency(net), plot.adjacency(net, 1)]
-    assert [overlaps(ax) for ax in drawn] == [[]] * len(drawn)
-    drawn[1].text(0.5, 1.02, "on the title", transform=drawn[1].transAxes)
-    assert overlaps(drawn[1]) != []
-
-
-@pytest.mark.parametrize("tasks", [5, 12, 30])
-def test_no_text_of_an_accuracy_matrix_lies_on_another(tasks):
-    called = [f"a task called {n}" for n in range(tasks)]
-    quarter = Figure((11, 6), layout="constrained").subplots(2, 2)[0, 0]
-    for ax in (None, quarter):
-        ax = plot.accuracy_matrix(torch.ones(tasks, tasks), tasks=called, ax=ax)
-        assert overlaps(ax) == []
-        assert len(ax.texts) in (0, tasks**2)
-        every = called.index(ticks(ax.yaxis)[1])
-        assert ticks(ax.yaxis) == called[::every]

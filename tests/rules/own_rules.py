@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.rules.rule import Moment, Recorder
+from grapnet.rules import Recorder, RuleContext
 
 X = torch.linspace(-1, 1, 48).reshape(8, 6)
 
@@ -20,7 +20,7 @@ class CutWeakest:
     count: int = 2
     layer: int = 0
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         edit.cut(net.select(layer=self.layer).outgoing().smallest(count=self.count))
 
 
@@ -30,7 +30,7 @@ class CutRandom:
 
     count: int = 2
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         relations = net.layers[0].outgoing()
         edit.cut(relations[torch.randperm(len(relations), generator=edit.generator)[: self.count]])
 
@@ -41,8 +41,10 @@ class Grow:
 
     nodes: int = 1
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
-        new = edit.add_nodes(1, self.nodes, owner=None if now.task is None else str(now.task))
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
+        new = edit.add_nodes(
+            1, self.nodes, owner=None if context.task is None else str(context.task)
+        )
         edit.connect(net.layers[0], new)
         edit.connect(new, net.layers[2])
 
@@ -51,7 +53,7 @@ class Grow:
 class Fail:
     """Cuts, draws a number and raises."""
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         edit.cut(net.layers[0].outgoing())
         torch.rand(1, generator=edit.generator)
         raise ZeroDivisionError("on purpose")
@@ -63,7 +65,7 @@ class CutMoreEachTime:
     def __init__(self) -> None:
         self.calls = 0
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         self.calls += 1
         edit.cut(net.layers[0].outgoing().smallest(count=self.calls))
 
@@ -97,7 +99,8 @@ class Mean:
             self.log.append("disarm")
 
     def clear(self) -> None:
-        self.count, self.total = 0, torch.zeros(6)
+        self.count = 0
+        self.total = torch.zeros(6)
 
     def see(self, x: Tensor) -> None:
         self.count += len(x)
@@ -107,7 +110,8 @@ class Mean:
         return {"count": self.count, "total": self.total}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.total = state["count"], state["total"]
+        self.count = state["count"]
+        self.total = state["total"]
 
 
 @dataclass(frozen=True)
@@ -119,11 +123,23 @@ class CutQuietest:
     def recorders(self, net: gn.GrapNet) -> dict[str, Recorder]:
         return {"mean": Mean(self.window)}
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
-        seen = now.evidence["mean"]
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
+        seen = context.evidence["mean"]
         row = int((seen.total / seen.count).abs().argmin())
         edit.cut(net.layers[0][row].outgoing().smallest(count=1))
         edit.remark("quietest", row=row, seen=seen.count)
+
+
+def seen_evidence(net: gn.GrapNet, rule: Any, x: Tensor) -> dict[str, Recorder]:
+    """Returns the recorders of a rule after one pass forward and backward."""
+    recorders = rule.recorders(net)
+    for recorder in recorders.values():
+        recorder.arm(net)
+    if recorders:
+        net(x).square().sum().backward()
+    for recorder in recorders.values():
+        recorder.disarm()
+    return recorders
 
 
 def small_net(seed: int = 0) -> gn.GrapNet:
@@ -137,30 +153,27 @@ def train(net: gn.GrapNet, optimizer: torch.optim.Optimizer | None = None, x: Te
         optimizer.step()
 
 
+def recorded(state: dict[str, Any], net: int = 0) -> dict[str, Any]:
+    """Returns what a manager's state holds of the recorders on one of its nets, by rule."""
+    if not state["recorders"]:
+        return {}
+    return state["recorders"][net]["rules"]
+
+
 def journal(net: gn.GrapNet) -> list[Any]:
     """Returns the commits as comparable data: why, who, what was asked for, and which relations and
     nodes moved.
     """
-    return [
-        (
-            commit.version,
-            commit.reason,
-            commit.by,
-            commit.operations,
-            [
-                (
-                    t,
-                    c.gone.parents.tolist(),
-                    c.gone.children.tolist(),
-                    c.born.parents.tolist(),
-                    c.born.children.tolist(),
-                )
-                for t, c in commit.change.transitions.items()
-            ],
-            [
-                (n, c.gone.uids.tolist(), c.born.uids.tolist())
-                for n, c in commit.change.layers.items()
-            ],
-        )
-        for commit in net.history
-    ]
+    found = []
+    for commit in net.history:
+        moved = [
+            (t, record.parents.tolist(), record.children.tolist())
+            for t, change in commit.change.transitions.items()
+            for record in (change.gone, change.born)
+        ]
+        nodes = [
+            (n, change.gone.uids.tolist(), change.born.uids.tolist())
+            for n, change in commit.change.layers.items()
+        ]
+        found.append((commit.version, commit.reason, commit.by, commit.operations, moved, nodes))
+    return found

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.rules.budget import Budget, enforce, weakest_within
+from grapnet.execution import _native
+from grapnet.rules import Budget, weakest_within
+from grapnet.rules._budget import enforce, largest_of_each
 
 
 def ragged(seed: int = 0) -> gn.GrapNet:
@@ -20,28 +22,47 @@ def ragged(seed: int = 0) -> gn.GrapNet:
     return net
 
 
-def degrees(net: gn.GrapNet, gone: gn.RelationSet | None = None) -> tuple[Tensor, Tensor]:
+def degrees(net: gn.GrapNet, gone: gn.RelationSet) -> list[Tensor]:
     """Returns how many parents and children every node has, by uid, once `gone` is cut."""
-    relations = net.select().outgoing()
-    relations = relations if gone is None else relations - gone
-    return tuple(
-        torch.bincount(ends, minlength=net.next_uid)
-        for ends in (relations.children, relations.parents)
-    )
+    left = net.select().outgoing() - gone
+    return [torch.bincount(ends, minlength=net._next_uid) for ends in (left.children, left.parents)]
 
 
 def keeps_within(net: gn.GrapNet, gone: gn.RelationSet, budget: Budget) -> bool:
-    least = (budget.parents, budget.children)
-    pairs = zip(degrees(net), degrees(net, gone), least, strict=True)
-    return all(bool((after >= before.clamp(max=n)).all()) for before, after, n in pairs)
+    for end, least in enumerate((budget.parents, budget.children)):
+        before = degrees(net, gone[:0])[end]
+        if not bool((degrees(net, gone)[end] >= before.clamp(max=least)).all()):
+            return False
+    return True
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"edits": -1}, {"parents": 1.5}, {"children": True}, {"parents": None}]
-)
-def test_a_budget_is_made_of_whole_numbers(wrong: dict[str, Any]) -> None:
-    with pytest.raises(gn.EditError, match=next(iter(wrong))):
-        Budget(**wrong)
+def test_a_key_that_is_no_number_is_refused() -> None:
+    net = gn.GrapNet([4, 3])
+    relations = net.layers[0].outgoing()
+    for budget in (Budget(), Budget(parents=1)):
+        with pytest.raises(ValueError, match="NaN"):
+            weakest_within(net, relations, 1, budget, torch.full((12,), float("nan")))
+    assert len(weakest_within(net, relations[:0], 5, Budget(parents=1))) == 0
+    assert len(weakest_within(net, relations, 5, Budget(parents=1), relations.weights > 0)) == 5
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_largest_of_each_are_what_sorting_every_node_gives(
+    kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not kernels:
+        monkeypatch.setattr(_native, "missing", "the compiled kernels are not installed")
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        nodes = torch.randint(0, 6, (30,), generator=draw)
+        keys = torch.randint(0, 9, (30,), generator=draw).float()  # many equals
+        quota = torch.randint(0, 9, (6,), generator=draw)
+        expected = torch.zeros(30, dtype=torch.bool)
+        for node in range(6):
+            at = (nodes == node).nonzero().view(-1)
+            order = keys[at].argsort(descending=True, stable=True)
+            expected[at[order[: quota[node]]]] = True
+        assert torch.equal(largest_of_each(keys, nodes, quota), expected)
 
 
 def test_the_tighter_of_two_budgets() -> None:
@@ -54,10 +75,8 @@ def test_without_minima_the_weakest_are_the_smallest() -> None:
     net = ragged()
     relations = net.select().outgoing()
     for count in (0, 1, 17, 10**6):
-        found, expected = (
-            weakest_within(net, relations, count, Budget()),
-            relations.smallest(count=count),
-        )
+        found = weakest_within(net, relations, count, Budget())
+        expected = relations.smallest(count=count)
         assert len(found - expected) == len(expected - found) == 0
     assert len(weakest_within(net, relations, 17, Budget(edits=5))) == 5
     score = torch.rand(len(relations))
@@ -100,60 +119,16 @@ def test_with_one_minimum_it_is_greedy_from_the_weakest(count: int, end: str) ->
     assert sorted(found.weights.tolist()) == sorted(relations.weights[expected].tolist())
 
 
-def test_as_many_as_asked_are_found_where_others_can_go() -> None:
-    net = gn.GrapNet.from_relations(
-        [3, 2],
-        [([0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 1, 1], [0.1, 0.2, 0.3, 1.0, 2.0, 3.0])],
-        biases=[[0.0, 0.0]],
-    )
-    relations = net.layers[0].outgoing()
-    assert sorted(weakest_within(net, relations, 3, Budget()).weights.tolist()) == pytest.approx(
-        [0.1, 0.2, 0.3]
-    )
-    found = weakest_within(net, relations, 3, Budget(parents=1))
-    assert sorted(found.weights.tolist()) == pytest.approx([0.1, 0.2, 1.0])
-
-
-def test_frozen_relations_stay_unless_asked_for() -> None:
+def test_frozen_relations_stay() -> None:
     net = gn.GrapNet([4, 3])
     with net.edit() as edit:
         edit.freeze(net.layers[0].outgoing().smallest(count=5))
     relations = net.layers[0].outgoing()
     assert not bool(weakest_within(net, relations, 99, Budget()).frozen.any())
     assert len(weakest_within(net, relations, 99, Budget())) == 7
-    assert len(weakest_within(net, relations, 99, Budget(), frozen=True)) == 12
     chosen = weakest_within(net, relations, 99, Budget(parents=1), relations.weights.detach())
     assert not bool(chosen.frozen.any())
     assert keeps_within(net, chosen, Budget(parents=1))
-
-
-def test_wrong_counts_and_keys_are_refused() -> None:
-    net = gn.GrapNet([4, 3])
-    relations = net.layers[0].outgoing()
-    with pytest.raises(ValueError, match="negative"):
-        weakest_within(net, relations, -1, Budget())
-    with pytest.raises(ValueError, match="3 entries for 12"):
-        weakest_within(net, relations, 1, Budget(), torch.ones(3))
-    for budget in (Budget(), Budget(parents=1)):
-        with pytest.raises(ValueError, match="NaN"):
-            weakest_within(net, relations, 1, budget, torch.full((12,), float("nan")))
-    assert len(weakest_within(net, relations[:0], 5, Budget(parents=1))) == 0
-    assert len(weakest_within(net, relations, 5, Budget(parents=1), relations.weights > 0)) == 5
-
-
-def test_the_minima_of_a_million_relations_are_kept() -> None:
-    net = gn.GrapNet([1000, 1000, 10])
-    relations = net.layers[0].outgoing()
-    budget = Budget(parents=5, children=5)
-    found = weakest_within(net, relations, 10**6, budget)
-    topology = net.transitions[0].topology
-    at = found.positions_by_transition()[0]
-    assert (
-        int((topology.fan_in() - torch.bincount(topology.child[at.long()], minlength=1000)).min())
-        >= 5
-    )
-    assert int(topology.degrees_without(at).min()) >= 5
-    assert 980_000 < len(found) <= 995_000
 
 
 def enforced(
@@ -161,7 +136,8 @@ def enforced(
 ) -> gn.RelationSet:
     with net.edit(trial=True) as edit:
         edit.cut(asked)
-        enforce(net, edit, budget, **given)
+        limits = {"settled": net.select().outgoing()[:0], "cuts": budget.edits, **given}
+        enforce(net, edit, budget, connections=None, **limits)
         return edit.cuts
 
 
@@ -171,11 +147,8 @@ def test_cuts_beyond_the_budget_are_taken_back_strongest_first() -> None:
     found = enforced(net, asked, Budget(edits=7))
     assert sorted(found.weights.tolist()) == sorted(asked.smallest(count=7).weights.tolist())
     assert len(enforced(net, asked, Budget(edits=0))) == 0
-    assert (
-        len(enforced(net, asked, Budget(edits=len(asked))))
-        == len(enforced(net, asked, Budget()))
-        == len(asked)
-    )
+    assert len(enforced(net, asked, Budget(edits=len(asked)))) == len(asked)
+    assert len(enforced(net, asked, Budget())) == len(asked)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -201,24 +174,12 @@ def test_cuts_that_leave_a_node_too_little_are_taken_back(seed: int, budget: Bud
 def test_settled_cuts_stand_and_are_not_counted() -> None:
     net = gn.GrapNet([4, 3])
     relations = net.layers[0].outgoing()
-    first, then = relations.largest(count=4), relations.smallest(count=6)
+    first = relations.largest(count=4)
+    then = relations.smallest(count=6)
     found = enforced(net, first | then, Budget(edits=3), settled=first)
     assert len(first - found) == 0
-    assert sorted((found - first).weights.tolist()) == sorted(
-        then.smallest(count=3).weights.tolist()
-    )
+    assert torch.equal((found - first).weights, then.smallest(count=3).weights)
     child = net.layers[1][0].incoming()
     found = enforced(net, child, Budget(parents=1), settled=child[:3])
     assert len(found) == 3
     assert len(child[:3] - found) == 0
-
-
-def test_too_many_connections_are_refused_by_name_and_number() -> None:
-    net = gn.GrapNet([4, 0, 3])
-    with net.edit() as edit:
-        edit.connect(net.layers[0], edit.add_nodes(1, 3))
-        enforce(net, edit, Budget(edits=12))
-        with pytest.raises(gn.EditError, match=r"my rule .* 12 connected relations.* allows 11"):
-            enforce(net, edit, Budget(edits=11), rule="my rule")
-        enforce(net, edit, Budget(edits=0), connections=12)
-    assert net.count().relations == 12

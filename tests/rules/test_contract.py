@@ -1,8 +1,10 @@
 """One contract for every rule, on every shape of graph."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import is_dataclass
 from typing import Any
 
 import pytest
@@ -15,10 +17,10 @@ from grapnet.rules import Budget, Every, RuleManager
 from tests.execution.graphs import SHAPES
 
 RULES: dict[str, Callable[[], Any]] = {
-    "GrowForTask": lambda: rules.GrowForTask(layer=1, nodes=3, outputs={0: (0,)}),
-    "GrowWidth": lambda: rules.GrowWidth(layer=1, nodes=2),
-    "GrowWidth net2net": lambda: rules.GrowWidth(layer=1, nodes=2, init="net2net"),
-    "GrowWidth gradmax": lambda: rules.GrowWidth(layer=1, nodes=2, init="gradmax"),
+    "GrowForTask": lambda: rules.GrowForTask(nodes=3, outputs={0: (0,)}),
+    "GrowWidth": lambda: rules.GrowWidth(layers=1, nodes=2),
+    "GrowWidth net2net": lambda: rules.GrowWidth(layers=1, nodes=2, init="net2net"),
+    "GrowWidth gradmax": lambda: rules.GrowWidth(layers=1, nodes=2, init="gradmax"),
     "FreezeOwner": lambda: rules.FreezeOwner("half"),
     "PruneWeakest": lambda: rules.PruneWeakest(0.3),
     "PruneWeakest of every node": lambda: rules.PruneWeakest(0.5, scope="node"),
@@ -32,6 +34,12 @@ RULES: dict[str, Callable[[], Any]] = {
     "Rewire SRigL": lambda: rules.Rewire(grow="gradient", decay_until=100, fan_in="constant"),
     "SplitIntoFamilies": lambda: rules.SplitIntoFamilies(0, families=2),
 }
+
+
+def recording(rule: Any) -> bool:
+    return bool(hasattr(rule, "recorders") and rule.recorders(gn.GrapNet([4, 4, 4, 4])))
+
+
 STEP = 2  # the first at which a rule is due, after three steps of training
 
 
@@ -45,7 +53,7 @@ class Run:
         self.optimizer = torch.optim.Adam(self.net.parameters(), lr=0.01)
         gn.attach(self.optimizer, self.net)
         self.manager = RuleManager(seed=seed)
-        self.manager.inject(RULES[rule](), schedule=Every(10, start=STEP), budget=budget)
+        self.manager.add(RULES[rule](), schedule=Every(10, start=STEP), budget=budget)
         self.manager.start(self.net)
         generator = torch.Generator().manual_seed(1)
         self.inputs = torch.randn(16, self.net.sizes[0], generator=generator, dtype=torch.float64)
@@ -91,8 +99,10 @@ def equal(first: list[Tensor], second: list[Tensor]) -> bool:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_keeps_its_contract(rule: str, shape: str) -> None:
-    run, twin = Run(shape, rule), Run(shape, rule)
-    before, count = run.state(), run.net.count()
+    run = Run(shape, rule)
+    twin = Run(shape, rule)
+    before = run.state()
+    count = run.net.count()
     for one in (run, twin):
         _call_alone(one, rule)
     assert equal(run.state(), before)  # it writes into the edit and never commits
@@ -138,21 +148,15 @@ def test_a_rule_keeps_its_contract(rule: str, shape: str) -> None:
 def test_a_rule_keeps_within_its_budget(rule: str, shape: str) -> None:
     run = Run(shape, rule, budget=Budget(edits=4, parents=1, children=1))
     net = run.net
-    parents = {
-        int(uid): n
-        for t, s in enumerate(net.transitions)
-        for uid, n in _counted(net, t + 1, s.topology.fan_in())
-    }
-    children = {
-        int(uid): n
-        for t, s in enumerate(net.transitions)
-        for uid, n in _counted(net, t, s.topology.degrees)
-    }
+    relations = net.select().outgoing()
+    parents = Counter(relations.children.tolist())  # of each node
+    children = Counter(relations.parents.tolist())
     commit = run.apply()
     if commit is None or isinstance(commit, Exception):
         return
     gone = {int(uid) for change in commit.change.layers.values() for uid in change.gone.uids}
-    cuts, connected = [], 0
+    cuts = []
+    connected = 0
     for change in commit.change.transitions.values():
         connected += len(change.born)
         ends = zip(change.gone.parents.tolist(), change.gone.children.tolist(), strict=True)
@@ -179,9 +183,84 @@ def _call_alone(run: Run, rule: str) -> None:
     for recorder in evidence.values():
         recorder.disarm()
     with run.net.edit(trial=True) as edit, suppress(gn.GrapNetError):
-        made(run.net, edit, rules.Moment(step=STEP, task=0, evidence=evidence))
+        made(run.net, edit, rules.RuleContext(step=STEP, task=0, evidence=evidence))
     assert edit.receipt is None
 
 
-def _counted(net: gn.GrapNet, layer: int, counts: Tensor) -> list[tuple[int, int]]:
-    return list(zip(net.layers[layer].uid.tolist(), counts.tolist(), strict=True))
+def test_every_rule_is_here() -> None:
+    public = [getattr(rules, name) for name in rules.__all__]
+    known = {kind.__name__ for kind in public if is_dataclass(kind) and "__call__" in vars(kind)}
+    assert known == {name.split()[0] for name in RULES}
+
+
+@pytest.mark.parametrize("rule", [name for name, make in RULES.items() if recording(make())])
+def test_a_rule_without_its_evidence_is_refused(rule: str) -> None:
+    net = SHAPES["random 1 %"].build(torch.float64)
+    made = RULES[rule]()
+    for evidence in ({}, made.recorders(net)):
+        with pytest.raises(gn.EditError, match="evidence"), net.edit() as edit:
+            made(net, edit, rules.RuleContext(evidence=evidence))
+    assert net.version == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (rules.GrowForTask, {"nodes": 0, "classes_per_task": 2}),
+        (rules.GrowForTask, {"nodes": 1, "classes_per_task": 2, "classes": "all"}),
+        (rules.GrowForTask, {"nodes": 1}),
+        (rules.GrowForTask, {"nodes": 1, "classes_per_task": 2, "outputs": {0: [1]}}),
+        (rules.GrowForTask, {"nodes": 1, "classes_per_task": 2, "parents": 0.0}),
+        (rules.GrowWidth, {"layers": 1, "nodes": 0}),
+        (rules.GrowWidth, {"layers": 1, "nodes": 1, "init": "random"}),
+        (rules.GrowWidth, {"layers": 1, "nodes": 1, "noise": 1.0}),
+        (rules.GrowWidth, {"layers": 1, "nodes": 1, "scale": 0.0}),
+        (rules.PruneWeakest, {}),
+        (rules.PruneWeakest, {"fraction": 0.1, "sparsity": 0.1}),
+        (rules.PruneWeakest, {"fraction": 1.1}),
+        (rules.PruneWeakest, {"sparsity": -0.5}),
+        (rules.PruneWeakest, {"fraction": 0.5, "scope": "layer"}),
+        (rules.PruneWeakest, {"fraction": 0.5, "score": "l1"}),
+        (rules.GradualSchedule, {"final": 0.5, "begin": 0, "end": 9, "initial": 0.6}),
+        (rules.GradualSchedule, {"final": 1.5, "begin": 0, "end": 9}),
+        (rules.GradualSchedule, {"final": 0.5, "begin": 9, "end": 9}),
+        (rules.CovarianceSifter, {"fraction": 1.5}),
+        (rules.Rewire, {"fraction": -0.1}),
+        (rules.Rewire, {"grow": "magic"}),
+        (rules.Rewire, {"fan_in": 3}),
+        (rules.Rewire, {"decay_until": 0}),
+        (rules.SplitIntoFamilies, {"transitions": 0, "families": 0}),
+    ],
+)
+def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any]) -> None:
+    with pytest.raises(gn.EditError):
+        kind(**settings)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        rules.PruneWeakest(0.5, transitions=3),
+        rules.Rewire(transitions=-4),
+        rules.CovarianceSifter(transitions=3),
+        rules.SplitIntoFamilies(3, families=2),
+    ],
+)
+def test_a_transition_that_is_not_there_is_refused(rule: Any) -> None:
+    net = gn.GrapNet([4, 4, 4, 4])
+    with pytest.raises(gn.EditError, match=r"\[-?[34]\]"), net.edit() as edit:
+        rule(net, edit, rules.RuleContext())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["PruneWeakest", "PruneWeakest of every node", "Rewire SET", "Rewire RigL", "Rewire SRigL"],
+)
+def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(rule: str) -> None:
+    run = Run("random 1 %", rule)
+    with torch.no_grad():
+        run.net.transitions[0].weight[3] = float("nan")
+    version = run.net.version
+    with pytest.raises(ValueError, match="NaN"):
+        run.manager.apply(run.net, STEP)
+    assert run.net.version == version

@@ -6,11 +6,7 @@ import pytest
 import torch
 
 import grapnet as gn
-from grapnet.rules.freeze import FreezeOwner
-from grapnet.rules.grow import GrowForTask
-from grapnet.rules.manager import RuleManager
-from grapnet.rules.rule import Moment
-from grapnet.rules.schedule import EveryTask
+from grapnet.rules import EveryTask, FreezeOwner, GrowForTask, RuleContext, RuleManager
 
 
 @pytest.fixture
@@ -37,7 +33,7 @@ def test_it_freezes_what_belongs_to_an_owner(
     net: gn.GrapNet, settings: dict[str, Any], frozen: int
 ) -> None:
     with net.edit() as edit:
-        FreezeOwner(**settings)(net, edit, Moment(task=7))
+        FreezeOwner(**settings)(net, edit, RuleContext(task=7))
     assert net.count().frozen == frozen
     chosen = net.select(owner=settings.get("owner", "task-7"))
     for name, part in (("incoming", chosen.incoming()), ("outgoing", chosen.outgoing())):
@@ -46,17 +42,15 @@ def test_it_freezes_what_belongs_to_an_owner(
 
 def test_an_owner_that_no_node_has_is_refused_with_those_there_are(net: gn.GrapNet) -> None:
     manager = RuleManager()
-    manager.inject(FreezeOwner(), schedule=EveryTask())
-    with pytest.raises(
-        gn.EditError, match="no node has the owner 'task-8'; owners are: 'task-7', 'old'"
-    ):
+    manager.add(FreezeOwner(), schedule=EveryTask())
+    with pytest.raises(gn.EditError, match=r"'task-8'.*'task-7', 'old'"):
         manager.apply(net, task=8)
     assert (net.version, net.count().frozen) == (1, 0)
 
 
 def test_undo_gives_the_coordinates_back_and_freezing_twice_is_once(net: gn.GrapNet) -> None:
     manager = RuleManager()
-    manager.inject(FreezeOwner(), schedule=EveryTask())
+    manager.add(FreezeOwner(), schedule=EveryTask())
     assert manager.apply(net, 0) is None  # no task ended
     assert manager.apply(net, 1, task=7) is not None
     assert (net.count().frozen, net.layers[1].frozen.tolist()) == (14, [True, True, False])
@@ -68,9 +62,10 @@ def test_undo_gives_the_coordinates_back_and_freezing_twice_is_once(net: gn.Grap
 def test_tasks_grown_trained_and_frozen_in_turn_stay_as_they_were() -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([6, 0, 6])
-    growing, ending = RuleManager(), RuleManager()
-    growing.inject(GrowForTask(layer=1, nodes=4, classes_per_task=2, classes="own"))
-    ending.inject(FreezeOwner())
+    growing = RuleManager()
+    ending = RuleManager()
+    growing.add(GrowForTask(nodes=4, classes_per_task=2, classes="own"))
+    ending.add(FreezeOwner())
     kept: dict[int, tuple[gn.NodeSet, list[torch.Tensor]]] = {}
     for task in range(3):
         growing.apply(net, task, task=task)
@@ -95,7 +90,7 @@ def test_tasks_grown_trained_and_frozen_in_turn_stay_as_they_were() -> None:
 def test_relations_gained_later_are_trainable_until_it_runs_again(net: gn.GrapNet) -> None:
     for _ in range(2):
         with net.edit() as edit:
-            FreezeOwner(owner="old")(net, edit, Moment())
+            FreezeOwner(owner="old")(net, edit, RuleContext())
         with net.edit() as edit:
             new = edit.add_nodes(0, 1)
             edit.connect(new, net.layers[1][2])
@@ -104,20 +99,7 @@ def test_relations_gained_later_are_trainable_until_it_runs_again(net: gn.GrapNe
     assert net.layers[1][2].incoming().frozen.tolist() == [True] * 5 + [False]
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"owner": 3}, "an owner is a string, or None"),
-        ({"incoming": False, "outgoing": False, "bias": False}, "would freeze nothing"),
-        ({"tag": "task"}, "holds the place of the task"),
-    ],
-)
-def test_wrong_settings_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(gn.EditError, match=message):
-        FreezeOwner(**settings)
-
-
 def test_without_owner_and_without_task_it_says_what_is_missing(net: gn.GrapNet) -> None:
-    with pytest.raises(gn.EditError, match="none was told"), net.edit() as edit:
-        FreezeOwner()(net, edit, Moment())
+    with pytest.raises(gn.EditError, match="task"), net.edit() as edit:
+        FreezeOwner()(net, edit, RuleContext())
     assert net.count().frozen == 0

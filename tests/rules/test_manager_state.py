@@ -12,11 +12,15 @@ import torch
 
 import grapnet as gn
 from grapnet.core._errors import CheckpointError
-from grapnet.rules.budget import Budget
-from grapnet.rules.covariance import CovarianceSifter
-from grapnet.rules.manager import RuleManager
-from grapnet.rules.rule import Moment
-from grapnet.rules.schedule import At, Every, EveryTask, Schedule
+from grapnet.rules import (
+    At,
+    Budget,
+    CovarianceSifter,
+    Every,
+    EveryTask,
+    RuleContext,
+    RuleManager,
+)
 
 from .own_rules import (
     CutMoreEachTime,
@@ -33,10 +37,10 @@ from .own_rules import (
 
 def managed(seed: int = 3) -> RuleManager:
     manager = RuleManager(seed=seed, budget=Budget(edits=12, parents=1))
-    manager.inject(CutRandom(1), schedule=Every(2))
-    manager.inject(Grow(1), schedule=EveryTask())
-    manager.inject(CutMoreEachTime(), schedule=At(2, 5, 9), budget=Budget(edits=2))
-    manager.inject(CutQuietest(window=4), schedule=At(3, 8))
+    manager.add(CutRandom(1), schedule=Every(2))
+    manager.add(Grow(1), schedule=EveryTask())
+    manager.add(CutMoreEachTime(), schedule=At(2, 5, 9), budget=Budget(edits=2))
+    manager.add(CutQuietest(window=4), schedule=At(3, 8))
     return manager
 
 
@@ -79,7 +83,8 @@ def test_a_restored_run_goes_on_bit_by_bit(tmp_path: Path, stop: int, live: bool
     gn.save(tmp_path / "run", net, history="full", rules=half, optimizer=optimizer)
     del net, optimizer, half
 
-    net, manager = gn.load(tmp_path / "run"), managed(seed=99)
+    net = gn.load(tmp_path / "run")
+    manager = managed(seed=99)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
     gn.attach(optimizer, net)
     if live:  # its recorders exist already
@@ -92,21 +97,9 @@ def test_a_restored_run_goes_on_bit_by_bit(tmp_path: Path, stop: int, live: bool
     assert len(net.history) > 6
 
 
-def test_without_its_state_the_run_would_go_on_otherwise(tmp_path: Path) -> None:
-    whole, half = managed(), managed()
-    net, optimizer = started(whole)
-    run(net, optimizer, whole, range(12))
-    expected = outcome(net, whole)
-    net, optimizer = started(half)
-    run(net, optimizer, half, range(6))
-    fresh = managed()
-    fresh.start(net, step=6)
-    run(net, optimizer, fresh, range(6, 12))
-    assert outcome(net, fresh) != expected
-
-
 def test_a_state_survives_being_saved_again_before_it_is_used(tmp_path: Path) -> None:
-    first, second = managed(), managed()
+    first = managed()
+    second = managed()
     net, optimizer = started(first)
     run(net, optimizer, first, range(2))
     gn.save(tmp_path / "one", net, rules=first)
@@ -119,7 +112,8 @@ def test_a_state_survives_being_saved_again_before_it_is_used(tmp_path: Path) ->
 
 
 def test_order_and_switches_come_back() -> None:
-    saved, manager = managed(), managed()
+    saved = managed()
+    manager = managed()
     saved.reorder(["Grow", "CutQuietest", "CutRandom", "CutMoreEachTime"])
     saved.disable("CutRandom")
     manager.disable("Grow")
@@ -129,30 +123,16 @@ def test_order_and_switches_come_back() -> None:
 
 
 def test_a_state_is_plain_data() -> None:
-    def halve(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None: ...
-
-    @dataclass(frozen=True)
-    class Nested:
-        schedule: Schedule
-        layers: tuple[int, ...]
-        weights: torch.Tensor
-        kind: Callable[..., Any]
+    def halve(net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None: ...
 
     manager = RuleManager()
-    manager.inject(halve)
-    manager.inject(Called(Nested(Every(2), (1, 2), torch.ones(2), torch.relu)))
-    rules = manager.state_dict()["rules"]
-    assert (rules[0]["rule"], rules[0]["budget"]) == (
-        {"class": "halve", "settings": {}},
-        {"class": "None", "settings": {}},
-    )
-    assert rules[0]["schedule"] == {
-        "class": "Every",
-        "settings": {"steps": 1, "start": 0, "until": None},
-    }
-    settings = rules[1]["rule"]["settings"]["inner"]["settings"]
-    assert settings["schedule"]["settings"] == {"steps": 2, "start": 0, "until": None}
-    assert (settings["layers"], settings["kind"]["class"]) == ([1, 2], "relu")
+    manager.add(halve)
+    manager.add(Called([Every(2), torch.ones(2), torch.relu]))
+    halved, called = manager.state_dict()["rules"]
+    assert halved["rule"] == {"class": "halve", "settings": {}}
+    every, ones, relu = called["rule"]["settings"]["inner"]
+    assert every == {"class": "Every", "settings": {"steps": 2, "start": 0, "until": None}}
+    assert (ones, relu["class"]) == ([1.0, 1.0], "relu")
     manager.load_state_dict(copy.deepcopy(manager.state_dict()))
 
 
@@ -160,35 +140,30 @@ def test_a_state_is_plain_data() -> None:
 class Called:
     inner: Any
 
-    def __call__(self, net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None: ...
+    def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None: ...
 
 
-def one(rule: Any, name: str = "rule", budget: Budget = Budget(), **given: Any) -> RuleManager:  # noqa: B008
+def one(
+    rule: Any,
+    name: str = "rule",
+    budget: Budget = Budget(),  # noqa: B008
+    rule_budget: Budget | None = None,
+    **given: Any,
+) -> RuleManager:
     manager = RuleManager(seed=1, budget=budget)
-    manager.inject(rule, name=name, **given)
+    manager.add(rule, name=name, budget=rule_budget, **given)
     return manager
 
 
-OTHERS = {
-    "another name": (
-        lambda: one(CutWeakest(2), "other"),
-        "state holds the rules rule, and the manager has other",
-    ),
-    "no rule": (RuleManager, "the manager has none"),
-    "another class": (lambda: one(CutRandom(2)), "'rule'.*was CutWeakest and is CutRandom"),
-    "other settings": (lambda: one(CutWeakest(3)), "'rule'.*count was 2 and is 3"),
-    "another schedule": (
-        lambda: one(CutWeakest(2), schedule=At(1)),
-        "schedule of 'rule'.*was Every and is At",
-    ),
-    "other steps": (
-        lambda: one(CutWeakest(2), schedule=Every(5)),
-        "schedule of 'rule'.*steps was 1 and is 5",
-    ),
-    "another budget": (
-        lambda: one(CutWeakest(2), "rule", Budget(edits=1)),
-        "manager's budget.*edits was None and is 1",
-    ),
+OTHERS: dict[str, Callable[[], RuleManager]] = {
+    "another name": lambda: one(CutWeakest(2), "other"),
+    "no rule": RuleManager,
+    "another class": lambda: one(CutRandom(2)),
+    "other settings": lambda: one(CutWeakest(3)),
+    "another schedule": lambda: one(CutWeakest(2), schedule=At(1)),
+    "other steps": lambda: one(CutWeakest(2), schedule=Every(5)),
+    "another budget": lambda: one(CutWeakest(2), "rule", Budget(edits=1)),
+    "a budget of its own": lambda: one(CutWeakest(2), rule_budget=Budget(edits=1)),
 }
 
 
@@ -196,33 +171,18 @@ OTHERS = {
 def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     tmp_path: Path, name: str
 ) -> None:
-    make, message = OTHERS[name]
-    saved, manager, net = one(CutWeakest(2)), make(), small_net()
+    saved = one(CutWeakest(2))
+    manager = OTHERS[name]()
+    net = small_net()
     manager.start(net)
     before = text(manager.state_dict())
-    with pytest.raises(gn.CheckpointError, match=message):
+    with pytest.raises(gn.CheckpointError):
         manager.load_state_dict(saved.state_dict())
     gn.save(tmp_path / "run", net, rules=saved)
-    with pytest.raises(gn.CheckpointError, match=rf"^extras\.rules: .*{message}") as refused:
+    with pytest.raises(gn.CheckpointError, match=r"^extras\.rules: "):
         gn.restore(tmp_path / "run", rules=manager)
-    assert "CheckpointError" not in str(refused.value)
     assert text(manager.state_dict()) == before
     saved.load_state_dict(one(CutWeakest(2)).state_dict())  # control: one that fits
-
-
-def test_a_budget_of_one_rule_is_compared_too() -> None:
-    with pytest.raises(gn.CheckpointError, match=r"budget of 'rule'.*was None and is Budget"):
-        with_own_budget(Budget(edits=4)).load_state_dict(one(CutWeakest(2)).state_dict())
-    with pytest.raises(gn.CheckpointError, match=r"budget of 'rule'.*edits was 4 and is 5"):
-        with_own_budget(Budget(edits=5)).load_state_dict(
-            with_own_budget(Budget(edits=4)).state_dict()
-        )
-
-
-def with_own_budget(budget: Budget) -> RuleManager:
-    manager = RuleManager()
-    manager.inject(CutWeakest(2), name="rule", budget=budget)
-    return manager
 
 
 class Picky(CutMoreEachTime):
@@ -237,10 +197,11 @@ class Picky(CutMoreEachTime):
 def test_a_rule_that_refuses_its_state_leaves_the_manager_as_it_was() -> None:
     manager = RuleManager()
     for name in "ab":
-        manager.inject(Picky(), name=name)
+        manager.add(Picky(), name=name)
     net = small_net()
     manager.apply(net, 0)
-    state, before = copy.deepcopy(manager.state_dict()), text(manager.state_dict())
+    state = copy.deepcopy(manager.state_dict())
+    before = text(manager.state_dict())
     state["rules"].reverse()
     state["rules"][0]["state"]["calls"] = 5
     state["rules"][0]["enabled"] = False
@@ -250,7 +211,7 @@ def test_a_rule_that_refuses_its_state_leaves_the_manager_as_it_was() -> None:
     assert text(manager.state_dict()) == before
 
 
-def swap(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
+def swap(net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
     edit.remove_nodes(net.layers[2][:1])
     new = edit.add_nodes(2, 1)
     edit.connect(net.layers[1], new, weights=0.5)
@@ -259,14 +220,15 @@ def swap(net: gn.GrapNet, edit: gn.Edit, now: Moment) -> None:
 
 def swapping() -> RuleManager:
     manager = RuleManager()
-    manager.inject(CovarianceSifter(window=1), schedule=At(9))
-    manager.inject(swap, schedule=At(2))
+    manager.add(CovarianceSifter(window=1), schedule=At(9))
+    manager.add(swap, schedule=At(2))
     return manager
 
 
 def recorded() -> tuple[gn.GrapNet, RuleManager]:
     torch.manual_seed(0)
-    net, manager = gn.GrapNet([4, 6, 6, 2]), swapping()
+    net = gn.GrapNet([4, 6, 6, 2])
+    manager = swapping()
     with manager.recording(net):
         net(torch.randn(64, 4))
     return net, manager
@@ -279,7 +241,8 @@ def test_restored_recorders_follow_commits_before_they_watch(
 ) -> None:
     net, manager = recorded()
     gn.save(tmp_path / "run", net, rules=manager)
-    twin, restored = gn.load(tmp_path / "run"), swapping()
+    twin = gn.load(tmp_path / "run")
+    restored = swapping()
     if live:  # its recorders exist already, and never watched
         restored.start(twin, 2)
     gn.restore(tmp_path / "run", rules=restored)
@@ -293,7 +256,8 @@ def test_restored_recorders_follow_commits_before_they_watch(
 
 def test_evidence_about_other_nodes_is_refused_and_stays_for_the_right_net() -> None:
     net, manager = recorded()
-    other, restored = copy.deepcopy(net), swapping()
+    other = copy.deepcopy(net)
+    restored = swapping()
     with other.edit() as edit:
         edit.remove_nodes(other.layers[2][0])
     restored.load_state_dict(manager.state_dict())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import grapnet as gn
-from grapnet.rules.manager import RuleManager
+from grapnet.rules import RuleManager
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/rules.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -33,7 +33,8 @@ def test_the_guide_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyP
     gn.check(names["net"])
     shown = re.search(r"^```text\n(.*?)^```", GUIDE.read_text(), flags=re.MULTILINE | re.DOTALL)
     assert shown is not None
-    expected, printed = shown[1].splitlines(), str(names["preview"]).splitlines()
+    expected = shown[1].splitlines()
+    printed = str(names["preview"]).splitlines()
     assert printed[:-1] == expected[:-1]
     # the last number depends on the weights
     assert printed[-1].rsplit(" ", 1)[0] == expected[-1].rsplit(" ", 1)[0]
@@ -48,8 +49,9 @@ def test_a_rule_of_ones_own_is_ten_lines_on_public_names() -> None:
     names = {node.attr for node in ast.walk(rule) if isinstance(node, ast.Attribute)}
     assert not [name for name in names if name.startswith("_")]
 
-    net, manager = gn.GrapNet([6, 9, 8, 2]), RuleManager()
-    manager.inject(executed(BLOCKS[:1])["LimitChildren"](most=5))
+    net = gn.GrapNet([6, 9, 8, 2])
+    manager = RuleManager()
+    manager.add(executed(BLOCKS[:1])["LimitChildren"](most=5))
     assert manager.apply(net, 0, dry_run=True).cut == 6 * 4 + 9 * 3
     strongest = net.layers[0][0].outgoing().largest(count=5).weights.tolist()
     manager.apply(net, 0)

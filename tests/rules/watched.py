@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import grapnet as gn
-from grapnet.rules.gradients import GradientRecorder
-from grapnet.rules.recorders import ActivationRecorder, CovarianceRecorder
+from grapnet.rules import ActivationRecorder, CovarianceRecorder, GradientRecorder
 
 MAKE: dict[str, Callable[[], Any]] = {
     "activations": lambda: ActivationRecorder(1),
@@ -20,10 +19,10 @@ MAKE: dict[str, Callable[[], Any]] = {
 }
 
 
-def small_net() -> gn.GrapNet:
-    """Returns a net of four layers, two of them hidden, with mixed activations."""
+def small_net(sizes: tuple[int, ...] = (5, 7, 4, 3), density: float = 0.7) -> gn.GrapNet:
+    """Returns a net with absent relations and mixed activations."""
     torch.manual_seed(0)
-    net = gn.GrapNet([5, 7, 4, 3], density=0.7, dtype=torch.float64)
+    net = gn.GrapNet(list(sizes), density=density, dtype=torch.float64)
     with net.edit() as edit:
         edit.set_activation(net.layers[1][::2], "tanh")
     return net
@@ -31,7 +30,8 @@ def small_net() -> gn.GrapNet:
 
 def batch(net: gn.GrapNet, size: int = 40, seed: int = 0) -> Tensor:
     dtype = net.transitions[0].weight.dtype
-    return torch.randn(size, 5, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(size, net.sizes[0], dtype=dtype, generator=draw)
 
 
 def armed(recorder: Any, net: gn.GrapNet) -> Any:
@@ -46,12 +46,11 @@ def run(net: gn.GrapNet, size: int = 40, seed: int = 0) -> None:
 
 def said(net: gn.GrapNet, x: Tensor) -> list[np.ndarray]:
     """What every layer says, computed from the weights alone, with dense matrices."""
-    found, h = [x.double().numpy()], x.double()
+    found = [x.double().numpy()]
+    h = x.double()
     for t, layer in enumerate(net.layers[1:]):
-        relations, weights = (
-            net.layers[t].outgoing(),
-            torch.zeros(len(net.layers[t]), len(layer), dtype=torch.float64),
-        )
+        relations = net.layers[t].outgoing()
+        weights = torch.zeros(len(net.layers[t]), len(layer), dtype=torch.float64)
         rows = net.layers[t].rows(relations.parents).long(), layer.rows(relations.children).long()
         weights[rows] = relations.weights.detach().double()
         z = h @ weights + layer.biases.detach().double()
@@ -71,27 +70,38 @@ def close(found: Tensor, expected: np.ndarray, net: gn.GrapNet) -> bool:
     )
 
 
+def of_relations(recorder: GradientRecorder, relations: gn.RelationSet) -> Tensor:
+    return recorder.of(relations.parents, relations.children)
+
+
+def related(net: gn.GrapNet, t: int) -> Tensor:
+    """Returns for every pair whether there is a relation."""
+    topology = net.transitions[t].topology
+    found = torch.zeros(topology.n_parents, topology.n_children, dtype=torch.bool)
+    found[topology.parents().long(), topology.child.long()] = True
+    return found
+
+
 def seen(recorder: Any) -> list[Any]:
-    """Everything a recorder has, flat."""
-    flat, stack = [], [recorder.state_dict()]
+    """Returns everything that a recorder has, flat."""
+    flat = []
+    stack = [recorder.state_dict()]
     while stack:
         item = stack.pop()
-        stack += (
-            list(item.values())
-            if isinstance(item, dict)
-            else item
-            if isinstance(item, list | tuple)
-            else []
-        )
-        flat += [] if isinstance(item, dict | list | tuple) else [item]
+        if isinstance(item, dict):
+            stack += item.values()
+        elif isinstance(item, list | tuple):
+            stack += item
+        else:
+            flat.append(item)
     return flat
 
 
 def equal(first: list[Any], second: list[Any]) -> bool:
-    pairs = zip(first, second, strict=False)
-    return len(first) == len(second) and all(
-        torch.equal(a, b)
-        if isinstance(a, Tensor) and isinstance(b, Tensor)
-        else a is b is None or a == b
-        for a, b in pairs
-    )
+    if len(first) != len(second):
+        return False
+    for one, other in zip(first, second, strict=True):
+        both = isinstance(one, Tensor) and isinstance(other, Tensor)
+        if not (torch.equal(one, other) if both else one is other or one == other):
+            return False
+    return True

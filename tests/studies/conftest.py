@@ -1,7 +1,9 @@
 """The fast run of the study that a test file is about, `test_<study>.py`, through its command."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,3 +25,10 @@ def result(request, tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("study")
     assert run.main([name, "--fast", "--check", "--results", str(folder)]) == 1
     return json.loads((folder / f"{name}.json").read_text())
+
+
+def set_at(tree: Any, place: Sequence[Any], value: Any) -> None:
+    """Sets what lies in a tree at a place: the keys that lead to it."""
+    for key in place[:-1]:
+        tree = tree[key]
+    tree[place[-1]] = value

@@ -31,18 +31,6 @@ def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
     return x, torch.arange(count) % 10
 
 
-def test_images_are_resized_and_normalised_and_batches_do_not_matter() -> None:
-    grey = torch.full((5, 3, 32, 32), 255, dtype=torch.uint8)
-    rows = extract(Counting(), grey, How(batch=2, size=48))
-    expected = [
-        (1 - m) / s for m, s in zip(cifar_features.MEAN, cifar_features.SPREAD, strict=True)
-    ]
-    assert torch.allclose(rows, torch.tensor(expected).expand(5, 3), atol=1e-5)
-    x, _ = images(7, 0)
-    by_two = extract(Counting(), x, How(batch=2, size=40))
-    assert torch.allclose(by_two, extract(Counting(), x, How(batch=7, size=40)), atol=1e-6)
-
-
 def test_an_interrupted_run_goes_on_where_it_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,8 @@ def test_a_fast_run_has_every_row_of_both_streams(result):
 
 
 def test_the_head_stores_sums_and_no_image(result):
-    row, nodes = ours(result, "few"), FAST.few_heads[0].nodes
+    row = ours(result, "few")
+    nodes = FAST.few_heads[0].nodes
     assert row["images"] == 0
     assert row["numbers"] == (nodes + 1) * (nodes + 2) // 2 + 10 * (nodes + 1)
     assert row["bytes"] == 4 * row["numbers"]

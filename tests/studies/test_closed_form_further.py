@@ -7,17 +7,13 @@ import copy
 import pytest
 import torch
 
-from grapnet.continual import Batch, ClosedFormReadout, GramStatistics, linear_discriminant
+from grapnet.continual import Batch, ClosedFormReadout, GramStatistics
 from studies.closed_form_further import AT_RANDOM, FAST, ROWS, SIFTED, WAYS, missed
 from studies.data import small_images
 from studies.further_heads import (
-    EstimatedPast,
     compressed,
     differences,
     half_learned,
-    quadratic_discriminant,
-    remove,
-    replace,
     weakest,
     windows,
 )
@@ -71,28 +67,10 @@ def test_a_fast_run_has_every_row_of_both_streams(result):
     assert list(result["summary"]["at first"].values()) == sizes
 
 
-def test_survivors_carry_over_what_they_would_have_without_the_nodes_that_were_sifted_out(
-    readout, samples
-):
-    rows, net = torch.tensor([1, 4, 5, 11]), readout.net
-    before = readout.statistics.gram()
-    remove(net, rows)
-    readout.update(samples.x[1::2], samples.y[1::2])
-    never = ClosedFormReadout(net)
-    never.update(samples.x, samples.y)
-    for ours, theirs in (
-        (readout.statistics.gram(), never.statistics.gram()),
-        (readout.statistics.cross(), never.statistics.cross()),
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-8)
-    # the nodes that stay are not the first ones
-    assert not torch.allclose(before[:9, :9], readout.statistics.gram())
-    assert readout.statistics.lacking is None
-    assert torch.allclose(readout.solve().weight, never.solve().weight, atol=1e-8)
-
-
 def test_the_nodes_that_go_are_those_whose_removal_makes_the_loss_grow_least(readout):
-    gram, cross, left = readout.statistics.gram(), readout.statistics.cross(), list(range(13))
+    gram = readout.statistics.gram()
+    cross = readout.statistics.cross()
+    left = list(range(13))
     for _ in range(5):
         tried = {}
         for node in left[:-1]:
@@ -122,56 +100,6 @@ def test_other_nodes_are_as_many_fixed_and_leave_sums_of_the_same_size(draw, sam
     readout.solve()
     assert readout.statistics.numbers == GramStatistics(HEAD.nodes, 10).numbers
     assert (net(samples.x).argmax(1) == samples.y).double().mean() > 0.3
-
-
-def test_a_window_is_a_square_of_the_picture(samples):
-    net = windows(HEAD, samples, 0, width=3)
-    assert len(net.layers[1].incoming()) == 9 * HEAD.nodes
-    rows = [net.layers[1][3].parents[k].uid for k in range(9)]
-    corner = min(rows)
-    assert sorted(rows) == [corner + 7 * down + right for down in range(3) for right in range(3)]
-
-
-def test_the_past_fitted_by_survivors_is_exact_for_a_node_that_equals_one(readout, samples):
-    """A grown node that says what a survivor says has missed exactly the survivor's sums; silence
-    denies it.
-    """
-    net = readout.net
-    relations = net.layers[1][7].incoming()
-    weights, bias = (
-        relations.weights.detach()[:, None].clone(),
-        net.layers[1].biases[7:8].detach().clone(),
-    )
-    stored, sums = Batch(samples.x[:40], samples.y[:40]), {}
-    for way in ("silent", "survivors"):
-        copied = copy.deepcopy(net)
-        ours = ClosedFormReadout(copied, late_nodes="silent")
-        ours.update(samples.x[::2], samples.y[::2])
-        past = EstimatedPast(ours, way)
-        replace(copied, torch.tensor([2]), weights, bias)
-        past.replaced(torch.tensor([2]), stored)
-        sums[way] = past.sums()
-    gram, cross = sums["survivors"]
-    # 7 before a node above it left
-    torch.testing.assert_close(gram[11, :11], gram[6, :11], rtol=1e-2, atol=1.0)
-    torch.testing.assert_close(cross[11], cross[6], rtol=1e-2, atol=1.0)
-    assert float(gram[11, 11]) > 0.9 * float(gram[6, 6])
-    assert sums["silent"][0][11].abs().sum() == 0
-    assert float(torch.linalg.eigvalsh(gram).min()) > -1e-6  # still a sum of squares
-
-
-def test_a_quadratic_discriminant_tells_classes_of_one_mean_apart_where_a_linear_one_cannot():
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(400) % 2
-    x = torch.randn(400, 3, generator=generator) * torch.where(y == 0, 0.3, 3.0)[:, None]
-    apart, together = GramStatistics(3, 2, per_class=True), GramStatistics(3, 2)
-    for sums in (apart, together):
-        sums.add(x, y)
-    right = [
-        (logits(x).argmax(1) == y).double().mean()
-        for logits in (quadratic_discriminant(apart), linear_discriminant(together))
-    ]
-    assert right[0] > 0.9 > 0.7 > right[1]
 
 
 def test_what_is_missing_or_does_not_lead_is_named(reached):

@@ -2,14 +2,8 @@
 as they were written.
 """
 
-import functools
 import gzip
 import hashlib
-import io
-import tarfile
-import threading
-from collections.abc import Iterator
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -110,89 +104,6 @@ def test_sets_are_found_in_order_and_guessed_folders_only_by_their_name(
         data.find_fashion(machine / "home")  # a folder that was asked for is the only one
     (named / "t10k-labels-idx1-ubyte.gz").unlink()
     assert data.find_fashion().resolve() == guessed
-
-
-def test_a_damaged_file_is_no_data(machine: Path) -> None:
-    folder = write_fashion(machine / "mine")
-    path = folder / "train-images-idx3-ubyte"
-    path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="reshape"):
-        data.load_fashion("train", folder)
-    path.write_bytes(b"no images")
-    with pytest.raises(ValueError, match="idx"):
-        data.load_fashion("train", folder)
-
-
-@pytest.fixture
-def server(machine: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server with made-up archives, whose hashes the module then expects."""
-    served = machine / "served"
-    served.mkdir()
-    hashes = {}
-    for name, content in fashion_content().items():
-        packed = gzip.compress(content)
-        (served / f"{name}.gz").write_bytes(packed)
-        hashes[f"{name}.gz"] = f"md5:{hashlib.md5(packed).hexdigest()}"
-    monkeypatch.setattr(data, "FASHION_FILES", hashes)
-    write_cifar(served / data.CIFAR_FOLDER)
-    (served / data.CIFAR_FOLDER / "readme.html").write_text("more than the batches")
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w:gz") as tar:
-        tar.add(served / data.CIFAR_FOLDER, data.CIFAR_FOLDER)
-    (served / "cifar-10-binary.tar.gz").write_bytes(archive.getvalue())
-    digest = hashlib.md5(archive.getvalue()).hexdigest()
-    monkeypatch.setattr(data, "CIFAR_HASH", f"md5:{digest}")
-
-    class Quiet(SimpleHTTPRequestHandler):
-        def log_message(self, *args: object) -> None:
-            """Prints nothing."""
-
-    handler = functools.partial(Quiet, directory=str(served))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
-        thread = threading.Thread(target=serving.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{serving.server_port}"
-        serving.shutdown()
-        thread.join()
-
-
-def test_downloads_land_where_they_are_found_and_are_not_fetched_twice(
-    machine: Path, server: str
-) -> None:
-    folder = data.download_fashion("data", server)
-    assert folder == Path("data/FashionMNIST/raw") == data.find_fashion()
-    assert data.load_fashion("test")[1].tolist() == [0, 1, 2]
-    batches = data.download_cifar10("data", f"{server}/cifar-10-binary.tar.gz")
-    assert batches == Path("data/cifar-10-batches-bin") == data.find_cifar10()
-    assert not (batches / "readme.html").exists()
-    assert data.load_cifar10("test")[1].tolist() == [5, 4]
-    for path in (machine / "served").rglob("*.gz"):
-        path.unlink()
-    assert data.download_fashion("data", server) == folder
-    assert data.download_cifar10("data", f"{server}/cifar-10-binary.tar.gz") == batches
-
-
-def test_a_file_with_another_hash_is_not_kept(machine: Path, server: str) -> None:
-    (machine / "served/t10k-labels-idx1-ubyte.gz").write_bytes(b"something else")
-    with pytest.raises(ValueError, match="t10k-labels"):
-        data.download_fashion("data", server)
-    with pytest.raises(FileNotFoundError):
-        data.find_fashion()
-
-
-def test_the_command_says_where_a_set_is(machine: Path, capsys: pytest.CaptureFixture) -> None:
-    assert data.main(["fashion"]) == 1
-    assert "GRAPNET_DATA" in capsys.readouterr().err
-    write_fashion(machine / "work/data/FashionMNIST/raw")
-    assert data.main(["fashion"]) == 0
-    assert capsys.readouterr().out == "data/FashionMNIST/raw\n"
-
-
-def test_made_up_images_look_like_fashion_mnist() -> None:
-    for (images, y), each in zip(data.fashion_images("made-up"), (80, 40), strict=True):
-        assert images.shape == (10 * each, 28, 28)
-        assert images.dtype == torch.uint8
-        assert torch.bincount(y).tolist() == [each] * 10
 
 
 def test_squares_are_averaged_to_49_inputs() -> None:

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 
-from studies.one_vs_rest import FAST, ROWS, missed, summarise, table
+from studies.one_vs_rest import FAST, ROWS, missed, summarise
 
 
 @pytest.fixture
@@ -38,15 +38,9 @@ def test_apart_without_freezing_is_as_good_as_frozen(result):
 
 def test_parameters_are_counted(result):
     counts = {key: row["parameters"] for key, row in result["summary"]["rows"].items()}
-    grown, shared = 80 * (784 + 1 + 1) + 10, 784 * 64 + 64 + 64 * 10 + 10
+    grown = 80 * (784 + 1 + 1) + 10
+    shared = 784 * 64 + 64 + 64 * 10 + 10
     assert counts == {key: [shared if key in ("sequential", "renewed") else grown] for key in ROWS}
-
-
-def test_every_method_has_its_row(result):
-    shown = table(result)
-    assert all(name in shown for name in ROWS.values())
-    assert "| 87.19 | 0.00 ± 0.00 | 0.00 | 0.0e+00 |" in shown
-    assert "| 26.18 | – |" in shown
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import grapnet as gn
 from grapnet.rules import Budget, CovarianceSifter
 from studies import sifter
 
+from .conftest import set_at
+
 
 def net_and_rows() -> tuple[gn.GrapNet, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
@@ -44,22 +46,10 @@ def test_every_row_is_the_same_run_up_to_the_edit(result):
         assert len({row["edited"] for row in numbers.values()}) > 1
 
 
-def test_the_table_has_every_row_and_the_papers_figures(result):
-    shown = sifter.table(result)
-    assert all(
-        f"| {name} |" in shown for name in (*sifter.ROWS.values(), *result["summary"]["contrasts"])
-    )
-    assert all(figure in shown for figure in ("77.78", "78.17", "3,750 of 3,950"))
-
-
 @pytest.mark.parametrize(
     ("place", "value", "named"),
     [
-        (
-            ("rows", "covariance", "relations"),
-            [[3950, 3750], [3950, 3740]],
-            "relations: covariance",
-        ),
+        (("rows", "covariance", "relations"), [[3950, 3740]], "relations: covariance"),
         (("rows", "random", "relations"), [[3950, 3760]], "relations: random"),
         (("rows", "covariance", "nodes"), [[100, 99]], "nodes: covariance"),
         (("contrasts", "after − before", "mean"), -0.51, "accuracy: after − before"),
@@ -73,10 +63,7 @@ def test_the_table_has_every_row_and_the_papers_figures(result):
 def test_each_missed_bar_is_named(result, place, value, named):
     assert sifter.missed(result) == []
     reached = copy.deepcopy(result)
-    inner = reached["summary"]
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
+    set_at(reached["summary"], place, value)
     (line,) = sifter.missed(reached)
     assert line.startswith(named)
 
@@ -87,7 +74,8 @@ def test_families_stay_families_and_seeds_matter_to_the_control_alone(random: bo
     left = []
     for seed in (0, 0, 1):
         net, x = net_and_rows()
-        whole, optimizer = pairs(net), torch.optim.Adam(net.parameters())
+        whole = pairs(net)
+        optimizer = torch.optim.Adam(net.parameters())
         change = sifter.sift(
             sifter.RandomSifter(rule) if random else rule,
             x,

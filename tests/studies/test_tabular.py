@@ -50,19 +50,13 @@ def test_every_row_is_the_same_run_up_to_the_edit(result, name):
     )
 
 
-def test_deviations_are_the_populations(result):
-    one, other = (numbers["Wine"]["none"]["before"] for numbers in result["seeds"].values())
-    mean, spread = result["summary"]["sets"]["Wine"]["rows"]["none"]["before"]
-    assert (mean, spread) == pytest.approx(((one + other) / 2, abs(one - other) / 2))
-    assert spread > 0
-
-
 def test_further_splits_enter_the_differences_alone(result):
     numbers = copy.deepcopy(result["seeds"])
     for seed in numbers.values():
         for one in seed.values():
             for row, figures in one["further"].items():
-                figures["after"], figures["edited"] = [90.0 + (row == "covariance")], [80.0]
+                figures["after"] = [90.0 + (row == "covariance")]
+                figures["edited"] = [80.0]
     settings = tabular.Settings(**{**result["settings"], "further": 1})
     found = tabular.summarise(settings, {int(seed): one for seed, one in numbers.items()})
     assert found["splits"] == 4
@@ -74,40 +68,19 @@ def test_further_splits_enter_the_differences_alone(result):
         assert list(one["rows"]["none"]["after"]) == before["rows"]["none"]["after"]
 
 
-def test_the_table_has_every_row_and_the_papers_figures(result):
-    shown = tabular.table(result)
-    assert all(
-        f"| {name} |" in shown for name in (*tabular.ROWS.values(), *tabular.CONTRASTS, *COUNTS)
-    )
-    assert all(figure in shown for figure in ("96.49 ± 1.52", "96.73 ± 1.20", "98.89 ± 0.91"))
-    assert "352 of 1,536 / 32 of 96" in shown
-    assert "162 of 504 / 18 of 54" in shown
-
-
 @pytest.mark.parametrize(
     ("name", "row", "what", "value", "named"),
     [
-        (
-            "Breast Cancer",
-            "covariance",
-            "relations",
-            [[1536, 1183]],
-            "Breast Cancer: covariance removed 353",
-        ),
-        (
-            "Breast Cancer",
-            "random",
-            "nodes",
-            [[96, 64], [96, 65]],
-            "Breast Cancer: random removed 32 of 96, 31",
-        ),
-        ("Wine", "random", "relations", [[504, 504]], "Wine: random removed 0"),
-        ("Wine", "covariance", "after", [97.88, 1.0], "Wine: covariance edit reaches 97.88"),
-        ("Breast Cancer", "none", "after", [97.5, 1.0], "Breast Cancer: no edit reaches 97.50"),
-        ("Wine", "none", "after", [float("nan"), 1.0], "Wine: no edit reaches nan"),
+        ("Breast Cancer", "covariance", "relations", [[1536, 1183]], "353"),
+        ("Breast Cancer", "random", "nodes", [[96, 64], [96, 65]], "32 of 96, 31"),
+        ("Wine", "random", "relations", [[504, 504]], "removed 0"),
+        ("Wine", "covariance", "after", [97.88, 1.0], "97.88"),
+        ("Breast Cancer", "none", "after", [97.5, 1.0], "97.50"),
+        ("Wine", "none", "after", [float("nan"), 1.0], "nan"),
     ],
 )
 def test_each_missed_bar_is_named(reached, name, row, what, value, named):
     reached["summary"]["sets"][name]["rows"][row][what] = value
     (line,) = tabular.missed(reached)
-    assert line.startswith(named)
+    assert line.startswith(name)
+    assert named in line

@@ -6,6 +6,8 @@ import pytest
 
 from studies import tiny_transformer
 
+from .conftest import set_at
+
 
 def test_a_fast_run_reaches_every_bar(result):
     assert tiny_transformer.missed(result) == []
@@ -29,9 +31,6 @@ def test_a_fast_run_reaches_every_bar(result):
 )
 def test_each_missed_bar_is_named(result, place, value, named):
     worse = copy.deepcopy(result)
-    inner = worse
-    for key in place[:-1]:
-        inner = inner[key]
-    inner[place[-1]] = value
+    set_at(worse, place, value)
     (line,) = tiny_transformer.missed(worse)
     assert line.startswith(named)

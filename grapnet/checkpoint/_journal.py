@@ -1,0 +1,309 @@
+"""The journal in a file: the outline of every commit in columns, and details on request."""
+
+import json
+from array import array
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet._network import GrapNet
+from grapnet.core._change import (
+    Change,
+    IndexMap,
+    Labels,
+    LayerChange,
+    NodeRecord,
+    Pairs,
+    Relabel,
+    TransitionChange,
+    contains,
+)
+from grapnet.core._coordinates import Shift, VectorChange
+from grapnet.core._errors import CheckpointError
+from grapnet.core._journal import Commit, Journal, Outlines
+
+from ._codec import LARGEST, Decoder, Encoder, Fields, Pool, PoolReader, entry, number
+
+Kept = Literal["outline", "full"]
+
+_RECORDS = (
+    Change,
+    LayerChange,
+    TransitionChange,
+    IndexMap,
+    VectorChange,
+    Shift,
+    NodeRecord,
+    Pairs,
+    Relabel,
+    Labels,
+)
+_POOL = "journal.pool."
+
+
+def describe_journal(
+    journal: Journal, tensors: dict[str, Tensor], *, undo: bool, history: Kept
+) -> dict[str, Any]:
+    """Adds the arrays of the journal to `tensors` and returns the rest as JSON.
+
+    Args:
+        journal: the journal.
+        tensors: receives the arrays.
+        undo: whether to keep the values that undo and redo need.
+        history: whether to keep the nodes and relations of every commit.
+    """
+    if history not in ("outline", "full"):
+        raise ValueError(f'history is "outline" or "full", got {history!r}')
+    undoable = list(journal.undoable) if undo else []
+    redoable = list(journal.redoable) if undo else []
+    outlines = journal._outlines
+    # Views of the columns, not copies: a long history costs no further memory.
+    numbers = torch.from_numpy(np.frombuffer(outlines.numbers, dtype=np.int64))
+    tensors["journal.numbers"] = numbers.view(-1, Outlines.WIDTH)
+    tensors["journal.text"] = _bytes(outlines.text)
+    reversible = {*undoable, *redoable}
+    details = {}
+    for place, commit in journal._details.items():
+        if place in reversible:
+            change = _without_gradients(commit.change)
+        elif history == "full":
+            change = _without_gradients(commit.change.without_values())
+        else:
+            continue
+        details[place] = [change, list(commit.operations)]
+    if details:
+        pool = Pool()
+        tree = Encoder(pool).encode(details, "journal.details")
+        text = json.dumps(tree, separators=(",", ":")).encode()
+        tensors["journal.details"] = _bytes(bytearray(text))
+        tensors.update(pool.tensors(_POOL))
+    return {
+        "undo_limit": int(journal.undo_limit),
+        "detail_limit": int(journal.detail_limit),
+        "undo": undo,
+        "history": history,
+        "undoable": undoable,
+        "redoable": redoable,
+    }
+
+
+def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
+    """Returns the journal of `net`; raises CheckpointError, with the field, if it is invalid."""
+    entry(document, "undo", bool, "journal.")
+    if entry(document, "history", str, "journal.") not in ("outline", "full"):
+        raise CheckpointError('journal.history: expected "outline" or "full"')
+    outlines = _outlines(fields, net.version)
+    details: dict[int, Commit] = {}
+    if "journal.details" in fields.tensors:
+        details = _details(fields, outlines, net)
+    stacks = {}
+    for name in ("undoable", "redoable"):
+        stacks[name] = list(entry(document, name, list, "journal."))
+        for place in stacks[name]:
+            commit = details.get(place) if type(place) is int else None
+            if commit is None or not commit.change.has_values:
+                raise CheckpointError(f"journal.{name}: names a commit that cannot be reverted")
+    undo_limit = number(document, "undo_limit", "journal.")
+    journal = Journal(undo_limit, number(document, "detail_limit", "journal."))
+    journal._reinstate(outlines, details, **stacks)
+    return journal
+
+
+def _without_gradients(change: Change) -> Change:
+    """Returns a change without what only the end of a trial needs."""
+    layers = {}
+    for n, layer in change.layers.items():
+        columns = {}
+        for name, vector in layer.columns.items():
+            columns[name] = _vector_only(vector, layer.index)
+        biases = None
+        if layer.biases is not None:
+            biases = _vector_only(layer.biases, layer.index)
+        layers[n] = replace(layer, biases=biases, columns=columns, folded=None)
+    transitions = {
+        t: replace(wires, weights=_vector_only(wires.weights, wires.index), wiring=None)
+        for t, wires in change.transitions.items()
+    }
+    return Change(layers, transitions)
+
+
+def _vector_only(vector: VectorChange, index: IndexMap) -> VectorChange:
+    """Returns the change of a vector that moves by `index`, the object, so that it is written
+    once.
+    """
+    kept = replace(vector, index=index)
+    if vector.gone_values is None:
+        # a shift reveals what was cut: the product of a weight and a bias
+        kept = replace(kept, shift=None)
+    return kept
+
+
+def _outlines(fields: Fields, version: int) -> Outlines:
+    """Returns the columns of a file for a version."""
+    numbers = fields.any("journal.numbers")
+    if numbers.dtype != torch.int64 or numbers.shape[1:] != (Outlines.WIDTH,):
+        raise CheckpointError("journal.numbers: expected a row of whole numbers for every commit")
+    text = fields.vector("journal.text", torch.uint8)
+    rows = numbers.numpy()
+    versions = np.concatenate([[0], rows[:, 0]])
+    ends = np.concatenate([[0], rows[:, -1]])
+    if (np.diff(versions) <= 0).any() or versions[-1] != version:
+        raise CheckpointError(f"journal.numbers: the versions do not lead to {version}")
+    if (np.diff(ends) < 0).any() or ends[-1] != len(text):
+        raise CheckpointError("journal.numbers: the texts do not follow each other")
+    if (rows < 0).any() or (rows > LARGEST).any():
+        raise CheckpointError(f"journal.numbers: expected numbers from 0 to {LARGEST}")
+    outlines = Outlines()
+    outlines.numbers = array("q", rows.tobytes())
+    outlines.text = bytearray(text.numpy().tobytes())
+    return outlines
+
+
+def _details(fields: Fields, outlines: Outlines, net: GrapNet) -> dict[int, Commit]:
+    """Returns the commits with details, by position."""
+    text = fields.vector("journal.details", torch.uint8).numpy().tobytes()
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError("journal.details: not JSON") from error
+    reader = PoolReader(fields.under(_POOL).tensors)
+    found = Decoder(reader, _RECORDS).decode(tree, "journal.details")
+    if type(found) is not dict or any(type(place) is not int for place in found):
+        raise CheckpointError("journal.details: expected commits by place")
+    if sorted(found) != list(found) or not all(0 <= place < len(outlines) for place in found):
+        raise CheckpointError("journal.details: expected places of commits in order")
+    details = {}
+    for place, part in found.items():
+        where = f"journal.details[{place}]"
+        if type(part) is not list or len(part) != 2 or type(part[0]) is not Change:
+            raise CheckpointError(f"{where}: expected a change and its operations")
+        change, operations = part
+        if type(operations) is not list or any(type(item) is not dict for item in operations):
+            raise CheckpointError(f"{where}: expected a list of operations")
+        _check_change(change, net, where)
+        try:
+            outline = outlines.commit(place)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"journal.text: commit {place} cannot be read") from error
+        details[place] = replace(
+            outline, change=change, operations=tuple(operations), outlined=None
+        )
+    return details
+
+
+def _check_change(change: Change, net: GrapNet, where: str) -> None:
+    """Raises CheckpointError if an index or a length inside a change is impossible in a net."""
+    for n, layer in change.layers.items():
+        at = f"{where}.layers[{n}]"
+        _require(0 <= n < len(net.layers), at, "the layer does not exist")
+        _check_layer(layer, net._next_uid, at)
+        _require((layer.biases is None) == (n == 0), at, "only the sensory layer has no biases")
+    for t, wires in change.transitions.items():
+        at = f"{where}.transitions[{t}]"
+        _require(0 <= t < len(net.transitions), at, "the transition does not exist")
+        _require(wires.wiring is None, at, "a journal keeps no wiring")
+        _check_index(wires.index, at)
+        _check_vector(wires.weights, wires.index, f"{at}.weights")
+        for pairs, places in (
+            (wires.born, wires.index.inserted),
+            (wires.gone, wires.index.removed),
+        ):
+            _numbers(pairs.parents, torch.int32, len(places), net._next_uid, at)
+            _numbers(pairs.children, torch.int32, len(places), net._next_uid, at)
+
+
+def _check_layer(layer: LayerChange, n_uids: int, where: str) -> None:
+    _require(layer.folded is None, where, "a journal keeps no folded relations")
+    _check_index(layer.index, where)
+    for nodes, rows in ((layer.born, layer.index.inserted), (layer.gone, layer.index.removed)):
+        _numbers(nodes.uids, torch.int64, len(rows), n_uids, where)
+        _check_labels(nodes.owners, len(rows), f"{where}.owners")
+        _check_labels(nodes.activations, len(rows), f"{where}.activations")
+    if layer.biases is not None:
+        _check_vector(layer.biases, layer.index, f"{where}.biases")
+    for name, vector in layer.columns.items():
+        _check_vector(vector, layer.index, f"{where}.{name}")
+    for relabel in (layer.owners, layer.activations):
+        if relabel is not None:
+            _check_survivors(relabel.rows, layer.index, where)
+            _check_labels(relabel.before, len(relabel.rows), where)
+            _check_labels(relabel.after, len(relabel.rows), where)
+
+
+def _require(holds: bool, where: str, otherwise: str) -> None:
+    if not holds:
+        raise CheckpointError(f"{where}: {otherwise}")
+
+
+def _numbers(
+    found: Tensor, dtype: torch.dtype, size: int, limit: int, where: str, *, ascending: bool = False
+) -> None:
+    """Raises CheckpointError unless `found` holds `size` numbers from 0 to `limit` - 1."""
+    _require(found.dtype == dtype and found.shape == (size,), where, f"expected {size} {dtype}")
+    if size:
+        _require(int(found.min()) >= 0, where, "a number is negative")
+        _require(int(found.max()) < limit, where, f"a number is not below {limit}")
+    _require(not ascending or not bool((found.diff() <= 0).any()), where, "not in order")
+
+
+def _check_index(index: IndexMap, where: str) -> None:
+    removed = index.removed
+    inserted = index.inserted
+    for size in (index.old_size, index.new_size):
+        _require(0 <= size <= LARGEST, where, "a size is negative or too large")
+    _numbers(removed, torch.int32, removed.numel(), index.old_size, where, ascending=True)
+    _numbers(inserted, torch.int32, inserted.numel(), index.new_size, where, ascending=True)
+    _require(
+        index.old_size - len(removed) == index.new_size - len(inserted),
+        where,
+        f"{index.new_size} does not follow from {index.old_size}, {len(removed)} gone and"
+        f" {len(inserted)} born",
+    )
+
+
+def _check_survivors(rows: Tensor, index: IndexMap, where: str) -> None:
+    """Raises CheckpointError unless `rows` are ascending positions of survivors."""
+    _numbers(rows, torch.int32, rows.numel(), index.new_size, where, ascending=True)
+    _require(
+        not bool(contains(index.inserted, rows).any()), where, "refers to what the commit added"
+    )
+
+
+def _check_vector(vector: VectorChange, index: IndexMap, where: str) -> None:
+    _require(vector.index is index, where, "moves otherwise")
+    born = len(vector.index.inserted)
+    gone = len(vector.index.removed)
+    for found, size in ((vector.born_frozen, born), (vector.gone_frozen, gone)):
+        _require(
+            found.dtype == torch.bool and found.shape == (size,), where, f"expected {size} bits"
+        )
+    _check_survivors(vector.flips, vector.index, f"{where}.flips")
+    gradients = (vector.born_gradients, vector.gone_gradients, vector.flip_gradients)
+    _require(gradients == (None, None, None), where, "a journal keeps no gradients")
+    if vector.born_values is None or vector.gone_values is None:
+        both = vector.born_values is None and vector.gone_values is None
+        _require(both and vector.shift is None, where, "holds one half of its values")
+        return
+    _floats(vector.born_values, born, where)
+    _floats(vector.gone_values, gone, where)
+    if vector.shift is not None:
+        _check_survivors(vector.shift.positions, vector.index, f"{where}.shift")
+        _floats(vector.shift.before, len(vector.shift.positions), f"{where}.shift")
+        _floats(vector.shift.after, len(vector.shift.positions), f"{where}.shift")
+
+
+def _floats(found: Tensor, size: int, where: str) -> None:
+    is_right = found.dtype.is_floating_point and found.shape == (size,)
+    _require(is_right, where, f"expected {size} values")
+
+
+def _check_labels(labels: Labels, size: int, where: str) -> None:
+    _numbers(labels.codes, torch.int32, size, len(labels.names), where)
+    _require(len(set(labels.names)) == len(labels.names), where, "a name occurs twice")
+
+
+def _bytes(content: bytearray) -> Tensor:
+    return torch.from_numpy(np.frombuffer(content, dtype=np.uint8))

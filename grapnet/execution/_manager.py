@@ -1,0 +1,779 @@
+"""The execution manager: which backend runs which transition, and why."""
+
+import json
+import math
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache, cached_property, partial
+from importlib.resources import files
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
+
+from grapnet._torch import (
+    is_exporting,
+    peek_interpreter_stack,
+    temporarily_clear_interpreter_stack,
+    untraced,
+)
+from grapnet.core._commit import Draws, View
+from grapnet.core._coordinates import Vector
+from grapnet.core._errors import PlanError, StaleTopologyError
+from grapnet.core._graph import Column, Graph
+from grapnet.core._journal import Commit
+from grapnet.core._layer import Layer, Roster
+from grapnet.core._sets import NodeSet
+from grapnet.core._transition import Topology, Transition
+
+from . import _native
+from ._attention import Attention
+from ._dense import Dense
+from ._exported import exported_steps
+from ._family import Family, find_families, group_members
+from ._plan import Backend, Plan, Policy
+from ._policy import (
+    ColumnPlan,
+    column_places,
+    present_columns,
+    require_policy,
+    start_columns,
+)
+from ._reference import Reference
+from ._sparse import Sparse
+
+# a batch is treated like the next of these, a larger one like the last
+BATCHES = tuple(2**n for n in range(13))
+# another backend than dense must be expected to take less of its time than this
+MARGIN = {
+    "cpu": 0.93,
+    "cuda": 0.5,
+}
+# a transition with more different numbers of children is not searched for families
+MOST_DEGREES = 64
+MOST_SHARE = 0.6  # nor is one in which more of the rectangle exists
+MOST_BLOCKS = 4  # families of more different sizes than this are left to other backends
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The properties of a transition that determine its running time."""
+
+    cells: int  # parents × children
+    n_relations: int
+    full: bool
+    topology: Topology = field(repr=False, compare=False)
+
+    @classmethod
+    def of(cls, topology: Topology) -> "Shape":
+        """Returns the shape of a topology."""
+        return cls(
+            topology.n_parents * topology.n_children,
+            topology.n_relations,
+            topology.is_full,
+            topology,
+        )
+
+    @cached_property
+    def products(self) -> int:
+        """Cells inside families, where there are few sizes of family, looked for only where degrees
+        allow it; or 0.
+        """
+        topology = self.topology
+        groups = []
+        if (
+            topology.n_relations <= MOST_SHARE * self.cells
+            and len(topology.degrees.unique()) <= MOST_DEGREES
+        ):
+            groups = group_members(topology)
+        if len(groups) <= MOST_BLOCKS:
+            return sum(members.numel() * degree for members, degree in groups)
+        return 0
+
+    def share(self, backend: str) -> float:
+        """Returns the share of the matrix that a backend computes; 0 if it is not an option."""
+        return (self.products if backend == "family" else self.n_relations) / max(self.cells, 1)
+
+
+def batch_class(batch: int) -> int:
+    """Returns the measured batch size to use for `batch`."""
+    for bound in BATCHES:
+        if batch <= bound:
+            return bound
+    return BATCHES[-1]
+
+
+def fastest(
+    shape: Shape, names: Sequence[str], *, device: str, batch: int, training: bool
+) -> tuple[str, str | dict[str, float]]:
+    """Returns the backend to run and the reason: text, or the expected times of the others."""
+    if shape.full:
+        return "dense", "every relation exists"
+    tables = _measurements().get(device, {}).get("training" if training else "forward", {})
+    if not tables:
+        return "dense" if "dense" in names else "reference", f"no measurements for {device}"
+    ratios = {
+        name: _between(tables[name], shape.cells, share, batch)
+        for name in names
+        if name in tables
+        and (
+            name != "family"
+            or "dense" not in names
+            or _least(tables[name], shape.cells, batch) <= MARGIN[device]
+        )
+        and (share := shape.share(name)) > 0
+    }
+    best = min(ratios, key=lambda name: ratios[name], default="reference")
+    if "dense" in names and ratios.get(best, 1.0) > MARGIN[device]:
+        best = "dense"
+    return best, ratios
+
+
+def in_words(why: str | dict[str, float], batch: int) -> str:
+    """Returns as a sentence why `fastest` has chosen."""
+    if isinstance(why, str):
+        return why
+    said = ", ".join(
+        f"{name} {ratio:.2f}" for name, ratio in sorted(why.items(), key=lambda item: item[1])
+    )
+    if said:
+        return f"times expected at batch {batch}, dense being 1: {said}"
+    return "it has no relations"
+
+
+def _between(table: dict[str, Any], cells: float, share: float, batch: float) -> float:
+    """Returns the ratio of two times between the measured ones, on logarithmic axes; outside, that
+    at the border.
+    """
+    ratios: Any = table["ratios"]  # logarithms, [cells][share][batch]
+    weights = [
+        _weights(table[axis], at)
+        for axis, at in (("cells", cells), ("shares", share), ("batches", batch))
+    ]
+    total = 0.0
+    for i, a in weights[0]:
+        for j, b in weights[1]:
+            for k, c in weights[2]:
+                total += a * b * c * ratios[i][j][k]
+    return math.exp(total)
+
+
+def _least(table: dict[str, Any], cells: float, batch: float) -> float:
+    """Returns a ratio of two times that no share of the rectangle is expected to fall below."""
+    near = [
+        [n for n, _ in _weights(table[axis], at)]
+        for axis, at in (("cells", cells), ("batches", batch))
+    ]
+    return math.exp(min(row[k] for i in near[0] for row in table["ratios"][i] for k in near[1]))
+
+
+def _weights(axis: Sequence[float], at: float) -> list[tuple[int, float]]:
+    """Returns the two neighbours of a point on an axis of logarithms and how much each counts."""
+    place = min(max(math.log(max(at, 1e-9)), axis[0]), axis[-1])
+    upper = min(bisect_right(axis, place), len(axis) - 1)
+    share = (place - axis[upper - 1]) / (axis[upper] - axis[upper - 1])
+    return [(upper - 1, 1 - share), (upper, share)] if share else [(upper - 1, 1.0)]
+
+
+@cache
+def _measurements() -> dict[str, Any]:
+    """Returns logarithms of the measured ratios and of where they were measured, by device, mode
+    and backend.
+
+    The file names the command that measures them again.
+    """
+    found = json.loads(files("grapnet.execution").joinpath("costs.json").read_text())["devices"]
+    return {
+        device: {
+            mode: _logarithms(measured[mode])
+            for mode in ("forward", "training")
+            if mode in measured
+        }
+        for device, measured in found.items()
+    }
+
+
+def _logarithms(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _logarithms(item) for key, item in tree.items()}
+    if isinstance(tree, list):
+        return [_logarithms(item) for item in tree]
+    return math.log(tree)
+
+
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (Reference, Dense, Family, Sparse, Attention)
+}
+AUTO = "auto"
+
+
+class Step(NamedTuple):
+    """One step of a forward pass: the plan of a transition, then the activations of the next
+    layer.
+    """
+
+    transition: Transition
+    layer: Layer
+    plan: Plan
+    values_shape: tuple[int, ...]
+    # of the version that the plan is for
+    weights: Vector
+    biases: Vector
+    roster: Roster
+
+
+@dataclass(eq=False)
+class Line:
+    """The steps of a forward pass, in order."""
+
+    steps: list[Step]
+    used: bool = False  # since the last commit
+
+
+def register_backend(backend: type[Backend]) -> None:
+    """Makes a backend or a policy known to `net.execution.use` under its `name`; `auto` does not
+    pick it.
+
+    A class that is defined again, as in a notebook, replaces the earlier one; nets keep the earlier
+    one until the next `use`.
+
+    Args:
+        backend: a frozen dataclass with a `name`, `refusals`, `prepare`, and a default for every
+            field; a policy also has `columns` and `not_a_sum`, and no fields.
+
+    Raises:
+        TypeError: it is not such a class; nothing is registered.
+        ValueError: another backend has that name.
+    """
+    _require_backend(backend)
+    present = BACKENDS.get(backend.name, backend)
+    if backend.name == AUTO or _origin(present) != _origin(backend):
+        raise ValueError(
+            f"a backend called {backend.name!r} exists already; give this one another name"
+        )
+    BACKENDS[backend.name] = backend
+
+
+@dataclass(eq=False)
+class Plans:
+    """The plans of one wiring, and the lines of plans that forward passes run."""
+
+    chosen: Sequence[Backend | None]  # None: auto
+    modules: Sequence[tuple[Transition, Layer]]  # every transition and the layer that it enters
+    view: View  # what it is all made for
+    dtype: torch.dtype
+    # of every transition, by the names that its backend gives them
+    columns: Sequence[Mapping[str, Column]]
+    made: dict[tuple[int, Backend], Plan] = field(default_factory=dict)
+    shapes: dict[int, Shape] = field(default_factory=dict)
+    lines: dict[tuple[int, bool], Line] = field(default_factory=dict)
+
+    @property
+    def topologies(self) -> Sequence[Topology]:
+        """The wiring of every transition."""
+        return self.view.topologies
+
+    def require(self) -> None:
+        """Raises PlanError if a chosen backend cannot run its transition."""
+        for t, (backend, topology) in enumerate(zip(self.chosen, self.topologies, strict=True)):
+            reasons = backend.refusals(topology, self.dtype) if backend else []
+            if backend and reasons:
+                raise PlanError(f"{backend.name} cannot run transition {t}: {'; '.join(reasons)}")
+
+    def refused(self, t: int) -> dict[str, list[str]]:
+        """Returns the backends that cannot run a transition, and why."""
+        backends = {name: known() for name, known in BACKENDS.items()}
+        if (chosen := self.chosen[t]) is not None:
+            backends[chosen.name] = chosen
+        reasons = {
+            name: backend.refusals(self.topologies[t], self.dtype)
+            for name, backend in backends.items()
+        }
+        return {name: found for name, found in reasons.items() if found}
+
+    def backend(self, t: int, batch: int, training: bool) -> tuple[Backend, str]:
+        """Returns the backend that runs a transition at a batch size, and why."""
+        backend, why = self._choice(t, batch, training)
+        return backend, in_words(why, batch)
+
+    def _choice(self, t: int, batch: int, training: bool) -> tuple[Backend, str | dict[str, float]]:
+        if (chosen := self.chosen[t]) is not None:
+            return chosen, "chosen"
+        shape = self.shape(t)
+        topology = self.topologies[t]
+        device = topology.child.device.type
+        names = list(BACKENDS)
+        while True:
+            name, why = fastest(shape, names, device=device, batch=batch, training=training)
+            backend = BACKENDS[name]()
+            if shape.full or not backend.refusals(topology, self.dtype):
+                return backend, why
+            if name == Sparse.name and _native.missing and device == "cpu":
+                _native.warn_missing()
+            names.remove(name)
+
+    def shape(self, t: int) -> Shape:
+        """Returns the properties that determine the cost of a transition."""
+        if t not in self.shapes:
+            self.shapes[t] = Shape.of(self.topologies[t])
+        return self.shapes[t]
+
+    def line(self, batch: int, training: bool) -> Line:
+        """Makes what a forward pass runs; a result stays feature-major only where the next plan
+        reads it so.
+        """
+        self.require()
+        if self.view.weights[0].content.is_meta:
+            raise PlanError(
+                "this net is on the meta device, which holds no numbers. Move it to another one,"
+                " net.to_empty(device=...), and load a state dict; or gn.load(path)"
+            )
+        if peek_interpreter_stack() is not None or torch.is_inference_mode_enabled():
+            # as if called alone
+            with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
+                plans = self._plans_for(batch, training)
+        else:
+            plans = self._plans_for(batch, training)
+        for t, plan in enumerate(plans):
+            # a FeatureMajorPlan
+            if hasattr(plan, "row_major") and not self._is_read_by_feature(t, plans):
+                plans[t] = plan.row_major()  # pyright: ignore[reportAttributeAccessIssue]
+        line = Line(self.steps(plans, training))
+        self.lines[batch, training] = line
+        return line
+
+    def _is_read_by_feature(self, t: int, plans: Sequence[Plan]) -> bool:
+        """Says whether all that read the result of a transition are FeatureMajorPlans."""
+        target = self.modules[t][0].target
+        readers = []
+        for (store, _), plan in zip(self.modules, plans, strict=True):
+            if store.source == target:
+                readers.append(hasattr(plan, "row_major"))
+        return bool(readers) and all(readers)
+
+    def _plans_for(self, batch: int, training: bool) -> list[Plan]:
+        found = []
+        for t in range(len(self.topologies)):
+            backend, _ = self._choice(t, batch, training)
+            found.append(self._plan(t, backend))
+        return found
+
+    def steps(self, plans: Sequence[Plan], training: bool) -> list[Step]:
+        """Returns the steps of a forward pass that runs these plans."""
+        found = []
+        for t, plan in enumerate(plans):
+            values_shape = getattr(plan, "values_shape", (-1,))
+            if self.columns[t]:
+                version = self.view.columns
+                if training:
+                    version = None
+                plan = ColumnPlan(plan, self.columns[t], version)
+            store, layer = self.modules[t]
+            biases = self.view.biases[store.target]
+            assert biases is not None
+            found.append(
+                Step(
+                    store,
+                    layer,
+                    plan,
+                    values_shape,
+                    self.view.weights[t],
+                    biases,
+                    self.view.rosters[store.target],
+                )
+            )
+        return found
+
+    def after(self, commit: Commit) -> "Plans":
+        """Returns the plans for the wiring after a commit; those in use are created or moved at
+        once.
+        """
+        topologies = commit.view.topologies
+        coming = Plans(self.chosen, self.modules, commit.view, self.dtype, self.columns)
+        coming.require()
+        for (t, backend), plan in self.made.items():
+            if t not in commit.wirings:
+                coming.made[t, backend] = plan
+            elif hasattr(plan, "moved") and self._keeps_rows(commit, t):  # a MovablePlan
+                moved = plan.moved(topologies[t], commit.relations[t])  # pyright: ignore[reportAttributeAccessIssue]
+                coming.made |= {} if moved is None else {(t, backend): moved}
+        coming.shapes = {t: shape for t, shape in self.shapes.items() if t not in commit.wirings}
+        for key in [key for key, line in self.lines.items() if line.used]:
+            coming.line(*key)
+        return coming
+
+    def _keeps_rows(self, commit: Commit, t: int) -> bool:
+        """Returns whether both layers of a transition keep all their rows."""
+        store, _ = self.modules[t]
+        return t in commit.relations and all(
+            n not in commit.nodes or commit.nodes[n].is_identity
+            for n in (store.source, store.target)
+        )
+
+    def _plan(self, t: int, backend: Backend) -> Plan:
+        if (t, backend) not in self.made:
+            self.made[t, backend] = backend.prepare(self.topologies[t])
+        return self.made[t, backend]
+
+
+def _require_backend(backend: Any) -> None:
+    """Raises TypeError, naming what is missing, for anything but a class that the Backend protocol
+    describes.
+    """
+    if not isinstance(backend, type):
+        raise TypeError(f"a backend is registered as a class, got {backend!r}")
+    if isinstance(getattr(backend, "name", None), str):
+        missing = []
+    else:
+        missing = ['a string `name: ClassVar[str] = "…"`']
+    signatures = ("refusals(self, topology, dtype)", "prepare(self, topology)")
+    missing += [s for s in signatures if not callable(getattr(backend, s.partition("(")[0], None))]
+    if missing:
+        raise TypeError(f"the backend {backend.__name__} lacks {' and '.join(missing)}")
+    if not is_dataclass(backend) or not backend.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
+        raise TypeError(
+            f"the backend {backend.__name__} is not a frozen dataclass; add @dataclass(frozen=True)"
+        )
+    if hasattr(backend, "columns") or hasattr(backend, "not_a_sum"):
+        require_policy(backend)
+    bare = [
+        f.name
+        for f in fields(backend)
+        if f.init and f.default is MISSING and f.default_factory is MISSING
+    ]
+    if bare:
+        raise TypeError(
+            f"options of a backend have defaults, and {backend.__name__} has none for"
+            f" {', '.join(bare)}"
+        )
+
+
+def _origin(backend: type) -> tuple[str, str]:
+    return backend.__module__, backend.__qualname__
+
+
+@dataclass(frozen=True, eq=False)
+class BoundPlan:
+    """A plan together with the relations it was made for; it refuses to run over others."""
+
+    plan: Plan
+    store: Transition
+    topology: Topology
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        """Runs the plan; raises StaleTopologyError once the relations moved."""
+        if self.store.topology is not self.topology:
+            raise StaleTopologyError(
+                "this plan was made before the transition was edited or moved; call"
+                " net.execution.plan(t) again"
+            )
+        return self.plan(x, values, bias)
+
+
+@dataclass(frozen=True, eq=False)
+class FamilyReport:
+    """One family of a transition: nodes that have the same children."""
+
+    members: NodeSet
+    children: NodeSet
+
+    @property
+    def block(self) -> tuple[int, int]:
+        """The rows and columns of its matrix."""
+        return len(self.members), len(self.children)
+
+
+class Execution:
+    """`net.execution`: chooses a backend for every transition and keeps its plan until relations
+    move.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3])
+        >>> net.execution.use("reference", transition=0)
+        >>> net.execution.describe()[0]["runs"]
+        'reference'
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
+        # by transition: the requested backend that is not registered
+        self._unmet: dict[int, str] = {}
+        self._bind(graph)
+
+    def _bind(self, graph: Graph) -> None:
+        """Sets the graph that the manager runs, held weakly."""
+        self._graph = weakref.ref(graph)
+        graph.follow(self)
+        self._refresh()
+
+    @property
+    def _is_bound(self) -> bool:
+        """True while the graph is alive."""
+        return "_graph" in self.__dict__ and self._graph() is not None
+
+    @property
+    def graph(self) -> Graph:
+        """The graph."""
+        graph = self._graph()
+        assert graph is not None, "the net is gone"
+        return graph
+
+    def _refresh(self) -> None:
+        """Drops every plan, for example when the net moves to another device."""
+        graph = self.graph
+        modules = [(store, graph.layers[store.target]) for store in graph.transitions]
+        dtype = graph.transitions[0].weight.dtype
+        self._sensory = graph.layers[0]
+        self.is_chain = graph.is_chain
+        columns = [present_columns(graph, t, chosen) for t, chosen in enumerate(self._chosen)]
+        self._plans = Plans(self._chosen, modules, graph._view(), dtype, columns)
+
+    @property
+    def plans(self) -> Plans:
+        """The plans of the current version."""
+        return self._plans
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the coordinates."""
+        return self._plans.dtype
+
+    def use(
+        self,
+        name: str,
+        transition: int | None = None,
+        *,
+        generator: torch.Generator | None = None,
+        **options: Any,
+    ) -> None:
+        """Selects the backend `name` for one transition or for all.
+
+        Args:
+            name: "auto", which picks the fastest backend according to measurements; a backend of
+                the sum; or a policy such as "attention", which computes something else and brings
+                Parameters of its own: `net.columns`, also in the group of an attached optimizer
+                that holds the transition's weight. They leave with the next choice.
+            transition: its number; all by default.
+            generator: source of the random numbers that the Parameters of a policy start with.
+            options: settings of the backend, such as `most_cells` of "dense". A policy takes values
+                for its Parameters (`key` and `query` of "attention"), and `bound`: others, and
+                those of nodes born later, are drawn from U(±bound), by default U(±1). With any
+                of them, or a generator, the Parameters of a policy that runs already start afresh.
+
+        Raises:
+            PlanError: the backend does not exist or cannot run; nothing changes.
+            EditError: an edit is open, and Parameters would be added or removed.
+            OptimizerError: an attached optimizer cannot take the Parameters; nothing changes.
+        """
+        numbers = self._numbers(transition)
+        backend, start = _made(name, options)
+        before = self.choices()
+        chosen = list(self._chosen)
+        columns = list(self._plans.columns)
+        draws = Draws()
+        for t in numbers:
+            chosen[t] = backend
+            present = {own: (column.name, column.layer) for own, column in columns[t].items()}
+            stays = before[t] == name and present == column_places(self.graph, t, backend)
+            if start or generator is not None or not stays:
+                columns[t] = start_columns(
+                    self.graph, t, backend, draws, generator=generator, **start
+                )
+        unmet = {t: unmet for t, unmet in self._unmet.items() if t not in numbers}
+        self._change(chosen, columns, unmet, draws)
+
+    def policies(self) -> dict[int, Policy]:
+        """Returns the chosen backends that compute something else than the sum, by transition."""
+        found = {}
+        for t, backend in enumerate(self._chosen):
+            if hasattr(backend, "not_a_sum"):
+                found[t] = cast("Policy", backend)
+        return found
+
+    def require_sum(self, what: str, transitions: Container[int] | None = None) -> None:
+        """Raises PlanError when a policy runs one of the transitions.
+
+        Args:
+            what: what needs the sum, for the message.
+            transitions: which to look at; all when left out.
+        """
+        for t, policy in self.policies().items():
+            if transitions is None or t in transitions:
+                raise PlanError(
+                    f"transition {t} runs with {policy.name}, and {what} needs the sum:"
+                    f" {policy.not_a_sum}. Choose a backend of the sum first:"
+                    f' net.execution.use("auto", transition={t})'
+                )
+
+    def choices(self) -> list[str]:
+        """Returns the name of the backend chosen for every transition, registered or not."""
+        return [
+            self._unmet.get(t, AUTO if backend is None else backend.name)
+            for t, backend in enumerate(self._chosen)
+        ]
+
+    def _choose(self, names: Sequence[str]) -> None:
+        """Adopts choices from a file or a copy; a backend that cannot run here is replaced by auto.
+
+        A name that is not registered stays chosen, `describe` reports it, and auto runs instead.
+        """
+        chosen = list(self._chosen)
+        columns = list(self._plans.columns)
+        unmet = {}
+        for t, name in enumerate(names[: len(chosen)]):
+            chosen[t] = None
+            if name in BACKENDS:
+                places = column_places(self.graph, t, BACKENDS[name]).values()
+                has_columns = all(column in self.graph.columns for column, _ in places)
+                if has_columns and name not in self._plans.refused(t):
+                    chosen[t] = BACKENDS[name]()
+            elif name != AUTO:
+                unmet[t] = name
+            columns[t] = present_columns(self.graph, t, chosen[t])
+        self._change(chosen, columns, unmet, Draws())
+
+    def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
+        """Returns for every transition the backend that runs at a batch size, the reason, and the
+        backends that cannot.
+
+        Where `finite_only` is True, an infinite or NaN activation also reaches nodes that have no
+        relation from it: absent relations are multiplied by 0.
+        """
+        plans = self._plans
+        rows = []
+        for t, chosen in enumerate(self.choices()):
+            backend, why = plans.backend(t, batch_class(batch), training)
+            if t in self._unmet:
+                why = f"asked for {chosen!r}, which is not registered here; auto instead: {why}"
+            topology = plans.topologies[t]
+            finite_only = getattr(backend, "finite_only", False)
+            rows.append(
+                {
+                    "transition": t,
+                    "relations": topology.n_relations,
+                    "chosen": chosen,
+                    "runs": backend.name,
+                    "why": why,
+                    "finite_only": finite_only and not topology.is_full,
+                    "refused": plans.refused(t),
+                }
+            )
+        return rows
+
+    def families(self, transition: int) -> list[FamilyReport]:
+        """Returns the nodes of a transition that share their children, the largest families
+        first.
+        """
+        (t,) = self._numbers(transition)
+        found = []
+        store = self.graph.transitions[t]
+        for families in find_families(store.topology):
+            for rows, children in zip(families.members, families.children, strict=True):
+                members = self._nodes(store.source, rows)
+                found.append(FamilyReport(members, self._nodes(store.target, children)))
+        return sorted(found, key=lambda family: -family.block[0] * family.block[1])
+
+    def plan(self, transition: int, batch: int = 256, *, training: bool = True) -> BoundPlan:
+        """Returns the plan that runs a transition at a batch size; it refuses to run after an
+        edit.
+        """
+        (t,) = self._numbers(transition)
+        store = self.graph.transitions[t]
+        plan = self._steps(self._plans, batch, training=training)[t].plan
+        return BoundPlan(plan, store, store.topology)
+
+    def _steps(self, plans: Plans, batch: int, *, training: bool) -> list[Step]:
+        """Returns the steps of a forward pass of one version, one per transition."""
+        if is_exporting():
+            self.require_sum("torch.export")
+            return exported_steps(plans)
+        if is_tracing():
+            raise PlanError(
+                "torch.jit.trace, which torch.onnx.export(dynamo=False) uses too, does not record"
+                " everything that backends do. Trace a snapshot instead, gn.snapshot(model) or"
+                " net.snapshot(), or use dynamo=True"
+            )
+        key = batch_class(batch), training
+        line = plans.lines.get(key)
+        if line is None:
+            line = _make_line(plans, key)
+        line.used = True  # only ever written here, so that torch.compile does not watch it
+        return line.steps
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Prepares the plans in use for the new relations; raises if a chosen backend refuses."""
+        return partial(self._install, self._chosen, self._unmet, self._plans.after(commit))
+
+    def _change(
+        self,
+        chosen: list[Backend | None],
+        columns: list[Mapping[str, Column]],
+        unmet: dict[int, str],
+        draws: Draws,
+    ) -> None:
+        """Applies choices with their columns; an error leaves everything unchanged."""
+        before = self._plans
+        wanted = [column for group in columns for column in group.values()]
+        view = before.view._replace(columns={column.name: column.vector for column in wanted})
+        made = dict(before.made)
+        plans = Plans(chosen, before.modules, view, before.dtype, columns, made, before.shapes)
+        plans.require()
+        install = partial(self._install, chosen, unmet, plans)
+        self.graph._set_columns(wanted, [*draws.installs(), install])
+
+    def _install(self, chosen: list[Backend | None], unmet: dict[int, str], plans: Plans) -> None:
+        self._chosen = chosen
+        self._unmet = unmet
+        self._plans = plans
+
+    def _numbers(self, transition: int | None) -> range:
+        count = len(self._chosen)
+        if transition is None:
+            return range(count)
+        if not isinstance(transition, int) or not 0 <= transition < count:
+            raise ValueError(f"the net has transitions 0 to {count - 1}, got {transition!r}")
+        return range(transition, transition + 1)
+
+    def _nodes(self, layer: int, rows: Tensor) -> NodeSet:
+        return NodeSet(self.graph, {layer: self.graph.layers[layer].uid[rows.cpu()]})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_chosen": list(self._chosen), "_unmet": dict(self._unmet)}
+
+
+@untraced
+def _make_line(plans: Plans, key: tuple[int, bool]) -> Line:
+    """Makes plans outside any trace, so that torch.compile treats them as constants."""
+    return plans.line(*key)
+
+
+def _made(name: str, options: dict[str, Any]) -> tuple[Backend | None, dict[str, Any]]:
+    """Returns the backend of that name, None for auto, and how its Parameters start.
+
+    The options of a policy are about its Parameters; all others are settings of the backend.
+    """
+    names = sorted({AUTO, *BACKENDS})
+    if name not in names:
+        raise PlanError(f"no backend is called {name!r}; known are {', '.join(names)}")
+    backend: Any = BACKENDS.get(name)  # None: auto
+    known = []
+    if backend is not None:
+        known = [option.name for option in fields(backend)]
+    columns = getattr(backend, "columns", {})
+    if columns:
+        known = [*columns, "bound"]
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise PlanError(
+            f"{name} has no option {', '.join(unknown)}; its options are:"
+            f" {', '.join(known) or 'none'}"
+        )
+    if backend is None:
+        return None, {}
+    if columns:
+        return backend(), options
+    return backend(**options), {}

@@ -1,0 +1,426 @@
+"""The compiled extension: loaded if present, and called only with memory that it can read.
+
+Activations are [batch, n], laid out row by row or feature by feature (`x.t().is_contiguous()`);
+anything else is copied first. The type and length of every tensor are checked before its address
+leaves Python; a kernel checks the indices in it, and refuses a wiring that leads out of a buffer.
+"""
+
+import importlib
+import warnings
+from collections.abc import Callable
+from functools import cache
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from grapnet.core._change import LARGE, room
+from grapnet.core._errors import PlanError
+from grapnet.core._transition import Topology
+
+_NARROW = 1 << 16  # parents and slots below this fit together into 32 bits
+_DTYPES = (torch.float32, torch.float64)
+_POSITIONS = (torch.int32,)
+_ENTRIES = (torch.int32, torch.int64)
+
+DAMAGED = (
+    "the wiring is damaged: it names relations or nodes that do not exist, so nothing was computed."
+    " Something has written into it, as to_empty() does; load the net again: gn.load(path)"
+)
+
+_native: ModuleType | None = None
+missing = ""  # why the kernels cannot run; empty when they can
+
+try:
+    _native = importlib.import_module("grapnet.execution._kernels")
+except ImportError as error:
+    missing = (
+        f"the compiled kernels are not installed ({error}); install a C++ compiler, then grapnet"
+        " again"
+    )
+
+
+@cache
+def warn_missing() -> None:
+    """Warns, once in a process, that a sparse transition runs slowly because the kernels are
+    missing.
+    """
+    warnings.warn(f"a sparse transition runs slowly: {missing}", stacklevel=2)
+
+
+def variants() -> list[str]:
+    """Returns the variants of the kernels that this machine can run, the fastest first."""
+    return _loaded().variants()
+
+
+def use_variant(name: str) -> None:
+    """Runs one variant from now on, in the whole process: for tests and measurements."""
+    _loaded().use_variant(name)
+
+
+class ByChild(NamedTuple):
+    """The relations of a topology in the order of their children, and of the parents within a
+    child.
+    """
+
+    in_ptr: Tensor  # [n_children + 1] int32
+    entries: Tensor  # [n_relations] parent and slot, 16 + 16 bits (int32) or 32 + 32 (int64)
+
+
+def order_by_child(topology: Topology) -> ByChild:
+    """Sorts the relations of a topology by child."""
+    _check_wiring(topology.ptr, topology.child)
+    # of no parents the largest degree is 0
+    most = int(topology.degrees.amax()) if topology.n_parents else 0
+    wide = max(topology.n_parents, most) > _NARROW
+    in_ptr = topology.ptr.new_empty(topology.n_children + 1)
+    nothing = in_ptr.new_empty(0)
+    entries = room(nothing.long() if wide else nothing, topology.n_relations)
+    sound = _loaded().order_by_child(
+        *_addressed(topology), wide, in_ptr.data_ptr(), entries.data_ptr()
+    )
+    _require(sound)
+    return ByChild(in_ptr, entries)
+
+
+def order_without(order: ByChild, topology: Topology, removed: Tensor) -> ByChild:
+    """Returns the order of a topology after few of its relations are gone.
+
+    Args:
+        order: the order of `topology`.
+        topology: the wiring from which the relations go.
+        removed: their positions, int32, ascending.
+    """
+    _check_wiring(topology.ptr, topology.child)
+    _check_order(*order, topology.n_children, topology.n_relations)
+    _check("removed", removed, _POSITIONS, len(removed))
+    if len(removed) > len(order.entries):
+        raise PlanError(f"{len(removed)} of {len(order.entries)} relations cannot go")
+    in_ptr = torch.empty_like(order.in_ptr)
+    entries = room(order.entries, len(order.entries) - len(removed))
+    old = (order.in_ptr.data_ptr(), order.entries.data_ptr(), order.entries.dtype == torch.int64)
+    gone = (removed.data_ptr(), len(removed))
+    new = (in_ptr.data_ptr(), entries.data_ptr())
+    _require(_loaded().order_without(*_addressed(topology), *old, *gone, *new))
+    return ByChild(in_ptr, entries)
+
+
+def family_hashes(ptr: Tensor, child: Tensor) -> Tensor:
+    """Returns a 64-bit hash of the set of children of every parent, [n_parents] int64."""
+    n_parents, n_relations = _check_wiring(ptr, child)
+    hashes = torch.empty(n_parents, dtype=torch.int64, device="cpu")
+    sound = _loaded().family_hashes(
+        ptr.data_ptr(),
+        child.data_ptr(),
+        n_parents,
+        n_relations,
+        hashes.data_ptr(),
+        torch.get_num_threads(),
+    )
+    _require(sound)
+    return hashes
+
+
+def reads(values: Tensor) -> bool:
+    """Returns whether the kernels are installed and can read numbers like these."""
+    return not missing and values.is_cpu and values.dtype in _DTYPES
+
+
+def largest_of_rows(values: Tensor, ptr: Tensor, wanted: Tensor, least: float) -> Tensor:
+    """Returns the ascending int32 positions of the largest values of every row; ties keep their
+    order.
+
+    Args:
+        values: the rows, one after the other.
+        ptr: where each row begins, and where the last one ends, [rows + 1] int32.
+        wanted: the number per row, [rows]; there may be fewer.
+        least: smaller values and NaN are ignored.
+    """
+    rows = ptr.numel() - 1
+    _check("ptr", ptr, _POSITIONS, max(0, rows) + 1)
+    _check("values", values, _DTYPES, int(ptr[-1]))
+    _check("wanted", wanted, _ENTRIES, rows)
+    starts = ptr.new_zeros(rows + 1)  # where the positions of each row have their room
+    starts[1:] = torch.minimum(wanted, ptr.diff()).clamp_(min=0).cumsum(0)
+    # rows that overlap could ask for more room than there are values
+    positions = ptr.new_empty(min(max(0, int(starts[-1])), len(values)))
+    found = _loaded().largest_of_rows(
+        values.data_ptr(),
+        ptr.data_ptr(),
+        starts.data_ptr(),
+        positions.data_ptr(),
+        least,
+        rows,
+        len(values),
+        len(positions),
+        values.dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    _require(found >= 0)
+    return positions[:found]
+
+
+def sum_over_own_wiring(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    wiring: tuple[Tensor, ...],
+    row_major: bool,
+) -> Tensor:
+    """Returns the sums of the children, [batch, n_children], row by row or feature by feature.
+
+    The caller has called `require_readable` with the wiring: a plan once, others before each call.
+    """
+    ptr, child, in_ptr, entries = wiring
+    n_parents = ptr.shape[0] - 1
+    n_relations = child.shape[0]
+    n_children = in_ptr.shape[0] - 1
+    dtype = values.dtype
+    if entries.shape[0] != n_relations:
+        require_readable(ptr, child, in_ptr, entries)
+    if not values.is_contiguous() or not bias.is_contiguous():
+        values = values.contiguous()
+        bias = bias.contiguous()
+    fits = values.shape == (n_relations,) and bias.shape == (n_children,) and bias.dtype == dtype
+    if not (fits and values.is_cpu and bias.is_cpu and dtype in _DTYPES):
+        _check("values", values, _DTYPES, n_relations)
+        _check("bias", bias, (dtype,), n_children)
+    x = _matrix("x", x, n_parents, dtype)
+    batch = x.shape[0]
+    z = _reused_activations(x, batch, n_children, row_major)
+    sound = _loaded().sum(
+        x.data_ptr(),
+        not x.is_contiguous(),
+        values.data_ptr(),
+        bias.data_ptr(),
+        ptr.data_ptr(),
+        child.data_ptr(),
+        in_ptr.data_ptr(),
+        entries.data_ptr(),
+        entries.dtype == torch.int64,
+        z.data_ptr(),
+        not row_major,
+        batch,
+        n_parents,
+        n_children,
+        n_relations,
+        dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    if not sound:
+        raise PlanError(DAMAGED)
+    return z
+
+
+def gradients(
+    x: Tensor | None,
+    dz: Tensor,
+    values: Tensor | None,
+    ptr: Tensor,
+    child: Tensor,
+    in_ptr: Tensor,
+    row_major: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns dx if values are given, and dw and dbias if x is given; the others are empty."""
+    n_parents, n_relations = _check_wiring(ptr, child)
+    n_children = in_ptr.numel() - 1
+    if dz.dtype not in _DTYPES:
+        raise PlanError(f"dz is {dz.dtype}, the kernel needs {' or '.join(map(str, _DTYPES))}")
+    dz = _matrix("dz", dz, n_children, dz.dtype)
+    batch = dz.shape[0]
+    nothing = dz.new_empty(0)
+    dx = dw = dbias = nothing
+    if values is not None:
+        values = values.contiguous()
+        _check("values", values, (dz.dtype,), n_relations)
+        dx = _reused_activations(dz, batch, n_parents, row_major)
+    if x is not None:
+        x = _matrix("x", x, n_parents, dz.dtype)
+        if x.shape[0] != batch:
+            raise PlanError(f"x holds {x.shape[0]} samples, dz {batch}")
+        dw = room(nothing, n_relations)
+        dbias = dz.new_empty(n_children)
+        if batch == 0:
+            dw.zero_()
+            dbias.zero_()
+    sound = _loaded().gradients(
+        x.data_ptr() if x is not None else 0,
+        x is not None and is_by_feature(x),
+        dz.data_ptr(),
+        is_by_feature(dz),
+        values.data_ptr() if values is not None else 0,
+        ptr.data_ptr(),
+        child.data_ptr(),
+        dx.data_ptr(),
+        not row_major,
+        dw.data_ptr(),
+        dbias.data_ptr(),
+        values is not None,
+        x is not None,
+        batch,
+        n_parents,
+        n_children,
+        n_relations,
+        dz.dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    _require(sound)
+    return dx, dw, dbias
+
+
+def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
+    """Returns the rectangle with the values in their cells and zeros elsewhere."""
+    _, n_relations = _check_wiring(ptr, child)
+    values = values.contiguous()
+    _check("values", values, (values.dtype,), n_relations)
+    rectangle = values.new_empty(rectangle_shape(ptr, n_children, transposed))
+    _touch_rectangle(_loaded().fill, values, ptr, child, rectangle, transposed)
+    return rectangle
+
+
+def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
+    """Returns the values of the relations from a rectangle."""
+    n_parents, n_relations = _check_wiring(ptr, child)
+    if (
+        rectangle.dim() != 2
+        or rectangle.shape[1 if transposed else 0] != n_parents
+        or not rectangle.is_cpu
+    ):
+        given = f"{list(rectangle.shape)} on {rectangle.device}"
+        raise PlanError(f"the rectangle is {given}, the kernel needs {n_parents} parents on cpu")
+    values = rectangle.new_empty(n_relations)
+    if is_by_feature(rectangle):
+        rectangle = rectangle.t()
+        transposed = not transposed
+    _touch_rectangle(_loaded().pick, values, ptr, child, rectangle.contiguous(), transposed)
+    return values
+
+
+def rectangle_shape(ptr: Tensor, n_children: int, transposed: bool) -> tuple[int, int]:
+    """Returns the rows and columns of a matrix: one row per parent, or per child when
+    transposed.
+    """
+    n_parents = ptr.shape[0] - 1
+    if transposed:
+        return n_children, n_parents
+    return n_parents, n_children
+
+
+def _touch_rectangle(
+    kernel: Callable[..., bool],
+    values: Tensor,
+    ptr: Tensor,
+    child: Tensor,
+    rectangle: Tensor,
+    transposed: bool,
+) -> None:
+    n_parents, n_children = rectangle.shape
+    if transposed:
+        n_children, n_parents = rectangle.shape
+    if values.element_size() not in (2, 4, 8):
+        raise PlanError(f"numbers of type {values.dtype} are not 2, 4 or 8 bytes long")
+    sound = kernel(
+        values.data_ptr(),
+        ptr.data_ptr(),
+        child.data_ptr(),
+        n_parents,
+        n_children,
+        values.shape[0],
+        rectangle.data_ptr(),
+        transposed,
+        values.element_size(),
+        torch.get_num_threads(),
+    )
+    _require(sound)
+
+
+def _loaded() -> ModuleType:
+    if _native is None:
+        raise PlanError(missing)
+    return _native
+
+
+def _require(sound: bool) -> None:
+    """Raises PlanError when a kernel has found an index that leads out of a buffer."""
+    if not sound:
+        raise PlanError(DAMAGED)
+
+
+def _addressed(topology: Topology) -> tuple[int, int, int, int, int]:
+    return (
+        topology.ptr.data_ptr(),
+        topology.child.data_ptr(),
+        topology.n_parents,
+        topology.n_children,
+        topology.n_relations,
+    )
+
+
+def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], length: int) -> None:
+    """Raises unless a 1-D tensor can be handed to a kernel."""
+    if (
+        tensor.shape == (length,)
+        and tensor.dtype in dtypes
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+    ):
+        return
+    wanted = f"[{length}] {' or '.join(map(str, dtypes))} without gaps on cpu"
+    raise PlanError(
+        f"{name} is {list(tensor.shape)} {tensor.dtype} on {tensor.device}, the kernel needs"
+        f" {wanted}"
+    )
+
+
+def _check_wiring(ptr: Tensor, child: Tensor) -> tuple[int, int]:
+    """Returns the numbers of parents and relations; raises if a kernel cannot read them."""
+    n_parents = ptr.numel() - 1
+    n_relations = child.numel()
+    _check("ptr", ptr, _POSITIONS, max(0, n_parents) + 1)
+    _check("child", child, _POSITIONS, n_relations)
+    return n_parents, n_relations
+
+
+def require_readable(ptr: Tensor, child: Tensor, in_ptr: Tensor, entries: Tensor) -> None:
+    """Raises PlanError unless a kernel can read the tensors of a wiring and of its order."""
+    _, n_relations = _check_wiring(ptr, child)
+    _check_order(in_ptr, entries, max(0, in_ptr.numel() - 1), n_relations)
+
+
+def _check_order(in_ptr: Tensor, entries: Tensor, n_children: int, n_relations: int) -> None:
+    _check("in_ptr", in_ptr, _POSITIONS, n_children + 1)
+    _check("entries", entries, _ENTRIES, n_relations)
+
+
+def is_by_feature(matrix: Tensor) -> bool:
+    """Returns whether a matrix is the transpose of a contiguous one."""
+    return not matrix.is_contiguous() and matrix.t().is_contiguous()
+
+
+def _matrix(name: str, matrix: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """Returns a [batch, width] matrix without gaps, or raises when a kernel cannot read it."""
+    if matrix.dim() != 2 or matrix.shape[1] != width or matrix.dtype != dtype or not matrix.is_cpu:
+        given = f"{list(matrix.shape)} {matrix.dtype} on {matrix.device}"
+        raise PlanError(f"{name} is {given}, the kernel needs [batch, {width}] {dtype} on cpu")
+    if matrix.is_contiguous() or matrix.t().is_contiguous():
+        return matrix
+    return matrix.contiguous()
+
+
+def empty_activations(like: Tensor, batch: int, width: int, row_major: bool) -> Tensor:
+    """Returns memory for activations [batch, width] in one of the two layouts."""
+    if row_major:
+        return like.new_empty(batch, width)
+    return like.new_empty(width, batch).t()
+
+
+def _reused_activations(like: Tensor, batch: int, width: int, row_major: bool) -> Tensor:
+    """Returns memory that an earlier step used: touching fresh pages costs as much as a sparse
+    sum.
+    """
+    if batch * width * like.element_size() < LARGE:
+        return empty_activations(like, batch, width, row_major)
+    if row_major:
+        return room(like.new_empty(0, width), batch)
+    return room(like.new_empty(0, batch), width).t()

@@ -1,0 +1,106 @@
+"""The sparse backend: compiled kernels that gather over the relations, vectorised over the
+batch.
+"""
+
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from grapnet.core._change import IndexMap
+from grapnet.core._transition import Topology
+
+from . import _native, _operators
+from ._plan import Plan, needs_plain_operations
+from ._reference import ReferencePlan
+
+# Carrying an order looks up every relation of the owners that lose one; building it again touches
+# every relation.
+_LOOKUPS = 1 / 16
+_DTYPES = {
+    "cpu": (torch.float32, torch.float64),
+    "cuda": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+}
+
+
+@dataclass(frozen=True)
+class Sparse:
+    """Computes the sum relation by relation; fast if few of the possible relations exist."""
+
+    name: ClassVar[str] = "sparse"
+
+    def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
+        """Returns the reasons why it cannot run this topology; empty if it can."""
+        device = topology.child.device.type
+        if device not in _DTYPES:
+            return [
+                f"the weights are on {device}, the kernels are built for {' and '.join(_DTYPES)}"
+            ]
+        refusals = []
+        if device == "cpu" and _native.missing:
+            refusals.append(_native.missing)
+        if device == "cuda" and not find_spec("triton"):
+            refusals.append("Triton is not installed")
+        if dtype not in _DTYPES[device]:
+            known = ", ".join(map(str, _DTYPES[device]))
+            refusals.append(
+                f"the weights are {dtype}, the kernels on {device} are built for {known}"
+            )
+        return refusals
+
+    def prepare(self, topology: Topology) -> Plan:
+        """Sorts the relations by child."""
+        if topology.child.device.type == "cuda":
+            from ._gpu import GpuPlan  # with Triton, which only CUDA builds of torch bring
+
+            return GpuPlan(topology)
+        return SparsePlan(topology, _native.order_by_child(topology))
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePlan:
+    """The gather for one topology; under autocast it computes in the dtype of the weights.
+
+    Attributes:
+        topology: the relations by parent.
+        order: the relations by child.
+        feature_major: whether the output is the transpose of a contiguous [n_children, batch].
+    """
+
+    topology: Topology
+    order: _native.ByChild
+    feature_major: bool = True
+
+    def __post_init__(self) -> None:
+        _native.require_readable(self.topology.ptr, self.topology.child, *self.order)
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        if x.dtype != values.dtype and torch.is_autocast_enabled("cpu"):
+            x = x.to(values.dtype)
+        topology = self.topology
+        row_major = not self.feature_major
+        if needs_plain_operations():
+            return ReferencePlan(topology)(x, values, bias)
+        wiring = topology.ptr, topology.child, self.order.in_ptr, self.order.entries
+        if torch.is_grad_enabled() or _operators.is_watched(x, values, bias):
+            return _operators.relation_sum(x, values, bias, wiring, row_major)
+        return _native.sum_over_own_wiring(x, values, bias, wiring, row_major)
+
+    def row_major(self) -> "SparsePlan":
+        """Returns a plan over the same arrays that writes its output row by row."""
+        return replace(self, feature_major=False)
+
+    def moved(self, topology: Topology, index: IndexMap) -> "SparsePlan | None":
+        """Returns the plan after relations changed while no row of either layer moved.
+
+        Carries only a few removals; returns None if building the plan again is faster.
+        """
+        if len(index.inserted) or len(index.removed) > self.topology.n_relations * _LOOKUPS:
+            return None
+        owners = self.topology.parents_at(index.removed).unique().long()
+        if int(self.topology.degrees[owners].sum()) > self.topology.n_relations * _LOOKUPS:
+            return None
+        order = _native.order_without(self.order, self.topology, index.removed)
+        return replace(self, topology=topology, order=order)

@@ -1,0 +1,436 @@
+"""GradientRecorder: the gradient of every relation of a transition, present or absent."""
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from grapnet._network import GrapNet
+from grapnet._torch import current_graph_task_id
+from grapnet.core._change import IndexMap, as_tensor, flatnonzero, kth_smallest
+from grapnet.core._errors import GrapNetError
+from grapnet.core._transition import Topology
+from grapnet.execution import _native
+
+from ._budget import first_largest, largest_of_each
+from ._recorder import NetRecorder, plainly
+
+MOST_CELLS = 2**26  # of a matrix
+# of the rectangle that are computed at a time: fewer rows make the matrix product slower
+CELLS = 2**22
+PRESENT = -1.0  # where a relation is: below every |gradient|
+
+
+@dataclass(eq=False)
+class OuterProducts:
+    """Sums over backward passes of hᵀ·dz, as the factors or, where that is smaller, as the
+    product.
+    """
+
+    shape: tuple[int, int]  # n_upper, n_lower
+    count: int = 0
+    task: int = -1  # which backward pass was the last
+    # h [batch, n_upper], dz [batch, n_lower]
+    factors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    matrix: Tensor | None = None  # [n_upper, n_lower], of factors that are not kept
+
+    def see(self, h: Tensor, dz: Tensor, task: int) -> None:
+        """Adds the two factors of a backward pass; several of the same pass count once."""
+        here = self.to(h.device)
+        self.factors = [*here.factors, (h, dz)]
+        self.matrix = here.matrix
+        self.count += task != self.task
+        self.task = task
+        samples = sum(len(part) for part, _ in self.factors)
+        if samples * sum(self.shape) > self.shape[0] * self.shape[1]:
+            h, dz = self.joined()
+            if self.matrix is None:
+                self.matrix = h.new_zeros(self.shape)
+            self.matrix = self.matrix.to(h).addmm_(h.t(), dz)
+            self.factors = []
+
+    def joined(self) -> tuple[Tensor, Tensor]:
+        """Returns the factors of all passes, one after the other."""
+        if len(self.factors) > 1:
+            h, dz = (torch.cat(parts) for parts in zip(*self.factors, strict=True))
+            self.factors = [(h, dz)]
+        return self.factors[0]
+
+    def parents(self, rows: slice) -> Tensor:
+        """Returns the gradients of all relations from some upper nodes, [rows, n_lower]."""
+        return self._product(rows, by_child=False)
+
+    def children(self, rows: slice) -> Tensor:
+        """Returns the gradients of all relations to some lower nodes, [rows, n_upper]."""
+        return self._product(rows, by_child=True)
+
+    def _product(self, rows: slice, *, by_child: bool) -> Tensor:
+        known = self.matrix
+        if known is not None:
+            known = (known.t() if by_child else known)[rows]
+        if not self.factors:
+            assert known is not None, "nothing was seen"
+            return known.contiguous().div(self.count)
+        h, dz = self.joined()
+        if by_child:
+            product = dz[:, rows].t() @ h
+        else:
+            product = h[:, rows].t() @ dz
+        if known is not None:
+            product += known
+        return product.div_(self.count)
+
+    def at(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Returns the gradients of pairs of rows."""
+        if self.matrix is None:
+            found = self.factors[0][0].new_zeros(len(parents))
+        else:
+            found = self.matrix[parents, children]
+        if self.factors:
+            h, dz = (factor.t().contiguous() for factor in self.joined())  # [n, batch]
+            step = max(1, CELLS // 16 // max(1, h.shape[1]))
+            for start in range(0, len(parents), step):
+                some = slice(start, start + step)
+                found[some] += torch.linalg.vecdot(h[parents[some]], dz[children[some]])
+        return found / self.count
+
+    def to(self, device: torch.device) -> "OuterProducts":
+        """Returns them on a device."""
+        tensors = [*(h for h, _ in self.factors), self.matrix]
+        if all(tensor is None or tensor.device == device for tensor in tensors):
+            return self
+        factors = [(h.to(device), dz.to(device)) for h, dz in self.factors]
+        matrix = None if self.matrix is None else self.matrix.to(device)
+        return OuterProducts(self.shape, self.count, self.task, factors, matrix)
+
+    def carried(self, *indexes: IndexMap | None) -> "OuterProducts":
+        """Returns them after rows moved; newborn nodes have gradients of 0."""
+        upper, lower = indexes
+        factors = [(_moved(h, upper), _moved(dz, lower)) for h, dz in self.factors]
+        matrix = self.matrix if upper is None or self.matrix is None else upper.carry(self.matrix)
+        matrix = None if matrix is None else _moved(matrix, lower)
+        sizes = [
+            size if i is None else i.new_size for size, i in zip(self.shape, indexes, strict=True)
+        ]
+        return OuterProducts((sizes[0], sizes[1]), self.count, self.task, factors, matrix)
+
+    def copied(self) -> "OuterProducts":
+        """Returns an independent copy; factors are never written into."""
+        matrix = None if self.matrix is None else self.matrix.clone()
+        return OuterProducts(self.shape, self.count, self.task, list(self.factors), matrix)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns them as numbers and tensors."""
+        h, dz = self.joined() if self.factors else (None, None)
+        return {"count": self.count, "h": h, "dz": dz, "matrix": self.matrix}
+
+
+def has_finite_product(h: Tensor, dz: Tensor) -> bool:
+    """Returns whether hᵀ·dz is finite, by a bound on its largest number."""
+    if not h.numel() or not dz.numel():
+        return True
+    return bool((h.abs().amax() * dz.abs().amax() * len(h)).isfinite())
+
+
+def _moved(factor: Tensor, index: IndexMap | None) -> Tensor:
+    """Returns a matrix after its columns moved."""
+    return factor if index is None else index.carry(factor.t()).t().contiguous()
+
+
+class GradientRecorder(NetRecorder[OuterProducts]):
+    """Records g_ij = Σ h_i · dL/dz_j over the batch for all pairs of an upper and a lower node.
+
+    h is the output of the upper layer and z the input of the lower nodes, bias included. For a
+    present relation this is the gradient of its weight; if a policy runs the transition, it is the
+    gradient for the plain sum. It is averaged over the recorded backward passes; for a node that
+    was added meanwhile, earlier passes count as 0. A GradScaler scales all of them alike. Forward
+    passes from before an edit or before `arm` do not count. Gradients that are not finite are left
+    out and counted (`left_out`).
+
+    Args:
+        upper: the layer of the parents.
+        lower: the layer of the children, below it; the next one by default.
+        window: the number of steps that it records before its rule is due.
+
+    Examples:
+        >>> net = GrapNet([3, 2], density=0.5)
+        >>> recorder = GradientRecorder(0)
+        >>> recorder.arm(net)
+        >>> net(torch.tensor([[1.0, 0.0, 2.0]])).sum().backward()
+        >>> recorder.matrix().tolist()
+        [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]
+    """
+
+    def __init__(self, upper: int, lower: int | None = None, *, window: int = 1) -> None:
+        lower = upper + 1 if lower is None else lower
+        super().__init__((upper, lower), window)
+        if lower <= upper:
+            raise ValueError(
+                f"relations lead to a layer further down, got upper={upper}, lower={lower}"
+            )
+        self.upper = upper
+        self.lower = lower
+        self._h: Tensor | None = None  # of the upper layer in the pass under way
+        self.left_out = 0  # how many gradients, since clear(), were not finite
+
+    @property
+    def count(self) -> int:
+        """How many backward passes were seen."""
+        return 0 if self._evidence is None else self._evidence.count
+
+    def clear(self) -> None:
+        """Forgets what it has seen."""
+        super().clear()
+        self.left_out = 0
+
+    def of(self, parents: Any, children: Any) -> Tensor:
+        """Returns the gradients of pairs: uids of parents and, aligned with them, of children."""
+        seen = self._here()
+        device = self.net.device
+        rows = []
+        for layer, given in zip(self._layers, (parents, children), strict=True):
+            uids = as_tensor(given).reshape(-1).to("cpu", torch.int64).contiguous()
+            rows.append(self.net._rows(layer, uids).to(device).long())
+        with plainly(device):
+            return seen.at(*rows)
+
+    def matrix(self, *, most_cells: int = MOST_CELLS) -> Tensor:
+        """Returns the gradients of all pairs, [n_upper, n_lower]; raises GrapNetError when they are
+        too many.
+        """
+        seen = self._here()
+        if seen.shape[0] * seen.shape[1] > most_cells:
+            raise GrapNetError(
+                f"the matrix would hold {seen.shape[0] * seen.shape[1]:,} cells (limit"
+                f" {most_cells:,}); ask for pairs with of(parents, children), or raise most_cells="
+            )
+        with plainly(self.net.device):
+            return seen.parents(slice(None))
+
+    def largest_absent(
+        self,
+        count: int | None = None,
+        *,
+        per_child: Tensor | None = None,
+        ranked: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the absent relations with the largest |gradient|.
+
+        Returns uids of parents, uids of children and |gradients|. Equals of the lowest parent row,
+        then of the lowest child row come first. There may be fewer than asked for.
+
+        Args:
+            count: how many; of those that `per_child` lets through, when both are given.
+            per_child: how many of each child, [n_lower].
+            ranked: the largest first; otherwise by parent and then by child, which is quicker.
+
+        Raises:
+            GrapNetError: nothing was seen.
+        """
+        seen = self._here()
+        if count is None and per_child is None:
+            raise ValueError("give the number of relations: count=, or per_child= for each child")
+        net = self.net
+        t = net.between(self.upper, self.lower)
+        topology = None
+        if t is not None:
+            topology = net.transitions[t].topology
+        absent = Absent(seen, topology)
+        with plainly(net.device):
+            if per_child is not None:
+                quotas = as_tensor(per_child).to(net.device, torch.int64)
+                cells, sizes = largest_of_children(absent, quotas)
+            else:
+                cells, sizes = largest_of_all(absent, count or 0)
+            if ranked:
+                order = sizes.argsort(descending=True, stable=True)[:count]
+                cells = cells[order]
+                sizes = sizes[order]
+            elif count is not None and len(cells) > count:
+                best = first_largest(sizes, count)
+                cells = cells.index_select(0, best)
+                sizes = sizes.index_select(0, best)
+            cells = cells.cpu()
+        n_lower = max(1, seen.shape[1])
+        return (
+            net.layers[self.upper].uid[cells // n_lower],
+            net.layers[self.lower].uid[cells % n_lower],
+            sizes,
+        )
+
+    def _here(self) -> OuterProducts:
+        """Returns the evidence where the net is."""
+        return self._seen().to(self.net.device)
+
+    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+        # The results of all transitions to a layer are added up, so all have the gradient of z.
+        last = net.entering(self.lower)[-1]
+        return [net.layers[self.upper], net.transitions[last]]
+
+    def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if place == 0:
+            self._h = output.detach()
+            # The caller may write into the input.
+            if self.upper == 0:
+                self._h = self._h.clone()
+            return
+        h = self._h
+        self._h = None
+        if output.requires_grad and h is not None and len(h) == len(output):
+            output.register_hook(self._receiver(h))
+
+    def _receiver(self, h: Tensor) -> Any:
+        """Returns the tensor hook that takes in dL/dz.
+
+        It does nothing once the net was edited or the recorder disarmed.
+        """
+        reference = weakref.ref(self)
+        structure = self.net._structure
+        armed = self._release
+
+        def receive(gradient: Tensor) -> None:
+            recorder = reference()
+            if recorder is None or recorder._release is not armed or not recorder.armed:
+                return
+            if recorder.net._structure is structure:
+                recorder._record(h, gradient.detach())
+
+        return receive
+
+    def _record(self, h: Tensor, dz: Tensor) -> None:
+        dtype = torch.promote_types(torch.promote_types(h.dtype, dz.dtype), torch.float32)
+        with plainly(dz.device):
+            h = h.to(dtype)
+            dz = dz.to(dtype, copy=True)
+            if not has_finite_product(h, dz):
+                self.left_out += 1
+                return
+            seen = self._writable(lambda: OuterProducts((h.shape[1], dz.shape[1])))
+            seen.see(h, dz, current_graph_task_id())
+
+    def _restored(self, seen: dict[str, Any], sizes: list[int]) -> OuterProducts:
+        restored = OuterProducts((sizes[0], sizes[1]), seen["count"])
+        if seen["h"] is not None:
+            restored.factors = [(seen["h"].clone(), seen["dz"].clone())]
+        if seen["matrix"] is not None:
+            restored.matrix = seen["matrix"].clone()
+        return restored
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_h": None}
+
+
+@dataclass(frozen=True, eq=False)
+class Absent:
+    """The |gradients| of a rectangle, with PRESENT where a relation is."""
+
+    gradients: OuterProducts
+    topology: Topology | None  # None: no relation is there
+
+    def by_parent(self) -> Iterator[tuple[int, Tensor]]:
+        """Yields some upper nodes' |gradients| at a time, flat, and the number of their first
+        pair.
+        """
+        n_upper, n_lower = self.gradients.shape
+        step = max(1, CELLS // max(1, n_lower))
+        for start in range(0, n_upper if n_lower else 0, step):
+            stop = min(start + step, n_upper)
+            sizes = self.gradients.parents(slice(start, stop)).abs_().view(-1)
+            if self.topology is not None:
+                first = int(self.topology.ptr[start])
+                last = int(self.topology.ptr[stop])
+                rows = self.topology.parents(first, last).long() - start
+                present = rows * n_lower + self.topology.child[first:last]
+                sizes.index_fill_(0, present, PRESENT)
+            yield start * n_lower, sizes
+
+    def by_child(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yields some lower nodes' |gradients| at a time, [rows, n_upper], and which rows they
+        are.
+        """
+        n_upper, n_lower = self.gradients.shape
+        step = max(1, CELLS // max(1, n_upper))
+        for start in range(0, n_lower if n_upper else 0, step):
+            rows = slice(start, min(start + step, n_lower))
+            sizes = self.gradients.children(rows).abs_()
+            if self.topology is not None:
+                child = self.topology.child
+                upper = self.topology.parents()
+                if rows.stop - start < n_lower:
+                    inside = flatnonzero((child >= start) & (child < rows.stop))
+                    child = child.index_select(0, inside)
+                    upper = upper.index_select(0, inside)
+                sizes.view(-1).index_fill_(0, (child.long() - start) * n_upper + upper, PRESENT)
+            yield rows, sizes
+
+
+def largest_of_all(absent: Absent, count: int) -> tuple[Tensor, Tensor]:
+    """Returns the `count` absent pairs with the largest |gradients|, by number, and those.
+
+    The number of a pair is parent row · n_lower + child row. A running best of `count` pairs lets
+    every further chunk bring only what beats its last.
+    """
+    numbers, sizes = _none(absent)
+    if count == 0:
+        return numbers, sizes
+    least = sizes.new_tensor(PRESENT)
+    for offset, chunk in absent.by_parent():
+        bar = least
+        if len(sizes) == 0:
+            bar = torch.maximum(least, _low_bar(chunk, count))
+        found = flatnonzero(chunk > bar)
+        # The bar was too high.
+        if len(sizes) == 0 and len(found) < count:
+            found = flatnonzero(chunk > least)
+        numbers = torch.cat([numbers, found.long() + offset])
+        sizes = torch.cat([sizes, chunk.index_select(0, found)])
+        if len(sizes) >= count:
+            best = first_largest(sizes, count)
+            numbers = numbers.index_select(0, best)
+            sizes = sizes.index_select(0, best)
+            least = sizes.amin()
+    return numbers, sizes
+
+
+def _low_bar(sizes: Tensor, count: int) -> Tensor:
+    """Returns a value that `count` of the sizes, and few more, most likely exceed.
+
+    It looks at every 64th of them.
+    """
+    sample = sizes[::64].contiguous()
+    expected = count / max(1, len(sizes)) * len(sample)
+    rank = int(expected + 5 * expected**0.5) + 8  # five standard deviations on the safe side
+    if rank > len(sample):
+        return sizes.new_tensor(PRESENT)
+    return kth_smallest(sample, len(sample) - rank + 1)
+
+
+def largest_of_children(absent: Absent, quotas: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the same for every child, as many as its quota."""
+    n_upper, n_lower = absent.gradients.shape
+    none = _none(absent)
+    numbers = [none[0]]
+    sizes = [none[1]]
+    for rows, chunk in absent.by_child():
+        wanted = quotas[rows].clamp(max=n_upper)
+        if _native.reads(chunk):
+            ptr = torch.arange(0, chunk.numel() + 1, n_upper, dtype=torch.int32, device="cpu")
+            found = _native.largest_of_rows(chunk.view(-1), ptr, wanted, least=0)
+        else:
+            of_row = torch.arange(len(chunk), device=chunk.device).repeat_interleave(n_upper)
+            chosen = largest_of_each(chunk.view(-1), of_row, wanted)
+            found = flatnonzero(chosen & (chunk.view(-1) > PRESENT))
+        numbers.append((found % n_upper).long() * n_lower + found // n_upper + rows.start)
+        sizes.append(chunk.view(-1).index_select(0, found))
+    order = torch.cat(numbers).argsort()
+    return torch.cat(numbers)[order], torch.cat(sizes)[order]
+
+
+def _none(absent: Absent) -> tuple[Tensor, Tensor]:
+    sizes = absent.gradients.parents(slice(0, 0)).reshape(-1)
+    return sizes.long(), sizes

@@ -1,0 +1,364 @@
+"""Rewire: drops weak relations and grows as many others (SET, RigL, SRigL)."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet._network import GrapNet
+from grapnet.core._change import contains, require_ranks
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._sets import RelationSet
+from grapnet.core._transition import Topology
+
+from ._budget import Budget, largest_of_each, positions_in, weakest_within
+from ._gradients import GradientRecorder
+from ._rule import (
+    Every,
+    Recorder,
+    RuleContext,
+    Scheduled,
+    as_numbers,
+    chosen_transitions,
+    leaving_relations,
+    seen_evidence,
+    taken_pairs,
+)
+
+Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
+
+
+@dataclass(frozen=True)
+class Rewire:
+    """Drops the weakest relations of each transition and grows as many absent ones.
+
+    SET is `Rewire()`, RigL is `Rewire(grow="gradient", decay_until=T)`, and SRigL adds
+    `fan_in="constant"`; `set_rewiring` and `rigl` return rule and schedule together. Frozen
+    relations are never dropped and do not count, an output keeps its last parent, and a dropped
+    relation does not come back in the same call. Relations and nodes that earlier rules cut,
+    connect or remove in the same edit are not touched.
+
+    Attributes:
+        transitions: numbers of the transitions; all by default. A full one does not change.
+        fraction: the share of the relations that may be dropped, rounded to a whole number.
+        grow: "random" grows absent relations with equal chances, "gradient" those with the largest
+            |gradient|.
+        decay_until: the step at which the fraction reaches 0 along a cosine; constant with None.
+        fan_in: "free" compares all relations of a transition; "constant" compares those of each
+            child, which keeps its number of parents.
+        weights: the initial weights of grown relations, "zero" or "linear".
+        window: the number of steps over which gradients are averaged.
+
+    Examples:
+        >>> net = GrapNet([20, 30, 10], density=0.2)
+        >>> with net.edit(reason="SET") as edit:
+        ...     Rewire(fraction=0.25)(net, edit, RuleContext())
+        >>> net.count().relations, len(net.history[-1].change.transitions[0].born)
+        (180, 30)
+    """
+
+    transitions: int | Iterable[int] | None = None
+    fraction: float = 0.3
+    grow: Literal["random", "gradient"] = "random"
+    decay_until: int | None = None
+    fan_in: Literal["free", "constant"] = "free"
+    weights: Literal["zero", "linear"] = "zero"
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transitions", as_numbers(self.transitions))
+        if not 0 <= self.fraction <= 1:
+            raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
+        if self.decay_until is not None and self.decay_until < 1:
+            raise EditError(f"decay_until is a step from 1, or None, got {self.decay_until!r}")
+        if self.grow not in ("random", "gradient"):
+            raise EditError(f'grow is "random" or "gradient", got {self.grow!r}')
+        if self.fan_in not in ("free", "constant"):
+            raise EditError(f'fan_in is "free" or "constant", got {self.fan_in!r}')
+
+    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+        """Returns one recorder of gradients a transition, none for random growth."""
+        if self.grow == "random":
+            return {}
+        recorders: dict[str, Recorder] = {}
+        for t in self._numbers(net):
+            source, target = net.ends[t]
+            recorders[_evidence(t)] = GradientRecorder(source, target, window=self.window)
+        return recorders
+
+    def fraction_at(self, step: int) -> float:
+        """Returns the fraction that is dropped at a step."""
+        if self.decay_until is None:
+            return self.fraction
+        progress = min(step, self.decay_until) / self.decay_until
+        return self.fraction / 2 * (1 + math.cos(math.pi * progress))
+
+    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+        """Writes the cuts and as many connections."""
+        fraction = self.fraction_at(context.step)
+        taken = {t: taken_pairs(net, edit, t) for t in self._numbers(net)}
+        candidates = {t: self._candidates(net, edit, t, fraction, taken[t]) for t in taken}
+        shares = _shared_out([count for _, count in candidates.values()], context.budget.edits)
+        earlier = edit.cuts
+        for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
+            if count == 0:
+                continue
+            within = context.budget
+            # An output keeps its last parent; with a constant fan-in it gets another one.
+            leads_to_outputs = net.layers[net.transitions[t].target] is net.layers[-1]
+            if leads_to_outputs and self.fan_in != "constant":
+                within = within.tightened(Budget(parents=1))
+            dropped = weakest_within(net, relations, count, _beside(earlier, within))
+            self._rewire(net, edit, context, t, dropped, taken[t])
+
+    def _rewire(
+        self,
+        net: GrapNet,
+        edit: Edit,
+        context: RuleContext,
+        t: int,
+        dropped: RelationSet,
+        taken: Tensor,
+    ) -> None:
+        """Cuts `dropped` and connects as many absent pairs of transition t that are not taken."""
+        if len(dropped) == 0:
+            return
+        topology = net.transitions[t].topology
+        lost = None
+        details = {}
+        if self.fan_in == "constant":
+            lost = torch.bincount(_children(topology, dropped, t), minlength=topology.n_children)
+        if self.grow == "random":
+            rows = _random_absent(topology, len(dropped), lost, taken, edit.generator)
+            parents = net.layers[net.transitions[t].source].uid[rows[0]]
+            children = net.layers[net.transitions[t].target].uid[rows[1]]
+        else:
+            recorder = seen_evidence(context, _evidence(t), 'Rewire(grow="gradient")')
+            parents, children, gradients = _steepest_absent(
+                net, t, recorder, len(dropped), lost, taken
+            )
+            details["smallest_grown_gradient"] = float(gradients.min())
+        assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
+        details["largest_dropped_weight"] = float(dropped.weights.detach().abs().max())
+        edit.cut(dropped)
+        edit.connect(parents, children, pairs="aligned", weights=self.weights)
+        edit.remark(
+            f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
+        )
+
+    def _candidates(
+        self, net: GrapNet, edit: Edit, t: int, fraction: float, taken: Tensor
+    ) -> tuple[RelationSet, int]:
+        """Returns relations to choose from, and how many of them to drop."""
+        topology = net.transitions[t].topology
+        relations = RelationSet.of(net, [t])
+        if len(net.transitions[t].frozen_at):
+            relations = relations[~relations.frozen]
+        if len(edit.cuts):
+            relations -= edit.cuts
+        if len(edit.removals):
+            relations -= leaving_relations(edit)
+        absent = topology.n_parents * topology.n_children - topology.n_relations - len(taken)
+        if self.fan_in == "free" or absent == 0:
+            return relations, min(round(fraction * len(relations)), absent)
+        children = _children(topology, relations, t)
+        free = torch.bincount(children, minlength=topology.n_children)
+        room = topology.n_parents - topology.fan_in().cpu() - _of_each(taken, topology.n_children)
+        quotas = torch.minimum((fraction * free.double()).round().long(), room)
+        keys = relations.weights.detach().abs().cpu()
+        require_ranks(keys)
+        relations = relations[largest_of_each(-keys, children.long(), quotas)]
+        return relations, len(relations)
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        return chosen_transitions(net, self.transitions)
+
+
+def rigl(
+    steps: int,
+    *,
+    every: int = 100,
+    fraction: float = 0.3,
+    stop: float = 0.75,
+    transitions: int | Iterable[int] | None = None,
+    fan_in: Literal["free", "constant"] = "free",
+) -> Scheduled:
+    """Returns RigL (Evci et al. 2020) for a training of `steps` steps: `manager.add(rigl(1000))`.
+
+    It rewires every `every` steps, up to the share `stop` of the training, at which `fraction`
+    reaches 0 along a cosine. With `fan_in="constant"` it is SRigL.
+
+    Examples:
+        >>> rigl(steps=1000).schedule
+        Every(steps=100, start=100, until=750)
+    """
+    end = max(1, int(stop * steps))
+    rule = Rewire(transitions, fraction, "gradient", decay_until=end, fan_in=fan_in)
+    return Scheduled(rule, Every(every, start=every, until=end))
+
+
+def set_rewiring(
+    steps: int,
+    *,
+    every: int = 100,
+    fraction: float = 0.3,
+    stop: float = 1.0,
+    transitions: int | Iterable[int] | None = None,
+) -> Scheduled:
+    """Returns SET (Mocanu et al. 2018) for a training of `steps` steps.
+
+    It rewires the share `fraction` of the relations every `every` steps, up to the share `stop` of
+    the training.
+
+    Examples:
+        >>> set_rewiring(steps=1000).schedule
+        Every(steps=100, start=100, until=1000)
+    """
+    schedule = Every(every, start=every, until=int(stop * steps))
+    return Scheduled(Rewire(transitions, fraction), schedule)
+
+
+def _evidence(t: int) -> str:
+    return f"gradients of transition {t}"
+
+
+def _shared_out(counts: list[int], most: int | None) -> list[int]:
+    """Returns the counts, lowered in proportion where they sum to more than `most`."""
+    total = sum(counts)
+    if most is None or total <= most:
+        return counts
+    ends = [most * int(end) // total for end in np.cumsum([0, *counts])]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def _beside(earlier: RelationSet, budget: Budget) -> Budget:
+    """Returns a budget that holds together with what the edit cuts already, at any node."""
+    parents = budget.parents
+    children = budget.children
+    if len(earlier) and parents:
+        parents += int(earlier.children.unique(return_counts=True)[1].max())
+    if len(earlier) and children:
+        children += int(earlier.parents.unique(return_counts=True)[1].max())
+    return Budget(budget.edits, parents, children)
+
+
+def _children(topology: Topology, relations: RelationSet, t: int) -> Tensor:
+    """Returns the row of every relation's child, on the CPU."""
+    positions = positions_in(relations, t, topology.child.device)
+    return topology.child.index_select(0, positions).cpu()
+
+
+def _of_each(pairs: Tensor, n_children: int) -> Tensor:
+    """Returns how many of the numbered pairs lead to each child."""
+    return torch.bincount(pairs % max(1, n_children), minlength=n_children)
+
+
+def _steepest_absent(
+    net: GrapNet, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the absent pairs of the largest |gradient| that are not taken, as uids, and those
+    gradients.
+    """
+    if len(taken) == 0:
+        return recorder.largest_absent(count, per_child=per_child, ranked=False)
+    transition = net.transitions[t]
+    n_children = transition.n_children
+    quotas = None if per_child is None else per_child + _of_each(taken, n_children)
+    # As many more as might be taken; what is left is ranked, so the first ones are the largest.
+    parents, children, gradients = recorder.largest_absent(
+        None if quotas is not None else count + len(taken), per_child=quotas
+    )
+    rows = net._rows(transition.target, children).long()
+    pairs = net._rows(transition.source, parents).long() * n_children + rows
+    free = (~contains(taken, pairs)).nonzero().view(-1)
+    if per_child is not None:
+        order = free[rows[free].argsort(stable=True)]  # child by child, the largest of each first
+        found = torch.bincount(rows[order], minlength=n_children)
+        rank = torch.arange(len(order), device="cpu") - (found.cumsum(0) - found)[rows[order]]
+        free = order[rank < per_child[rows[order]]]
+    free = free[:count]
+    return parents[free], children[free], gradients[free.to(gradients.device)]
+
+
+def _random_absent(
+    topology: Topology,
+    count: int,
+    per_child: Tensor | None,
+    taken: Tensor,
+    generator: torch.Generator | None,
+) -> Pairs:
+    """Returns rows of absent (parent, child) pairs, all alike in chance, sorted; a number of each
+    child if given.
+
+    Absent pairs that are taken count as present.
+    """
+    n_parents = topology.n_parents
+    n_children = topology.n_children
+    parent = topology.parents().cpu().long().numpy()
+    child = topology.child.cpu().numpy()
+    if len(taken):
+        parent = np.concatenate([parent, taken.numpy() // n_children])
+        child = np.concatenate([child, (taken.numpy() % n_children).astype(child.dtype)])
+    # Pairs are numbered child by child where each child has its own number to grow, parent by
+    # parent otherwise.
+    if per_child is None:
+        present = parent * n_children + child
+    else:
+        present = child * np.int64(n_parents) + parent
+    present.sort(kind="stable")  # close to sorted, which a stable sort sees
+    if per_child is None:
+        absent = np.array([n_parents * n_children - len(present)])
+        quotas = np.array([count])
+    else:
+        absent = n_parents - np.bincount(child, minlength=n_children)
+        quotas = per_child.numpy()
+    numbers = _distinct(absent, quotas, generator)  # among the absent pairs only
+    # how many absent pairs stand before each present one
+    before = present - np.arange(len(present))
+    cells = numbers + np.searchsorted(before, numbers, side="right")
+    if per_child is not None:
+        cells = np.sort(cells % n_parents * n_children + cells // n_parents)
+    return torch.from_numpy(cells // n_children), torch.from_numpy(cells % n_children)
+
+
+def _distinct(
+    sizes: np.ndarray, quotas: np.ndarray, generator: torch.Generator | None
+) -> np.ndarray:
+    """Returns sorted distinct numbers: `quotas[g]` of those of group g, which owns the next
+    `sizes[g]` numbers.
+    """
+    starts = sizes.cumsum() - sizes
+    spared = 2 * quotas > sizes  # quicker to draw what is left out
+    wanted = np.where(spared, sizes - quotas, quotas)
+    source = torch.device("cpu") if generator is None else generator.device
+    drawn = np.empty(0, dtype=np.int64)
+    missing = wanted
+    while missing.any():  # draw with repetition, keep the distinct ones, top up
+        group = np.repeat(np.arange(len(sizes)), missing)
+        numbers = (
+            torch.rand(len(group), dtype=torch.float64, generator=generator, device=source)
+            .cpu()
+            .numpy()
+        )
+        drawn = np.concatenate([drawn, starts[group] + (numbers * sizes[group]).astype(np.int64)])
+        drawn.sort(kind="stable")
+        drawn = drawn[np.diff(drawn, prepend=-1) > 0]
+        missing = wanted - np.diff(np.searchsorted(drawn, np.append(starts, sizes.sum())))
+    if not spared.any():
+        return drawn
+    group = np.searchsorted(starts, drawn, side="right") - 1
+    rest = np.setdiff1d(
+        _ranges(starts[spared], sizes[spared]), drawn[spared[group]], assume_unique=True
+    )
+    return np.sort(np.concatenate([drawn[~spared[group]], rest]))
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Returns the numbers of many ranges, one after the other."""
+    return np.arange(sizes.sum()) + np.repeat(starts - (sizes.cumsum() - sizes), sizes)

@@ -1,0 +1,350 @@
+"""What a rule is, when it is due, and what rules ask about a net and an open edit."""
+
+import operator
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, SupportsIndex, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from grapnet._network import GrapNet
+from grapnet.core._change import contains
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._sets import NodeSet, RelationSet
+
+from ._budget import Budget, positions_in
+
+# A net, a model with nets inside, or nets by name or one after the other.
+Nets = nn.Module | Mapping[str, GrapNet] | Iterable[GrapNet]
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Gathers evidence while a net trains; a manager arms it only for the steps that a rule needs.
+
+    A recorder follows the commits of its net, so that its evidence belongs to the right nodes. The
+    manager does not call a rule while the `count` of one of its recorders is 0. With `state_dict`
+    and `load_state_dict`, the evidence is part of a checkpoint.
+    """
+
+    window: int  # the number of steps that it records before its rule is due
+
+    def arm(self, net: GrapNet) -> None:
+        """Starts to watch a net; does nothing when it watches already."""
+        ...
+
+    def disarm(self) -> None:
+        """Stops watching and keeps what it has seen; does nothing when it does not watch."""
+        ...
+
+    def clear(self) -> None:
+        """Forgets what it has seen."""
+        ...
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """When a rule is called, and with what.
+
+    Attributes:
+        step: the step of `RuleManager.apply`.
+        task: the task of `RuleManager.apply`, None without one.
+        budget: what the rule must not exceed in this net; the manager enforces it.
+        evidence: the rule's recorders, by the names that its `recorders` method gave them.
+    """
+
+    step: int = 0
+    task: Any = None
+    budget: Budget = field(default_factory=Budget)
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Rule(Protocol):
+    """Settings, usually a frozen dataclass, plus one method.
+
+    It reads the net as it was when the edit began, writes operations into the edit, and draws
+    random numbers from `edit.generator`. It never commits. A manager of several nets calls it once
+    for each of them.
+    """
+
+    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext, /) -> None:
+        """Writes operations into the edit."""
+        ...
+
+
+@runtime_checkable
+class RecordingRule(Rule, Protocol):
+    """A rule that needs evidence."""
+
+    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+        """Returns the recorders to arm, by the names under which `context.evidence` has them."""
+        ...
+
+
+class Schedule(Protocol):
+    """When a rule is due; a frozen dataclass whose fields a checkpoint can hold."""
+
+    def is_due(self, step: int, task: Any) -> bool:
+        """Returns whether the rule runs at this step; `task` is that of `RuleManager.apply`."""
+        ...
+
+    def may_be_due(self, first: int, last: int) -> bool:
+        """Returns whether the rule could be due at a step from first to last.
+
+        Recorders are armed while it could.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Every:
+    """Every `steps` steps: at start, start + steps, …, up to and including `until`.
+
+    Examples:
+        >>> schedule = Every(100, start=50, until=250)
+        >>> [step for step in range(400) if schedule.is_due(step, None)]
+        [50, 150, 250]
+    """
+
+    steps: int
+    start: int = 0
+    until: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"a rule runs every 1 or more steps, got {self.steps}")
+
+    def is_due(self, step: int, task: Any) -> bool:
+        """Returns whether the rule runs at this step."""
+        return self.may_be_due(step, step)
+
+    def may_be_due(self, first: int, last: int) -> bool:
+        """Returns whether one of its steps lies between."""
+        following = max(first, self.start)
+        following += (self.start - following) % self.steps
+        if self.until is not None:
+            last = min(last, self.until)
+        return following <= last
+
+
+@dataclass(frozen=True)
+class At:
+    """At given steps, one by one or from a list: `At(10, 50)`, `At(range(0, 1000, 100))`.
+
+    Examples:
+        >>> At(50, 10)
+        At(steps=(10, 50))
+    """
+
+    steps: tuple[int, ...]
+
+    def __init__(self, *steps: SupportsIndex | Iterable[SupportsIndex]) -> None:
+        flat: set[int] = set()
+        for given in steps:
+            if isinstance(given, Iterable):
+                flat.update(operator.index(step) for step in given)
+            else:
+                flat.add(operator.index(given))
+        object.__setattr__(self, "steps", tuple(sorted(flat)))
+
+    def is_due(self, step: int, task: Any) -> bool:
+        """Returns whether the rule runs at this step."""
+        return self.may_be_due(step, step)
+
+    def may_be_due(self, first: int, last: int) -> bool:
+        """Returns whether one of its steps lies between."""
+        place = bisect_left(self.steps, first)
+        return place < len(self.steps) and self.steps[place] <= last
+
+
+@dataclass(frozen=True)
+class EveryTask:
+    """Whenever `RuleManager.apply` gets a task, at steps from `start` to `until`.
+
+    It is for rules that run before a task, such as growth, and for rules that run after one, such
+    as freezing. Recorders are armed all the time, since the next task can come at any step.
+    """
+
+    start: int = 0
+    until: int | None = None
+
+    def is_due(self, step: int, task: Any) -> bool:
+        """Returns whether there is a task, at a step from start to until."""
+        return task is not None and self.may_be_due(step, step)
+
+    def may_be_due(self, first: int, last: int) -> bool:
+        """Returns whether the steps overlap with those from start to until."""
+        return last >= self.start and (self.until is None or first <= self.until)
+
+
+class Scheduled(NamedTuple):
+    """A rule and its schedule, which `RuleManager.add` takes as one argument."""
+
+    rule: Rule
+    schedule: Schedule
+
+
+# What managers and rules ask.
+
+
+def nets_of(model: Nets) -> dict[str, GrapNet]:
+    """Returns nets by name; a net by itself has the empty name.
+
+    Examples:
+        >>> model = nn.ModuleDict({"encoder": nn.Linear(8, 4), "head": GrapNet([4, 2])})
+        >>> list(nets_of(model))
+        ['head']
+    """
+    if isinstance(model, nn.Module):
+        parts = model.named_modules()
+        nets = {name: part for name, part in parts if isinstance(part, GrapNet)}
+    elif isinstance(model, Mapping):
+        nets = {str(name): net for name, net in model.items()}
+    else:
+        nets = {str(number): net for number, net in enumerate(model)}
+    if not nets:
+        raise ValueError(f"there is no GrapNet in {type(model).__name__}")
+    return nets
+
+
+def as_numbers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
+    """Returns the setting `layers` or `transitions` of a rule as a tuple, None for its default."""
+    if given is None:
+        return None
+    if isinstance(given, Iterable):
+        return tuple(operator.index(number) for number in given)
+    return (operator.index(given),)
+
+
+def chosen_transitions(
+    net: GrapNet, transitions: int | Iterable[int] | None, default: Iterable[int] | None = None
+) -> list[int]:
+    """Returns the numbers of a net's transitions in order, all of them by default.
+
+    Negative numbers count from the end.
+    """
+    count = len(net.transitions)
+    numbers = as_numbers(transitions)
+    if numbers is None:
+        numbers = tuple(range(count) if default is None else default)
+    outside = [t for t in numbers if not -count <= t < count]
+    if outside:
+        raise EditError(
+            f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}"
+        )
+    return sorted({t % count for t in numbers})
+
+
+def sources_of(net: GrapNet, layer: int) -> list[int]:
+    """Returns the layers that lead to a layer."""
+    return [net.transitions[t].source for t in net.entering(layer)]
+
+
+def targets_of(net: GrapNet, layer: int) -> list[int]:
+    """Returns the layers that a layer leads to."""
+    return [net.transitions[t].target for t in net.leaving(layer)]
+
+
+def only(neighbours: list[int], layer: int) -> int:
+    """Returns the one neighbour of a layer; raises EditError when it has several."""
+    if len(neighbours) != 1:
+        raise EditError(
+            f"this works for a layer between two others, and layer {layer} is next to {neighbours}"
+        )
+    return neighbours[0]
+
+
+def count_orphans(net: GrapNet, layer: int) -> int:
+    """Returns how many nodes of a layer have no parent."""
+    parents = torch.zeros(net.sizes[layer], dtype=torch.int64, device=net.device)
+    for t in net.entering(layer):
+        parents += net.transitions[t].topology.fan_in()
+    return int((parents == 0).sum())
+
+
+def seen_evidence(context: RuleContext, name: str, rule: str) -> Any:
+    """Returns a recorder of the context; raises EditError when it is missing or empty."""
+    recorder = context.evidence.get(name)
+    if recorder is None or recorder.count == 0:
+        raise EditError(
+            f"{rule} has no evidence {name!r}. Add the rule to a RuleManager, which arms its"
+            " recorders while the net trains, or arm them yourself, run the net and pass"
+            " RuleContext(evidence=recorders)"
+        )
+    return recorder
+
+
+# What the rules before have asked of the same edit. The number of a pair of transition t is
+# parent row · n_children + child row.
+
+
+def staying(net: GrapNet, edit: Edit, layer: int) -> NodeSet:
+    """Returns the nodes of a layer without those that the edit removes."""
+    removals = edit.removals
+    if len(removals) == 0:
+        return net.layers[layer]
+    return net.select(layer=layer) - removals
+
+
+def leaving_relations(edit: Edit) -> RelationSet:
+    """Returns the relations that leave with nodes that the edit removes."""
+    return edit.removals.incoming() | edit.removals.outgoing()
+
+
+def taken_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
+    """Returns the ascending absent pairs of transition t that the edit connects, or whose node it
+    removes.
+    """
+    transition = net.transitions[t]
+    n_children = transition.n_children
+    found = [asked_pairs(net, edit, t)]
+    leaving = edit.removals._rows_by_layer()
+    if transition.source in leaving:
+        parents = leaving[transition.source].long()
+        children = torch.arange(n_children, device="cpu")
+        found.append((parents[:, None] * n_children + children).view(-1))
+    if transition.target in leaving:
+        parents = torch.arange(transition.topology.n_parents, device="cpu")
+        children = leaving[transition.target].long()
+        found.append((parents[:, None] * n_children + children).view(-1))
+    pairs = torch.cat(found).unique()
+    rows = pairs.to(net.device)
+    related = transition.topology.find(rows // max(1, n_children), rows % max(1, n_children)) >= 0
+    return pairs[~related.cpu()]
+
+
+def asked_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
+    """Returns the pairs of present nodes that the edit connects in transition t, ascending."""
+    if edit.n_connections == 0:
+        return torch.empty(0, dtype=torch.int64, device="cpu")
+    transition = net.transitions[t]
+    upper, lower = edit.connections
+    parents = net.layers[transition.source].rows(upper).long()
+    children = net.layers[transition.target].rows(lower).long()
+    here = (parents >= 0) & (children >= 0)
+    return (parents[here] * transition.n_children + children[here]).unique()
+
+
+def gone_relations(net: GrapNet, edit: Edit, t: int) -> Tensor:
+    """Returns the ascending positions of the relations that go.
+
+    They are cut and not connected again, or leave with a node.
+    """
+    cuts = positions_in(edit.cuts, t, net.device)
+    if len(cuts):
+        topology = net.transitions[t].topology
+        parents = topology.parents_at(cuts).long()
+        pairs = parents * topology.n_children + topology.child.index_select(0, cuts)
+        again = contains(asked_pairs(net, edit, t), pairs.cpu())
+        cuts = cuts[~again.to(cuts.device)]
+    return torch.cat([cuts, positions_in(leaving_relations(edit), t, net.device)]).unique()
+
+
+def unavailable_relations(net: GrapNet, edit: Edit, t: int) -> Tensor:
+    """Returns the ascending positions of the relations that the edit cuts or that leave with a
+    node, connected again or not.
+    """
+    return positions_in(edit.cuts | leaving_relations(edit), t, net.device)

@@ -1,0 +1,209 @@
+"""CovarianceSifter: cuts the children whose activations hardly vary with those of a family."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from grapnet._network import GrapNet
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._sets import RelationSet
+
+from ._activations import CovarianceRecorder
+from ._budget import Budget, largest_of_each
+from ._rule import Recorder, RuleContext, as_numbers, chosen_transitions, seen_evidence
+
+NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+@dataclass(frozen=True)
+class CovarianceSifter:
+    """Cuts the weakest children of every family, and removes the nodes that this leaves without
+    parents.
+
+    A family is a group of nodes with the same children, or a single node. The score of a child is
+    the mean |correlation| between its activation and those of the members, 0 where one is constant.
+    A child is cut from all members or from none, so that a family remains one: a child with a
+    frozen relation to the family stays, and a budget spares the strongest children first.
+
+    Attributes:
+        transitions: numbers of the transitions; by default all between hidden layers.
+        fraction: the share of each family's children to cut, rounded down to a whole number.
+        window: the number of steps over which activations are recorded.
+
+    Examples:
+        >>> net = GrapNet([4, 6, 6, 2])
+        >>> sifter = CovarianceSifter()
+        >>> recorders = sifter.recorders(net)
+        >>> for recorder in recorders.values():
+        ...     recorder.arm(net)
+        >>> _ = net(torch.randn(64, 4))
+        >>> with net.edit(reason="sift") as edit:
+        ...     sifter(net, edit, RuleContext(evidence=recorders))
+        >>> net.sizes, len(net.layers[1].outgoing())
+        ([4, 6, 3, 2], 18)
+    """
+
+    transitions: int | Iterable[int] | None = None
+    fraction: float = 0.5
+    window: int = 50
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "transitions", as_numbers(self.transitions))
+        if not 0 <= self.fraction <= 1:
+            raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
+
+    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+        """Returns one recorder of the two ends of each transition."""
+        recorders: dict[str, Recorder] = {}
+        for t in self._numbers(net):
+            source, target = net.ends[t]
+            recorders[_evidence(t)] = CovarianceRecorder(source, target, window=self.window)
+        return recorders
+
+    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+        """Writes the cuts and the removal of orphans."""
+        numbers = self._numbers(net)
+        targets = {t: _scored(net, t, context) for t in numbers}
+        weak = _within(
+            net,
+            targets,
+            [self._weakest(part, context.budget) for part in targets.values()],
+            context.budget,
+        )
+        cut = [t for t, marks in zip(numbers, weak, strict=True) if marks.any()]
+        for t, marks in zip(numbers, weak, strict=True):
+            if t in cut:
+                marked = torch.from_numpy(marks[targets[t].of_relation])
+                chosen = RelationSet.of(net, [t])[marked]
+                edit.cut(chosen)
+                edit.remark(
+                    f"cuts {int(marks.sum())} child targets of {len(targets[t].degrees)} families",
+                    transition=t,
+                    relations=len(chosen),
+                    largest_score=float(targets[t].scores[marks].max()),
+                    mean_score=float(targets[t].scores[marks].mean()),
+                )
+        first = min((net.transitions[t].target for t in cut), default=len(net.layers))
+        below = range(first, len(net.layers) - 1)
+        if below:
+            edit.remove_orphans(below)
+
+    def _weakest(self, targets: "_Targets", budget: Budget) -> np.ndarray:
+        """Marks the targets that are to go, a budget of relations and of parents left aside."""
+        quota = (self.fraction * targets.degrees + 1e-9).astype(np.int64)
+        quota = np.minimum(quota, np.maximum(targets.degrees - budget.children, 0))
+        scores = torch.from_numpy(targets.scores)
+        families = torch.from_numpy(targets.families)
+        weak = largest_of_each(-scores, families, torch.from_numpy(quota))
+        return (weak & scores.isfinite()).numpy()
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        hidden = range(1, len(net.layers) - 1)
+        between = [t for t, ends in enumerate(net.ends) if all(n in hidden for n in ends)]
+        return chosen_transitions(net, self.transitions, between)
+
+
+class _Targets(NamedTuple):
+    """The children of whole families of one transition, family by family."""
+
+    families: np.ndarray  # [n] the number of the family, ascending
+    children: np.ndarray  # [n] the child's row
+    scores: np.ndarray  # [n] infinite where one of the relations is frozen
+    sizes: np.ndarray  # [n] how many relations it has, one a member
+    degrees: np.ndarray  # [families] how many targets each has
+    of_relation: np.ndarray  # [relations] the number of the target of each
+
+
+def _scored(net: GrapNet, t: int, context: RuleContext) -> _Targets:
+    """Returns the targets of a transition's families and their scores."""
+    topology = net.transitions[t].topology
+    relations = RelationSet.of(net, [t])
+    parent = topology.parents().cpu().long()
+    child = topology.child.cpu().long()
+    families = net.execution.families(t)
+    upper = net.layers[net.transitions[t].source]
+    members = torch.cat([NO_NODES, *(family.members.uids for family in families)])
+    rows = upper.rows(members).numpy()
+    sizes = np.array([len(family.members) for family in families], dtype=np.int64)
+    # a node without children is never asked for its own
+    family_of = np.zeros(len(upper), dtype=np.int64)
+    family_of[rows] = np.repeat(np.arange(len(sizes)), sizes)
+    # one member of each family: its children are the targets
+    first = torch.from_numpy(rows[sizes.cumsum() - sizes])
+    at = topology.owned_by(first.to(topology.ptr.device)).cpu().numpy()
+    pairs = family_of[parent.numpy()] * topology.n_children + child.numpy()
+    # of the target that a pair is
+    number = np.empty(len(sizes) * topology.n_children, dtype=np.int32)
+    number[pairs[at]] = np.arange(len(at), dtype=np.int32)
+    of_relation = number[pairs]
+    family, target = np.divmod(pairs[at], max(topology.n_children, 1))
+    correlation = (
+        seen_evidence(context, _evidence(t), "CovarianceSifter")
+        .correlation()[parent, child]
+        .abs()
+        .cpu()
+        .numpy()
+    )
+    scores = np.bincount(of_relation, correlation, len(at)) / sizes[family]
+    scores[of_relation[relations.frozen.cpu().numpy()]] = np.inf
+    return _Targets(
+        family,
+        target,
+        scores,
+        sizes[family],
+        np.bincount(family, minlength=len(sizes)),
+        of_relation,
+    )
+
+
+def _evidence(t: int) -> str:
+    return f"correlation of transition {t}"
+
+
+def _within(
+    net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget
+) -> list[np.ndarray]:
+    """Returns the marks of weak targets, transition by transition, without those that the budget
+    spares.
+    """
+    if not targets or (budget.edits is None and budget.parents == 0):
+        return weak
+    parts = [(t, part, marks) for (t, part), marks in zip(targets.items(), weak, strict=True)]
+    scores, sizes = (
+        np.concatenate([part[field][marks] for _, part, marks in parts]) for field in (2, 3)
+    )
+    order = scores.argsort(kind="stable")
+    kept = np.ones(len(scores), dtype=bool)
+    if budget.parents:
+        fan_in = [net.transitions[t].topology.fan_in().cpu().numpy() for t in targets]
+        starts = np.cumsum([0, *map(len, fan_in)])
+        child = np.concatenate(
+            [p.children[marks] + s for (_, p, marks), s in zip(parts, starts, strict=False)]
+        )
+        kept = (
+            np.concatenate(fan_in)[child] - _running_totals(child, sizes, order) >= budget.parents
+        )
+    if budget.edits is not None:
+        kept &= _running_totals(np.zeros_like(sizes), sizes * kept, order) <= budget.edits
+    ends = np.cumsum([marks.sum() for marks in weak])
+    for marks, part in zip(weak, np.split(kept, ends[:-1]), strict=True):
+        marks[marks] = part
+    return weak
+
+
+def _running_totals(groups: np.ndarray, sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """Returns for every entry the sum of the sizes in its group up to and including it, taken in
+    `order`.
+    """
+    order = order[np.argsort(groups[order], kind="stable")]
+    totals = sizes[order].cumsum()
+    numbers = groups[order]
+    opens = np.diff(numbers, prepend=-1) > 0  # the first of its group
+    before = (totals - sizes[order])[opens]
+    found = np.empty_like(totals)
+    found[order] = totals - before[opens.cumsum() - 1]
+    return found

@@ -1,0 +1,350 @@
+"""GrowWidth: wider hidden layers that compute what the narrow ones did."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from grapnet._network import GrapNet
+from grapnet.core._activation import activation_function
+from grapnet.core._change import contains
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError
+from grapnet.core._sets import RelationSet
+
+from ._budget import positions_in, weakest_within
+from ._gradients import GradientRecorder
+from ._grow import affordable
+from ._rule import (
+    Recorder,
+    RuleContext,
+    as_numbers,
+    gone_relations,
+    leaving_relations,
+    only,
+    seen_evidence,
+    sources_of,
+    staying,
+    targets_of,
+    unavailable_relations,
+)
+
+
+@dataclass(frozen=True)
+class GrowWidth:
+    """Adds nodes to hidden layers without changing the function of the net.
+
+    - "zero_outgoing": the new nodes get random weights from every node above and weights 0 to every
+      node below.
+    - "net2net" (Chen et al. 2016): the new nodes are copies of nodes drawn at random, with their
+      parents, bias, activation and owner. A node and its copies share its outgoing weights. An edit
+      cannot assign a weight, so shared relations are cut and connected again: they move to the end
+      of their owner's list, and attached optimizers start them afresh. The incoming relations of
+      the original keep their optimizer state. A relation that is frozen or protected by the budget
+      is not shared; the weights of its copies cancel out.
+    - "gradmax" (Evci et al. 2022): the new nodes get weights 0 from every node above. Their
+      outgoing weights are the directions in which the gradient of those weights is largest: the
+      leading singular vectors of the recorded gradients. A bias too small to change a sum gives a
+      ReLU a slope. The sign of a direction is the one that uses positive activations; the opposite
+      signs follow when the directions are used up, and then no more nodes are added.
+
+    A budget of edits makes it add fewer nodes, each of them complete. Nodes that earlier rules
+    remove in the same edit are neither connected nor copied, and copies do not get relations that
+    those rules cut. A policy in the transition to the nodes below, or for "net2net" in the one from
+    above, raises PlanError.
+
+    Attributes:
+        layers: numbers of hidden layers; negative numbers count from the output.
+        nodes: the number of nodes to add to each layer.
+        init: one of the above.
+        noise: for "net2net": how unevenly weights are shared, from 0 (evenly) to below 1. Even
+            shares get equal gradients, so copies remain copies of each other.
+        split: for "net2net": with False the original keeps its weights, slots and optimizer state,
+            and the outgoing weights of its copies cancel out.
+        scale: for "gradmax": the norm of the outgoing weights of each new node.
+        owner: the owner of the new nodes; with None, copies have the owner of the original.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 3, 2], dtype=torch.float64)
+        >>> x = torch.ones(1, 4, dtype=torch.float64)
+        >>> before = net(x)
+        >>> with net.edit() as edit:
+        ...     GrowWidth(layers=1, nodes=5, init="net2net")(net, edit, RuleContext())
+        >>> net.sizes, torch.allclose(net(x), before, rtol=0, atol=1e-12)
+        ([4, 8, 2], True)
+    """
+
+    layers: int | Iterable[int]
+    nodes: int
+    init: Literal["zero_outgoing", "net2net", "gradmax"] = "zero_outgoing"
+    noise: float = 0.1
+    split: bool = True
+    scale: float = 1.0
+    owner: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", as_numbers(self.layers))
+        if self.nodes < 1:
+            raise EditError(f"nodes is at least 1, got {self.nodes!r}")
+        if self.init not in ("zero_outgoing", "net2net", "gradmax"):
+            raise EditError(f'init is "zero_outgoing", "net2net" or "gradmax", got {self.init!r}')
+        if not 0 <= self.noise < 1:
+            raise EditError(f"noise lies between 0 and 1, 1 excluded, got {self.noise!r}")
+        if not 0 < self.scale < float("inf"):
+            raise EditError(f"scale is a positive number, got {self.scale!r}")
+
+    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+        """Returns, for "gradmax", a recorder of the gradients across each layer."""
+        if self.init != "gradmax":
+            return {}
+        found: dict[str, Recorder] = {}
+        for number in self._numbers(net):
+            upper, lower = _around(net, number)
+            found[_evidence(number)] = GradientRecorder(upper=upper, lower=lower)
+        return found
+
+    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+        """Adds the nodes."""
+        for number in self._numbers(net):
+            touched = net.leaving(number)
+            if self.init == "net2net":
+                touched = net.entering(number) + touched
+            net.execution.require_sum(f"GrowWidth({self.init!r})", touched)
+            cuts = len(edit.cuts)
+            connections = edit.n_connections
+            if self.init == "zero_outgoing":
+                self._add_silent(net, edit, context, number)
+            elif self.init == "net2net":
+                self._add_copies(net, edit, context, number)
+            else:
+                self._add_steepest(net, edit, context, number)
+            budget = context.budget
+            if budget.edits is not None:
+                used = max(len(edit.cuts) - cuts, edit.n_connections - connections)
+                budget = replace(budget, edits=budget.edits - used)
+                context = replace(context, budget=budget)
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        """Returns the numbers of the layers; raises EditError when one is not hidden."""
+        last = len(net.layers) - 1
+        given = as_numbers(self.layers) or ()
+        numbers = sorted({number % len(net.layers) for number in given})
+        if not all(-last <= number <= last for number in given) or {0, last} & set(numbers):
+            raise EditError(f"only hidden layers, 1 to {last - 1}, grow; got {list(given)}")
+        return numbers
+
+    def _add_silent(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
+        above = [staying(net, edit, n) for n in sources_of(net, number)]
+        below = [staying(net, edit, n) for n in targets_of(net, number)]
+        count = affordable(self.nodes, sum(map(len, above + below)), context.budget)
+        edit.remark(
+            f"widens layer {number} by {count} nodes with zero outgoing weights",
+            layer=number,
+            nodes=count,
+        )
+        if count:
+            new = edit.add_nodes(number, count, owner=self.owner)
+            for parents in above:
+                edit.connect(parents, new, weights="linear")
+            for children in below:
+                edit.connect(new, children, weights="zero")
+
+    def _add_steepest(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
+        gradients = seen_evidence(context, _evidence(number), "GrowWidth").matrix()
+        source, target = _around(net, number)
+        upper = staying(net, edit, source)
+        lower = staying(net, edit, target)
+        if len(edit.removals):
+            rows = net._rows(source, upper.uids).to(gradients.device).long()
+            columns = net._rows(target, lower.uids).to(gradients.device).long()
+            gradients = gradients[rows][:, columns]
+        directions = steepest_directions(gradients)
+        count = min(
+            affordable(self.nodes, len(upper) + len(lower), context.budget), len(directions)
+        )
+        edit.remark(
+            f"widens layer {number} by {count} nodes of steep gradient", layer=number, nodes=count
+        )
+        if count:
+            bias = _rising_bias(
+                net.layers[number].default_activation, net.layers[number].parameter.dtype
+            )
+            new = edit.add_nodes(number, count, owner=self.owner, bias=bias)
+            edit.connect(upper, new, weights="zero")
+            edit.connect(new, lower, weights=directions[:count] * self.scale)
+
+    def _add_copies(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
+        rows = self._originals(net, edit, context, number)
+        edit.remark(
+            f"widens layer {number} by {len(rows)} copies of nodes", layer=number, nodes=len(rows)
+        )
+        if len(rows):
+            copies = _add_alike(net, edit, number, rows, self.owner)
+            for t in net.entering(number):
+                _copy_incoming(net, edit, t, rows, copies)
+            for t in net.leaving(number):
+                self._share_outgoing(net, edit, context, t, rows, copies)
+
+    def _originals(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> Tensor:
+        """Returns the rows to copy, drawn from the nodes with children: ascending, each as often as
+        it is copied.
+
+        A copy costs its own relations, and the first one of a node also those that are connected
+        again.
+        """
+        # of each node of the layer
+        fan_in = torch.zeros(net.sizes[number], dtype=torch.int64, device="cpu")
+        fan_out = torch.zeros_like(fan_in)
+        lost = torch.zeros_like(fan_in)
+        for t in net.entering(number):
+            fan_in += net.transitions[t].topology.fan_in().cpu()
+        for t in net.leaving(number):
+            topology = net.transitions[t].topology
+            fan_out += topology.degrees.cpu()
+            losers = topology.parents_at(unavailable_relations(net, edit, t)).cpu()
+            lost += torch.bincount(losers, minlength=len(lost))
+        if not bool(fan_out.any()):
+            raise EditError(
+                f'layer {number} has no node with children to copy; use init="zero_outgoing"'
+            )
+        candidates = (fan_out > lost).nonzero().flatten()
+        if len(candidates) == 0:  # the rules before have taken them all
+            return candidates
+        drawn = candidates[(_uniform(self.nodes, edit.generator) * len(candidates)).long()]
+        if context.budget.edits is not None:
+            degrees = fan_out[drawn]
+            ranked, order = drawn.sort(stable=True)
+            first = torch.ones(len(drawn), dtype=torch.bool, device="cpu")
+            first[order[1:]] = ranked[1:] != ranked[:-1]
+            costs = fan_in[drawn] + degrees + degrees * first
+            drawn = drawn[: int((costs.cumsum(0) <= context.budget.edits).sum())]
+        return drawn.sort().values
+
+    def _share_outgoing(
+        self, net: GrapNet, edit: Edit, context: RuleContext, t: int, rows: Tensor, copies: Tensor
+    ) -> None:
+        """Connects the copies, and the originals again, to their children in transition t, each
+        relation with its share of the original's weight.
+        """
+        store = net.transitions[t]
+        topology = store.topology
+        owned = RelationSet(net, {t: topology.owned_by(rows.unique().to(net.device))})
+        owned -= edit.cuts | leaving_relations(edit)
+        # Whatever may be cut; beside the cuts of another rule it is unknown what nodes can spare.
+        uncertain = (context.budget.parents or context.budget.children) and len(edit.cuts)
+        shared = weakest_within(
+            net, owned, len(owned) if self.split and not uncertain else 0, context.budget
+        )
+        unavailable = unavailable_relations(net, edit, t)
+        edit.cut(shared)
+        again = positions_in(shared, t, net.device).long()
+        copied = topology.owned_by(rows.to(net.device))
+        free = ~contains(unavailable, copied)
+        positions = torch.cat([again, copied[free].long()])  # one for each that has a share
+        degrees = topology.degrees.cpu()[rows].long()
+        parents = torch.cat([shared.parents, copies.repeat_interleave(degrees)[free.cpu()]])
+        split = torch.zeros(topology.n_relations, dtype=torch.bool, device=net.device)
+        split[again] = True
+        shares = (1 + self.noise * (2 * _uniform(len(positions), edit.generator) - 1)).to(
+            net.device
+        )
+        whole = shares.new_zeros(topology.n_relations).index_add_(0, positions, shares)[positions]
+        times = torch.bincount(positions, minlength=topology.n_relations)[positions]
+        # Shares of a whole that add up to 1; beside a relation that stays as it is they add up to
+        # 0.
+        shares = torch.where(split[positions], shares / whole, shares - whole / times)
+        children = net.layers[store.target].uid[topology.child[positions].cpu().long()]
+        weights = store._read(positions.int()).detach() * shares
+        edit.connect(parents, children, pairs="aligned", weights=weights)
+
+
+def _evidence(number: int) -> str:
+    return f"gradients across layer {number}"
+
+
+def steepest_directions(gradients: Tensor) -> Tensor:
+    """Returns unit vectors of outgoing weights [n, n_lower], the largest gradient first.
+
+    Args:
+        gradients: between the nodes above and below, [n_upper, n_lower].
+    """
+    upper, strength, lower = torch.linalg.svd(
+        gradients.detach().cpu().double(), full_matrices=False
+    )
+    rounding = torch.finfo(gradients.dtype).eps * max(gradients.shape, default=1)
+    found = int((strength > rounding * strength[:1].sum()).sum())
+    # A step moves the incoming weights of a node along -upper: with a positive sum there, the node
+    # is active for positive inputs.
+    signs = torch.where(upper[:, :found].sum(0) > 0, -1.0, 1.0)
+    lower = lower[:found] * signs[:, None]
+    return torch.cat([lower, -lower])
+
+
+def _rising_bias(activation: str, dtype: torch.dtype) -> float:
+    """Returns a bias too small to change a sum, at which the activation has a slope."""
+    bias = max(2.0**-100, torch.finfo(dtype).tiny)
+    z = torch.tensor(bias, dtype=torch.float64, device="cpu", requires_grad=True)
+    with torch.enable_grad():
+        h = activation_function(activation)(z)
+        (slope,) = torch.autograd.grad(h, z)
+    if float(h.detach().abs()) > 1e3 * bias or float(slope) == 0:
+        raise EditError(
+            'init="gradmax" needs an activation that passes through 0 with a slope, and'
+            f' {activation!r} does not; use init="zero_outgoing"'
+        )
+    return bias
+
+
+def _add_alike(net: GrapNet, edit: Edit, number: int, rows: Tensor, owner: str | None) -> Tensor:
+    """Adds a node like each of the ascending rows, and returns their uids."""
+    layer = net.layers[number]
+    kinds = layer._activation_names
+    owners = layer._owner_names
+    codes = kinds.codes[rows].long() * len(owners.names) + owners.codes[rows]
+    biases = layer[rows.unique()].biases.detach()[
+        rows.unique(return_inverse=True)[1].to(net.device)
+    ]
+    uids = torch.empty_like(rows)
+    for code in codes.unique().tolist():
+        alike = codes == code
+        new = edit.add_nodes(
+            number,
+            int(alike.sum()),
+            activation=kinds.names[code // len(owners.names)],
+            owner=owners.names[code % len(owners.names)] if owner is None else owner,
+            bias=biases[alike.to(net.device)],
+        )
+        uids[alike] = new.uids
+    return uids
+
+
+def _around(net: GrapNet, number: int) -> tuple[int, int]:
+    """Returns the one layer that leads to a layer, and the one that it leads to."""
+    return only(sources_of(net, number), number), only(targets_of(net, number), number)
+
+
+def _copy_incoming(net: GrapNet, edit: Edit, t: int, rows: Tensor, copies: Tensor) -> None:
+    """Connects the parents that the ascending rows have in transition t to their copies, with the
+    same weights.
+    """
+    store = net.transitions[t]
+    positions = store.topology.leading_to(rows.unique().to(net.device))
+    positions = positions[~contains(gone_relations(net, edit, t), positions)]
+    children = store.child[positions.long()].cpu().long()
+    counts = torch.bincount(rows, minlength=store.n_children)
+    times = counts[children]  # copies that a relation is for
+    source = torch.arange(len(positions), device="cpu").repeat_interleave(times)
+    nth = torch.arange(len(source), device="cpu") - (times.cumsum(0) - times)[source]
+    children = copies[(counts.cumsum(0) - counts)[children[source]] + nth]
+    positions = positions[source.to(net.device)]
+    parents = net.layers[store.source].uid[store.topology.parents_at(positions).cpu().long()]
+    edit.connect(parents, children, pairs="aligned", weights=store._read(positions).detach())
+
+
+def _uniform(count: int, generator: torch.Generator | None) -> Tensor:
+    """Returns numbers between 0 and 1, 1 excluded, on the CPU."""
+    device = "cpu" if generator is None else generator.device
+    return torch.rand(count, dtype=torch.float64, generator=generator, device=device).cpu()

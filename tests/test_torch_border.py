@@ -1,0 +1,181 @@
+"""What GrapNet expects of the private parts of torch that `grapnet._torch` passes on.
+
+A test that fails here after an update of torch names what has changed its meaning.
+"""
+
+import subprocess
+import sys
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from grapnet import _torch
+
+
+class Doubled(Function):
+    """Twice its input; notes what the border shows while the backward runs."""
+
+    seen: dict[str, object]
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:  # pyright: ignore[reportMissingParameterType]
+        Doubled.seen = {}
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportMissingParameterType]
+        Doubled.seen["task"] = _torch.current_graph_task_id()
+        Doubled.seen["node"] = _torch.current_autograd_node()
+        return 2 * gradients[0]
+
+
+class Watching(TorchDispatchMode):
+    """Counts the operators that reach it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore[reportMissingParameterType]
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_graph_task_has_a_number_only_inside_of_a_backward() -> None:
+    assert _torch.current_graph_task_id() == -1
+    x = torch.ones(2, requires_grad=True)
+    Doubled.apply(x).sum().backward()
+    first = Doubled.seen["task"]
+    assert _torch.current_graph_task_id() == -1
+    Doubled.apply(x).sum().backward()
+    assert -1 not in (first, Doubled.seen["task"])
+    assert first != Doubled.seen["task"]
+
+
+def test_the_current_node_is_the_one_whose_backward_runs() -> None:
+    y = Doubled.apply(torch.ones(2, requires_grad=True))
+    y.sum().backward()
+    assert Doubled.seen["node"] is y.grad_fn
+    assert isinstance(y.grad_fn, torch.autograd.function.BackwardCFunction)
+
+
+def test_nodes_are_numbered_in_the_order_in_which_they_are_made() -> None:
+    x = torch.ones(2, requires_grad=True)
+    before = _torch.next_sequence_number()
+    first = x * 2
+    second = x * 3
+    assert before <= _torch.sequence_number(first.grad_fn)
+    assert _torch.sequence_number(first.grad_fn) < _torch.sequence_number(second.grad_fn)
+    assert _torch.sequence_number(second.grad_fn) < _torch.next_sequence_number()
+
+
+def test_the_interpreter_stack_is_empty_outside_of_transforms_and_can_be_cleared() -> None:
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append(_torch.peek_interpreter_stack() is None)
+        with _torch.temporarily_clear_interpreter_stack():
+            seen.append(_torch.peek_interpreter_stack() is None)
+        seen.append(_torch.peek_interpreter_stack() is None)
+        return x
+
+    assert _torch.peek_interpreter_stack() is None
+    torch.func.vmap(look)(torch.ones(3))
+    assert seen == [False, True, False]
+
+
+def test_a_dispatch_mode_is_noticed_and_can_be_left() -> None:
+    assert not _torch.is_in_torch_dispatch_mode()
+    with Watching() as mode:
+        assert _torch.is_in_torch_dispatch_mode()
+        torch.ones(2).add(1)
+        count = mode.count
+        with _torch.disable_current_modes():
+            torch.ones(2).add(1)
+        assert mode.count == count > 0
+        assert _torch.is_in_torch_dispatch_mode()
+
+
+def test_an_export_is_told_from_eager_execution() -> None:
+    seen = []
+
+    class Looking(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(_torch.is_exporting())
+            return x + 1
+
+    Looking()(torch.ones(2))
+    torch.export.export(Looking(), (torch.ones(2),), strict=False)
+    assert seen[0] is False
+    assert set(seen[1:]) == {True}
+
+
+def test_a_tree_is_taken_apart_by_paths_and_put_together_again() -> None:
+    tree = {"a": [1, (2, 3)], 0.9: 4}
+    leaves, form = _torch.pytree.tree_flatten_with_path(tree)
+    assert [_torch.pytree.keystr(path) for path, _ in leaves] == [
+        "['a'][0]",
+        "['a'][1][0]",
+        "['a'][1][1]",
+        "[0.9]",
+    ]
+    assert _torch.pytree.tree_unflatten([leaf for _, leaf in leaves], form) == tree
+    assert _torch.pytree.tree_leaves(tree) == [1, 2, 3, 4]
+
+
+UNTRACED = """
+import sys
+import torch
+from grapnet._torch import untraced
+
+@untraced
+def looked(x):
+    return torch.compiler.is_compiling()
+
+assert looked(1) is False
+assert "torch._dynamo" not in sys.modules
+seen = []
+
+def traced(x):
+    seen.append(torch.compiler.is_compiling())
+    y = x + 1
+    seen.append(looked(y))
+    return y * 2
+
+compiled = torch.compile(traced, backend="eager")
+assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
+assert seen == [True, False], seen
+"""
+
+
+def test_an_untraced_function_runs_outside_of_the_trace_and_imports_no_compiler() -> None:
+    subprocess.run([sys.executable, "-c", UNTRACED], check=True, timeout=120)
+
+
+def test_forward_mode_shows_in_its_level() -> None:
+    assert not _torch.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.in_forward_mode()
+    assert not _torch.in_forward_mode()
+
+
+def test_batched_gradients_are_batched_tensors() -> None:
+    found = []
+
+    class Noted(Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:  # pyright: ignore[reportMissingParameterType]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, *gradients: Tensor) -> Tensor:  # pyright: ignore[reportMissingParameterType]
+            found.append(_torch.is_legacy_batchedtensor(gradients[0]))
+            return gradients[0]
+
+    x = torch.ones(2, requires_grad=True)
+    y = Noted.apply(x)
+    torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
+    assert found == [False, True]
