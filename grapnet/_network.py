@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .core._activation import activation_function
-from .core._change import as_tensor
 from .core._commit import settle, unsettled
 from .core._coordinates import note_read
 from .core._errors import EditError, TopologyError
 from .core._graph import Graph, chain_ends
+from .core._index_map import as_tensor
 from .core._layer import Layer
 from .core._resolve import draw
 from .core._state import prepare_to_load

@@ -346,8 +346,8 @@ def run_programs(seed: int, programs: int, **options: Any) -> None:
     )
     if seed % 2:
         small = {
-            "core._change._FEW_RUNS": 0,
-            "core._change.LARGE": 64,
+            "core._index_map._FEW_RUNS": 0,
+            "core._index_map.LARGE": 64,
             "execution._reference.CELLS": 8,
         }
     else:

@@ -12,17 +12,16 @@ from torch import Tensor
 from grapnet._network import GrapNet
 from grapnet.core._change import (
     Change,
-    IndexMap,
     Labels,
     LayerChange,
     NodeRecord,
     Pairs,
     Relabel,
     TransitionChange,
-    contains,
 )
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
+from grapnet.core._index_map import IndexMap, contains
 from grapnet.core._journal import Commit, Journal, Outlines
 
 from ._codec import LARGEST, Decoder, Encoder, Fields, Pool, PoolReader, entry, number

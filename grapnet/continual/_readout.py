@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from grapnet._network import GrapNet
-from grapnet.core._change import Change, IndexMap, ascending
+from grapnet.core._change import Change
 from grapnet.core._commit import Tracked
 from grapnet.core._coordinates import Coordinates, values_after
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph
+from grapnet.core._index_map import IndexMap, ascending
 from grapnet.core._journal import Commit
 from grapnet.core._transition import rows_after
 from grapnet.execution._evaluating import evaluating

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from grapnet._network import GrapNet
-from grapnet.core._change import flatnonzero
 from grapnet.core._coordinates import Coordinates
 from grapnet.core._errors import ConversionError
+from grapnet.core._index_map import flatnonzero
 from grapnet.core._layer import Layer
 from grapnet.core._transition import (
     Transition,

@@ -88,7 +88,9 @@ def _check_run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, An
 
 
 def _check_graph(net: Graph) -> None:
-    _check_ends(net)
+    net._check_tensors()
+    if net.transitions:
+        _check_ends(net)
     for number, layer in enumerate(net.layers):
         _check_layer(layer, f"layer {number}")
     uids = torch.cat([layer.uid for layer in net.layers])

@@ -30,6 +30,8 @@ from ._coordinates import (
     refuse_old_backward,
 )
 from ._errors import EditError
+from ._grid import PreparedGrid, install_grid, prepare_grids
+from ._index_map import GridMap, IndexMap
 from ._journal import Commit, Joint
 from ._layer import Layer, Roster
 from ._transition import Topology, Transition, wirings_after
@@ -226,6 +228,19 @@ class View(NamedTuple):
     topologies: tuple[Topology, ...]
     weights: tuple[Vector, ...]
     columns: dict[str, Vector]
+    contents: dict[str, torch.Tensor]  # of the Parameters and changed buffers of an adopted model
+
+    def content(self, parameter: str) -> torch.Tensor:
+        """Returns the content of a Parameter, by its name."""
+        if parameter in self.contents:
+            return self.contents[parameter]
+        kind, place, _ = parameter.split(".")
+        if kind == "columns":
+            return self.columns[place].content
+        vectors = self.weights if kind == "transitions" else self.biases
+        vector = vectors[int(place)]
+        assert vector is not None
+        return vector.content
 
 
 class Draws:
@@ -377,10 +392,13 @@ def prepare(
     wirings = wirings_after(graph, receipt.change)
     if intent.before is not None:
         wirings = {t: intent.before.topologies[t] for t in wirings}
-    vectors = _prepare_vectors(graph, receipt.change, receipt.kind == "trial")
-    receipt = _completed(graph, receipt, vectors)
-    view = _view_after(graph, rosters, wirings, vectors)
+    is_trial = receipt.kind == "trial"
+    vectors = _prepare_vectors(graph, receipt.change, is_trial)
+    grids = prepare_grids(graph._grids(), receipt.change.tensors, is_trial)
+    receipt = _completed(graph, receipt, vectors, grids)
+    view = _view_after(graph, rosters, wirings, vectors, grids)
     installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
+    installs += _prepare_model(intent, receipt, grids)
     seen = replace(receipt, wirings=wirings, view=view, decision=decision)
     installs += graph._followers.prepare(graph, seen, strict=strict)
     if receipt.kind not in ("trial", "end"):
@@ -654,7 +672,10 @@ def _prepare_vectors(
 
 
 def _completed(
-    graph: "Graph", receipt: Commit, vectors: dict[str, tuple[Coordinates, PreparedVector]]
+    graph: "Graph",
+    receipt: Commit,
+    vectors: dict[str, tuple[Coordinates, PreparedVector]],
+    grids: dict[str, PreparedGrid],
 ) -> Commit:
     """Returns the commit with removed values and the map of every changed Parameter."""
     changes = {name: prepared.change for name, (_, prepared) in vectors.items()}
@@ -671,11 +692,18 @@ def _completed(
         weights = changes[f"transitions.{t}.weight"]
         assert weights is not None
         transitions[t] = replace(part, weights=weights, wiring=None)
-    maps = {}
+    maps: dict[str, IndexMap | GridMap] = {}
     for name, (_, prepared) in vectors.items():
         if prepared.parameter_index is not None:
             maps[name] = prepared.parameter_index
-    return replace(receipt, change=Change(layers, transitions), parameters=maps)
+    tensors = {}
+    for name, prepared in grids.items():
+        if prepared.change is not None:
+            tensors[name] = prepared.change
+            if isinstance(prepared.tensor, nn.Parameter):
+                maps[name] = prepared.change.index
+    change = replace(receipt.change, layers=layers, transitions=transitions, tensors=tensors)
+    return replace(receipt, change=change, parameters=maps)
 
 
 def _view_after(
@@ -683,6 +711,7 @@ def _view_after(
     rosters: dict[int, Roster],
     wirings: dict[int, Topology],
     vectors: dict[str, tuple[Coordinates, PreparedVector]],
+    grids: dict[str, PreparedGrid],
 ) -> View:
     present = graph._view()
     biases: list[Vector | None] = [None]
@@ -694,7 +723,24 @@ def _view_after(
         tuple(wirings.get(t, topology) for t, topology in enumerate(present.topologies)),
         tuple(vectors[f"transitions.{t}.weight"][1].vector for t in range(len(present.weights))),
         {name: vectors[f"columns.{name}.value"][1].vector for name in present.columns},
+        {name: prepared.content for name, prepared in grids.items()},
     )
+
+
+def _prepare_model(
+    intent: Intent, receipt: Commit, grids: dict[str, PreparedGrid]
+) -> list[Install]:
+    """Returns the assignments that install the tensors and attributes of an adopted model."""
+    found: list[Install] = []
+    for name, prepared in grids.items():
+        layout = Token()
+        if intent.before is not None:
+            layout = intent.before.layouts.get(name)
+        found.append(partial(install_grid, prepared, layout))
+    for attribute in receipt.change.attributes:
+        module = intent.graph._part(attribute.module)
+        found.append(partial(setattr, module, attribute.name, attribute.after))
+    return found
 
 
 def _prepare_stores(

@@ -18,16 +18,9 @@ from grapnet._torch import (
     sequence_number,
 )
 
-from ._change import (
-    IndexMap,
-    Shift,
-    VectorChange,
-    ascending,
-    contains,
-    empty_positions,
-    flatnonzero,
-)
+from ._change import Shift, VectorChange
 from ._errors import FrozenError, InvariantError, StaleTopologyError
+from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero
 
 
 class Token:
@@ -665,12 +658,3 @@ def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:
         shift = Shift(at, change.shift.before.to(values), change.shift.after.to(values))
         moved = moved.index_copy(0, at, shift.apply(moved[at]))
     return moved
-
-
-def trainable_after(store: Coordinates, change: VectorChange) -> Tensor:
-    """Returns the values of a vector that are in the Parameter after a change, in order."""
-    was_frozen = store._frozen_bits(ascending(store.size, store.frozen_at.device))
-    frozen = change.index.carry(was_frozen, change.born_frozen).clone()
-    flips = change.flips.long()
-    frozen[flips] = ~frozen[flips]
-    return values_after(store, change)[~frozen]

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._change import as_tensor, ascending, contains
 from ._commit import Draws, Intent, commit, settle, unsettled
 from ._errors import EditError
+from ._index_map import as_tensor, ascending, contains
 from ._journal import Commit
 from ._layer import Layer
 from ._resolve import (
@@ -37,15 +37,12 @@ if TYPE_CHECKING:
 
 
 def layer_number(graph: "Graph", layer: Any) -> int:
-    """Returns the number of a layer, counted from the sensory one; raises EditError if it does not
-    exist.
+    """Returns the number of a layer, which is given itself or as a number counted from the sensory
+    one; raises EditError if it does not exist.
     """
     count = len(graph.layers)
-    if isinstance(layer, Layer):
-        place = next(
-            (f"; this one has number {n}" for n, own in enumerate(graph.layers) if own is layer), ""
-        )
-        raise EditError(f"a layer is named by its number, 0 to {count - 1}{place}, got {layer!r}")
+    if isinstance(layer, Layer) and layer.graph is graph:
+        return layer.index
     if not isinstance(layer, int | np.integer) or not -count <= layer < count:
         raise EditError(f"the graph has layers 0 to {count - 1}, got layer {layer!r}")
     return int(layer) % count
@@ -231,7 +228,7 @@ class Edit:
 
     def add_nodes(
         self,
-        layer: int,
+        layer: int | Layer,
         count: int,
         *,
         activation: str | None = None,
@@ -241,7 +238,7 @@ class Edit:
         """Adds nodes at the end of a layer and returns them; they can be connected in this edit.
 
         Args:
-            layer: number of the layer; negative numbers count from the output.
+            layer: the layer, or its number; negative numbers count from the output.
             count: how many.
             activation: the name of an activation; that of the layer by default.
             owner: a tag to select them by.

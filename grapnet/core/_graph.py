@@ -1,7 +1,7 @@
 """Graph: layers and transitions, and everything that reads or edits them."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import EllipsisType
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._change import Change, IndexMap, as_tensor
+from ._change import Change
 from ._commit import (
     Follower,
     Followers,
@@ -27,6 +27,8 @@ from ._commit import (
 from ._coordinates import Coordinates, Token, VectorChange
 from ._edit import Edit, Hold
 from ._errors import EditError, HistoryError, StaleNodeError
+from ._grid import Grid
+from ._index_map import IndexMap, as_tensor
 from ._journal import Commit, Diff, History, Journal
 from ._layer import Layer
 from ._node import GrapNode
@@ -411,9 +413,9 @@ class Graph(nn.Module):
         """Puts prepared columns in place."""
         vars(self._modules["columns"])["_modules"] = columns
 
-    def _stores(self) -> dict[str, Coordinates]:
+    def _stores(self) -> Mapping[str, Coordinates | Grid]:
         """Returns the stores of the coordinates, by the names of the Parameters."""
-        found: dict[str, Coordinates] = {}
+        found: dict[str, Coordinates | Grid] = {}
         for n, layer in enumerate(self.layers):
             if not layer.is_sensory:
                 found[f"layers.{n}.bias"] = layer
@@ -431,7 +433,19 @@ class Graph(nn.Module):
             tuple(transition.topology for transition in self.transitions),
             tuple(transition.vector for transition in self.transitions),
             {name: column.vector for name, column in self.columns.items()},
+            {},
         )
+
+    def _grids(self) -> dict[str, Grid]:
+        """Returns the tensors of an adopted model, by name; a net has none."""
+        return {}
+
+    def _check_tensors(self) -> None:
+        """Raises InvariantError if the tensors of an adopted model do not fit its spaces."""
+
+    def _part(self, path: str) -> nn.Module:
+        """Returns a module of an adopted model, whose attributes a commit changes."""
+        return self.get_submodule(path)
 
     def count(self) -> Count:
         """Returns the size of the graph."""

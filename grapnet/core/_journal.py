@@ -13,8 +13,9 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ._change import Change, IndexMap
+from ._change import Change
 from ._errors import HistoryError
+from ._index_map import GridMap, IndexMap
 from ._transition import Topology
 
 # Bytes that the Python objects and tensors of a commit take beside the content of its tensors.
@@ -81,7 +82,7 @@ class Commit:
     change: Change
     by: str | None = None
     operations: tuple[dict[str, Any], ...] = ()
-    parameters: dict[str, IndexMap] = field(default_factory=dict)
+    parameters: dict[str, IndexMap | GridMap] = field(default_factory=dict)
     undoes: int | None = None
     joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import Tensor
 
-from ._change import as_tensor
+from ._index_map import as_tensor
 from ._sets import NodeSet, RelationSet
 
 if TYPE_CHECKING:

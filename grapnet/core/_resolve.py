@@ -13,23 +13,10 @@ from torch import Tensor
 from grapnet.core._change import Shift, VectorChange
 
 from ._activation import activation_function
-from ._change import (
-    Change,
-    IndexMap,
-    Labels,
-    LayerChange,
-    NodeRecord,
-    Pairs,
-    Relabel,
-    TransitionChange,
-    as_tensor,
-    ascending,
-    contains,
-    empty_positions,
-    flatnonzero,
-)
+from ._change import Change, Labels, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
 from ._coordinates import Coordinates
 from ._errors import EditError
+from ._index_map import IndexMap, as_tensor, ascending, contains, empty_positions, flatnonzero
 from ._layer import Layer
 from ._transition import Topology, require_countable, wirings_after
 

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ._change import as_tensor, contains, flatnonzero, kth_smallest, require_ranks
 from ._errors import EditError, GrapNetError, StaleNodeError, StaleRelationsError
+from ._index_map import as_tensor, contains, flatnonzero, kth_smallest, require_ranks
 
 if TYPE_CHECKING:
     from ._graph import Graph

@@ -9,17 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._change import (
-    Change,
-    LayerChange,
-    TransitionChange,
-    ascending,
-    concatenate_ranges,
-    flatnonzero,
-    positions_in,
-    sorted_nearly,
-)
+from ._change import Change, LayerChange, TransitionChange
 from ._coordinates import Coordinates, Token
+from ._index_map import ascending, concatenate_ranges, flatnonzero, positions_in, sorted_nearly
 from ._layer import rows_among
 
 if TYPE_CHECKING:

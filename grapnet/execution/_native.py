@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from grapnet.core._change import LARGE, room
 from grapnet.core._errors import PlanError
+from grapnet.core._index_map import LARGE, room
 from grapnet.core._transition import Topology
 
 _NARROW = 1 << 16  # parents and slots below this fit together into 32 bits

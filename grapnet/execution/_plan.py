@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grapnet._torch import in_forward_mode, is_legacy_batchedtensor, peek_interpreter_stack
-from grapnet.core._change import IndexMap
+from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology
 
 Side = Literal["parents", "children"]

@@ -7,11 +7,11 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from grapnet.core._change import as_tensor
 from grapnet.core._commit import Draws
 from grapnet.core._coordinates import Vector
 from grapnet.core._errors import PlanError
 from grapnet.core._graph import Column, Graph, drawn
+from grapnet.core._index_map import as_tensor
 
 from ._plan import Backend, Side
 

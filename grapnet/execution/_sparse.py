@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from grapnet.core._change import IndexMap
+from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology
 
 from . import _native, _operators

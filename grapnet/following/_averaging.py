@@ -10,19 +10,16 @@ from torch import Tensor, nn
 
 from grapnet.core._change import (
     Change,
-    IndexMap,
     LayerChange,
     NodeRecord,
     Shift,
     TransitionChange,
     VectorChange,
-    contains,
-    empty_positions,
-    flatnonzero,
 )
 from grapnet.core._commit import Intent, prepare, require_editable, uid_after
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
+from grapnet.core._index_map import IndexMap, contains, empty_positions, flatnonzero
 from grapnet.core._journal import Commit, Journal
 from grapnet.core._resolve import folded_constants
 

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core._change import IndexMap, Shift
+from grapnet.core._change import shifted
 from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
+from grapnet.core._index_map import GridMap, IndexMap
 from grapnet.core._journal import Commit
 
 from ._averaging import attach_copy, detach_copy
@@ -368,7 +369,7 @@ class OptimizerFollower:
                 if any(beside is parameter for parameter in group["params"]):
                     _refuse_column(optimizer, column)
                     value = column.value.detach()
-                    states[column.value] = first_state(optimizer, group, value, len(value))
+                    states[column.value] = first_state(optimizer, group, value)
                     _insert_column(changed, column, beside, mine)
             mine.add(id(column.value))
         names = {column.parameter_name for column in leaving}
@@ -399,10 +400,8 @@ class OptimizerFollower:
             return {name: one.state for name, one in held.items()}
         taken: Slots = {}
         for name, one in held.items():
-            removed = commit.parameters[name].removed
-            taken[name] = {}
-            for entry, value in one.entries.items():
-                taken[name][entry] = value.flatten().index_select(0, removed)
+            index = commit.parameters[name]
+            taken[name] = {entry: index.take(value) for entry, value in one.entries.items()}
         return taken
 
     def _carry(self, held: dict[str, _Held], commit: Commit) -> dict[str, _Held]:
@@ -415,8 +414,8 @@ class OptimizerFollower:
         for name, one in held.items():
             index = commit.parameters.get(name)
             if self._settings.survivors == "renew":
-                rows = len(one.parameter) if index is None else index.new_size
-                state = first_state(optimizer, one.group, one.parameter.detach(), rows)
+                content = commit.view.content(name)
+                state = first_state(optimizer, one.group, content)
                 carried[name] = one._replace(state=state)
                 continue
             assert index is not None
@@ -424,7 +423,7 @@ class OptimizerFollower:
             for entry, value in one.entries.items():
                 start = clean_value(optimizer, one.group, entry)
                 if self._is_copy(optimizer, entry):
-                    weights = _content_after(commit, name)
+                    weights = commit.view.content(name)
                     moved[entry] = _moved_copy(value, one.parameter, weights, index)
                 elif self._settings.newborn == "mean":
                     moved[entry] = _moved_with_mean(value, index, start)
@@ -445,16 +444,16 @@ class OptimizerFollower:
                 back[name] = one._replace(state=kept.get(name, one.state))
             return back
         for name in present.keys() & kept.keys():
-            inserted = commit.parameters[name].inserted.long()
+            index = commit.parameters[name]
             entries = present[name].entries
             for entry, back in kept[name].items():
-                if len(back) != len(inserted):
+                if len(back) != index.n_born:
                     raise OptimizerError(
                         f"the {entry!r} that undo would restore for {name} has another length"
                     )
-                if entry in entries and len(inserted):
+                if entry in entries and index.n_born:
                     # `_carry` has made this tensor for this commit.
-                    entries[entry].view(-1)[inserted] = back.to(entries[entry])
+                    index.give(entries[entry], back)
         return present
 
     def _is_copy(self, optimizer: Optimizer, entry: str) -> bool:
@@ -488,40 +487,30 @@ class OptimizerFollower:
                 )
 
 
-def _content_after(commit: Commit, name: str) -> Tensor:
-    """Returns the content of a Parameter after a commit."""
-    kind, place, _ = name.split(".")
-    if kind == "transitions":
-        return commit.view.weights[int(place)].content
-    if kind == "layers":
-        return commit.view.biases[int(place)].content
-    return commit.view.columns[place].content
-
-
-def _moved_copy(value: Tensor, parameter: nn.Parameter, weights: Tensor, index: IndexMap) -> Tensor:
+def _moved_copy(
+    value: Tensor, parameter: nn.Parameter, weights: Tensor, index: IndexMap | GridMap
+) -> Tensor:
     """Returns a copy of the weights after a commit that gives the Parameter the content `weights`.
 
     Newborn coordinates start from their weight; where the commit changes the weight of a survivor,
     as a folded constant does, the copy changes with it.
     """
-    born = weights.index_select(0, index.inserted)
+    born = index.inverse().take(weights)
     before = index.carry(parameter, born).to(value)
-    moved = index.carry(value, born.to(value).view(-1, *value.shape[1:]))
-    shift = Shift(index.inserted, before.view_as(moved), weights.to(value).view_as(moved))
-    return shift.apply(moved)
+    moved = index.carry(value, born)
+    return shifted(moved, before.view_as(moved), weights.to(value).view_as(moved))
 
 
-def _moved_with_mean(value: Tensor, index: IndexMap, start: float) -> Tensor:
+def _moved_with_mean(value: Tensor, index: IndexMap | GridMap, start: float) -> Tensor:
     """Returns an entry after a commit, with the mean of the survivors for newborn coordinates, and
     `start` where nothing survives.
     """
-    survivors = index.old_size - len(index.removed)
-    if survivors == 0:
+    if index.n_survivors == 0:
         return index.carry(value, start)
     moved = index.carry(value, 0.0)
-    if len(index.inserted):
-        mean = moved.sum(dtype=torch.float64) / survivors
-        moved.view(-1)[index.inserted.long()] = mean.to(moved.dtype)
+    if index.n_born:
+        mean = moved.sum(dtype=torch.float64) / index.n_survivors
+        index.give(moved, mean.expand(index.n_born))
     return moved
 
 

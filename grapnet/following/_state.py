@@ -269,13 +269,13 @@ def is_known(optimizer: Optimizer, entry: str) -> bool:
     return any(entry in _STARTS[name] for name in _class_names(optimizer) if name in _STARTS)
 
 
-def first_state(optimizer: Optimizer, group: State, example: Tensor, rows: int) -> State:
-    """Returns the state before the first step of a Parameter of `rows` rows; Adagrad alone makes it
-    ahead.
+def first_state(optimizer: Optimizer, group: State, content: Tensor) -> State:
+    """Returns the state before the first step of a Parameter with this content; Adagrad alone makes
+    it ahead.
     """
     if not isinstance(optimizer, Adagrad):
         return {}
-    accumulated = example.new_full((rows, *example.shape[1:]), group["initial_accumulator_value"])
+    accumulated = torch.full_like(content, group["initial_accumulator_value"])
     device = accumulated.device if group.get("fused") else "cpu"
     return {"step": torch.zeros((), dtype=torch.float32, device=device), "sum": accumulated}
 

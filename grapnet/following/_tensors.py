@@ -1,17 +1,15 @@
 """gn.follow: tensors with one entry per coordinate, which move with the Parameters of a net."""
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from grapnet.core._change import IndexMap
 from grapnet.core._commit import Tracked
-from grapnet.core._coordinates import Coordinates, VectorChange, trainable_after
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Column, Graph
+from grapnet.core._index_map import GridMap, IndexMap
 from grapnet.core._journal import Commit
 
 Newborn = float | Literal["value"]
@@ -71,7 +69,7 @@ def follow(net: nn.Module, tensors: Mapping[str, Tensor], *, newborn: Newborn = 
             prefix = f"{place}."
         own = [prefix + name for name, _ in graph.named_parameters()]
         entries = {name: outside.pop(name) for name in own if name in outside}
-        part = _NetEntries(prefix, graph, entries, newborn)
+        part = _NetEntries(prefix, entries, newborn)
         graph.follow(part)
         parts.append(part)
     parts.append(Tracked(outside, carry=_stay))
@@ -140,12 +138,12 @@ class Followed(Mapping[str, Tensor]):
 class _NetEntries(Tracked[Entries, Entries]):
     """The tensors that follow one net."""
 
-    def __init__(self, prefix: str, net: Graph, entries: Entries, newborn: Newborn) -> None:
+    def __init__(self, prefix: str, entries: Entries, newborn: Newborn) -> None:
         self._prefix = prefix
         super().__init__(
             entries,
             take=partial(_taken, prefix),
-            carry=partial(_carried, prefix, weakref.ref(net), newborn),
+            carry=partial(_carried, prefix, newborn),
             give=partial(_given, prefix),
         )
 
@@ -158,7 +156,9 @@ class _NetEntries(Tracked[Entries, Entries]):
         return partial(self.replace, staying)
 
 
-def _moves(prefix: str, entries: Entries, commit: Commit) -> Iterator[tuple[str, IndexMap]]:
+def _moves(
+    prefix: str, entries: Entries, commit: Commit
+) -> Iterator[tuple[str, IndexMap | GridMap]]:
     """Yields the names whose coordinates a commit moves, with their maps."""
     for name in entries:
         index = commit.parameters.get(name.removeprefix(prefix))
@@ -170,27 +170,18 @@ def _taken(prefix: str, entries: Entries, commit: Commit) -> Entries:
     """Returns the entries of removed coordinates."""
     taken = {}
     for name, index in _moves(prefix, entries, commit):
-        tensor = entries[name]
-        taken[name] = tensor.index_select(0, index.removed.to(tensor.device))
+        taken[name] = index.take(entries[name])
     return taken
 
 
-def _carried(
-    prefix: str,
-    net: "weakref.ref[Graph]",
-    newborn: Newborn,
-    entries: Entries,
-    commit: Commit,
-) -> Entries:
+def _carried(prefix: str, newborn: Newborn, entries: Entries, commit: Commit) -> Entries:
     """Returns the entries after a commit."""
     moved = dict(entries)
     for name, index in _moves(prefix, entries, commit):
         born = newborn
         if born == "value":
-            graph = net()
-            assert graph is not None
-            values = _values_that_come(graph, commit, name.removeprefix(prefix), index)
-            born = values.to(entries[name]).view(-1, *entries[name].shape[1:])
+            content = commit.view.content(name.removeprefix(prefix))
+            born = index.inverse().take(content)
         moved[name] = index.carry(entries[name], born)
     return moved
 
@@ -199,38 +190,15 @@ def _given(prefix: str, present: Entries, kept: Entries, commit: Commit) -> Entr
     """Returns the entries with the kept ones at restored coordinates."""
     given = dict(present)
     for name, index in _moves(prefix, present, commit):
-        if name in kept:
-            at = index.inserted.to(present[name].device).long()
-            given[name] = present[name].index_copy(0, at, kept[name].to(present[name]))
+        if name in kept and index.n_born:
+            # `_carried` has made this tensor for this commit.
+            index.give(given[name], kept[name])
     return given
 
 
 def _stay(entries: Entries, commit: Commit) -> Entries:
     """Returns the entries of Parameters outside of nets, which no commit moves."""
     return entries
-
-
-def _values_that_come(graph: Graph, commit: Commit, name: str, index: IndexMap) -> Tensor:
-    """Returns the values of the coordinates that a commit adds to a Parameter."""
-    place, _, _ = name.rpartition(".")
-    store = graph.get_submodule(place)
-    assert isinstance(store, Coordinates)
-    change = _change_of(commit, place)
-    return trainable_after(store, change).index_select(0, index.inserted)
-
-
-def _change_of(commit: Commit, place: str) -> VectorChange:
-    """Returns what a commit does to the coordinates of "layers.1", "transitions.0" or
-    "columns.key".
-    """
-    kind, _, key = place.partition(".")
-    if kind == "transitions":
-        return commit.change.transitions[int(key)].weights
-    if kind == "layers":
-        biases = commit.change.layers[int(key)].biases
-        assert biases is not None
-        return biases
-    return next(c.columns[key] for c in commit.change.layers.values() if key in c.columns)
 
 
 def _require_shape(name: str, tensor: Tensor, like: Tensor) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from grapnet._network import GrapNet
 from grapnet._torch import current_graph_task_id
-from grapnet.core._change import IndexMap
 from grapnet.core._errors import GrapNetError
+from grapnet.core._index_map import IndexMap
 
 from ._recorder import NetRecorder, plainly
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from grapnet._network import GrapNet
-from grapnet.core._change import flatnonzero, kth_smallest, require_ranks
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._index_map import flatnonzero, kth_smallest, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.execution import _native
 

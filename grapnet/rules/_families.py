@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from grapnet._network import GrapNet
-from grapnet.core._change import contains
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._index_map import contains
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology
 

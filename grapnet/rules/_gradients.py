@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from grapnet._network import GrapNet
 from grapnet._torch import current_graph_task_id
-from grapnet.core._change import IndexMap, as_tensor, flatnonzero, kth_smallest
 from grapnet.core._errors import GrapNetError
+from grapnet.core._index_map import IndexMap, as_tensor, flatnonzero, kth_smallest
 from grapnet.core._transition import Topology
 from grapnet.execution import _native
 

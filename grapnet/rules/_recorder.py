@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from grapnet._network import GrapNet
 from grapnet._torch import untraced
-from grapnet.core._change import IndexMap
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError, GrapNetError
+from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
 from grapnet.execution._plan import in_transform
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from grapnet._network import GrapNet
-from grapnet.core._change import contains
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._index_map import contains
 from grapnet.core._sets import NodeSet, RelationSet
 
 from ._budget import Budget, positions_in

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import Phase
 
 import grapnet as gn
-from grapnet.core._change import IndexMap
+from grapnet.core._index_map import IndexMap
 from tests.machine import run_programs
 
 SHARDS, PROGRAMS = 10, 30  # 300 programs in all

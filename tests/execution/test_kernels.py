@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from grapnet.core._change import IndexMap
 from grapnet.core._errors import PlanError
+from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology
 from grapnet.execution import _native, _operators
 from grapnet.execution._sparse import Sparse
