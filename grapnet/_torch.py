@@ -5,7 +5,8 @@ these does. Functions in C are passed on as they are, so that calling one costs 
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from types import CodeType
 from typing import Any, ParamSpec, TypeVar
@@ -27,6 +28,7 @@ from torch._functorch.pyfunctorch import (
 )
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree  # noqa: F401
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode as is_in_torch_dispatch_mode
 
@@ -39,6 +41,8 @@ current_graph_task_id = _current_graph_task_id
 current_autograd_node = _current_autograd_node
 # The number that the next autograd node of this thread gets.
 next_sequence_number = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+# Where torch logs operations whose shapes do not fit, when tensors have no contents.
+fake_tensor_logger = "torch._subclasses.fake_tensor"
 # Leaves the dispatch modes of a trace for as long as the block runs.
 disable_current_modes = _disable_current_modes
 
@@ -91,6 +95,67 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     marked._torchdynamo_disable = True
     _skip_frames(marked.__code__)
     return call
+
+
+def new_fake_mode() -> Any:
+    """Returns a mode in which tensors have shapes but no contents.
+
+    It is imported when it is first used, as it imports the settings of the compiler.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def new_fake_tensor(mode: Any, like: torch.Tensor, shape: Sequence[int] | None = None) -> Any:
+    """Returns a tensor without contents, of the kind and layout of `like` or of another shape.
+
+    A fake tensor cannot be on the meta device, so one that imitates a meta tensor is on the CPU.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    device = like.device
+    if device.type == "meta":
+        device = torch.device("cpu")
+    if shape is None:
+        empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
+    else:
+        empty = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
+    return FakeTensor(mode, empty, device)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has no contents."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
+@contextmanager
+def dynamic_sizes() -> Iterator[None]:
+    """Lets `torch.compile` treat the sizes of Parameters as variables, for as long as the block
+    runs.
+
+    torch takes them for constants: every edit that resizes a Parameter compiles the model again,
+    and from the ninth time on it runs without the compiler. Inside this block the first such edit
+    compiles it once more, later ones do not. Put the loop that trains and edits into the block.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        >>> compiled = torch.compile(model, backend="eager")
+        >>> with dynamic_sizes():
+        ...     y = compiled(torch.ones(1, 3))
+    """
+    # The compiler is imported when it is first used.
+    from torch._dynamo import config
+
+    names = ("force_parameter_static_shapes", "force_nn_module_property_static_shapes")
+    before = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    try:
+        for name in before:
+            setattr(config, name, False)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(config, name, value)
 
 
 def _skip_frames(code: CodeType) -> None:

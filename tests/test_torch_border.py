@@ -6,6 +6,7 @@ A test that fails here after an update of torch names what has changed its meani
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -179,3 +180,32 @@ def test_batched_gradients_are_batched_tensors() -> None:
     torch.autograd.grad(y, x, torch.ones(2), retain_graph=True)
     torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True)
     assert found == [False, True]
+
+
+def test_fake_tensors_have_shapes_and_no_contents() -> None:
+    mode = _torch.new_fake_mode()
+    like = torch.zeros(3, 4).t()
+    fake = _torch.new_fake_tensor(mode, like)
+    assert fake.shape == (4, 3)
+    assert _torch.is_fake(fake)
+    assert not _torch.is_fake(like)
+    assert fake.stride() == like.stride()
+    wide = _torch.new_fake_tensor(mode, torch.zeros(2, device="meta"), (2, 10**12))
+    # Without contents nothing is computed, so no memory of this size is needed.
+    assert (wide + 1).sum(1).shape == (2,)
+
+
+def test_shapes_that_do_not_fit_are_logged_where_we_listen(caplog) -> None:
+    mode = _torch.new_fake_mode()
+    one = _torch.new_fake_tensor(mode, torch.zeros(1), (2, 3))
+    listening = caplog.at_level("ERROR", logger=_torch.fake_tensor_logger)
+    with listening, mode, pytest.raises(RuntimeError, match="3"):
+        one @ one
+    assert all(record.name == _torch.fake_tensor_logger for record in caplog.records)
+
+
+def test_a_dispatch_mode_sees_every_operator() -> None:
+    assert _torch.TorchDispatchMode is TorchDispatchMode
+    with Watching() as watching:
+        torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
+    assert watching.count >= 1

@@ -1,0 +1,756 @@
+"""Discovery: runs a twin of a model without contents, and collects the axes of its tensors."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import signal
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from grapnet._torch import new_fake_mode, new_fake_tensor
+
+from . import _operators as _operators  # registers the rules
+from ._axes import Atom, Axis, Expression, Leaf, SumOf, atoms_of, frozen, leaves, pin
+from ._typing import Typing, model_line, quiet
+
+# Modules whose hooks are part of a forward pass: they compute weights, or collect hidden states.
+_WORKING_HOOKS = ("torch.nn.utils", "transformers.utils.output_capturing")
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
+_CACHED = type(functools.lru_cache(lambda: None))
+# Functions with a cache that some twin has filled.
+_FILLED: set[Any] = set()
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
+class Example(NamedTuple):
+    """Arguments of one call of a model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class AtomRecord:
+    """What is known of an atom.
+
+    Attributes:
+        size: The number of its indices.
+        pins: Why its size cannot change; empty if it can.
+        marks: What operations do over it, as "normalised over".
+    """
+
+    size: int
+    pins: tuple[str, ...]
+    marks: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Typed:
+    """The axes of every tensor of a model.
+
+    Attributes:
+        atoms: The atoms, by number.
+        axes: The axes of every parameter and buffer with a dimension, by its first name.
+        readers: For an atom the tensors and dimensions that contract it.
+        writers: For an atom the tensors and dimensions that make it.
+        outputs: For a module the axes of its first output tensor. A module that is called several
+            times with different axes has no entry.
+        inputs: For a module the axes of its first input tensor, likewise.
+        unread: Tensors that no operation read; their atoms are pinned.
+        unknown: Operations without a rule, as "aten::foo at file.py:123".
+        notes: Hooks that were left out, and runs that needed contents or failed, with the reason.
+        needs_contents: Whether the model looks at values, so that tensors without contents do not
+            suffice to run it.
+        modes: The modes that a twin must run in to give the same axes: evaluation alone, unless a
+            run in training mode showed more.
+        scalars: Numbers that operations computed with in the first mode, in order. Where an edit
+            changes one of them, a size is also a number in the formula, as in a scale by the
+            root of head_dim: then the edit is not what removing nodes should be.
+    """
+
+    atoms: tuple[AtomRecord, ...]
+    axes: dict[str, tuple[Expression, ...]]
+    readers: dict[int, tuple[tuple[str, int], ...]]
+    writers: dict[int, tuple[tuple[str, int], ...]]
+    outputs: dict[str, tuple[Expression, ...]]
+    inputs: dict[str, tuple[Expression, ...]]
+    unread: tuple[str, ...]
+    unknown: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    needs_contents: bool = False
+    modes: tuple[bool, ...] = (False,)
+    scalars: tuple[float, ...] = ()
+
+    def sizes(self) -> list[int]:
+        """Returns the size of every atom, by number."""
+        return [atom.size for atom in self.atoms]
+
+    def signature(self, sizes: Sequence[int] | None = None) -> dict[str, tuple[str, ...]]:
+        """Returns a canonical text for the axes of every tensor.
+
+        Atoms are numbered by their first appearance, and have their sizes. Two typings describe
+        the same function of axes if and only if their signatures are equal. Atoms of size 1 are
+        written as 1, without a number: they broadcast, and nothing identifies them.
+
+        Args:
+            sizes: Sizes of the atoms, to imagine an edit; those of the typing by default.
+        """
+        if sizes is None:
+            sizes = self.sizes()
+        numbers: dict[int, int] = {}
+        texts: dict[str, tuple[str, ...]] = {}
+        for name, axes in self.axes.items():
+            texts[name] = tuple(_text(axis, sizes, numbers) for axis in axes)
+        return texts
+
+
+def _text(expression: Expression, sizes: Sequence[int], numbers: dict[int, int]) -> str:
+    if isinstance(expression, Atom):
+        size = sizes[expression.number]
+        if size == 1:
+            return "1"
+        number = numbers.setdefault(expression.number, len(numbers))
+        return f"{number}:{size}"
+    texts = [_text(part, sizes, numbers) for part in expression.parts]
+    if isinstance(expression, SumOf):
+        return "(" + "+".join(texts) + ")"
+    factors = [text for text in texts if text != "1"]
+    return "*".join(factors) or "1"
+
+
+class Twin:
+    """A copy of a model that holds tensors without contents, or aliases of the model's own.
+
+    Integer attributes may be set on its modules, and shapes with `set_shape`, to type what a
+    model would be after an edit.
+
+    Attributes:
+        module: The copy. Tied tensors are tied in it as well; it has no hooks of the model.
+        mode: The mode of the tensors without contents; None where they are real.
+        outside: Names of the tensors that are neither parameters nor buffers, by id.
+        left_out: Hooks of the model's forward pass that the twin does not have.
+    """
+
+    def __init__(self, module: nn.Module, mode: Any, outside: dict[int, str]) -> None:
+        self.module = module
+        self.mode = mode
+        self.outside = outside
+        self.left_out: list[str] = []
+        # (path, first input, first output) of every call of a module.
+        self.calls: list[tuple[str, Tensor | None, Tensor | None]] = []
+        # Set while the twin runs.
+        self.typing: Typing | None = None
+        # Where each tensor is held, under its first name: (dictionary of a module, key).
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
+        self.has_fast_path = False
+        self.caches = _cached_functions(module)
+        self._find_places()
+        for path, child in module.named_modules():
+            child.register_forward_hook(self._recorder(path), with_kwargs=True)
+            if isinstance(child, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+                self.has_fast_path = True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers with a dimension, each under its first name."""
+        found: dict[str, Tensor] = {}
+        for name, places in self._places.items():
+            holder, key = places[0]
+            tensor = holder.get(key)
+            if tensor is not None and tensor.dim():
+                found[name] = tensor
+        return found
+
+    def set_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Replaces a tensor, wherever it is tied, by one of another shape, without contents or of
+        ones.
+        """
+        holder, key = self._places[name][0]
+        if self.mode is None:
+            other: Tensor = holder[key].detach().new_ones(tuple(shape))
+            if isinstance(holder[key], nn.Parameter):
+                other = nn.Parameter(other, holder[key].requires_grad)
+        else:
+            other = _imitation(self.mode, holder[key], shape)
+        for holder, key in self._places[name]:
+            holder[key] = other
+
+    def imitate(self, example: Example) -> Example:
+        """Returns an example whose tensors have no contents, for a twin of that kind."""
+        if self.mode is None:
+            return example
+        made: dict[int, Tensor] = {}
+
+        def imitated(tree: Any) -> Any:
+            if isinstance(tree, Tensor):
+                if id(tree) not in made:
+                    made[id(tree)] = _imitation(self.mode, tree)
+                return made[id(tree)]
+            if isinstance(tree, dict):
+                items = {key: imitated(value) for key, value in tree.items()}
+                if type(tree) is dict:
+                    return items
+                same_kind = copy.copy(tree)
+                same_kind.update(items)
+                return same_kind
+            if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+                return type(tree)(*map(imitated, tree))
+            if isinstance(tree, (list, tuple)):
+                return type(tree)(map(imitated, tree))
+            return tree
+
+        return Example(imitated(tuple(example.args)), imitated(dict(example.kwargs)))
+
+    def _find_places(self) -> None:
+        names: dict[int, str] = {}
+        for kind in ("_parameters", "_buffers"):
+            for path, module in self.module.named_modules():
+                holder = vars(module)[kind]
+                for key, tensor in holder.items():
+                    if tensor is None:
+                        continue
+                    name = key
+                    if path:
+                        name = f"{path}.{key}"
+                    first = names.setdefault(id(tensor), name)
+                    self._places.setdefault(first, []).append((holder, key))
+
+    def _recorder(self, path: str) -> Any:
+        """Returns a forward hook that notes input and output of a module."""
+
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.typing is None:
+                return
+            tensor = output
+            if not isinstance(output, Tensor):
+                tensor = next(iter(outputs_in(output)), None)
+            source = next(iter(outputs_in((args, kwargs))), None)
+            self.calls.append((path, source, tensor))
+            if isinstance(module, _RECURRENT):
+                self._pin_recurrent(module, output)
+
+        return record
+
+    def _pin_recurrent(self, module: nn.Module, output: Any) -> None:
+        """Pins a recurrent module: its kernels keep sizes and flat copies of their own."""
+        assert self.typing is not None
+        why = f"no rule for nn.{type(module).__name__} at {model_line()}"
+        self.typing.unknown[why.removeprefix("no rule for ")] = None
+        for tensor in (*module.parameters(), *outputs_in(output)):
+            for axis in self.typing.of(tensor):
+                pin(axis, why)
+
+
+def _imitation(mode: Any, tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Returns a tensor without contents that looks like another, or has another shape."""
+    fake = new_fake_tensor(mode, tensor, shape)
+    if tensor.requires_grad:
+        fake.requires_grad_()
+    if isinstance(tensor, nn.Parameter):
+        # What makes isinstance(..., nn.Parameter) true of a tensor of another class.
+        fake._is_param = True
+    return fake
+
+
+def make_twin(model: nn.Module, *, real: bool = False) -> Twin:
+    """Copies a model without copying its weights.
+
+    The model is not touched, not even for a moment. Its hooks are left out, and `Twin.left_out`
+    names those of the forward pass; hooks of torch and transformers that compute weights or collect
+    hidden states stay.
+
+    Args:
+        model: The model, on any device, the meta device included.
+        real: Whether the parameters of the twin share the memory of the model's own, where
+            tensors without contents do not suffice. Buffers and other tensors are cloned then.
+    """
+    mode = None
+    if not real:
+        mode = new_fake_mode()
+    memo: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        if mode is not None:
+            double = _imitation(mode, tensor)
+        elif isinstance(tensor, nn.Parameter):
+            double = nn.Parameter(tensor.detach(), tensor.requires_grad)
+        else:
+            double = tensor.detach().clone()
+        memo[id(tensor)] = double
+    module, names, left_out = copy_model(model, memo, clone=real)
+    # A closure may hold tensors of the model itself.
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        names[id(tensor)] = name
+    twin = Twin(module, mode, names)
+    twin.left_out.extend(left_out)
+    return twin
+
+
+def copy_model(
+    model: nn.Module, memo: dict[int, Any], *, clone: bool
+) -> tuple[nn.Module, dict[int, str], list[str]]:
+    """Copies a model with other tensors, and without hooks that compute nothing.
+
+    Args:
+        model: The model.
+        memo: The tensors of the copy, by the ids of the model's parameters and buffers.
+        clone: Whether tensors that are neither are cloned; they are shared otherwise.
+
+    Returns:
+        The copy, the names of its tensors that are neither parameter nor buffer by id, and a line
+        for every module whose hooks were left out.
+    """
+    names: dict[int, str] = {}
+    left_out: list[str] = []
+    others: list[tuple[str, Tensor]] = []
+    for path, module in model.named_modules():
+        prefix = ""
+        if path:
+            prefix = f"{path}."
+        held = vars(module)
+        for kind in _HOOKS:
+            hooks = held[kind]
+            kept = _kept_hooks(hooks)
+            memo[id(hooks)] = kept
+            if kind in ("_forward_hooks", "_forward_pre_hooks") and len(kept) < len(hooks):
+                left_out.append(f"a hook of {path or 'the model'} was left out")
+        for key, value in held.items():
+            if key not in ("_parameters", "_buffers", "_modules", *_HOOKS):
+                for tensor in _held(value):
+                    others.append((f"{prefix}{key}", tensor))
+    for name, tensor in others:
+        if id(tensor) not in memo:
+            # A copy would cost memory, and a tensor with a gradient function has none.
+            double = tensor.detach()
+            if clone:
+                double = double.clone()
+            memo[id(tensor)] = double
+            names[id(double)] = name
+    return copy.deepcopy(model, memo), names, left_out
+
+
+def _held(value: Any) -> list[Tensor]:
+    """Returns the tensors in an attribute of a module, also those of modules that it holds."""
+    if isinstance(value, nn.Module):
+        return [*value.parameters(), *value.buffers()]
+    found = outputs_in(value)
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            if isinstance(item, nn.Module):
+                found.extend(_held(item))
+    elif isinstance(value, dict):
+        for item in value.values():
+            if isinstance(item, nn.Module):
+                found.extend(_held(item))
+    return found
+
+
+def _kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+    """Returns the hooks without which the model would compute something else."""
+    kept: OrderedDict[int, Any] = OrderedDict()
+    for key, hook in hooks.items():
+        if str(getattr(hook, "__module__", "")).startswith(_WORKING_HOOKS):
+            kept[key] = hook
+    return kept
+
+
+def outputs_in(tree: Any, depth: int = 4) -> list[Tensor]:
+    """Returns the tensors in the output of a module, also those held by objects.
+
+    Caches of transformers are state that a model hands to itself, not output.
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, (str, int, float, nn.Module, type(None))) or depth == 0:
+        return []
+    if isinstance(tree, Mapping):
+        items: Any = tree.values()
+    elif isinstance(tree, (list, tuple)):
+        items = tree
+    elif hasattr(tree, "__dict__") and not type(tree).__name__.endswith(("Cache", "Config")):
+        items = vars(tree).values()
+    else:
+        return []
+    found: list[Tensor] = []
+    for item in items:
+        found.extend(outputs_in(item, depth - 1))
+    return found
+
+
+class _OutOfTorch(TorchFunctionMode):
+    """Pins what leaves torch, where no operation can be seen.
+
+    While such a mode is on, nn.MultiheadAttention does not take its fast path, which would hide
+    its operations. The switch of torch for that path holds for all threads, so it is left alone.
+    """
+
+    _LEAVES = (Tensor.numpy, Tensor.tolist, Tensor.__array__, Tensor.__dlpack__)
+
+    def __init__(self, typing: Typing) -> None:
+        super().__init__()
+        self._typing = typing
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in self._LEAVES:
+            for axis in self._typing.of(args[0]):
+                pin(axis, f"leaves torch by {func.__name__} at {model_line()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _cached_functions(model: nn.Module) -> list[Any]:
+    """Returns the functions with a `functools.lru_cache` that the code of a model may call.
+
+    They are looked for in the classes of its modules and in the files of these classes, also inside
+    of one decorator.
+    """
+    namespaces: dict[int, Mapping[str, Any]] = {}
+    for module in model.modules():
+        for base in type(module).__mro__[:-1]:
+            if not base.__module__.startswith("torch."):
+                source = sys.modules.get(base.__module__)
+                for namespace in (vars(base), getattr(source, "__dict__", {})):
+                    namespaces[id(namespace)] = namespace
+    found: dict[int, Any] = {}
+    for namespace in list(namespaces.values()):
+        for value in list(namespace.values()):
+            function = getattr(value, "__func__", value)
+            inside = getattr(function, "__closure__", None)
+            candidates = [function]
+            if isinstance(inside, tuple):
+                for cell in inside:
+                    with suppress(ValueError):
+                        candidates.append(cell.cell_contents)
+            for candidate in candidates:
+                if isinstance(candidate, _CACHED):
+                    found[id(candidate)] = candidate
+    return list(found.values())
+
+
+@contextmanager
+def _without_leaks(caches: Sequence[Any]) -> Iterator[None]:
+    """Clears the caches of functions that were filled, lest the model finds fake tensors there.
+
+    They are cleared before the next run too: what the model put there since would make it a run of
+    other operations.
+    """
+    for function in caches:
+        if function in _FILLED:
+            function.cache_clear()
+    before = [function.cache_info().misses for function in caches]
+    try:
+        yield
+    finally:
+        for function, misses in zip(caches, before, strict=True):
+            if function.cache_info().misses != misses:
+                _FILLED.add(function)
+                function.cache_clear()
+
+
+@contextmanager
+def _undisturbed(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Restores the generators of random numbers of torch, numpy and Python."""
+    devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    python = random.getstate()
+    numpy = np.random.get_state()
+    try:
+        with torch.random.fork_rng(list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+@contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """Holds the first Ctrl-C back until the end of the block, in the main thread.
+
+    An interrupt that leaves the mode of tensors without contents half-way makes torch abort the
+    process. A second Ctrl-C is not held back.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGINT)
+    if not is_main or not callable(handler):
+        yield
+        return
+    held: list[tuple[int, Any]] = []
+
+    def hold(number: int, frame: Any) -> None:
+        held.append((number, frame))
+        signal.signal(signal.SIGINT, handler)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    for number, frame in held:
+        handler(number, frame)
+
+
+def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
+    """Runs a twin under a typing. Lines of the model are looked for inside of this function."""
+    named = twin.tensors()
+    typing.attach(named, twin.outside)
+    for tensor in outputs_in((example.args, example.kwargs)):
+        typing.give(tensor, "input")
+    twin.module.train(training)
+    real_tensors: list[Tensor] = []
+    if twin.mode is None:
+        real_tensors = list(named.values())
+    function_mode: Any = nullcontext()
+    if twin.mode is None or twin.has_fast_path:
+        function_mode = _OutOfTorch(typing)
+    fakes: Any = twin.mode or nullcontext()
+    twin.typing = typing
+    quiet.on = True
+    try:
+        with (
+            _interrupts_deferred(),
+            _undisturbed(real_tensors),
+            _without_leaks(twin.caches),
+            torch.no_grad(),
+            fakes,
+            function_mode,
+            typing,
+        ):
+            output = twin.module(*example.args, **example.kwargs)
+    finally:
+        twin.typing = None
+        quiet.on = False
+    for tensor in outputs_in(output):
+        for axis in typing.of(tensor):
+            pin(axis, "output")
+    # A buffer that the model replaced is the same buffer still.
+    for name, tensor in twin.tensors().items():
+        before = named.get(name)
+        if before is not None and before is not tensor:
+            typing.refine(before, tensor, f"{name} is replaced by another tensor")
+    return output
+
+
+def discover(
+    model: nn.Module, examples: Sequence[Example], *, modes: Sequence[bool] = (False, True)
+) -> Typed:
+    """Types every axis of every parameter, buffer and activation of a model.
+
+    A twin without contents runs once per mode and example. Where it cannot, because the model looks
+    at values, a twin runs that shares the model's weights. The model itself is not touched.
+
+    Args:
+        model: The model.
+        examples: Arguments of calls that together take every path of interest.
+        modes: Whether to run in training mode, for each run.
+
+    Raises:
+        Exception: What the model raises, when no mode runs with an example.
+    """
+    twin = make_twin(model)
+    typing = Typing()
+    notes = list(twin.left_out)
+    imitations = [twin.imitate(example) for example in examples]
+    failures: dict[int, Exception] = {}
+    ran: set[int] = set()
+    after_first: Any = None
+    scalars: tuple[float, ...] = ()
+    needs_contents = False
+    for training in modes:
+        for index, example in enumerate(examples):
+            try:
+                if _run_either(model, twin, typing, example, imitations[index], training, notes):
+                    needs_contents = True
+                ran.add(index)
+            except Exception as error:
+                failures.setdefault(index, error)
+                mode = _MODE_NAMES[training]
+                notes.append(f"{mode} was not run: {_first_line(error)}")
+        if after_first is None:
+            after_first = _known(typing)
+            scalars = tuple(typing.scalars)
+    for index, error in failures.items():
+        if index not in ran:
+            raise error
+    needed = tuple(modes)
+    if after_first == _known(typing):
+        needed = needed[:1]
+    typed = _typed(twin, typing, notes, needed, scalars)
+    return replace(typed, needs_contents=needs_contents)
+
+
+_MODE_NAMES = {False: "evaluation mode", True: "training mode"}
+
+
+def _run_either(
+    model: nn.Module,
+    twin: Twin,
+    typing: Typing,
+    example: Example,
+    imitation: Example,
+    training: bool,
+    notes: list[str],
+) -> bool:
+    """Runs a twin without contents or, where it fails, one that shares the model's weights.
+
+    Returns:
+        Whether contents were needed.
+    """
+    recorded = len(twin.calls)
+    computed = len(typing.scalars)
+    try:
+        _run(twin, typing, imitation, training)
+        return False
+    except Exception as error:
+        if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+            raise
+        failure = error
+    # What the failed run found of the axes holds; its calls come again.
+    del twin.calls[recorded:]
+    del typing.scalars[computed:]
+    real = make_twin(model, real=True)
+    _run(real, typing, example, training)
+    twin.calls.extend(real.calls)
+    notes.append(f"{_MODE_NAMES[training]} ran with contents: {_first_line(failure)}")
+    return True
+
+
+def _known(typing: Typing) -> Any:
+    """Returns what is known of the parameters so far, to compare."""
+    numbers: dict[Leaf, int] = {}
+    axes = [[frozen(axis, numbers) for axis in row] for row in typing.named.values()]
+    return axes, set(typing.read)
+
+
+def discover_twin(
+    twin: Twin, examples: Sequence[Example], *, modes: Sequence[bool] = (False,)
+) -> Typed:
+    """Types a twin as it is by now.
+
+    Args:
+        twin: A twin, perhaps with other shapes and attributes than its model.
+        examples: What `twin.imitate` returned; made once, they serve every call.
+        modes: Whether to run in training mode, for each run; `Typed.modes` says which are needed.
+
+    Raises:
+        Exception: What the twin raises, as where shapes do not fit.
+    """
+    typing = Typing()
+    twin.calls.clear()
+    scalars: tuple[float, ...] | None = None
+    for training in modes:
+        for example in examples:
+            _run(twin, typing, example, training)
+        if scalars is None:
+            scalars = tuple(typing.scalars)
+    return _typed(twin, typing, [], tuple(modes), scalars or ())
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def _typed(
+    twin: Twin,
+    typing: Typing,
+    notes: Sequence[str],
+    modes: tuple[bool, ...],
+    scalars: tuple[float, ...],
+) -> Typed:
+    """Returns what a typing found, as immutable expressions over numbered atoms."""
+    unread: list[str] = []
+    seen = typing.seen()
+    for name, axes in typing.named.items():
+        why = "unseen: no operation read this part"
+        if name not in typing.read:
+            unread.append(name)
+            why = "unseen: no operation read it"
+        for axis in axes:
+            for leaf in leaves(axis):
+                if leaf not in seen:
+                    pin(leaf, why)
+    numbers: dict[Leaf, int] = {}
+    named: dict[str, tuple[Expression, ...]] = {}
+    for name, axes in typing.named.items():
+        named[name] = tuple(frozen(axis, numbers) for axis in axes)
+    inputs: dict[str, list[tuple[Expression, ...]]] = {}
+    outputs: dict[str, list[tuple[Expression, ...]]] = {}
+    for path, source, result in twin.calls:
+        for record, tensor in ((inputs, source), (outputs, result)):
+            if tensor is not None and typing.has(tensor):
+                axes = tuple(frozen(axis, numbers) for axis in typing.of(tensor))
+                record.setdefault(path, []).append(axes)
+    atoms: list[AtomRecord] = []
+    for leaf in numbers:
+        pins = leaf.pins
+        if leaf.size <= 1:
+            pins = ("a single index, which broadcasts",)
+        atoms.append(AtomRecord(leaf.size, pins, leaf.marks))
+    return Typed(
+        atoms=tuple(atoms),
+        axes=named,
+        readers=_roles(typing.read_dims, named, numbers),
+        writers=_roles(typing.written_dims, named, numbers),
+        outputs=_agreed(outputs, atoms),
+        inputs=_agreed(inputs, atoms),
+        unread=tuple(unread),
+        unknown=tuple(typing.unknown),
+        notes=tuple(notes),
+        modes=modes,
+        scalars=scalars,
+    )
+
+
+def _roles(
+    notes: Mapping[tuple[str, tuple[int, ...]], Sequence[Axis]],
+    named: Mapping[str, tuple[Expression, ...]],
+    numbers: dict[Leaf, int],
+) -> dict[int, tuple[tuple[str, int], ...]]:
+    """Returns for each atom the tensors and dimensions in which operations contract or make it."""
+    found: dict[int, dict[tuple[str, int], None]] = {}
+    for (name, dims), axes in notes.items():
+        used: dict[int, None] = {}
+        for axis in axes:
+            for leaf in leaves(axis):
+                if leaf in numbers:
+                    used[numbers[leaf]] = None
+        for dim in dims:
+            for atom in atoms_of(named[name][dim]):
+                if atom in used:
+                    found.setdefault(atom, {})[name, dim] = None
+    return {atom: tuple(places) for atom, places in sorted(found.items())}
+
+
+def _agreed(
+    calls: Mapping[str, Sequence[tuple[Expression, ...]]], atoms: Sequence[AtomRecord]
+) -> dict[str, tuple[Expression, ...]]:
+    """Returns the axes that all calls of a module have in common; pinned ones may differ."""
+    agreed: dict[str, tuple[Expression, ...]] = {}
+    for path, rows in calls.items():
+        first = rows[0]
+        same = all(_same_free(first, other, atoms) for other in rows[1:] if other != first)
+        if same:
+            agreed[path] = first
+    return agreed
+
+
+def _same_free(
+    a: tuple[Expression, ...], b: tuple[Expression, ...], atoms: Sequence[AtomRecord]
+) -> bool:
+    if len(a) != len(b):
+        return False
+    for left, right in zip(a, b, strict=True):
+        free = any(not atoms[number].pins for number in (*atoms_of(left), *atoms_of(right)))
+        if free and left != right:
+            return False
+    return True
