@@ -31,6 +31,9 @@ from .core._undo import undo as undo
 from .following._optimizers import attach as attach
 from .following._optimizers import detach as detach
 from .following._tensors import follow as follow
+from .spaces import adopt as adopt
+from .spaces import adopted as adopted
+from .spaces import refresh_statistics as refresh_statistics
 
 if _TYPE_CHECKING:
     # Imported when it is first used: most programs never do.

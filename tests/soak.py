@@ -1,5 +1,8 @@
 """The long random test: `python -m tests.soak --json results/soak.json` runs the machine's programs
 by the thousand.
+
+With `--spaces` they are programs on adopted models, and every edit of the matrix runs on every
+space of every model, those of transformers included.
 """
 
 import argparse
@@ -9,6 +12,7 @@ import os
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,21 +29,79 @@ class Outcome(NamedTuple):
 
 def run_chunk(seed: int) -> Outcome:
     """Runs the programs of one seed in this process."""
+    from tests import machine
+
+    return _run(seed, machine.run_programs, machine.GraphMachine.counts)
+
+
+def run_spaces_chunk(seed: int) -> Outcome:
+    """Runs the programs of one seed on adopted models in this process."""
+    from tests.spaces import programs
+
+    return _run(seed, programs.run_programs, programs.SpaceMachine.counts)
+
+
+def _run(seed: int, run_programs: Callable[[int, int], None], counts: Counter[str]) -> Outcome:
     import torch
 
-    from tests.machine import GraphMachine, run_programs
-
     torch.set_num_threads(1)
-    GraphMachine.counts.clear()
+    counts.clear()
     failure = ""
     try:
         run_programs(seed, CHUNK)
     except Exception:
         failure = f"seed {seed}\n{traceback.format_exc()}"
-    return Outcome(Counter(GraphMachine.counts), failure)
+    return Outcome(Counter(counts), failure)
 
 
-def soak(programs: int, processes: int, seed: int) -> dict[str, object]:
+def run_model(name: str) -> Outcome:
+    """Runs the matrix of edits on one model in this process."""
+    import torch
+
+    from tests.spaces import matrix
+    from tests.spaces.subjects import subject
+
+    torch.set_num_threads(1)
+    counts: Counter[str] = Counter()
+    failure = ""
+    try:
+        for run in (matrix.removals, matrix.additions):
+            for outcome in run(subject(matrix.CASES[name]())):
+                counts[outcome.verdict] += 1
+    except Exception:
+        failure = f"{name}\n{traceback.format_exc()}"
+    return Outcome(counts, failure)
+
+
+def run_matrix(processes: int) -> dict[str, object]:
+    """Runs the matrix of edits on all models and returns the report."""
+    from tests.spaces import matrix
+
+    start = time.perf_counter()
+    counts: Counter[str] = Counter()
+    failures = []
+    os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        for outcome in pool.imap_unordered(run_model, matrix.CASES):
+            counts += outcome.counts
+            if outcome.failure:
+                failures.append(outcome.failure)
+                print(outcome.failure, flush=True)
+    return {
+        "models": len(matrix.CASES),
+        "edits": dict(sorted(counts.items())),
+        "seconds": round(time.perf_counter() - start, 1),
+        "failures": len(failures),
+        "first_failure": failures[0] if failures else None,
+    }
+
+
+def soak(
+    programs: int,
+    processes: int,
+    seed: int,
+    run: Callable[[int], Outcome] = run_chunk,
+) -> dict[str, object]:
     """Runs at least so many programs and returns the report."""
     import hypothesis
     import torch
@@ -52,7 +114,7 @@ def soak(programs: int, processes: int, seed: int) -> dict[str, object]:
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
         seeds = (seed * 1_000_000 + number for number in range(2 * (programs // CHUNK + processes)))
-        for outcome in pool.imap_unordered(run_chunk, seeds):
+        for outcome in pool.imap_unordered(run, seeds):
             told = counts["programs"] // TELL
             counts += outcome.counts
             if outcome.failure:
@@ -87,8 +149,15 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--spaces", action="store_true", help="run on adopted models instead")
     chosen = parser.parse_args()
-    report = soak(chosen.programs, chosen.processes, chosen.seed)
+    if chosen.spaces:
+        matrix = run_matrix(chosen.processes)
+        report = soak(chosen.programs, chosen.processes, chosen.seed, run_spaces_chunk)
+        report["matrix"] = matrix
+        report["failures"] = int(str(report["failures"])) + int(str(matrix["failures"]))
+    else:
+        report = soak(chosen.programs, chosen.processes, chosen.seed)
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(report, indent=2) + "\n")
     print(

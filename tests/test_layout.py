@@ -22,7 +22,8 @@ MAY_IMPORT = {
     "_network": BELOW | {"core", "execution", "_network"},
     "following": BELOW | {"core", "execution", "_network", "following"},
     "continual": BELOW | {"core", "execution", "_network", "following", "continual"},
-    "rules": BELOW | {"core", "execution", "_network", "rules"},
+    "spaces": BELOW | {"core", "execution", "_network", "following", "spaces"},
+    "rules": BELOW | {"core", "execution", "_network", "spaces", "rules"},
 }
 OUTSIDE = {"torch", "numpy"}
 # imported only where Triton is

@@ -1,8 +1,9 @@
 """Raises errors inside of operations and counts what the next public call finds.
 
 `python -m tools.interrupts 10000 --signals 1000 --json FILE` interrupts edits, undo, redo, trials,
-replays, joint edits, grafts and restores at random lines and at random times. Afterwards a world
-has to be all of before or all of after; see `tests/core/injection.py`.
+replays, joint edits, grafts and restores, of nets and of adopted models, at random lines and at
+random times. Afterwards a world has to be all of before or all of after; see
+`tests/core/injection.py`.
 """
 
 import argparse

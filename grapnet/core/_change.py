@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -319,7 +319,8 @@ class GridChange:
         return GridChange(self.index)
 
 
-class AttributeChange(NamedTuple):
+@dataclass(frozen=True)
+class AttributeChange:
     """A number of a module that a commit changes, such as `num_heads`."""
 
     module: str  # its path in the model
@@ -329,7 +330,7 @@ class AttributeChange(NamedTuple):
 
     def inverse(self) -> "AttributeChange":
         """Returns the change that leads back."""
-        return self._replace(before=self.after, after=self.before)
+        return replace(self, before=self.after, after=self.before)
 
 
 @dataclass(frozen=True, eq=False)

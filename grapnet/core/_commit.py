@@ -714,9 +714,9 @@ def _view_after(
     grids: dict[str, PreparedGrid],
 ) -> View:
     present = graph._view()
-    biases: list[Vector | None] = [None]
-    for n in range(1, len(present.rosters)):
-        biases.append(vectors[f"layers.{n}.bias"][1].vector)
+    biases: list[Vector | None] = []
+    for n, layer in enumerate(graph.layers):
+        biases.append(None if layer.is_sensory else vectors[f"layers.{n}.bias"][1].vector)
     return View(
         tuple(rosters.get(n, roster) for n, roster in enumerate(present.rosters)),
         tuple(biases),
@@ -738,8 +738,7 @@ def _prepare_model(
             layout = intent.before.layouts.get(name)
         found.append(partial(install_grid, prepared, layout))
     for attribute in receipt.change.attributes:
-        module = intent.graph._part(attribute.module)
-        found.append(partial(setattr, module, attribute.name, attribute.after))
+        found.append(intent.graph._prepare_attribute(attribute))
     return found
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from types import EllipsisType
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._change import Change
+from ._change import AttributeChange, Change
 from ._commit import (
     Follower,
     Followers,
@@ -101,6 +102,16 @@ class Count:
     frozen: int
     bytes: int  # coordinates and wiring
     flops: int  # of one forward pass of one sample: a multiply and an add a relation, an add a bias
+
+    @property
+    def parameters(self) -> int:
+        """The number of coordinates, trainable or frozen."""
+        return self.trainable + self.frozen
+
+    @property
+    def macs(self) -> int:
+        """The multiply-adds of the forward pass."""
+        return (self.flops - self.biases) // 2
 
 
 def _settled(store: str, name: str) -> Any:
@@ -440,12 +451,27 @@ class Graph(nn.Module):
         """Returns the tensors of an adopted model, by name; a net has none."""
         return {}
 
+    def _copies_in(self, module: nn.Module) -> "list[Graph]":
+        """Returns the graphs in a module that may be copies of this one, or this one itself."""
+        return [part for part in module.modules() if isinstance(part, Graph)]
+
     def _check_tensors(self) -> None:
         """Raises InvariantError if the tensors of an adopted model do not fit its spaces."""
 
-    def _part(self, path: str) -> nn.Module:
-        """Returns a module of an adopted model, whose attributes a commit changes."""
-        return self.get_submodule(path)
+    def _attribute(self, path: str, name: str) -> Any:
+        """Returns an attribute of a module of an adopted model; None if there is none."""
+        return None
+
+    def _prepare_attribute(self, change: AttributeChange) -> Callable[[], None]:
+        """Returns the assignment of a number of a module of an adopted model."""
+        module = self.get_submodule(change.module)
+        return partial(setattr, module, change.name, change.after)
+
+    def _misfit(self, change: Change) -> str:
+        """Returns which tensor or attribute of an adopted model a change does not fit; empty if it
+        fits all of them.
+        """
+        return ""
 
     def count(self) -> Count:
         """Returns the size of the graph."""

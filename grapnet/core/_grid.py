@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ._change import GridChange
-from ._coordinates import Coordinates, Token, replace_content
+from ._coordinates import Coordinates, Token, layout_of, replace_content
 
 
 class Grid:
@@ -87,11 +88,30 @@ def _prepare(tensor: Tensor, change: GridChange, keep_gradients: bool) -> Prepar
 
 def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:
     """Installs a prepared tensor; the Parameter or buffer stays the same object."""
-    tensor = prepared.tensor
+    if prepared.change is None:
+        layout = layout_of(prepared.tensor)
+    install_content(prepared.tensor, prepared.content, prepared.gradient, layout)
+
+
+def install_content(
+    tensor: Tensor, content: Tensor, gradient: Tensor | None, layout: Token | None
+) -> None:
+    """Gives a Parameter or a buffer other content, of any shape.
+
+    Args:
+        tensor: the Parameter or buffer, which stays the same object.
+        content: its content from then on.
+        gradient: that of a Parameter.
+        layout: the token of the coordinates of a Parameter.
+    """
     if not isinstance(tensor, nn.Parameter):
-        tensor.data = prepared.content
+        tensor.data = content
         return
-    replace_content(tensor, prepared.content, prepared.gradient)
-    if prepared.change is not None:
-        tensor.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+    replace_content(tensor, content, gradient)
+    # Operations of older forward passes have saved the Parameter itself, and would go on with the
+    # new content: torch compares versions.
+    torch.autograd.graph.increment_version(tensor)
+    if layout is not layout_of(tensor):
+        # Counted first: after an interrupt in between, both happen again.
         Coordinates._layout_changes += 1
+        tensor.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]

@@ -228,6 +228,15 @@ class IndexMap:
         """Returns where the surviving new positions `new` were in the old vector."""
         return self.inverse().new_positions(new)
 
+    def equals(self, other: "IndexMap") -> bool:
+        """Returns whether another map moves every position in the same way."""
+        sizes = (other.old_size, other.new_size)
+        return (
+            (self.old_size, self.new_size) == sizes
+            and torch.equal(self.removed, other.removed)
+            and torch.equal(self.inserted, other.inserted)
+        )
+
     def release(self) -> None:
         """Drops what `carry` keeps while a commit moves one vector after the other."""
         self._scratch.clear()
@@ -373,17 +382,18 @@ class GridMap:
             for dim, index in reversed(self.axes.items()):
                 if len(index.inserted):
                     new = _insert(new, dim, index, blocks[dim])
-        new = _laid_out_like(new, old)
+        new = laid_out_like(new, old)
         return new.reshape(-1) if old.dim() != len(self.shape) else new
 
     def take(self, old: Tensor) -> Tensor:
         """Returns the cells that leave, as one vector."""
         left = self._shaped(old)
+        cutting = [dim for dim, index in self.axes.items() if len(index.removed)]
         taken = [left.new_empty(0)]
-        for dim, index in self.axes.items():
-            if len(index.removed):
-                removed = index.removed.to(left.device)
-                taken.append(left.index_select(dim, removed).reshape(-1))
+        for dim in cutting:
+            index = self.axes[dim]
+            taken.append(left.index_select(dim, index.removed.to(left.device)).reshape(-1))
+            if dim != cutting[-1]:
                 left = left.index_select(dim, index.survivors(left.device))
         return torch.cat(taken)
 
@@ -406,6 +416,12 @@ class GridMap:
             whole[_open_mesh(self.new_shape, places, new.device)] = block
             narrowed.append((dim, index.stays(new.device).long()))
             shape[dim] = index.n_survivors
+
+    def equals(self, other: "GridMap") -> bool:
+        """Returns whether another map moves every cell in the same way."""
+        if self.shape != other.shape or self.axes.keys() != other.axes.keys():
+            return False
+        return all(index.equals(other.axes[dim]) for dim, index in self.axes.items())
 
     def release(self) -> None:
         """Drops what `carry` keeps while a commit moves one tensor after the other."""
@@ -477,7 +493,7 @@ def _open_mesh(
     return tuple(mesh)
 
 
-def _laid_out_like(new: Tensor, old: Tensor) -> Tensor:
+def laid_out_like(new: Tensor, old: Tensor) -> Tensor:
     """Returns a tensor in the memory format of another one, which convolutions run in."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     chosen = formats.get(old.dim())

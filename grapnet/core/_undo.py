@@ -153,6 +153,9 @@ def require_fit(graph: "Graph", whole: Change, version: int) -> None:
             raise HistoryError(
                 f"commit {version} was made on another graph: transition {t} differs"
             )
+    misfit = graph._misfit(whole)
+    if misfit:
+        raise HistoryError(f"commit {version} was made on another graph: {misfit} differs")
 
 
 def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) -> bool:

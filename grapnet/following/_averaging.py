@@ -213,7 +213,7 @@ def attach_copy(module: nn.Module, net: Graph) -> None:
 
 def detach_copy(module: nn.Module, net: Graph) -> None:
     """Stops the copies in `module` from following `net`."""
-    for copy in _graphs(module):
+    for copy in net._copies_in(module):
         for follower in _following.get(copy, []):
             if follower.net() is net:
                 net.unfollow(follower)
@@ -224,7 +224,7 @@ def find_copy(module: nn.Module, net: Graph) -> Graph:
     """Returns the one graph in `module` that has the nodes and relations of `net`; raises
     OptimizerError otherwise.
     """
-    found = _graphs(module)
+    found = net._copies_in(module)
     if any(graph is net for graph in found):
         raise OptimizerError(
             "this module holds the net itself, not a copy of it; copy it first: copy.deepcopy(net)"
@@ -237,7 +237,7 @@ def find_copy(module: nn.Module, net: Graph) -> Graph:
             "gn.attach(averaged.module.head, net)"
         )
     if not copies:
-        what = "this module holds no GrapNet"
+        what = "this module holds no copy of the net"
         if found:
             reasons = "; ".join(differences)
             what = f"this module holds no copy of the net ({reasons})"
@@ -257,7 +257,7 @@ def difference(copy: Graph, net: Graph) -> str:
     for n, (mine, other) in enumerate(zip(copy.layers, net.layers, strict=True)):
         if not equal(mine.uid, other.uid):
             return f"layer {n} has other nodes"
-        if n and not equal(mine.frozen_at, other.frozen_at):
+        if not mine.is_sensory and not equal(mine.frozen_at, other.frozen_at):
             return f"other biases of layer {n} are frozen"
     for t, (mine, other) in enumerate(zip(copy.transitions, net.transitions, strict=True)):
         if not equal(mine.ptr, other.ptr) or not equal(mine.child, other.child):
@@ -265,7 +265,3 @@ def difference(copy: Graph, net: Graph) -> str:
         if not equal(mine.frozen_at, other.frozen_at):
             return f"other relations of transition {t} are frozen"
     return ""
-
-
-def _graphs(module: nn.Module) -> list[Graph]:
-    return [part for part in module.modules() if isinstance(part, Graph)]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grapnet._network import GrapNet
 from grapnet.core._change import Change
 from grapnet.core._commit import require_editable
 from grapnet.core._coordinates import VectorChange
@@ -25,32 +24,32 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class Distributed(nn.Module):
-    """Trains a module with GrapNets in several processes, and keeps their graphs equal through
-    edits.
+    """Trains nets, a module with nets inside or an adopted model in several processes, and keeps
+    their graphs equal through edits.
 
     Edit on rank 0 only and then call `synchronize()` on every rank. The constructor is a collective
     call too: Parameters and frozen values become those of rank 0, and the graphs must be equal. The
     names of a state dict begin with "module.", as with DDP.
 
     Args:
-        module: a GrapNet, or any module with some inside.
+        module: a GrapNet, any module with some inside, or what `gn.adopt` returned.
         ddp_options: further arguments of DistributedDataParallel. It ignores the buffers of nets,
             which are wiring and frozen values; its options for buffers apply to the rest of the
             module.
 
     Raises:
-        ValueError: the module holds no GrapNet.
+        ValueError: the module holds no net.
         RuntimeError: torch.distributed has not been initialised.
         TopologyError: the graphs differ between ranks; it is raised on all of them.
     """
 
     def __init__(self, module: nn.Module, **ddp_options: Any) -> None:
         super().__init__()
-        nets = [part for part in module.modules() if isinstance(part, GrapNet)]
+        nets = [part for part in module.modules() if isinstance(part, Graph)]
         if not nets:
             raise ValueError(
-                f"this {type(module).__name__} contains no GrapNet; use torch's"
-                " DistributedDataParallel"
+                f"this {type(module).__name__} is no net and contains none; use torch's"
+                " DistributedDataParallel, or give what gn.adopt(model, ...) returns"
             )
         if not (dist.is_available() and dist.is_initialized()):
             raise RuntimeError(
@@ -75,7 +74,7 @@ class Distributed(nn.Module):
         self._wrapper = self._rebuilt()
 
     @property
-    def nets(self) -> list[GrapNet]:
+    def nets(self) -> list[Graph]:
         """The nets inside the module, in the order of `module.modules()`."""
         return self._nets
 
@@ -242,10 +241,12 @@ class Distributed(nn.Module):
 class _Wrapper:
     """One DDP wrapper, and whether it still averages every gradient."""
 
-    def __init__(self, module: nn.Module, nets: list[GrapNet], options: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, nets: list[Graph], options: dict[str, Any]) -> None:
         self.versions = [net.version for net in nets]
         self._structures = [net._structure for net in nets]
-        ids = {id(buffer) for net in nets for buffer in net.buffers()}
+        ids = set()
+        for net in nets:
+            ids |= {id(b) for name, b in net.named_buffers() if name.endswith("frozen_values")}
         names = [
             name
             for name, buffer in module.named_buffers(remove_duplicate=False)
@@ -258,7 +259,7 @@ class _Wrapper:
         self._columns = _columns(nets)
         self._accumulators = _accumulators(self._parameters)
 
-    def is_current(self, nets: list[GrapNet]) -> bool:
+    def is_current(self, nets: list[Graph]) -> bool:
         """Returns whether the hooks of this wrapper still receive the gradients of the nets."""
         if not _same([net._structure for net in nets], self._structures):
             return False
@@ -272,7 +273,7 @@ class _Wrapper:
 class _Ranks:
     """The processes of one group, and their messages."""
 
-    def __init__(self, group: Any, net: GrapNet) -> None:
+    def __init__(self, group: Any, net: Graph) -> None:
         self._group = group
         self._net = net
         self.rank = dist.get_rank(group)
@@ -407,7 +408,10 @@ def _outgoing(commit: Commit) -> Commit:
     transitions = {}
     for number, transition in commit.change.transitions.items():
         transitions[number] = replace(transition, weights=_arriving(transition.weights))
-    change = Change(layers, transitions)
+    tensors = {
+        name: replace(part, gone_values=None) for name, part in commit.change.tensors.items()
+    }
+    change = replace(commit.change, layers=layers, transitions=transitions, tensors=tensors)
     return Commit(commit.version, commit.reason, change, commit.by, commit.operations)
 
 
@@ -470,7 +474,7 @@ def _accumulators(parameters: list[nn.Parameter]) -> list[Any]:
     return found
 
 
-def _columns(nets: list[GrapNet]) -> list[nn.Parameter]:
+def _columns(nets: list[Graph]) -> list[nn.Parameter]:
     """Returns the Parameters that are added and removed without an edit."""
     return [column.value for net in nets for column in net.columns.values()]
 

@@ -468,6 +468,24 @@ def forget(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
         layouts.pop(id(parameter), None)
 
 
+def drop_layouts(parameters: Iterable[nn.Parameter]) -> None:
+    """Takes the layouts off Parameters whose coordinates do not move any more.
+
+    Optimizers with state of the present coordinates go on; others are refused as before.
+    """
+    for parameter in parameters:
+        layout = layout_of(parameter)
+        if layout is None:
+            continue
+        for record in list(_records.values()):
+            if id(parameter) in record.layouts:
+                is_present = record.layouts[id(parameter)] is layout
+                record.layouts[id(parameter)] = None if is_present else _UNKNOWN
+        del parameter.grapnet_layout  # pyright: ignore[reportAttributeAccessIssue]
+    # Every optimizer compares once more.
+    Coordinates._layout_changes += 1
+
+
 def mark_replaced(parameters: Iterable[nn.Parameter], verb: str) -> None:
     """Notes that parameters have left a model, so that an optimizer which still holds them refuses
     to step.

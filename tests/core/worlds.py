@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import grapnet as gn
+from grapnet.spaces import Adopted
 from tests.fingerprint import as_bytes
 
 X = torch.linspace(-1, 1, 24).reshape(6, 4)
@@ -36,6 +37,7 @@ class World:
     readout: gn.continual.ClosedFormReadout | None = None
     followed: Any = None  # tensors with one entry per coordinate
     manager: gn.rules.RuleManager | None = None
+    adopted: Adopted | None = None  # the graph of an adopted model
     kept: dict[str, Any] = field(default_factory=dict)  # what an operation needs
 
     @property
@@ -48,8 +50,17 @@ class World:
         """All nets of the model; none before a graft."""
         return [module for module in self.model.modules() if isinstance(module, gn.GrapNet)]
 
+    @property
+    def graphs(self) -> list[Any]:
+        """All nets, and the graph of the adopted model."""
+        if self.adopted is None:
+            return list(self.nets)
+        return [*self.nets, self.adopted]
+
     def passes(self) -> list[Tensor]:
         """Returns what the nets compute, or the model where it is one chain of modules."""
+        if self.adopted is not None:
+            return [graph(X) for graph in self.graphs]
         if isinstance(self.model, nn.Sequential):
             return [self.model(X)]
         return [net(X) for net in self.nets]
@@ -145,6 +156,52 @@ def make_model(folder: Path, seed: int) -> World:
     return world
 
 
+def make_adopted(folder: Path, seed: int) -> World:
+    """Returns a trained and adopted model beside a net, with a history and gradients."""
+    torch.manual_seed(seed)
+    inner = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
+    net = gn.GrapNet([4, 5, 3], density=0.9)
+    model = nn.ModuleList([inner, net])
+    optimizers: list[Optimizer] = [Adam(model.parameters(), lr=0.01)]
+    if seed % 2:
+        optimizers = split(model)
+    world = World(folder, model, optimizers)
+    world.adopted = gn.adopt(inner, X)
+    for optimizer in optimizers:
+        gn.attach(optimizer, net)
+        gn.attach(optimizer, world.adopted)
+    world.followed = gn.follow(
+        world.adopted, {name: p.detach() for name, p in inner.named_parameters()}
+    )
+    world.train()
+    with world.adopted.edit(reason="name and grow") as edit:
+        edit.set_owner(world.adopted.space("0")[:2], "first")
+        edit.add_nodes(world.adopted.space("3"), 2, owner="second")
+    world.train()
+    # Other sizes than those of `edit_model`, for which the gates have to run.
+    with world.adopted.edit(reason="narrower") as edit:
+        edit.remove_nodes(world.adopted.space("0")[0])
+    world.adopted.undo()
+    world.train()
+    world.backward()
+    return world
+
+
+def edit_model(world: World, edit: Any = None) -> None:
+    """Removes, adds and names nodes of an adopted model, in an edit of its own by default."""
+    net = world.adopted
+    if edit is None:
+        with net.edit(reason="edit") as edit:
+            edit_model(world, edit)
+        return
+    edit.remove_nodes(net.space("0")[[0, 2]])
+    edit.remove_nodes(net.space("3")[1])
+    edit.add_nodes(net.space("3"), 3)
+    edit.set_owner(net.space("3")[2], "other")
+
+
 # What is seen of a world
 
 
@@ -167,6 +224,8 @@ def fingerprint(world: World) -> dict[str, Any]:
     found["modules"] = [(name, type(part).__name__) for name, part in world.model.named_modules()]
     for number, net in enumerate(world.nets):
         found |= {f"net {number}: {name}": part for name, part in _net(net).items()}
+    if world.adopted is not None:
+        found |= {f"adopted: {name}": part for name, part in _model(world.adopted).items()}
     with torch.no_grad():
         found["outputs"] = _attempt(lambda: plain(world.passes()))
         if world.averaged is not None:
@@ -231,6 +290,25 @@ def _net(net: gn.GrapNet) -> dict[str, Any]:
             relations = layer.outgoing()
             parts = (relations.parents, relations.children, relations.weights)
             found[f"relations {number}"] = plain(parts)
+    return found
+
+
+def _model(net: Adopted) -> dict[str, Any]:
+    """Returns what is seen of an adopted model beside its Parameters."""
+    found: dict[str, Any] = {
+        "version": net.version,
+        "next uid": net._next_uid,
+        "sizes": net.sizes,
+        "journal": [(c.version, c.reason, c.undoes, plain(c.counts)) for c in net.history],
+        "undo and redo": (len(net.journal.undoable), len(net.journal.redoable)),
+        "buffers": plain(dict(net.model.named_buffers())),
+        "places": [plain(list(space.places().values())) for space in net.spaces],
+    }
+    for space in net.spaces:
+        found[f"space {space.name}"] = (space.uids.tolist(), space.owners)
+    for path, module in net.model.named_modules():
+        numbers = {key: value for key, value in vars(module).items() if type(value) is int}
+        found[f"numbers of {path}"] = repr(numbers)
     return found
 
 
@@ -624,6 +702,56 @@ def _restore_into(world: World) -> None:
     gn.restore(world.folder / "model", into=world.model)
 
 
+def _edit_model(world: World) -> None:
+    edit_model(world)
+
+
+def _edit_and_undo_model(world: World) -> None:
+    edit_model(world)
+    world.train()
+    world.backward()
+    world.adopted.undo()
+
+
+@operation("edit an adopted model", make=make_adopted)
+def _edit_adopted(world: World) -> None:
+    edit_model(world)
+
+
+@operation("undo of an adopted model", make=make_adopted, setup=_edit_model)
+def _undo_adopted(world: World) -> None:
+    world.adopted.undo()
+
+
+@operation("redo of an adopted model", make=make_adopted, setup=_edit_and_undo_model)
+def _redo_adopted(world: World) -> None:
+    world.adopted.redo()
+
+
+@operation("trial of an adopted model", make=make_adopted)
+def _try_adopted(world: World) -> None:
+    with world.adopted.edit(reason="try", trial=True) as edit:
+        edit_model(world, edit)
+        edit.commit()
+
+
+def _edit_both(world: World) -> None:
+    """Edits the adopted model and the net in one transaction."""
+    with gn.edit(world.adopted, world.net, reason="both") as (first, second):
+        edit_model(world, first)
+        cut(world.net, second)
+
+
+@operation("edit a model and a net together", make=make_adopted)
+def _edit_model_and_net(world: World) -> None:
+    _edit_both(world)
+
+
+@operation("undo a model and a net together", make=make_adopted, setup=_edit_both)
+def _undo_model_and_net(world: World) -> None:
+    gn.undo(world.adopted, world.net)
+
+
 # The next public call, and what follows it
 
 
@@ -641,21 +769,24 @@ def _state_dict(world: World) -> Any:
 
 
 def _check(world: World) -> None:
-    for net in world.nets:
-        gn.check(net)
+    for graph in world.graphs:
+        gn.check(graph)
 
 
 def _edit(world: World) -> None:
     for net in reversed(world.nets):
         with net.edit(reason="next") as edit:
             cut_one(net, edit)
+    if world.adopted is not None:
+        with world.adopted.edit(reason="next") as edit:
+            edit.remove_nodes(world.adopted.space("3")[0])
 
 
 def _save(world: World) -> Any:
     # Forked processes share the folder of the world, so that each needs a place of its own.
     with tempfile.TemporaryDirectory(dir=world.folder) as folder:
         path = Path(folder, "saved")
-        if not world.nets:
+        if not world.nets or world.adopted is not None:
             return None
         gn.save(path, world.model, optimizer=world.optimizers[0])
         loaded = gn.open(path)
@@ -663,7 +794,7 @@ def _save(world: World) -> Any:
 
 
 def _version(world: World) -> Any:
-    return [net.version for net in world.nets]
+    return [graph.version for graph in world.graphs]
 
 
 def _weights(world: World) -> Any:
@@ -675,15 +806,15 @@ def _children(world: World) -> Any:
 
 
 def _parameters(world: World) -> Any:
-    return [plain(list(net.parameters())) for net in world.nets]
+    return [plain(list(graph.parameters())) for graph in world.graphs]
 
 
 def _gradients(world: World) -> Any:
-    return [[plain(parameter.grad) for parameter in net.parameters()] for net in world.nets]
+    return [[plain(p.grad) for p in graph.parameters()] for graph in world.graphs]
 
 
 def _sizes(world: World) -> Any:
-    return [net.sizes for net in world.nets]
+    return [graph.sizes for graph in world.graphs]
 
 
 def _averaged(world: World) -> Any:
@@ -738,6 +869,9 @@ def _edit_again(world: World) -> None:
         with net.edit(reason="again") as edit:
             if number == 0:
                 cut_one(net, edit)
+    if world.adopted is not None:
+        with world.adopted.edit(reason="again") as edit:
+            edit.remove_nodes(world.adopted.space("0")[0])
 
 
 def _attempt_dict(call: Callable[[], dict[str, Any]]) -> dict[str, Any]:

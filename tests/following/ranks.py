@@ -367,6 +367,40 @@ def undo_beyond_the_limit(rank: int) -> dict[str, Any]:
     }
 
 
+def adopted_model(rank: int) -> dict[str, Any]:
+    """A convolutional model whose spaces rank 0 edits; returns what both ranks must agree on."""
+    torch.manual_seed(0)
+    host = nn.Sequential(
+        nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(6 * 9, 3)
+    )
+    optimizer = Adam(host.parameters(), lr=0.01)
+    draw = torch.Generator().manual_seed(rank)
+    net = gn.adopt(host, torch.randn(2, 2, 5, 5), optimizer=optimizer)
+    model = Distributed(net)
+    space = net.space("0")
+    states = []
+    for step in range(8):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2, 5, 5, generator=draw)).square().sum().backward()
+        optimizer.step()
+        if rank == 0:
+            if step in (1, 4):
+                with net.edit(reason="remove") as edit:
+                    edit.remove_nodes(space[:2])
+            if step == 2:
+                net.undo()
+            if step == 3:
+                with net.edit(reason="grow") as edit:
+                    edit.add_nodes(space, 3)
+        model.synchronize()
+        # Running statistics are those of each rank's own last batch, as with every DDP.
+        found = [net.version, space.uids, dict(host.named_parameters())]
+        found += [host[1].running_mean.shape]
+        found += [optimizer.state[parameter] for parameter in host.parameters()]
+        states.append(hashlib.sha256(repr(plain(found)).encode()).hexdigest())
+    return {"states": states, "sizes": [len(space), host[4].in_features]}
+
+
 def the_guide(rank: int) -> dict[str, Any]:
     """The script of the guide."""
     names: dict[str, Any] = {"__name__": "guide"}
@@ -390,6 +424,7 @@ CHECKS = [
     alone_in_a_group,
     refused,
     undo_beyond_the_limit,
+    adopted_model,
     the_guide,
 ]
 

@@ -253,7 +253,7 @@ def test_what_is_no_copy_is_refused() -> None:
     rewire(net)
     for module, message in (
         (late, r"layers of \[5, 4, 4, 3\] nodes where the net has \[5, 6, 3, 3\]"),
-        (nn.Linear(2, 2), "holds no GrapNet"),
+        (nn.Linear(2, 2), "holds no copy"),
         (net, "holds the net itself"),
         (nn.Sequential(net), "holds the net itself"),
     ):

@@ -106,6 +106,13 @@ def test_nets_inside_a_module_are_all_followed(ranks):
     assert first["copy"][0] == "TypeError"
 
 
+def test_the_spaces_of_an_adopted_model_are_edited_on_all_ranks(ranks):
+    first, second = both(ranks, "adopted_model")
+    assert first == second
+    assert len(set(first["states"])) == 8
+    assert first["sizes"] == [7, 7 * 9]
+
+
 def test_a_stale_model_raises_until_it_is_synchronized(ranks):
     first, second = both(ranks, "stale")
     for name in ("edit", "trial", "inference", "attention", "cast"):
@@ -156,7 +163,7 @@ def test_without_processes_it_says_what_to_call():
 
 
 def test_a_module_without_a_net_is_refused():
-    with pytest.raises(ValueError, match="GrapNet"):
+    with pytest.raises(ValueError, match="Linear"):
         Distributed(nn.Linear(2, 2))
 
 

@@ -1,0 +1,13 @@
+"""Spaces of whole models: gn.adopt, and rules for operators of one's own."""
+
+from grapnet._torch import dynamic_sizes as dynamic_sizes
+
+from ._adopted import Adopted as Adopted
+from ._adopted import adopt as adopt
+from ._adopted import adopted as adopted
+from ._axes import Stuck as Stuck
+from ._axes import pin as pin
+from ._discovery import Example as Example
+from ._space import Space as Space
+from ._statistics import refresh_statistics as refresh_statistics
+from ._typing import register_rule as register_rule

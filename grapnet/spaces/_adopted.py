@@ -1,0 +1,556 @@
+"""gn.adopt: a whole model as one editable graph of spaces."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from grapnet.core._change import AttributeChange, Change, GridChange, LayerChange
+from grapnet.core._commit import require_editable, settle, unsettled
+from grapnet.core._errors import EditError, InvariantError
+from grapnet.core._graph import Count, Graph
+from grapnet.core._grid import Grid
+from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.following._optimizers import attach
+
+from ._axes import Expression, atoms_of, positions, size_of
+from ._costs import Costs, measured
+from ._discovery import Example, Typed, discover
+from ._edit import Growth, SpaceEdit, values_of_newborns
+from ._gates import Gates
+from ._probe import probe
+from ._space import Space
+
+# The adopted graphs that are alive, by the id of their models.
+_adopted: "weakref.WeakValueDictionary[int, Adopted]" = weakref.WeakValueDictionary()
+
+
+class Adopted(Graph):
+    """A model seen as one graph: its spaces are the layers, its tensors connect them.
+
+    The model itself stays as it is: its classes, state-dict keys, hooks and forward. It has no
+    transitions; the Parameters and buffers of the model are changed instead.
+    """
+
+    def __init__(self, model: nn.Module, typed: Typed, gates: Gates) -> None:
+        super().__init__(_spaces_of(typed), [], ends=[])
+        self._modules["model"] = model
+        self._typed = typed
+        self._grids_held = _named_grids(model)
+        self._gates = gates
+        self._costs: Costs | None = None
+        # Numbers of modules that edits have changed, as they were at adoption.
+        self._first_numbers: dict[tuple[str, str], Any] = {}
+        self._has_ended = False
+        # Graphs over copies of the model, which hold them for as long as this graph lives.
+        self._copies: weakref.WeakKeyDictionary[nn.Module, Adopted] = weakref.WeakKeyDictionary()
+
+    @property
+    def model(self) -> nn.Module:
+        """The adopted model."""
+        model = self._modules["model"]
+        assert model is not None
+        return model
+
+    @property
+    def spaces(self) -> list[Space]:
+        """All spaces of the model, pinned ones included."""
+        return [layer for layer in self.layers if isinstance(layer, Space)]
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the first Parameter."""
+        for grid in self._grids_held.values():
+            return grid.tensor.device
+        return torch.device("cpu")
+
+    def space(self, name: str, *, side: Literal["out", "in"] = "out") -> Space:
+        """Returns a space by its own name, or by the name of a module or of a tensor that has it.
+
+        Args:
+            name: the name of a space (`print(net)` lists them), the path of a module, or the name
+                of a Parameter or buffer.
+            side: whether the space of the module's output is meant, or that of its first input.
+
+        Raises:
+            KeyError: nothing has this name, or it has no space.
+        """
+        own = [space for space in self.spaces if space.name == name]
+        if own and side == "out":
+            return own[0]
+        typed = self._typed
+        axes = (typed.outputs if side == "out" else typed.inputs).get(name)
+        if axes is None:
+            axes = typed.axes.get(name)
+        if axes is None:
+            raise KeyError(f"the model has no space, module or tensor called {name!r}")
+        by_atom = {space._atom: space for space in self.spaces}
+        found = [by_atom[a] for axis in axes for a in atoms_of(axis) if a in by_atom]
+        # The nodes that can be edited come first, then the outermost.
+        found.sort(key=lambda space: bool(space.pins))
+        if not found:
+            raise KeyError(f"{name!r} has no axis of nodes on this side")
+        return found[0]
+
+    def count(self) -> Count:
+        """Returns the size of the model.
+
+        Single relations are not told apart, so there are none. `flops` are two for each
+        multiply-add of the matrix products, convolutions and attentions in a forward pass of the
+        first example, with the batch that it has.
+        """
+        sizes = self._atom_sizes()
+        trainable = 0
+        for grid in self._stores().values():
+            if grid.parameter.requires_grad:
+                trainable += grid.parameter.numel()
+        costs = self._current_costs()
+        tensors = [grid.tensor for grid in self._grids_held.values()]
+        return Count(
+            nodes=sum(self.sizes),
+            relations=0,
+            biases=0,
+            trainable=trainable,
+            frozen=costs.parameters(sizes) - trainable,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            flops=2 * costs.macs(sizes),
+        )
+
+    def _current_costs(self) -> Costs:
+        """Returns what the model costs as a function of its sizes; found when first asked for."""
+        sizes = self._atom_sizes()
+        if self._costs is None or not self._costs.holds_for(sizes):
+            self._costs = measured(self)
+        return self._costs
+
+    def prove(self, spaces: Iterable[Space]) -> None:
+        """Compares values for spaces whose verdict is "unproved", all of them at once."""
+        self._probe({space: np.arange(len(space))[1::3] for space in spaces if len(space) > 1})
+
+    def _probe(self, rows: Mapping[Space, np.ndarray]) -> None:
+        """Does the same, by removing these rows from copies of the model."""
+        unproved = {space: own for space, own in rows.items() if space.verdict == "unproved"}
+        if unproved:
+            probe(self, unproved)
+
+    def edit(
+        self,
+        reason: str = "",
+        *,
+        by: str | None = None,
+        trial: bool = False,
+        generator: torch.Generator | None = None,
+        allow_dead: bool | None = None,
+    ) -> SpaceEdit:
+        """Opens a transaction; see `GrapNet.edit`."""
+        if allow_dead is None:
+            allow_dead = trial
+        return SpaceEdit(self, reason, by, trial, generator, allow_dead)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model."""
+        return self.model(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the Parameters of the model, under the names that they have there."""
+        if unsettled:
+            settle()
+        return self.model.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields the buffers of the model, under the names that they have there."""
+        if unsettled:
+            settle()
+        return self.model.named_buffers(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the state dict of the model."""
+        if unsettled:
+            settle()
+        return self.model.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a state dict of the model."""
+        if unsettled:
+            settle()
+        return self.model.load_state_dict(state_dict, *args, **kwargs)
+
+    def _grids(self) -> dict[str, Grid]:
+        return self._grids_held
+
+    def _stores(self) -> dict[str, Grid]:
+        return {name: grid for name, grid in self._grids_held.items() if grid.is_parameter}
+
+    def _attribute(self, path: str, name: str) -> Any:
+        try:
+            return vars(self.model.get_submodule(path)).get(name)
+        except AttributeError:
+            return None
+
+    def _prepare_attribute(self, change: AttributeChange) -> Callable[[], None]:
+        module = self.model.get_submodule(change.module)
+        self._first_numbers.setdefault((change.module, change.name), getattr(module, change.name))
+        return partial(setattr, module, change.name, change.after)
+
+    def _misfit(self, change: Change) -> str:
+        maps = self._maps(change.layers)
+        for name in (*maps, *change.tensors):
+            if name not in maps or name not in change.tensors:
+                return name
+            if not maps[name].equals(change.tensors[name].index):
+                return name
+        for attribute in change.attributes:
+            module = self.model.get_submodule(attribute.module)
+            if getattr(module, attribute.name) != attribute.before:
+                return f"{attribute.module}.{attribute.name}"
+        return ""
+
+    def _require_no_edit(self, verb: str) -> None:
+        if self._has_ended:
+            raise EditError(
+                f"cannot {verb}: gn.ungraft has ended this graph; gn.adopt(model, ...) makes"
+                " another one"
+            )
+        super()._require_no_edit(verb)
+
+    def _end(self) -> None:
+        """Ends the graph; the model stays as it is."""
+        self._has_ended = True
+        _adopted.pop(id(self.model), None)
+
+    def _copies_in(self, module: nn.Module) -> list[Graph]:
+        """Returns graphs over the copies of the model in a module, each made once."""
+        if any(part is self.model for part in module.modules()):
+            return [self]
+        found: list[Graph] = []
+        for part in module.modules():
+            if part in self._copies:
+                found.append(self._copies[part])
+            elif type(part) is type(self.model) and self._is_alike(part):
+                self._copies[part] = self._graph_over(part)
+                found.append(self._copies[part])
+        return found
+
+    def _is_alike(self, model: nn.Module) -> bool:
+        """Returns whether a model has tensors of the same names and shapes."""
+        grids = _named_grids(model)
+        if grids.keys() != self._grids_held.keys():
+            return False
+        held = self._grids_held
+        return all(grid.tensor.shape == held[name].tensor.shape for name, grid in grids.items())
+
+    def _graph_over(self, model: nn.Module) -> "Adopted":
+        """Returns a graph with the same spaces and nodes over a copy of the model."""
+        copy = Adopted(model, self._typed, self._gates)
+        for mine, other in zip(self.layers, copy.layers, strict=True):
+            other._enrol(mine._roster)
+        copy._next_uid = self._next_uid
+        copy._first_numbers = dict(self._first_numbers)
+        return copy
+
+    def _open_edit(self, edit: Any) -> None:
+        self._require_same_tensors()
+        super()._open_edit(edit)
+
+    def _require_same_tensors(self) -> None:
+        """Raises EditError if the tensors of the model are others than those that were adopted."""
+        problem = self._difference()
+        if problem:
+            raise EditError(f"{problem}. The model was changed outside of an edit; adopt it again")
+
+    def _difference(self) -> str:
+        """Returns how the tensors of the model differ from its spaces; empty if they do not."""
+        sizes = self._atom_sizes()
+        present = _named_grids(self.model)
+        if present.keys() != self._grids_held.keys():
+            other = sorted(present.keys() ^ self._grids_held.keys())
+            return f"the model has other tensors than when it was adopted: {', '.join(other[:3])}"
+        for name, grid in present.items():
+            held = self._grids_held[name]
+            if grid.module is not held.module or grid.name != held.name:
+                return f"{name} belongs to another module than when the model was adopted"
+            expected = [size_of(axis, sizes) for axis in self._typed.axes.get(name, ())]
+            if name in self._typed.axes and list(grid.tensor.shape) != expected:
+                return f"{name} has the shape {list(grid.tensor.shape)}, its spaces {expected}"
+        return ""
+
+    def _check_tensors(self) -> None:
+        problem = self._difference()
+        if problem:
+            raise InvariantError(problem)
+
+    def _atom_sizes(self, change: Mapping[int, LayerChange] | None = None) -> list[int]:
+        """Returns the size of every atom, at present or after a change of spaces."""
+        sizes = self._typed.sizes()
+        for number, space in enumerate(self.spaces):
+            sizes[space._atom] = len(space)
+            if change is not None and number in change:
+                sizes[space._atom] = change[number].index.new_size
+        return sizes
+
+    def _role(self, space: Space, name: str, dim: int) -> Literal["reader", "writer", "rider"]:
+        """Returns what an axis of a tensor has to do with a space; one that is read and written,
+        as that of a tied embedding, counts as read.
+        """
+        if (name, dim) in self._typed.readers.get(space._atom, ()):
+            return "reader"
+        if (name, dim) in self._typed.writers.get(space._atom, ()):
+            return "writer"
+        return "rider"
+
+    def _maps(self, layers: Mapping[int, LayerChange]) -> dict[str, GridMap]:
+        """Returns how every tensor moves when the nodes of spaces do."""
+        moved = {}
+        for number, change in layers.items():
+            if not change.index.is_identity:
+                moved[self.spaces[number]._atom] = change.index
+        return self._maps_of(moved, self._atom_sizes(), self._atom_sizes(layers))
+
+    def _maps_of(
+        self, moved: Mapping[int, IndexMap], before: list[int], after: list[int]
+    ) -> dict[str, GridMap]:
+        """Returns how every tensor moves when the nodes of atoms do."""
+        found: dict[str, GridMap] = {}
+        # Tensors that have the same axis share its map.
+        maps: dict[Expression, IndexMap] = {}
+        for name, expressions in self._typed.axes.items():
+            axes = {}
+            for dim, expression in enumerate(expressions):
+                if not any(atom in moved for atom in atoms_of(expression)):
+                    continue
+                if expression not in maps:
+                    maps[expression] = _axis_map(expression, moved, before, after)
+                axes[dim] = maps[expression]
+            if axes:
+                shape = tuple(size_of(expression, before) for expression in expressions)
+                found[name] = GridMap(shape, axes)
+        return found
+
+    def _completed(
+        self, change: Change, growths: Mapping[int, Growth], generator: torch.Generator | None
+    ) -> Change:
+        """Returns a change of spaces with the tensors and attributes that follow it.
+
+        Raises:
+            EditError: the model cannot run with the new sizes; nothing was changed.
+        """
+        maps = self._maps(change.layers)
+        if not maps:
+            return change
+        after = self._atom_sizes(change.layers)
+        changed = [self.spaces[n] for n in change.layers if not change.layers[n].index.is_identity]
+        attributes = self._gates.foresee(self.model, changed, self._atom_sizes(), after)
+        # A removal is compared as it is; what only grows is compared when it first shrinks.
+        removed = {n: part.index.removed.numpy() for n, part in change.layers.items()}
+        self._probe({self.spaces[n]: rows for n, rows in removed.items() if len(rows)})
+        tensors = {}
+        for name, index in maps.items():
+            born = None
+            if index.n_born:
+                born = values_of_newborns(self, name, index, change.layers, growths, generator)
+            tensors[name] = GridChange(index, born_values=born)
+        return replace(change, tensors=tensors, attributes=tuple(attributes))
+
+    def __repr__(self) -> str:
+        return table(self.spaces)
+
+    __str__ = __repr__
+
+
+def table(spaces: Iterable[Space]) -> str:
+    """Returns spaces as lines of text: name, nodes, writers and readers, riders, verdict."""
+    rows = [("space", "nodes", "writers → readers", "riders", "verdict")]
+    for space in spaces:
+        verdict = space.verdict
+        if space.pins:
+            verdict = f"pinned: {space.pins[0]}"
+        flow = f"{_shown(space.writers)} → {_shown(space.readers)}"
+        rows.append((space.name, str(len(space)), flow, str(len(space.riders)), verdict))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[4]]).rstrip())
+    return "\n".join(lines)
+
+
+def _shown(names: tuple[str, ...]) -> str:
+    if not names:
+        return "–"
+    if len(names) == 1:
+        return names[0].removesuffix(".weight")
+    return f"{names[0].removesuffix('.weight')} and {len(names) - 1} more"
+
+
+def _axis_map(
+    expression: Expression, moved: Mapping[int, IndexMap], before: list[int], after: list[int]
+) -> IndexMap:
+    """Returns how the positions of one axis move when the nodes of some atoms do."""
+    removed = [np.empty(0, dtype=np.int64)]
+    inserted = [np.empty(0, dtype=np.int64)]
+    for atom in atoms_of(expression):
+        index = moved.get(atom)
+        if index is None:
+            continue
+        if len(index.removed):
+            at = positions(expression, atom, before)
+            removed.append(at[index.removed.numpy()].reshape(-1))
+        if len(index.inserted):
+            at = positions(expression, atom, after)
+            inserted.append(at[index.inserted.numpy()].reshape(-1))
+    return IndexMap(
+        size_of(expression, before),
+        size_of(expression, after),
+        torch.from_numpy(np.unique(np.concatenate(removed)).astype(np.int32)),
+        torch.from_numpy(np.unique(np.concatenate(inserted)).astype(np.int32)),
+    )
+
+
+def _named_grids(model: nn.Module) -> dict[str, Grid]:
+    """Returns every Parameter and every buffer with an axis, each under its first name."""
+    found: dict[str, Grid] = {}
+    seen: set[int] = set()
+    # Parameters first, as `named_parameters` and `named_buffers` would list them.
+    for kind in ("_parameters", "_buffers"):
+        for path, module in model.named_modules():
+            for name, tensor in getattr(module, kind).items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                if tensor.dim() or kind == "_parameters":
+                    found[f"{path}.{name}" if path else name] = Grid(module, name)
+    return found
+
+
+def _spaces_of(typed: Typed) -> list[Space]:
+    """Returns the atoms that are sets of nodes, in the order of the tensors that have them."""
+    members: dict[int, dict[tuple[str, int], Expression]] = {}
+    for name, axes in typed.axes.items():
+        for dim, axis in enumerate(axes):
+            for atom in atoms_of(axis):
+                members.setdefault(atom, {})[name, dim] = axis
+    spaces: list[Space] = []
+    taken: dict[str, int] = {}
+    next_uid = 0
+    for atom, found in members.items():
+        record = typed.atoms[atom]
+        writers = tuple(dict.fromkeys(name for name, _ in typed.writers.get(atom, ())))
+        readers = tuple(dict.fromkeys(name for name, _ in typed.readers.get(atom, ())))
+        is_shared = len(found) > 1 or bool(writers) or bool(readers)
+        if record.size < 2 or not is_shared:
+            continue
+        first = writers[0] if writers else next(iter(found))[0]
+        name = first.rpartition(".")[0] or first
+        if readers and not writers:
+            name = f"{name}:in"
+        taken[name] = taken.get(name, 0) + 1
+        if taken[name] > 1:
+            name = f"{name}#{taken[name]}"
+        uids = torch.arange(next_uid, next_uid + record.size, device="cpu")
+        next_uid += record.size
+        spaces.append(Space(uids, atom, name, record, found, writers, readers))
+    return spaces
+
+
+def adopt(
+    model: nn.Module,
+    *inputs: Any,
+    examples: Iterable[Example] = (),
+    optimizer: Optimizer | None = None,
+    **keywords: Any,
+) -> Adopted:
+    """Returns a model as one editable graph of spaces; the model itself is not changed.
+
+    A space is a set of nodes that tensors share: the channels between two convolutions, the stream
+    of a residual network, the heads of an attention. `adopt` runs a twin of the model on tensors
+    without contents, in training and in evaluation mode, and follows every axis of every tensor
+    through all operations. What it does not understand is pinned, with the line of the model's
+    code: it stays as it is.
+
+    An edit adds or removes nodes of spaces in all of their tensors at once, and numbers such as
+    `num_heads` follow. Parameters stay the same objects. Keep the returned graph for as long as the
+    model is edited; `gn.adopted(model)` finds it again.
+
+    Args:
+        model: any model whose forward pass runs on the inputs.
+        *inputs: what the model is called with; a small batch will do.
+        examples: further calls of the model, for paths that the first does not take.
+        optimizer: an optimizer of the model, which then follows every edit; see `gn.attach`.
+        **keywords: what the model is called with, by name.
+
+    Raises:
+        EditError: the model contains nets, or its Parameters cannot be edited.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 4, 3))
+        >>> net = gn.adopt(model, torch.randn(2, 3, 9, 9))
+        >>> with net.edit(reason="thinner") as edit:
+        ...     edit.remove_nodes(net.space("0").weakest(count=3))
+        >>> model[2].weight.shape
+        torch.Size([4, 5, 3, 3])
+        >>> commit = net.undo()
+        >>> model[2].weight.shape
+        torch.Size([4, 8, 3, 3])
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, Graph):
+            where = f"at {path!r}" if path else "itself"
+            raise EditError(
+                f"the model is a net or contains one ({where}), which has its own edits"
+            )
+    calls = [Example(inputs, keywords), *examples]
+    typed = _with_other_paths(model, discover(model, calls))
+    net = Adopted(model, typed, Gates(typed, calls))
+    require_editable(net)
+    _adopted[id(model)] = net
+    if optimizer is not None:
+        attach(optimizer, net)
+    return net
+
+
+def _with_other_paths(model: nn.Module, typed: Typed) -> Typed:
+    """Pins what Parameters of another path may share, where the model chooses a path by values.
+
+    No operation tells which axes these Parameters share, so all of their size are pinned.
+    """
+    if not typed.needs_contents:
+        return typed
+    parameters = dict(model.named_parameters())
+    sizes: dict[int, str] = {}
+    for name in typed.unread:
+        if name in parameters:
+            sizes |= dict.fromkeys(parameters[name].shape, name)
+    atoms = list(typed.atoms)
+    for number, atom in enumerate(atoms):
+        if atom.size in sizes and not atom.pins:
+            why = f"the model looks at values, and {sizes[atom.size]} was not read in the example"
+            atoms[number] = replace(atom, pins=(why,))
+    return replace(typed, atoms=tuple(atoms))
+
+
+def adopted(model: nn.Module) -> Adopted:
+    """Returns the graph of an adopted model; raises KeyError if it was not adopted."""
+    net = find_adopted(model)
+    if net is None:
+        raise KeyError(
+            "this model was not adopted, or its graph is gone; keep what gn.adopt returns"
+        )
+    return net
+
+
+def find_adopted(model: nn.Module) -> Adopted | None:
+    """Returns the graph of an adopted model, compiled or not, or a graph itself; None for any
+    other model.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, Adopted):
+        return model
+    net = _adopted.get(id(model))
+    return net if net is not None and net.model is model else None

@@ -1,0 +1,142 @@
+"""Space: a set of nodes that tensors of a model share, such as the channels between two layers."""
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal, cast
+
+import torch
+from torch import Tensor
+
+from grapnet.core._index_map import require_ranks
+from grapnet.core._layer import Layer
+from grapnet.core._sets import NodeSet
+
+from ._axes import Expression, positions
+from ._discovery import AtomRecord
+
+if TYPE_CHECKING:
+    from ._adopted import Adopted
+
+Verdict = Literal["exact", "normalised", "differs", "unproved", "pinned"]
+
+
+class Space(Layer):
+    """The nodes of one space, in order; a live NodeSet of all of them.
+
+    Attributes:
+        name: the module that writes it; `net.space(name)` returns it.
+        pins: why its nodes cannot be added or removed; empty if they can.
+        writers: names of the tensors that compute its nodes.
+        readers: names of the tensors that sum over its nodes.
+        riders: names of the other tensors with one entry, or several, per node: biases, norms,
+            running statistics.
+    """
+
+    def __init__(
+        self,
+        uids: Tensor,
+        atom: int,
+        name: str,
+        record: AtomRecord,
+        members: Mapping[tuple[str, int], Expression],
+        writers: tuple[str, ...],
+        readers: tuple[str, ...],
+    ) -> None:
+        super().__init__(uids, None, "identity")
+        self.name = name
+        self.pins = record.pins
+        self.writers = writers
+        self.readers = readers
+        self.riders = tuple(
+            dict.fromkeys(n for n, _ in members if n not in writers and n not in readers)
+        )
+        self._atom = atom
+        self._marks = record.marks
+        self._members = dict(members)  # by tensor and dimension
+        self._proof: Verdict = "unproved"
+
+    @property
+    def verdict(self) -> Verdict:
+        """What removing nodes does to the function of the model.
+
+        - "exact": the same as setting the weights of all readers of the nodes to 0; of all writers
+          where activations alone read them.
+        - "normalised": a norm or a mean is taken over the nodes, so that those which stay change.
+        - "differs": the size of the space is also a number in the formula, as in a scale.
+        - "unproved": "exact" by its type; the first edit compares values.
+        - "pinned": nodes cannot be added or removed; see `pins`.
+        """
+        if self.pins:
+            return "pinned"
+        if any(mark.startswith("normalised") for mark in self._marks):
+            return "normalised"
+        return self._proof
+
+    def prove(self) -> Verdict:
+        """Returns the verdict, and compares values first if no edit has done so yet."""
+        cast("Adopted", self.graph).prove([self])
+        return self.verdict
+
+    def places(self) -> dict[tuple[str, int], Tensor]:
+        """Returns where the nodes are: for every tensor and dimension that has them, the positions
+        on that axis, [nodes, k] int64.
+        """
+        net = cast("Adopted", self.graph)
+        sizes = net._atom_sizes()
+        found = {}
+        for place, axis in self._members.items():
+            found[place] = torch.from_numpy(positions(axis, self._atom, sizes))
+        return found
+
+    def norms(self) -> Tensor:
+        """Returns the norm of all weights of each node, in writers, readers and riders together,
+        [n] on the CPU.
+        """
+        net = cast("Adopted", self.graph)
+        total = torch.zeros(len(self), dtype=torch.float64)
+        grids = net._grids()
+        for (name, dim), at in self.places().items():
+            grid = grids[name]
+            if not grid.is_parameter:
+                continue
+            squares = grid.parameter.detach().double().square()
+            others = [d for d in range(squares.dim()) if d != dim]
+            by_position = squares.sum(others) if others else squares
+            total += by_position.cpu()[at].sum(1)
+        return total.sqrt()
+
+    def weakest(
+        self,
+        *,
+        count: int | None = None,
+        fraction: float | None = None,
+        multiple: int = 1,
+        key: Tensor | None = None,
+    ) -> NodeSet:
+        """Returns the nodes with the smallest key (`norms` by default); ties keep their order.
+
+        Args:
+            count: how many.
+            fraction: which share of the nodes.
+            multiple: round so that a multiple of this many nodes stays; never more nodes than asked
+                for are returned.
+            key: one number per node.
+        """
+        if (count is None) == (fraction is None):
+            raise ValueError("pass either count= or fraction=")
+        if fraction is not None:
+            if not 0 <= fraction <= 1:
+                raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
+            count = round(fraction * len(self))
+        assert count is not None
+        stay = math.ceil((len(self) - count) / multiple) * multiple
+        count = max(0, len(self) - stay)
+        key = self.norms() if key is None else key.detach().cpu().reshape(-1)
+        if len(key) != len(self):
+            raise ValueError(f"key has {len(key)} entries for {len(self)} nodes")
+        require_ranks(key)
+        chosen = key.argsort(stable=True)[:count].sort().values
+        return self[chosen]
+
+    def __repr__(self) -> str:
+        return f"Space({self.name!r}, {len(self)} nodes, {self.verdict})"

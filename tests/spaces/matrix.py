@@ -1,0 +1,199 @@
+"""The matrix: every kind of edit on every space of a model, compared with plain torch.
+
+`tests/spaces/test_edits.py` runs it over the small models, `python -m tests.soak --spaces` over all
+of them and in full.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+import grapnet as gn
+from grapnet.spaces import Space
+from tests.spaces import huggingface, oracle, zoo
+from tests.spaces.subjects import (
+    Subject,
+    classes_of,
+    cuts_of,
+    differing_tensors,
+    every_third,
+    hand_sliced,
+    is_contracted,
+    loss_of,
+    remove,
+    same_bits,
+    step,
+    zeros_of,
+)
+from tests.spaces.zoo import Case
+
+CASES: dict[str, Callable[[], Case]] = dict(zoo.MODELS)
+CASES |= {f"hf_{name}": build for name, build in huggingface.FAMILIES.items()}
+
+
+class Outcome(NamedTuple):
+    """What became of an edit."""
+
+    space: str
+    verdict: str  # of the space, or "refused"
+    effect: float  # on the outputs for a removal, on gradients for new nodes; NaN if not defined
+
+
+def spread(spaces: list[Space], most: int | None) -> list[Space]:
+    """Returns at most so many spaces, evenly from the first to the last; None: all of them."""
+    if most is None or len(spaces) <= most:
+        return spaces
+    return [spaces[round(n * (len(spaces) - 1) / (most - 1))] for n in range(most)]
+
+
+def removals(subject: Subject, most: int | None = None, train: int | None = None) -> list[Outcome]:
+    """Removes a third of the nodes of each space and compares everything that must follow.
+
+    Args:
+        subject: The model.
+        most: At most so many spaces; all by default.
+        train: So many spaces are also trained after the removal; all by default.
+    """
+    outcomes = []
+    for number, space in enumerate(spread(subject.free, most)):
+        trains = train is None or number < train
+        outcomes.append(_removal(subject, space, trains))
+    return outcomes
+
+
+def _removal(subject: Subject, space: Space, trains: bool) -> Outcome:
+    """Removes, undoes and redoes, perhaps trains, and undoes."""
+    model = subject.model
+    net = subject.net
+    rows = every_third(space)
+    cuts = cuts_of({space: rows})
+    zeros = zeros_of(space, rows)
+    whole = oracle.copy_of(model)
+    silent = oracle.outputs_of(oracle.silenced(model, zeros), subject.case)
+    effect = float("nan")
+    if zeros:
+        effect = oracle.largest_difference(silent, subject.outputs())
+    states = oracle.sliced_adam_state(model, subject.optimizer, cuts)
+    keys = list(model.state_dict())
+    classes = classes_of(model)
+    before = subject.snapshot()
+    loss = loss_of(model, subject.case)
+    try:
+        remove(subject, {space: rows})
+    except gn.EditError:
+        assert oracle.same(before, subject.snapshot()) == [], space.name
+        loss.backward()
+        model.zero_grad()
+        return Outcome(space.name, "refused", effect)
+
+    after = subject.snapshot()
+    label = f"{space.name}: {space.verdict}"
+    outputs = subject.outputs()
+    smaller, twin = hand_sliced(subject, whole, cuts, states)
+    assert differing_tensors(model, smaller) == [], label
+    assert oracle.adam_differences(model, subject.optimizer, states) == [], label
+    assert oracle.largest_difference(outputs, oracle.outputs_of(smaller, subject.case)) == 0, label
+    assert space.verdict in ("exact", "normalised", "differs"), label
+    if space.verdict == "exact":
+        assert oracle.largest_difference(outputs, silent) < 1e-10, label
+    identities = [key for key in before if key.startswith("identity")]
+    assert [key for key in identities if before[key] != after[key]] == [], label
+    assert list(model.state_dict()) == keys, label
+    assert classes_of(model) == classes, label
+    assert is_refused(loss), label
+    model.zero_grad()
+
+    net.undo()
+    assert oracle.same(before, subject.snapshot()) == [], label
+    if trains:
+        net.redo()
+        assert oracle.same(after, subject.snapshot()) == [], label
+        subject.step()
+        step(smaller, twin, subject.case)
+        assert differing_tensors(model, smaller) == [], f"{label}: a step of training"
+        net.undo()
+        subject.step()
+    return Outcome(space.name, space.verdict, effect)
+
+
+def is_refused(loss: torch.Tensor) -> bool:
+    """Returns whether a backward pass raises.
+
+    As a rule that is a StaleTopologyError; see
+    `test_an_old_loss_names_the_edit_whatever_the_last_operation_is`.
+    """
+    try:
+        loss.backward()
+    except RuntimeError:
+        return True
+    return False
+
+
+def additions(subject: Subject, most: int | None = None) -> list[Outcome]:
+    """Adds two nodes to each space and compares everything that must follow; see `removals`."""
+    outcomes = []
+    for space in spread(subject.free, most):
+        before = subject.snapshot()
+        outcomes.append(_addition(subject, space))
+        assert oracle.same(before, subject.snapshot()) == [], space.name
+    return outcomes
+
+
+def _addition(subject: Subject, space: Space) -> Outcome:
+    """Adds nodes, and undoes."""
+    model = subject.model
+    whole = oracle.copy_of(model)
+    outputs = subject.outputs()
+    places = space.places()
+    size = len(space)
+    # Growth alone compares no values.
+    space.prove()
+    states = oracle.sliced_adam_state(model, subject.optimizer, {})
+    loss = loss_of(model, subject.case)
+    try:
+        with subject.net.edit(reason="add", generator=torch.Generator().manual_seed(1)) as edit:
+            edit.add_nodes(space, 2)
+    except gn.EditError:
+        return Outcome(space.name, "refused", float("nan"))
+
+    label = f"{space.name}: {space.verdict}"
+    assert len(space) == size + 2, label
+    tensors = oracle.tensors_of(model)
+    for (name, dim), at in places.items():
+        old = oracle.tensors_of(whole)[name].shape[dim]
+        assert tensors[name].shape[dim] == old + 2 * at.shape[1], f"{label}: {name}"
+    # See `test_new_nodes_that_only_activations_read_are_silent`.
+    if space.verdict == "exact" and not is_contracted(space):
+        assert oracle.largest_difference(subject.outputs(), outputs) < 1e-12, label
+    # Without the new positions the grown model is the one from before, and its optimizer as well.
+    cuts = cuts_of({space: [size, size + 1]})
+    assert differing_tensors(oracle.sliced(model, cuts), whole) == [], label
+    grown = oracle.sliced_adam_state(model, subject.optimizer, cuts)
+    for parameter, entries in states.items():
+        for key, value in entries.items():
+            assert same_bits(grown[parameter][key], value), f"{label}: {key} of {parameter}"
+    assert is_refused(loss), label
+    model.zero_grad()
+    effect = _newborn_gradient(subject, space, cuts, label)
+    subject.net.undo()
+    return Outcome(space.name, space.verdict, effect)
+
+
+def _newborn_gradient(subject: Subject, space: Space, cuts: oracle.Cuts, label: str) -> float:
+    """Requires new entries to be finite; returns the largest gradient of weights that read them."""
+    model = copy.deepcopy(subject.model)
+    loss_of(model, subject.case).backward()
+    readers = zeros_of(space, range(len(space) - 2, len(space)))
+    largest = float("nan")
+    for (name, dim), at in cuts.items():
+        tensor = oracle.tensors_of(model)[name]
+        new = tensor.detach().index_select(dim, torch.tensor(at))
+        if new.is_floating_point():
+            assert bool(new.isfinite().all()), f"{label}: {name}"
+        if (name, dim) in readers and tensor.grad is not None:
+            assert bool(tensor.grad.isfinite().all()), f"{label}: {name}"
+            found = tensor.grad.index_select(dim, torch.tensor(at)).abs().max().item()
+            largest = max(found, 0.0 if largest != largest else largest)
+    return largest
