@@ -14,8 +14,11 @@ from torch.optim import Optimizer
 from grapnet._network import GrapNet
 from grapnet.convert._origin import COMPILED
 from grapnet.core._errors import CheckpointError
+from grapnet.core._graph import Graph
+from grapnet.spaces._adopted import find_adopted
 
 from . import _file
+from ._adopted import describe_adopted, put_adopted
 from ._codec import Fields, decode, entry
 from ._extras import (
     Extra,
@@ -80,6 +83,7 @@ class Archive:
         self._document = document
         self._tensors = tensors
         self._fields = Fields(tensors)
+        self._is_adopted = "adopted" in document
         self._places = [names[0] for names in read_places(document)]
         self._extras: dict[str, Extra] = {}
         for name, part in entry(document, "extras", dict, "").items():
@@ -106,12 +110,17 @@ class Archive:
 
     @property
     def is_model(self) -> bool:
-        """True for a model with nets inside, False for a single net."""
-        return "nets" in self._document
+        """True for a model, with nets inside or adopted; False for a single net."""
+        return self._is_adopted or "nets" in self._document
 
     @property
     def nets(self) -> dict[str, GrapNet]:
-        """The nets by their names in the model; "" for a single net."""
+        """The nets by their names in the model; "" for a single net.
+
+        Raises:
+            CheckpointError: the file holds an adopted model, which is restored into a model.
+        """
+        self._require_nets()
         if self._nets is None:
             nets = self._rebuilt()
             for place, net in nets.items():
@@ -151,7 +160,10 @@ class Archive:
 
     @property
     def rest(self) -> dict[str, Any]:
-        """The state dict of the model without its nets; empty for a single net."""
+        """The state dict of the model without its nets; empty for a single net.
+
+        That of an adopted model has all of its buffers, also those that state dicts omit.
+        """
         if not self.is_model:
             return {}
         state = entry(self._document, "state", dict, "")
@@ -271,6 +283,14 @@ class Archive:
         document, tensors, _ = self._content(None, None, [], [])
         return _file.to_bytes(document, tensors)
 
+    def _require_nets(self) -> None:
+        """Raises CheckpointError for the file of an adopted model."""
+        if self._is_adopted:
+            raise CheckpointError(
+                "adopted: this file holds a whole model, which has no nets. Create the model as it"
+                " was before it was adopted, then gn.restore(path, into=model)"
+            )
+
     def _data(self) -> dict[str, Any]:
         return {n: extra.content for n, extra in self._extras.items() if extra.kind == "data"}
 
@@ -353,16 +373,21 @@ class Archive:
         self, into: nn.Module | None, objects: Mapping[str, Any], extras: Mapping[str, Extra]
     ) -> None:
         """Loads the nets into a model and the states in `extras` into objects, all or none."""
-        if into is not None:
-            self._require_model(into, objects)
-        targets = []
-        for name, target in objects.items():
-            require_fit(name, target, extras[name])
-            targets.append(Target(where(name), target, extras[name].content))
+
+        def targets() -> list[Target]:
+            found = []
+            for name, target in objects.items():
+                require_fit(name, target, extras[name])
+                found.append(Target(where(name), target, extras[name].content))
+            return found
+
         if into is None:
-            restore_all(targets)
+            restore_all(targets())
+        elif self._is_adopted:
+            put_adopted(into, self._document, self._fields, targets)
         else:
-            put_into(into, self._document, self._fields, targets)
+            self._require_model(into, objects)
+            put_into(into, self._document, self._fields, targets())
         for name, target in objects.items():
             if isinstance(target, Optimizer):
                 restore_slots(target, extras[name], self._places)
@@ -389,7 +414,7 @@ class Archive:
                 )
 
     def _journals(self) -> list[dict[str, Any]]:
-        parts = self._document["nets"] if self.is_model else [self._document]
+        parts = self._document.get("nets", [self._document])
         return [entry(part, "journal", dict, "") for part in parts]
 
 
@@ -402,17 +427,19 @@ def save(
     history: Kept = "outline",
     **extras: Any,
 ) -> None:
-    """Writes a net, or a model with nets inside, and any extras to one file, atomically.
+    """Writes a net, a model with nets inside or an adopted model, and any extras, to one file,
+    atomically.
 
     The file holds the graph, journal, backends and `requires_grad` flags of every net; of a model
-    also the names of its nets, what `gn.ungraft` needs, and the state dict of everything else. A
-    killed save leaves the earlier file unchanged, and a folder `.grapnet.….partial` that the next
-    save removes.
+    also the names of its nets, what `gn.ungraft` needs, and the state dict of everything else. Of
+    an adopted model it holds every Parameter and buffer, the axes of each, the spaces with their
+    nodes, the journal, and the numbers of modules that edits have changed. A killed save leaves the
+    earlier file unchanged, and a folder `.grapnet.….partial` that the next save removes.
 
     Args:
         path: the file; its folder must exist. A link is followed.
         model: a GrapNet, compiled or not, which `gn.load` returns; or any module with nets inside,
-            for `gn.restore(path, into=model)`.
+            or an adopted model or its graph, for `gn.restore(path, into=model)`.
         undo: also keep the cut weights that undo and redo need, with their optimizer state. By
             default the file holds nothing that was cut.
         history: "outline" keeps version, time, author, reason and counts of every commit; "full"
@@ -423,8 +450,8 @@ def save(
 
     Raises:
         CheckpointError: an extra is not data, a trial is in effect, a part of a net is also used
-            elsewhere in the model, or a net has additional modules, buffers or its own `forward`;
-            nothing is written.
+            elsewhere in the model, a net has additional modules, buffers or its own `forward`, or
+            the tensors of an adopted model were changed outside of edits; nothing is written.
         OptimizerError: an optimizer has not followed an edit; nothing is written.
         OSError: the file cannot be written; an earlier one is as it was.
     """
@@ -464,6 +491,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
             the field.
     """
     archive = open(path)
+    archive._require_nets()
     if archive.is_model:
         raise CheckpointError(
             "nets: this file holds a model with nets inside, not one net. Create a model like it,"
@@ -492,9 +520,19 @@ def restore(
         optimizer = torch.optim.Adam(model.parameters())
         gn.restore(path, optimizer=optimizer)
 
+    An adopted model is restored into a model of its size at adoption, or of the saved size, with or
+    without a graph. Parameters stay the same objects and take the saved shapes; numbers of modules
+    such as `num_heads` follow. So an optimizer may exist already and be restored in the same call;
+    one with older state that is not raises OptimizerError at its next step. A graph, of any version
+    or fresh from `gn.adopt`, also gets the saved nodes, version and journal, and with a file saved
+    by `undo=True` continues to undo:
+
+        net = gn.adopt(model, images, optimizer=optimizer)
+        gn.restore(path, into=net, optimizer=optimizer)
+
     Args:
         path: the file.
-        into: a model created like the saved one.
+        into: a model created like the saved one, or the graph of an adopted model.
         objects: objects with `load_state_dict()`, or `torch.Generator`s, of the saved class, under
             the names they were saved by.
 
@@ -504,8 +542,9 @@ def restore(
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError: a name was not saved, an object is of another class, has Parameters of
-            other shapes or refuses its state, or a net to be replaced has hooks or additions or is
-            wrapped by `torch.compile(net)`; nothing changes.
+            other shapes or refuses its state, a net to be replaced has hooks or additions or is
+            wrapped by `torch.compile(net)`, or a model differs from the saved one in its tensors,
+            axes or sizes; nothing changes.
     """
     archive = open(path)
     with torch.inference_mode(False):
@@ -522,16 +561,20 @@ def _pack(
     if isinstance(held, GrapNet):  # torch.compile(net) is saved as the net
         model = held
     nets = find_nets(model) if isinstance(model, nn.Module) else {}
-    if not nets:
+    whole = find_adopted(model) if isinstance(model, nn.Module) else None
+    if not nets and whole is None:
         raise TypeError(
-            "gn.save(path, model) saves a GrapNet or a model with nets inside; this"
-            f" {type(model).__name__} has none"
+            "gn.save(path, model) saves a GrapNet, a model with nets inside or an adopted model;"
+            f" this {type(model).__name__} is none of them"
         )
-    places = {names[0]: net for net, names in nets.items()}
+    places: dict[str, Graph] = {names[0]: net for net, names in nets.items()}
     tensors: dict[str, Tensor] = {}
     document: dict[str, Any] = {"format": _file.FORMAT}
     with torch.no_grad():
-        if isinstance(model, GrapNet):
+        if whole is not None:
+            places[""] = whole
+            document |= describe_adopted(whole, tensors, undo=undo, history=history)
+        elif isinstance(model, GrapNet):
             refuse_additions(model, "this net")
             document |= describe_net(model, tensors, undo=undo, history=history)
         else:

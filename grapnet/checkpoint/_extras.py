@@ -27,7 +27,7 @@ from grapnet.following._optimizers import (
     slot_owners,
     undo_slots,
 )
-from grapnet.following._state import OF_TORCH, mark_followed, refuse_stale_state
+from grapnet.following._state import OF_TORCH, mark_followed, record_of, refuse_stale_state
 
 from ._codec import Fields, decode, encode, entry
 
@@ -274,7 +274,7 @@ def _remembered(target: Any) -> GoBack:
     """Returns a function that restores the current state."""
     if isinstance(target, Optimizer):  # loading puts other dicts in place and leaves these alone
         present = {"state": target.state, "param_groups": target.param_groups}
-        return lambda: vars(target).update(present)
+        return partial(_give_back, target, present, dict(record_of(target).layouts))
     if isinstance(target, nn.Module) and not any(
         isinstance(part, Graph) for part in target.modules()
     ):
@@ -292,6 +292,14 @@ def _remembered(target: Any) -> GoBack:
             delattr(target, name)
 
     return go_back
+
+
+def _give_back(optimizer: Optimizer, present: dict[str, Any], layouts: dict[int, object]) -> None:
+    """Gives an optimizer its state back, and the notes of which coordinates the state is of."""
+    vars(optimizer).update(present)
+    record = record_of(optimizer)
+    record.layouts = layouts
+    record.compared = (-1, -1)
 
 
 def _kind(value: Any) -> str:

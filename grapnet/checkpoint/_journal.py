@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet._network import GrapNet
 from grapnet.core._change import (
+    AttributeChange,
     Change,
+    GridChange,
     Labels,
     LayerChange,
     NodeRecord,
@@ -21,7 +22,8 @@ from grapnet.core._change import (
 )
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
-from grapnet.core._index_map import IndexMap, contains
+from grapnet.core._graph import Graph
+from grapnet.core._index_map import GridMap, IndexMap, contains
 from grapnet.core._journal import Commit, Journal, Outlines
 
 from ._codec import LARGEST, Decoder, Encoder, Fields, Pool, PoolReader, entry, number
@@ -39,6 +41,9 @@ _RECORDS = (
     Pairs,
     Relabel,
     Labels,
+    GridChange,
+    GridMap,
+    AttributeChange,
 )
 _POOL = "journal.pool."
 
@@ -89,15 +94,25 @@ def describe_journal(
     }
 
 
-def rebuild_journal(document: Any, fields: Fields, net: GrapNet) -> Journal:
-    """Returns the journal of `net`; raises CheckpointError, with the field, if it is invalid."""
+def rebuild_journal(
+    document: Any, fields: Fields, graph: Graph, version: int, next_uid: int
+) -> Journal:
+    """Returns the journal of a file; raises CheckpointError, with the field, if it is invalid.
+
+    Args:
+        document: the part of the file.
+        fields: the tensors of the file.
+        graph: the graph that the journal is of, at any version.
+        version: the version of the graph in the file.
+        next_uid: the uid of the next node that an edit adds there.
+    """
     entry(document, "undo", bool, "journal.")
     if entry(document, "history", str, "journal.") not in ("outline", "full"):
         raise CheckpointError('journal.history: expected "outline" or "full"')
-    outlines = _outlines(fields, net.version)
+    outlines = _outlines(fields, version)
     details: dict[int, Commit] = {}
     if "journal.details" in fields.tensors:
-        details = _details(fields, outlines, net)
+        details = _details(fields, outlines, graph, next_uid)
     stacks = {}
     for name in ("undoable", "redoable"):
         stacks[name] = list(entry(document, name, list, "journal."))
@@ -126,7 +141,10 @@ def _without_gradients(change: Change) -> Change:
         t: replace(wires, weights=_vector_only(wires.weights, wires.index), wiring=None)
         for t, wires in change.transitions.items()
     }
-    return Change(layers, transitions)
+    tensors = {}
+    for name, grid in change.tensors.items():
+        tensors[name] = replace(grid, born_gradients=None, gone_gradients=None)
+    return Change(layers, transitions, tensors, change.attributes)
 
 
 def _vector_only(vector: VectorChange, index: IndexMap) -> VectorChange:
@@ -161,7 +179,7 @@ def _outlines(fields: Fields, version: int) -> Outlines:
     return outlines
 
 
-def _details(fields: Fields, outlines: Outlines, net: GrapNet) -> dict[int, Commit]:
+def _details(fields: Fields, outlines: Outlines, graph: Graph, next_uid: int) -> dict[int, Commit]:
     """Returns the commits with details, by position."""
     text = fields.vector("journal.details", torch.uint8).numpy().tobytes()
     try:
@@ -182,7 +200,7 @@ def _details(fields: Fields, outlines: Outlines, net: GrapNet) -> dict[int, Comm
         change, operations = part
         if type(operations) is not list or any(type(item) is not dict for item in operations):
             raise CheckpointError(f"{where}: expected a list of operations")
-        _check_change(change, net, where)
+        _check_change(change, graph, next_uid, where)
         try:
             outline = outlines.commit(place)
         except (ValueError, TypeError) as error:
@@ -193,16 +211,17 @@ def _details(fields: Fields, outlines: Outlines, net: GrapNet) -> dict[int, Comm
     return details
 
 
-def _check_change(change: Change, net: GrapNet, where: str) -> None:
-    """Raises CheckpointError if an index or a length inside a change is impossible in a net."""
+def _check_change(change: Change, graph: Graph, next_uid: int, where: str) -> None:
+    """Raises CheckpointError if an index or a length inside a change is impossible in a graph."""
     for n, layer in change.layers.items():
         at = f"{where}.layers[{n}]"
-        _require(0 <= n < len(net.layers), at, "the layer does not exist")
-        _check_layer(layer, net._next_uid, at)
-        _require((layer.biases is None) == (n == 0), at, "only the sensory layer has no biases")
+        _require(0 <= n < len(graph.layers), at, "the layer does not exist")
+        _check_layer(layer, next_uid, at)
+        is_sensory = graph.layers[n].is_sensory
+        _require((layer.biases is None) == is_sensory, at, "only sensory layers have no biases")
     for t, wires in change.transitions.items():
         at = f"{where}.transitions[{t}]"
-        _require(0 <= t < len(net.transitions), at, "the transition does not exist")
+        _require(0 <= t < len(graph.transitions), at, "the transition does not exist")
         _require(wires.wiring is None, at, "a journal keeps no wiring")
         _check_index(wires.index, at)
         _check_vector(wires.weights, wires.index, f"{at}.weights")
@@ -210,8 +229,52 @@ def _check_change(change: Change, net: GrapNet, where: str) -> None:
             (wires.born, wires.index.inserted),
             (wires.gone, wires.index.removed),
         ):
-            _numbers(pairs.parents, torch.int32, len(places), net._next_uid, at)
-            _numbers(pairs.children, torch.int32, len(places), net._next_uid, at)
+            _numbers(pairs.parents, torch.int32, len(places), next_uid, at)
+            _numbers(pairs.children, torch.int32, len(places), next_uid, at)
+    grids = graph._grids()
+    for name, grid in change.tensors.items():
+        at = f"{where}.tensors[{name!r}]"
+        _require(name in grids, at, "the tensor does not exist")
+        _check_grid(grid, grids[name].tensor, at)
+    for attribute in change.attributes:
+        at = f"{where}.attributes"
+        numbers = (attribute.before, attribute.after)
+        _require(all(map(is_number, numbers)), at, "expected whole numbers")
+        known = graph._attribute(attribute.module, attribute.name)
+        _require(is_number(known), at, "the attribute does not exist")
+
+
+def is_number(value: Any) -> bool:
+    """Returns whether a value is one that edits give to attributes: a whole number, or a tuple of
+    such.
+    """
+    if type(value) is tuple:
+        return all(type(item) is int for item in value)
+    return type(value) is int
+
+
+def _check_grid(grid: GridChange, tensor: Tensor, where: str) -> None:
+    index = grid.index
+    _require(len(index.shape) == tensor.dim(), where, f"expected {tensor.dim()} dimensions")
+    for size in index.shape:
+        _require(0 <= size <= LARGEST, where, "a size is negative or too large")
+    _require(list(index.axes) == sorted(index.axes), where, "the dimensions are not in order")
+    for dim, axis in index.axes.items():
+        _require(0 <= dim < tensor.dim(), where, "the dimension does not exist")
+        _check_index(axis, where)
+        _require(axis.old_size == index.shape[dim], where, "an axis has another size")
+    gradients = (grid.born_gradients, grid.gone_gradients)
+    _require(gradients == (None, None), where, "a journal keeps no gradients")
+    if grid.born_values is None or grid.gone_values is None:
+        both = grid.born_values is None and grid.gone_values is None
+        _require(both, where, "holds one half of its values")
+        return
+    for found, size in (
+        (grid.born_values, index.n_born),
+        (grid.gone_values, index.old_size - index.n_survivors),
+    ):
+        is_alike = found.is_floating_point() == tensor.is_floating_point()
+        _require(is_alike and found.shape == (size,), where, f"expected {size} values")
 
 
 def _check_layer(layer: LayerChange, n_uids: int, where: str) -> None:

@@ -1,7 +1,7 @@
 """Models with nets inside: the places of the nets, and the state of everything else."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,15 @@ def describe_model(
         parts.append({"places": names, "origin": describe_origin(net), **part})
     places = [name for names in nets.values() for name in names]
     held = Rest(model, places).state_dict(keep_vars=True)
+    state, ties = split_ties(held)
+    return {
+        "nets": parts,
+        "state": {"tree": encode(state, "state", tensors), "ties": ties},
+    }
+
+
+def split_ties(held: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns values under their first names, and which other names mean which of these."""
     state = {}
     ties = {}
     first = dict[int, str]()
@@ -67,10 +76,7 @@ def describe_model(
             state[name] = value
         else:
             ties[name] = same
-    return {
-        "nets": parts,
-        "state": {"tree": encode(state, "state", tensors), "ties": ties},
-    }
+    return state, ties
 
 
 def refuse_additions(net: GrapNet, where: str) -> None:
@@ -130,7 +136,7 @@ def put_into(
         with named(f"nets.{n}."):
             steps += _placements(model, names, net, part.get("origin"))
         nets[net] = names
-    state, ties = _read_state(entry(document, "state", dict, ""), fields)
+    state, ties = read_state(entry(document, "state", dict, ""), fields)
     for net in nets:
         warn_of_unmet_choices(net)
     leaving = dict(model.named_parameters())
@@ -217,11 +223,7 @@ class Rest:
 
 def _require_shape(where: str, value: Tensor, saved: Any) -> None:
     """Raises CheckpointError when a tensor of the model cannot take what was saved."""
-    if is_lazy(value) or value.is_meta or value.is_inference() or value.layout != torch.strided:
-        raise CheckpointError(
-            f"{where}: cannot be written in the model: it is lazy, on the meta device, sparse or"
-            " made under inference_mode"
-        )
+    require_writable(where, value)
     if not isinstance(saved, Tensor) or saved.shape != value.shape:
         found = list(saved.shape) if isinstance(saved, Tensor) else type(saved).__name__
         raise CheckpointError(
@@ -229,7 +231,16 @@ def _require_shape(where: str, value: Tensor, saved: Any) -> None:
         )
 
 
-def _read_state(part: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
+def require_writable(where: str, value: Tensor) -> None:
+    """Raises CheckpointError when a tensor of the model cannot be given other values."""
+    if is_lazy(value) or value.is_meta or value.is_inference() or value.layout != torch.strided:
+        raise CheckpointError(
+            f"{where}: cannot be written in the model: it is lazy, on the meta device, sparse or"
+            " made under inference_mode"
+        )
+
+
+def read_state(part: dict[str, Any], fields: Fields) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the state of a model by name, and which of its names were tied to which other."""
     state = decode(part.get("tree"), "state", fields)
     ties = entry(part, "ties", dict, "state.")

@@ -13,7 +13,7 @@ from grapnet.core._activation import is_activation
 from grapnet.core._check import check, check_wiring
 from grapnet.core._edit import LARGEST_UID
 from grapnet.core._errors import CheckpointError, InvariantError
-from grapnet.core._graph import Column
+from grapnet.core._graph import Column, Graph
 from grapnet.core._layer import Layer
 from grapnet.core._transition import Topology, Transition, full_topology
 from grapnet.execution._manager import AUTO, BACKENDS
@@ -34,8 +34,7 @@ def describe_net(
     """Adds the arrays of a net to `tensors` and returns the rest as JSON; with `undo`, also what
     undo needs.
     """
-    if net.version != (net.history[-1].version if net.history else 0):
-        raise CheckpointError("graph.version: a trial is in effect; save after its block")
+    require_no_trial(net)
     names: dict[int, str] = {}
     for name, parameter in net.named_parameters(remove_duplicate=False):
         if names.setdefault(id(parameter), name) != name:
@@ -49,13 +48,20 @@ def describe_net(
     }
 
 
+def require_no_trial(graph: Graph) -> None:
+    """Raises CheckpointError while a trial is in effect."""
+    if graph.version != (graph.history[-1].version if graph.history else 0):
+        raise CheckpointError("graph.version: a trial is in effect; save after its block")
+
+
 def rebuild_net(document: Any, fields: Fields) -> GrapNet:
     """Returns the net that `describe_net` described; raises CheckpointError, with the field, if it
     is invalid.
     """
     graph = entry(document, "graph", dict, "")
     net = rebuild_graph(graph, fields)
-    net.journal = rebuild_journal(entry(document, "journal", dict, ""), fields, net)
+    journal = entry(document, "journal", dict, "")
+    net.journal = rebuild_journal(journal, fields, net, net.version, net._next_uid)
     backends = entry(document, "execution", list, "")
     if len(backends) != len(net.transitions) or any(type(name) is not str for name in backends):
         raise CheckpointError("execution: expected the name of a backend for every transition")

@@ -5,6 +5,7 @@ any.
 import copy
 from dataclasses import replace
 from functools import partial
+from typing import overload
 
 from torch import nn
 
@@ -14,11 +15,14 @@ from grapnet.core._coordinates import Decision
 from grapnet.core._errors import ConversionError, PlanError
 from grapnet.core._layer import Layer
 from grapnet.execution._modules import MOST_CELLS, activation_module
-from grapnet.following._optimizers import detach
-from grapnet.following._state import mark_replaced
+from grapnet.following._optimizers import OptimizerFollower, detach
+from grapnet.following._state import drop_layouts, mark_replaced
+from grapnet.spaces import Adopted
+from grapnet.spaces._adopted import find_adopted
 
 from ._build import fill_linears
 from ._chain import Chain, Part, commutes, read_chain
+from ._config import sync_config
 from ._exchange import Optimizers, as_optimizers, prepare_exchange, prepare_farewell
 from ._matching import Where, matching_nets
 from ._origin import (
@@ -32,13 +36,23 @@ from ._origin import (
 )
 
 
+@overload
+def ungraft(model: Adopted) -> nn.Module: ...  # pyright: ignore[reportOverlappingOverload]
+@overload
 def ungraft(
     model: nn.Module,
     where: Where | None = None,
     optimizer: Optimizers = None,
     *,
     most_cells: int = MOST_CELLS,
-) -> dict[str, nn.Module]:
+) -> dict[str, nn.Module]: ...
+def ungraft(
+    model: nn.Module,
+    where: Where | None = None,
+    optimizer: Optimizers = None,
+    *,
+    most_cells: int = MOST_CELLS,
+) -> dict[str, nn.Module] | nn.Module:
     """Puts plain modules back in place of nets, with the weights and shapes that the nets have by
     then.
 
@@ -46,20 +60,29 @@ def ungraft(
     keys; any other becomes its `net.to_module()`. Where a relation is missing the matrix is zero,
     and trains again from there. Edits of a net that was taken out do not reach the model.
 
+    An adopted model is plain already. Its graph ends: further edits raise EditError, and optimizers
+    go on with the same Parameters. If it has a Hugging Face `config`, the numbers there are set to
+    the sizes that the layers have, so that `save_pretrained` and `from_pretrained` work.
+
     Args:
-        model: the model; to keep it, give a deep copy.
+        model: the model; to keep it, give a deep copy. Or an adopted model, or its graph.
         where: which nets, as for `graft`; all of them when left out.
         optimizer: one, or several, that go on with the plain Parameters; what was cut or frozen
             starts with clean state.
         most_cells: as for `net.to_module()`.
 
     Returns:
-        The plain modules by name, where the nets stood.
+        The plain modules by name, where the nets stood; of an adopted model, the model itself.
 
     Raises:
         ConversionError: no net matches, or the original modules cannot compute what a net computes;
             nothing was changed.
+        EditError: no config describes an adopted Hugging Face model, as where layers differ; the
+            message names them, and nothing was changed. The model runs and trains nevertheless.
     """
+    net = find_adopted(model)
+    if net is not None:
+        return _end_adoption(net)
     nets = matching_nets(model, where)
     optimizers = as_optimizers(optimizer)
     if "" in nets:
@@ -96,6 +119,22 @@ def ungraft(
     installs.append(partial(set_fast_paths, model))
     carry_out(installs, decision)
     return plain
+
+
+def _end_adoption(net: Adopted) -> nn.Module:
+    """Makes an adopted model one that knows nothing of its graph, and returns it."""
+    net._require_no_edit("ungraft")
+    sync_config(net)
+    for follower in net._followers._alive():
+        optimizer = None
+        if isinstance(follower, OptimizerFollower):
+            optimizer = follower.optimizer()
+        if optimizer is not None:
+            detach(optimizer, net)
+        net.unfollow(follower)
+    drop_layouts(net.parameters())
+    net._end()
+    return net.model
 
 
 def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[str, nn.Module]]:

@@ -1,0 +1,498 @@
+"""Adopted models in a file: spaces, axes and every tensor, to be restored into a model."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from grapnet.convert._origin import COMPILED
+from grapnet.core._change import Labels
+from grapnet.core._commit import carry_out, require_editable
+from grapnet.core._coordinates import Decision, Token, layout_of, refuse_old_backward
+from grapnet.core._edit import LARGEST_UID
+from grapnet.core._errors import CheckpointError
+from grapnet.core._grid import install_content
+from grapnet.core._index_map import laid_out_like
+from grapnet.core._layer import Roster
+from grapnet.following._optimizers import OptimizerFollower
+from grapnet.spaces import Adopted
+from grapnet.spaces._adopted import find_adopted
+from grapnet.spaces._axes import Atom, Expression, ProductOf, SumOf
+from grapnet.spaces._signature import Signature, signature_of
+
+from ._codec import LARGEST, Fields, decode, encode, entry, names, number
+from ._extras import GoBack, Target, go_back_all, restore_all
+from ._journal import Kept, describe_journal, is_number, rebuild_journal
+from ._model import EXTRA, read_state, require_writable, split_ties
+from ._net import require_no_trial
+
+_STALE = (
+    "this backward goes through a forward pass from before gn.restore has loaded the model. Run the"
+    " forward pass again"
+)
+# The signs of sums and products of axes.
+_KINDS: dict[str, type[SumOf] | type[ProductOf]] = {"+": SumOf, "*": ProductOf}
+
+
+class Number(NamedTuple):
+    """A number of a module that edits have changed, such as `num_heads`."""
+
+    module: str
+    name: str
+    first: Any  # at adoption
+    now: Any
+
+
+class SavedSpace(NamedTuple):
+    """The nodes of one space in a file."""
+
+    name: str
+    atom: int
+    uids: Tensor
+    owners: Labels
+
+
+def describe_adopted(
+    net: Adopted, tensors: dict[str, Tensor], *, undo: bool, history: Kept
+) -> dict[str, Any]:
+    """Adds the arrays of an adopted model to `tensors` and returns the rest as JSON.
+
+    Raises:
+        CheckpointError: a trial is in effect, or the model was changed outside of edits.
+    """
+    require_no_trial(net)
+    problem = net._difference()
+    if problem:
+        raise CheckpointError(f"adopted: {problem}; adopt the model again")
+    signature, atoms = signature_of(net._typed)
+    spaces = []
+    for n, space in enumerate(net.spaces):
+        owners = space._owner_names.compact()
+        tensors[f"spaces.{n}.uid"] = space.uid
+        tensors[f"spaces.{n}.owner"] = owners.codes
+        spaces.append(
+            {"name": space.name, "atom": atoms[space._atom], "owners": list(owners.names)}
+        )
+    numbers = []
+    for (path, name), first in net._first_numbers.items():
+        now = net._attribute(path, name)
+        if now != first:
+            numbers.append(tuple(Number(path, name, first, now)))
+    axes = {}
+    for name, expressions in signature.axes.items():
+        axes[name] = [_as_json(axis) for axis in expressions]
+    state, ties = split_ties(_held(net.model) | _ExtraStates(net.model).state_dict())
+    return {
+        "adopted": {
+            "version": net.version,
+            "next_uid": net._next_uid,
+            "atoms": list(signature.sizes),
+            "axes": axes,
+            "spaces": spaces,
+            "numbers": encode(numbers, "adopted.numbers", tensors),
+        },
+        "state": {"tree": encode(state, "state", tensors), "ties": ties},
+        "journal": describe_journal(net.journal, tensors, undo=undo, history=history),
+    }
+
+
+@dataclass(frozen=True, eq=False)
+class SavedModel:
+    """An adopted model in a file.
+
+    Attributes:
+        version: the version of its graph.
+        next_uid: the uid of the next node that an edit adds.
+        first: its axes, with their sizes at adoption.
+        now: the same with the saved sizes.
+        spaces: its spaces, in order.
+        numbers: the numbers of modules that edits have changed.
+        state: every Parameter and buffer by name, and the extra states of modules.
+        ties: names of tensors that are also called by another name of `state`.
+    """
+
+    version: int
+    next_uid: int
+    first: Signature
+    now: Signature
+    spaces: list[SavedSpace]
+    numbers: list[Number]
+    state: dict[str, Any]
+    ties: dict[str, str]
+
+    @classmethod
+    def read(cls, document: Any, fields: Fields) -> "SavedModel":
+        """Returns the model of a file; raises CheckpointError, with the field, if it is invalid."""
+        part = entry(document, "adopted", dict, "")
+        first = _read_signature(part)
+        next_uid = number(part, "next_uid", "adopted.", LARGEST_UID)
+        spaces = []
+        for n, described in enumerate(entry(part, "spaces", list, "adopted.")):
+            spaces.append(_read_space(n, described, fields, next_uid, len(first.sizes)))
+        all_uids = torch.cat([torch.empty(0, dtype=torch.int64), *(s.uids for s in spaces)])
+        if len(all_uids.unique()) < len(all_uids):
+            raise CheckpointError("adopted.spaces: two nodes have the same uid")
+        atoms = {space.atom: len(space.uids) for space in spaces}
+        if len(atoms) < len(spaces):
+            raise CheckpointError("adopted.spaces: two spaces have the same atom")
+        now = first.resized(atoms)
+        state, ties = read_state(entry(document, "state", dict, ""), fields)
+        for name in now.axes:
+            value = state.get(name)
+            if not isinstance(value, Tensor) or list(value.shape) != now.shape(name):
+                raise CheckpointError(f"state[{name!r}]: does not fit the spaces of the file")
+        version = number(part, "version", "adopted.")
+        numbers = _read_numbers(part, fields)
+        return cls(version, next_uid, first, now, spaces, numbers, state, ties)
+
+
+def put_adopted(
+    into: nn.Module, document: Any, fields: Fields, targets: Callable[[], Sequence[Target]]
+) -> None:
+    """Loads an adopted model of a file into a model, and states into other objects, all or none.
+
+    Args:
+        into: an adopted model, or a plain one of the size at adoption or of the saved size.
+        document: of the file.
+        fields: its tensors; the extras have been read.
+        targets: returns the objects and the states for them, when the Parameters have the saved
+            shapes.
+
+    Raises:
+        CheckpointError: something does not fit; nothing changes.
+    """
+    saved = SavedModel.read(document, fields)
+    net = find_adopted(into)
+    model = getattr(into, COMPILED, into) if net is None else net.model
+    if net is None:
+        place = _Place(model, saved, {})
+        place.require_sizes()
+    else:
+        _require_restorable(net)
+        place = _Place(model, saved, net._first_numbers)
+        place.require_signature(net)
+    installs = place.prepare_tensors()
+    installs += place.prepare_numbers()
+    undo = [_remembered_tensors(place.tensors.values()), place.remembered_numbers()]
+    if net is not None:
+        installs += _prepare_graph(net, saved, place, document, fields)
+        undo.append(_remembered_graph(net))
+    extra_states = _ExtraStates(model)
+    decision = Decision()
+    for tensor in place.tensors.values():
+        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
+            refuse_old_backward(tensor, _STALE, decision)
+    try:
+        for install in installs:
+            install()
+        modules = list(extra_states.owners.values())
+        extras = Target("state", extra_states, place.extras, modules)
+        restore_all([extras, *targets()], undo)
+        carry_out(_forget_slots(net), decision)
+    except BaseException:
+        if not decision.made:
+            go_back_all(undo)
+        raise
+
+
+class _Place:
+    """A model that a file is to be loaded into.
+
+    Attributes:
+        tensors: every Parameter and buffer of the model, each under its first name.
+        extras: the saved extra states.
+    """
+
+    def __init__(
+        self, model: nn.Module, saved: SavedModel, first_numbers: Mapping[tuple[str, str], Any]
+    ) -> None:
+        self._model = model
+        self._saved = saved
+        self._first_numbers = first_numbers
+        held, ties = split_ties(_held(model))
+        self.tensors: dict[str, Tensor] = held
+        self.extras = {}
+        for name, value in saved.state.items():
+            if name.rpartition(".")[2] == EXTRA:
+                self.extras[name] = value
+        here = {*held, *ties, *_ExtraStates(model).state_dict()}
+        for name in sorted(here ^ saved.state.keys()):
+            owner = "model" if name in here else "file"
+            raise CheckpointError(
+                f"state[{name!r}]: only the {owner} has it; make the model as the saved one was"
+                " made"
+            )
+        for name in sorted(ties.keys() | saved.ties.keys()):
+            if ties.get(name) != saved.ties.get(name):
+                raise CheckpointError(f"state[{name!r}]: is tied in one of model and file only")
+        # Whether the model was made in the saved sizes, not in those at adoption.
+        self.is_small = False
+
+    def require_sizes(self) -> None:
+        """Raises CheckpointError unless the model has the sizes at adoption, or the saved ones."""
+        self.is_small = self._misfit(self._saved.now, "now") == ""
+        problem = self._misfit(self._saved.first, "first")
+        if problem and not self.is_small:
+            raise CheckpointError(problem)
+
+    def require_signature(self, net: Adopted) -> None:
+        """Raises CheckpointError unless the axes of an adopted model are those of the file, with
+        the sizes at adoption or the saved ones.
+        """
+        saved = self._saved
+        mine, atoms = signature_of(net._typed)
+        self.is_small = not mine.difference(saved.now)
+        other = mine.difference(saved.first)
+        if other and not self.is_small:
+            raise CheckpointError(
+                f"adopted.axes[{other!r}]: are {saved.first.shape(other)} in the file, and"
+                f" {mine.shape(other)} in the adopted model, or other spaces share them"
+            )
+        found = {atoms[space._atom]: space for space in net.spaces}
+        if list(found) != [space.atom for space in saved.spaces]:
+            raise CheckpointError("adopted.spaces: the adopted model has others")
+        for kept in saved.spaces:
+            space = found[kept.atom]
+            if space.pins and len(space) != len(kept.uids):
+                raise CheckpointError(
+                    f"adopted.spaces: {space.name} has {len(kept.uids)} nodes in the file and is"
+                    f" pinned in the model ({space.pins[0]})"
+                )
+        which = "now" if self.is_small else "first"
+        problem = self._other_number(which)
+        if problem:
+            raise CheckpointError(problem)
+
+    def prepare_tensors(self) -> list[Callable[[], None]]:
+        """Returns the assignments of all tensors; raises CheckpointError where one cannot take its
+        content.
+        """
+        installs = []
+        for name, tensor in self.tensors.items():
+            where = f"state[{name!r}]"
+            require_writable(where, tensor)
+            value = self._saved.state[name]
+            if not isinstance(value, Tensor) or value.dim() != tensor.dim():
+                raise CheckpointError(f"{where}: expected a tensor of {tensor.dim()} dimensions")
+            if value.is_floating_point() != tensor.is_floating_point():
+                raise CheckpointError(f"{where}: {value.dtype} does not fit {tensor.dtype}")
+            content = laid_out_like(value.to(tensor.device, tensor.dtype), tensor)
+            installs.append(partial(install_content, tensor, content, None, Token()))
+        return installs
+
+    def prepare_numbers(self) -> list[Callable[[], None]]:
+        """Returns the assignments of all numbers of modules that edits change."""
+        wanted = dict(self._first_numbers)
+        for one in self._saved.numbers:
+            wanted[one.module, one.name] = one.now
+        installs: list[Callable[[], None]] = []
+        for (path, name), value in wanted.items():
+            installs.append(partial(setattr, self._model.get_submodule(path), name, value))
+        return installs
+
+    def remembered_numbers(self) -> GoBack:
+        """Returns a function that restores the numbers of modules that edits change."""
+        keys = {*self._first_numbers, *((one.module, one.name) for one in self._saved.numbers)}
+        present = []
+        for path, name in keys:
+            module = self._model.get_submodule(path)
+            present.append((module, name, getattr(module, name)))
+
+        def go_back() -> None:
+            for module, name, value in present:
+                setattr(module, name, value)
+
+        return go_back
+
+    def _misfit(self, signature: Signature, which: str) -> str:
+        """Returns what differs from a model of certain sizes; empty if nothing does."""
+        for name, tensor in self.tensors.items():
+            shape = signature.shape(name)
+            if list(tensor.shape) != shape:
+                return (
+                    f"state[{name!r}]: had the shape {self._saved.first.shape(name)} when the model"
+                    f" was adopted, and the model has {list(tensor.shape)}. Make the model as the"
+                    " saved one was made"
+                )
+        return self._other_number(which)
+
+    def _other_number(self, which: str) -> str:
+        """Returns which number of a module differs from the file; empty if none does."""
+        for one in self._saved.numbers:
+            key = (one.module, one.name)
+            present = self._first_numbers.get(key, _attribute(self._model, *key))
+            wanted = getattr(one, which)
+            if type(present) is not type(wanted) or present != wanted:
+                return f"adopted.numbers: {one.module}.{one.name} was {wanted}, and is {present}"
+        return ""
+
+
+class _ExtraStates:
+    """The extra states of all modules of a model, as one object with a state."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.owners: dict[str, nn.Module] = {}
+        for path, module in model.named_modules():
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                self.owners[f"{path}.{EXTRA}" if path else EXTRA] = module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the extra states by the names that they have in a state dict."""
+        return {name: module.get_extra_state() for name, module in self.owners.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads extra states."""
+        for name, module in self.owners.items():
+            module.set_extra_state(state[name])
+
+
+def _require_restorable(net: Adopted) -> None:
+    """Raises if an adopted model cannot be loaded into."""
+    net._require_no_edit("restore")
+    require_editable(net)
+    problem = net._difference()
+    if problem:
+        raise CheckpointError(f"adopted: {problem}; adopt the model again")
+    for follower in net._followers._alive():
+        if not isinstance(follower, OptimizerFollower):
+            raise CheckpointError(
+                f"adopted: a {type(follower).__name__} follows this graph and would be left"
+                " behind. Restore first, then make and attach what follows the graph"
+            )
+
+
+def _prepare_graph(
+    net: Adopted, saved: SavedModel, place: _Place, document: Any, fields: Fields
+) -> list[Callable[[], None]]:
+    """Returns the assignments of the nodes, the version and the journal of a graph."""
+    journal = rebuild_journal(
+        entry(document, "journal", dict, ""), fields, net, saved.version, saved.next_uid
+    )
+    installs: list[Callable[[], None]] = []
+    for space, kept in zip(net.spaces, saved.spaces, strict=True):
+        activations = Labels.uniform(space.default_activation, len(kept.uids))
+        roster = Roster.of(kept.uids, activations, kept.owners, space._kinds_place)
+        installs.append(partial(space._enrol, roster))
+    first_numbers = {}
+    if not place.is_small:
+        first_numbers = {(one.module, one.name): one.first for one in saved.numbers}
+    attributes = {
+        "_version": saved.version,
+        "_next_uid": saved.next_uid,
+        "_structure": Token(),
+        "_journal": journal,
+        "_first_numbers": first_numbers,
+    }
+    installs.append(partial(vars(net).update, attributes))
+    return installs
+
+
+def _forget_slots(net: Adopted | None) -> list[Callable[[], None]]:
+    """Returns the assignments that drop what optimizers would restore in undo: it belongs to the
+    commits of another journal.
+    """
+    if net is None:
+        return []
+    followers = net._followers._alive()
+    return [partial(follower.take_slots, {}) for follower in followers]
+
+
+def _remembered_graph(net: Adopted) -> GoBack:
+    """Returns a function that restores the nodes, the version and the journal of a graph."""
+    rosters = [(space, space._roster) for space in net.spaces]
+    kept = ("_version", "_next_uid", "_structure", "_journal", "_first_numbers")
+    attributes = {name: vars(net)[name] for name in kept}
+
+    def go_back() -> None:
+        for space, roster in rosters:
+            space._enrol(roster)
+        vars(net).update(attributes)
+
+    return go_back
+
+
+def _remembered_tensors(tensors: Any) -> GoBack:
+    """Returns a function that gives tensors their present content back."""
+    present = [(tensor, tensor.data, tensor.grad, layout_of(tensor)) for tensor in tensors]
+
+    def go_back() -> None:
+        for tensor, content, gradient, layout in present:
+            install_content(tensor, content, gradient, layout)
+
+    return go_back
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    """Returns every Parameter and buffer by all of its names, tied ones several times."""
+    held: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    held.update(model.named_buffers(remove_duplicate=False))
+    return held
+
+
+def _attribute(model: nn.Module, path: str, name: str) -> Any:
+    try:
+        return vars(model.get_submodule(path)).get(name)
+    except AttributeError:
+        return None
+
+
+def _as_json(axis: Expression) -> Any:
+    """Returns an axis as JSON: the number of an atom, or a sign and parts."""
+    if isinstance(axis, Atom):
+        return axis.number
+    sign = "+" if isinstance(axis, SumOf) else "*"
+    return [sign, *(_as_json(part) for part in axis.parts)]
+
+
+def _from_json(tree: Any, n_atoms: int, where: str, depth: int = 0) -> Expression:
+    if type(tree) is int and 0 <= tree < n_atoms:
+        return Atom(tree)
+    if type(tree) is not list or len(tree) < 3 or depth > 16 or tree[0] not in ("+", "*"):
+        raise CheckpointError(f"{where}: expected the number of an atom, a sum or a product")
+    parts = tuple(_from_json(part, n_atoms, where, depth + 1) for part in tree[1:])
+    return _KINDS[tree[0]](parts)
+
+
+def _read_signature(part: Any) -> Signature:
+    """Returns the axes at adoption."""
+    sizes = entry(part, "atoms", list, "adopted.")
+    if not sizes or any(type(size) is not int or not 0 <= size <= LARGEST for size in sizes):
+        raise CheckpointError("adopted.atoms: expected sizes")
+    axes = {}
+    for name, trees in entry(part, "axes", dict, "adopted.").items():
+        where = f"adopted.axes[{name!r}]"
+        if type(trees) is not list:
+            raise CheckpointError(f"{where}: expected one entry for every dimension")
+        axes[name] = tuple(_from_json(tree, len(sizes), where) for tree in trees)
+    return Signature(axes, tuple(sizes))
+
+
+def _read_space(n: int, part: Any, fields: Fields, next_uid: int, n_atoms: int) -> SavedSpace:
+    where = f"adopted.spaces.{n}."
+    name = entry(part, "name", str, where)
+    atom = number(part, "atom", where, n_atoms - 1)
+    uids = fields.below(next_uid, f"spaces.{n}.uid", torch.int64)
+    if len(uids) == 0 or bool((uids.diff() <= 0).any()):
+        raise CheckpointError(f"spaces.{n}.uid: expected ascending uids")
+    owners = fields.labels(names(part, "owners", where), f"spaces.{n}.owner", len(uids))
+    return SavedSpace(name, atom, uids, owners)
+
+
+def _read_numbers(part: Any, fields: Fields) -> list[Number]:
+    """Returns the numbers of modules that edits have changed."""
+    found = decode(part.get("numbers"), "adopted.numbers", fields)
+    numbers: dict[tuple[str, str], Number] = {}
+    if type(found) is not list:
+        raise CheckpointError("adopted.numbers: expected a list")
+    for item in found:
+        if type(item) is not tuple or len(item) != len(Number._fields):
+            raise CheckpointError("adopted.numbers: expected a module, a name and two numbers")
+        one = Number(*item)
+        is_named = type(one.module) is str and type(one.name) is str
+        if not is_named or not is_number(one.first) or not is_number(one.now):
+            raise CheckpointError("adopted.numbers: expected a module, a name and two numbers")
+        numbers[one.module, one.name] = one
+    return list(numbers.values())
