@@ -7,6 +7,7 @@ from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
+from ._nodes import PruneNodes
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning, lamp_scores
@@ -40,6 +41,7 @@ __all__ = [  # noqa: RUF022
     "GrowWidth",
     "FreezeOwner",
     "PruneWeakest",
+    "PruneNodes",
     "gradual_pruning",
     "GradualSchedule",
     "lamp_scores",

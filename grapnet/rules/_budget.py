@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import flatnonzero, kth_smallest, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.execution import _native
@@ -50,7 +50,7 @@ class Budget:
 
 
 def weakest_within(
-    net: GrapNet,
+    net: Graph,
     relations: RelationSet,
     count: int,
     budget: Budget,
@@ -94,7 +94,7 @@ def weakest_within(
 
 
 def enforce(
-    net: GrapNet,
+    net: Graph,
     edit: Edit,
     budget: Budget,
     *,
@@ -149,7 +149,7 @@ class _Side:
 
 
 def _sides(
-    net: GrapNet, cut: RelationSet, budget: Budget, among: RelationSet | None = None
+    net: Graph, cut: RelationSet, budget: Budget, among: RelationSet | None = None
 ) -> list[_Side]:
     """Returns the ends whose minimum matters.
 
@@ -181,7 +181,7 @@ def _sides(
     return sides
 
 
-def _nodes(net: GrapNet, relations: RelationSet, end: int, offsets: list[int]) -> Tensor:
+def _nodes(net: Graph, relations: RelationSet, end: int, offsets: list[int]) -> Tensor:
     """Returns for every relation the number of its parent (end 0) or child (end 1), counted through
     all layers.
     """

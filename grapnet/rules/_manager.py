@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._edit import edit as edit_nets
 from grapnet.core._errors import CheckpointError, EditError, GrapNetError
+from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
 
 from ._budget import Budget, enforce
-from ._preview import Preview, preview
+from ._preview import Preview, Probe, preview
 from ._recorder import RecorderSet, set_state, state_of
 from ._rule import Every, Nets, Recorder, Rule, RuleContext, Schedule, Scheduled, nets_of
 
@@ -64,12 +64,13 @@ class RuleManager:
             keeps the last parents instead.
 
     Examples:
+        >>> import grapnet as gn
         >>> def halve(net, edit, context):
         ...     edit.cut(net.layers[0].outgoing().smallest(fraction=0.5))
         >>> manager = RuleManager()
         >>> manager.add(halve, schedule=Every(10, start=10))
         'halve'
-        >>> net = GrapNet([8, 4, 2])
+        >>> net = gn.GrapNet([8, 4, 2])
         >>> manager.apply(net, 0) is None
         True
         >>> manager.apply(net, 10)
@@ -224,12 +225,12 @@ class RuleManager:
         *,
         task: Any = ...,
         dry_run: Literal[True],
-        probe: Tensor | None = ...,
+        probe: Probe | None = ...,
     ) -> Preview: ...
     @overload
     def apply(  # pyright: ignore[reportOverlappingOverload]
         self,
-        model: GrapNet,
+        model: Graph,
         step: int | None = ...,
         *,
         task: Any = ...,
@@ -251,7 +252,7 @@ class RuleManager:
         *,
         task: Any = None,
         dry_run: bool = False,
-        probe: Tensor | None = None,
+        probe: Probe | None = None,
     ) -> Commit | dict[str, Commit] | Preview | None:
         """Applies the enabled rules that are due, in order, in one transaction.
 
@@ -259,13 +260,16 @@ class RuleManager:
         every net.
 
         Args:
-            model: the net; a model, whose nets are found; or nets by name or in a sequence.
+            model: the net; a model, whose nets are found, or that was adopted; or nets by name or
+                in a sequence.
             step: the number of the training step; the one after the last by default, 0 at first.
                 The journal holds only a step that was given.
             task: the task that begins or has ended, for rules and schedules that go by tasks.
             dry_run: only return what would happen. Like every edit it belongs between two training
                 steps: a backward through a forward pass before it raises.
-            probe: inputs of the model on which a dry run compares the output.
+            probe: inputs of the model on which a dry run compares the output; or a function of the
+                model that returns a number, such as its accuracy. It is called before and after, in
+                evaluation mode; it must leave the model as it is.
 
         Returns:
             For a net, the commit, or None when no rule was due or nothing was to change. For
@@ -326,7 +330,7 @@ class RuleManager:
                 own.clear(entry.name)
         self._next_step = context.step + 1
         self._arm()
-        if isinstance(model, GrapNet):
+        if isinstance(model, Graph):
             return commits.get("")
         return commits
 
@@ -400,7 +404,7 @@ class RuleManager:
     def _call(
         self,
         entry: _Entry,
-        nets: Mapping[str, GrapNet],
+        nets: Mapping[str, Graph],
         edits: Sequence[Edit],
         recorders: Mapping[str, RecorderSet],
         context: RuleContext,
@@ -491,7 +495,7 @@ class RuleManager:
             return self._saved
         return {name: recorders.state_dict() for name, recorders in self._recorders.items()}
 
-    def _made(self, nets: Mapping[str, GrapNet]) -> dict[str, RecorderSet]:
+    def _made(self, nets: Mapping[str, Graph]) -> dict[str, RecorderSet]:
         """Returns the recorders of all enabled rules; they are made first, since that may raise."""
         saved = _by_net(self._saved, list(nets))
         made = {}
@@ -610,7 +614,7 @@ class _Allowance:
             self._left -= count
 
 
-def _size(net: GrapNet) -> int:
+def _size(net: Graph) -> int:
     """Returns the number of nodes and relations, by which nets share a budget."""
     return sum(net.sizes) + sum(transition.size for transition in net.transitions)
 

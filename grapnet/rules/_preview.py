@@ -1,17 +1,22 @@
 """Preview: what a dry run returns, from a trial that leaves no trace."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
-from grapnet._network import GrapNet
+from grapnet._torch import pytree
 from grapnet.core._edit import Edit
-from grapnet.core._graph import Count
+from grapnet.core._graph import Count, Graph
+from grapnet.core._journal import Commit
 from grapnet.execution._evaluating import evaluating
+from grapnet.spaces._adopted import Adopted
 
 from ._rule import Nets, count_orphans
+
+# Inputs on which outputs are compared, or a function that measures the model.
+Probe = Tensor | Callable[[nn.Module], Any]
 
 
 @dataclass(frozen=True, repr=False)
@@ -28,6 +33,8 @@ class Preview:
         output_change: the largest |difference| of an output on the probe, without dropout; None
             without a probe, without outputs, and when their number would change.
         operations: the operations as the journal would hold them.
+        spaces: for every space of an adopted model that would change, its nodes before and after.
+        measured: what a function given as the probe returned before and after; None without one.
     """
 
     rules: tuple[str, ...]
@@ -38,6 +45,8 @@ class Preview:
     orphans: int
     output_change: float | None
     operations: tuple[dict[str, Any], ...]
+    spaces: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    measured: tuple[float, float] | None = None
 
     @property
     def relations(self) -> int:
@@ -59,30 +68,47 @@ class Preview:
         """The change in the operations of a forward pass of one sample."""
         return self.after.flops - self.before.flops
 
+    @property
+    def macs(self) -> int:
+        """The change in the multiply-adds of a forward pass."""
+        return self.after.macs - self.before.macs
+
     def __str__(self) -> str:
         title = "dry run: no rule is due"
         if self.rules:
             title = f"dry run of {', '.join(self.rules)}"
         lines = [title, f"{'':<12}{'before':>14}{'after':>14}{'change':>14}"]
-        columns = {"nodes": "nodes", "relations": "relations", "parameters": "trainable"}
-        for label, name in {**columns, "flops": "flops"}.items():
+        rows = {"nodes": "nodes", "relations": "relations", "parameters": "trainable"}
+        rows["flops"] = "flops"
+        has_relations = bool(self.before.relations or self.after.relations)
+        if not has_relations:
+            rows = {"nodes": "nodes", "parameters": "parameters", "macs": "macs"}
+        for label, name in rows.items():
             before = getattr(self.before, name)
             after = getattr(self.after, name)
             lines.append(f"{label:<12}{before:>14,}{after:>14,}{after - before:>+14,}")
-        last = f"cut {self.cut:,}, connected {self.connected:,}, orphans {self.orphans:,}"
+        for name, (before, after) in self.spaces.items():
+            lines.append(f"{name}: {before:,} → {after:,} nodes")
+        last = []
+        if has_relations or not self.spaces:
+            last.append(f"cut {self.cut:,}, connected {self.connected:,}, orphans {self.orphans:,}")
         if self.output_change is not None:
-            last += f", output change {self.output_change:.3g}"
-        return "\n".join([*lines, last])
+            last.append(f"output change {self.output_change:.3g}")
+        if self.measured is not None:
+            last.append("measured {:.4g} → {:.4g}".format(*self.measured))
+        if last:
+            lines.append(", ".join(last))
+        return "\n".join(lines)
 
     __repr__ = __str__
 
 
 def preview(
     model: Nets,
-    nets: Mapping[str, GrapNet],
+    nets: Mapping[str, Graph],
     trial: Any,
     write: Callable[[Sequence[Edit]], None],
-    probe: Tensor | None,
+    probe: Probe | None,
     rules: tuple[str, ...],
 ) -> Preview:
     """Returns what edits would do, from a trial that leaves no trace in the nets."""
@@ -94,6 +120,7 @@ def preview(
             write(edits)
             edits[0].commit()
             receipts = [edit.receipt for edit in edits if edit.receipt is not None]
+            after = _output(model, probe)
             counts = [receipt.counts for receipt in receipts]
             operations = [step for receipt in receipts for step in receipt.operations]
             return Preview(
@@ -103,8 +130,10 @@ def preview(
                 cut=sum(count.get("relations_removed", 0) for count in counts),
                 connected=sum(count.get("relations_added", 0) for count in counts),
                 orphans=sum(_orphans(net) for net in nets.values()),
-                output_change=_difference(output, _output(model, probe)),
+                output_change=_difference(output, after),
                 operations=tuple(operations),
+                spaces=_changed_spaces(nets, [edit.receipt for edit in edits]),
+                measured=_measured(output, after),
             )
     finally:
         # The commit that follows gives newborn nodes the same uids as without a dry run.
@@ -112,25 +141,64 @@ def preview(
             net._next_uid = uid
 
 
-def _total(nets: Iterable[GrapNet]) -> Count:
+def _total(nets: Iterable[Graph]) -> Count:
     columns = zip(*(astuple(net.count()) for net in nets), strict=True)
     return Count(*map(sum, columns))
 
 
-def _orphans(net: GrapNet) -> int:
+def _orphans(net: Graph) -> int:
+    if isinstance(net, Adopted):
+        return 0
     return sum(count_orphans(net, number) for number in range(1, len(net.layers) - 1))
 
 
-def _output(model: Nets, probe: Tensor | None) -> Tensor | None:
+def _changed_spaces(
+    nets: Mapping[str, Graph], receipts: Sequence[Commit | None]
+) -> dict[str, tuple[int, int]]:
+    """Returns the sizes of the spaces of adopted models that change, before and after."""
+    found = {}
+    for (name, net), receipt in zip(nets.items(), receipts, strict=True):
+        if receipt is None or not isinstance(net, Adopted):
+            continue
+        for number, change in receipt.change.layers.items():
+            if not change.index.is_identity:
+                space = net.spaces[number].name
+                if name:
+                    space = f"{name}: {space}"
+                found[space] = (change.index.old_size, change.index.new_size)
+    return found
+
+
+def _output(model: Nets, probe: Probe | None) -> Any:
+    """Returns what the probe makes of a model: its output, or the number of a function."""
     if probe is None:
         return None
     if not isinstance(model, nn.Module):
         raise TypeError("probe= is run through a model: apply(model, dry_run=True, probe=x)")
+    if isinstance(model, Adopted):
+        model = model.model
     with evaluating(model):
-        return model(probe)
+        if isinstance(probe, Tensor):
+            return model(probe)
+        return float(probe(model))
 
 
-def _difference(before: Tensor | None, after: Tensor | None) -> float | None:
-    if before is None or after is None or before.shape != after.shape or before.numel() == 0:
-        return None
-    return float((after - before).abs().max())
+def _measured(before: Any, after: Any) -> tuple[float, float] | None:
+    if isinstance(before, float):
+        return before, after
+    return None
+
+
+def _difference(before: Any, after: Any) -> float | None:
+    """Returns the largest difference of the tensors of two outputs; None if they have none, or
+    of other shapes.
+    """
+    largest = None
+    pairs = zip(pytree.tree_leaves(before), pytree.tree_leaves(after), strict=True)
+    for one, other in pairs:
+        if not isinstance(one, Tensor) or one.numel() == 0:
+            continue
+        if one.shape != other.shape:
+            return None
+        largest = max(largest or 0.0, float((other - one).abs().max()))
+    return largest

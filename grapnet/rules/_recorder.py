@@ -15,6 +15,7 @@ from grapnet._network import GrapNet
 from grapnet._torch import untraced
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError, GrapNetError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
 from grapnet.execution._plan import in_transform
@@ -321,12 +322,12 @@ class RecorderSet:
     not.
     """
 
-    def __init__(self, net: GrapNet) -> None:
+    def __init__(self, net: Graph) -> None:
         self._net = weakref.ref(net)
         self._rules: dict[str, dict[str, Recorder]] = {}
 
     @property
-    def net(self) -> GrapNet | None:
+    def net(self) -> Graph | None:
         """The net, while it is alive."""
         return self._net()
 

@@ -12,13 +12,15 @@ from torch import Tensor, nn
 from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains
 from grapnet.core._sets import NodeSet, RelationSet
+from grapnet.spaces._adopted import adopted
 
 from ._budget import Budget, positions_in
 
-# A net, a model with nets inside, or nets by name or one after the other.
-Nets = nn.Module | Mapping[str, GrapNet] | Iterable[GrapNet]
+# A net, a model with nets inside or that was adopted, or nets by name or one after the other.
+Nets = nn.Module | Mapping[str, Graph] | Iterable[Graph]
 
 
 @runtime_checkable
@@ -32,7 +34,7 @@ class Recorder(Protocol):
 
     window: int  # the number of steps that it records before its rule is due
 
-    def arm(self, net: GrapNet) -> None:
+    def arm(self, net: Any) -> None:
         """Starts to watch a net; does nothing when it watches already."""
         ...
 
@@ -67,10 +69,10 @@ class Rule(Protocol):
 
     It reads the net as it was when the edit began, writes operations into the edit, and draws
     random numbers from `edit.generator`. It never commits. A manager of several nets calls it once
-    for each of them.
+    for each of them. The net is a `GrapNet`, or what `gn.adopt` returned.
     """
 
-    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext, /) -> None:
+    def __call__(self, net: Any, edit: Any, context: RuleContext, /) -> None:
         """Writes operations into the edit."""
         ...
 
@@ -79,7 +81,7 @@ class Rule(Protocol):
 class RecordingRule(Rule, Protocol):
     """A rule that needs evidence."""
 
-    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+    def recorders(self, net: Any) -> dict[str, Recorder]:
         """Returns the recorders to arm, by the names under which `context.evidence` has them."""
         ...
 
@@ -190,24 +192,41 @@ class Scheduled(NamedTuple):
 # What managers and rules ask.
 
 
-def nets_of(model: Nets) -> dict[str, GrapNet]:
-    """Returns nets by name; a net by itself has the empty name.
+def nets_of(model: Nets) -> dict[str, Graph]:
+    """Returns nets and adopted models by name; a net by itself has the empty name.
 
     Examples:
         >>> model = nn.ModuleDict({"encoder": nn.Linear(8, 4), "head": GrapNet([4, 2])})
         >>> list(nets_of(model))
         ['head']
     """
-    if isinstance(model, nn.Module):
-        parts = model.named_modules()
-        nets = {name: part for name, part in parts if isinstance(part, GrapNet)}
+    nets: dict[str, Graph] = {}
+    if isinstance(model, Graph):
+        nets[""] = model
+    elif isinstance(model, nn.Module):
+        for name, part in model.named_modules():
+            net = _graph_of(part)
+            if net is not None:
+                nets[name] = net
     elif isinstance(model, Mapping):
         nets = {str(name): net for name, net in model.items()}
     else:
         nets = {str(number): net for number, net in enumerate(model)}
     if not nets:
-        raise ValueError(f"there is no GrapNet in {type(model).__name__}")
+        raise ValueError(
+            f"there is no GrapNet in {type(model).__name__}, and it was not adopted: gn.adopt"
+        )
     return nets
+
+
+def _graph_of(part: nn.Module) -> Graph | None:
+    """Returns a module that is a net, or the graph of one that was adopted."""
+    if isinstance(part, Graph):
+        return part
+    try:
+        return adopted(part)
+    except KeyError:
+        return None
 
 
 def as_numbers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
@@ -257,7 +276,7 @@ def only(neighbours: list[int], layer: int) -> int:
     return neighbours[0]
 
 
-def count_orphans(net: GrapNet, layer: int) -> int:
+def count_orphans(net: Graph, layer: int) -> int:
     """Returns how many nodes of a layer have no parent."""
     parents = torch.zeros(net.sizes[layer], dtype=torch.int64, device=net.device)
     for t in net.entering(layer):
@@ -316,7 +335,7 @@ def taken_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
     return pairs[~related.cpu()]
 
 
-def asked_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
+def asked_pairs(net: Graph, edit: Edit, t: int) -> Tensor:
     """Returns the pairs of present nodes that the edit connects in transition t, ascending."""
     if edit.n_connections == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -328,7 +347,7 @@ def asked_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
     return (parents[here] * transition.n_children + children[here]).unique()
 
 
-def gone_relations(net: GrapNet, edit: Edit, t: int) -> Tensor:
+def gone_relations(net: Graph, edit: Edit, t: int) -> Tensor:
     """Returns the ascending positions of the relations that go.
 
     They are cut and not connected again, or leave with a node.
