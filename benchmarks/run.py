@@ -13,6 +13,7 @@ BENCHMARKS = (
     "execution",
     "files",
     "graft",
+    "models",
     "rules",
 )
 
