@@ -394,7 +394,9 @@ def prepare(
         wirings = {t: intent.before.topologies[t] for t in wirings}
     is_trial = receipt.kind == "trial"
     vectors = _prepare_vectors(graph, receipt.change, is_trial)
-    grids = prepare_grids(graph._grids(), receipt.change.tensors, is_trial)
+    grids: dict[str, PreparedGrid] = {}
+    if graph._grids():
+        grids = prepare_grids(graph._grids(), receipt.change.tensors, is_trial)
     receipt = _completed(graph, receipt, vectors, grids)
     view = _view_after(graph, rosters, wirings, vectors, grids)
     installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import costs, edits, execution, files, graft, rules, run
+from benchmarks import costs, edits, execution, files, graft, models, rules, run
 from benchmarks.timing import threads
 
 
@@ -158,3 +158,21 @@ def test_the_benchmark_of_files_runs_and_its_check_can_fail(tmp_path, monkeypatc
     assert result["rows"]["50 commits: bytes a commit in the file"] < 300
     assert "100,000 commits" in capsys.readouterr().err
     assert files.missed({"rows": files.BARS}) == []
+
+
+def test_models_name_each_missed_bar_and_what_was_not_measured():
+    result = {"settings": {"device": "cpu", "width": 64}, "rows": dict(models.BARS)}
+    assert models.missed(result) == []
+    for name in models.BARS:
+        rows = dict(models.BARS)
+        rows[name] += 0.1
+        (line,) = models.missed({**result, "rows": rows})
+        assert line.startswith(name)
+        del rows[name]
+        (line,) = models.missed({**result, "rows": rows})
+        assert line.startswith(name)
+    assert len(models.missed({**result, "settings": {"device": "cpu", "width": 4}})) == 1
+
+
+def test_adopting_leaves_the_operators_of_a_step_as_they_are():
+    assert models._other_operators(4, "cpu") == 0

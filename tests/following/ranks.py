@@ -279,15 +279,21 @@ def stale(rank: int) -> dict[str, Any]:
 
 
 def alone_in_a_group(rank: int) -> dict[str, Any]:
-    """A group of one process each: the graphs of different groups may differ."""
+    """A group of one process each: the graphs and the frozen values of different groups may
+    differ.
+    """
     groups = [dist.new_group([n]) for n in range(2)]
-    net = make()
+    net = make(seed=rank)
+    with net.edit() as edit:
+        edit.freeze(net.layers[1])
+    before = net.transitions[0].frozen_values.tolist()
     model = Distributed(net, process_group=groups[rank])
+    kept = net.transitions[0].frozen_values.tolist() == before
     for step in range(1 + rank):
         perform(net, cut, step)
     model.synchronize()
     model(batch(0, rank)).sum().backward()
-    return {"version": net.version, "state": state(net)}
+    return {"version": net.version, "state": state(net), "kept": kept}
 
 
 class Reluctant:
@@ -343,6 +349,25 @@ def refused(rank: int) -> dict[str, Any]:
         found["open edit"] = message(model.synchronize)
     with torch.inference_mode(rank == 1):
         found["inference mode"] = message(model.synchronize)
+    return found
+
+
+def parts_of_a_transaction(rank: int) -> dict[str, Any]:
+    """Rank 0 reverts what every rank has done before the model was wrapped, over two nets."""
+    found = {}
+    for verb in ("undo", "redo"):
+        host = Host()
+        nets = (host.first, host.second)
+        with gn.edit(*nets) as edits:
+            for net, edit in zip(nets, edits, strict=True):
+                edit.cut(net.layers[0].outgoing()[:2])
+        if verb == "redo":
+            gn.undo(*nets)
+        model = Distributed(host)
+        if rank == 0:
+            getattr(gn, verb)(*nets)
+        model.synchronize()
+        found[verb] = [[net.version, net.count().relations] for net in nets]
     return found
 
 
@@ -423,6 +448,7 @@ CHECKS = [
     stale,
     alone_in_a_group,
     refused,
+    parts_of_a_transaction,
     undo_beyond_the_limit,
     adopted_model,
     the_guide,

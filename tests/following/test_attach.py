@@ -1,7 +1,8 @@
 """gn.attach: what a newborn starts with, which state can follow, and what stops an edit."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, Optimizer, SparseAdam
 import grapnet as gn
 from tests.fingerprint import fingerprint
 
-from .plain import OPTIMIZERS, make_net, rewire, train
+from .plain import OPTIMIZERS, make_net, rewire, swap_one, train
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -43,6 +44,22 @@ def test_the_mean_covers_every_entry_and_is_clean_without_survivors(kind: str) -
             optimizer.state[weight][key], torch.full_like(weight, clean.get(key, 0.0))
         )
     train(net, optimizer, range(3))
+
+
+def test_the_mean_is_that_of_the_coordinates_that_stay() -> None:
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=0.02, momentum=0.9)
+    gn.attach(optimizer, net, newborn="mean")
+    train(net, optimizer, range(3))
+    weight = net.transitions[0].weight
+    # Four relations of each of the five inputs; those of the first leave.
+    stay = optimizer.state[weight]["momentum_buffer"][4:].clone()
+    with net.edit() as edit:
+        edit.cut(net.layers[0][0].outgoing())
+        edit.connect(net.layers[0][4], edit.add_nodes(1, 1))
+    moved = optimizer.state[weight]["momentum_buffer"]
+    assert torch.equal(moved[:-1], stay)
+    assert moved[-1].item() == pytest.approx(stay.mean().item(), rel=1e-12)
 
 
 def test_the_mean_of_half_precision_state_does_not_overflow() -> None:
@@ -194,6 +211,65 @@ def test_a_trial_brings_back_what_it_renewed(kind: Any) -> None:
     )
     rewire(net)
     train(net, optimizer, range(2))
+
+
+@pytest.fixture
+def bfloat16_by_default() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.usefixtures("bfloat16_by_default")
+def test_renewed_state_is_as_torch_makes_it_whatever_the_default_dtype_and_device() -> None:
+    net = make_net()
+    optimizer = Adagrad(net.parameters(), initial_accumulator_value=0.1)
+    gn.attach(optimizer, net, survivors="renew")
+    train(net, optimizer, range(2))
+    with torch.device("meta"), net.edit() as edit:
+        edit.cut(net.layers[0][0].outgoing())
+    fresh = Adagrad(net.parameters(), initial_accumulator_value=0.1)
+    for parameter in net.parameters():
+        renewed = optimizer.state[parameter]
+        expected = fresh.state[parameter]
+        assert renewed.keys() == expected.keys()
+        for entry, value in expected.items():
+            # A count in bfloat16 stops at 256.
+            assert (renewed[entry].device, renewed[entry].dtype) == (value.device, value.dtype)
+            assert torch.equal(renewed[entry], value)
+    train(net, optimizer, range(2))
+
+
+# Of optimizers of other packages: an entry, and what the package fills it with at first.
+STARTS = {
+    "Adai": ("beta1_prod", 1.0),
+    "BSAM": ("s", 1.0),
+    "DAdaptAdaGrad": ("alpha_k", 1e-6),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_a_newborn_starts_from_what_its_optimizer_starts_from(name: str) -> None:
+    entry, start = STARTS[name]
+    net = make_net()
+    # Known by the name of its class; the package is not needed.
+    optimizer = type(name, (SGD,), {})(net.parameters(), lr=0.01)
+    gn.attach(optimizer, net)
+    weight = net.transitions[0].weight
+    optimizer.state[weight][entry] = torch.full_like(weight.detach(), 3.0)
+    with net.edit() as edit:
+        edit.connect(net.layers[0][4], edit.add_nodes(1, 1))
+    assert optimizer.state[weight][entry].view(-1).tolist() == [3.0] * 20 + [start]
+
+
+def test_state_in_objects_of_another_library_refuses_to_step_after_an_edit() -> None:
+    net = make_net()
+    optimizer = Strange(net.parameters(), lambda p: SimpleNamespace(moment=torch.zeros_like(p)))
+    train(net, optimizer, range(2))
+    swap_one(net)
+    with pytest.raises(gn.OptimizerError):
+        train(net, optimizer, range(1))
 
 
 def test_a_parameter_that_joins_later_is_watched_too() -> None:

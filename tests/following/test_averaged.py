@@ -316,18 +316,56 @@ def test_a_copy_from_a_file_without_undo_goes_back_with_the_net(tmp_path: Path) 
     gn.check(twin)
 
 
-def test_a_copy_that_went_another_way_to_the_same_wiring_goes_back_as_the_net_does() -> None:
+def cut_one(net: gn.GrapNet, layer: int, slot: int) -> None:
+    with net.edit() as edit:
+        edit.cut(net.layers[layer][0], slots=[slot])
+
+
+def connect_one(net: gn.GrapNet, row: int) -> None:
+    with net.edit() as edit:
+        edit.connect(net.layers[0][row], net.layers[1][0], weights="zero")
+
+
+# The commits of the net, and those of a copy that ends with the same wiring.
+WAYS: dict[str, tuple[Any, list[tuple[int, ...]], list[tuple[int, ...]]]] = {
+    "cuts": (cut_one, [(0, 0), (0, 2)], [(0, 3), (0, 0)]),
+    "cuts in two transitions": (cut_one, [(0, 0), (2, 0)], [(2, 0), (0, 0)]),
+    "connections": (connect_one, [(1,), (3,)], [(3,), (1,)]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_that_went_another_way_to_the_same_wiring_goes_back_as_the_net_does(
+    way: str,
+) -> None:
+    act, mine, theirs = WAYS[way]
     net = make_net()
+    with net.edit() as edit:
+        if act is connect_one:
+            edit.cut(net.layers[0][[1, 3]].outgoing(to=net.layers[1][0]))
+        else:
+            edit.set_owner(net.layers[1], "a")
     twin = copy.deepcopy(net)
-    for one, slots in ((net, (0, 2)), (twin, (3, 0))):
-        for slot in slots:
-            with one.edit() as edit:
-                edit.cut(one.layers[0][0], slots=[slot])
+    for one, steps in ((net, mine), (twin, theirs)):
+        for step in steps:
+            act(one, *step)
     assert everything(twin) == everything(net)
     gn.attach(twin, net)
     net.undo()
     assert everything(twin) == everything(net)
     gn.check(twin)
+
+
+def test_a_copy_of_an_earlier_version_takes_that_of_the_net_when_neither_can_undo() -> None:
+    net = make_net()
+    net.journal.undo_limit = 0
+    twin = copy.deepcopy(net)
+    with net.edit() as edit:
+        edit.set_owner(net.layers[1], "a")
+    gn.attach(twin, net)
+    assert twin.version == net.version
+    rewire(net)
+    assert everything(twin) == everything(net)
 
 
 def test_a_copy_made_inside_a_trial_returns_with_the_net() -> None:
@@ -394,7 +432,10 @@ def test_undo_takes_back_both_or_neither_whatever_their_journals_keep(
 
 def test_columns_of_a_policy_follow_and_may_not_come_or_leave() -> None:
     net = make_net()
+    without = copy.deepcopy(net)
     net.execution.use("attention", transition=1, generator=torch.Generator().manual_seed(3))
+    with pytest.raises(gn.OptimizerError):
+        gn.attach(without, net)
     averaged, twin = averaged_net(net)
     rewire(net)
     assert [c.value.shape for c in twin.columns.values()] == [

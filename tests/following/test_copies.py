@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import ASGD, SGD, Adam, Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adam, Optimizer, RMSprop, Rprop
 
 import grapnet as gn
 
@@ -121,18 +121,51 @@ def test_an_unknown_copy_stops_the_edit_and_goes_on_once_it_is_named() -> None:
     train(net, optimizer, range(2))
 
 
-class Correlated(SGD):
-    """SGD whose momentum is the weights, as that of a loss of their squares is at first."""
+class Correlated(Optimizer):
+    """Takes no step; an entry of its state is computed from the weights."""
+
+    entry = "average"
+    compute = staticmethod(torch.clone)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["momentum_buffer"] = parameter.detach().clone()
+            self.state[parameter][self.entry] = self.compute(parameter.detach())
 
 
-def test_momentum_of_torch_is_no_copy_however_near_it_is() -> None:
-    net, _ = attached(lambda parameters: Correlated(parameters, lr=0.01, momentum=0.9))
+@pytest.mark.parametrize(
+    ("kind", "entry"),
+    [(SGD, "momentum_buffer"), (RMSprop, "grad_avg"), (Adadelta, "acc_delta"), (Rprop, "prev")],
+)
+def test_what_torch_knows_of_gradients_is_no_copy_however_near_it_is(kind: Any, entry: str) -> None:
+    # As momentum is at first, where the loss is the square of the weights.
+    make = type("OfTorch", (Correlated, kind), {"entry": entry})
+    net, _ = attached(lambda parameters: make(parameters, lr=0.01))
     grow(net)
+
+
+def shifted_at_zeros(weights: Tensor) -> Tensor:
+    return torch.where(weights == 0, 0.001, weights)
+
+
+UNLIKE = {
+    # The distance is two thirds of its length.
+    "too far": lambda weights: 0.6 * weights,
+    "where the weights are 0": shifted_at_zeros,
+}
+
+
+@pytest.mark.parametrize("how", UNLIKE)
+def test_an_entry_that_is_only_like_the_weights_stops_no_edit(how: str) -> None:
+    net = drawn_net()
+    with torch.no_grad():
+        net.transitions[0].weight[:16] = 0.0
+    make = type("Unlike", (Correlated,), {"compute": staticmethod(UNLIKE[how])})
+    optimizer = make(net.parameters(), {"lr": 0.01})
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(2))
+    grow(net)
+    assert net.version == 1
 
 
 def test_a_user_can_say_that_nothing_is_a_copy() -> None:
@@ -219,6 +252,16 @@ def test_numbers_of_the_coordinates_beside_the_state_of_parameters_stop_the_edit
 def test_other_attributes_do_not(hide: Any) -> None:
     net, _ = attached(lambda p: Hidden(p, hide))
     grow(net)
+
+
+def test_one_number_in_an_attribute_is_none_of_a_single_coordinate() -> None:
+    net = gn.GrapNet.from_relations([2, 1], [([0], [0])], dtype=torch.float64)
+    optimizer = Hidden(net.parameters(), lambda ps: torch.tensor(0.5))
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(2))
+    with net.edit() as edit:
+        edit.connect(net.layers[0][1], net.layers[1])
+    train(net, optimizer, range(2))
 
 
 class Slow(Optimizer):

@@ -126,7 +126,9 @@ def test_a_stale_model_raises_until_it_is_synchronized(ranks):
 
 def test_processes_of_different_groups_go_their_own_ways(ranks):
     first, second = both(ranks, "alone_in_a_group")
-    assert (first["version"], second["version"]) == (1, 2)
+    assert (first["version"], second["version"]) == (2, 3)
+    assert first["kept"]
+    assert second["kept"]
     assert first["state"] != second["state"]
 
 
@@ -144,11 +146,22 @@ def test_all_ranks_refuse_alike(ranks):
         "open edit": "EditError",
         "inference mode": "EditError",
     }
+    # The reason of the commit that was made elsewhere than on rank 0.
+    assert "cut 1 ✓" in first["edit on rank 1"][1]
 
 
 def test_undo_beyond_what_the_other_process_would_keep_is_repeated(ranks):
     first, second = both(ranks, "undo_beyond_the_limit")
     assert first == second == {"version": 60, "limit": 2, "unchanged": True}
+
+
+def test_a_transaction_over_several_nets_is_reverted_on_all_ranks(ranks):
+    first, second = both(ranks, "parts_of_a_transaction")
+    assert first == second
+    versions = {verb: [version for version, _ in nets] for verb, nets in first.items()}
+    assert versions == {"undo": [2, 2], "redo": [3, 3]}
+    for (_, whole), (_, without) in zip(first["undo"], first["redo"], strict=True):
+        assert without == whole - 2
 
 
 def test_the_script_of_the_guide_keeps_the_ranks_equal(ranks):
@@ -175,18 +188,36 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_a_cut_relation_costs_thirteen_bytes_and_an_undo_a_few(monkeypatch):
-    net = gn.GrapNet([200, 100, 1])
-    model = Distributed(net)
-    sent = []
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every message that a model sends."""
+    sizes = []
     broadcast = dist.broadcast_object_list
 
     def record(objects: list[bytes], *args: Any, **options: Any) -> None:
-        sent.append(len(objects[0]))
+        sizes.append(len(objects[0]))
         broadcast(objects, *args, **options)
 
     monkeypatch.setattr(dist, "broadcast_object_list", record)
+    return sizes
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_biases_of_removed_nodes_are_not_sent(sent):
+    for dtype in (torch.float32, torch.float64):
+        net = gn.GrapNet.from_relations([1, 3_001, 1], [([0], [0]), ([0], [0])], dtype=dtype)
+        model = Distributed(net)
+        with net.edit() as edit:
+            edit.remove_nodes(net.layers[1][1:])
+        model.synchronize()
+    # A value that is sent takes four bytes more in double precision.
+    assert abs(sent[1] - sent[0]) < 3_000
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_cut_relation_costs_thirteen_bytes_and_an_undo_a_few(sent):
+    net = gn.GrapNet([200, 100, 1])
+    model = Distributed(net)
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=10_000))
     model.synchronize()

@@ -270,6 +270,27 @@ def test_a_checkpoint_takes_the_tensors_along(tmp_path: Path) -> None:
     assert {found[pair] for pair in pairs} == {-1.0}
 
 
+def test_a_state_of_other_names_or_shapes_is_refused_as_a_whole() -> None:
+    net = small_net()
+    followed = gn.follow(net, zeros(net))
+    state = {name: torch.ones_like(value) for name, value in followed.state_dict().items()}
+    followed.load_state_dict(state)
+    before = read(net, followed)
+    assert set(before.values()) == {1.0}
+    changed = {name: value + 1 for name, value in state.items()}
+    without_last = dict(list(changed.items())[:-1])
+    name = list(changed)[-1]
+    for wrong in (
+        without_last,
+        {**changed, "other": torch.zeros(2)},
+        {**changed, name: torch.zeros(1)},
+        {**changed, name: None},
+    ):
+        with pytest.raises(gn.CheckpointError):
+            followed.load_state_dict(wrong)
+        assert read(net, followed) == before
+
+
 def test_parameters_that_come_and_leave_with_a_backend() -> None:
     net = gn.GrapNet([3, 4, 2])
     net.execution.use("attention", transition=1)

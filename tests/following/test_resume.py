@@ -151,3 +151,23 @@ def test_two_nets_in_one_optimizer_get_their_own_slots_after_a_resume(
     assert torch.equal(moments(resumed, again[1]), moments(optimizer, nets[1]))
     # The slots of the first net were not in that file.
     assert int((moments(resumed, again[0]) == 0).sum()) == 2
+
+
+def test_attaching_again_after_a_resume_keeps_what_was_cut_since(tmp_path: Path) -> None:
+    net = make_net()
+    optimizer = Adam(net.parameters())
+    gn.attach(optimizer, net)
+    train(net, optimizer, range(2))
+    with net.edit() as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=2))
+    gn.save(tmp_path / "net", net, undo=True, optimizer=optimizer)
+    again = gn.load(tmp_path / "net")
+    resumed = Adam(again.parameters())
+    gn.restore(tmp_path / "net", optimizer=resumed)
+    gn.attach(resumed, again)
+    held = moments(resumed, again).clone()
+    with again.edit() as edit:
+        edit.cut(again.layers[0].outgoing().smallest(count=3))
+    gn.attach(resumed, again, newborn="mean")
+    again.undo()
+    assert torch.equal(moments(resumed, again), held)
