@@ -341,10 +341,7 @@ def test_a_copy_that_went_another_way_to_the_same_wiring_goes_back_as_the_net_do
     act, mine, theirs = WAYS[way]
     net = make_net()
     with net.edit() as edit:
-        if act is connect_one:
-            edit.cut(net.layers[0][[1, 3]].outgoing(to=net.layers[1][0]))
-        else:
-            edit.set_owner(net.layers[1], "a")
+        edit.cut(net.layers[0][[1, 3]].outgoing(to=net.layers[1][0]))
     twin = copy.deepcopy(net)
     for one, steps in ((net, mine), (twin, theirs)):
         for step in steps:
