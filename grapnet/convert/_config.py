@@ -91,7 +91,9 @@ class _Trials:
         self._described: Signature = described
 
     def is_right(self, changes: Mapping[Path, int]) -> bool:
-        """Returns whether a changed config describes the model."""
+        """Returns whether a changed config describes the model, and can be saved."""
+        if not self._is_valid(changes):
+            return False
         shapes = self._made(changes)[1]
         if any(shapes.get(name) != shape for name, shape in self._shapes.items()):
             return False
@@ -205,6 +207,18 @@ class _Trials:
                 if before != wanted == after:
                     effect = "useful"
         return effect
+
+    def _is_valid(self, changes: Mapping[Path, int]) -> bool:
+        """Returns whether the config's own checks, which `save_pretrained` runs, accept changes."""
+        config = copy.deepcopy(self._config)
+        try:
+            for path, value in changes.items():
+                _set(config, path, value)
+            if hasattr(config, "validate"):
+                config.validate()
+        except Exception:
+            return False
+        return True
 
     def _made(self, changes: Mapping[Path, int]) -> tuple[nn.Module | None, Shapes]:
         """Returns the model of a changed config, without contents, and the shapes of its tensors;

@@ -214,15 +214,15 @@ class Adopted(Graph):
     def _require_no_edit(self, verb: str) -> None:
         if self._has_ended:
             raise EditError(
-                f"cannot {verb}: gn.ungraft has ended this graph; gn.adopt(model, ...) makes"
-                " another one"
+                f"cannot {verb}: this graph has ended, as the model was released or adopted again"
             )
         super()._require_no_edit(verb)
 
     def _end(self) -> None:
         """Ends the graph; the model stays as it is."""
         self._has_ended = True
-        _adopted.pop(id(self.model), None)
+        if _adopted.get(id(self.model)) is self:
+            del _adopted[id(self.model)]
 
     def _copies_in(self, module: nn.Module) -> list[Graph]:
         """Returns graphs over the copies of the model in a module, each made once."""
@@ -346,7 +346,11 @@ class Adopted(Graph):
         after = self._atom_sizes(change.layers)
         changed = [self.spaces[n] for n in change.layers if not change.layers[n].index.is_identity]
         attributes = self._gates.foresee(self.model, changed, self._atom_sizes(), after)
-        # A removal is compared as it is; what only grows is compared when it first shrinks.
+        # Where an operation computes with another number, an earlier comparison does not hold.
+        if self._gates.has_other_numbers(after):
+            for space in changed:
+                space._proof = "unproved"
+        # A removal is compared as it is.
         removed = {n: part.index.removed.numpy() for n, part in change.layers.items()}
         self._probe({self.spaces[n]: rows for n, rows in removed.items() if len(rows)})
         tensors = {}
@@ -357,10 +361,28 @@ class Adopted(Graph):
             tensors[name] = GridChange(index, born_values=born)
         return replace(change, tensors=tensors, attributes=tuple(attributes))
 
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Names of the Parameters that no example reads; they keep their sizes."""
+        parameters = dict(self.model.named_parameters())
+        return tuple(name for name in self._typed.unread if name in parameters)
+
     def __repr__(self) -> str:
-        return table(self.spaces)
+        text = table(self.spaces)
+        if self.unseen:
+            text += (
+                f"\nnot read by the examples, so they keep their sizes: {', '.join(self.unseen)}"
+            )
+        return text
 
     __str__ = __repr__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_copies": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._copies = weakref.WeakKeyDictionary()
 
 
 def table(spaces: Iterable[Space]) -> str:
@@ -485,7 +507,8 @@ def adopt(
         **keywords: what the model is called with, by name.
 
     Raises:
-        EditError: the model contains nets, or its Parameters cannot be edited.
+        EditError: the model contains nets, shares Parameters with another adopted one, or its
+            Parameters cannot be edited. A graph that the model had before ends.
 
     Examples:
         >>> import grapnet as gn
@@ -499,20 +522,39 @@ def adopt(
         >>> model[2].weight.shape
         torch.Size([4, 8, 3, 3])
     """
+    # torch.compile(model) is adopted as the model.
+    model = getattr(model, "_orig_mod", model)
     for path, module in model.named_modules():
         if isinstance(module, Graph):
             where = f"at {path!r}" if path else "itself"
             raise EditError(
                 f"the model is a net or contains one ({where}), which has its own edits"
             )
+    _require_no_other_graph(model)
     calls = [Example(inputs, keywords), *examples]
     typed = _with_other_paths(model, discover(model, calls))
     net = Adopted(model, typed, Gates(typed, calls))
     require_editable(net)
+    earlier = find_adopted(model)
+    if earlier is not None:
+        earlier._end()
     _adopted[id(model)] = net
     if optimizer is not None:
         attach(optimizer, net)
     return net
+
+
+def _require_no_other_graph(model: nn.Module) -> None:
+    """Raises EditError if a part of a model, or a model around it, is adopted."""
+    mine = {id(parameter) for parameter in model.parameters()}
+    for other in list(_adopted.values()):
+        if other.model is model or other._has_ended:
+            continue
+        if any(id(parameter) in mine for parameter in other.model.parameters()):
+            raise EditError(
+                f"this {type(model).__name__} shares Parameters with an adopted"
+                f" {type(other.model).__name__}; edit that one, or end it with gn.ungraft"
+            )
 
 
 def _with_other_paths(model: nn.Module, typed: Typed) -> Typed:

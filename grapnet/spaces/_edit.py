@@ -12,6 +12,7 @@ from grapnet.core._commit import Draws, Intent
 from grapnet.core._edit import Edit, layer_number
 from grapnet.core._errors import EditError
 from grapnet.core._index_map import GridMap
+from grapnet.core._node import GrapNode
 from grapnet.core._sets import Nodes, NodeSet
 
 if TYPE_CHECKING:
@@ -55,7 +56,8 @@ class SpaceEdit(Edit):
         """Adds nodes at the end of a space and returns them.
 
         By default the weights that read them are 0, so that the function of the model stays. Where
-        activations alone read them, as in the product of queries and keys, this raises EditError.
+        it would not, because activations alone read them or because the size of the space is also
+        a number in the formula, this raises EditError. A norm over the nodes changes all the same.
 
         Args:
             layer: the space, or its number.
@@ -94,12 +96,34 @@ class SpaceEdit(Edit):
         self._require_free(self._rows(nodes))
         super().remove_nodes(nodes, interface=True)
 
+    def _rows(self, nodes: Nodes) -> dict[int, Tensor]:
+        # A uid counts the nodes of all spaces, and is easily taken for a row of one.
+        if not isinstance(nodes, NodeSet | GrapNode):
+            raise EditError(
+                "nodes of an adopted model are given as such, space[[0, 1]] or space.weakest(...),"
+                f" not as {type(nodes).__name__}"
+            )
+        return super()._rows(nodes)
+
     def _require_free(self, numbers: Any) -> None:
         for number in numbers:
             space = self.graph.spaces[number]
             if space.pins:
                 raise EditError(
                     f"the nodes of {space.name} cannot be added or removed: {space.pins[0]}"
+                )
+
+    def _require_silence(self) -> None:
+        """Raises EditError where new nodes whose readers are 0 change the function nevertheless."""
+        silent = [
+            self.graph.spaces[n] for n, growth in self._growths.items() if growth.readers == "zero"
+        ]
+        self.graph.prove(silent)
+        for space in silent:
+            if space.verdict == "differs":
+                raise EditError(
+                    f"the size of {space.name} is also a number in the formula, so that new nodes"
+                    ' change the function of the model; add them nevertheless with readers="alike"'
                 )
 
     def _refuse(self, verb: str) -> EditError:
@@ -143,6 +167,7 @@ class SpaceEdit(Edit):
         generator = None
         if self._growths:
             generator = draws.source(self.generator, self.graph.device)
+            self._require_silence()
         change = self.graph._completed(change, self._growths, generator)
         return replace(intent, receipt=replace(intent.receipt, change=change))
 

@@ -54,7 +54,8 @@ class Gates:
         self.examples = list(examples)
         self._bound: dict[tuple[str, str], Expression] = {}
         self._learned: list[Recipe] = []
-        self._passed: set[tuple[int, ...]] = set()
+        # For sizes with which the model runs: whether it computes with other numbers than before.
+        self._passed: dict[tuple[int, ...], bool] = {}
 
     def foresee(
         self,
@@ -88,7 +89,6 @@ class Gates:
                 self._bound = known
                 self._learned = learned
                 raise
-            self._passed.add(tuple(after))
         found = _descriptions(model, self._typed, before, after)
         for (path, attribute), expression in self._bound.items():
             found[path, attribute] = size_of(expression, after)
@@ -98,6 +98,12 @@ class Gates:
             if present != value:
                 changes.append(AttributeChange(path, attribute, present, value))
         return changes
+
+    def has_other_numbers(self, sizes: list[int]) -> bool:
+        """Returns whether a size is a number in the formula of the model with sizes that were
+        foreseen: an operation computes with another number than at adoption.
+        """
+        return self._passed.get(tuple(sizes), False)
 
     def _search(
         self,
@@ -116,6 +122,7 @@ class Gates:
         if problem:
             self._fit(model, runs, changed, before, after)
         # Counts of heads that the model keeps and does not use follow, too.
+        self._passed[tuple(after)] = runs.has_other_numbers
         counts = []
         for space in changed:
             for one in _candidates(model, space, before, after):
@@ -234,6 +241,7 @@ class _Runs:
         self._calls: list[Example] = []
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._numbers: dict[tuple[str, str], Any] = {}  # as they are in the model
+        self.has_other_numbers = False  # in the last run, than at adoption
 
     def problem(
         self,
@@ -262,6 +270,7 @@ class _Runs:
             # It may have stopped anywhere: the next run has a twin of its own.
             self._twin = None
             return f"{type(error).__name__}: {error}".splitlines()[0]
+        self.has_other_numbers = again.scalars != self._typed.scalars
         return _first_difference(self._typed.signature(after), again.signature())
 
     def _ready_twin(self, before: list[int]) -> Twin:

@@ -262,7 +262,9 @@ class SpaceMachine(RuleBasedStateMachine):
             if rows:
                 edit.remove_nodes(space[rows])
             if count:
-                edit.add_nodes(space, count, owner=owner)
+                # Where new nodes change the function, they are asked for by name.
+                readers = "alike" if space.prove() == "differs" else "zero"
+                edit.add_nodes(space, count, owner=owner, readers=readers)
 
     def follow(
         self,

@@ -4,6 +4,7 @@ A gate that fails, or that refuses, leaves the model, its optimizer and the rand
 are. Mutations of the library show that the gates and the matrix of `test_edits` notice an error.
 """
 
+import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -657,3 +658,87 @@ def test_a_broken_rule_of_typing_is_noticed(what: str, monkeypatch: pytest.Monke
         monkeypatch.setitem(typing_module._RULES, operator, counted)
     assert is_noticed(zoo.MODELS[name])
     assert used.calls > 0
+
+
+class Divided(nn.Module):
+    """Divides by a number that follows from the width, in steps of 8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 16)
+        self.second = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x).relu()
+        return self.second(h / -(-h.shape[1] // 8))
+
+
+def test_a_verdict_does_not_outlive_the_numbers_that_it_was_found_with() -> None:
+    torch.manual_seed(0)
+    net = gn.adopt(Divided().double(), torch.randn(5, 4, dtype=torch.float64))
+    space = net.space("first")
+    with net.edit() as edit:
+        edit.remove_nodes(space[:1])
+    assert space.verdict == "exact"
+    with net.edit() as edit:
+        edit.remove_nodes(space[:9])
+    assert space.verdict == "differs"
+
+
+def test_nodes_are_not_added_in_silence_where_the_size_is_a_number_in_the_formula() -> None:
+    torch.manual_seed(0)
+    model = Scaled().double()
+    net = gn.adopt(model, torch.randn(5, 4, dtype=torch.float64))
+    with pytest.raises(gn.EditError, match="faint"), net.edit() as edit:
+        edit.add_nodes(net.space("faint"), 2)
+    assert net.version == 0
+    with net.edit() as edit:
+        edit.add_nodes(net.space("faint"), 2, readers="alike")
+    assert net.version == 1
+
+
+def test_numbers_are_not_taken_for_nodes() -> None:
+    net = gn.adopt(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(2, 3))
+    for nodes in ([0, 1], torch.tensor([0]), 0):
+        with pytest.raises(gn.EditError), net.edit() as edit:
+            edit.remove_nodes(nodes)
+    assert len(net.space("0")) == 4
+
+
+def test_the_graph_of_a_model_that_is_adopted_again_ends() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)))
+    first = gn.adopt(model, torch.randn(2, 3))
+    with first.edit() as edit:
+        edit.remove_nodes(first.space("0")[:1])
+    second = gn.adopt(model, torch.randn(2, 3))
+    assert gn.adopted(model) is second
+    with pytest.raises(gn.EditError):
+        first.undo()
+    with pytest.raises(gn.EditError), first.edit():
+        pass
+    with pytest.raises(gn.EditError, match="Sequential"):
+        gn.adopt(model[1], torch.randn(2, 3))
+    assert len(second.space("0")) == 3
+
+
+def test_a_compiled_model_is_adopted_as_the_model() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    net = gn.adopt(torch.compile(model, backend="eager"), torch.randn(2, 3))
+    assert net.model is model
+    assert len(net.space("0")) == 4
+
+
+def test_parameters_that_no_example_reads_are_listed() -> None:
+    case = zoo.MODELS["unused_parameters"]()
+    net = gn.adopt(case.model, *case.inputs, **case.kwargs)
+    assert net.unseen == tuple(sorted(net.unseen, key=list(dict(net.named_parameters())).index))
+    assert set(case.expected["unseen"]) <= set(net.unseen)
+    assert all(name in str(net) for name in net.unseen)
+
+
+def test_a_graph_can_be_pickled() -> None:
+    net = gn.adopt(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(2, 3))
+    again = pickle.loads(pickle.dumps(net))
+    with again.edit() as edit:
+        edit.remove_nodes(again.space("0")[:1])
+    assert (len(again.space("0")), len(net.space("0"))) == (3, 4)
