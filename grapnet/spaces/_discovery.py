@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import functools
 import random
-import signal
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -472,35 +471,31 @@ def _undisturbed(tensors: Sequence[Tensor]) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-@contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Holds the first Ctrl-C back until the end of the block, in the main thread.
+def _in_another_thread(function: Callable[[], Any]) -> Any:
+    """Returns what a function returns that runs in a thread of its own, or raises what it raises.
 
-    An interrupt that leaves the mode of tensors without contents half-way makes torch abort the
-    process. A second Ctrl-C is not held back.
+    An interrupt stops only the waiting: one that left the mode of tensors without contents half-way
+    would make torch abort the process.
     """
-    is_main = threading.current_thread() is threading.main_thread()
-    handler = signal.getsignal(signal.SIGINT)
-    if not is_main or not callable(handler):
-        yield
-        return
-    held: list[tuple[int, Any]] = []
+    outcome: list[Any] = []
+    errors: list[BaseException] = []
 
-    def hold(number: int, frame: Any) -> None:
-        held.append((number, frame))
-        signal.signal(signal.SIGINT, handler)
+    def work() -> None:
+        try:
+            outcome.append(function())
+        except BaseException as error:
+            errors.append(error)
 
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-    for number, frame in held:
-        handler(number, frame)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
 
 
 def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
-    """Runs a twin under a typing. Lines of the model are looked for inside of this function."""
+    """Runs a twin under a typing. Lines of the model are looked for inside of `forward`."""
     named = twin.tensors()
     typing.attach(named, twin.outside)
     for tensor in outputs_in((example.args, example.kwargs)):
@@ -513,22 +508,25 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
     if twin.mode is None or twin.has_fast_path:
         function_mode = _OutOfTorch(typing)
     fakes: Any = twin.mode or nullcontext()
-    twin.typing = typing
-    quiet.on = True
-    try:
-        with (
-            _interrupts_deferred(),
-            _undisturbed(real_tensors),
-            _without_leaks(twin.caches),
-            torch.no_grad(),
-            fakes,
-            function_mode,
-            typing,
-        ):
-            output = twin.module(*example.args, **example.kwargs)
-    finally:
-        twin.typing = None
-        quiet.on = False
+
+    def forward() -> Any:
+        twin.typing = typing
+        quiet.on = True
+        try:
+            with (
+                _undisturbed(real_tensors),
+                _without_leaks(twin.caches),
+                torch.no_grad(),
+                fakes,
+                function_mode,
+                typing,
+            ):
+                return twin.module(*example.args, **example.kwargs)
+        finally:
+            twin.typing = None
+            quiet.on = False
+
+    output = forward() if twin.mode is None else _in_another_thread(forward)
     for tensor in outputs_in(output):
         for axis in typing.of(tensor):
             pin(axis, "output")

@@ -129,7 +129,7 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return found
 
 
-def model_line(stop: str = "_run") -> str:
+def model_line(stop: str = "forward") -> str:
     """Returns file and line of the innermost frame that is not in torch or in GrapNet.
 
     Where modules of torch are called by GrapNet itself, the innermost line of torch.nn is returned.
