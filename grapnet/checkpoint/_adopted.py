@@ -1,10 +1,12 @@
 """Adopted models in a file: spaces, axes and every tensor, to be restored into a model."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,17 @@ from grapnet.core._errors import CheckpointError
 from grapnet.core._grid import install_content
 from grapnet.core._index_map import laid_out_like
 from grapnet.core._layer import Roster
+from grapnet.core._opened import (
+    CUT,
+    FREE,
+    FROZEN,
+    Opened,
+    Pattern,
+    holders_of,
+    opened_in,
+    opened_of,
+    set_opened,
+)
 from grapnet.following._optimizers import OptimizerFollower
 from grapnet.spaces import Adopted
 from grapnet.spaces._adopted import find_adopted
@@ -25,7 +38,7 @@ from grapnet.spaces._signature import Signature, signature_of
 
 from ._codec import LARGEST, Fields, decode, encode, entry, names, number
 from ._extras import GoBack, Target, go_back_all, restore_all
-from ._journal import Kept, describe_journal, is_number, rebuild_journal
+from ._journal import Kept, check_pattern, describe_journal, is_number, rebuild_journal
 from ._model import EXTRA, read_state, require_writable, split_ties
 from ._net import require_no_trial
 
@@ -93,10 +106,60 @@ def describe_adopted(
             "axes": axes,
             "spaces": spaces,
             "numbers": encode(numbers, "adopted.numbers", tensors),
+            "opened": _describe_opened(net, tensors),
         },
         "state": {"tree": encode(state, "state", tensors), "ties": ties},
         "journal": describe_journal(net.journal, tensors, undo=undo, history=history),
     }
+
+
+def _describe_opened(net: Adopted, tensors: dict[str, Tensor]) -> list[dict[str, Any]]:
+    """Adds the patterns of tensors of which cells are cut or frozen to `tensors`, and returns the
+    rest as JSON.
+    """
+    found = []
+    for name, grid in net._stores().items():
+        if grid.opened is None:
+            continue
+        pattern = grid.opened.pattern
+        where = f"opened.{len(found)}"
+        kinds = pattern.kinds.numpy()
+        tensors[f"{where}.live"] = torch.from_numpy(np.packbits(kinds != CUT))
+        tensors[f"{where}.frozen"] = torch.from_numpy(np.packbits(kinds[kinds != CUT] == FROZEN))
+        tensors[f"{where}.values"] = grid.opened.frozen_values
+        found.append({"name": name, "shape": list(pattern.shape), "width": pattern.width})
+    return found
+
+
+def _read_opened(part: Any, fields: Fields) -> dict[str, Opened]:
+    """Returns the tensors of which cells are cut or frozen."""
+    found: dict[str, Opened] = {}
+    for n, described in enumerate(entry(part, "opened", list, "adopted.")):
+        where = f"adopted.opened.{n}."
+        name = entry(described, "name", str, where)
+        shape = entry(described, "shape", list, where)
+        if any(type(size) is not int or not 0 < size <= LARGEST for size in shape):
+            raise CheckpointError(f"{where}shape: expected sizes")
+        cells = math.prod(shape)
+        width = number(described, "width", where)
+        if width == 0 or cells % width or cells > LARGEST:
+            raise CheckpointError(f"{where}width: does not fit the shape")
+        kinds = _unpacked(fields, f"opened.{n}.live", cells // width)
+        is_frozen = _unpacked(fields, f"opened.{n}.frozen", int(kinds.sum()))
+        kinds[kinds == FREE] += is_frozen
+        pattern = Pattern(tuple(shape), width, torch.from_numpy(kinds))
+        check_pattern(pattern, len(shape), where)
+        values = fields.any(f"opened.{n}.values")
+        if list(values.shape) != [int(is_frozen.sum()), width] or not values.is_floating_point():
+            raise CheckpointError(f"opened.{n}.values: expected one row for every frozen one")
+        found[name] = Opened(pattern, values)
+    return found
+
+
+def _unpacked(fields: Fields, name: str, count: int) -> np.ndarray:
+    """Returns bits of a file, one uint8 each."""
+    packed = fields.vector(name, torch.uint8, (count + 7) // 8)
+    return np.unpackbits(packed.numpy(), count=count)
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +175,7 @@ class SavedModel:
         numbers: the numbers of modules that edits have changed.
         state: every Parameter and buffer by name, and the extra states of modules.
         ties: names of tensors that are also called by another name of `state`.
+        opened: the tensors of which cells are cut or frozen; `state` has their free cells.
     """
 
     version: int
@@ -122,6 +186,7 @@ class SavedModel:
     numbers: list[Number]
     state: dict[str, Any]
     ties: dict[str, str]
+    opened: dict[str, Opened]
 
     @classmethod
     def read(cls, document: Any, fields: Fields) -> "SavedModel":
@@ -140,13 +205,20 @@ class SavedModel:
             raise CheckpointError("adopted.spaces: two spaces have the same atom")
         now = first.resized(atoms)
         state, ties = read_state(entry(document, "state", dict, ""), fields)
-        for name in now.axes:
+        opened = _read_opened(part, fields)
+        for name in (*now.axes, *opened):
+            shape = tuple(now.shape(name)) if name in now.axes else None
+            if name in opened:
+                pattern = opened[name].pattern
+                if pattern.shape != shape:
+                    raise CheckpointError(f"adopted.opened: {name!r} does not fit the spaces")
+                shape = pattern.content_shape
             value = state.get(name)
-            if not isinstance(value, Tensor) or list(value.shape) != now.shape(name):
+            if not isinstance(value, Tensor) or value.shape != shape:
                 raise CheckpointError(f"state[{name!r}]: does not fit the spaces of the file")
         version = number(part, "version", "adopted.")
         numbers = _read_numbers(part, fields)
-        return cls(version, next_uid, first, now, spaces, numbers, state, ties)
+        return cls(version, next_uid, first, now, spaces, numbers, state, ties, opened)
 
 
 def put_adopted(
@@ -176,7 +248,11 @@ def put_adopted(
         place.require_signature(net)
     installs = place.prepare_tensors()
     installs += place.prepare_numbers()
-    undo = [_remembered_tensors(place.tensors.values()), place.remembered_numbers()]
+    undo = [
+        _remembered_tensors(place.tensors.values()),
+        place.remembered_opened(),
+        place.remembered_numbers(),
+    ]
     if net is not None:
         installs += _prepare_graph(net, saved, place, document, fields)
         undo.append(_remembered_graph(net))
@@ -214,6 +290,8 @@ class _Place:
         self._first_numbers = first_numbers
         held, ties = split_ties(_held(model))
         self.tensors: dict[str, Tensor] = held
+        self._holders = holders_of(model)
+        self._opened = opened_in(model)
         self.extras = {}
         for name, value in saved.state.items():
             if name.rpartition(".")[2] == EXTRA:
@@ -275,13 +353,34 @@ class _Place:
             where = f"state[{name!r}]"
             require_writable(where, tensor)
             value = self._saved.state[name]
-            if not isinstance(value, Tensor) or value.dim() != tensor.dim():
-                raise CheckpointError(f"{where}: expected a tensor of {tensor.dim()} dimensions")
+            opened = self._saved.opened.get(name)
+            dims = len(self._shape(name))
+            if not isinstance(value, Tensor) or (opened is None and value.dim() != dims):
+                raise CheckpointError(f"{where}: expected a tensor of {dims} dimensions")
             if value.is_floating_point() != tensor.is_floating_point():
                 raise CheckpointError(f"{where}: {value.dtype} does not fit {tensor.dtype}")
             content = laid_out_like(value.to(tensor.device, tensor.dtype), tensor)
             installs.append(partial(install_content, tensor, content, None, Token()))
+            installs.append(partial(_open, self._holders.get(id(tensor), []), opened))
         return installs
+
+    def remembered_opened(self) -> GoBack:
+        """Returns a function that opens what is opened at present, and nothing else."""
+        present = []
+        for holders in self._holders.values():
+            present.append((holders, opened_of(*holders[0])))
+
+        def go_back() -> None:
+            for holders, opened in present:
+                _open(holders, opened)
+
+        return go_back
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """Returns the shape of a tensor of the model, as its module computes with it."""
+        tensor = self.tensors[name]
+        opened = self._opened.get(id(tensor))
+        return tuple(tensor.shape) if opened is None else opened.pattern.shape
 
     def prepare_numbers(self) -> list[Callable[[], None]]:
         """Returns the assignments of all numbers of modules that edits change."""
@@ -309,13 +408,14 @@ class _Place:
 
     def _misfit(self, signature: Signature, which: str) -> str:
         """Returns what differs from a model of certain sizes; empty if nothing does."""
-        for name, tensor in self.tensors.items():
+        for name in self.tensors:
             shape = signature.shape(name)
-            if list(tensor.shape) != shape:
+            present = list(self._shape(name))
+            if present != shape:
                 return (
                     f"state[{name!r}]: had the shape {self._saved.first.shape(name)} when the model"
-                    f" was adopted, and the model has {list(tensor.shape)}. Make the model as the"
-                    " saved one was made"
+                    f" was adopted, and the model has {present}. Make the model as the saved one"
+                    " was made"
                 )
         return self._other_number(which)
 
@@ -423,6 +523,12 @@ def _remembered_tensors(tensors: Any) -> GoBack:
             install_content(tensor, content, gradient, layout)
 
     return go_back
+
+
+def _open(holders: list[tuple[nn.Module, str]], opened: Opened | None) -> None:
+    for module, name in holders:
+        if opened_of(module, name) is not opened:
+            set_opened(module, name, opened)
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:

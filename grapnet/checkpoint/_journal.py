@@ -1,6 +1,7 @@
 """The journal in a file: the outline of every commit in columns, and details on request."""
 
 import json
+import math
 from array import array
 from dataclasses import replace
 from typing import Any, Literal
@@ -19,12 +20,15 @@ from grapnet.core._change import (
     Pairs,
     Relabel,
     TransitionChange,
+    Turned,
 )
 from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import GridMap, IndexMap, contains
+from grapnet.core._grid import Grid
+from grapnet.core._index_map import GridMap, IndexMap, RowMap, contains
 from grapnet.core._journal import Commit, Journal, Outlines
+from grapnet.core._opened import CUT, FROZEN, Pattern
 
 from ._codec import LARGEST, Decoder, Encoder, Fields, Pool, PoolReader, entry, number
 
@@ -43,6 +47,9 @@ _RECORDS = (
     Labels,
     GridChange,
     GridMap,
+    RowMap,
+    Pattern,
+    Turned,
     AttributeChange,
 )
 _POOL = "journal.pool."
@@ -235,7 +242,7 @@ def _check_change(change: Change, graph: Graph, next_uid: int, where: str) -> No
     for name, grid in change.tensors.items():
         at = f"{where}.tensors[{name!r}]"
         _require(name in grids, at, "the tensor does not exist")
-        _check_grid(grid, grids[name].tensor, at)
+        _check_grid(grid, grids[name], at)
     for attribute in change.attributes:
         at = f"{where}.attributes"
         numbers = (attribute.before, attribute.after)
@@ -253,16 +260,13 @@ def is_number(value: Any) -> bool:
     return type(value) is int
 
 
-def _check_grid(grid: GridChange, tensor: Tensor, where: str) -> None:
+def _check_grid(grid: GridChange, store: Grid, where: str) -> None:
     index = grid.index
-    _require(len(index.shape) == tensor.dim(), where, f"expected {tensor.dim()} dimensions")
-    for size in index.shape:
-        _require(0 <= size <= LARGEST, where, "a size is negative or too large")
-    _require(list(index.axes) == sorted(index.axes), where, "the dimensions are not in order")
-    for dim, axis in index.axes.items():
-        _require(0 <= dim < tensor.dim(), where, "the dimension does not exist")
-        _check_index(axis, where)
-        _require(axis.old_size == index.shape[dim], where, "an axis has another size")
+    tensor = store.tensor
+    if isinstance(index, RowMap):
+        _check_rows(grid, index, len(store.shape), where)
+    else:
+        _check_axes(grid, index, len(store.shape), where)
     gradients = (grid.born_gradients, grid.gone_gradients)
     _require(gradients == (None, None), where, "a journal keeps no gradients")
     if grid.born_values is None or grid.gone_values is None:
@@ -275,6 +279,59 @@ def _check_grid(grid: GridChange, tensor: Tensor, where: str) -> None:
     ):
         is_alike = found.is_floating_point() == tensor.is_floating_point()
         _require(is_alike and found.shape == (size,), where, f"expected {size} values")
+
+
+def _check_axes(grid: GridChange, index: GridMap, dims: int, where: str) -> None:
+    """Raises CheckpointError if the axes of a tensor of so many dimensions cannot move so."""
+    _require(len(index.shape) == dims, where, f"expected {dims} dimensions")
+    for size in index.shape:
+        _require(0 <= size <= LARGEST, where, "a size is negative or too large")
+    _require(list(index.axes) == sorted(index.axes), where, "the dimensions are not in order")
+    for dim, axis in index.axes.items():
+        _require(0 <= dim < dims, where, "the dimension does not exist")
+        _check_index(axis, where)
+        _require(axis.old_size == index.shape[dim], where, "an axis has another size")
+    patterns = (grid.before, grid.after)
+    _require(patterns == (None, None), where, "a tensor of which cells are cut moves by rows")
+
+
+def _check_rows(grid: GridChange, index: RowMap, dims: int, where: str) -> None:
+    """Raises CheckpointError if the rows of a tensor of so many dimensions cannot move so."""
+    _check_index(index.rows, where)
+    _require(index.width > 0, where, "a row has no cells")
+    for pattern, shape, rows in (
+        (grid.before, index.shape, index.rows.old_size),
+        (grid.after, index.new_shape, index.rows.new_size),
+    ):
+        _require(math.prod(shape) == rows * index.width, where, "the rows do not fit the shape")
+        if pattern is None:
+            _require(len(shape) == dims, where, f"expected {dims} dimensions")
+            continue
+        check_pattern(pattern, dims, where)
+        _require(pattern.width == index.width, where, "rows have another width")
+        live = int((pattern.kinds != CUT).sum())
+        _require(shape == (live, pattern.width), where, "other rows exist")
+
+
+def check_pattern(pattern: Pattern, dims: int, where: str) -> None:
+    """Raises CheckpointError if a tensor of so many dimensions cannot have a pattern."""
+    kinds = pattern.kinds
+    _require(len(pattern.shape) == dims, where, f"expected {dims} dimensions")
+    sizes = all(type(size) is int and 0 <= size <= LARGEST for size in pattern.shape)
+    _require(sizes and type(pattern.width) is int, where, "a size is negative or too large")
+    is_vector = kinds.dtype == torch.uint8 and kinds.dim() == 1
+    _require(is_vector and pattern.width > 0, where, "expected one kind for every row")
+    cells = math.prod(pattern.shape)
+    _require(len(kinds) * pattern.width == cells, where, "expected one kind for every row")
+    _require(bool((kinds <= FROZEN).all()), where, "a row is neither cut nor free nor frozen")
+    # A row is made of whole dimensions.
+    inside = 1
+    for size in reversed(pattern.shape):
+        if inside == pattern.width:
+            break
+        inside *= size
+    _require(inside == pattern.width, where, "a row is no block of cells")
+    _require(not pattern.is_full, where, "a tensor whose cells are all free has no pattern")
 
 
 def _check_layer(layer: LayerChange, n_uids: int, where: str) -> None:

@@ -60,8 +60,9 @@ def ungraft(
     keys; any other becomes its `net.to_module()`. Where a relation is missing the matrix is zero,
     and trains again from there. Edits of a net that was taken out do not reach the model.
 
-    An adopted model is plain already. Its graph ends: further edits raise EditError, and optimizers
-    go on with the same Parameters. If it has a Hugging Face `config`, the numbers there are set to
+    An adopted model stays as it is, except that relations which were cut are 0 from then on, and
+    train again, as frozen ones do. Its graph ends: further edits raise EditError, and optimizers go
+    on with the same Parameters. If it has a Hugging Face `config`, the numbers there are set to
     the sizes that the layers have, so that `save_pretrained` and `from_pretrained` work.
 
     Args:
@@ -125,6 +126,7 @@ def _end_adoption(net: Adopted) -> nn.Module:
     """Makes an adopted model one that knows nothing of its graph, and returns it."""
     net._require_no_edit("ungraft")
     sync_config(net)
+    net._close_tensors()
     for follower in net._followers._alive():
         optimizer = None
         if isinstance(follower, OptimizerFollower):

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._index_map import GridMap, IndexMap, flatnonzero
+from ._index_map import GridMap, IndexMap, RowMap, flatnonzero
+from ._opened import Pattern
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,19 +293,40 @@ class TransitionChange:
         return TransitionChange(weights.index, born=self.gone, gone=self.born, weights=weights)
 
 
+@dataclass(frozen=True)
+class Turned:
+    """How many relations a commit adds, removes, freezes or unfreezes in the tensors of a model."""
+
+    added: int = 0
+    removed: int = 0
+    turned: int = 0
+
+
+NONE_TURNED = Turned()
+
+
 @dataclass(frozen=True, eq=False)
 class GridChange:
     """What one commit does to one tensor, in both directions.
 
     The values are None after the journal has dropped them. Gradients are those that a trial takes
     away and its end gives back, None in every other commit.
+
+    Attributes:
+        index: how the cells that exist move.
+        before: which cells exist before the commit, and which are frozen; None if all are free.
+        after: the same after it.
+        relations: the relations that change, beside those of nodes that come or leave.
     """
 
-    index: GridMap
+    index: GridMap | RowMap
     born_values: Tensor | None = None  # [cells that come]
     gone_values: Tensor | None = None  # [cells that leave]
     born_gradients: Tensor | None = None
     gone_gradients: Tensor | None = None
+    before: Pattern | None = None
+    after: Pattern | None = None
+    relations: Turned = NONE_TURNED
 
     def inverse(self) -> "GridChange":
         """Returns the change that leads back."""
@@ -312,11 +334,14 @@ class GridChange:
             self.index.inverse(),
             born_values=self.gone_values,
             born_gradients=self.gone_gradients,
+            before=self.after,
+            after=self.before,
+            relations=Turned(self.relations.removed, self.relations.added, self.relations.turned),
         )
 
     def without_values(self) -> "GridChange":
         """Returns the change as the journal keeps it for ever."""
-        return GridChange(self.index)
+        return replace(self, born_values=None, gone_values=None)
 
 
 @dataclass(frozen=True)
@@ -346,9 +371,8 @@ class Change:
     @property
     def is_empty(self) -> bool:
         """True when nothing happens."""
-        return all(c.is_empty for c in self.layers.values()) and all(
-            c.is_empty for c in self.transitions.values()
-        )
+        parts = [*self.layers.values(), *self.transitions.values()]
+        return not self.tensors and all(part.is_empty for part in parts)
 
     def inverse(self) -> "Change":
         """Returns the inverse change."""
@@ -399,6 +423,10 @@ class Change:
         for c in self.transitions.values():
             ends = (c.born.parents, c.born.children, c.gone.parents, c.gone.children)
             parts += [c.index.removed, c.index.inserted, c.weights.flips, *ends]
+        for c in self.tensors.values():
+            parts += [pattern.kinds for pattern in (c.before, c.after) if pattern is not None]
+            if isinstance(c.index, RowMap):
+                parts += [c.index.rows.removed, c.index.rows.inserted]
         return sum(t.numel() * t.element_size() for t in parts)
 
     def counts(self) -> dict[str, int]:
@@ -410,12 +438,15 @@ class Change:
         turned = [c.biases.flips for c in layers if c.biases] + [
             c.weights.flips for c in transitions
         ]
+        inside = [c.relations for c in self.tensors.values()]
         return {
             "nodes_added": sum(len(c.born) for c in layers),
             "nodes_removed": sum(len(c.gone) for c in layers),
-            "relations_added": sum(len(c.born) for c in transitions),
-            "relations_removed": sum(len(c.gone) for c in transitions),
-            "coordinates_turned": sum(map(len, turned)),
+            "relations_added": sum(len(c.born) for c in transitions)
+            + sum(part.added for part in inside),
+            "relations_removed": sum(len(c.gone) for c in transitions)
+            + sum(part.removed for part in inside),
+            "coordinates_turned": sum(map(len, turned)) + sum(part.turned for part in inside),
         }
 
     def _vectors(self) -> list[VectorChange]:

@@ -89,7 +89,7 @@ def _check_run(model: nn.Module, inputs: tuple[Any, ...], keywords: dict[str, An
 
 def _check_graph(net: Graph) -> None:
     net._check_tensors()
-    if net.transitions:
+    if net._wired:
         _check_ends(net)
     for number, layer in enumerate(net.layers):
         _check_layer(layer, f"layer {number}")
@@ -99,7 +99,7 @@ def _check_graph(net: Graph) -> None:
         len(uids) == 0 or int(uids.max()) < net._next_uid,
         f"a uid is not below next_uid ({net._next_uid})",
     )
-    for t, transition in enumerate(net.transitions):
+    for t, transition in enumerate(net._wired):
         where = f"transition {t}"
         n_parents = len(net.layers[transition.source])
         n_children = len(net.layers[transition.target])

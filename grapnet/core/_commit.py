@@ -31,7 +31,7 @@ from ._coordinates import (
 )
 from ._errors import EditError
 from ._grid import PreparedGrid, install_grid, prepare_grids
-from ._index_map import GridMap, IndexMap
+from ._index_map import CellMap
 from ._journal import Commit, Joint
 from ._layer import Layer, Roster
 from ._transition import Topology, Transition, wirings_after
@@ -306,7 +306,7 @@ class Before(NamedTuple):
     def of(cls, graph: "Graph") -> "Before":
         """Returns the current objects of a graph."""
         layouts = {name: layout_of(store.parameter) for name, store in graph._stores().items()}
-        return cls([t.topology for t in graph.transitions], layouts)
+        return cls([t.topology for t in graph._wired], layouts)
 
 
 def commit(
@@ -653,7 +653,7 @@ def _prepare_vectors(
     the change does not touch are new versions too, which autograd keeps apart from the old ones.
     """
     found = {}
-    for t, transition in enumerate(graph.transitions):
+    for t, transition in enumerate(graph._wired):
         part = change.transitions.get(t)
         prepared = transition._prepare(part and part.weights, keep_gradients)
         found[f"transitions.{t}.weight"] = (transition, prepared)
@@ -694,7 +694,7 @@ def _completed(
         weights = changes[f"transitions.{t}.weight"]
         assert weights is not None
         transitions[t] = replace(part, weights=weights, wiring=None)
-    maps: dict[str, IndexMap | GridMap] = {}
+    maps: dict[str, CellMap] = {}
     for name, (_, prepared) in vectors.items():
         if prepared.parameter_index is not None:
             maps[name] = prepared.parameter_index
@@ -702,8 +702,8 @@ def _completed(
     for name, prepared in grids.items():
         if prepared.change is not None:
             tensors[name] = prepared.change
-            if isinstance(prepared.tensor, nn.Parameter):
-                maps[name] = prepared.change.index
+            if isinstance(prepared.tensor, nn.Parameter) and prepared.index is not None:
+                maps[name] = prepared.index
     change = replace(receipt.change, layers=layers, transitions=transitions, tensors=tensors)
     return replace(receipt, change=change, parameters=maps)
 

@@ -5,12 +5,13 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from ._change import Change
 from ._commit import Draws, Intent, commit, settle, unsettled
 from ._errors import EditError
 from ._index_map import as_tensor, ascending, contains
@@ -491,12 +492,7 @@ class Edit:
         Raises:
             EditError: they conflict, or disconnect an output where that is not allowed.
         """
-        generator = None
-        if self._requests.newborns or self._requests.connections:
-            generator = draws.source(self.generator, self.graph.device)
-        change = resolve(self.graph, self._requests, generator)
-        if not self.allow_dead:
-            require_alive(self.graph, change)
+        change = self._resolved(draws)
         if change.is_empty:
             return None
         receipt = Commit(
@@ -506,12 +502,22 @@ class Edit:
             receipt = replace(receipt, kind="trial")
         return Intent(self.graph, receipt, self._next_uid)
 
+    def _resolved(self, draws: Draws) -> Change:
+        """Returns what the operations change."""
+        generator = None
+        if self._requests.newborns or self._requests.connections:
+            generator = draws.source(self.generator, self.graph.device)
+        change = resolve(self.graph, self._requests, generator)
+        if not self.allow_dead:
+            require_alive(self.graph, change)
+        return change
+
     def _take_receipt(self, receipt: Commit | None) -> None:
         """Notes that the operations took effect."""
         self.receipt = receipt
         self._operations = []
 
-    def __enter__(self) -> "Edit":
+    def __enter__(self) -> Self:
         self._block.enter()
         return self
 

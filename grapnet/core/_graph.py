@@ -430,7 +430,7 @@ class Graph(nn.Module):
         for n, layer in enumerate(self.layers):
             if not layer.is_sensory:
                 found[f"layers.{n}.bias"] = layer
-        for t, transition in enumerate(self.transitions):
+        for t, transition in enumerate(self._wired):
             found[f"transitions.{t}.weight"] = transition
         for column in self.columns.values():
             found[column.parameter_name] = column
@@ -441,11 +441,16 @@ class Graph(nn.Module):
         return View(
             tuple(layer._roster for layer in self.layers),
             tuple(None if layer.is_sensory else layer.vector for layer in self.layers),
-            tuple(transition.topology for transition in self.transitions),
-            tuple(transition.vector for transition in self.transitions),
+            tuple(transition.topology for transition in self._wired),
+            tuple(transition.vector for transition in self._wired),
             {name: column.vector for name, column in self.columns.items()},
             {},
         )
+
+    @property
+    def _wired(self) -> Sequence[Transition]:
+        """The transitions that hold coordinates; those of an adopted model are in its tensors."""
+        return self.transitions
 
     def _grids(self) -> dict[str, Grid]:
         """Returns the tensors of an adopted model, by name; a net has none."""

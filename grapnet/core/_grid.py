@@ -8,16 +8,24 @@ from torch import Tensor, nn
 
 from ._change import GridChange
 from ._coordinates import Coordinates, Token, layout_of, replace_content
+from ._index_map import GridMap, RowMap
+from ._opened import Opened, Pattern, opened_of, parameter_map, set_opened
 
 
 class Grid:
-    """A Parameter or a buffer of a module."""
+    """A Parameter or a buffer of a module.
 
-    __slots__ = ("module", "name")
+    Attributes:
+        module: a module that has it.
+        name: its name there.
+        holders: all modules that have the Parameter, with its names: several if it is tied.
+    """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self.module = module
-        self.name = name
+    __slots__ = ("holders", "module", "name")
+
+    def __init__(self, holders: list[tuple[nn.Module, str]]) -> None:
+        self.module, self.name = holders[0]
+        self.holders = holders
 
     @property
     def is_parameter(self) -> bool:
@@ -39,6 +47,33 @@ class Grid:
         assert parameter is not None
         return parameter
 
+    @property
+    def opened(self) -> Opened | None:
+        """Which cells are cut or frozen; None if all are free."""
+        return opened_of(self.module, self.name)
+
+    @property
+    def whole(self) -> Tensor:
+        """All cells, without gradients: those of the Parameter, frozen ones, and 0 for cut ones."""
+        opened = self.opened
+        if opened is None:
+            return self.tensor.detach()
+        return opened.whole(self.tensor.detach())
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor that the module computes with."""
+        opened = self.opened
+        if opened is None:
+            return tuple(self.tensor.shape)
+        return opened.pattern.shape
+
+    @property
+    def n_frozen(self) -> int:
+        """The number of frozen cells."""
+        opened = self.opened
+        return 0 if opened is None else opened.frozen_values.numel()
+
 
 @dataclass(frozen=True, eq=False)
 class PreparedGrid:
@@ -48,6 +83,11 @@ class PreparedGrid:
     content: Tensor
     gradient: Tensor | None
     change: GridChange | None  # with what leaves filled in; None if the commit does not touch it
+    # how the cells of the tensor itself move; frozen ones are not among them
+    index: GridMap | RowMap | None = None
+    # the modules that compute the tensor from now on as `opened` says, or read it as it is
+    holders: tuple[tuple[nn.Module, str], ...] = ()
+    opened: Opened | None = None
 
 
 def prepare_grids(
@@ -61,29 +101,44 @@ def prepare_grids(
     for name, grid in grids.items():
         change = changes.get(name)
         if change is not None:
-            found[name] = _prepare(grid.tensor, change, keep_gradients)
+            found[name] = _prepare(grid, change, keep_gradients)
         elif grid.is_parameter:
             parameter = grid.parameter
             found[name] = PreparedGrid(parameter, parameter.data, parameter.grad, None)
     return found
 
 
-def _prepare(tensor: Tensor, change: GridChange, keep_gradients: bool) -> PreparedGrid:
+def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGrid:
+    tensor = grid.tensor
+    opened = grid.opened
+    held = tensor
+    if opened is not None:
+        held = opened.live(tensor)
     index = change.index
     born = change.born_values
-    content = index.carry(tensor, 0.0 if born is None else born)
+    moved = index.carry(held, 0.0 if born is None else born)
+    change = replace(change, gone_values=index.take(held))
+    if born is None:
+        change = replace(change, born_values=moved.new_zeros(index.n_born))
+    content = moved
+    after = None
+    if isinstance(index, RowMap):
+        before = change.before or Pattern.full(grid.shape, index.width)
+        pattern = change.after or Pattern.full(index.new_shape, index.width)
+        if change.after is not None:
+            is_free = pattern.is_free.to(moved.device)
+            content = moved[is_free].view(pattern.content_shape)
+            after = Opened(pattern, moved[~is_free])
+        index = parameter_map(before, pattern, index.rows)
     if content is tensor or content.data_ptr() == tensor.data_ptr():
         content = content.clone()
     gradient = tensor.grad
-    change = replace(change, gone_values=index.take(tensor))
-    if born is None:
-        change = replace(change, born_values=content.new_zeros(index.n_born))
     if gradient is not None:
         if keep_gradients:
             change = replace(change, gone_gradients=index.take(gradient))
         returning = change.born_gradients
         gradient = index.carry(gradient, 0.0 if returning is None else returning)
-    return PreparedGrid(tensor, content, gradient, change)
+    return PreparedGrid(tensor, content, gradient, change, index, tuple(grid.holders), after)
 
 
 def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:
@@ -91,6 +146,9 @@ def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:
     if prepared.change is None:
         layout = layout_of(prepared.tensor)
     install_content(prepared.tensor, prepared.content, prepared.gradient, layout)
+    for module, name in prepared.holders:
+        if opened_of(module, name) is not prepared.opened:
+            set_opened(module, name, prepared.opened)
 
 
 def install_content(

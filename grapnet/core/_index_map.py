@@ -1,10 +1,12 @@
-"""How positions move in a commit: IndexMap for a vector, GridMap for a tensor of several axes."""
+"""How positions move in a commit: IndexMap for a vector, GridMap for the axes of a tensor, RowMap
+for a tensor of which some rows of cells exist.
+"""
 
 import math
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -417,8 +419,10 @@ class GridMap:
             narrowed.append((dim, index.stays(new.device).long()))
             shape[dim] = index.n_survivors
 
-    def equals(self, other: "GridMap") -> bool:
+    def equals(self, other: "GridMap | RowMap") -> bool:
         """Returns whether another map moves every cell in the same way."""
+        if not isinstance(other, GridMap):
+            return False
         if self.shape != other.shape or self.axes.keys() != other.axes.keys():
             return False
         return all(index.equals(other.axes[dim]) for dim, index in self.axes.items())
@@ -463,6 +467,89 @@ class GridMap:
             start += count
             shape[dim] = index.n_survivors
         return blocks
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """Maps the rows of cells of a tensor before a commit to those after it.
+
+    A tensor that has all of its cells may become a matrix of some of its rows, or the other way
+    round; the rows keep their order.
+
+    Attributes:
+        shape: the shape of the tensor before the commit.
+        new_shape: its shape after it.
+        width: the number of cells in a row.
+        rows: how the rows move.
+    """
+
+    shape: tuple[int, ...]
+    new_shape: tuple[int, ...]
+    width: int
+    rows: IndexMap
+
+    @property
+    def old_size(self) -> int:
+        """The number of cells before the commit."""
+        return self.rows.old_size * self.width
+
+    @property
+    def is_identity(self) -> bool:
+        """True if no row was removed or inserted."""
+        return self.rows.is_identity and self.shape == self.new_shape
+
+    @property
+    def n_survivors(self) -> int:
+        """The number of cells that exist before and after the commit."""
+        return self.rows.n_survivors * self.width
+
+    @property
+    def n_born(self) -> int:
+        """The number of cells that come."""
+        return self.rows.n_born * self.width
+
+    def inverse(self) -> "RowMap":
+        """Returns the inverse map."""
+        return RowMap(self.new_shape, self.shape, self.width, self.rows.inverse())
+
+    def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
+        """Returns `old` moved to the new rows, with `born` in the cells that come; no gradient
+        flows through. `old` has the shape before the commit, or its cells in one vector.
+        """
+        is_flat = old.shape != self.shape and old.shape == (self.old_size,)
+        if not is_flat and old.shape != self.shape:
+            raise ValueError(
+                f"this RowMap carries tensors of shape {list(self.shape)}, got {list(old.shape)}"
+            )
+        new = self.rows.carry(self._in_rows(old), born)
+        return new.reshape(-1) if is_flat else new.reshape(self.new_shape)
+
+    def take(self, old: Tensor) -> Tensor:
+        """Returns the cells that leave, as one vector."""
+        removed = self.rows.removed.to(old.device)
+        return self._in_rows(old).index_select(0, removed).reshape(-1)
+
+    def give(self, new: Tensor, cells: Tensor) -> None:
+        """Writes a vector of cells into a tensor that `carry` has made, where rows have come."""
+        self.rows.give(new.view(self.rows.new_size, self.width), cells)
+
+    def equals(self, other: "GridMap | RowMap") -> bool:
+        """Returns whether another map moves every cell in the same way."""
+        if not isinstance(other, RowMap):
+            return False
+        mine = (self.shape, self.new_shape, self.width)
+        return mine == (other.shape, other.new_shape, other.width) and self.rows.equals(other.rows)
+
+    def release(self) -> None:
+        """Drops what `carry` keeps while a commit moves one tensor after the other."""
+        self.rows.release()
+
+    def _in_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(self.rows.old_size, self.width)
+
+
+# How the cells of a vector or of a tensor move.
+CellMap: TypeAlias = IndexMap | GridMap | RowMap
 
 
 def _insert(old: Tensor, dim: int, index: IndexMap, block: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ._change import Change
 from ._errors import HistoryError
-from ._index_map import GridMap, IndexMap
+from ._index_map import CellMap, IndexMap
 from ._transition import Topology
 
 # Bytes that the Python objects and tensors of a commit take beside the content of its tensors.
@@ -82,7 +82,7 @@ class Commit:
     change: Change
     by: str | None = None
     operations: tuple[dict[str, Any], ...] = ()
-    parameters: dict[str, IndexMap | GridMap] = field(default_factory=dict)
+    parameters: dict[str, CellMap] = field(default_factory=dict)
     undoes: int | None = None
     joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class Commit:
     @property
     def has_details(self) -> bool:
         """False after the journal has dropped which nodes and relations it changed."""
-        return bool(self.change.layers or self.change.transitions)
+        return bool(self.change.layers or self.change.transitions or self.change.tensors)
 
     @property
     def turned(self) -> str | None:

@@ -665,12 +665,13 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
     for number, draft in enumerate(drafts):
         if number in requests.orphans:
             folded[number] = _remove_orphans(graph, requests, draft, drafts)
-        for t in graph.leaving(number):
-            lower = drafts[graph.transitions[t].target]
-            wirings[t] = TransitionDraft(graph, requests, t, draft, lower)
-            lower.entering.append(wirings[t])
+        for t, transition in enumerate(graph._wired):
+            if transition.source == number:
+                lower = drafts[transition.target]
+                wirings[t] = TransitionDraft(graph, requests, t, draft, lower)
+                lower.entering.append(wirings[t])
     transitions = {}
-    for t, transition in enumerate(graph.transitions):
+    for t, transition in enumerate(graph._wired):
         if wirings[t].is_touched:
             upper = drafts[transition.source]
             lower = drafts[transition.target]

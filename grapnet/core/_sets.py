@@ -75,7 +75,10 @@ class RelationSet:
 
     @property
     def weights(self) -> Tensor:
-        """One weight per relation; live, differentiable and assignable."""
+        """One weight per relation; live, differentiable and assignable.
+
+        Relations of a model may have several numbers each: then [n, numbers].
+        """
         parts = [self._read(t, at) for t, at in self._positions_by_transition().items()]
         return (
             torch.cat(parts)
@@ -88,12 +91,13 @@ class RelationSet:
     @weights.setter
     def weights(self, values: Tensor) -> None:
         values = as_tensor(values).detach()
-        if values.numel() not in (1, len(self)):
+        found = self._positions_by_transition().items()
+        counts = [len(at) * self._store(t)._payload for t, at in found]
+        if values.numel() not in (1, sum(counts)):
             raise ValueError(
                 f"this RelationSet holds {len(self)} relations, got {values.numel()} weights"
             )
-        found = self._positions_by_transition().items()
-        parts = values.reshape(-1).expand(len(self)).split([len(at) for _, at in found])
+        parts = values.reshape(-1).expand(sum(counts)).split(counts)
         self._graph._write_all(
             [
                 (self._store(t), _as_slice(at), part)
@@ -209,7 +213,7 @@ class RelationSet:
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
         if key is None:
-            key = self.weights.detach().abs()
+            key = self._strengths()
         else:
             key = key.detach().reshape(-1).to(self._graph.device)
         if len(key) != len(self):
@@ -227,6 +231,14 @@ class RelationSet:
         equals = flatnonzero(key == limit)
         chosen[equals[: count - int(chosen.sum())].long()] = True
         return self._marked(chosen)
+
+    def _strengths(self) -> Tensor:
+        """Returns |weight| of each relation; the norm, where a relation has several numbers."""
+        parts = []
+        for t, at in self._positions_by_transition().items():
+            numbers = self._read(t, at).detach()
+            parts.append(numbers.abs() if numbers.dim() == 1 else numbers.norm(dim=1))
+        return torch.cat([torch.empty(0, device=self._graph.device), *parts])
 
     def _marked(self, marks: Tensor) -> "RelationSet":
         found: dict[int, Tensor | range] = {}

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -153,6 +153,7 @@ class Transition(Coordinates):
     target: int
     # No buffer: what empties, averages or overwrites buffers leaves the wiring alone.
     topology: Topology
+    _payload: ClassVar[int] = 1  # how many numbers a relation has
 
     def __init__(self, topology: Topology, weights: Tensor) -> None:
         super().__init__("weight", weights.reshape(-1, 1))
@@ -313,7 +314,7 @@ def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
 def wirings_after(graph: "Graph", change: Change) -> dict[int, Topology]:
     """Returns the new wiring of every transition whose relations or rows a change moves."""
     wirings = {}
-    for t, transition in enumerate(graph.transitions):
+    for t, transition in enumerate(graph._wired):
         upper = change.layers.get(transition.source)
         lower = change.layers.get(transition.target)
         wires = change.transitions.get(t)

@@ -21,6 +21,7 @@ from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
 from grapnet.core._index_map import IndexMap, contains, empty_positions, flatnonzero
 from grapnet.core._journal import Commit, Journal
+from grapnet.core._opened import same_pattern
 from grapnet.core._resolve import folded_constants
 
 
@@ -259,9 +260,12 @@ def difference(copy: Graph, net: Graph) -> str:
             return f"layer {n} has other nodes"
         if not mine.is_sensory and not equal(mine.frozen_at, other.frozen_at):
             return f"other biases of layer {n} are frozen"
-    for t, (mine, other) in enumerate(zip(copy.transitions, net.transitions, strict=True)):
+    for t, (mine, other) in enumerate(zip(copy._wired, net._wired, strict=True)):
         if not equal(mine.ptr, other.ptr) or not equal(mine.child, other.child):
             return f"transition {t} has other relations"
         if not equal(mine.frozen_at, other.frozen_at):
             return f"other relations of transition {t} are frozen"
+    for name, grid in net._grids().items():
+        if not same_pattern(grid.opened, copy._grids()[name].opened):
+            return f"other relations of {name} are cut or frozen"
     return ""

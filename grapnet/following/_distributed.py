@@ -437,8 +437,11 @@ def _digest(graphs: Sequence[Graph]) -> str:
             for column in (layer._owner_names, layer._activation_names):
                 for name, rows in sorted(column.kinds(), key=lambda kind: str(kind[0])):
                     add(repr(name), rows)
-        for transition in graph.transitions:
+        for transition in graph._wired:
             add("transition", transition.ptr, transition.child)
+        for name, grid in graph._grids().items():
+            if grid.opened is not None:
+                add(name, grid.opened.pattern.kinds)
         for name, buffer in graph.named_buffers():
             if name.endswith("frozen_at"):
                 add(name, buffer)

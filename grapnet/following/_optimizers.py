@@ -14,7 +14,7 @@ from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.core._index_map import CellMap
 from grapnet.core._journal import Commit
 
 from ._averaging import attach_copy, detach_copy
@@ -487,9 +487,7 @@ class OptimizerFollower:
                 )
 
 
-def _moved_copy(
-    value: Tensor, parameter: nn.Parameter, weights: Tensor, index: IndexMap | GridMap
-) -> Tensor:
+def _moved_copy(value: Tensor, parameter: nn.Parameter, weights: Tensor, index: CellMap) -> Tensor:
     """Returns a copy of the weights after a commit that gives the Parameter the content `weights`.
 
     Newborn coordinates start from their weight; where the commit changes the weight of a survivor,
@@ -501,7 +499,7 @@ def _moved_copy(
     return shifted(moved, before.view_as(moved), weights.to(value).view_as(moved))
 
 
-def _moved_with_mean(value: Tensor, index: IndexMap | GridMap, start: float) -> Tensor:
+def _moved_with_mean(value: Tensor, index: CellMap, start: float) -> Tensor:
     """Returns an entry after a commit, with the mean of the survivors for newborn coordinates, and
     `start` where nothing survives.
     """

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.core._index_map import CellMap
 from grapnet.core._journal import Commit
 
 Newborn = float | Literal["value"]
@@ -156,9 +156,7 @@ class _NetEntries(Tracked[Entries, Entries]):
         return partial(self.replace, staying)
 
 
-def _moves(
-    prefix: str, entries: Entries, commit: Commit
-) -> Iterator[tuple[str, IndexMap | GridMap]]:
+def _moves(prefix: str, entries: Entries, commit: Commit) -> Iterator[tuple[str, CellMap]]:
     """Yields the names whose coordinates a commit moves, with their maps."""
     for name in entries:
         index = commit.parameters.get(name.removeprefix(prefix))

@@ -1,7 +1,8 @@
 """gn.adopt: a whole model as one editable graph of spaces."""
 
+import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -17,6 +18,8 @@ from grapnet.core._errors import EditError, InvariantError
 from grapnet.core._graph import Count, Graph
 from grapnet.core._grid import Grid
 from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.core._opened import Pattern, holders_of, same_pattern
+from grapnet.core._sets import RelationSet
 from grapnet.following._optimizers import attach
 
 from ._axes import Expression, atoms_of, positions, size_of
@@ -25,7 +28,9 @@ from ._discovery import Example, Typed, discover
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates
 from ._probe import probe
+from ._rewiring import Wish, rewired
 from ._space import Space
+from ._weights import weights_of
 
 # The adopted graphs that are alive, by the id of their models.
 _adopted: "weakref.WeakValueDictionary[int, Adopted]" = weakref.WeakValueDictionary()
@@ -34,8 +39,8 @@ _adopted: "weakref.WeakValueDictionary[int, Adopted]" = weakref.WeakValueDiction
 class Adopted(Graph):
     """A model seen as one graph: its spaces are the layers, its tensors connect them.
 
-    The model itself stays as it is: its classes, state-dict keys, hooks and forward. It has no
-    transitions; the Parameters and buffers of the model are changed instead.
+    The model itself stays as it is: its classes, state-dict keys, hooks and forward. Its
+    transitions are in the Parameters of the model.
     """
 
     def __init__(self, model: nn.Module, typed: Typed, gates: Gates) -> None:
@@ -43,6 +48,7 @@ class Adopted(Graph):
         self._modules["model"] = model
         self._typed = typed
         self._grids_held = _named_grids(model)
+        self._weights = weights_of(self, typed, self.spaces)
         self._gates = gates
         self._costs: Costs | None = None
         # Numbers of modules that edits have changed, as they were at adoption.
@@ -62,6 +68,19 @@ class Adopted(Graph):
     def spaces(self) -> list[Space]:
         """All spaces of the model, pinned ones included."""
         return [layer for layer in self.layers if isinstance(layer, Space)]
+
+    @property
+    def transitions(self) -> Sequence[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The relations between spaces, one `Weight` for every tensor that reads one space and
+        writes another.
+        """
+        if unsettled:
+            settle()
+        return self._weights
+
+    @property
+    def _wired(self) -> Sequence[Any]:
+        return ()
 
     @property
     def device(self) -> torch.device:
@@ -98,26 +117,49 @@ class Adopted(Graph):
             raise KeyError(f"{name!r} has no axis of nodes on this side")
         return found[0]
 
+    def relations(self, name: str) -> RelationSet:
+        """Returns the relations that a module or a tensor holds.
+
+        Args:
+            name: the path of a module, such as "layer1.0.conv2", or the name of a Parameter.
+
+        Raises:
+            KeyError: nothing has this name, or it holds no relations.
+        """
+        found = []
+        for t, weight in enumerate(self.transitions):
+            if weight.name == name or weight.name.rpartition(".")[0] == name:
+                found.append(t)
+        if not found:
+            raise KeyError(f"{name!r} is no module or tensor that holds relations")
+        return RelationSet.of(self, found)
+
     def count(self) -> Count:
         """Returns the size of the model.
 
-        Single relations are not told apart, so there are none. `flops` are two for each
+        `relations` are those of which a number was cut or frozen: while all of a tensor exist, they
+        are not told apart, and there are none. `flops` are two for each
         multiply-add of the matrix products, convolutions and attentions in a forward pass of the
         first example, with the batch that it has.
         """
-        sizes = self._atom_sizes()
         trainable = 0
+        frozen = 0
         for grid in self._stores().values():
+            frozen += grid.n_frozen
             if grid.parameter.requires_grad:
                 trainable += grid.parameter.numel()
+            else:
+                frozen += grid.parameter.numel()
+        opened = [weight for weight in self.transitions if weight.grid.opened is not None]
         costs = self._current_costs()
+        sizes = self._atom_sizes()
         tensors = [grid.tensor for grid in self._grids_held.values()]
         return Count(
             nodes=sum(self.sizes),
-            relations=0,
+            relations=sum(weight.size for weight in opened),
             biases=0,
             trainable=trainable,
-            frozen=costs.parameters(sizes) - trainable,
+            frozen=frozen,
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             flops=2 * costs.macs(sizes),
         )
@@ -200,10 +242,21 @@ class Adopted(Graph):
 
     def _misfit(self, change: Change) -> str:
         maps = self._maps(change.layers)
-        for name in (*maps, *change.tensors):
-            if name not in maps or name not in change.tensors:
+        grids = self._grids_held
+        for name in maps:
+            if name not in change.tensors:
                 return name
-            if not maps[name].equals(change.tensors[name].index):
+        for name, part in change.tensors.items():
+            if name not in grids:
+                return name
+            opened = grids[name].opened
+            if part.before is None and part.after is None:
+                if opened is not None or name not in maps or not maps[name].equals(part.index):
+                    return name
+            elif part.before is None:
+                if opened is not None:
+                    return name
+            elif opened is None or not opened.pattern.equals(part.before):
                 return name
         for attribute in change.attributes:
             module = self.model.get_submodule(attribute.module)
@@ -242,8 +295,11 @@ class Adopted(Graph):
         grids = _named_grids(model)
         if grids.keys() != self._grids_held.keys():
             return False
-        held = self._grids_held
-        return all(grid.tensor.shape == held[name].tensor.shape for name, grid in grids.items())
+        for name, grid in grids.items():
+            held = self._grids_held[name]
+            if grid.shape != held.shape or not same_pattern(grid.opened, held.opened):
+                return False
+        return True
 
     def _graph_over(self, model: nn.Module) -> "Adopted":
         """Returns a graph with the same spaces and nodes over a copy of the model."""
@@ -276,8 +332,11 @@ class Adopted(Graph):
             if grid.module is not held.module or grid.name != held.name:
                 return f"{name} belongs to another module than when the model was adopted"
             expected = [size_of(axis, sizes) for axis in self._typed.axes.get(name, ())]
-            if name in self._typed.axes and list(grid.tensor.shape) != expected:
-                return f"{name} has the shape {list(grid.tensor.shape)}, its spaces {expected}"
+            if name in self._typed.axes and list(grid.shape) != expected:
+                return f"{name} has the shape {list(grid.shape)}, its spaces {expected}"
+            opened = grid.opened
+            if opened is not None and grid.tensor.shape != opened.pattern.content_shape:
+                return f"{name} has other relations than were left after the last edit"
         return ""
 
     def _check_tensors(self) -> None:
@@ -333,16 +392,46 @@ class Adopted(Graph):
         return found
 
     def _completed(
-        self, change: Change, growths: Mapping[int, Growth], generator: torch.Generator | None
+        self,
+        change: Change,
+        growths: Mapping[int, Growth],
+        wishes: Mapping[str, Wish],
+        generator: torch.Generator | None,
     ) -> Change:
         """Returns a change of spaces with the tensors and attributes that follow it.
+
+        Args:
+            change: of the nodes.
+            growths: how the weights of new nodes start, by space.
+            wishes: the relations to cut, connect, freeze and unfreeze, by tensor.
+            generator: source of random numbers.
 
         Raises:
             EditError: the model cannot run with the new sizes; nothing was changed.
         """
         maps = self._maps(change.layers)
-        if not maps:
-            return change
+        attributes: Sequence[AttributeChange] = ()
+        if maps:
+            attributes = self._foreseen(change)
+        tensors = {}
+        for name in (*maps, *(name for name in wishes if name not in maps)):
+            index = maps.get(name)
+            born = None
+            if index is not None and index.n_born:
+                born = values_of_newborns(self, name, index, change.layers, growths, generator)
+            grid = self._grids_held[name]
+            if index is not None and grid.opened is None and name not in wishes:
+                tensors[name] = GridChange(index, born_values=born)
+                continue
+            found = rewired(self, name, wishes.get(name, Wish()), index, born, generator)
+            if found is not None:
+                tensors[name] = found
+        return replace(change, tensors=tensors, attributes=tuple(attributes))
+
+    def _foreseen(self, change: Change) -> Sequence[AttributeChange]:
+        """Returns the numbers of modules that follow a change of spaces, after the model was run
+        with the new sizes, and values were compared.
+        """
         after = self._atom_sizes(change.layers)
         changed = [self.spaces[n] for n in change.layers if not change.layers[n].index.is_identity]
         attributes = self._gates.foresee(self.model, changed, self._atom_sizes(), after)
@@ -353,13 +442,26 @@ class Adopted(Graph):
         # A removal is compared as it is.
         removed = {n: part.index.removed.numpy() for n, part in change.layers.items()}
         self._probe({self.spaces[n]: rows for n, rows in removed.items() if len(rows)})
-        tensors = {}
-        for name, index in maps.items():
-            born = None
-            if index.n_born:
-                born = values_of_newborns(self, name, index, change.layers, growths, generator)
-            tensors[name] = GridChange(index, born_values=born)
-        return replace(change, tensors=tensors, attributes=tuple(attributes))
+        return attributes
+
+    def _close_tensors(self) -> None:
+        """Makes every tensor one that has all of its cells: 0 where they were cut."""
+        with self.edit(reason="close") as edit:
+            for name, grid in self._stores().items():
+                if grid.opened is not None:
+                    edit._fill(name, grid.opened.pattern)
+
+    def _pattern_of(self, name: str) -> Pattern:
+        """Returns which cells of a tensor exist, and which are frozen."""
+        grid = self._grids_held[name]
+        if grid.opened is not None:
+            return grid.opened.pattern
+        axes = self._typed.axes[name]
+        # The dimensions behind the last one that has nodes, such as those of a kernel.
+        atoms = {space._atom for space in self.spaces}
+        having = [dim for dim, axis in enumerate(axes) if atoms & set(atoms_of(axis))]
+        inside = grid.shape[max(having, default=len(axes) - 1) + 1 :]
+        return Pattern.full(grid.shape, math.prod(inside))
 
     @property
     def unseen(self) -> tuple[str, ...]:
@@ -378,11 +480,12 @@ class Adopted(Graph):
     __str__ = __repr__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_copies": None}
+        return {**super().__getstate__(), "_copies": None, "_weights": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._copies = weakref.WeakKeyDictionary()
+        self._weights = weights_of(self, self._typed, self.spaces)
 
 
 def table(spaces: Iterable[Space]) -> str:
@@ -438,6 +541,7 @@ def _named_grids(model: nn.Module) -> dict[str, Grid]:
     """Returns every Parameter and every buffer with an axis, each under its first name."""
     found: dict[str, Grid] = {}
     seen: set[int] = set()
+    holders = holders_of(model)
     # Parameters first, as `named_parameters` and `named_buffers` would list them.
     for kind in ("_parameters", "_buffers"):
         for path, module in model.named_modules():
@@ -446,7 +550,8 @@ def _named_grids(model: nn.Module) -> dict[str, Grid]:
                     continue
                 seen.add(id(tensor))
                 if tensor.dim() or kind == "_parameters":
-                    found[f"{path}.{name}" if path else name] = Grid(module, name)
+                    held = holders.get(id(tensor), [(module, name)])
+                    found[f"{path}.{name}" if path else name] = Grid(held)
     return found
 
 

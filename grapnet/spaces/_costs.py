@@ -181,7 +181,7 @@ def measured(net: Adopted) -> Costs:
         if name in net._typed.axes:
             tensors.append(net._typed.axes[name])
         else:
-            scalars += grid.tensor.numel()
+            scalars += prod(grid.shape)
     atoms = [(leaf.size, known.get(number)) for leaf, number in numbers.items()]
     single = [atom for atom, size in enumerate(sizes) if size == 1]
     return Costs(tensors, scalars, products, atoms, single)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from grapnet._torch import new_fake_mode, new_fake_tensor
+from grapnet.core._opened import close_copies, opened_in
 
 from . import _operators as _operators  # registers the rules
 from ._axes import Atom, Axis, Expression, Leaf, SumOf, atoms_of, frozen, leaves, pin
@@ -278,9 +279,13 @@ def make_twin(model: nn.Module, *, real: bool = False) -> Twin:
     if not real:
         mode = new_fake_mode()
     memo: dict[int, Any] = {}
+    all_opened = opened_in(model)
     for tensor in (*model.parameters(), *model.buffers()):
+        opened = all_opened.get(id(tensor))
         if mode is not None:
-            double = _imitation(mode, tensor)
+            double = _imitation(mode, tensor, opened and opened.pattern.shape)
+        elif opened is not None:
+            double = nn.Parameter(opened.whole(tensor.detach()), tensor.requires_grad)
         elif isinstance(tensor, nn.Parameter):
             double = nn.Parameter(tensor.detach(), tensor.requires_grad)
         else:
@@ -335,7 +340,9 @@ def copy_model(
                 double = double.clone()
             memo[id(tensor)] = double
             names[id(double)] = name
-    return copy.deepcopy(model, memo), names, left_out
+    double = copy.deepcopy(model, memo)
+    close_copies(double)
+    return double, names, left_out
 
 
 def _held(value: Any) -> list[Tensor]:

@@ -1,5 +1,6 @@
 """SpaceEdit: the verbs of a transaction on the spaces of a model."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -7,13 +8,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from grapnet.core._change import LayerChange
-from grapnet.core._commit import Draws, Intent
-from grapnet.core._edit import Edit, layer_number
+from grapnet.core._change import Change, LayerChange
+from grapnet.core._commit import Draws
+from grapnet.core._edit import Edit, layer_number, rows_of
 from grapnet.core._errors import EditError
 from grapnet.core._index_map import GridMap
 from grapnet.core._node import GrapNode
-from grapnet.core._sets import Nodes, NodeSet
+from grapnet.core._opened import CUT, FROZEN, Pattern
+from grapnet.core._resolve import resolve
+from grapnet.core._sets import Nodes, NodeSet, RelationSet
+
+from ._rewiring import Joined, Wish
+from ._weights import Weight, leading_shape
 
 if TYPE_CHECKING:
     from ._adopted import Adopted
@@ -34,7 +40,8 @@ class Growth:
 class SpaceEdit(Edit):
     """A `with net.edit(...) as edit:` block on an adopted model.
 
-    Nodes are added, removed and given owners; every tensor that has them follows.
+    Nodes are added, removed, frozen and given owners; every tensor that has them follows. Single
+    relations are cut, connected and frozen.
     """
 
     graph: "Adopted"
@@ -42,6 +49,7 @@ class SpaceEdit(Edit):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._growths: dict[int, Growth] = {}
+        self._wishes: dict[str, Wish] = {}
 
     def add_nodes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -96,6 +104,14 @@ class SpaceEdit(Edit):
         self._require_free(self._rows(nodes))
         super().remove_nodes(nodes, interface=True)
 
+    def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
+        # Pairs may name a node several times, which only uids can.
+        if isinstance(nodes, Tensor):
+            found = rows_of(self.graph, self._requests, nodes)
+            if len(found) == 1:
+                return next(iter(found.items()))
+        return super()._one_layer(nodes, role)
+
     def _rows(self, nodes: Nodes) -> dict[int, Tensor]:
         # A uid counts the nodes of all spaces, and is easily taken for a row of one.
         if not isinstance(nodes, NodeSet | GrapNode):
@@ -126,50 +142,150 @@ class SpaceEdit(Edit):
                     ' change the function of the model; add them nevertheless with readers="alike"'
                 )
 
-    def _refuse(self, verb: str) -> EditError:
-        return EditError(
-            f"{verb} works on the relations of a net. In an adopted model nodes are added and"
-            " removed; for single relations, gn.graft turns linear layers into nets"
-        )
+    def connect(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        parents: Nodes,
+        children: Nodes,
+        *,
+        tensor: str | None = None,
+        pairs: Literal["all", "aligned"] = "all",
+        weights: Literal["linear", "zero"] | Tensor | float = "linear",
+    ) -> None:
+        """Connects relations that were cut.
 
-    def connect(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise self._refuse("connect")
+        Args:
+            parents: nodes of one space.
+            children: nodes of one space, of which a tensor has relations to the parents.
+            tensor: the module or the tensor, where several lead from one space to the other.
+            pairs: "all" relates every parent to every child; "aligned" relates the first to the
+                first, and so on.
+            weights: "linear" (the distribution of nn.Linear for the inputs of a child), "zero", one
+                number, or a tensor of [relations, numbers of a relation].
+        """
+        source, parent_rows = self._one_layer(parents, "parents")
+        target, child_rows = self._one_layer(children, "children")
+        weight = self._weight_between(source, target, tensor)
+        if pairs == "all":
+            count = len(child_rows)
+            child_rows = child_rows.repeat(len(parent_rows))
+            parent_rows = parent_rows.repeat_interleave(count)
+        elif len(parent_rows) != len(child_rows):
+            raise EditError(
+                f"aligned pairs need as many parents as children, got {len(parent_rows)} and"
+                f" {len(child_rows)}"
+            )
+        if bool((parent_rows >= len(self.graph.layers[source])).any()) or bool(
+            (child_rows >= len(self.graph.layers[target])).any()
+        ):
+            raise EditError("new nodes of a model have all of their relations; cut some later")
+        rows = weight.rows(parent_rows.long(), child_rows.long())
+        shape = weight.grid.shape
+        bound = (math.prod(shape) / max(shape[weight.out_dim], 1)) ** -0.5
+        numbers = None
+        if not isinstance(weights, str):
+            numbers = torch.as_tensor(weights).detach()
+            if numbers.numel() not in (1, len(rows) * weight._payload):
+                raise EditError(
+                    f"{len(rows)} relations of {weight._payload} numbers each need one weight or"
+                    f" {len(rows) * weight._payload}, got {numbers.numel()}"
+                )
+        elif weights == "zero":
+            numbers = torch.zeros(1)
+        elif weights != "linear":
+            raise EditError(f'weights are "linear", "zero" or numbers, got {weights!r}')
+        self._note("connect", tensor=weight.name, relations=len(rows))
+        wish = self._wish(weight.name)
+        wish.connect.append(Joined(rows, numbers, bound))
+        wish.count(added=len(rows))
 
-    def cut(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise self._refuse("cut")
+    def _weight_between(self, source: int, target: int, tensor: str | None) -> "Weight":
+        """Returns the tensor that leads from one space to another."""
+        found = []
+        for weight in self.graph.transitions:
+            is_meant = tensor in (None, weight.name, weight.name.rpartition(".")[0])
+            if (weight.source, weight.target) == (source, target) and is_meant:
+                found.append(weight)
+        if len(found) == 1:
+            return found[0]
+        spaces = f"{self.graph.spaces[source].name} to {self.graph.spaces[target].name}"
+        if not found:
+            raise EditError(f"no tensor leads from {spaces}")
+        names = ", ".join(weight.name for weight in found)
+        raise EditError(f"several tensors lead from {spaces}: {names}; say which with tensor=")
 
-    def freeze(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise self._refuse("freeze")
+    def _turn(
+        self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
+    ) -> None:
+        if isinstance(what, RelationSet):
+            super()._turn(verb, what, incoming, outgoing, bias)
+            return
+        kinds = {"writer": incoming, "reader": outgoing, "rider": bias}
+        self._note(verb, nodes=len(what), incoming=incoming, outgoing=outgoing, bias=bias)
+        for number, rows in self._rows(self._existing(what)).items():
+            space = self.graph.spaces[number]
+            for (name, dim), at in space.places().items():
+                grid = self.graph._grids()[name]
+                if grid.is_parameter and kinds[self.graph._role(space, name, dim)]:
+                    table = torch.arange(len(self.graph._pattern_of(name).kinds))
+                    table = table.view(leading_shape(self.graph._pattern_of(name)))
+                    chosen = table.index_select(dim, at[rows.long()].reshape(-1)).reshape(-1)
+                    wish = self._wish(name)
+                    getattr(wish, verb).append(chosen)
+                    wish.count(turned=len(rows))
 
-    def unfreeze(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise self._refuse("unfreeze")
+    def _fill(self, name: str, pattern: Pattern) -> None:
+        """Connects all cells of a tensor that are cut, with 0, and makes frozen ones free."""
+        self._note("close", tensor=name)
+        cut = (pattern.kinds == CUT).nonzero()
+        wish = self._wish(name)
+        wish.connect.append(Joined(cut, torch.zeros(1), 0.0))
+        wish.unfreeze.append((pattern.kinds == FROZEN).nonzero().flatten())
+
+    def _wish(self, name: str) -> Wish:
+        """Returns what the edit asks of a tensor so far."""
+        return self._wishes.setdefault(name, Wish())
+
+    def _all_wishes(self) -> dict[str, Wish]:
+        """Returns what the edit asks of tensors, relations included."""
+        wishes = {name: replace(wish) for name, wish in self._wishes.items()}
+        asked = self._requests
+        for kind, requests in (
+            ("cut", asked.cuts),
+            ("freeze", asked.freeze_relations),
+            ("unfreeze", asked.unfreeze_relations),
+        ):
+            for t, parts in requests.items():
+                weight = self.graph.transitions[t]
+                at = torch.cat(parts).unique().cpu()
+                wish = wishes.setdefault(weight.name, Wish())
+                rows = weight.rows(*weight._ends(at)).reshape(-1)
+                setattr(wish, kind, [*getattr(wish, kind), rows])
+                if kind == "cut":
+                    wish.count(removed=len(at))
+                else:
+                    wish.count(turned=len(at))
+        return wishes
 
     def remove_orphans(self, *args: Any, **kwargs: Any) -> None:
         """Raises EditError."""
-        raise self._refuse("remove_orphans")
+        raise EditError("remove_orphans works on nets; in an adopted model remove_nodes does")
 
     def set_activation(self, *args: Any, **kwargs: Any) -> None:
         """Raises EditError."""
-        raise self._refuse("set_activation")
+        raise EditError("the activations of an adopted model are in its own code")
 
-    def _resolve(self, draws: Draws) -> Intent | None:
-        intent = super()._resolve(draws)
-        if intent is None:
-            return None
-        change = intent.receipt.change
+    def _resolved(self, draws: Draws) -> Change:
+        change = resolve(self.graph, self._requests, None)
         for number, part in change.layers.items():
             if part.index.new_size == 0:
                 raise EditError(f"this edit removes every node of {self.graph.spaces[number].name}")
+        wishes = self._all_wishes()
         generator = None
-        if self._growths:
+        if self._growths or any(wish.connect for wish in wishes.values()):
             generator = draws.source(self.generator, self.graph.device)
+        if self._growths:
             self._require_silence()
-        change = self.graph._completed(change, self._growths, generator)
-        return replace(intent, receipt=replace(intent.receipt, change=change))
+        return self.graph._completed(change, self._growths, wishes, generator)
 
 
 def values_of_newborns(
@@ -185,7 +301,7 @@ def values_of_newborns(
     A tensor may read one growing space and write another: cells of new readers are set last, so
     that new nodes that are read stay silent.
     """
-    tensor = net._grids()[name].tensor.detach()
+    tensor = net._grids()[name].whole
     new = index.carry(tensor, 0.0)
     silent: list[tuple[int, Tensor]] = []
     for dim, axis in index.axes.items():

@@ -6,6 +6,7 @@ a space compares two copies of the model in float64: one whose readers of some n
 without these nodes. In a large model the other spaces are made narrow first.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ def _compare(net: "Adopted", rows: "Mapping[Space, np.ndarray]") -> "Verdict":
 
 def _narrow_spaces(net: "Adopted", probed: "Mapping[Space, np.ndarray]") -> dict[int, np.ndarray]:
     """Returns the rows of other spaces to leave out, by atom; none of a small model."""
-    size = sum(grid.tensor.numel() for grid in net._grids().values()) * 8
+    size = sum(math.prod(grid.shape) for grid in net._grids().values()) * 8
     if size <= MOST_BYTES:
         return {}
     found = {}
@@ -163,7 +164,7 @@ def copy_without(
     memo: dict[int, Any] = {}
     tensors: dict[str, Tensor] = {}
     for name, grid in net._grids().items():
-        content = grid.tensor.detach()
+        content = grid.whole
         if name in maps:
             content = maps[name].carry(content)
         tensors[name] = convert(grid.tensor, content)

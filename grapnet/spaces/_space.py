@@ -99,7 +99,7 @@ class Space(Layer):
             grid = grids[name]
             if not grid.is_parameter:
                 continue
-            squares = grid.parameter.detach().double().square()
+            squares = grid.whole.double().square()
             others = [d for d in range(squares.dim()) if d != dim]
             by_position = squares.sum(others) if others else squares
             total += by_position.cpu()[at].sum(1)

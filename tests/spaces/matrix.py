@@ -6,12 +6,18 @@ of them and in full.
 
 import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import pytest
 import torch
+from torch import nn
+from torch.optim import AdamW
 
 import grapnet as gn
+from grapnet.core._opened import FREE, opened_of
+from grapnet.core._sets import RelationSet
 from grapnet.spaces import Space
+from grapnet.spaces._weights import Weight
 from tests.spaces import huggingface, oracle, zoo
 from tests.spaces.subjects import (
     Subject,
@@ -41,11 +47,13 @@ class Outcome(NamedTuple):
     effect: float  # on the outputs for a removal, on gradients for new nodes; NaN if not defined
 
 
-def spread(spaces: list[Space], most: int | None) -> list[Space]:
-    """Returns at most so many spaces, evenly from the first to the last; None: all of them."""
-    if most is None or len(spaces) <= most:
-        return spaces
-    return [spaces[round(n * (len(spaces) - 1) / (most - 1))] for n in range(most)]
+def spread(found: list[Any], most: int | None) -> list[Any]:
+    """Returns at most so many of some spaces or weights, evenly from the first to the last; None:
+    all of them.
+    """
+    if most is None or len(found) <= most:
+        return found
+    return [found[round(n * (len(found) - 1) / (most - 1))] for n in range(most)]
 
 
 def removals(subject: Subject, most: int | None = None, train: int | None = None) -> list[Outcome]:
@@ -116,6 +124,112 @@ def _removal(subject: Subject, space: Space, trains: bool) -> Outcome:
         net.undo()
         subject.step()
     return Outcome(space.name, space.verdict, effect)
+
+
+def relations(subject: Subject, most: int | None = None) -> list[Outcome]:
+    """Cuts a third of the relations of each weight, freezes others, and compares with masks."""
+    outcomes = []
+    for weight in spread(list(subject.net.transitions), most):
+        before = subject.snapshot()
+        outcomes.append(_rewiring(subject, weight))
+        assert oracle.same(before, subject.snapshot()) == [], weight.name
+    return outcomes
+
+
+def _rewiring(subject: Subject, weight: Weight) -> Outcome:
+    """Cuts relations, trains a copy with others frozen, and undoes."""
+    model = subject.model
+    net = subject.net
+    label = repr(weight)
+    numbers = torch.arange(weight.size)
+    cells = _cells(subject, weight, numbers[::3])
+    parameter = weight.grid.parameter
+    whole = oracle.copy_of(model)
+    masked = oracle.copy_of(model)
+    oracle.tensors_of(masked)[weight.name].data[cells] = 0.0
+    outputs = oracle.outputs_of(masked, subject.case)
+    effect = oracle.largest_difference(outputs, subject.outputs())
+    states = oracle.sliced_adam_state(model, subject.optimizer, {}).get(weight.name, {})
+    loss = loss_of(model, subject.case)
+    relations = net.relations(weight.name)
+    t = net.transitions.index(weight)
+    with net.edit(reason="cut") as edit:
+        edit.cut(RelationSet(net, {t: numbers[::3].int()}))
+    assert net.history[-1].counts["relations_removed"] == len(numbers[::3]), label
+    assert is_refused(loss), label
+    model.zero_grad()
+    with pytest.raises(gn.errors.StaleRelationsError):
+        relations.weights  # noqa: B018
+    # Exactly the numbers of the relations are gone, from the Parameter and from its state.
+    assert weight.grid.parameter is parameter, label
+    assert parameter.numel() == int((~cells).sum()), label
+    assert same_bits(parameter.detach().view(-1), oracle.tensors_of(whole)[weight.name][~cells])
+    for key, value in states.items():
+        if value.shape == cells.shape:
+            found = subject.optimizer.state[parameter][key]
+            assert same_bits(found.view(-1), value[~cells]), f"{label}: {key}"
+    assert oracle.largest_difference(subject.outputs(), outputs) < 1e-12, label
+    loss_of(model, subject.case).backward()
+    loss_of(masked, subject.case).backward()
+    _compare_gradients(subject, masked, weight, cells, label)
+    model.zero_grad()
+    with net.edit(reason="freeze") as edit:
+        edit.freeze(net.relations(weight.name)[::2])
+    frozen = net.relations(weight.name).frozen
+    assert bool(frozen[::2].all()), label
+    assert not bool(frozen[1::2].any()), label
+    _train_copy(subject, weight.name, label)
+    net.undo()
+    net.undo()
+    return Outcome(weight.name, "cut", effect)
+
+
+def _cells(subject: Subject, weight: Weight, relations: torch.Tensor) -> torch.Tensor:
+    """Returns a mask of the cells of some relations of a weight of which all exist."""
+    spaces = subject.net.spaces
+    reads = spaces[weight.source].places()[weight.name, weight.in_dim]
+    writes = spaces[weight.target].places()[weight.name, weight.out_dim]
+    parents = relations // len(writes)
+    children = relations % len(writes)
+    pairs = torch.zeros(weight.grid.shape[weight.in_dim], weight.grid.shape[weight.out_dim])
+    pairs[reads[parents][:, :, None], writes[children][:, None, :]] = 1
+    if weight.in_dim > weight.out_dim:
+        pairs = pairs.T
+    shape = [1] * len(weight.grid.shape)
+    for dim in (weight.in_dim, weight.out_dim):
+        shape[dim] = weight.grid.shape[dim]
+    return pairs.reshape(shape).expand(weight.grid.shape).bool()
+
+
+def _compare_gradients(
+    subject: Subject, masked: nn.Module, weight: Weight, cells: torch.Tensor, label: str
+) -> None:
+    """Requires the gradients of all survivors to be those of the model with a mask."""
+    expected = dict(masked.named_parameters())
+    for name, parameter in subject.model.named_parameters():
+        gradient = expected[name].grad
+        if parameter.grad is None or gradient is None:
+            assert parameter.grad is gradient, f"{label}: {name}"
+            continue
+        if name == weight.name:
+            gradient = gradient[~cells]
+        found = parameter.grad.reshape(gradient.shape)
+        assert oracle.largest_difference([found], [gradient]) < 1e-12, f"{label}: {name}"
+
+
+def _train_copy(subject: Subject, name: str, label: str) -> None:
+    """Requires frozen weights of a copy to stay as they are, while others move."""
+    model = copy.deepcopy(subject.model)
+    (path, _, key) = name.rpartition(".")
+    module = model.get_submodule(path)
+    frozen = opened_of(module, key)
+    assert frozen is not None, label
+    held = frozen.pattern.kinds != FREE
+    before = getattr(module, key).detach().view(len(held), -1).clone()
+    step(model, AdamW(model.parameters(), lr=0.1, weight_decay=0.1), subject.case)
+    after = getattr(module, key).detach().view(len(held), -1)
+    assert torch.equal(before[held], after[held]), label
+    assert not torch.equal(before, after), label
 
 
 def is_refused(loss: torch.Tensor) -> bool:
@@ -189,11 +303,12 @@ def _newborn_gradient(subject: Subject, space: Space, cuts: oracle.Cuts, label: 
     largest = float("nan")
     for (name, dim), at in cuts.items():
         tensor = oracle.tensors_of(model)[name]
-        new = tensor.detach().index_select(dim, torch.tensor(at))
+        places = torch.tensor(at, device=tensor.device)
+        new = tensor.detach().index_select(dim, places)
         if new.is_floating_point():
             assert bool(new.isfinite().all()), f"{label}: {name}"
         if (name, dim) in readers and tensor.grad is not None:
             assert bool(tensor.grad.isfinite().all()), f"{label}: {name}"
-            found = tensor.grad.index_select(dim, torch.tensor(at)).abs().max().item()
+            found = tensor.grad.index_select(dim, places).abs().max().item()
             largest = max(found, 0.0 if largest != largest else largest)
     return largest

@@ -9,7 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 from unittest.mock import patch
 
 import pytest
@@ -28,6 +28,8 @@ from torch import Tensor, nn
 from torch.optim import Adam
 
 import grapnet as gn
+from grapnet.core._opened import CUT, FREE, FROZEN
+from grapnet.core._sets import RelationSet
 from grapnet.spaces import Adopted, Space
 from tests.machine import CALM
 from tests.operations import Planned, Reluctant
@@ -69,6 +71,7 @@ class Record:
     states: dict[str, dict[str, Tensor]]
     attributes: Attributes
     nodes: list[list[tuple[int, str | None]]]  # uid and owner, by space
+    kinds: Tensors
 
 
 @dataclass
@@ -79,6 +82,7 @@ class Mirror:
     model: nn.Module
     optimizer: Adam
     nodes: list[list[tuple[int, str | None]]]
+    kinds: Tensors  # by parameter: CUT, FREE or FROZEN for every cell
     undoable: list[Record] = field(default_factory=list)
     redoable: list[Record] = field(default_factory=list)
 
@@ -86,7 +90,24 @@ class Mirror:
         """Returns what leads back from the edit with these moves, before it is made."""
         back = {place: (inserted, removed) for place, (removed, inserted) in moves.items()}
         values = {name: t.detach().clone() for name, t in oracle.tensors_of(self.model).items()}
-        return Record(back, values, self.states(), attributes, copy.deepcopy(self.nodes))
+        nodes = copy.deepcopy(self.nodes)
+        kinds = {name: kind.clone() for name, kind in self.kinds.items()}
+        return Record(back, values, self.states(), attributes, nodes, kinds)
+
+    def step(self) -> None:
+        """Makes a step; cells that are cut or frozen stay as they are, without state."""
+        held = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        step(self.model, self.optimizer, self.case)
+        for name, parameter in self.model.named_parameters():
+            is_held = self.kinds[name] != FREE
+            parameter.data[is_held] = held[name][is_held]
+            self.clear(parameter, is_held)
+
+    def clear(self, parameter: nn.Parameter, cells: Tensor) -> None:
+        """Makes the state of some cells that of cells that were never trained."""
+        for value in self.optimizer.state[parameter].values():
+            if value.shape == parameter.shape:
+                value[cells] = 0.0
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Returns copies of the states of the optimizer, by the names of parameters."""
@@ -102,8 +123,12 @@ class Mirror:
         values: Tensors,
         states: Mapping[str, Mapping[str, Tensor]],
         attributes: Attributes,
+        kinds: Tensors,
     ) -> None:
-        """Moves everything; new entries come from `values` and `states`."""
+        """Moves everything; new entries come from `values` and `states`.
+
+        `kinds` are those of all cells afterwards.
+        """
         tensors = oracle.tensors_of(self.model)
         parameters = dict(self.model.named_parameters())
         for name in dict.fromkeys(name for name, _ in moves):
@@ -116,8 +141,31 @@ class Mirror:
             for key, value in state.items():
                 if value.shape == shape:
                     state[key] = moved(value, name, moves, states[name][key])
+            filler = torch.ones(parameters[name].shape, dtype=torch.uint8)
+            self.kinds[name] = moved(self.kinds[name], name, moves, filler)
+        for name, parameter in parameters.items():
+            self.turn(parameter, kinds[name], self.kinds[name], values[name], states[name])
+            self.kinds[name] = kinds[name]
         for path, name, value in attributes:
             setattr(self.model.get_submodule(path), name, value)
+
+    def turn(
+        self,
+        parameter: nn.Parameter,
+        kinds: Tensor,
+        present: Tensor,
+        values: Tensor,
+        states: Mapping[str, Tensor],
+    ) -> None:
+        """Cuts, connects, freezes and unfreezes cells."""
+        comes = (present == CUT) & (kinds != CUT)
+        parameter.data[comes] = values[comes]
+        parameter.data[kinds == CUT] = 0.0
+        freed = (present != FREE) & (kinds == FREE)
+        for key, value in self.optimizer.state[parameter].items():
+            if value.shape == parameter.shape:
+                value[freed] = states[key][freed]
+        self.clear(parameter, kinds != FREE)
 
     def reverse(self, record: Record) -> Record:
         """Takes an edit back; returns what leads back from that."""
@@ -125,13 +173,15 @@ class Mirror:
         for path, name, _ in record.attributes:
             present.append((path, name, getattr(self.model.get_submodule(path), name)))
         other = self.record(record.moves, present)
-        self.apply(record.moves, record.values, record.states, record.attributes)
+        self.apply(record.moves, record.values, record.states, record.attributes, record.kinds)
         self.nodes = record.nodes
         return other
 
 
 def moved(tensor: Tensor, name: str, moves: Moves, filler: Tensor) -> Tensor:
     """Returns a tensor after moves along its axes; new entries are those of `filler`."""
+    if tensor.dim() == 0:
+        return tensor
     new = filler.clone()
     old_rows = []
     new_rows = []
@@ -146,6 +196,91 @@ def moved(tensor: Tensor, name: str, moves: Moves, filler: Tensor) -> Tensor:
 def grid(rows: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns indices that select the cells at the given rows of all axes."""
     return torch.meshgrid(*rows, indexing="ij")
+
+
+class Turn(NamedTuple):
+    """Something to do with the relations of a weight, or with the weights of some nodes."""
+
+    verb: str
+    target: Any  # a Weight or a Space
+    chosen: Tensor  # [n, 2] rows of parents and children, or [n] rows of nodes
+
+    @property
+    def weight(self) -> Any:
+        return self.target
+
+    def ask(self, edit: Any, net: Adopted) -> None:
+        """Asks an edit for it."""
+        if isinstance(self.target, Space):
+            getattr(edit, self.verb)(self.target[self.chosen])
+            return
+        parents = net.spaces[self.target.source]
+        children = net.spaces[self.target.target]
+        if self.verb == "connect":
+            edit.connect(
+                parents.uid[self.chosen[:, 0]],
+                children.uid[self.chosen[:, 1]],
+                pairs="aligned",
+                tensor=self.target.name,
+            )
+            return
+        t = net.transitions.index(self.target)
+        at = self.target.topology.find(self.chosen[:, 0], self.chosen[:, 1])
+        relations = RelationSet(net, {t: at.sort().values.int()})
+        getattr(edit, self.verb)(relations)
+
+    def cells(self, net: Adopted, kinds: Tensors) -> list[tuple[str, Tensor]]:
+        """Returns the parameters that it touches, with a mask of their cells."""
+        found = []
+        if isinstance(self.target, Space):
+            for (name, dim), at in self.target.places().items():
+                if name in kinds:
+                    mask = torch.zeros(kinds[name].shape, dtype=torch.bool)
+                    mask.index_fill_(dim, at[self.chosen].reshape(-1), True)
+                    found.append((name, mask))
+            return found
+        weight = self.target
+        reads = net.spaces[weight.source].places()[weight.name, weight.in_dim]
+        writes = net.spaces[weight.target].places()[weight.name, weight.out_dim]
+        mask = torch.zeros(kinds[weight.name].shape, dtype=torch.bool)
+        for parent, child in self.chosen.tolist():
+            inside = torch.ones(mask.shape, dtype=torch.bool)
+            for dim, at in ((weight.in_dim, reads[parent]), (weight.out_dim, writes[child])):
+                one = torch.zeros(mask.shape, dtype=torch.bool).index_fill_(dim, at, True)
+                inside &= one
+            mask |= inside
+        return [(weight.name, mask)]
+
+
+def pairs_of(weight: Any) -> Tensor:
+    """Returns the rows of parents and children of all relations of a weight."""
+    topology = weight.topology
+    return torch.stack([topology.parents().long(), topology.child.long()], 1)
+
+
+def missing_pairs(weight: Any) -> Tensor:
+    """Returns the rows of parents and children that are not related."""
+    topology = weight.topology
+    related = torch.zeros(topology.n_parents, topology.n_children, dtype=torch.bool)
+    related[topology.parents().long(), topology.child.long()] = True
+    return (~related).nonzero()
+
+
+def contents_of(net: Adopted) -> Tensors:
+    """Returns all tensors of a model by name, as its modules compute with them."""
+    found = {}
+    for name, tensor in oracle.tensors_of(net.model).items():
+        grid = net._grids().get(name)
+        found[name] = (tensor if grid is None else grid.whole).detach().clone()
+    return found
+
+
+def spread_out(grid: Any, value: Tensor) -> Tensor:
+    """Returns the state of free cells in the shape of the tensor, 0 for others."""
+    whole = torch.zeros(grid.shape, dtype=value.dtype)
+    rows = whole.view(-1, grid.opened.pattern.width)
+    rows[grid.opened.free_at(value.device)] = value.view(-1, grid.opened.pattern.width)
+    return whole
 
 
 @functools.cache
@@ -180,7 +315,11 @@ class SpaceMachine(RuleBasedStateMachine):
         self.optimizer = Adam(self.parameters, lr=0.01)
         gn.attach(self.optimizer, self.net)
         twin = copy.deepcopy(self.model)
-        self.mirror = Mirror(case, twin, Adam(twin.parameters(), lr=0.01), nodes_of(self.net))
+        kinds = {}
+        for name, parameter in twin.named_parameters():
+            kinds[name] = torch.ones(parameter.shape, dtype=torch.uint8)
+        optimizer = Adam(twin.parameters(), lr=0.01)
+        self.mirror = Mirror(case, twin, optimizer, nodes_of(self.net), kinds)
         self.version = self.net.version
         self.favourites = self.draw(
             st.lists(st.sampled_from(sorted(set(ACTIONS))), max_size=2, unique=True)
@@ -210,23 +349,25 @@ class SpaceMachine(RuleBasedStateMachine):
     def train(self) -> None:
         """Makes a step with both."""
         step(self.model, self.optimizer, self.case)
-        step(self.mirror.model, self.mirror.optimizer, self.case)
+        self.mirror.step()
 
     def edit(self) -> None:
         """Edits both."""
         asked = self.plan()
+        turns = self.plan_turns()
         outputs = self.run(self.model)
         with self.net.edit(reason="program") as edit:
             before = places_of(asked)
-            self.ask(edit, asked)
+            wanted = self.turned(turns)
+            self.ask(edit, asked, turns)
         if edit.receipt is None:
             assert not asked
             return
         self.version += 1
-        record = self.follow(asked, before, edit.receipt)
+        record = self.follow(asked, before, edit.receipt, wanted)
         self.mirror.undoable.append(record)
         self.mirror.redoable.clear()
-        if all(not rows and space.verdict == "exact" for space, rows, _, _ in asked):
+        if not turns and all(not rows and space.verdict == "exact" for space, rows, _, _ in asked):
             after = self.run(self.model)
             assert oracle.largest_difference(after, outputs) < CLOSE
 
@@ -253,8 +394,56 @@ class SpaceMachine(RuleBasedStateMachine):
             asked.append((space, sorted(rows), count, self.draw(st.sampled_from(OWNERS))))
         return asked
 
-    def ask(self, edit: Any, asked: Sequence[tuple[Space, list[int], int, str | None]]) -> None:
+    def plan_turns(self) -> "list[Turn]":
+        """Draws what to do with single relations and with the weights of nodes."""
+        turns: list[Turn] = []
+        for _ in range(self.draw(st.sampled_from([0, 0, 1, 2]))):
+            weight = self.draw(st.sampled_from(self.net.transitions))
+            verb = self.draw(st.sampled_from(["cut", "cut", "connect", "freeze", "unfreeze"]))
+            seed = self.draw(st.integers(0, 99))
+            random = torch.Generator().manual_seed(seed)
+            share = self.draw(st.sampled_from([0.1, 0.5, 1.0]))
+            relations = pairs_of(weight)
+            if verb == "connect":
+                relations = missing_pairs(weight)
+            count = round(share * len(relations))
+            chosen = relations[torch.randperm(len(relations), generator=random)[:count]]
+            if len(chosen) and not any(turn.weight is weight for turn in turns):
+                turns.append(Turn(verb, weight, chosen))
+        if self.draw(st.integers(0, 3)) == 0:
+            space = self.draw(st.sampled_from(self.net.spaces))
+            rows = self.draw(st.lists(st.integers(0, len(space) - 1), min_size=1, unique=True))
+            verb = self.draw(st.sampled_from(["freeze", "unfreeze"]))
+            if not turns:
+                turns.append(Turn(verb, space, torch.tensor(sorted(rows))))
+        return turns
+
+    def turned(self, turns: "Sequence[Turn]") -> Tensors:
+        """Returns the kinds of all cells after some turns, before any node moves."""
+        kinds = {name: kind.clone() for name, kind in self.mirror.kinds.items()}
+        for turn in turns:
+            for name, cells in turn.cells(self.net, kinds):
+                kind = kinds[name]
+                if turn.verb == "cut":
+                    kind[cells] = CUT
+                elif turn.verb == "connect":
+                    kind[cells & (kind == CUT)] = FREE
+                elif turn.verb == "freeze":
+                    kind[cells & (kind == FREE)] = FROZEN
+                else:
+                    kind[cells & (kind == FROZEN)] = FREE
+        return kinds
+
+    def ask(
+        self,
+        edit: Any,
+        asked: Sequence[tuple[Space, list[int], int, str | None]],
+        turns: "Sequence[Turn]" = (),
+    ) -> None:
         """Asks an edit for everything that was planned."""
+        for turn in turns:
+            self.counts["operations"] += 1
+            turn.ask(edit, self.net)
         for space, rows, count, owner in asked:
             self.counts["operations"] += 1
             if owner is not None and 0 not in rows:
@@ -271,6 +460,7 @@ class SpaceMachine(RuleBasedStateMachine):
         asked: Sequence[tuple[Space, list[int], int, str | None]],
         before: Mapping[int, Mapping[tuple[str, int], Tensor]],
         receipt: gn.Commit,
+        wanted: Tensors,
     ) -> Record:
         """Makes an edit of the library by hand; returns what leads back."""
         moves: Moves = {}
@@ -284,16 +474,25 @@ class SpaceMachine(RuleBasedStateMachine):
         back = [(one.module, one.name, one.before) for one in attributes]
         ahead = [(one.module, one.name, one.after) for one in attributes]
         record = self.mirror.record(moves, back)
-        values = {name: t.detach().clone() for name, t in oracle.tensors_of(self.model).items()}
-        self.mirror.apply(moves, values, self.states(), ahead)
+        values = contents_of(self.net)
+        kinds = {}
+        for name, kind in wanted.items():
+            filler = torch.ones(values[name].shape, dtype=torch.uint8)
+            kinds[name] = moved(kind, name, moves, filler)
+        self.mirror.apply(moves, values, self.states(), ahead, kinds)
         self.name_nodes(asked)
         return record
 
     def states(self) -> dict[str, dict[str, Tensor]]:
         """Returns the states of the optimizer that follows, by the names of parameters."""
         found = {}
-        for name, parameter in self.model.named_parameters():
-            found[name] = dict(self.optimizer.state[parameter])
+        for name, grid in self.net._stores().items():
+            state = dict(self.optimizer.state[grid.parameter])
+            if grid.opened is not None:
+                for key, value in state.items():
+                    if value.shape == grid.parameter.shape:
+                        state[key] = spread_out(grid, value)
+            found[name] = state
         return found
 
     def name_nodes(self, asked: Sequence[tuple[Space, list[int], int, str | None]]) -> None:
@@ -311,14 +510,16 @@ class SpaceMachine(RuleBasedStateMachine):
     def try_out(self) -> None:
         """Makes a trial, perhaps trains in it: what left comes back, survivors stay trained."""
         asked = self.plan()
+        turns = self.plan_turns()
         history = list(self.net.history)
         with self.net.edit(trial=True) as edit:
             before = places_of(asked)
-            self.ask(edit, asked)
+            wanted = self.turned(turns)
+            self.ask(edit, asked, turns)
             receipt = edit.commit()
             record = None
             if receipt is not None:
-                record = self.follow(asked, before, receipt)
+                record = self.follow(asked, before, receipt, wanted)
                 self.compare()
                 if self.draw(st.booleans()):
                     self.train()
@@ -380,10 +581,13 @@ class SpaceMachine(RuleBasedStateMachine):
         self.compare()
 
     def compare(self) -> None:
-        left = oracle.tensors_of(self.model)
         right = oracle.tensors_of(self.mirror.model)
-        for name, tensor in left.items():
+        for name, tensor in contents_of(self.net).items():
             close(tensor, right[name], name)
+        for name, grid in self.net._stores().items():
+            kinds = self.mirror.kinds[name]
+            assert grid.parameter.numel() == int((kinds == FREE).sum()), name
+            assert grid.n_frozen == int((kinds == FROZEN).sum()), name
         states = self.mirror.states()
         for name, state in self.states().items():
             assert state.keys() == states[name].keys()
@@ -411,8 +615,12 @@ def remove_pinned(net: Adopted, edit: Any, follower: Reluctant) -> None:
     edit.remove_nodes(space[0])
 
 
-def cut_relations(net: Adopted, edit: Any, follower: Reluctant) -> None:
-    edit.cut(net.spaces[0])
+def connect_existing(net: Adopted, edit: Any, follower: Reluctant) -> None:
+    weight = net.transitions[0]
+    (pair, *_) = [*pairs_of(weight).tolist(), [0, 0]]
+    ends = (net.spaces[weight.source][pair[0]], net.spaces[weight.target][pair[1]])
+    edit.connect(*ends, tensor=weight.name)
+    edit.connect(*ends, tensor="no such tensor")
 
 
 def add_twice(net: Adopted, edit: Any, follower: Reluctant) -> None:
@@ -436,7 +644,7 @@ def refuse_to_follow(net: Adopted, edit: Any, follower: Reluctant) -> None:
 ILLEGAL = [
     remove_everything,
     remove_pinned,
-    cut_relations,
+    connect_existing,
     add_twice,
     raise_in_the_block,
     refuse_to_follow,

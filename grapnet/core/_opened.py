@@ -1,0 +1,263 @@
+"""Opened tensors: Parameters of modules of which some cells are cut or frozen.
+
+While all cells of a weight exist and can be trained, the Parameter is the weight. Once some are cut
+or frozen, the same Parameter holds the free ones alone, and the module computes the weight from
+them whenever it is read: 0 where a cell is cut, its value where it is frozen.
+"""
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ._index_map import IndexMap, RowMap
+
+CUT = 0
+FREE = 1
+FROZEN = 2
+
+# Where a module keeps what is opened of it, in its `__dict__`.
+_OPENED = "_grapnet_opened"
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern:
+    """Which cells of a tensor exist, and which of them are frozen.
+
+    Attributes:
+        shape: the shape of the tensor.
+        width: how many consecutive cells form a row; the cells of a row are cut and frozen
+            together, as those of a kernel are.
+        kinds: CUT, FREE or FROZEN for every row, uint8, on the CPU.
+    """
+
+    shape: tuple[int, ...]
+    width: int
+    kinds: Tensor
+
+    @classmethod
+    def full(cls, shape: tuple[int, ...], width: int) -> "Pattern":
+        """Returns the pattern of a tensor whose cells are all free."""
+        rows = math.prod(shape) // width
+        return cls(shape, width, torch.full((rows,), FREE, dtype=torch.uint8, device="cpu"))
+
+    @cached_property
+    def is_full(self) -> bool:
+        """True if all cells are free, so that the tensor need not be opened."""
+        return bool((self.kinds == FREE).all())
+
+    @cached_property
+    def is_free(self) -> Tensor:
+        """One bool for each row that exists: True if it is free."""
+        return self.kinds[self.kinds != CUT] == FREE
+
+    @property
+    def n_free(self) -> int:
+        """The number of free rows."""
+        return int(self.is_free.sum())
+
+    @property
+    def content_shape(self) -> tuple[int, ...]:
+        """The shape that the Parameter has: that of the tensor if all cells are free, else a
+        matrix of rows, or a vector of cells if a row has one.
+        """
+        if self.is_full:
+            return self.shape
+        return (self.n_free, self.width) if self.width > 1 else (self.n_free,)
+
+    def equals(self, other: "Pattern") -> bool:
+        """Returns whether another pattern has the same rows."""
+        if (self.shape, self.width) != (other.shape, other.width):
+            return False
+        return torch.equal(self.kinds, other.kinds)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Pattern":
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class Opened:
+    """An opened tensor, except for its free cells, which are in the Parameter."""
+
+    pattern: Pattern
+    frozen_values: Tensor  # [frozen rows, width]
+    _scratch: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+
+    def whole(self, content: Tensor) -> Tensor:
+        """Returns the tensor with `content` in its free rows; differentiable."""
+        base = self._without_free(content)
+        at = self.free_at(content.device)
+        given = content.view(-1, self.pattern.width)
+        if isinstance(content, nn.Parameter) and len(self.frozen_values) == 0:
+            # New memory is written in place: a copy of it would take as long again. Transforms of
+            # torch.func, which pass other tensors, allow no writing.
+            rows = base.index_copy_(0, at, given)
+        else:
+            rows = base.index_copy(0, at, given)
+        return rows.view(self.pattern.shape)
+
+    def live(self, content: Tensor) -> Tensor:
+        """Returns the rows that exist, free and frozen ones in their order, without gradients."""
+        content = content.detach().view(-1, self.pattern.width)
+        is_free = self.pattern.is_free.to(content.device)
+        found = content.new_empty((len(is_free), self.pattern.width))
+        found[is_free] = content
+        found[~is_free] = self.frozen_values.to(content)
+        return found
+
+    def free_at(self, device: torch.device) -> Tensor:
+        """Returns the free rows, int64."""
+        key = ("free", device)
+        if key not in self._scratch:
+            free = np.flatnonzero(self.pattern.kinds.numpy() == FREE)
+            self._scratch[key] = torch.from_numpy(free).to(device)
+        return self._scratch[key]
+
+    def _without_free(self, like: Tensor) -> Tensor:
+        """Returns all rows, with 0 in the cut and in the free ones."""
+        count = len(self.pattern.kinds)
+        if len(self.frozen_values) == 0:
+            return like.new_zeros((count, self.pattern.width))
+        key = ("frozen", like.device, like.dtype)
+        if key not in self._scratch:
+            rows = torch.zeros((count, self.pattern.width), dtype=like.dtype, device=like.device)
+            at = torch.from_numpy(np.flatnonzero(self.pattern.kinds.numpy() == FROZEN))
+            rows[at.to(like.device)] = self.frozen_values.to(like)
+            self._scratch[key] = rows
+        return self._scratch[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Opened":
+        return Opened(self.pattern, self.frozen_values)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Opened, (self.pattern, self.frozen_values)
+
+
+torch.serialization.add_safe_globals([Pattern, Opened])
+
+
+def opened_of(module: nn.Module, name: str) -> Opened | None:
+    """Returns what is opened of a Parameter of a module; None if all of its cells are free."""
+    return vars(module).get(_OPENED, {}).get(name)
+
+
+def same_pattern(one: Opened | None, other: Opened | None) -> bool:
+    """Returns whether the same cells of two tensors are cut and frozen."""
+    if one is None or other is None:
+        return one is other
+    return one.pattern.equals(other.pattern)
+
+
+def opened_in(model: nn.Module) -> dict[int, Opened]:
+    """Returns what is opened in a model, by the ids of the Parameters."""
+    found = {}
+    for module in model.modules():
+        for name, opened in vars(module).get(_OPENED, {}).items():
+            found[id(module._parameters[name])] = opened
+    return found
+
+
+def set_opened(module: nn.Module, name: str, opened: Opened | None) -> None:
+    """Makes a module compute one of its Parameters from the free cells, or read it as it is."""
+    held = dict(vars(module).get(_OPENED, {}))
+    held.pop(name, None)
+    if opened is not None:
+        held[name] = opened
+    plain = getattr(type(module), "_grapnet_plain", type(module))
+    if held:
+        vars(module)[_OPENED] = held
+        module.__class__ = _class_of(plain, tuple(sorted(held)))
+    else:
+        vars(module).pop(_OPENED, None)
+        module.__class__ = plain
+
+
+def close_copies(model: nn.Module) -> None:
+    """Makes the modules of a copy, whose Parameters have all cells, read them as they are."""
+    for module in model.modules():
+        for name in vars(module).get(_OPENED, {}):
+            set_opened(module, name, None)
+
+
+_classes: dict[tuple[type, tuple[str, ...]], type] = {}
+
+
+def _class_of(plain: type, names: tuple[str, ...]) -> type:
+    """Returns the class of modules some of whose Parameters are opened."""
+    key = (plain, names)
+    if key not in _classes:
+        body: dict[str, Any] = {name: _weight(name) for name in names}
+        body |= {
+            "_grapnet_plain": plain,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "__reduce_ex__": _reduced,
+        }
+        _classes[key] = type(plain.__name__, (plain,), body)
+    return _classes[key]
+
+
+def _weight(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        content = module._parameters[name]
+        assert content is not None
+        return vars(module)[_OPENED][name].whole(content)
+
+    return property(read)
+
+
+def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    plain = getattr(type(module), "_grapnet_plain", type(module))
+    names = tuple(vars(module)[_OPENED])
+    return _restored, (plain, names), vars(module)
+
+
+def _restored(plain: type, names: tuple[str, ...]) -> Any:
+    """Returns an empty module of the class that `_class_of` makes; pickle and copy fill it."""
+    kind: Any = _class_of(plain, tuple(sorted(names)))
+    return kind.__new__(kind)
+
+
+def parameter_map(before: Pattern, after: Pattern, live: IndexMap) -> RowMap:
+    """Returns how the Parameter moves when the rows that exist do.
+
+    Args:
+        before: the pattern before the commit.
+        after: the pattern after it.
+        live: how the rows that exist move.
+    """
+    # for every row after: which of the rows before it is, -1 for none
+    source = np.full(live.new_size, -1, dtype=np.int64)
+    cpu = torch.device("cpu")
+    source[live.stays(cpu).numpy()] = live.survivors(cpu).numpy()
+    was_free = before.is_free.numpy()
+    # The last entry is for rows that were not there.
+    rank = np.append(np.where(was_free, np.cumsum(was_free) - 1, -1), -1)
+    place = rank[source[after.is_free.numpy()]]
+    stays = np.zeros(int(was_free.sum()), dtype=bool)
+    stays[place[place >= 0]] = True
+    rows = IndexMap(
+        len(stays),
+        len(place),
+        _positions(~stays),
+        _positions(place < 0),
+    )
+    return RowMap(before.content_shape, after.content_shape, before.width, rows)
+
+
+def _positions(mask: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(mask).astype(np.int32))
+
+
+def holders_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Returns the modules that have each Parameter, and its name there, by its id."""
+    found: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append((module, name))
+    return found

@@ -1,0 +1,306 @@
+"""Weight: the relations of a model that one of its tensors holds, as a transition of the graph."""
+
+import weakref
+from collections.abc import Sequence
+from itertools import permutations, product
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet.core._coordinates import Token
+from grapnet.core._errors import FrozenError
+from grapnet.core._grid import Grid
+from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
+from grapnet.core._transition import Topology
+
+from ._axes import Expression, SumOf, atoms_of, positions
+from ._discovery import Typed
+from ._space import Space
+
+if TYPE_CHECKING:
+    from ._adopted import Adopted
+
+
+class Weight:
+    """The relations from the nodes of one space to those of another that one tensor holds.
+
+    A relation has one number or several: a kernel, the rows of a head, the cells behind a flatten.
+    While all relations exist and none is frozen, the tensor is the module's own; see
+    `grapnet.core._opened`.
+
+    Attributes:
+        name: the name of the tensor.
+        source: the number of the space that the tensor reads.
+        target: the number of the space that it writes.
+        in_dim: the dimension of the tensor that has the space that is read.
+        out_dim: the dimension that has the space that is written.
+    """
+
+    def __init__(
+        self, net: "Adopted", name: str, source: int, target: int, in_dim: int, out_dim: int
+    ) -> None:
+        self._net = weakref.ref(net)
+        self.name = name
+        self.source = source
+        self.target = target
+        self.in_dim = in_dim
+        self.out_dim = out_dim
+        self._made: Topology | None = None
+        # what the relations depend on, and the token that stands for it
+        self._seen: tuple[tuple[object, ...], Token] = ((), Token())
+
+    @property
+    def net(self) -> "Adopted":
+        """The graph."""
+        net = self._net()
+        assert net is not None
+        return net
+
+    @property
+    def grid(self) -> Grid:
+        """The tensor."""
+        return self.net._grids()[self.name]
+
+    @property
+    def topology(self) -> Topology:
+        """Which nodes are related: the children of every parent."""
+        token = self._structure
+        net = self.net
+        if self._made is not None and self._made.token is token:
+            return self._made.to(net.device)
+        related = self._by_relation(self._pattern().kinds != CUT).any(2)
+        degrees = related.sum(1)
+        ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32)
+        ptr[1:] = degrees.cumsum(0)
+        child = torch.from_numpy(np.nonzero(related.numpy())[1].astype(np.int32))
+        made = Topology(ptr, child, related.shape[1], token).to(net.device)
+        self._made = made
+        return made
+
+    @property
+    def _structure(self) -> Token:
+        """Changes when relations or nodes come or leave."""
+        layers = self.net.layers
+        rosters = (layers[self.source]._roster, layers[self.target]._roster)
+        present = (*rosters, self.grid.opened)
+        earlier, token = self._seen
+        if len(earlier) != len(present) or any(
+            one is not other for one, other in zip(earlier, present, strict=True)
+        ):
+            token = Token()
+            self._seen = (present, token)
+        return token
+
+    @property
+    def child(self) -> Tensor:
+        """The child of every relation, int32."""
+        return self.topology.child
+
+    @property
+    def size(self) -> int:
+        """The number of relations."""
+        if self.grid.opened is None:
+            return len(self.net.layers[self.source]) * len(self.net.layers[self.target])
+        return self.topology.n_relations
+
+    @property
+    def density(self) -> float:
+        """The share of the possible relations that exist."""
+        possible = len(self.net.layers[self.source]) * len(self.net.layers[self.target])
+        return self.size / possible
+
+    @property
+    def weight(self) -> Tensor:
+        """The tensor as the module computes with it, live and differentiable."""
+        grid = self.grid
+        return getattr(grid.module, grid.name)
+
+    @property
+    def _payload(self) -> int:
+        """How many numbers a relation has."""
+        at = self._places()
+        shape = self.grid.shape
+        others = [size for d, size in enumerate(shape) if d not in (self.in_dim, self.out_dim)]
+        return at[0].shape[1] * at[1].shape[1] * int(np.prod(others))
+
+    @property
+    def frozen_at(self) -> Tensor:
+        """The positions of the frozen relations, int32: those of which no number is free."""
+        if self.grid.opened is None:
+            return torch.empty(0, dtype=torch.int32, device=self.net.device)
+        every = torch.arange(self.size, dtype=torch.int32, device=self.net.device)
+        return every[self._frozen_bits(every)]
+
+    def _frozen_bits(self, at: Tensor) -> Tensor:
+        """Returns one bool per relation: True where it is frozen."""
+        if self.grid.opened is None:
+            return torch.zeros(len(at), dtype=torch.bool, device=at.device)
+        has_free = self._by_relation(self._pattern().kinds == FREE).any(2)
+        parents, children = self._ends(at.cpu())
+        return ~has_free[parents, children].to(at.device)
+
+    def _trainable(self, start: int, stop: int) -> Tensor:
+        return self._read(torch.arange(start, stop, dtype=torch.int32, device=self.net.device))
+
+    def _read(self, at: Tensor) -> Tensor:
+        """Returns the numbers of relations, live and differentiable: [n], or [n, payload]."""
+        return self._numbers(self.weight, at)
+
+    def _gradients(self, at: Tensor) -> Tensor | None:
+        """Returns the gradients of relations, 0 where a number is frozen; None before the first
+        backward pass.
+        """
+        grid = self.grid
+        gradient = grid.tensor.grad
+        if gradient is None:
+            return None
+        if grid.opened is not None:
+            zero = torch.zeros_like(grid.opened.frozen_values)
+            gradient = type(grid.opened)(grid.opened.pattern, zero).whole(gradient)
+        return self._numbers(gradient.detach(), at)
+
+    def _require_free(self, at: Tensor | slice) -> None:
+        """Raises FrozenError if a number of one of the relations is frozen."""
+        opened = self.grid.opened
+        if opened is None or len(opened.frozen_values) == 0:
+            return
+        held = self._by_relation(self._pattern().kinds == FROZEN).any(2)
+        parents, children = self._ends(self._listed(at).cpu())
+        count = int(held[parents, children].sum())
+        if count:
+            raise FrozenError(
+                f"{count} of the {len(parents)} relations to assign are frozen; unfreeze them in an"
+                " edit first"
+            )
+
+    def _write(self, at: Tensor | slice, new: Tensor) -> None:
+        """Assigns the numbers of relations."""
+        at = self._listed(at)
+        grid = self.grid
+        whole = grid.whole.clone()
+        rows = self.rows(*self._ends(at.cpu())).to(whole.device)
+        width = self._pattern().width
+        numbers = new.reshape(len(at), -1).to(whole)
+        cells = whole.view(-1, width)
+        cells[rows.reshape(-1)] = numbers.expand(len(at), self._payload).reshape(-1, width)
+        content = cells
+        if grid.opened is not None:
+            content = cells[grid.opened.free_at(cells.device)]
+        with torch.no_grad():
+            grid.parameter.copy_(content.view(grid.parameter.shape))
+
+    def rows(self, parents: Tensor, children: Tensor) -> Tensor:
+        """Returns the rows of the tensor (see `Pattern`) that hold some relations, [n, rows per
+        relation] int64, on the CPU.
+
+        Args:
+            parents: rows of nodes in the space that is read, which may have lost relations.
+            children: as many rows of nodes in the space that is written.
+        """
+        numbers = torch.arange(len(self._pattern().kinds))
+        return self._by_relation(numbers, parents, children)
+
+    def _pattern(self) -> Pattern:
+        """Returns which cells of the tensor exist."""
+        return self.net._pattern_of(self.name)
+
+    def _numbers(self, whole: Tensor, at: Tensor) -> Tensor:
+        rows = self.rows(*self._ends(at.cpu())).to(whole.device)
+        width = self._pattern().width
+        found = whole.reshape(-1, width)[rows.reshape(-1)].view(len(at), -1)
+        return found.squeeze(1) if found.shape[1] == 1 else found
+
+    def _ends(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the parents and of the children of relations, int64."""
+        topology = self.topology.to(torch.device("cpu"))
+        return topology.parents_at(at).long(), topology.child[at.long()].long()
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Returns the positions of the nodes of both spaces on the axes of the tensor, [nodes, k]
+        int64 each.
+        """
+        net = self.net
+        sizes = net._atom_sizes()
+        axes = net._typed.axes[self.name]
+        found = []
+        for number, dim in ((self.source, self.in_dim), (self.target, self.out_dim)):
+            atom = cast(Space, net.layers[number])._atom
+            found.append(torch.from_numpy(positions(axes[dim], atom, sizes)))
+        return found[0], found[1]
+
+    def _by_relation(
+        self, of_rows: Tensor, parents: Tensor | None = None, children: Tensor | None = None
+    ) -> Tensor:
+        """Returns one entry per row of the tensor, gathered by relation: [parents, children, rows
+        per relation] for all of them, or [n, rows per relation] for some.
+        """
+        pattern = self._pattern()
+        leading = leading_shape(pattern)
+        table = of_rows.view(leading).movedim((self.in_dim, self.out_dim), (0, 1))
+        table = table.reshape(table.shape[0], table.shape[1], -1)
+        reads, writes = self._places()
+        if parents is None or children is None:
+            chosen = table[reads[:, None, :, None], writes[None, :, None, :]]
+            return chosen.flatten(2)
+        chosen = table[reads[parents][:, :, None], writes[children][:, None, :]]
+        return chosen.flatten(1)
+
+    def _listed(self, at: Tensor | slice) -> Tensor:
+        if isinstance(at, Tensor):
+            return at
+        return torch.arange(at.start, at.stop, dtype=torch.int32, device=self.net.device)
+
+    def __repr__(self) -> str:
+        spaces = self.net.spaces
+        return f"Weight({self.name!r}, {spaces[self.source].name} → {spaces[self.target].name})"
+
+
+def leading_shape(pattern: Pattern) -> tuple[int, ...]:
+    """Returns the shape of the rows of a pattern: the dimensions without those inside a row."""
+    leading = list(pattern.shape)
+    width = pattern.width
+    while width > 1:
+        width //= leading.pop()
+    return tuple(leading)
+
+
+def weights_of(net: "Adopted", typed: Typed, spaces: Sequence[Space]) -> list[Weight]:
+    """Returns the relations of a model, one entry for each tensor and the spaces that it reads and
+    writes, in the order of the tensors.
+    """
+    numbers = {space._atom: n for n, space in enumerate(spaces)}
+    found: dict[object, Weight] = {}
+    for name, axes in typed.axes.items():
+        outer = [_outer_atoms(axis, numbers) for axis in axes]
+        for in_dim, out_dim in permutations(range(len(axes)), 2):
+            for source, target in product(outer[in_dim], outer[out_dim]):
+                is_read = (name, in_dim) in typed.readers.get(source, ())
+                is_written = (name, out_dim) in typed.writers.get(target, ())
+                if is_read and is_written:
+                    ends = (numbers[source], numbers[target])
+                    # A tied embedding leads both ways, with the same numbers.
+                    same = (name, frozenset([(in_dim, source), (out_dim, target)]))
+                    found.setdefault(same, Weight(net, name, *ends, in_dim, out_dim))
+    return list(found.values())
+
+
+def _outer_atoms(expression: Expression, numbers: dict[int, int]) -> list[int]:
+    """Returns the outermost atoms of the terms of an axis that are spaces.
+
+    No position belongs to two of them: where one is also an inner atom of another term, as in
+    a·b + b, it stands for that term as well.
+    """
+    terms = expression.parts if isinstance(expression, SumOf) else (expression,)
+    inside = []
+    for term in terms:
+        inside.append([atom for atom in atoms_of(term) if atom in numbers])
+    first = dict.fromkeys(atoms[0] for atoms in inside if atoms)
+    widest = sorted(first, key=lambda atom: -sum(atom in atoms for atoms in inside))
+    found: list[int] = []
+    for atom in widest:
+        mine = [atoms for atoms in inside if atom in atoms]
+        if not any(other in atoms for other in found for atoms in mine):
+            found.append(atom)
+    return [atom for atom in first if atom in found]
