@@ -9,6 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,15 @@ BARS = {
     "remove 10 % of a space, steps": 0.13,
     "remove 10 % of a space, s": 0.04,
     "halve DenseNet-121 ÷ Torch-Pruning": 0.5,
+    "convolutions with half of their relations ÷ nn.Conv2d": 1.05,
 }
 GPU_BARS = {
+    "other operators after adopting": 0,
+    "adopted ÷ plain model, captured": 1.01,
+    "halved ÷ plain model of that size, captured": 1.01,
     "remove 10 % of a space, sizes foreseen before, steps": 0.5,
-    "halved ÷ plain model of that size": 1.01,
+    "convolutions with half of their relations ÷ nn.Conv2d": 1.25,
+    "peak memory of an edit ÷ weights and state": 2.0,
 }
 
 
@@ -52,8 +58,12 @@ def measure(*, fast: bool) -> dict[str, Any]:
         rows |= _halved(width, device, repeats)
         rows["adopt ResNet-18, s"] = _adopt_time(lambda: resnet18(width), images(2), repeats)
         rows |= _edit_times(width, device, repeats)
+        rows |= _half_cut(width, device, repeats)
         rows |= _transformers(fast)
         rows |= _densenet(fast)
+        if device == "cuda":
+            rows |= _captured(width, repeats)
+            rows["peak memory of an edit ÷ weights and state"] = _peak_memory(fast)
     return {
         "benchmark": "models",
         "settings": {"device": device, "batch": BATCH, "width": width, "threads": 1},
@@ -85,9 +95,10 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the result as the table that the documentation shows."""
+    bars = BARS if result["settings"]["device"] == "cpu" else GPU_BARS
     lines = ["| | measured | bar |", "|---|---:|---:|"]
     for name, value in result["rows"].items():
-        lines.append(f"| {name} | {value:.3f} | {BARS.get(name, '')} |")
+        lines.append(f"| {name} | {value:.3f} | {bars.get(name, '')} |")
     return "\n".join(lines)
 
 
@@ -263,6 +274,118 @@ def _edit_times(width: int, device: str, repeats: int) -> dict[str, float]:
         f"{name}, steps": taken["edit"] / taken["step"],
         f"{name}, s": taken["edit"],
     }
+
+
+def _half_cut(width: int, device: str, repeats: int) -> dict[str, float]:
+    """Returns the time of a training step of convolutions with half of their relations, beside
+    whole ones: the geometric mean over the four shapes of ResNet-18, and the largest.
+    """
+    ratios = []
+    for stage in range(4):
+        size = 32 // 2**stage
+        channels = width * 2**stage
+        count = BATCH if device == "cpu" else 4 * BATCH
+        x = torch.randn(count, channels, size, size, device=device)
+        whole = _two_convolutions(channels).to(device)
+        half = _two_convolutions(channels).to(device)
+        net = gn.adopt(half, x[:1])
+        with net.edit(reason="half") as edit:
+            edit.cut(net.relations("0").random(fraction=0.5))
+        steps = {}
+        for name, model in (("whole", whole), ("half", half)):
+            steps[name] = partial(_backward, model[0], x)
+        ratios.append(1 / times_faster(steps, "whole", repeats=repeats)["half"])
+    name = "convolutions with half of their relations ÷ nn.Conv2d"
+    return {name: statistics.geometric_mean(ratios), f"{name}, largest": max(ratios)}
+
+
+def _two_convolutions(channels: int) -> nn.Sequential:
+    first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+    return nn.Sequential(first, nn.Conv2d(channels, 2, 1))
+
+
+def _backward(model: nn.Module, x: Tensor) -> None:
+    model.zero_grad()
+    model(x).square().mean().backward()
+
+
+def _captured(width: int, repeats: int) -> dict[str, float]:
+    """Returns the times of captured training steps: of an adopted model beside a plain one, and of
+    a halved one beside a plain one of that size.
+    """
+    x = images(device="cuda")
+    models = {}
+    for name, size in (("plain", width), ("adopted", width), ("halved", width)):
+        models[name] = resnet18(size).to("cuda")
+    models["small"] = resnet18(width // 2).to("cuda")
+    net = gn.adopt(models["adopted"], x[:2])
+    _halve(models["halved"], x[:2])
+    steps = {name: _captured_step(model, x) for name, model in models.items()}
+    faster = times_faster(steps, "plain", repeats=3 * repeats)
+    del net
+    return {
+        "adopted ÷ plain model, captured": 1 / faster["adopted"],
+        "halved ÷ plain model of that size, captured": faster["small"] / faster["halved"],
+    }
+
+
+def _captured_step(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    """Returns a training step as one CUDA graph."""
+    optimizer = torch.optim.Adam(model.parameters(), capturable=True)
+    step = _step(model, optimizer, x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    optimizer.zero_grad()
+    with torch.cuda.graph(graph):
+        model(x).square().mean().backward()
+        optimizer.step()
+    held = (graph, model, optimizer, x)  # the graph writes into their memory
+
+    def replay() -> None:
+        held[0].replay()
+
+    return replay
+
+
+class _Wide(nn.Module):
+    """A hidden layer beside the stream."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden)
+        self.down = nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the stream after the block."""
+        return x + self.down(self.up(x).relu())
+
+
+def _peak_memory(fast: bool) -> float:
+    """Returns the memory that removing 10 % of the stream of a model of 10⁹ Parameters takes at
+    most, beside the weights and the state of Adam.
+    """
+    width, hidden, blocks = (64, 256, 2) if fast else (2048, 8192, 30)
+    with torch.device("cuda"):
+        parts = [_Wide(width, hidden) for _ in range(blocks)]
+        model = nn.Sequential(nn.Linear(16, width), *parts, nn.Linear(width, 4))
+        x = torch.randn(2, 16)
+    optimizer = torch.optim.Adam(model.parameters())
+    _step(model, optimizer, x)()
+    optimizer.zero_grad()
+    net = gn.adopt(model, x, optimizer=optimizer)
+    stream = net.space("0")
+    stream.prove()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with net.edit(reason="thinner") as edit:
+        edit.remove_nodes(stream[: len(stream) // 10])
+    return torch.cuda.max_memory_allocated() / before
 
 
 def _transformers(fast: bool) -> dict[str, float]:

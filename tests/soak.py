@@ -6,6 +6,7 @@ space of every model, those of transformers included.
 """
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -54,7 +55,7 @@ def _run(seed: int, run_programs: Callable[[int, int], None], counts: Counter[st
     return Outcome(Counter(counts), failure)
 
 
-def run_model(name: str) -> Outcome:
+def run_model(name: str, device: str) -> Outcome:
     """Runs the matrix of edits on one model in this process."""
     import torch
 
@@ -62,18 +63,21 @@ def run_model(name: str) -> Outcome:
     from tests.spaces.subjects import subject
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        # The comparisons are to the bit.
+        torch.use_deterministic_algorithms(True, warn_only=True)
     counts: Counter[str] = Counter()
     failure = ""
     try:
-        for run in (matrix.removals, matrix.additions):
-            for outcome in run(subject(matrix.CASES[name]())):
+        for run in (matrix.removals, matrix.additions, matrix.relations):
+            for outcome in run(subject(matrix.CASES[name](), device=device)):
                 counts[outcome.verdict] += 1
     except Exception:
         failure = f"{name}\n{traceback.format_exc()}"
     return Outcome(counts, failure)
 
 
-def run_matrix(processes: int) -> dict[str, object]:
+def run_matrix(processes: int, device: str) -> dict[str, object]:
     """Runs the matrix of edits on all models and returns the report."""
     from tests.spaces import matrix
 
@@ -81,14 +85,17 @@ def run_matrix(processes: int) -> dict[str, object]:
     counts: Counter[str] = Counter()
     failures = []
     os.environ["OMP_NUM_THREADS"] = "1"  # for the processes to come
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    run = functools.partial(run_model, device=device)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for outcome in pool.imap_unordered(run_model, matrix.CASES):
+        for outcome in pool.imap_unordered(run, matrix.CASES):
             counts += outcome.counts
             if outcome.failure:
                 failures.append(outcome.failure)
                 print(outcome.failure, flush=True)
     return {
         "models": len(matrix.CASES),
+        "device": device,
         "edits": dict(sorted(counts.items())),
         "seconds": round(time.perf_counter() - start, 1),
         "failures": len(failures),
@@ -150,9 +157,10 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spaces", action="store_true", help="run on adopted models instead")
+    parser.add_argument("--device", default="cpu", help="of the adopted models of the matrix")
     chosen = parser.parse_args()
     if chosen.spaces:
-        matrix = run_matrix(chosen.processes)
+        matrix = run_matrix(chosen.processes, chosen.device)
         report = soak(chosen.programs, chosen.processes, chosen.seed, run_spaces_chunk)
         report["matrix"] = matrix
         report["failures"] = int(str(report["failures"])) + int(str(matrix["failures"]))

@@ -39,23 +39,24 @@ class Subject:
         step(self.model, self.optimizer, self.case)
 
 
-def trained(case: Case) -> tuple[Case, nn.Module, Adam]:
+def trained(case: Case, device: str = "cpu") -> tuple[Case, nn.Module, Adam]:
     """Returns a case in float64 after a step of Adam, so that the optimizer has state."""
-    case = case.to(torch.float64)
+    case = case.to(torch.float64, device)
     model = case.model.eval()
     optimizer = Adam(model.parameters(), lr=1e-3)
     step(model, optimizer, case)
     return case, model, optimizer
 
 
-def subject(case: Case, *, further: bool = True) -> Subject:
+def subject(case: Case, *, further: bool = True, device: str = "cpu") -> Subject:
     """Returns a trained and adopted model.
 
     Args:
         case: The model and its call.
         further: Whether the calls of other paths are examples, too.
+        device: Where the model is.
     """
-    case, model, optimizer = trained(case)
+    case, model, optimizer = trained(case, device)
     examples = []
     if further:
         examples = [Example(*call) for call in case.further]

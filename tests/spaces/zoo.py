@@ -39,27 +39,29 @@ class Case:
     expected: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     further: tuple[tuple[tuple[Any, ...], dict[str, Any]], ...] = ()  # calls of another path
 
-    def to(self, dtype: torch.dtype) -> "Case":
+    def to(self, dtype: torch.dtype, device: str = "cpu") -> "Case":
         """Casts the model in place, and returns a case whose floating inputs are cast too."""
         return Case(
-            model=self.model.to(dtype),
-            inputs=_cast(self.inputs, dtype),
-            kwargs=_cast(self.kwargs, dtype),
+            model=self.model.to(device, dtype),
+            inputs=_cast(self.inputs, dtype, device),
+            kwargs=_cast(self.kwargs, dtype, device),
             expected=self.expected,
-            further=_cast(self.further, dtype),
+            further=_cast(self.further, dtype, device),
         )
 
     def call(self) -> Any:
         return self.model(*self.inputs, **self.kwargs)
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:
+def _cast(value: Any, dtype: torch.dtype, device: str) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
-        return value.to(dtype)
+        return value.to(device, dtype)
+    if isinstance(value, Tensor):
+        return value.to(device)
     if isinstance(value, tuple):
-        return tuple(_cast(each, dtype) for each in value)
+        return tuple(_cast(each, dtype, device) for each in value)
     if isinstance(value, dict):
-        return {key: _cast(each, dtype) for key, each in value.items()}
+        return {key: _cast(each, dtype, device) for key, each in value.items()}
     return value
 
 
