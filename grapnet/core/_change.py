@@ -63,6 +63,8 @@ class Labels:
     def carry(self, index: IndexMap, born: "Labels") -> "Labels":
         """Returns the column after a commit, `born` at the inserted rows."""
         names = tuple(dict.fromkeys(self.names + born.names))
+        if len(names) == 1:
+            return Labels.uniform(names[0], index.new_size)
         return Labels(index.carry(self._recoded(names), born._recoded(names)), names)
 
     def replaced(self, rows: Tensor, others: "Labels") -> "Labels":
@@ -74,6 +76,8 @@ class Labels:
 
     def compact(self) -> "Labels":
         """Returns the same column with unused names left out of its table."""
+        if len(self.names) == 1 and len(self):
+            return self
         used = torch.bincount(self.codes, minlength=len(self.names)).tolist()
         names = tuple(name for name, count in zip(self.names, used, strict=True) if count)
         return Labels(self._recoded(names), names)
