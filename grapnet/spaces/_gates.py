@@ -124,9 +124,10 @@ class Gates:
         # Counts of heads that the model keeps and does not use follow, too.
         self._passed[tuple(after)] = runs.has_other_numbers
         counts = []
+        heads = _integers(model, "head")
         for space in changed:
-            for one in _candidates(model, space, before, after):
-                if "head" in one.attribute and (one.path, one.attribute) not in self._bound:
+            for one in _candidates(heads, space, before, after):
+                if (one.path, one.attribute) not in self._bound:
                     counts.append(one)
         if counts and not runs.problem(before, after, self._with(counts)):
             self._bound = self._with(counts)
@@ -180,8 +181,9 @@ class Gates:
         whether there are any.
         """
         candidates: dict[tuple[str, str, int], Candidate] = {}
+        integers = _integers(model)
         for space in changed:
-            for one in _candidates(model, space, before, after):
+            for one in _candidates(integers, space, before, after):
                 size = size_of(one.expression, after)
                 candidates.setdefault((one.path, one.attribute, size), one)
         # Numbers are added one by one, as long as each changes how the model fails.
@@ -291,12 +293,34 @@ def _first_difference(predicted: dict[str, Any], found: dict[str, Any]) -> str:
     return ""
 
 
+class _Integers(NamedTuple):
+    """The public integers of one module."""
+
+    kind: type[nn.Module]
+    values: dict[str, int]
+
+
+def _integers(model: nn.Module, word: str = "") -> dict[str, _Integers]:
+    """Returns the public integers of modules, by path; only those with a word in their names."""
+    found: dict[str, _Integers] = {}
+    for path, module in model.named_modules():
+        values: dict[str, int] = {}
+        for attribute, value in vars(module).items():
+            if type(value) is int and word in attribute and not attribute.startswith("_"):
+                values[attribute] = value
+        if values:
+            found[path] = _Integers(type(module), values)
+    return found
+
+
 def _candidates(
-    model: nn.Module, space: Space, before: list[int], after: list[int]
+    integers: dict[str, _Integers], space: Space, before: list[int], after: list[int]
 ) -> Iterator[Candidate]:
-    """Yields numbers of modules near the tensors of a space that are the size of something that
+    """Yields integers of modules near the tensors of a space that are the size of something that
     changes.
     """
+    if not integers:
+        return
     for (tensor, dim), axis in space._members.items():
         changing: dict[int, list[tuple[tuple[int, int] | None, Expression]]] = {}
         for parts, expression in spans(axis):
@@ -305,13 +329,13 @@ def _candidates(
                 changing.setdefault(size, []).append((parts, expression))
         owner, _, _ = tensor.rpartition(".")
         for path in _ancestors(owner):
-            module = model.get_submodule(path)
+            if path not in integers:
+                continue
+            kind, values = integers[path]
             inside = tensor.removeprefix(f"{path}.") if path else tensor
-            for attribute, value in vars(module).items():
-                if type(value) is not int or attribute.startswith("_"):
-                    continue
+            for attribute, value in values.items():
                 for parts, expression in changing.get(value, ()):
-                    recipe = Recipe(type(module), attribute, inside, dim, parts)
+                    recipe = Recipe(kind, attribute, inside, dim, parts)
                     yield Candidate(path, attribute, expression, recipe)
 
 
@@ -320,8 +344,10 @@ def _sharing_numbers(
 ) -> list[list[Space]]:
     """Returns the groups of spaces near which the same number of a module is a size of several."""
     groups: list[tuple[set[tuple[str, str]], list[Space]]] = []
+    integers = _integers(model)
     for space in spaces:
-        places = {(one.path, one.attribute) for one in _candidates(model, space, before, after)}
+        found = _candidates(integers, space, before, after)
+        places = {(one.path, one.attribute) for one in found}
         members = [space]
         apart = []
         for others, group in groups:
