@@ -5,10 +5,11 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,7 +23,7 @@ from grapnet.core._opened import Pattern, holders_of, same_pattern
 from grapnet.core._sets import RelationSet
 from grapnet.following._optimizers import attach
 
-from ._axes import Expression, atoms_of, positions, size_of
+from ._axes import Expression, atoms_of, covered, size_of
 from ._costs import Costs, measured
 from ._discovery import Example, Typed, discover
 from ._edit import Growth, SpaceEdit, values_of_newborns
@@ -376,6 +377,7 @@ class Adopted(Graph):
     ) -> dict[str, GridMap]:
         """Returns how every tensor moves when the nodes of atoms do."""
         found: dict[str, GridMap] = {}
+        masks = _masks(moved)
         # Tensors that have the same axis share its map.
         maps: dict[Expression, IndexMap] = {}
         for name, expressions in self._typed.axes.items():
@@ -384,7 +386,7 @@ class Adopted(Graph):
                 if not any(atom in moved for atom in atoms_of(expression)):
                     continue
                 if expression not in maps:
-                    maps[expression] = _axis_map(expression, moved, before, after)
+                    maps[expression] = _axis_map(expression, masks, before, after)
                 axes[dim] = maps[expression]
             if axes:
                 shape = tuple(size_of(expression, before) for expression in expressions)
@@ -513,27 +515,36 @@ def _shown(names: tuple[str, ...]) -> str:
     return f"{names[0].removesuffix('.weight')} and {len(names) - 1} more"
 
 
+class _Masks(NamedTuple):
+    """Which indices of some atoms leave, and which come: one bool for each of them."""
+
+    leaving: dict[int, NDArray[np.bool_]]
+    coming: dict[int, NDArray[np.bool_]]
+
+
+def _masks(moved: Mapping[int, IndexMap]) -> _Masks:
+    masks = _Masks({}, {})
+    for atom, index in moved.items():
+        leaving = np.zeros(index.old_size, np.bool_)
+        leaving[index.removed.numpy()] = True
+        masks.leaving[atom] = leaving
+        coming = np.zeros(index.new_size, np.bool_)
+        coming[index.inserted.numpy()] = True
+        masks.coming[atom] = coming
+    return masks
+
+
 def _axis_map(
-    expression: Expression, moved: Mapping[int, IndexMap], before: list[int], after: list[int]
+    expression: Expression, masks: _Masks, before: list[int], after: list[int]
 ) -> IndexMap:
     """Returns how the positions of one axis move when the nodes of some atoms do."""
-    removed = [np.empty(0, dtype=np.int64)]
-    inserted = [np.empty(0, dtype=np.int64)]
-    for atom in atoms_of(expression):
-        index = moved.get(atom)
-        if index is None:
-            continue
-        if len(index.removed):
-            at = positions(expression, atom, before)
-            removed.append(at[index.removed.numpy()].reshape(-1))
-        if len(index.inserted):
-            at = positions(expression, atom, after)
-            inserted.append(at[index.inserted.numpy()].reshape(-1))
+    removed = np.flatnonzero(covered(expression, masks.leaving, before))
+    inserted = np.flatnonzero(covered(expression, masks.coming, after))
     return IndexMap(
         size_of(expression, before),
         size_of(expression, after),
-        torch.from_numpy(np.unique(np.concatenate(removed)).astype(np.int32)),
-        torch.from_numpy(np.unique(np.concatenate(inserted)).astype(np.int32)),
+        torch.from_numpy(removed.astype(np.int32)),
+        torch.from_numpy(inserted.astype(np.int32)),
     )
 
 

@@ -9,7 +9,7 @@ the arithmetic that finds the positions of an atom on an axis.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd, prod
 from typing import TypeAlias
@@ -120,7 +120,11 @@ def find(axis: Axis) -> Axis:
         axis.bound = find(axis.bound)
         return axis.bound
     for part in axis.parts:
-        if find(part) is not part:
+        # Nearly all parts are leaves, and sums of many parts are looked at all the time.
+        if isinstance(part, Leaf):
+            if part.bound is not None:
+                break
+        elif find(part) is not part:
             break
     else:
         return axis
@@ -136,7 +140,10 @@ def leaves(axis: Axis) -> list[Leaf]:
         return [axis]
     collected: list[Leaf] = []
     for part in axis.parts:
-        collected.extend(leaves(part))
+        if isinstance(part, Leaf):
+            collected.append(part)
+        else:
+            collected.extend(leaves(part))
     return collected
 
 
@@ -160,6 +167,8 @@ def _bind(leaf: Leaf, axis: Axis) -> None:
     Both have the same size, so the axis cannot contain the leaf as a part of itself.
     """
     leaf.bound = axis
+    if not leaf.pins and not leaf.marks:
+        return
     for member in leaves(axis):
         for why in leaf.pins:
             pin(member, why)
@@ -350,31 +359,50 @@ class ProductOf:
 Expression: TypeAlias = Atom | SumOf | ProductOf
 
 
-def frozen(axis: Axis, numbers: dict[Leaf, int]) -> Expression:
-    """Returns an axis as an expression; leaves without a number get the next one.
+class Numbers(dict[Leaf, int]):
+    """Numbers of leaves, in the order of their first appearance."""
 
-    The form is canonical: (a + b)·c has the same positions as a·c + b·c, and the latter is
-    returned.
-    """
-    axis = find(axis)
-    if isinstance(axis, Leaf):
-        return Atom(numbers.setdefault(axis, len(numbers)))
-    if isinstance(axis, Product):
-        head = axis.parts[0]
-        tail = axis.parts[1:]
-        if not isinstance(head, Sum):
-            return ProductOf(tuple(frozen(part, numbers) for part in axis.parts))
-        terms = [product_of((part, *tail)) for part in head.parts]
-    else:
-        terms = axis.parts
-    parts: list[Expression] = []
-    for term in terms:
-        part = frozen(term, numbers)
-        if isinstance(part, SumOf):
-            parts.extend(part.parts)
+    def __init__(self) -> None:
+        super().__init__()
+        # What axes were frozen to; many tensors of a model have the same ones.
+        self._frozen: dict[Axis | tuple[Axis, ...], Expression] = {}
+
+    def frozen(self, axis: Axis) -> Expression:
+        """Returns an axis as an expression; leaves without a number get the next one.
+
+        The form is canonical: (a + b)·c has the same positions as a·c + b·c, and the latter is
+        returned. No axis may be refined between two calls.
+        """
+        axis = find(axis)
+        key: Axis | tuple[Axis, ...] = axis
+        if isinstance(axis, Sum):
+            # Sums of the same parts are made again and again.
+            key = axis.parts
+        expression = self._frozen.get(key)
+        if expression is None:
+            expression = self._expression(axis)
+            self._frozen[key] = expression
+        return expression
+
+    def _expression(self, axis: Axis) -> Expression:
+        if isinstance(axis, Leaf):
+            return Atom(self.setdefault(axis, len(self)))
+        if isinstance(axis, Product):
+            head = axis.parts[0]
+            tail = axis.parts[1:]
+            if not isinstance(head, Sum):
+                return ProductOf(tuple(self.frozen(part) for part in axis.parts))
+            terms = [product_of((part, *tail)) for part in head.parts]
         else:
-            parts.append(part)
-    return SumOf(tuple(parts))
+            terms = axis.parts
+        parts: list[Expression] = []
+        for term in terms:
+            part = self.frozen(term)
+            if isinstance(part, SumOf):
+                parts.extend(part.parts)
+            else:
+                parts.append(part)
+        return SumOf(tuple(parts))
 
 
 def size_of(expression: Expression, sizes: Sequence[int]) -> int:
@@ -462,3 +490,33 @@ def _union(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
     first = np.ones(merged.shape, bool)
     first[:, 1:] = merged[:, 1:] != merged[:, :-1]
     return merged[first].reshape(len(merged), -1)
+
+
+def covered(
+    expression: Expression, chosen: Mapping[int, NDArray[np.bool_]], sizes: Sequence[int]
+) -> NDArray[np.bool_]:
+    """Returns for each position of an axis whether an index that meets there is chosen.
+
+    Args:
+        expression: The axis.
+        chosen: For some atoms, which of their indices are chosen.
+        sizes: The size of every atom.
+
+    Example:
+        >>> axis = SumOf((Atom(0), ProductOf((Atom(1), Atom(0)))))
+        >>> np.flatnonzero(covered(axis, {0: np.array([False, True])}, [2, 3])).tolist()
+        [1, 3, 5, 7]
+    """
+    if isinstance(expression, Atom):
+        mask = chosen.get(expression.number)
+        if mask is None:
+            mask = np.zeros(sizes[expression.number], np.bool_)
+        return mask
+    masks = [covered(part, chosen, sizes) for part in expression.parts]
+    if isinstance(expression, SumOf):
+        return np.concatenate(masks)
+    # [outer positions], joined with [inner positions] one factor after the other
+    joined = masks[0]
+    for mask in masks[1:]:
+        joined = (joined[:, None] | mask).reshape(-1)
+    return joined

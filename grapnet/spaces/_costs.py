@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from grapnet.core._errors import EditError
 
-from ._axes import Axis, Expression, Leaf, atoms_of, frozen, size_of
+from ._axes import Axis, Expression, Numbers, atoms_of, size_of
 from ._discovery import Example, _run, make_twin
 from ._probe import copy_without
 from ._typing import Typing
@@ -157,12 +157,12 @@ def measured(net: Adopted) -> Costs:
             typing.is_counting = number == 0 and not typing.products
             _run_twin(net.model, typing, example, training)
     sizes = net._atom_sizes()
-    numbers: dict[Leaf, int] = {}
+    numbers = Numbers()
     known: dict[int, int] = {}
     for name, axes in typing.named.items():
         for axis, expression in zip(axes, net._typed.axes[name], strict=True):
             # What has the same name and axis is the same atom, in the same order.
-            expressions = atoms_of(frozen(axis, numbers))
+            expressions = atoms_of(numbers.frozen(axis))
             leaves = list(numbers)
             own = [atom for atom in expressions if leaves[atom].size > 1]
             theirs = [atom for atom in atoms_of(expression) if sizes[atom] > 1]
@@ -174,7 +174,7 @@ def measured(net: Adopted) -> Costs:
             known.update(zip(own, theirs, strict=True))
     products = []
     for axes in typing.products:
-        products.append(tuple(frozen(axis, numbers) for axis in axes))
+        products.append(tuple(numbers.frozen(axis) for axis in axes))
     tensors = []
     scalars = 0
     for name, grid in net._stores().items():

@@ -22,7 +22,7 @@ from grapnet._torch import new_fake_mode, new_fake_tensor
 from grapnet.core._opened import close_copies, opened_in
 
 from . import _operators as _operators  # registers the rules
-from ._axes import Atom, Axis, Expression, Leaf, SumOf, atoms_of, frozen, leaves, pin
+from ._axes import Atom, Axis, Expression, Numbers, SumOf, atoms_of, leaves, pin
 from ._typing import Typing, model_line, quiet
 
 # Modules whose hooks are part of a forward pass: they compute weights, or collect hidden states.
@@ -631,8 +631,8 @@ def _run_either(
 
 def _known(typing: Typing) -> Any:
     """Returns what is known of the parameters so far, to compare."""
-    numbers: dict[Leaf, int] = {}
-    axes = [[frozen(axis, numbers) for axis in row] for row in typing.named.values()]
+    numbers = Numbers()
+    axes = [[numbers.frozen(axis) for axis in row] for row in typing.named.values()]
     return axes, set(typing.read)
 
 
@@ -684,16 +684,16 @@ def _typed(
             for leaf in leaves(axis):
                 if leaf not in seen:
                     pin(leaf, why)
-    numbers: dict[Leaf, int] = {}
+    numbers = Numbers()
     named: dict[str, tuple[Expression, ...]] = {}
     for name, axes in typing.named.items():
-        named[name] = tuple(frozen(axis, numbers) for axis in axes)
+        named[name] = tuple(numbers.frozen(axis) for axis in axes)
     inputs: dict[str, list[tuple[Expression, ...]]] = {}
     outputs: dict[str, list[tuple[Expression, ...]]] = {}
     for path, source, result in twin.calls:
         for record, tensor in ((inputs, source), (outputs, result)):
             if tensor is not None and typing.has(tensor):
-                axes = tuple(frozen(axis, numbers) for axis in typing.of(tensor))
+                axes = tuple(numbers.frozen(axis) for axis in typing.of(tensor))
                 record.setdefault(path, []).append(axes)
     atoms: list[AtomRecord] = []
     for leaf in numbers:
@@ -719,7 +719,7 @@ def _typed(
 def _roles(
     notes: Mapping[tuple[str, tuple[int, ...]], Sequence[Axis]],
     named: Mapping[str, tuple[Expression, ...]],
-    numbers: dict[Leaf, int],
+    numbers: Numbers,
 ) -> dict[int, tuple[tuple[str, int], ...]]:
     """Returns for each atom the tensors and dimensions in which operations contract or make it."""
     found: dict[int, dict[tuple[str, int], None]] = {}

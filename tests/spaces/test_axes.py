@@ -13,16 +13,17 @@ from grapnet.spaces._axes import (
     Axis,
     Expression,
     Leaf,
+    Numbers,
     Product,
     ProductOf,
     Stuck,
     Sum,
     SumOf,
     atoms_of,
+    covered,
     cut,
     factored,
     find,
-    frozen,
     leaves,
     mark,
     pin,
@@ -96,6 +97,23 @@ def test_positions_are_where_the_labels_are(expression: Expression, sizes: list[
             assert found[index].tolist() == expected
 
 
+@settings(max_examples=60)
+@given(expressions(3), st.lists(st.integers(1, 4), min_size=3, max_size=3), st.data())
+def test_positions_are_covered_by_the_labels_that_are_chosen(
+    expression: Expression, sizes: list[int], data: st.DataObject
+) -> None:
+    chosen = {}
+    wanted = set()
+    for atom in data.draw(st.sets(st.integers(0, 2))):
+        flags = st.lists(st.booleans(), min_size=sizes[atom], max_size=sizes[atom])
+        chosen[atom] = np.array(data.draw(flags))
+        for index in np.flatnonzero(chosen[atom]).tolist():
+            wanted.add((atom, index))
+    labels = labels_of(expression, sizes)
+    expected = [bool(label & wanted) for label in labels]
+    assert covered(expression, chosen, sizes).tolist() == expected
+
+
 def test_positions_of_an_atom_that_does_not_occur_are_none() -> None:
     assert positions(Atom(0), 1, [4, 3]).shape == (3, 0)
 
@@ -113,8 +131,8 @@ def test_atoms_come_in_order_each_once() -> None:
 @settings(max_examples=60)
 @given(axes())
 def test_a_frozen_axis_has_the_same_positions(axis: Axis) -> None:
-    numbers: dict[Leaf, int] = {}
-    expression = frozen(axis, numbers)
+    numbers = Numbers()
+    expression = numbers.frozen(axis)
     sizes = [leaf.size for leaf in numbers]
     by_number = {number: leaf for leaf, number in numbers.items()}
     expected = layout(axis)
@@ -129,7 +147,7 @@ def test_a_frozen_product_of_a_sum_is_multiplied_out() -> None:
     a, b, c = Leaf(2), Leaf(3), Leaf(4)
     outside = product_of((sum_of((a, b)), c))
     inside = sum_of((product_of((a, c)), product_of((b, c))))
-    assert frozen(outside, {}) == frozen(inside, {})
+    assert Numbers().frozen(outside) == Numbers().frozen(inside)
 
 
 @settings(max_examples=60)
@@ -226,7 +244,8 @@ def test_what_cannot_be_the_same_is_stuck(left, right) -> None:
 def test_axes_of_equal_size_stay_apart_until_an_operation_joins_them() -> None:
     a = Leaf(5)
     b = Leaf(5)
-    assert frozen(a, {a: 0, b: 1}) != frozen(b, {a: 0, b: 1})
+    numbers = Numbers()
+    assert numbers.frozen(a) != numbers.frozen(b)
     unify(a, b)
     assert find(a) is find(b)
 
