@@ -15,6 +15,9 @@ import torch
 from torch._C import (  # pyright: ignore[reportAttributeAccessIssue]
     _current_autograd_node,
     _current_graph_task_id,
+    _DisableTorchDispatch,
+    _set_throw_on_mutable_data_ptr,
+    _set_warn_deprecated_on_mutable_data_ptr,
 )
 from torch._C._dynamo import eval_frame
 from torch._C._functorch import (  # pyright: ignore[reportMissingImports]
@@ -97,36 +100,101 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def new_fake_mode() -> Any:
-    """Returns a mode in which tensors have shapes but no contents.
+class Fakes:
+    """Tensors that have shapes but no contents, all of one mode.
 
-    It is imported when it is first used, as it imports the settings of the compiler.
+    torch is imported further when the first of these is made, as the mode imports the settings of
+    the compiler.
+
+    Attributes:
+        mode: The context in which operations on them run.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self) -> None:
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        # Lets a look at the memory of a tensor warn or raise.
+        self._guard_contents = _set_throw_on_mutable_data_ptr
+        if self.mode._allow_unsafe_data_ptr_access:
+            self._guard_contents = _set_warn_deprecated_on_mutable_data_ptr
+        # For a device: the same with its number, and the attributes of a new tensor on it.
+        self._states: dict[torch.device, tuple[torch.device, dict[str, Any]]] = {}
 
-def new_fake_tensor(mode: Any, like: torch.Tensor, shape: Sequence[int] | None = None) -> Any:
-    """Returns a tensor without contents, of the kind and layout of `like` or of another shape.
+    def imitate(self, like: torch.Tensor, shape: Sequence[int] | None = None) -> Any:
+        """Returns a tensor of the kind and layout of another, or of another shape.
 
-    A fake tensor cannot be on the meta device, so one that imitates a meta tensor is on the CPU.
-    """
-    from torch._subclasses.fake_tensor import FakeTensor
+        A fake tensor cannot be on the meta device, so one that imitates a meta tensor is on the
+        CPU.
+        """
+        device = like.device
+        if device.type == "meta":
+            device = torch.device("cpu")
+        if shape is None:
+            return self.new(device, like.dtype, like.shape, like.stride())
+        return self.new(device, like.dtype, shape)
 
-    device = like.device
-    if device.type == "meta":
-        device = torch.device("cpu")
-    if shape is None:
-        empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="meta")
-    else:
-        empty = torch.empty(tuple(shape), dtype=like.dtype, device="meta")
-    return FakeTensor(mode, empty, device)
+    def new(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: Sequence[int],
+        stride: Sequence[int] | None = None,
+    ) -> Any:
+        """Returns a tensor, also inside of dispatch modes."""
+        with _DisableTorchDispatch():
+            if stride is None:
+                empty = torch.empty(tuple(shape), dtype=dtype, device="meta")
+            else:
+                empty = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
+            return self._wrapped(empty, device)
 
+    def views(self, func: Any, args: Sequence[Any]) -> Any:
+        """Returns what an operator returns that makes views of its first argument, one of these
+        tensors; a list where it makes several. They share its storage.
+        """
+        from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
-def is_fake(tensor: torch.Tensor) -> bool:
-    """Returns whether a tensor has no contents."""
-    return type(tensor).__name__ == "FakeTensor"
+        device = args[0].fake_device
+        with in_kernel_invocation_manager(self.mode):
+            views = func(*args)
+        with _DisableTorchDispatch():
+            if isinstance(views, torch.Tensor):
+                return self._wrapped(views, device)
+            return [self._wrapped(view, device) for view in views]
+
+    def has(self, tensor: Any) -> bool:
+        """Returns whether a tensor is one of these, strided, and no constant: those have contents,
+        which operations compute with.
+        """
+        if type(tensor).__name__ != "FakeTensor" or tensor.fake_mode is not self.mode:
+            return False
+        return tensor.constant is None and tensor.layout is torch.strided
+
+    def _wrapped(self, empty: torch.Tensor, device: torch.device) -> Any:
+        """Returns a meta tensor as one of these.
+
+        What torch's own class sets on a new tensor is the same for all on a device, and setting it
+        once is much faster.
+        """
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        known = self._states.get(device)
+        if known is None:
+            first = FakeTensor(self.mode, empty, device)
+            self._states[device] = (first.fake_device, dict(vars(first)))
+            return first
+        numbered, state = known
+        fake = torch.Tensor._make_subclass(
+            FakeTensor,
+            empty,
+            False,
+            dispatch_device=True,
+            device_for_backend_keys=numbered,
+        )
+        self._guard_contents(fake)
+        vars(fake).update(state)
+        return fake
 
 
 @contextmanager

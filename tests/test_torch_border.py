@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -183,23 +184,80 @@ def test_batched_gradients_are_batched_tensors() -> None:
 
 
 def test_fake_tensors_have_shapes_and_no_contents() -> None:
-    mode = _torch.new_fake_mode()
+    fakes = _torch.Fakes()
     like = torch.zeros(3, 4).t()
-    fake = _torch.new_fake_tensor(mode, like)
+    fake = fakes.imitate(like)
     assert fake.shape == (4, 3)
-    assert _torch.is_fake(fake)
-    assert not _torch.is_fake(like)
     assert fake.stride() == like.stride()
-    wide = _torch.new_fake_tensor(mode, torch.zeros(2, device="meta"), (2, 10**12))
+    assert fake.device == like.device
+    wide = fakes.imitate(torch.zeros(2, device="meta"), (2, 10**12))
     # Without contents nothing is computed, so no memory of this size is needed.
     assert (wide + 1).sum(1).shape == (2,)
 
 
+def test_every_fake_tensor_is_what_the_first_one_is() -> None:
+    fakes = _torch.Fakes()
+    like = torch.zeros(3, 4)
+    first = fakes.imitate(like)
+    other = fakes.imitate(like)
+    assert type(other) is type(first)
+    assert vars(other) == vars(first)
+    assert torch._C._dispatch_keys(other) == torch._C._dispatch_keys(first)
+    assert other.untyped_storage()._cdata != first.untyped_storage()._cdata
+    for fake in (first, other):
+        assert not fake.requires_grad
+        with fakes.mode:
+            assert (fake @ fake.t()).shape == (3, 3)
+            with pytest.raises(Exception, match="_local_scalar_dense"):
+                fake.sum().item()
+
+
+def test_the_memory_of_fake_tensors_is_guarded_as_torch_is_set() -> None:
+    name = "fake_tensor_allow_unsafe_data_ptr_access"
+    with functorch_config.patch(name, False):
+        fakes = _torch.Fakes()
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            fakes.imitate(torch.zeros(3)).data_ptr()
+
+
+def test_fake_tensors_are_told_from_others() -> None:
+    fakes = _torch.Fakes()
+    assert fakes.has(fakes.imitate(torch.zeros(2)))
+    assert not fakes.has(torch.zeros(2))
+    assert not fakes.has(_torch.Fakes().imitate(torch.zeros(2)))
+    with fakes.mode:
+        assert fakes.has(torch.zeros(2))
+        # A constant has contents.
+        assert not fakes.has(torch.tensor(2.0))
+
+
+def test_fake_tensors_are_made_inside_of_dispatch_modes() -> None:
+    fakes = _torch.Fakes()
+    with Watching() as watching:
+        made = fakes.new(torch.device("cpu"), torch.float16, (2, 3), (1, 2))
+        assert watching.count == 0
+    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.float16)
+
+
+def test_views_of_fake_tensors_share_their_storage() -> None:
+    fakes = _torch.Fakes()
+    fake = fakes.imitate(torch.zeros(4, 3))
+    with fakes.mode:
+        turned = fakes.views(torch.ops.aten.t.default, (fake,))
+        parts = fakes.views(torch.ops.aten.split.Tensor, (fake, 2))
+    for view in (turned, *parts):
+        assert fakes.has(view)
+        assert view.untyped_storage()._cdata == fake.untyped_storage()._cdata
+    assert turned.stride() == (1, 3)
+    assert [part.storage_offset() for part in parts] == [0, 6]
+
+
 def test_shapes_that_do_not_fit_are_logged_where_we_listen(caplog) -> None:
-    mode = _torch.new_fake_mode()
-    one = _torch.new_fake_tensor(mode, torch.zeros(1), (2, 3))
+    fakes = _torch.Fakes()
+    one = fakes.imitate(torch.zeros(1), (2, 3))
     listening = caplog.at_level("ERROR", logger=_torch.fake_tensor_logger)
-    with listening, mode, pytest.raises(RuntimeError, match="3"):
+    with listening, fakes.mode, pytest.raises(RuntimeError, match="3"):
         one @ one
     assert all(record.name == _torch.fake_tensor_logger for record in caplog.records)
 

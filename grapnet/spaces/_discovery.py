@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from grapnet._torch import new_fake_mode, new_fake_tensor
+from grapnet._torch import Fakes
 from grapnet.core._opened import close_copies, opened_in
 
 from . import _operators as _operators  # registers the rules
 from ._axes import Atom, Axis, Expression, Numbers, SumOf, atoms_of, leaves, pin
+from ._results import Results
 from ._typing import Typing, model_line, quiet
 
 # Modules whose hooks are part of a forward pass: they compute weights, or collect hidden states.
@@ -138,14 +139,14 @@ class Twin:
 
     Attributes:
         module: The copy. Tied tensors are tied in it as well; it has no hooks of the model.
-        mode: The mode of the tensors without contents; None where they are real.
+        fakes: Its tensors without contents; None where they are real.
         outside: Names of the tensors that are neither parameters nor buffers, by id.
         left_out: Hooks of the model's forward pass that the twin does not have.
     """
 
-    def __init__(self, module: nn.Module, mode: Any, outside: dict[int, str]) -> None:
+    def __init__(self, module: nn.Module, fakes: Fakes | None, outside: dict[int, str]) -> None:
         self.module = module
-        self.mode = mode
+        self.fakes = fakes
         self.outside = outside
         self.left_out: list[str] = []
         # (path, first input, first output) of every call of a module.
@@ -177,25 +178,26 @@ class Twin:
         ones.
         """
         holder, key = self._places[name][0]
-        if self.mode is None:
+        if self.fakes is None:
             other: Tensor = holder[key].detach().new_ones(tuple(shape))
             if isinstance(holder[key], nn.Parameter):
                 other = nn.Parameter(other, holder[key].requires_grad)
         else:
-            other = _imitation(self.mode, holder[key], shape)
+            other = _imitation(self.fakes, holder[key], shape)
         for holder, key in self._places[name]:
             holder[key] = other
 
     def imitate(self, example: Example) -> Example:
         """Returns an example whose tensors have no contents, for a twin of that kind."""
-        if self.mode is None:
+        fakes = self.fakes
+        if fakes is None:
             return example
         made: dict[int, Tensor] = {}
 
         def imitated(tree: Any) -> Any:
             if isinstance(tree, Tensor):
                 if id(tree) not in made:
-                    made[id(tree)] = _imitation(self.mode, tree)
+                    made[id(tree)] = _imitation(fakes, tree)
                 return made[id(tree)]
             if isinstance(tree, dict):
                 items = {key: imitated(value) for key, value in tree.items()}
@@ -252,9 +254,9 @@ class Twin:
                 pin(axis, why)
 
 
-def _imitation(mode: Any, tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+def _imitation(fakes: Fakes, tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
     """Returns a tensor without contents that looks like another, or has another shape."""
-    fake = new_fake_tensor(mode, tensor, shape)
+    fake = fakes.imitate(tensor, shape)
     if tensor.requires_grad:
         fake.requires_grad_()
     if isinstance(tensor, nn.Parameter):
@@ -275,15 +277,15 @@ def make_twin(model: nn.Module, *, real: bool = False) -> Twin:
         real: Whether the parameters of the twin share the memory of the model's own, where
             tensors without contents do not suffice. Buffers and other tensors are cloned then.
     """
-    mode = None
+    fakes = None
     if not real:
-        mode = new_fake_mode()
+        fakes = Fakes()
     memo: dict[int, Any] = {}
     all_opened = opened_in(model)
     for tensor in (*model.parameters(), *model.buffers()):
         opened = all_opened.get(id(tensor))
-        if mode is not None:
-            double = _imitation(mode, tensor, opened and opened.pattern.shape)
+        if fakes is not None:
+            double = _imitation(fakes, tensor, opened and opened.pattern.shape)
         elif opened is not None:
             double = nn.Parameter(opened.whole(tensor.detach()), tensor.requires_grad)
         elif isinstance(tensor, nn.Parameter):
@@ -295,7 +297,7 @@ def make_twin(model: nn.Module, *, real: bool = False) -> Twin:
     # A closure may hold tensors of the model itself.
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         names[id(tensor)] = name
-    twin = Twin(module, mode, names)
+    twin = Twin(module, fakes, names)
     twin.left_out.extend(left_out)
     return twin
 
@@ -509,12 +511,16 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
         typing.give(tensor, "input")
     twin.module.train(training)
     real_tensors: list[Tensor] = []
-    if twin.mode is None:
+    if twin.fakes is None:
         real_tensors = list(named.values())
     function_mode: Any = nullcontext()
-    if twin.mode is None or twin.has_fast_path:
+    if twin.fakes is None or twin.has_fast_path:
         function_mode = _OutOfTorch(typing)
-    fakes: Any = twin.mode or nullcontext()
+    fake_mode: Any = nullcontext()
+    typing.results = None
+    if twin.fakes is not None:
+        fake_mode = twin.fakes.mode
+        typing.results = Results(twin.fakes)
 
     def forward() -> Any:
         twin.typing = typing
@@ -524,7 +530,7 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
                 _undisturbed(real_tensors),
                 _without_leaks(twin.caches),
                 torch.no_grad(),
-                fakes,
+                fake_mode,
                 function_mode,
                 typing,
             ):
@@ -533,7 +539,7 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
             twin.typing = None
             quiet.on = False
 
-    output = forward() if twin.mode is None else _in_another_thread(forward)
+    output = forward() if twin.fakes is None else _in_another_thread(forward)
     for tensor in outputs_in(output):
         for axis in typing.of(tensor):
             pin(axis, "output")

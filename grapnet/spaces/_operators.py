@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ._axes import (
+    EMPTY,
     UNIT,
     Axis,
     Leaf,
@@ -111,7 +112,13 @@ def copied(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tens
 """)
 def uniform(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
     """Made of nothing: all indices are alike, so the size may change with what it meets."""
-    return [[Leaf(size) for size in out.shape]]
+    axes: list[Axis] = []
+    for size in out.shape:
+        axis = EMPTY
+        if size:
+            axis = Leaf(size)
+        axes.append(axis)
+    return [axes]
 
 
 @rule("""

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from grapnet._torch import TorchDispatchMode, fake_tensor_logger, is_fake
+from grapnet._torch import TorchDispatchMode, fake_tensor_logger
 
-from ._axes import Axis, Leaf, Stuck, find, leaves, pin, unify
+from ._axes import EMPTY, Axis, Leaf, Stuck, find, leaves, pin, unify
+from ._results import Results
 
 Operator = Any
 Rule = Callable[
@@ -46,6 +47,8 @@ _VIEWS: set[Rule] = set()
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LAYERS = os.path.join(_TORCH, "nn", "")
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
+# What `_place_of` returned for files.
+_PLACES: dict[str, str] = {}
 
 
 class _Quiet(logging.Filter, threading.local):
@@ -59,24 +62,6 @@ class _Quiet(logging.Filter, threading.local):
 
 quiet = _Quiet()
 logging.getLogger(fake_tensor_logger).addFilter(quiet)
-
-
-def _batch_norm_without_contents(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what a batch norm returns for a tensor without contents.
-
-    torch would run it operation by operation, which takes most of the time of typing a
-    convolutional network.
-    """
-    mean, variance, is_training = others[:3]
-    for vector in (weight, bias, mean, variance):
-        if vector is not None and vector.shape != x.shape[1:2]:
-            raise RuntimeError(
-                f"a batch norm of {vector.shape[0]} channels got an input of {x.shape[1]}"
-            )
-    saved = x.shape[1] if is_training else 0
-    return torch.empty_like(x), x.new_empty(saved), x.new_empty(saved)
 
 
 def register_rule(operator: str, rule: Rule, *, view: bool = False) -> None:
@@ -138,15 +123,29 @@ def model_line(stop: str = "forward") -> str:
     inside = "?"
     while frame is not None:
         name = frame.f_code.co_filename
-        if name.startswith(_OWN):
+        place = _PLACES.get(name)
+        if place is None:
+            place = _PLACES[name] = _place_of(name)
+        if place == "model":
+            return f"{os.path.basename(name)}:{frame.f_lineno}"
+        if place == "grapnet":
             if frame.f_code.co_name == stop:
                 return inside
-        elif not name.startswith(_TORCH):
-            return f"{os.path.basename(name)}:{frame.f_lineno}"
-        elif inside == "?" and name.startswith(_LAYERS) and not name.endswith("module.py"):
+        elif place == "layers" and inside == "?":
             inside = f"{os.path.basename(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return inside
+
+
+def _place_of(name: str) -> str:
+    """Returns to what a file belongs: "model", "grapnet", "torch", or "layers" for torch.nn."""
+    if name.startswith(_OWN):
+        return "grapnet"
+    if not name.startswith(_TORCH):
+        return "model"
+    if name.startswith(_LAYERS) and not name.endswith("module.py"):
+        return "layers"
+    return "torch"
 
 
 class Typing(TorchDispatchMode):
@@ -170,6 +169,8 @@ class Typing(TorchDispatchMode):
         self.read_dims: dict[tuple[str, tuple[int, ...]], list[Axis]] = {}
         self.written_dims: dict[tuple[str, tuple[int, ...]], list[Axis]] = {}
         self.operation = ""
+        # Set while tensors without contents are typed.
+        self.results: Results | None = None
         # Keyed by id; `_kept` keeps the tensors alive, so that no id is used twice.
         self._axes: dict[int, Sequence[Axis]] = {}
         self._kept: list[Tensor] = []
@@ -304,13 +305,14 @@ class Typing(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.native_batch_norm.default and is_fake(args[0]):
-            out = _batch_norm_without_contents(*args)
-        else:
-            out = func(*args, **kwargs)
         inputs = tensors_in(args)
         if kwargs:
             inputs.extend(tensors_in(kwargs))
+        out = None
+        if self.results is not None:
+            out = self.results.of(func, args, kwargs, inputs)
+        if out is None:
+            out = func(*args, **kwargs)
         for tensor in inputs:
             name = self._names.get(id(tensor))
             if name is not None:
@@ -466,9 +468,11 @@ def pinned(shape: Iterable[int], why: str) -> list[Axis]:
     """Returns axes that no edit may change."""
     axes: list[Axis] = []
     for size in shape:
-        leaf = Leaf(size)
-        leaf.pins = (why,)
-        axes.append(leaf)
+        axis = EMPTY
+        if size:
+            axis = Leaf(size)
+            axis.pins = (why,)
+        axes.append(axis)
     return axes
 
 
