@@ -7,7 +7,6 @@ import functools
 import random
 import sys
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -19,16 +18,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from grapnet._torch import Fakes
-from grapnet.core._opened import close_copies, opened_in
+from grapnet.core._opened import opened_in
 
 from . import _operators as _operators  # registers the rules
 from ._axes import Atom, Axis, Expression, Numbers, SumOf, atoms_of, leaves, pin
+from ._copying import collector_paused, copy_model, outputs_in
 from ._results import Results
 from ._typing import Typing, model_line, quiet
 
-# Modules whose hooks are part of a forward pass: they compute weights, or collect hidden states.
-_WORKING_HOOKS = ("torch.nn.utils", "transformers.utils.output_capturing")
-_HOOKS = tuple(name for name in vars(nn.Module()) if name.endswith("_hooks"))
 _CACHED = type(functools.lru_cache(lambda: None))
 # Functions with a cache that some twin has filled.
 _FILLED: set[Any] = set()
@@ -131,6 +128,47 @@ def _text(expression: Expression, sizes: Sequence[int], numbers: dict[int, int])
     return "*".join(factors) or "1"
 
 
+class Recorder:
+    """Notes the calls of the modules of a twin.
+
+    The hooks of the twin hold it, so it does not hold the twin: without a cycle all of that is
+    gone as soon as the twin is.
+
+    Attributes:
+        calls: (path, first input, first output) of every call of a module.
+        typing: The typing under which the twin runs; None while it does not.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Tensor | None, Tensor | None]] = []
+        self.typing: Typing | None = None
+
+    def hook(self, path: str) -> Any:
+        """Returns a forward hook that notes input and output of a module."""
+
+        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            if self.typing is None:
+                return
+            tensor = output
+            if not isinstance(output, Tensor):
+                tensor = next(iter(outputs_in(output)), None)
+            source = next(iter(outputs_in((args, kwargs))), None)
+            self.calls.append((path, source, tensor))
+            if isinstance(module, _RECURRENT):
+                self._pin_recurrent(module, output)
+
+        return record
+
+    def _pin_recurrent(self, module: nn.Module, output: Any) -> None:
+        """Pins a recurrent module: its kernels keep sizes and flat copies of their own."""
+        assert self.typing is not None
+        why = f"no rule for nn.{type(module).__name__} at {model_line()}"
+        self.typing.unknown[why.removeprefix("no rule for ")] = None
+        for tensor in (*module.parameters(), *outputs_in(output)):
+            for axis in self.typing.of(tensor):
+                pin(axis, why)
+
+
 class Twin:
     """A copy of a model that holds tensors without contents, or aliases of the model's own.
 
@@ -142,6 +180,7 @@ class Twin:
         fakes: Its tensors without contents; None where they are real.
         outside: Names of the tensors that are neither parameters nor buffers, by id.
         left_out: Hooks of the model's forward pass that the twin does not have.
+        recorder: Notes the calls of its modules.
     """
 
     def __init__(self, module: nn.Module, fakes: Fakes | None, outside: dict[int, str]) -> None:
@@ -149,17 +188,14 @@ class Twin:
         self.fakes = fakes
         self.outside = outside
         self.left_out: list[str] = []
-        # (path, first input, first output) of every call of a module.
-        self.calls: list[tuple[str, Tensor | None, Tensor | None]] = []
-        # Set while the twin runs.
-        self.typing: Typing | None = None
+        self.recorder = Recorder()
         # Where each tensor is held, under its first name: (dictionary of a module, key).
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}
         self.has_fast_path = False
         self.caches = _cached_functions(module)
         self._find_places()
         for path, child in module.named_modules():
-            child.register_forward_hook(self._recorder(path), with_kwargs=True)
+            child.register_forward_hook(self.recorder.hook(path), with_kwargs=True)
             if isinstance(child, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
                 self.has_fast_path = True
 
@@ -189,30 +225,11 @@ class Twin:
 
     def imitate(self, example: Example) -> Example:
         """Returns an example whose tensors have no contents, for a twin of that kind."""
-        fakes = self.fakes
-        if fakes is None:
+        if self.fakes is None:
             return example
         made: dict[int, Tensor] = {}
-
-        def imitated(tree: Any) -> Any:
-            if isinstance(tree, Tensor):
-                if id(tree) not in made:
-                    made[id(tree)] = _imitation(fakes, tree)
-                return made[id(tree)]
-            if isinstance(tree, dict):
-                items = {key: imitated(value) for key, value in tree.items()}
-                if type(tree) is dict:
-                    return items
-                same_kind = copy.copy(tree)
-                same_kind.update(items)
-                return same_kind
-            if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-                return type(tree)(*map(imitated, tree))
-            if isinstance(tree, (list, tuple)):
-                return type(tree)(map(imitated, tree))
-            return tree
-
-        return Example(imitated(tuple(example.args)), imitated(dict(example.kwargs)))
+        args = _imitated(self.fakes, tuple(example.args), made)
+        return Example(args, _imitated(self.fakes, dict(example.kwargs), made))
 
     def _find_places(self) -> None:
         names: dict[int, str] = {}
@@ -228,30 +245,26 @@ class Twin:
                     first = names.setdefault(id(tensor), name)
                     self._places.setdefault(first, []).append((holder, key))
 
-    def _recorder(self, path: str) -> Any:
-        """Returns a forward hook that notes input and output of a module."""
 
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            if self.typing is None:
-                return
-            tensor = output
-            if not isinstance(output, Tensor):
-                tensor = next(iter(outputs_in(output)), None)
-            source = next(iter(outputs_in((args, kwargs))), None)
-            self.calls.append((path, source, tensor))
-            if isinstance(module, _RECURRENT):
-                self._pin_recurrent(module, output)
-
-        return record
-
-    def _pin_recurrent(self, module: nn.Module, output: Any) -> None:
-        """Pins a recurrent module: its kernels keep sizes and flat copies of their own."""
-        assert self.typing is not None
-        why = f"no rule for nn.{type(module).__name__} at {model_line()}"
-        self.typing.unknown[why.removeprefix("no rule for ")] = None
-        for tensor in (*module.parameters(), *outputs_in(output)):
-            for axis in self.typing.of(tensor):
-                pin(axis, why)
+def _imitated(fakes: Fakes, tree: Any, made: dict[int, Tensor]) -> Any:
+    """Returns a tree whose tensors have no contents; `made` are those so far, by id."""
+    if isinstance(tree, Tensor):
+        if id(tree) not in made:
+            made[id(tree)] = _imitation(fakes, tree)
+        return made[id(tree)]
+    if isinstance(tree, dict):
+        items = {key: _imitated(fakes, value, made) for key, value in tree.items()}
+        if type(tree) is dict:
+            return items
+        same_kind = copy.copy(tree)
+        same_kind.update(items)
+        return same_kind
+    if isinstance(tree, (list, tuple)):
+        parts = [_imitated(fakes, item, made) for item in tree]
+        if hasattr(tree, "_fields"):
+            return type(tree)(*parts)
+        return type(tree)(parts)
+    return tree
 
 
 def _imitation(fakes: Fakes, tensor: Tensor, shape: Sequence[int] | None = None) -> Tensor:
@@ -281,8 +294,9 @@ def make_twin(model: nn.Module, *, real: bool = False) -> Twin:
     if not real:
         fakes = Fakes()
     memo: dict[int, Any] = {}
+    held = [*model.named_parameters(), *model.named_buffers()]
     all_opened = opened_in(model)
-    for tensor in (*model.parameters(), *model.buffers()):
+    for _, tensor in held:
         opened = all_opened.get(id(tensor))
         if fakes is not None:
             double = _imitation(fakes, tensor, opened and opened.pattern.shape)
@@ -293,106 +307,15 @@ def make_twin(model: nn.Module, *, real: bool = False) -> Twin:
         else:
             double = tensor.detach().clone()
         memo[id(tensor)] = double
-    module, names, left_out = copy_model(model, memo, clone=real)
+    # Without contents nothing is written, so that other tensors can be shared.
+    other = torch.clone if real else torch.detach
+    module, names, left_out = copy_model(model, memo, other)
     # A closure may hold tensors of the model itself.
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in held:
         names[id(tensor)] = name
     twin = Twin(module, fakes, names)
     twin.left_out.extend(left_out)
     return twin
-
-
-def copy_model(
-    model: nn.Module, memo: dict[int, Any], *, clone: bool
-) -> tuple[nn.Module, dict[int, str], list[str]]:
-    """Copies a model with other tensors, and without hooks that compute nothing.
-
-    Args:
-        model: The model.
-        memo: The tensors of the copy, by the ids of the model's parameters and buffers.
-        clone: Whether tensors that are neither are cloned; they are shared otherwise.
-
-    Returns:
-        The copy, the names of its tensors that are neither parameter nor buffer by id, and a line
-        for every module whose hooks were left out.
-    """
-    names: dict[int, str] = {}
-    left_out: list[str] = []
-    others: list[tuple[str, Tensor]] = []
-    for path, module in model.named_modules():
-        prefix = ""
-        if path:
-            prefix = f"{path}."
-        held = vars(module)
-        for kind in _HOOKS:
-            hooks = held[kind]
-            kept = _kept_hooks(hooks)
-            memo[id(hooks)] = kept
-            if kind in ("_forward_hooks", "_forward_pre_hooks") and len(kept) < len(hooks):
-                left_out.append(f"a hook of {path or 'the model'} was left out")
-        for key, value in held.items():
-            if key not in ("_parameters", "_buffers", "_modules", *_HOOKS):
-                for tensor in _held(value):
-                    others.append((f"{prefix}{key}", tensor))
-    for name, tensor in others:
-        if id(tensor) not in memo:
-            # A copy would cost memory, and a tensor with a gradient function has none.
-            double = tensor.detach()
-            if clone:
-                double = double.clone()
-            memo[id(tensor)] = double
-            names[id(double)] = name
-    double = copy.deepcopy(model, memo)
-    close_copies(double)
-    return double, names, left_out
-
-
-def _held(value: Any) -> list[Tensor]:
-    """Returns the tensors in an attribute of a module, also those of modules that it holds."""
-    if isinstance(value, nn.Module):
-        return [*value.parameters(), *value.buffers()]
-    found = outputs_in(value)
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            if isinstance(item, nn.Module):
-                found.extend(_held(item))
-    elif isinstance(value, dict):
-        for item in value.values():
-            if isinstance(item, nn.Module):
-                found.extend(_held(item))
-    return found
-
-
-def _kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
-    """Returns the hooks without which the model would compute something else."""
-    kept: OrderedDict[int, Any] = OrderedDict()
-    for key, hook in hooks.items():
-        if str(getattr(hook, "__module__", "")).startswith(_WORKING_HOOKS):
-            kept[key] = hook
-    return kept
-
-
-def outputs_in(tree: Any, depth: int = 4) -> list[Tensor]:
-    """Returns the tensors in the output of a module, also those held by objects.
-
-    Caches of transformers are state that a model hands to itself, not output.
-    """
-    if isinstance(tree, Tensor):
-        return [tree]
-    if isinstance(tree, (str, int, float, nn.Module, type(None))) or depth == 0:
-        return []
-    if isinstance(tree, Mapping):
-        items: Any = tree.values()
-    elif isinstance(tree, (list, tuple)):
-        items = tree
-    elif hasattr(tree, "__dict__") and not type(tree).__name__.endswith(("Cache", "Config")):
-        items = vars(tree).values()
-    else:
-        return []
-    found: list[Tensor] = []
-    for item in items:
-        found.extend(outputs_in(item, depth - 1))
-    return found
 
 
 class _OutOfTorch(TorchFunctionMode):
@@ -523,7 +446,7 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
         typing.results = Results(twin.fakes)
 
     def forward() -> Any:
-        twin.typing = typing
+        twin.recorder.typing = typing
         quiet.on = True
         try:
             with (
@@ -536,7 +459,7 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
             ):
                 return twin.module(*example.args, **example.kwargs)
         finally:
-            twin.typing = None
+            twin.recorder.typing = None
             quiet.on = False
 
     output = forward() if twin.fakes is None else _in_another_thread(forward)
@@ -551,6 +474,7 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
     return output
 
 
+@collector_paused()
 def discover(
     model: nn.Module, examples: Sequence[Example], *, modes: Sequence[bool] = (False, True)
 ) -> Typed:
@@ -616,7 +540,7 @@ def _run_either(
     Returns:
         Whether contents were needed.
     """
-    recorded = len(twin.calls)
+    recorded = len(twin.recorder.calls)
     computed = len(typing.scalars)
     try:
         _run(twin, typing, imitation, training)
@@ -626,11 +550,11 @@ def _run_either(
             raise
         failure = error
     # What the failed run found of the axes holds; its calls come again.
-    del twin.calls[recorded:]
+    del twin.recorder.calls[recorded:]
     del typing.scalars[computed:]
     real = make_twin(model, real=True)
     _run(real, typing, example, training)
-    twin.calls.extend(real.calls)
+    twin.recorder.calls.extend(real.recorder.calls)
     notes.append(f"{_MODE_NAMES[training]} ran with contents: {_first_line(failure)}")
     return True
 
@@ -656,7 +580,7 @@ def discover_twin(
         Exception: What the twin raises, as where shapes do not fit.
     """
     typing = Typing()
-    twin.calls.clear()
+    twin.recorder.calls.clear()
     scalars: tuple[float, ...] | None = None
     for training in modes:
         for example in examples:
@@ -696,7 +620,7 @@ def _typed(
         named[name] = tuple(numbers.frozen(axis) for axis in axes)
     inputs: dict[str, list[tuple[Expression, ...]]] = {}
     outputs: dict[str, list[tuple[Expression, ...]]] = {}
-    for path, source, result in twin.calls:
+    for path, source, result in twin.recorder.calls:
         for record, tensor in ((inputs, source), (outputs, result)):
             if tensor is not None and typing.has(tensor):
                 axes = tuple(numbers.frozen(axis) for axis in typing.of(tensor))

@@ -17,6 +17,7 @@ from grapnet.core._change import AttributeChange
 from grapnet.core._errors import EditError
 
 from ._axes import Atom, Expression, ProductOf, SumOf, atoms_of, size_of
+from ._copying import collector_paused
 from ._discovery import Example, Twin, Typed, discover_twin, make_twin
 from ._space import Space
 
@@ -105,6 +106,7 @@ class Gates:
         """
         return self._passed.get(tuple(sizes), False)
 
+    @collector_paused()
     def _search(
         self,
         model: nn.Module,

@@ -19,7 +19,8 @@ from grapnet.core._errors import GrapNetError
 from grapnet.core._index_map import IndexMap, empty_positions
 
 from ._axes import Atom, Expression, ProductOf, atoms_of, covered
-from ._discovery import Example, copy_model
+from ._copying import collector_paused, copy_model
+from ._discovery import Example
 from ._typing import CONTRACTED
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ MOST_BYTES = 256 << 20
 NARROW = 8
 
 
+@collector_paused()
 def probe(net: "Adopted", rows: "Mapping[Space, np.ndarray]") -> None:
     """Notes for spaces whether removing some of their nodes is exact.
 
@@ -176,7 +178,7 @@ def copy_without(
             content = maps[name].carry(content)
         tensors[name] = convert(grid.tensor, content)
         memo[id(grid.tensor)] = tensors[name]
-    model, _, _ = copy_model(net.model, memo, clone=True)
+    model, _, _ = copy_model(net.model, memo, lambda tensor: convert(tensor, tensor))
     for change in attributes:
         setattr(model.get_submodule(change.module), change.name, change.after)
     return model, tensors, after
