@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from grapnet.spaces._axes import Atom, Expression, SumOf, atoms_of, size_of
 from grapnet.spaces._discovery import Example, Typed, discover, discover_twin, make_twin
+from grapnet.spaces._results import Results
 from tests.spaces import huggingface, zoo
 
 EXACT = {"cut into equal parts", "contracted without a parameter"}
@@ -65,6 +66,18 @@ def test_the_spaces_of_a_case_are_the_expected_ones(name: str) -> None:
     reasons = " ".join(why for atom in result.atoms for why in atom.pins)
     for operation in case.expected.get("operation", ()):
         assert operation in reasons
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_typing_is_the_same_when_torch_tells_all_results(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]()
+    examples = [Example(case.inputs, case.kwargs)]
+    told_here = discover(case.model, examples)
+    monkeypatch.setattr(Results, "of", lambda *_: None)
+    told_by_torch = discover(case.model, examples)
+    assert told_here == told_by_torch
 
 
 @pytest.mark.parametrize("name", ["resnet", "gpt_tied", "data_dependent"])
