@@ -54,7 +54,7 @@ def _copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         memo[id(tensor)] = tensor
-    double, _, _ = copy_model(model, memo, clone=False)
+    double, _, _ = copy_model(model, memo, torch.detach)
     return double
 
 
