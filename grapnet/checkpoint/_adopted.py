@@ -527,8 +527,7 @@ def _remembered_tensors(tensors: Any) -> GoBack:
 
 def _open(holders: list[tuple[nn.Module, str]], opened: Opened | None) -> None:
     for module, name in holders:
-        if opened_of(module, name) is not opened:
-            set_opened(module, name, opened)
+        set_opened(module, name, opened)
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:

@@ -396,7 +396,12 @@ def prepare(
     vectors = _prepare_vectors(graph, receipt.change, is_trial)
     grids: dict[str, PreparedGrid] = {}
     if graph._grids():
-        grids = prepare_grids(graph._grids(), receipt.change.tensors, is_trial)
+        grids = prepare_grids(
+            graph._grids(),
+            receipt.change.tensors,
+            keep_gradients=is_trial,
+            is_staged=receipt.is_staged,
+        )
     receipt = _completed(graph, receipt, vectors, grids)
     view = _view_after(graph, rosters, wirings, vectors, grids)
     installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]

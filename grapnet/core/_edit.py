@@ -205,6 +205,9 @@ class Edit:
     followers unchanged.
     """
 
+    # whether what it computes waits outside of the memory of the model
+    _is_staged = False
+
     def __init__(
         self,
         graph: "Graph",
@@ -496,7 +499,12 @@ class Edit:
         if change.is_empty:
             return None
         receipt = Commit(
-            self.graph.version + 1, self.reason, change, self.by, tuple(self._operations)
+            self.graph.version + 1,
+            self.reason,
+            change,
+            self.by,
+            tuple(self._operations),
+            is_staged=self._is_staged,
         )
         if self.trial:
             receipt = replace(receipt, kind="trial")

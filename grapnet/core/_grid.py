@@ -10,6 +10,7 @@ from ._change import GridChange
 from ._coordinates import Coordinates, Token, layout_of, replace_content
 from ._index_map import GridMap, RowMap
 from ._opened import Opened, Pattern, opened_of, parameter_map, set_opened
+from ._staging import stage, unstage
 
 
 class Grid:
@@ -88,20 +89,34 @@ class PreparedGrid:
     # the modules that compute the tensor from now on as `opened` says, or read it as it is
     holders: tuple[tuple[nn.Module, str], ...] = ()
     opened: Opened | None = None
+    is_staged: bool = False
 
 
 def prepare_grids(
-    grids: dict[str, Grid], changes: dict[str, GridChange], keep_gradients: bool
+    grids: dict[str, Grid],
+    changes: dict[str, GridChange],
+    *,
+    keep_gradients: bool,
+    is_staged: bool,
 ) -> dict[str, PreparedGrid]:
     """Computes every Parameter and every changed buffer after a commit; modifies nothing.
 
     A Parameter that stays as it is becomes another version, too, which autograd keeps apart.
+
+    Args:
+        grids: the tensors by name.
+        changes: how some of them change.
+        keep_gradients: whether gradients that leave are kept, for the end of a trial.
+        is_staged: whether the results wait outside of the memory of the model.
     """
     found = {}
     for name, grid in grids.items():
         change = changes.get(name)
         if change is not None:
-            found[name] = _prepare(grid, change, keep_gradients)
+            prepared = _prepare(grid, change, keep_gradients)
+            if is_staged:
+                prepared = replace(prepared, content=stage(prepared.content), is_staged=True)
+            found[name] = prepared
         elif grid.is_parameter:
             parameter = grid.parameter
             found[name] = PreparedGrid(parameter, parameter.data, parameter.grad, None)
@@ -145,10 +160,12 @@ def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:
     """Installs a prepared tensor; the Parameter or buffer stays the same object."""
     if prepared.change is None:
         layout = layout_of(prepared.tensor)
-    install_content(prepared.tensor, prepared.content, prepared.gradient, layout)
+    content = prepared.content
+    if prepared.is_staged:
+        content = unstage(content, prepared.tensor.device)
+    install_content(prepared.tensor, content, prepared.gradient, layout)
     for module, name in prepared.holders:
-        if opened_of(module, name) is not prepared.opened:
-            set_opened(module, name, prepared.opened)
+        set_opened(module, name, prepared.opened)
 
 
 def install_content(

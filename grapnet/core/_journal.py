@@ -72,6 +72,8 @@ class Commit:
             prepare.
         view: what a forward pass reads after it; only for followers, while they prepare.
         decision: whether it took effect; only for followers, while they prepare.
+        is_staged: whether what it computes waits outside of the memory of the model, see
+            `grapnet.core._staging`; for followers, while they prepare.
         outlined: the counts of a commit of which the journal or the file keeps no details.
         kind: "edit", "undo", "redo", or "trial" and the "end" of one; for followers, while they
             prepare.
@@ -91,6 +93,7 @@ class Commit:
     time: float = field(default_factory=now)
     outlined: dict[str, int] | None = None
     kind: Kind = "edit"
+    is_staged: bool = False
 
     @property
     def counts(self) -> dict[str, int]:

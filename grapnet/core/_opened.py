@@ -162,7 +162,10 @@ def opened_in(model: nn.Module) -> dict[int, Opened]:
 
 
 def set_opened(module: nn.Module, name: str, opened: Opened | None) -> None:
-    """Makes a module compute one of its Parameters from the free cells, or read it as it is."""
+    """Makes a module compute one of its Parameters from the free cells, or read it as it is.
+
+    An interrupt may leave one half of it; the same call again completes it.
+    """
     held = dict(vars(module).get(_OPENED, {}))
     held.pop(name, None)
     if opened is not None:

@@ -57,6 +57,7 @@ class CopyFollower:
             undoes=commit.undoes,
             joint=commit.joint,
             kind=commit.kind,
+            is_staged=commit.is_staged,
         )
         intent = Intent(copy, receipt, uid_after(copy, receipt.change))
         done, installs = prepare(intent, commit.decision)

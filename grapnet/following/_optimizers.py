@@ -16,6 +16,7 @@ from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
 from grapnet.core._index_map import CellMap
 from grapnet.core._journal import Commit
+from grapnet.core._staging import stage, unstage
 
 from ._averaging import attach_copy, detach_copy
 from ._state import (
@@ -343,7 +344,10 @@ class OptimizerFollower:
         def install() -> None:
             install_tracked()
             for one in self._tracked.state.values():
-                optimizer.state[one.parameter] = one.state
+                state = one.state
+                if commit.is_staged:
+                    state = with_entries(state, _unstaged(one))
+                optimizer.state[one.parameter] = state
             mark_followed(optimizer, parameters.values())
             # The optimizer has it, and may let go of it.
             self._tracked.replace({})
@@ -429,6 +433,8 @@ class OptimizerFollower:
                     moved[entry] = _moved_with_mean(value, index, start)
                 else:
                     moved[entry] = index.carry(value, start)
+                if commit.is_staged:
+                    moved[entry] = stage(moved[entry])
             carried[name] = one._replace(state=with_entries(one.state, moved), entries=moved)
         return carried
 
@@ -485,6 +491,12 @@ class OptimizerFollower:
                     f"gn.attach(optimizer, net, copies=({entry!r},)); if not:"
                     " gn.attach(optimizer, net, copies=())"
                 )
+
+
+def _unstaged(held: _Held) -> dict[str, Tensor]:
+    """Returns the entries of a state in the memory of the device of the Parameter."""
+    device = held.parameter.device
+    return {entry: unstage(value, device) for entry, value in held.entries.items()}
 
 
 def _moved_copy(value: Tensor, parameter: nn.Parameter, weights: Tensor, index: CellMap) -> Tensor:

@@ -190,11 +190,27 @@ class Adopted(Graph):
         trial: bool = False,
         generator: torch.Generator | None = None,
         allow_dead: bool | None = None,
+        memory: Literal["normal", "low"] = "normal",
     ) -> SpaceEdit:
-        """Opens a transaction; see `GrapNet.edit`."""
+        """Opens a transaction; see `GrapNet.edit`.
+
+        Args:
+            reason: why, for the journal.
+            by: which rule or person edits.
+            trial: revert the edit when the block ends.
+            generator: source of the random numbers for new weights.
+            allow_dead: has no effect on an adopted model.
+            memory: "normal" computes all changed tensors and their optimizer state beside the
+                present ones, which takes twice the memory. "low" lets them wait in the memory of
+                the CPU, or in a temporary file if the model is there, and takes longer.
+        """
+        if memory not in ("normal", "low"):
+            raise ValueError(f'memory is "normal" or "low", got {memory!r}')
         if allow_dead is None:
             allow_dead = trial
-        return SpaceEdit(self, reason, by, trial, generator, allow_dead)
+        edit = SpaceEdit(self, reason, by, trial, generator, allow_dead)
+        edit._is_staged = memory == "low"
+        return edit
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the model."""

@@ -220,8 +220,10 @@ class SpaceEdit(Edit):
             super()._turn(verb, what, incoming, outgoing, bias)
             return
         kinds = {"writer": incoming, "reader": outgoing, "rider": bias}
-        self._note(verb, nodes=len(what), incoming=incoming, outgoing=outgoing, bias=bias)
-        for number, rows in self._rows(self._existing(what)).items():
+        found = self._rows(self._existing(what))
+        count = sum(len(rows) for rows in found.values())
+        self._note(verb, nodes=count, incoming=incoming, outgoing=outgoing, bias=bias)
+        for number, rows in found.items():
             space = self.graph.spaces[number]
             for (name, dim), at in space.places().items():
                 grid = self.graph._grids()[name]

@@ -18,6 +18,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import grapnet as gn
+from grapnet.core import _staging
 from grapnet.spaces import Adopted
 from tests.fingerprint import as_bytes
 
@@ -200,6 +201,8 @@ def edit_model(world: World, edit: Any = None) -> None:
     edit.remove_nodes(net.space("3")[1])
     edit.add_nodes(net.space("3"), 3)
     edit.set_owner(net.space("3")[2], "other")
+    edit.cut(net.relations("3")[::3])
+    edit.freeze(net.space("0")[1])
 
 
 # What is seen of a world
@@ -306,6 +309,10 @@ def _model(net: Adopted) -> dict[str, Any]:
     }
     for space in net.spaces:
         found[f"space {space.name}"] = (space.uids.tolist(), space.owners)
+    for name, grid in net._grids().items():
+        weights = [getattr(module, key) for module, key in grid.holders]
+        kinds = None if grid.opened is None else grid.opened.pattern.kinds
+        found[f"weights of {name}"] = (plain(weights), plain(kinds))
     for path, module in net.model.named_modules():
         numbers = {key: value for key, value in vars(module).items() if type(value) is int}
         found[f"numbers of {path}"] = repr(numbers)
@@ -733,6 +740,17 @@ def _try_adopted(world: World) -> None:
     with world.adopted.edit(reason="try", trial=True) as edit:
         edit_model(world, edit)
         edit.commit()
+
+
+def _stage_everything(world: World) -> None:
+    # For the rest of the process, in which it does no harm.
+    _staging.SMALL = 0
+
+
+@operation("edit with little memory", make=make_adopted, setup=_stage_everything)
+def _edit_with_little_memory(world: World) -> None:
+    with world.adopted.edit(reason="edit", memory="low") as edit:
+        edit_model(world, edit)
 
 
 def _edit_both(world: World) -> None:

@@ -74,7 +74,8 @@ def test_frozen_nodes_stay_whatever_the_optimizer_does(resnet: Subject) -> None:
     contents = oracle.tensors_of(resnet.model)
     before = {name: contents[name].detach().clone() for name, _ in places}
     with net.edit(reason="freeze") as edit:
-        edit.freeze(space[:2])
+        edit.freeze(space[0])
+        edit.freeze(space[1])
     optimizer = torch.optim.AdamW(resnet.model.parameters(), lr=0.1, weight_decay=0.5)
     for _ in range(2):
         matrix.step(resnet.model, optimizer, resnet.case)
