@@ -18,6 +18,7 @@ from grapnet.core._layer import Layer
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import ProductOf, SumOf, atoms_of
 from grapnet.spaces._costs import latency
+from grapnet.spaces._gates import kind_of
 from grapnet.spaces._space import Space
 
 from ._rule import RuleContext, gone_relations
@@ -385,7 +386,7 @@ def _prunable(net: Adopted) -> list[Space]:
         # A factor of an axis, as heads are, may need numbers of the model to follow, which are
         # looked for long if there are none. So one space of a kind tells for all.
         if outermost and space.verdict == "unproved":
-            kind = _kind(net, space)
+            kind = kind_of(net.model, space)
             if kind not in runs:
                 runs[kind] = _runs_with_fewer(net, space)
             if not runs[kind]:
@@ -407,16 +408,6 @@ def _outermost_of_products(space: Space, free: set[int]) -> list[list[int]]:
                 outermost = next(part for part in term.parts if free & set(atoms_of(part)))
                 found.append(atoms_of(outermost))
     return found
-
-
-def _kind(net: Adopted, space: Space) -> frozenset[Any]:
-    """Returns where a space lies in which classes of modules; equal for equal layers."""
-    places = set()
-    for (name, dim), axis in space._members.items():
-        path, _, tensor = name.rpartition(".")
-        module = type(net.model.get_submodule(path))
-        places.add((module, tensor, dim, atoms_of(axis).index(space._atom)))
-    return frozenset(places)
 
 
 def _runs_with_fewer(net: Adopted, space: Space) -> bool:

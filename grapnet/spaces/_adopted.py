@@ -507,14 +507,20 @@ class Adopted(Graph):
 
 
 def table(spaces: Iterable[Space]) -> str:
-    """Returns spaces as lines of text: name, nodes, writers and readers, riders, verdict."""
+    """Returns spaces as lines of text: name, nodes, writers and readers, riders, verdict.
+
+    Nodes of several rows each, such as heads, are shown as nodes × rows.
+    """
     rows = [("space", "nodes", "writers → readers", "riders", "verdict")]
     for space in spaces:
         verdict = space.verdict
         if space.pins:
             verdict = f"pinned: {space.pins[0]}"
         flow = f"{_shown(space.writers)} → {_shown(space.readers)}"
-        rows.append((space.name, str(len(space)), flow, str(len(space.riders)), verdict))
+        nodes = str(len(space))
+        if space.rows_per_node > 1:
+            nodes += f" × {space.rows_per_node}"
+        rows.append((space.name, nodes, flow, str(len(space.riders)), verdict))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines = []
     for row in rows:
@@ -664,6 +670,12 @@ def adopt(
             )
     _require_no_other_graph(model)
     calls = [Example(inputs, keywords), *examples]
+    for call in calls:
+        if not isinstance(call, Example) or not isinstance(call.args, tuple):
+            raise TypeError(
+                f"an example is Example((x, y), {{'flag': True}}), with a tuple of arguments, got"
+                f" {type(call).__name__} of {type(call[0]).__name__}"
+            )
     typed = _with_other_paths(model, discover(model, calls))
     net = Adopted(model, typed, Gates(typed, calls))
     require_editable(net)

@@ -424,6 +424,28 @@ def atoms_of(expression: Expression) -> list[int]:
     return list(found)
 
 
+def occurrences(expression: Expression, atom: int, sizes: Sequence[int]) -> int:
+    """Returns how many positions on an axis belong to each index of an atom.
+
+    Example:
+        >>> occurrences(ProductOf((Atom(0), Atom(1))), 0, [12, 64])
+        64
+    """
+    if isinstance(expression, Atom):
+        return int(expression.number == atom)
+    if isinstance(expression, SumOf):
+        return sum(occurrences(part, atom, sizes) for part in expression.parts)
+    found = 0
+    others = 1
+    for part in expression.parts:
+        inside = occurrences(part, atom, sizes)
+        if inside and not found:
+            found = inside
+        else:
+            others *= size_of(part, sizes)
+    return found * others
+
+
 def positions(expression: Expression, atom: int, sizes: Sequence[int]) -> NDArray[np.int64]:
     """Returns the positions on an axis that belong to each index of an atom.
 

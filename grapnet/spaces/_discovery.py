@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import copy
 import functools
 import random
@@ -412,15 +413,23 @@ def _in_another_thread(function: Callable[[], Any]) -> Any:
     outcome: list[Any] = []
     errors: list[BaseException] = []
 
-    def work() -> None:
+    def work(finished: Any) -> None:
         try:
             outcome.append(function())
         except BaseException as error:
             errors.append(error)
+        finally:
+            finished.release()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join()
+    while not outcome and not errors:
+        finished = threading.Lock()
+        finished.acquire()
+        # Not threading.Thread, which waits for its start without end: Python may raise an error
+        # that is meant for this thread in the new one, before its first line.
+        thread = _thread.start_new_thread(work, (finished,))
+        while not finished.acquire(timeout=0.1):
+            if thread not in sys._current_frames():
+                break
     if errors:
         raise errors[0]
     return outcome[0]

@@ -145,12 +145,18 @@ class Gates:
         """Binds the numbers without which the model does not run."""
         # One space after the other: few numbers follow each of them.
         left = []
+        failed: dict[object, str] = {}
         for space in changed:
             alone = list(before)
             alone[space._atom] = after[space._atom]
+            kind = (kind_of(model, space), before[space._atom], after[space._atom])
+            if kind in failed:
+                left.append((space, failed[kind]))
+                continue
             self._apply_recipes(model, [space])
             problem = runs.problem(before, alone, self._bound)
             if problem and not self._bind_fewest(model, runs, [space], before, alone):
+                failed[kind] = problem
                 left.append((space, problem))
         # Two spaces of which one number is the size can only change together.
         for group in _sharing_numbers(model, [space for space, _ in left], before, after):
@@ -188,6 +194,7 @@ class Gates:
             for one in _candidates(integers, space, before, after):
                 size = size_of(one.expression, after)
                 candidates.setdefault((one.path, one.attribute, size), one)
+        options = _options(list(candidates.values()))
         # Numbers are added one by one, as long as each changes how the model fails.
         problems: dict[tuple[Candidate, ...], str] = {}
         problems[()] = runs.problem(before, after, self._bound)
@@ -196,9 +203,10 @@ class Gates:
             seen: set[frozenset[Candidate]] = set()
             for chosen, problem in problems.items():
                 places = {(one.path, one.attribute) for one in chosen}
-                for one in candidates.values():
-                    more = (*chosen, one)
-                    if (one.path, one.attribute) in places or frozenset(more) in seen:
+                for option in options:
+                    more = (*chosen, *option)
+                    is_taken = any((one.path, one.attribute) in places for one in option)
+                    if is_taken or frozenset(more) in seen:
                         continue
                     seen.add(frozenset(more))
                     found = runs.problem(before, after, self._with(more))
@@ -232,6 +240,27 @@ class Gates:
                 if expression is not None and atoms & set(atoms_of(expression)):
                     place = (path, recipe.attribute)
                     self._bound = {place: expression} | self._bound
+
+
+def kind_of(model: nn.Module, space: Space) -> frozenset[Any]:
+    """Returns where a space lies in which classes of modules; equal for equal layers."""
+    places = set()
+    for (name, dim), axis in space._members.items():
+        path, _, tensor = name.rpartition(".")
+        module = type(model.get_submodule(path))
+        places.add((module, tensor, dim, atoms_of(axis).index(space._atom)))
+    return frozenset(places)
+
+
+def _options(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
+    """Returns what to change at a time: a number in all modules of a class, as where they share a
+    stream, and then each alone.
+    """
+    alike: dict[Recipe, list[Candidate]] = {}
+    for one in candidates:
+        alike.setdefault(one.recipe, []).append(one)
+    together = [tuple(group) for group in alike.values() if len(group) > 1]
+    return [*together, *((one,) for one in candidates)]
 
 
 class _Runs:

@@ -11,7 +11,7 @@ from grapnet.core._index_map import require_ranks
 from grapnet.core._layer import Layer
 from grapnet.core._sets import NodeSet
 
-from ._axes import Expression, positions
+from ._axes import Expression, occurrences, positions
 from ._discovery import AtomRecord
 
 if TYPE_CHECKING:
@@ -87,6 +87,18 @@ class Space(Layer):
         for place, axis in self._members.items():
             found[place] = torch.from_numpy(positions(axis, self._atom, sizes))
         return found
+
+    @property
+    def rows_per_node(self) -> int:
+        """How many positions each node has on the axis of its first writer, or of its first tensor
+        if none writes it: 1 for a channel, 64 for a head of that width.
+        """
+        net = cast("Adopted", self.graph)
+        sizes = net._atom_sizes()
+        for (name, _), axis in self._members.items():
+            if not self.writers or name == self.writers[0]:
+                return occurrences(axis, self._atom, sizes)
+        return 1
 
     def norms(self) -> Tensor:
         """Returns the norm of all weights of each node, in writers, readers and riders together,
