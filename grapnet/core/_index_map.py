@@ -176,7 +176,7 @@ class IndexMap:
 
     def take(self, old: Tensor) -> Tensor:
         """Returns the entries at the removed positions, as one vector."""
-        removed = self.removed.to(old.device)
+        removed = self.gone(old.device)
         if old.numel() == self.old_size:
             return old.detach().reshape(-1).index_select(0, removed)
         return old.detach().index_select(0, removed).reshape(-1)
@@ -195,6 +195,15 @@ class IndexMap:
             keep = np.ones(self.old_size, dtype=bool)
             keep[self.removed.cpu().numpy()] = False
             self._scratch[key] = torch.from_numpy(np.flatnonzero(keep).astype(np.int32)).to(device)
+        return self._scratch[key]
+
+    def gone(self, device: torch.device) -> Tensor:
+        """Returns the removed positions on a device; moved there once in a commit."""
+        if self.removed.device == device:
+            return self.removed
+        key = f"gone {device}"
+        if key not in self._scratch:
+            self._scratch[key] = self.removed.to(device)
         return self._scratch[key]
 
     def stays(self, device: torch.device) -> Tensor:
@@ -394,7 +403,7 @@ class GridMap:
         taken = [left.new_empty(0)]
         for dim in cutting:
             index = self.axes[dim]
-            taken.append(left.index_select(dim, index.removed.to(left.device)).reshape(-1))
+            taken.append(left.index_select(dim, index.gone(left.device)).reshape(-1))
             if dim != cutting[-1]:
                 left = left.index_select(dim, index.survivors(left.device))
         return torch.cat(taken)
@@ -414,7 +423,7 @@ class GridMap:
             count = math.prod(block_shape)
             block = cells[start : start + count].to(new).view(block_shape)
             start += count
-            places = [*narrowed, (dim, index.inserted.to(new.device).long())]
+            places = [*narrowed, (dim, index._targets(new.device))]
             whole[_open_mesh(self.new_shape, places, new.device)] = block
             narrowed.append((dim, index.stays(new.device).long()))
             shape[dim] = index.n_survivors
@@ -526,7 +535,7 @@ class RowMap:
 
     def take(self, old: Tensor) -> Tensor:
         """Returns the cells that leave, as one vector."""
-        removed = self.rows.removed.to(old.device)
+        removed = self.rows.gone(old.device)
         return self._in_rows(old).index_select(0, removed).reshape(-1)
 
     def give(self, new: Tensor, cells: Tensor) -> None:
@@ -560,7 +569,7 @@ def _insert(old: Tensor, dim: int, index: IndexMap, block: Tensor) -> Tensor:
     shape[dim] = index.new_size
     new = old.new_empty(shape)
     new.index_copy_(dim, index.stays(old.device).long(), old)
-    new.index_copy_(dim, index.inserted.to(old.device).long(), block)
+    new.index_copy_(dim, index._targets(old.device), block)
     return new
 
 

@@ -51,6 +51,8 @@ class Adopted(Graph):
         self._grids_held = _named_grids(model)
         self._weights = weights_of(self, typed, self.spaces)
         self._gates = gates
+        # The tensors of the model when they were last found where they belong.
+        self._seen: list[Tensor | None] = []
         self._costs: Costs | None = None
         # Numbers of modules that edits have changed, as they were at adoption.
         self._first_numbers: dict[tuple[str, str], Any] = {}
@@ -339,7 +341,26 @@ class Adopted(Graph):
 
     def _difference(self) -> str:
         """Returns how the tensors of the model differ from its spaces; empty if they do not."""
-        sizes = self._atom_sizes()
+        held = [part for module in self.model.modules() for part in _tensors_of(module)]
+        if len(held) != len(self._seen) or any(
+            one is not other for one, other in zip(held, self._seen, strict=True)
+        ):
+            problem = self._other_places()
+            if problem:
+                return problem
+            self._seen = held
+        sizes: list[int] = self._atom_sizes()
+        for name, grid in self._grids_held.items():
+            expected = [size_of(axis, sizes) for axis in self._typed.axes.get(name, ())]
+            if name in self._typed.axes and list(grid.shape) != expected:
+                return f"{name} has the shape {list(grid.shape)}, its spaces {expected}"
+            opened = grid.opened
+            if opened is not None and grid.tensor.shape != opened.pattern.content_shape:
+                return f"{name} has other relations than were left after the last edit"
+        return ""
+
+    def _other_places(self) -> str:
+        """Returns which tensors of the model are not where they were; empty if all are."""
         present = _named_grids(self.model)
         if present.keys() != self._grids_held.keys():
             other = sorted(present.keys() ^ self._grids_held.keys())
@@ -348,12 +369,6 @@ class Adopted(Graph):
             held = self._grids_held[name]
             if grid.module is not held.module or grid.name != held.name:
                 return f"{name} belongs to another module than when the model was adopted"
-            expected = [size_of(axis, sizes) for axis in self._typed.axes.get(name, ())]
-            if name in self._typed.axes and list(grid.shape) != expected:
-                return f"{name} has the shape {list(grid.shape)}, its spaces {expected}"
-            opened = grid.opened
-            if opened is not None and grid.tensor.shape != opened.pattern.content_shape:
-                return f"{name} has other relations than were left after the last edit"
         return ""
 
     def _check_tensors(self) -> None:
@@ -568,6 +583,11 @@ def _axis_map(
         torch.from_numpy(removed.astype(np.int32)),
         torch.from_numpy(inserted.astype(np.int32)),
     )
+
+
+def _tensors_of(module: nn.Module) -> list[Tensor | None]:
+    """Returns the Parameters and buffers of one module."""
+    return [*module._parameters.values(), *module._buffers.values()]
 
 
 def _named_grids(model: nn.Module) -> dict[str, Grid]:

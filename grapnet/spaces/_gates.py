@@ -57,6 +57,8 @@ class Gates:
         self._learned: list[Recipe] = []
         # For sizes with which the model runs: whether it computes with other numbers than before.
         self._passed: dict[tuple[int, ...], bool] = {}
+        # The numbers by which modules describe their tensors, for the last change of sizes.
+        self._described: dict[object, dict[tuple[str, str], Any]] = {}
 
     def foresee(
         self,
@@ -90,7 +92,10 @@ class Gates:
                 self._bound = known
                 self._learned = learned
                 raise
-        found = _descriptions(model, self._typed, before, after)
+        sizes = (tuple(before), tuple(after))
+        if sizes not in self._described:
+            self._described = {sizes: _descriptions(model, self._typed, before, after)}
+        found = dict(self._described[sizes])
         for (path, attribute), expression in self._bound.items():
             found[path, attribute] = size_of(expression, after)
         changes = []
