@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ._index_map import GridMap, IndexMap, RowMap, flatnonzero
 from ._opened import Pattern
@@ -363,6 +363,78 @@ class AttributeChange:
 
 
 @dataclass(frozen=True, eq=False)
+class BlockParameter:
+    """A Parameter of a block that comes or leaves.
+
+    Attributes:
+        name: its name in the model, while the block is there.
+        block: the path of the block.
+        parameter: the Parameter.
+        beside: the same Parameter of a neighbouring block; an attached optimizer puts both into
+            one group.
+        copies_state: whether it starts with a copy of the optimizer state of `beside`.
+    """
+
+    name: str
+    block: str
+    parameter: nn.Parameter
+    beside: nn.Parameter | None
+    copies_state: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class DepthChange:
+    """The blocks that a commit inserts into an adopted model, and those that it removes.
+
+    Attributes:
+        came: the paths of the blocks that come, as they are called after the commit.
+        left: the paths of the blocks that leave, as they were called before it.
+        born: the uids of the nodes that come with new spaces, [n] int64.
+        gone: the uids of the nodes that leave with spaces, [n] int64.
+        renamed: the names of Parameters that stay and are called otherwise, before and after.
+        coming: the Parameters of the blocks that come.
+        leaving: the Parameters of the blocks that leave.
+        asked: what the edit asks for, so that a copy of the model can do the same; empty for the
+            way back.
+        before: what the graph installs to go back; None after the journal has dropped it.
+        after: what it installs to go on, likewise.
+    """
+
+    came: tuple[str, ...]
+    left: tuple[str, ...]
+    born: Tensor
+    gone: Tensor
+    renamed: dict[str, str] = field(default_factory=dict)
+    coming: tuple[BlockParameter, ...] = ()
+    leaving: tuple[BlockParameter, ...] = ()
+    asked: tuple[Any, ...] = ()
+    before: Any = None
+    after: Any = None
+
+    def inverse(self) -> "DepthChange":
+        """Returns the change that leads back."""
+        return DepthChange(
+            came=self.left,
+            left=self.came,
+            born=self.gone,
+            gone=self.born,
+            renamed={after: before for before, after in self.renamed.items()},
+            coming=self.leaving,
+            leaving=self.coming,
+            before=self.after,
+            after=self.before,
+        )
+
+    def without_values(self) -> "DepthChange":
+        """Returns the change as the journal keeps it for ever, without the blocks themselves."""
+        return DepthChange(self.came, self.left, self.born, self.gone)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The blocks belong to one model; a pickled journal has none.
+        return DepthChange, (self.came, self.left, self.born, self.gone)
+
+
+@dataclass(frozen=True, eq=False)
 class Change:
     """The change of one commit by layer and transition; others stay."""
 
@@ -371,12 +443,15 @@ class Change:
     # of an adopted model: by the names of Parameters and buffers
     tensors: dict[str, GridChange] = field(default_factory=dict)
     attributes: tuple[AttributeChange, ...] = ()
+    # of an adopted model whose blocks come or leave; then nothing else changes
+    depth: DepthChange | None = None
 
     @property
     def is_empty(self) -> bool:
         """True when nothing happens."""
         parts = [*self.layers.values(), *self.transitions.values()]
-        return not self.tensors and all(part.is_empty for part in parts)
+        is_still = not self.tensors and self.depth is None
+        return is_still and all(part.is_empty for part in parts)
 
     def inverse(self) -> "Change":
         """Returns the inverse change."""
@@ -385,6 +460,7 @@ class Change:
             {t: c.inverse() for t, c in self.transitions.items()},
             {name: c.inverse() for name, c in self.tensors.items()},
             tuple(attribute.inverse() for attribute in reversed(self.attributes)),
+            self.depth and self.depth.inverse(),
         )
 
     def to(self, device: torch.device) -> "Change":
@@ -408,11 +484,14 @@ class Change:
             t: replace(c, weights=c.weights.without_values()) for t, c in self.transitions.items()
         }
         tensors = {name: c.without_values() for name, c in self.tensors.items()}
-        return replace(self, layers=layers, transitions=transitions, tensors=tensors)
+        depth = self.depth and self.depth.without_values()
+        return replace(self, layers=layers, transitions=transitions, tensors=tensors, depth=depth)
 
     @property
     def has_values(self) -> bool:
-        """False after the journal has dropped added and removed weights and biases."""
+        """False after the journal has dropped added and removed weights, biases and blocks."""
+        if self.depth is not None and self.depth.after is None:
+            return False
         parts = [*self._vectors(), *self.tensors.values()]
         return all(part.gone_values is not None for part in parts)
 
@@ -431,11 +510,27 @@ class Change:
             parts += [pattern.kinds for pattern in (c.before, c.after) if pattern is not None]
             if isinstance(c.index, RowMap):
                 parts += [c.index.rows.removed, c.index.rows.inserted]
+        if self.depth is not None:
+            parts += [self.depth.born, self.depth.gone]
         return sum(t.numel() * t.element_size() for t in parts)
 
+    def born_uids(self) -> list[Tensor]:
+        """Returns the uids of the nodes that come."""
+        found = [c.born.uids for c in self.layers.values()]
+        if self.depth is not None:
+            found.append(self.depth.born)
+        return found
+
+    def gone_uids(self) -> list[Tensor]:
+        """Returns the uids of the nodes that leave."""
+        found = [c.gone.uids for c in self.layers.values()]
+        if self.depth is not None:
+            found.append(self.depth.gone)
+        return found
+
     def counts(self) -> dict[str, int]:
-        """Returns the numbers of nodes and relations added and removed, and of coordinates frozen
-        and unfrozen.
+        """Returns the numbers of nodes, relations and blocks added and removed, and of coordinates
+        frozen and unfrozen.
         """
         layers = self.layers.values()
         transitions = self.transitions.values()
@@ -443,14 +538,21 @@ class Change:
             c.weights.flips for c in transitions
         ]
         inside = [c.relations for c in self.tensors.values()]
+        came: tuple[str, ...] = ()
+        left: tuple[str, ...] = ()
+        if self.depth is not None:
+            came = self.depth.came
+            left = self.depth.left
         return {
-            "nodes_added": sum(len(c.born) for c in layers),
-            "nodes_removed": sum(len(c.gone) for c in layers),
+            "nodes_added": sum(map(len, self.born_uids())),
+            "nodes_removed": sum(map(len, self.gone_uids())),
             "relations_added": sum(len(c.born) for c in transitions)
             + sum(part.added for part in inside),
             "relations_removed": sum(len(c.gone) for c in transitions)
             + sum(part.removed for part in inside),
             "coordinates_turned": sum(map(len, turned)) + sum(part.turned for part in inside),
+            "blocks_added": len(came),
+            "blocks_removed": len(left),
         }
 
     def _vectors(self) -> list[VectorChange]:

@@ -30,7 +30,7 @@ from ._coordinates import (
     refuse_old_backward,
 )
 from ._errors import EditError
-from ._grid import PreparedGrid, install_grid, prepare_grids
+from ._grid import PreparedGrid, install_grid, install_layout, prepare_grids
 from ._index_map import CellMap
 from ._journal import Commit, Joint
 from ._layer import Layer, Roster
@@ -46,7 +46,12 @@ Kept = TypeVar("Kept")
 
 
 class Follower(Protocol):
-    """State that moves when a graph is edited: optimizer state, statistics, copies."""
+    """State that moves when a graph is edited: optimizer state, statistics, copies.
+
+    A commit that inserts or removes blocks of an adopted model changes the names of Parameters and
+    the numbers of spaces. It calls only followers with an attribute `follows_depth = True`, and is
+    refused if there are others.
+    """
 
     def prepare(self, graph: "Graph", commit: Commit) -> Install:
         """Computes its state after the commit, or raises to stop it; returns the assignments that
@@ -97,6 +102,8 @@ class Followers:
         installs = []
         for follower in self._alive():
             try:
+                if commit.change.depth is not None:
+                    _require_depth_follower(follower)
                 installs.append(follower.prepare(graph, commit))
             except Exception:
                 if strict:
@@ -118,6 +125,15 @@ class Followers:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Followers, ()
+
+
+def _require_depth_follower(follower: object) -> None:
+    """Raises EditError for a follower that cannot follow blocks that come or leave."""
+    if not getattr(follower, "follows_depth", False):
+        raise EditError(
+            f"a {type(follower).__name__} follows this model, and cannot follow blocks that come or"
+            " leave. Let go of it first (gn.detach for a copy), and make another one afterwards"
+        )
 
 
 class Tracked(Generic[State, Kept]):
@@ -563,7 +579,7 @@ def _take_back(trial: Trial) -> None:
 
 def uid_after(graph: "Graph", change: Change) -> int:
     """Returns the uid of the next node that an edit adds to a graph after a change."""
-    born = [int(c.born.uids[-1]) + 1 for c in change.layers.values() if len(c.born)]
+    born = [int(uids.max()) + 1 for uids in change.born_uids() if len(uids)]
     return max([graph._next_uid, *born])
 
 
@@ -737,7 +753,9 @@ def _view_after(
 def _prepare_model(
     intent: Intent, receipt: Commit, grids: dict[str, PreparedGrid]
 ) -> list[Install]:
-    """Returns the assignments that install the tensors and attributes of an adopted model."""
+    """Returns the assignments that install the tensors, attributes and blocks of an adopted
+    model.
+    """
     found: list[Install] = []
     for name, prepared in grids.items():
         layout = Token()
@@ -746,6 +764,16 @@ def _prepare_model(
         found.append(partial(install_grid, prepared, layout))
     for attribute in receipt.change.attributes:
         found.append(intent.graph._prepare_attribute(attribute))
+    if receipt.change.depth is not None:
+        found += intent.graph._prepare_depth(receipt.change.depth)
+        if receipt.kind not in ("trial", "end"):
+            # A block that comes back was not there for the last backward pass.
+            for one in receipt.change.depth.coming:
+                found.append(partial(setattr, one.parameter, "grad", None))
+                # An optimizer of the other blocks that is not attached would not train this one:
+                # with another layout it is refused.
+                if one.beside is not None:
+                    found.append(partial(install_layout, one.beside, Token()))
     return found
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ._change import AttributeChange, Change
+from ._change import AttributeChange, Change, DepthChange
 from ._commit import (
     Follower,
     Followers,
@@ -241,13 +241,20 @@ class Graph(nn.Module):
             raise StaleNodeError(
                 f"no node of this graph has uid {uid}; the graph is at version {self.version}"
             )
-        number = next(
-            n for n, c in commit.change.layers.items() if bool((c.gone.uids == uid).any())
-        )
+        where = ""
+        for number, change in commit.change.layers.items():
+            if bool((change.gone.uids == uid).any()):
+                where = f" of layer {number}"
         raise StaleNodeError(
-            f"node {uid} of layer {number} was removed by commit {commit.version}"
+            f"node {uid}{where} was removed by commit {commit.version}"
             f" ({commit.reason!r}); the graph is at version {self.version}"
         )
+
+    def _by_layer(self, uids: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Returns nodes by the numbers that their layers have at present; those of an adopted model
+        change when blocks come or leave.
+        """
+        return uids
 
     def _rows(self, number: int, uids: Tensor) -> Tensor:
         """Returns the rows of nodes of one layer; raises StaleNodeError when one is gone."""
@@ -471,6 +478,14 @@ class Graph(nn.Module):
         """Returns the assignment of a number of a module of an adopted model."""
         module = self.get_submodule(change.module)
         return partial(setattr, module, change.name, change.after)
+
+    def _prepare_depth(self, change: DepthChange) -> list[Callable[[], None]]:
+        """Returns the assignments that insert and remove blocks of an adopted model."""
+        return []
+
+    def _same_depth(self, change: DepthChange) -> DepthChange:
+        """Returns the change that does to a copy of a model what another does to the model."""
+        return change
 
     def _misfit(self, change: Change) -> str:
         """Returns which tensor or attribute of an adopted model a change does not fit; empty if it

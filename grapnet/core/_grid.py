@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ._change import GridChange
 from ._coordinates import Coordinates, Token, layout_of, replace_content
 from ._index_map import GridMap, RowMap
-from ._opened import Opened, Pattern, opened_of, parameter_map, set_opened
+from ._opened import Opened, Pattern, holders_of, opened_of, parameter_map, set_opened
 from ._staging import stage, unstage
 
 
@@ -74,6 +74,24 @@ class Grid:
         """The number of frozen cells."""
         opened = self.opened
         return 0 if opened is None else opened.frozen_values.numel()
+
+
+def named_grids(model: nn.Module) -> dict[str, Grid]:
+    """Returns every Parameter and every buffer with an axis, each under its first name."""
+    found: dict[str, Grid] = {}
+    seen: set[int] = set()
+    holders = holders_of(model)
+    # Parameters first, as `named_parameters` and `named_buffers` would list them.
+    for kind in ("_parameters", "_buffers"):
+        for path, module in model.named_modules():
+            for name, tensor in getattr(module, kind).items():
+                if tensor is None or id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                if tensor.dim() or kind == "_parameters":
+                    held = holders.get(id(tensor), [(module, name)])
+                    found[f"{path}.{name}" if path else name] = Grid(held)
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +204,12 @@ def install_content(
     # Operations of older forward passes have saved the Parameter itself, and would go on with the
     # new content: torch compares versions.
     torch.autograd.graph.increment_version(tensor)
-    if layout is not layout_of(tensor):
+    install_layout(tensor, layout)
+
+
+def install_layout(parameter: nn.Parameter, layout: Token | None) -> None:
+    """Gives a Parameter the token of its coordinates; state of another one is refused."""
+    if layout is not layout_of(parameter):
         # Counted first: after an interrupt in between, both happen again.
         Coordinates._layout_changes += 1
-        tensor.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]
+        parameter.grapnet_layout = layout  # pyright: ignore[reportAttributeAccessIssue]

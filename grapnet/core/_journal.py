@@ -97,8 +97,8 @@ class Commit:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of nodes and relations added and removed, and of coordinates frozen and
-        unfrozen.
+        """The numbers of nodes, relations and blocks added and removed, and of coordinates frozen
+        and unfrozen.
         """
         if self.outlined is not None:
             return self.outlined
@@ -126,7 +126,9 @@ class Commit:
     @property
     def has_details(self) -> bool:
         """False after the journal has dropped which nodes and relations it changed."""
-        return bool(self.change.layers or self.change.transitions or self.change.tensors)
+        change = self.change
+        parts = (change.layers, change.transitions, change.tensors)
+        return any(parts) or change.depth is not None
 
     @property
     def turned(self) -> str | None:
@@ -164,6 +166,8 @@ class Outlines:
         "relations_added",
         "relations_removed",
         "coordinates_turned",
+        "blocks_added",
+        "blocks_removed",
     )
     WIDTH = 3 + len(COUNTS) + 1
 
@@ -208,6 +212,13 @@ class Outlines:
     def append(self, commit: Commit) -> None:
         """Adds the row of a commit."""
         self.write(len(self), *self.row(commit))
+
+    @property
+    def has_blocks(self) -> bool:
+        """True if a commit has inserted or removed blocks."""
+        first = 3 + self.COUNTS.index("blocks_added")
+        last = 3 + self.COUNTS.index("blocks_removed")
+        return any(self.numbers[first :: self.WIDTH]) or any(self.numbers[last :: self.WIDTH])
 
     def version(self, place: int) -> int:
         """Returns the version of a commit."""
@@ -405,6 +416,25 @@ class Journal:
         """Returns the versions whose commits can still be undone."""
         return {self._outlines.version(place) for place in (*self.undoable, *self.redoable)}
 
+    def _without_blocks(self) -> tuple[list[int], list[int]]:
+        """Returns the places that undo and redo can revert one after the other before they come to
+        one that inserts or removes blocks; a file has no blocks.
+        """
+        stacks = []
+        for stack in (self.undoable, self.redoable):
+            kept: list[int] = []
+            for place in reversed(stack):
+                if self._details[place].change.depth is not None:
+                    break
+                kept.insert(0, place)
+            stacks.append(kept)
+        return stacks[0], stacks[1]
+
+    def _saved_versions(self) -> set[int]:
+        """Returns the versions whose commits can be undone after they were saved to a file."""
+        undoable, redoable = self._without_blocks()
+        return {self._outlines.version(place) for place in (*undoable, *redoable)}
+
     def _at(self, version: int | None) -> Commit | None:
         """Returns the commit that led to a version; None where there is none."""
         if version is None:
@@ -439,11 +469,11 @@ class Journal:
             )
         commits = self._between(first, last)
         self._require_details(commits)
-        layers = [c for commit in commits for c in commit.change.layers.values()]
         wires = [c for commit in commits for c in commit.change.transitions.values()]
-        nodes = [
-            (part.uids, born) for c in layers for part, born in ((c.gone, False), (c.born, True))
-        ]
+        nodes = []
+        for commit in commits:
+            nodes += [(uids, False) for uids in commit.change.gone_uids()]
+            nodes += [(uids, True) for uids in commit.change.born_uids()]
         pairs = [
             ((part.parents.long() << 32) | part.children.long(), born)
             for c in wires
@@ -469,11 +499,11 @@ class Journal:
         """Returns the last commit that added or removed the node, or only one that removed it."""
         for place in sorted(self._details, reverse=True):
             commit = self._details[place]
-            for change in commit.change.layers.values():
-                if bool((change.gone.uids == uid).any()) or (
-                    not removal and bool((change.born.uids == uid).any())
-                ):
-                    return commit
+            touched = commit.change.gone_uids()
+            if not removal:
+                touched += commit.change.born_uids()
+            if any(bool((uids == uid).any()) for uids in touched):
+                return commit
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Journal":

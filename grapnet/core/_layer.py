@@ -13,6 +13,7 @@ from torch.nn.functional import dropout
 from ._activation import activation_function
 from ._change import Labels
 from ._coordinates import Coordinates
+from ._errors import StaleNodeError
 from ._sets import NodeSet
 
 if TYPE_CHECKING:
@@ -89,7 +90,10 @@ class Layer(Coordinates, NodeSet):
     @property
     def index(self) -> int:
         """The number of the layer in its graph."""
-        return next(i for i, layer in enumerate(self.graph.layers) if layer is self)
+        for number, layer in enumerate(self.graph.layers):
+            if layer is self:
+                return number
+        raise StaleNodeError("this layer is not part of its graph any more")
 
     @property
     def graph(self) -> "Graph":

@@ -49,8 +49,10 @@ class RelationSet:
         """Returns the sorted positions by transition; raises StaleRelationsError if they have
         moved.
         """
+        transitions = self._graph.transitions
         for t, structure in self._structures.items():
-            if self._graph.transitions[t]._structure is not structure:
+            # With blocks of an adopted model transitions leave, too.
+            if t >= len(transitions) or transitions[t]._structure is not structure:
                 raise StaleRelationsError(
                     f"the relations of transition {t} have moved since this RelationSet was"
                     f" selected (the graph is at version {self._graph.version}); select them again"
@@ -321,7 +323,7 @@ class NodeSet:
     @property
     def _uids_by_layer(self) -> dict[int, Tensor]:
         """The uids of the nodes, layer by layer."""
-        return self._uids_held
+        return self._graph._by_layer(self._uids_held)
 
     @property
     def uids(self) -> Tensor:

@@ -346,8 +346,9 @@ def _kind_of(commit: Commit) -> str:
             return "redo"
         return "undo"
     counts = commit.counts
-    added = counts["nodes_added"] + counts["relations_added"] > 0
-    removed = counts["nodes_removed"] + counts["relations_removed"] > 0
+    kinds = ("nodes", "relations", "blocks")
+    added = any(counts[f"{kind}_added"] for kind in kinds)
+    removed = any(counts[f"{kind}_removed"] for kind in kinds)
     if added and removed:
         return "rewire"
     if added:

@@ -85,6 +85,8 @@ def test_the_receipt_says_what_was_asked_for_and_what_moved(net: gn.GrapNet) -> 
         "relations_added": 1,
         "relations_removed": 1,
         "coordinates_turned": 1,
+        "blocks_added": 0,
+        "blocks_removed": 0,
     }
     moved = {
         n: (m.old_size, m.new_size, m.removed.tolist(), m.inserted.tolist())
