@@ -28,6 +28,8 @@ from grapnet.core._resolve import folded_constants
 class CopyFollower:
     """Applies the commits of one net to one copy and its journal."""
 
+    follows_depth = True
+
     def __init__(self, copy: Graph, net: Graph) -> None:
         self.copy = weakref.ref(copy)
         self.net = weakref.ref(net)
@@ -88,6 +90,8 @@ class CopyFollower:
         commit is reverted.
         """
         if commit.undoes is None:
+            if commit.change.depth is not None:
+                return replace(commit.change, depth=copy._same_depth(commit.change.depth))
             return _with_own_constants(copy, commit.change)
         if commit.ends_trial:
             own = self._trial
@@ -96,6 +100,8 @@ class CopyFollower:
         if own is None or not own.change.has_values:
             return commit.change
         back = own.change.inverse()
+        if commit.change.depth is not None:
+            return back
         if _moves_alike(back, commit.change):
             return back
         return commit.change

@@ -1,5 +1,6 @@
 """gn.attach: optimizer state that follows every edit, coordinate by coordinate."""
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core._change import shifted
+from grapnet.core._change import BlockParameter, DepthChange, shifted
 from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
@@ -256,8 +257,20 @@ class _Held(NamedTuple):
     entries: dict[str, Tensor]  # of the state: tensors with one value per coordinate
 
 
+class _Left(NamedTuple):
+    """What a Parameter of a removed block was in an optimizer, for when the block comes back."""
+
+    parameter: "weakref.ref[nn.Parameter]"
+    group: int  # the number of its group
+    place: int  # among the Parameters of the group
+    name: str | None  # where the group has names
+    state: State
+
+
 class OptimizerFollower:
     """Moves the state of one optimizer through the commits of one net."""
+
+    follows_depth = True
 
     def __init__(
         self, optimizer: Optimizer, net: Graph, settings: _Settings, slots: dict[int, Slots]
@@ -270,6 +283,8 @@ class OptimizerFollower:
         self._settings = settings
         # Entries that were compared with the weights, and whether they are near.
         self._near: dict[str, bool] = {}
+        # Of Parameters whose block was removed, by their ids.
+        self._left: dict[int, _Left] = {}
         # torch keeps the state; here it passes through, by the names of Parameters.
         self._tracked: Tracked[dict[str, _Held], dict[str, Any]] = Tracked(
             {}, take=self._take, carry=self._carry, give=self._give
@@ -318,6 +333,8 @@ class OptimizerFollower:
         optimizer = self.optimizer()
         if optimizer is None:
             return lambda: None
+        # Parameters that the journal has let go of do not come back.
+        self._left = {key: one for key, one in self._left.items() if one.parameter() is not None}
         parameters = held_by(optimizer, graph)
         is_kept = self._settings.survivors == "keep"
         if is_kept:
@@ -340,6 +357,10 @@ class OptimizerFollower:
             held[name] = _Held(parameter, groups[id(parameter)], state, entries)
         self._tracked.replace(held)
         install_tracked = self._tracked.prepare(graph, commit)
+        install_blocks: Callable[[], None] | None = None
+        if commit.change.depth is not None:
+            is_renewed = not is_kept and commit.kind != "end"
+            install_blocks = self._prepare_blocks(optimizer, commit.change.depth, is_renewed)
 
         def install() -> None:
             install_tracked()
@@ -351,8 +372,115 @@ class OptimizerFollower:
             mark_followed(optimizer, parameters.values())
             # The optimizer has it, and may let go of it.
             self._tracked.replace({})
+            if install_blocks is not None:
+                install_blocks()
 
         return install
+
+    def _prepare_blocks(
+        self, optimizer: Optimizer, change: DepthChange, is_renewed: bool
+    ) -> Callable[[], None]:
+        """Prepares for the Parameters of blocks that come or leave.
+
+        One that comes back returns to its place with its state. Any other comes into the group of
+        the Parameter beside it, if the optimizer holds that, behind those of the same block.
+        """
+        gone = {id(one.parameter) for one in change.leaving}
+        lists = [_lists_without(group, gone) for group in optimizer.param_groups]
+        for changed in lists:
+            if "param_names" in changed:
+                names = changed["param_names"]
+                changed["param_names"] = [change.renamed.get(name, name) for name in names]
+        left = self._leaving(optimizer, gone)
+        states: dict[nn.Parameter, State] = {}
+        returning = []
+        fresh: dict[str, list[BlockParameter]] = {}
+        for one in change.coming:
+            known = self._left.get(id(one.parameter))
+            if known is not None and known.parameter() is one.parameter:
+                returning.append((known, one))
+            else:
+                fresh.setdefault(one.block, []).append(one)
+        for known, one in sorted(returning, key=lambda pair: pair[0].place):
+            changed = lists[known.group]
+            changed["params"].insert(known.place, one.parameter)
+            if "param_names" in changed:
+                changed["param_names"].insert(known.place, known.name or one.name)
+            states[one.parameter] = known.state
+            if is_renewed:
+                group = optimizer.param_groups[known.group]
+                states[one.parameter] = first_state(optimizer, group, one.parameter.detach())
+        for parameters in fresh.values():
+            for group, changed in zip(optimizer.param_groups, lists, strict=True):
+                states |= self._place_block(optimizer, group, changed, parameters)
+
+        def install() -> None:
+            for group, changed in zip(optimizer.param_groups, lists, strict=True):
+                for key, items in changed.items():
+                    group[key][:] = items
+            for one in change.leaving:
+                optimizer.state.pop(one.parameter, None)
+            forget(optimizer, [one.parameter for one in change.leaving])
+            optimizer.state.update({p: state for p, state in states.items() if state})
+            mark_followed(optimizer, states)
+            self._left = left
+
+        return install
+
+    def _leaving(self, optimizer: Optimizer, gone: set[int]) -> dict[int, _Left]:
+        """Returns what is known of Parameters that have left, and of those that leave."""
+        found = dict(self._left)
+        for number, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names")
+            for place, parameter in enumerate(group["params"]):
+                if id(parameter) in gone:
+                    name = None
+                    if names is not None:
+                        name = names[place]
+                    state = optimizer.state.get(parameter, {})
+                    reference = weakref.ref(parameter)
+                    found[id(parameter)] = _Left(reference, number, place, name, state)
+        return found
+
+    def _place_block(
+        self,
+        optimizer: Optimizer,
+        group: State,
+        changed: dict[str, list[Any]],
+        parameters: Sequence[BlockParameter],
+    ) -> dict[nn.Parameter, State]:
+        """Adds the Parameters of a block whose companions are in a group to its lists; returns
+        their states.
+        """
+        held = {id(parameter) for parameter in group["params"]}
+        mine = [one for one in parameters if id(one.beside) in held]
+        if not mine:
+            return {}
+        companions = {id(one.beside) for one in mine}
+        present = changed["params"]
+        places = [n for n, parameter in enumerate(present) if id(parameter) in companions]
+        # A companion that leaves in the same commit has no place any more.
+        start = max(places, default=len(present) - 1) + 1
+        present[start:start] = [one.parameter for one in mine]
+        if "param_names" in changed:
+            changed["param_names"][start:start] = [one.name for one in mine]
+        states = {}
+        for one in mine:
+            states[one.parameter] = first_state(optimizer, group, one.parameter.detach())
+            if one.copies_state:
+                states[one.parameter] = self._copied_state(optimizer, one)
+        return states
+
+    def _copied_state(self, optimizer: Optimizer, one: BlockParameter) -> State:
+        """Returns a copy of the state of the Parameter beside a new one."""
+        assert one.beside is not None
+        state = copy.deepcopy(dict(optimizer.state.get(one.beside, {})))
+        # Entries that are copies of the weights start from those of the new Parameter.
+        own = {}
+        for entry, value in entries_of(state).items():
+            if is_like(value, one.parameter) and self._is_copy(optimizer, entry):
+                own[entry] = one.parameter.detach().to(value.dtype).view_as(value).clone()
+        return with_entries(state, own)
 
     def prepare_columns(
         self, graph: Graph, coming: Sequence[Column], leaving: Sequence[Column]
