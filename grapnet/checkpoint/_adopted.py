@@ -107,6 +107,7 @@ def describe_adopted(
             "spaces": spaces,
             "numbers": encode(numbers, "adopted.numbers", tensors),
             "opened": _describe_opened(net, tensors),
+            "has_other_blocks": net.journal._outlines.has_blocks,
         },
         "state": {"tree": encode(state, "state", tensors), "ties": ties},
         "journal": describe_journal(net.journal, tensors, undo=undo, history=history),
@@ -176,6 +177,7 @@ class SavedModel:
         state: every Parameter and buffer by name, and the extra states of modules.
         ties: names of tensors that are also called by another name of `state`.
         opened: the tensors of which cells are cut or frozen; `state` has their free cells.
+        has_other_blocks: whether edits have inserted or removed blocks.
     """
 
     version: int
@@ -187,6 +189,7 @@ class SavedModel:
     state: dict[str, Any]
     ties: dict[str, str]
     opened: dict[str, Opened]
+    has_other_blocks: bool
 
     @classmethod
     def read(cls, document: Any, fields: Fields) -> "SavedModel":
@@ -218,7 +221,19 @@ class SavedModel:
                 raise CheckpointError(f"state[{name!r}]: does not fit the spaces of the file")
         version = number(part, "version", "adopted.")
         numbers = _read_numbers(part, fields)
-        return cls(version, next_uid, first, now, spaces, numbers, state, ties, opened)
+        has_other_blocks = entry(part, "has_other_blocks", bool, "adopted.")
+        return cls(
+            version,
+            next_uid,
+            first,
+            now,
+            spaces,
+            numbers,
+            state,
+            ties,
+            opened,
+            has_other_blocks,
+        )
 
 
 def put_adopted(
@@ -299,10 +314,13 @@ class _Place:
         here = {*held, *ties, *_ExtraStates(model).state_dict()}
         for name in sorted(here ^ saved.state.keys()):
             owner = "model" if name in here else "file"
-            raise CheckpointError(
-                f"state[{name!r}]: only the {owner} has it; make the model as the saved one was"
-                " made"
-            )
+            remedy = "make the model as the saved one was made"
+            if saved.has_other_blocks:
+                remedy = (
+                    "blocks of the saved model were inserted or removed, so make the model with as"
+                    " many blocks as it was saved with"
+                )
+            raise CheckpointError(f"state[{name!r}]: only the {owner} has it; {remedy}")
         for name in sorted(ties.keys() | saved.ties.keys()):
             if ties.get(name) != saved.ties.get(name):
                 raise CheckpointError(f"state[{name!r}]: is tied in one of model and file only")

@@ -85,7 +85,10 @@ class Extra:
                 prefix = prefix_of(place)
                 for parameter, n in slot_owners(value, net).items():
                     owners[prefix + parameter] = n
+                saved = net.journal._saved_versions()
                 for version, kept in undo_slots(value, net).items() if undo else ():
+                    if version not in saved:
+                        continue
                     mine = {prefix + parameter: state for parameter, state in kept.items()}
                     slots.setdefault(version, {}).update(mine)
         kind = _kind(value)

@@ -63,24 +63,32 @@ def describe_journal(
     Args:
         journal: the journal.
         tensors: receives the arrays.
-        undo: whether to keep the values that undo and redo need.
-        history: whether to keep the nodes and relations of every commit.
+        undo: whether to keep the values that undo and redo need, back to the last commit that has
+            inserted or removed blocks of an adopted model.
+        history: whether to keep the nodes and relations of every commit since then.
     """
     if history not in ("outline", "full"):
         raise ValueError(f'history is "outline" or "full", got {history!r}')
-    undoable = list(journal.undoable) if undo else []
-    redoable = list(journal.redoable) if undo else []
+    undoable: list[int] = []
+    redoable: list[int] = []
+    if undo:
+        undoable, redoable = journal._without_blocks()
     outlines = journal._outlines
     # Views of the columns, not copies: a long history costs no further memory.
     numbers = torch.from_numpy(np.frombuffer(outlines.numbers, dtype=np.int64))
     tensors["journal.numbers"] = numbers.view(-1, Outlines.WIDTH)
     tensors["journal.text"] = _bytes(outlines.text)
     reversible = {*undoable, *redoable}
+    # Commits from before blocks came or left name tensors and spaces of another depth.
+    start = 0
+    for place, commit in journal._details.items():
+        if commit.change.depth is not None:
+            start = place + 1
     details = {}
     for place, commit in journal._details.items():
         if place in reversible:
             change = _without_gradients(commit.change)
-        elif history == "full":
+        elif history == "full" and place >= start:
             change = _without_gradients(commit.change.without_values())
         else:
             continue
@@ -220,6 +228,7 @@ def _details(fields: Fields, outlines: Outlines, graph: Graph, next_uid: int) ->
 
 def _check_change(change: Change, graph: Graph, next_uid: int, where: str) -> None:
     """Raises CheckpointError if an index or a length inside a change is impossible in a graph."""
+    _require(change.depth is None, where, "a journal keeps no blocks")
     for n, layer in change.layers.items():
         at = f"{where}.layers[{n}]"
         _require(0 <= n < len(graph.layers), at, "the layer does not exist")
