@@ -13,24 +13,26 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core._change import AttributeChange, Change, GridChange, LayerChange
+from grapnet.core._change import AttributeChange, Change, DepthChange, GridChange, LayerChange
 from grapnet.core._commit import require_editable, settle, unsettled
-from grapnet.core._errors import EditError, InvariantError
+from grapnet.core._errors import EditError, HistoryError, InvariantError
 from grapnet.core._graph import Count, Graph
-from grapnet.core._grid import Grid
+from grapnet.core._grid import Grid, named_grids
 from grapnet.core._index_map import GridMap, IndexMap
-from grapnet.core._opened import Pattern, holders_of, same_pattern
+from grapnet.core._opened import Pattern, same_pattern
 from grapnet.core._sets import RelationSet
 from grapnet.following._optimizers import attach
 
 from ._axes import Expression, atoms_of, covered, size_of
+from ._blocks import Asked
 from ._costs import Costs, measured
+from ._depth import Build, deepened
 from ._discovery import Example, Typed, discover
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates
 from ._probe import probe
 from ._rewiring import Wish, rewired
-from ._space import Space
+from ._space import Space, spaces_of
 from ._weights import weights_of
 
 # The adopted graphs that are alive, by the id of their models.
@@ -45,10 +47,10 @@ class Adopted(Graph):
     """
 
     def __init__(self, model: nn.Module, typed: Typed, gates: Gates) -> None:
-        super().__init__(_spaces_of(typed), [], ends=[])
+        super().__init__(spaces_of(typed), [], ends=[])
         self._modules["model"] = model
         self._typed = typed
-        self._grids_held = _named_grids(model)
+        self._grids_held = named_grids(model)
         self._weights = weights_of(self, typed, self.spaces)
         self._gates = gates
         # The tensors of the model when they were last found where they belong.
@@ -259,7 +261,47 @@ class Adopted(Graph):
         self._first_numbers.setdefault((change.module, change.name), getattr(module, change.name))
         return partial(setattr, module, change.name, change.after)
 
+    def _prepare_depth(self, change: DepthChange) -> list[Callable[[], None]]:
+        build = change.after
+        if not isinstance(build, Build) or build.net() is not self:
+            raise HistoryError(
+                "this commit has inserted or removed blocks of the model that it was made on, and"
+                " copies do not have them. Undo it there, and detach copies that were attached"
+                " since: gn.detach(copy, net)"
+            )
+        return build.installs()
+
+    def _deepened(self, asked: Sequence[Asked]) -> Change:
+        """Returns the change that inserts and removes blocks; see `SpaceEdit.insert`."""
+        return Change({}, {}, depth=deepened(self, asked))
+
+    def _same_depth(self, change: DepthChange) -> DepthChange:
+        own = deepened(self, change.asked)
+        # As everywhere in copies, what comes has the values of the model.
+        for mine, other in zip(own.coming, change.coming, strict=True):
+            mine.parameter.data.copy_(other.parameter.data)
+        return own
+
+    def _by_layer(self, uids: dict[int, Tensor]) -> dict[int, Tensor]:
+        layers = self.layers
+        found: dict[int, list[Tensor]] = {}
+        for number, nodes in uids.items():
+            if number < len(layers) and int(layers[number].rows(nodes[:1])) >= 0:
+                found.setdefault(number, []).append(nodes)
+                continue
+            # The first node has left, or the space has another number.
+            place = self._find(int(nodes[0]))
+            present = number if place is None else place[0]
+            found.setdefault(min(present, len(layers) - 1), []).append(nodes)
+        return {number: torch.cat(parts) for number, parts in sorted(found.items())}
+
+    def _discovered(self, model: nn.Module) -> Typed:
+        """Returns the axes of a model that takes the same examples."""
+        return _with_other_paths(model, discover(model, self._gates.examples))
+
     def _misfit(self, change: Change) -> str:
+        if change.depth is not None:
+            return "its depth"
         maps = self._maps(change.layers)
         grids = self._grids_held
         for name in maps:
@@ -311,7 +353,7 @@ class Adopted(Graph):
 
     def _is_alike(self, model: nn.Module) -> bool:
         """Returns whether a model has tensors of the same names and shapes."""
-        grids = _named_grids(model)
+        grids = named_grids(model)
         if grids.keys() != self._grids_held.keys():
             return False
         for name, grid in grids.items():
@@ -361,7 +403,7 @@ class Adopted(Graph):
 
     def _other_places(self) -> str:
         """Returns which tensors of the model are not where they were; empty if all are."""
-        present = _named_grids(self.model)
+        present = named_grids(self.model)
         if present.keys() != self._grids_held.keys():
             other = sorted(present.keys() ^ self._grids_held.keys())
             return f"the model has other tensors than when it was adopted: {', '.join(other[:3])}"
@@ -588,54 +630,6 @@ def _axis_map(
 def _tensors_of(module: nn.Module) -> list[Tensor | None]:
     """Returns the Parameters and buffers of one module."""
     return [*module._parameters.values(), *module._buffers.values()]
-
-
-def _named_grids(model: nn.Module) -> dict[str, Grid]:
-    """Returns every Parameter and every buffer with an axis, each under its first name."""
-    found: dict[str, Grid] = {}
-    seen: set[int] = set()
-    holders = holders_of(model)
-    # Parameters first, as `named_parameters` and `named_buffers` would list them.
-    for kind in ("_parameters", "_buffers"):
-        for path, module in model.named_modules():
-            for name, tensor in getattr(module, kind).items():
-                if tensor is None or id(tensor) in seen:
-                    continue
-                seen.add(id(tensor))
-                if tensor.dim() or kind == "_parameters":
-                    held = holders.get(id(tensor), [(module, name)])
-                    found[f"{path}.{name}" if path else name] = Grid(held)
-    return found
-
-
-def _spaces_of(typed: Typed) -> list[Space]:
-    """Returns the atoms that are sets of nodes, in the order of the tensors that have them."""
-    members: dict[int, dict[tuple[str, int], Expression]] = {}
-    for name, axes in typed.axes.items():
-        for dim, axis in enumerate(axes):
-            for atom in atoms_of(axis):
-                members.setdefault(atom, {})[name, dim] = axis
-    spaces: list[Space] = []
-    taken: dict[str, int] = {}
-    next_uid = 0
-    for atom, found in members.items():
-        record = typed.atoms[atom]
-        writers = tuple(dict.fromkeys(name for name, _ in typed.writers.get(atom, ())))
-        readers = tuple(dict.fromkeys(name for name, _ in typed.readers.get(atom, ())))
-        is_shared = len(found) > 1 or bool(writers) or bool(readers)
-        if record.size < 2 or not is_shared:
-            continue
-        first = writers[0] if writers else next(iter(found))[0]
-        name = first.rpartition(".")[0] or first
-        if readers and not writers:
-            name = f"{name}:in"
-        taken[name] = taken.get(name, 0) + 1
-        if taken[name] > 1:
-            name = f"{name}#{taken[name]}"
-        uids = torch.arange(next_uid, next_uid + record.size, device="cpu")
-        next_uid += record.size
-        spaces.append(Space(uids, atom, name, record, found, writers, readers))
-    return spaces
 
 
 def adopt(

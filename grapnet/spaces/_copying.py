@@ -48,7 +48,11 @@ def collector_paused() -> Iterator[None]:
 
 
 def copy_model(
-    model: nn.Module, memo: dict[int, Any], other: Callable[[Tensor], Tensor]
+    model: nn.Module,
+    memo: dict[int, Any],
+    other: Callable[[Tensor], Tensor],
+    *,
+    closes: bool = True,
 ) -> tuple[nn.Module, dict[int, str], list[str]]:
     """Copies a model with other tensors, and without hooks that compute nothing.
 
@@ -56,6 +60,7 @@ def copy_model(
         model: The model.
         memo: The tensors of the copy, by the ids of the model's parameters and buffers.
         other: Makes a tensor of the copy from one that is neither; it is given without gradients.
+        closes: Whether the tensors in `memo` have all cells, also those that were cut.
 
     Returns:
         The copy, the names of its tensors that are neither parameter nor buffer by id, and a line
@@ -73,7 +78,7 @@ def copy_model(
             if _is_unchanging(value):
                 continue
             if key in _HOOKS:
-                kept = _kept_hooks(value)
+                kept = kept_hooks(value)
                 memo[id(value)] = kept
                 if key in ("_forward_hooks", "_forward_pre_hooks") and len(kept) < len(value):
                     left_out.append(f"a hook of {path or 'the model'} was left out")
@@ -90,7 +95,8 @@ def copy_model(
         if id(module) not in memo and _is_copied_by_state(type(module)):
             _copy_state(module, memo)
     double = copy.deepcopy(model, memo)
-    close_copies(double)
+    if closes:
+        close_copies(double)
     return double, names, left_out
 
 
@@ -151,7 +157,7 @@ def _held(value: Any) -> list[Tensor]:
     return found
 
 
-def _kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
+def kept_hooks(hooks: Mapping[int, Any]) -> OrderedDict[int, Any]:
     """Returns the hooks without which the model would compute something else."""
     kept: OrderedDict[int, Any] = OrderedDict()
     for key, hook in hooks.items():

@@ -391,7 +391,7 @@ def _without_leaks(caches: Sequence[Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _undisturbed(tensors: Sequence[Tensor]) -> Iterator[None]:
+def undisturbed(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Restores the generators of random numbers of torch, numpy and Python."""
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
     python = random.getstate()
@@ -459,7 +459,7 @@ def _run(twin: Twin, typing: Typing, example: Example, training: bool) -> Any:
         quiet.on = True
         try:
             with (
-                _undisturbed(real_tensors),
+                undisturbed(real_tensors),
                 _without_leaks(twin.caches),
                 torch.no_grad(),
                 fake_mode,

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from grapnet.core._change import Change, LayerChange
-from grapnet.core._commit import Draws
+from grapnet.core._commit import Draws, uid_after
 from grapnet.core._edit import Edit, layer_number, rows_of
 from grapnet.core._errors import EditError
 from grapnet.core._index_map import GridMap
 from grapnet.core._node import GrapNode
 from grapnet.core._opened import CUT, FROZEN, Pattern
-from grapnet.core._resolve import resolve
+from grapnet.core._resolve import checked_owner, resolve
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
+from ._blocks import Asked, Insertion, Removal, container_of, place_in
 from ._rewiring import Joined, Wish
 from ._weights import Weight, leading_shape
 
@@ -41,7 +42,8 @@ class SpaceEdit(Edit):
     """A `with net.edit(...) as edit:` block on an adopted model.
 
     Nodes are added, removed, frozen and given owners; every tensor that has them follows. Single
-    relations are cut, connected and frozen.
+    relations are cut, connected and frozen. Whole blocks are inserted and removed, in edits of
+    their own.
     """
 
     graph: "Adopted"
@@ -50,6 +52,60 @@ class SpaceEdit(Edit):
         super().__init__(*args)
         self._growths: dict[int, Growth] = {}
         self._wishes: dict[str, Wish] = {}
+        self._blocks: list[Asked] = []
+
+    def insert(
+        self,
+        path: str,
+        *,
+        after: int,
+        state: Literal["clean", "copy"] = "clean",
+        owner: str | None = None,
+    ) -> None:
+        """Inserts a copy of a block behind it, which changes nothing until it is trained.
+
+        The copy has the weights of the block, except for those that write the stream last: they
+        are 0, biases included, so that the output of the model stays the same to the bit. Counters
+        and indices of the model, such as `num_hidden_layers` and `layer_idx`, follow. An edit that
+        inserts blocks does nothing else; indices are those from before the edit.
+
+        Args:
+            path: an nn.Sequential or nn.ModuleList in the model, such as "transformer.h".
+            after: the index of the block to copy; negative ones count from the end.
+            state: how attached optimizers start for the Parameters of the copy: "clean", or with a
+                "copy" of the state for the copied block. Either way they are in its groups.
+            owner: a tag for the nodes that come with the copy.
+
+        Raises:
+            EditError: there is no such block, or it reads another space than it writes. At the end
+                of the edit: the model would not run with another block, or would not be the same.
+        """
+        container = container_of(self.graph.model, path)
+        index = place_in(container, path, after)
+        if state not in ("clean", "copy"):
+            raise EditError(f'state is "clean" or "copy", got {state!r}')
+        checked_owner(owner)
+        self._note("insert", path=path, after=index, state=state, owner=owner)
+        self._blocks.append(Insertion(path, index, state == "copy", owner))
+
+    def remove(self, path: str, index: int) -> None:
+        """Removes a block that reads the space that it writes, as a residual block does.
+
+        Counters and indices follow, and undo brings back the same block, with the state of
+        attached optimizers; see `insert`.
+
+        Args:
+            path: an nn.Sequential or nn.ModuleList in the model.
+            index: the index of the block; negative ones count from the end.
+
+        Raises:
+            EditError: there is no such block, it reads another space than it writes, or it is the
+                only one. At the end of the edit: the model would not run without it.
+        """
+        container = container_of(self.graph.model, path)
+        index = place_in(container, path, index)
+        self._note("remove", path=path, index=index)
+        self._blocks.append(Removal(path, index))
 
     def add_nodes(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -282,6 +338,15 @@ class SpaceEdit(Edit):
             if part.index.new_size == 0:
                 raise EditError(f"this edit removes every node of {self.graph.spaces[number].name}")
         wishes = self._all_wishes()
+        if self._blocks:
+            if wishes or self._growths or not change.is_empty:
+                raise EditError(
+                    "an edit that inserts or removes blocks does nothing else; change nodes and"
+                    " relations in another edit"
+                )
+            change = self.graph._deepened(self._blocks)
+            self._next_uid = uid_after(self.graph, change)
+            return change
         generator = None
         if self._growths or any(wish.connect for wish in wishes.values()):
             generator = draws.source(self.generator, self.graph.device)

@@ -11,8 +11,8 @@ from grapnet.core._index_map import require_ranks
 from grapnet.core._layer import Layer
 from grapnet.core._sets import NodeSet
 
-from ._axes import Expression, occurrences, positions
-from ._discovery import AtomRecord
+from ._axes import Expression, atoms_of, occurrences, positions
+from ._discovery import AtomRecord, Typed
 
 if TYPE_CHECKING:
     from ._adopted import Adopted
@@ -152,3 +152,33 @@ class Space(Layer):
 
     def __repr__(self) -> str:
         return f"Space({self.name!r}, {len(self)} nodes, {self.verdict})"
+
+
+def spaces_of(typed: Typed) -> list[Space]:
+    """Returns the atoms that are sets of nodes, in the order of the tensors that have them."""
+    members: dict[int, dict[tuple[str, int], Expression]] = {}
+    for name, axes in typed.axes.items():
+        for dim, axis in enumerate(axes):
+            for atom in atoms_of(axis):
+                members.setdefault(atom, {})[name, dim] = axis
+    spaces: list[Space] = []
+    taken: dict[str, int] = {}
+    next_uid = 0
+    for atom, found in members.items():
+        record = typed.atoms[atom]
+        writers = tuple(dict.fromkeys(name for name, _ in typed.writers.get(atom, ())))
+        readers = tuple(dict.fromkeys(name for name, _ in typed.readers.get(atom, ())))
+        is_shared = len(found) > 1 or bool(writers) or bool(readers)
+        if record.size < 2 or not is_shared:
+            continue
+        first = writers[0] if writers else next(iter(found))[0]
+        name = first.rpartition(".")[0] or first
+        if readers and not writers:
+            name = f"{name}:in"
+        taken[name] = taken.get(name, 0) + 1
+        if taken[name] > 1:
+            name = f"{name}#{taken[name]}"
+        uids = torch.arange(next_uid, next_uid + record.size, device="cpu")
+        next_uid += record.size
+        spaces.append(Space(uids, atom, name, record, found, writers, readers))
+    return spaces

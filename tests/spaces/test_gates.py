@@ -519,14 +519,14 @@ def replace_removed(index: Any, removed: Tensor) -> Any:
 
 
 def test_a_forgotten_member_of_a_space_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = _adopted._spaces_of
+    real = _adopted.spaces_of
 
     def forgetful(typed: Any) -> Any:
         axes = dict(typed.axes)
         axes.pop("4.bias", None)
         return real(replace(typed, axes=axes))
 
-    monkeypatch.setattr(_adopted, "_spaces_of", forgetful)
+    monkeypatch.setattr(_adopted, "spaces_of", forgetful)
     assert is_noticed(zoo.MODELS["vgg"])
 
 
