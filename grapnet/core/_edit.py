@@ -14,7 +14,7 @@ from torch import Tensor
 from ._change import Change
 from ._commit import Draws, Intent, commit, settle, unsettled
 from ._errors import EditError
-from ._index_map import as_tensor, ascending, contains
+from ._index_map import as_positions, as_tensor, ascending, contains
 from ._journal import Commit
 from ._layer import Layer
 from ._resolve import (
@@ -81,12 +81,8 @@ def positions_of(graph: "Graph", relations: RelationSet | Any, slots: Any) -> di
         )
     if relations.graph is not graph:
         raise EditError("the relations belong to another graph")
-    return {
-        t: torch.arange(at.start, at.stop, dtype=torch.int32, device=graph.device)
-        if isinstance(at, range)
-        else at
-        for t, at in relations._positions_by_transition().items()
-    }
+    found = relations._positions_by_transition()
+    return {t: as_positions(at, graph.device) for t, at in found.items()}
 
 
 def rows_of(graph: "Graph", requests: Requests, nodes: Nodes) -> dict[int, Tensor]:
@@ -296,6 +292,7 @@ class Edit:
         *,
         pairs: Literal["all", "aligned"] = "all",
         weights: Initial | float = "linear",
+        transition: int | None = None,
     ) -> None:
         """Adds relations from parents to children; each goes to the end of its owner's list.
 
@@ -307,6 +304,7 @@ class Edit:
             weights: "linear" (the distribution of nn.Linear for the child's fan-in), "alloc"
                 (uniform in ±1/√(relations its owner gains in this edit)), "zero", or values:
                 [parents, children] for "all", one per pair for "aligned".
+            transition: the number of the transition, which the two layers tell as well.
         """
         if pairs not in ("all", "aligned"):
             raise EditError(f'pairs is "all" or "aligned", got {pairs!r}')
@@ -320,8 +318,11 @@ class Edit:
         if len(parent_rows) == 0 or len(child_rows) == 0:
             return
         t = self.graph.between(upper, lower)
-        if t is None:
-            raise EditError(f"no transition leads from layer {upper} to layer {lower}")
+        if t is None or transition not in (None, t):
+            which = "no transition"
+            if transition is not None:
+                which = f"another transition than {transition}"
+            raise EditError(f"{which} leads from layer {upper} to layer {lower}")
         if not isinstance(weights, str):
             weights = as_tensor(weights)
         distinct = False
@@ -378,6 +379,16 @@ class Edit:
         """The uids of the parents and children of the relations that this edit connects so far."""
         self._require_open()
         return self._requests.connected_uids(self.graph)
+
+    def _connected_rows(self, t: int) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the parents and children that this edit connects so far in one
+        transition; nodes that it adds are counted after the present ones.
+        """
+        none = torch.empty(0, dtype=torch.int32, device="cpu")
+        asked = self._requests.connections.get(t, ())
+        parents = torch.cat([none, *(connection.parents for connection in asked)])
+        children = torch.cat([none, *(connection.children for connection in asked)])
+        return parents.long(), children.long()
 
     @property
     def removals(self) -> NodeSet:

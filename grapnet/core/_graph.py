@@ -210,6 +210,20 @@ class Graph(nn.Module):
         """The numbers of the layers that each transition leads from and to."""
         return [(transition.source, transition.target) for transition in self.transitions]
 
+    def _is_output(self, layer: int) -> bool:
+        """Returns whether the nodes of a layer are outputs."""
+        return layer == len(self.layers) - 1
+
+    def _named_transitions(self, name: str) -> list[int]:
+        """Returns the numbers of the transitions that a module or tensor of an adopted model holds;
+        those of a net have no names.
+        """
+        return []
+
+    def _trainable_transitions(self) -> Sequence[int]:
+        """Returns the numbers of the transitions that training changes: all of a net."""
+        return range(len(self.transitions))
+
     @property
     def is_chain(self) -> bool:
         """True when every layer leads to the one after it, and to no other."""

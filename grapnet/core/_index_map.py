@@ -600,6 +600,13 @@ def laid_out_like(new: Tensor, old: Tensor) -> Tensor:
     return new
 
 
+def as_positions(at: Tensor | range, device: torch.device) -> Tensor:
+    """Returns positions as an int32 tensor; a range becomes one on the device."""
+    if isinstance(at, Tensor):
+        return at
+    return torch.arange(at.start, at.stop, dtype=torch.int32, device=device)
+
+
 def as_tensor(values: Any) -> Tensor:
     """Returns values as a tensor; numbers, lists and arrays become CPU tensors."""
     return values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")

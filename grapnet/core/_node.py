@@ -64,11 +64,7 @@ class GrapNode:
         """
         parts = []
         for transition, start, stop in self._slots():
-            if len(transition.frozen_at) == 0:
-                parts.append(transition._trainable(start, stop).view(1, -1))
-            else:
-                at = torch.arange(start, stop, dtype=torch.int32, device=transition.child.device)
-                parts.append(transition._read(at).view(1, -1))
+            parts.append(transition._weights_at(range(start, stop)).view(1, -1))
         if not parts:
             return self._graph.transitions[0].weight.new_empty((1, 0))
         if len(parts) == 1:

@@ -6,13 +6,16 @@ them whenever it is read: 0 where a cell is cut, its value where it is frozen.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from grapnet._torch import untraced
 
 from ._index_map import IndexMap, RowMap
 
@@ -186,6 +189,34 @@ def close_copies(model: nn.Module) -> None:
             set_opened(module, name, None)
 
 
+# What looks at the tensors that modules compute, by the ids of their Parameters.
+_watchers: dict[int, list[Callable[[Tensor], None]]] = {}
+
+
+def watch(parameter: nn.Parameter, see: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Calls `see` with every tensor that a module computes from an opened Parameter; returns the
+    function that ends this.
+
+    A Parameter that has all of its cells is not computed, so that nothing is called.
+    """
+    _watchers.setdefault(id(parameter), []).append(see)
+    return partial(_unwatch, id(parameter), see)
+
+
+def _unwatch(number: int, see: Callable[[Tensor], None]) -> None:
+    left = [other for other in _watchers.get(number, ()) if other is not see]
+    if left:
+        _watchers[number] = left
+    else:
+        _watchers.pop(number, None)
+
+
+@untraced
+def _show(content: Tensor, whole: Tensor) -> None:
+    for see in _watchers.get(id(content), ()):
+        see(whole)
+
+
 _classes: dict[tuple[type, tuple[str, ...]], type] = {}
 
 
@@ -208,7 +239,10 @@ def _weight(name: str) -> property:
     def read(module: nn.Module) -> Any:
         content = module._parameters[name]
         assert content is not None
-        return vars(module)[_OPENED][name].whole(content)
+        whole = vars(module)[_OPENED][name].whole(content)
+        if _watchers:
+            _show(content, whole)
+        return whole
 
     return property(read)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._errors import EditError, GrapNetError, StaleNodeError, StaleRelationsError
-from ._index_map import as_tensor, contains, flatnonzero, kth_smallest, require_ranks
+from ._index_map import as_positions, as_tensor, contains, flatnonzero, kth_smallest, require_ranks
 
 if TYPE_CHECKING:
     from ._graph import Graph
@@ -81,7 +81,8 @@ class RelationSet:
 
         Relations of a model may have several numbers each: then [n, numbers].
         """
-        parts = [self._read(t, at) for t, at in self._positions_by_transition().items()]
+        found = self._positions_by_transition().items()
+        parts = [self._store(t)._weights_at(at) for t, at in found]
         return (
             torch.cat(parts)
             if len(parts) > 1
@@ -108,11 +109,22 @@ class RelationSet:
         )
 
     @property
+    def strengths(self) -> Tensor:
+        """|weight| of every relation, [n]; the norm, where a relation has several numbers."""
+        device = self._graph.device
+        parts = []
+        for t, at in self._positions_by_transition().items():
+            parts.append(self._store(t)._strengths(at).to(device))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([torch.empty(0, device=device), *parts])
+
+    @property
     def gradients(self) -> Tensor:
         """One gradient per relation, 0 where it is frozen; raises before the first backward."""
         found = []
         for t, at in self._positions_by_transition().items():
-            gradients = self._store(t)._gradients(self._tensor(t, at))
+            gradients = self._store(t)._gradients(self._tensor(at))
             if gradients is None:
                 raise GrapNetError(
                     f"the relations of transition {t} have no gradients yet; call backward() first"
@@ -215,7 +227,7 @@ class RelationSet:
         if fraction is not None and not 0 <= fraction <= 1:
             raise ValueError(f"fraction must be between 0 and 1, got {fraction}")
         if key is None:
-            key = self._strengths()
+            key = self.strengths
         else:
             key = key.detach().reshape(-1).to(self._graph.device)
         if len(key) != len(self):
@@ -233,14 +245,6 @@ class RelationSet:
         equals = flatnonzero(key == limit)
         chosen[equals[: count - int(chosen.sum())].long()] = True
         return self._marked(chosen)
-
-    def _strengths(self) -> Tensor:
-        """Returns |weight| of each relation; the norm, where a relation has several numbers."""
-        parts = []
-        for t, at in self._positions_by_transition().items():
-            numbers = self._read(t, at).detach()
-            parts.append(numbers.abs() if numbers.dim() == 1 else numbers.norm(dim=1))
-        return torch.cat([torch.empty(0, device=self._graph.device), *parts])
 
     def _marked(self, marks: Tensor) -> "RelationSet":
         found: dict[int, Tensor | range] = {}
@@ -260,21 +264,15 @@ class RelationSet:
         found: dict[int, Tensor | range] = {}
         for t in mine.keys() | theirs.keys():
             found[t] = rule(
-                self._tensor(t, mine.get(t, range(0))), self._tensor(t, theirs.get(t, range(0)))
+                self._tensor(mine.get(t, range(0))), self._tensor(theirs.get(t, range(0)))
             )
         return RelationSet(self._graph, found)
 
     def _gather(
         self, read: Callable[[int, Tensor], Tensor], dtype: torch.dtype = torch.int64
     ) -> Tensor:
-        parts = [read(t, self._tensor(t, at)) for t, at in self._positions_by_transition().items()]
+        parts = [read(t, self._tensor(at)) for t, at in self._positions_by_transition().items()]
         return torch.cat(parts) if parts else torch.empty(0, dtype=dtype, device="cpu")
-
-    def _read(self, t: int, at: "Tensor | range") -> Tensor:
-        store = self._store(t)
-        if isinstance(at, range) and len(store.frozen_at) == 0:
-            return store._trainable(at.start, at.stop)
-        return store._read(self._tensor(t, at))
 
     def _store(self, t: int) -> "Transition":
         return self._graph.transitions[t]
@@ -282,12 +280,8 @@ class RelationSet:
     def _uids(self, layer: int, rows: Tensor) -> Tensor:
         return self._graph.layers[layer].uid[rows.cpu().long()]
 
-    def _tensor(self, t: int, at: "Tensor | range") -> Tensor:
-        if isinstance(at, Tensor):
-            return at
-        return torch.arange(
-            at.start, at.stop, dtype=torch.int32, device=self._store(t).child.device
-        )
+    def _tensor(self, at: "Tensor | range") -> Tensor:
+        return as_positions(at, self._graph.device)
 
 
 def _as_slice(at: "Tensor | range") -> Tensor | slice:

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from ._change import Change, LayerChange, TransitionChange
 from ._coordinates import Coordinates, Token
-from ._index_map import ascending, concatenate_ranges, flatnonzero, positions_in, sorted_nearly
+from ._index_map import (
+    as_positions,
+    ascending,
+    concatenate_ranges,
+    flatnonzero,
+    positions_in,
+    sorted_nearly,
+)
 from ._layer import rows_among
 
 if TYPE_CHECKING:
@@ -184,6 +191,16 @@ class Transition(Coordinates):
     def _structure(self) -> Token:
         """A token that changes when relations move."""
         return self.topology.token
+
+    def _weights_at(self, at: Tensor | range) -> Tensor:
+        """Returns the weights of relations, live and differentiable."""
+        if isinstance(at, range) and len(self.frozen_at) == 0:
+            return self._trainable(at.start, at.stop)
+        return self._read(as_positions(at, self.child.device))
+
+    def _strengths(self, at: Tensor | range) -> Tensor:
+        """Returns |weight| of relations."""
+        return self._weights_at(at).detach().abs()
 
     @property
     def frozen(self) -> Tensor:

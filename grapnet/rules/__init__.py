@@ -4,7 +4,7 @@ from ._activations import ActivationRecorder, CovarianceRecorder
 from ._budget import Budget, weakest_within
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
-from ._gradients import GradientRecorder
+from ._gradients import GradientRecorder, TensorGradientRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
 from ._nodes import PruneNodes
@@ -54,6 +54,7 @@ __all__ = [  # noqa: RUF022
     "ActivationRecorder",
     "CovarianceRecorder",
     "GradientRecorder",
+    "TensorGradientRecorder",
     "Rule",
     "RecordingRule",
     "Recorder",

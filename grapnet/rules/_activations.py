@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from grapnet._network import GrapNet
 from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import GrapNetError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
 
 from ._recorder import NetRecorder, plainly
+from ._rule import require_net
 
 
 @dataclass(eq=False)
@@ -113,7 +114,8 @@ class ActivationRecorder(NetRecorder[Activations]):
         window: the number of steps that it records before its rule is due.
 
     Examples:
-        >>> net = GrapNet([2, 3])
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([2, 3])
         >>> recorder = ActivationRecorder(0)
         >>> recorder.arm(net)
         >>> _ = net(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
@@ -158,7 +160,8 @@ class ActivationRecorder(NetRecorder[Activations]):
         moments = self._seen().moments
         return moments.fired / moments.counts.clamp(min=1).double()
 
-    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+    def _modules(self, net: Graph) -> Sequence[nn.Module]:
+        require_net(net, "ActivationRecorder")
         return [net.layers[self.layer]]
 
     def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
@@ -252,7 +255,8 @@ class CovarianceRecorder(NetRecorder[Covariances]):
             for more.
 
     Examples:
-        >>> net = GrapNet([2, 3])
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([2, 3])
         >>> recorder = CovarianceRecorder(0, 0)
         >>> recorder.arm(net)
         >>> _ = net(torch.tensor([[1.0, 5.0], [-1.0, 5.0]]))
@@ -276,7 +280,7 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         """How many samples were seen."""
         return 0 if self._evidence is None else self._evidence.samples
 
-    def arm(self, net: GrapNet) -> None:
+    def arm(self, net: Graph) -> None:
         """Starts recording a net; raises GrapNetError if its layers have too many pairs."""
         cells = len(net.layers[self.upper]) * len(net.layers[self.lower])
         if cells > self.most_cells:
@@ -297,7 +301,8 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         inverse = [torch.where(scale > 0, 1 / scale, 0) for scale in scales]
         return seen.covariance().mul_(inverse[0][:, None]).mul_(inverse[1]).clamp_(-1, 1)
 
-    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+    def _modules(self, net: Graph) -> Sequence[nn.Module]:
+        require_net(net, "CovarianceRecorder")
         return [net.layers[n] for n in sorted({self.upper, self.lower})]
 
     def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:

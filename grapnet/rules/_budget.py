@@ -10,7 +10,7 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import flatnonzero, kth_smallest, require_ranks
+from grapnet.core._index_map import as_positions, flatnonzero, kth_smallest, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.execution import _native
 
@@ -78,10 +78,11 @@ def weakest_within(
         [12, 9, 3]
     """
     if key is None:
-        key = relations.weights.detach().abs()
+        key = relations.strengths
     else:
         key = key.detach().reshape(-1).to(net.device)
-    if any(len(transition.frozen_at) for transition in net.transitions):
+    touched = relations._positions_by_transition()
+    if any(len(net.transitions[t].frozen_at) for t in touched):
         free = ~relations.frozen
         relations = relations[free]
         key = key[free]
@@ -125,7 +126,7 @@ def enforce(
     everything = edit.cuts
     asked = everything - settled
     if (budget.parents or budget.children) and len(asked):
-        key = asked.weights.detach().abs().nan_to_num(nan=torch.inf)
+        key = asked.strengths.nan_to_num(nan=torch.inf)
         taken_back = torch.zeros(len(asked), dtype=torch.bool, device=key.device)
         for side in _sides(net, everything, budget, among=asked):
             standing = torch.bincount(side.nodes[~taken_back], minlength=len(side.spare))
@@ -166,9 +167,13 @@ def _sides(
         if least == 0:
             continue
         total = torch.zeros(sum(sizes), dtype=torch.int64, device=net.device)
-        for t, transition in enumerate(net.transitions):
+        # Wirings of other layers are not asked for: a large model would build them first.
+        layers = {net.ends[t][end] for t in cut._positions_by_transition()}
+        for transition, ends in zip(net.transitions, net.ends, strict=True):
+            layer = ends[end]
+            if layer not in layers:
+                continue
             topology = transition.topology
-            layer = net.ends[t][end]
             first = offsets[layer]
             total[first : first + sizes[layer]] += (
                 topology.fan_in() if end else topology.degrees.long()
@@ -258,7 +263,4 @@ def largest_of_each(key: Tensor, nodes: Tensor, quota: Tensor) -> Tensor:
 
 def positions_in(relations: RelationSet, t: int, device: torch.device) -> Tensor:
     """Returns the int32 positions of the relations of one transition."""
-    at = relations._positions_by_transition().get(t, range(0))
-    if isinstance(at, Tensor):
-        return at
-    return torch.arange(at.start, at.stop, dtype=torch.int32, device=device)
+    return as_positions(relations._positions_by_transition().get(t, range(0)), device)

@@ -20,6 +20,7 @@ from ._rule import (
     RuleContext,
     as_numbers,
     chosen_transitions,
+    require_net,
     seen_evidence,
     taken_pairs,
 )
@@ -69,7 +70,7 @@ class SplitIntoFamilies:
     def recorders(self, net: GrapNet) -> dict[str, Recorder]:
         """Returns one recorder of the parents of each transition."""
         recorders: dict[str, Recorder] = {}
-        for t in chosen_transitions(net, self.transitions):
+        for t in self._numbers(net):
             source = net.transitions[t].source
             recorders[_evidence(t)] = CovarianceRecorder(source, source, window=self.window)
         return recorders
@@ -77,8 +78,12 @@ class SplitIntoFamilies:
     def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts, and the connections that fill the blocks."""
         left = context.budget
-        for t in chosen_transitions(net, self.transitions):
+        for t in self._numbers(net):
             left = self._split(net, edit, context, t, left)
+
+    def _numbers(self, net: GrapNet) -> list[int]:
+        require_net(net, "SplitIntoFamilies")
+        return chosen_transitions(net, self.transitions)
 
     def _split(
         self, net: GrapNet, edit: Edit, context: RuleContext, t: int, budget: Budget

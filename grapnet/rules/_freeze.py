@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
 
 from ._grow import owner_of
 from ._rule import RuleContext
@@ -21,7 +21,7 @@ class FreezeOwner:
         owner: the owner; None for that of the task of `RuleManager.apply`.
         incoming: freeze the relations that lead to the nodes.
         outgoing: freeze the relations that the nodes own.
-        bias: freeze their biases.
+        bias: freeze their biases; of an adopted model also the entries that norms have for them.
         tag: the owner of a task's nodes, as in `GrowForTask`.
 
     Examples:
@@ -41,7 +41,7 @@ class FreezeOwner:
     bias: bool = True
     tag: str = "task-{task}"
 
-    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+    def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Asks the edit to freeze them."""
         owner = owner_of(self.tag, context.task) if self.owner is None else self.owner
         if owner not in net.owners:

@@ -1,22 +1,26 @@
-"""GradientRecorder: the gradient of every relation of a transition, present or absent."""
+"""Recorders of the gradient of every relation of a transition, present or absent."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from grapnet._network import GrapNet
 from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import GrapNetError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap, as_tensor, flatnonzero, kth_smallest
+from grapnet.core._opened import watch
 from grapnet.core._transition import Topology
 from grapnet.execution import _native
+from grapnet.execution._plan import in_transform
+from grapnet.spaces._adopted import Adopted
 
 from ._budget import first_largest, largest_of_each
 from ._recorder import NetRecorder, plainly
+from ._rule import Recorder, require_net
 
 MOST_CELLS = 2**26  # of a matrix
 # of the rectangle that are computed at a time: fewer rows make the matrix product slower
@@ -156,7 +160,8 @@ class GradientRecorder(NetRecorder[OuterProducts]):
         window: the number of steps that it records before its rule is due.
 
     Examples:
-        >>> net = GrapNet([3, 2], density=0.5)
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([3, 2], density=0.5)
         >>> recorder = GradientRecorder(0)
         >>> recorder.arm(net)
         >>> net(torch.tensor([[1.0, 0.0, 2.0]])).sum().backward()
@@ -230,42 +235,24 @@ class GradientRecorder(NetRecorder[OuterProducts]):
         Raises:
             GrapNetError: nothing was seen.
         """
-        seen = self._here()
-        if count is None and per_child is None:
-            raise ValueError("give the number of relations: count=, or per_child= for each child")
         net = self.net
         t = net.between(self.upper, self.lower)
         topology = None
         if t is not None:
             topology = net.transitions[t].topology
-        absent = Absent(seen, topology)
-        with plainly(net.device):
-            if per_child is not None:
-                quotas = as_tensor(per_child).to(net.device, torch.int64)
-                cells, sizes = largest_of_children(absent, quotas)
-            else:
-                cells, sizes = largest_of_all(absent, count or 0)
-            if ranked:
-                order = sizes.argsort(descending=True, stable=True)[:count]
-                cells = cells[order]
-                sizes = sizes[order]
-            elif count is not None and len(cells) > count:
-                best = first_largest(sizes, count)
-                cells = cells.index_select(0, best)
-                sizes = sizes.index_select(0, best)
-            cells = cells.cpu()
-        n_lower = max(1, seen.shape[1])
-        return (
-            net.layers[self.upper].uid[cells // n_lower],
-            net.layers[self.lower].uid[cells % n_lower],
-            sizes,
-        )
+        absent = Absent(self._here(), topology)
+        cells, sizes = _largest(absent, count, per_child, ranked, net.device)
+        n_lower = max(1, absent.gradients.shape[1])
+        parents = net.layers[self.upper].uid[cells // n_lower]
+        children = net.layers[self.lower].uid[cells % n_lower]
+        return parents, children, sizes
 
     def _here(self) -> OuterProducts:
         """Returns the evidence where the net is."""
         return self._seen().to(self.net.device)
 
-    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+    def _modules(self, net: Graph) -> Sequence[nn.Module]:
+        require_net(net, "GradientRecorder")
         # The results of all transitions to a layer are added up, so all have the gradient of z.
         last = net.entering(self.lower)[-1]
         return [net.layers[self.upper], net.transitions[last]]
@@ -325,11 +312,209 @@ class GradientRecorder(NetRecorder[OuterProducts]):
         return {**super().__getstate__(), "_h": None}
 
 
+@dataclass(eq=False)
+class TensorGradients:
+    """The sum over backward passes of the gradient of a tensor."""
+
+    total: Tensor | None = None
+    count: int = 0
+    task: int = -1  # which backward pass was the last
+
+    def see(self, gradient: Tensor, task: int) -> None:
+        """Adds a gradient; several of the same pass count once."""
+        if self.total is None:
+            self.total = torch.zeros_like(gradient)
+        self.total = self.total.to(gradient).add_(gradient)
+        self.count += task != self.task
+        self.task = task
+
+    def carried(self, *indexes: IndexMap | None) -> "TensorGradients":
+        """Returns what is left after nodes have come or gone: nothing."""
+        if all(index is None or index.is_identity for index in indexes):
+            return self
+        return TensorGradients()
+
+    def copied(self) -> "TensorGradients":
+        """Returns an independent copy."""
+        total = None if self.total is None else self.total.clone()
+        return TensorGradients(total, self.count, self.task)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns it as numbers and tensors."""
+        return {"count": self.count, "total": self.total}
+
+
+class TensorGradientRecorder(NetRecorder[TensorGradients]):
+    """Records the gradient of a tensor of an adopted model, also where relations were cut.
+
+    It is averaged over the recorded backward passes. Nodes that come or go let it begin anew.
+    Forward passes from before an edit or before `arm` do not count, where relations were cut.
+    Gradients that are not finite are left out and counted (`left_out`).
+
+    Args:
+        net: the adopted model.
+        transition: the number of the tensor in `net.transitions`.
+        window: the number of steps that it records before its rule is due.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3))
+        >>> net = gn.adopt(model, torch.randn(2, 3, 9, 9))
+        >>> with net.edit() as edit:
+        ...     edit.cut(net.relations("1").smallest(fraction=0.5))
+        >>> recorder = TensorGradientRecorder(net, 1)
+        >>> recorder.arm(net)
+        >>> model(torch.randn(2, 3, 9, 9)).sum().backward()
+        >>> model[1]._parameters["weight"].grad.shape, recorder.gradient().shape
+        (torch.Size([16, 9]), torch.Size([4, 8, 3, 3]))
+    """
+
+    def __init__(self, net: Adopted, transition: int, *, window: int = 1) -> None:
+        # all spaces whose nodes the tensor has on one of its axes
+        name = net.transitions[transition].name
+        layers = []
+        for number, space in enumerate(net.spaces):
+            if any(tensor == name for tensor, _ in space._members):
+                layers.append(number)
+        super().__init__(tuple(layers), window)
+        self.transition = transition
+        self.left_out = 0  # how many gradients, since clear(), were not finite
+
+    @property
+    def count(self) -> int:
+        """How many backward passes were seen."""
+        return 0 if self._evidence is None else self._evidence.count
+
+    def clear(self) -> None:
+        """Forgets what it has seen."""
+        super().clear()
+        self.left_out = 0
+
+    def gradient(self) -> Tensor:
+        """Returns the gradient of the tensor, cells of relations that were cut included."""
+        seen = self._seen()
+        if seen.total is None:
+            raise GrapNetError(
+                "this TensorGradientRecorder has seen nothing since the nodes of its tensor changed"
+            )
+        return seen.total / seen.count
+
+    def largest_absent(
+        self,
+        count: int | None = None,
+        *,
+        per_child: Tensor | None = None,
+        ranked: bool = True,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the absent relations with the largest |gradient|, as
+        `GradientRecorder.largest_absent` does; of several numbers it is the norm.
+        """
+        net = self.net
+        weight: Any = net.transitions[self.transition]
+        with plainly(net.device):
+            norms = weight.norms(self.gradient()).to(net.device)
+        absent = Absent(Rectangle(norms), weight.topology)
+        cells, sizes = _largest(absent, count, per_child, ranked, net.device)
+        parents = net.layers[weight.source].uid[cells // norms.shape[1]]
+        children = net.layers[weight.target].uid[cells % norms.shape[1]]
+        return parents, children, sizes
+
+    def _watch(self, net: Any) -> list[Callable[[], None]]:
+        parameter = net.transitions[self.transition].grid.parameter
+        taps = _Taps(self)
+        # A tensor that has all of its cells is the Parameter itself, any other one is computed.
+        plain = parameter.register_hook(taps.receive_plain)
+        return [plain.remove, watch(parameter, taps.see_whole)]
+
+    def _modules(self, net: Graph) -> Sequence[nn.Module]:
+        return ()
+
+    def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
+        """Does nothing: no forward call is watched."""
+
+    def _record(self, gradient: Tensor) -> None:
+        gradient = gradient.detach()
+        dtype = torch.promote_types(gradient.dtype, torch.float32)
+        with plainly(gradient.device):
+            gradient = gradient.to(dtype)
+            if not bool(gradient.isfinite().all()):
+                self.left_out += 1
+                return
+            self._writable(TensorGradients).see(gradient, current_graph_task_id())
+
+    def _restored(self, seen: dict[str, Any], sizes: list[int]) -> TensorGradients:
+        total = None if seen["total"] is None else seen["total"].clone()
+        return TensorGradients(total, seen["count"])
+
+
+class _Taps:
+    """The hooks of a TensorGradientRecorder, which they do not keep alive."""
+
+    def __init__(self, recorder: TensorGradientRecorder) -> None:
+        self._recorder = weakref.ref(recorder)
+
+    def receive_plain(self, gradient: Tensor) -> None:
+        """Takes in the gradient of a Parameter that has all of its cells."""
+        recorder = self._recorder()
+        if recorder is None or not recorder.armed:
+            return
+        weight: Any = recorder.net.transitions[recorder.transition]
+        if weight.grid.opened is None:
+            recorder._record(gradient)
+
+    def see_whole(self, whole: Tensor) -> None:
+        """Waits for the gradient of a tensor that a module has computed."""
+        recorder = self._recorder()
+        if recorder is None or not recorder.armed or in_transform():
+            return
+        if not torch.is_grad_enabled() or not whole.requires_grad:
+            return
+        reference = self._recorder
+        structure = recorder.net._structure
+
+        def receive(gradient: Tensor) -> None:
+            present = reference()
+            if present is not None and present.armed and present.net._structure is structure:
+                present._record(gradient)
+
+        whole.register_hook(receive)
+
+
+def gradient_recorder(net: Graph, transition: int, window: int) -> Recorder:
+    """Returns a recorder of the gradients of all relations of a transition, absent ones included:
+    it has `largest_absent`.
+    """
+    if isinstance(net, Adopted):
+        return TensorGradientRecorder(net, transition, window=window)
+    source, target = net.ends[transition]
+    return GradientRecorder(source, target, window=window)
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangle:
+    """The |gradients| of all pairs as a matrix, read as `OuterProducts` are."""
+
+    matrix: Tensor  # [n_upper, n_lower]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of upper and lower nodes."""
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def parents(self, rows: slice) -> Tensor:
+        """Returns a copy of the entries of some upper nodes, [rows, n_lower]."""
+        return self.matrix[rows].clone(memory_format=torch.contiguous_format)
+
+    def children(self, rows: slice) -> Tensor:
+        """Returns a copy of the entries of some lower nodes, [rows, n_upper]."""
+        return self.matrix[:, rows].t().clone(memory_format=torch.contiguous_format)
+
+
 @dataclass(frozen=True, eq=False)
 class Absent:
     """The |gradients| of a rectangle, with PRESENT where a relation is."""
 
-    gradients: OuterProducts
+    gradients: OuterProducts | Rectangle
     topology: Topology | None  # None: no relation is there
 
     def by_parent(self) -> Iterator[tuple[int, Tensor]]:
@@ -367,6 +552,35 @@ class Absent:
                     upper = upper.index_select(0, inside)
                 sizes.view(-1).index_fill_(0, (child.long() - start) * n_upper + upper, PRESENT)
             yield rows, sizes
+
+
+def _largest(
+    absent: Absent,
+    count: int | None,
+    per_child: Tensor | None,
+    ranked: bool,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Returns the absent pairs that `GradientRecorder.largest_absent` describes, by number, on the
+    CPU, and their |gradients|.
+    """
+    if count is None and per_child is None:
+        raise ValueError("give the number of relations: count=, or per_child= for each child")
+    with plainly(device):
+        if per_child is not None:
+            quotas = as_tensor(per_child).to(device, torch.int64)
+            cells, sizes = largest_of_children(absent, quotas)
+        else:
+            cells, sizes = largest_of_all(absent, count or 0)
+        if ranked:
+            order = sizes.argsort(descending=True, stable=True)[:count]
+            cells = cells[order]
+            sizes = sizes[order]
+        elif count is not None and len(cells) > count:
+            best = first_largest(sizes, count)
+            cells = cells.index_select(0, best)
+            sizes = sizes.index_select(0, best)
+        return cells.cpu(), sizes
 
 
 def largest_of_all(absent: Absent, count: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from grapnet.core._errors import EditError
 from grapnet.core._sets import NodeSet
 
 from ._budget import Budget
-from ._rule import RuleContext, only, sources_of, staying
+from ._rule import RuleContext, only, require_net, sources_of, staying
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class GrowForTask:
 
     def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
         """Adds the nodes of the task."""
+        require_net(net, "GrowForTask")
         owner = owner_of(self.tag, context.task)
         outputs = len(net.layers) - 1
         # The last hidden layer leads to the output only.

@@ -418,7 +418,10 @@ class RuleManager:
         budget = self.budget.tightened(entry.budget)
         own = None if entry.budget is None else entry.budget.edits
         evidence = {name: recorders[name].evidence(entry.name) for name in nets}
-        sizes = [_size(net) for net in nets.values()]
+        # One net gets all of a budget, whatever its size.
+        sizes = [1]
+        if len(nets) > 1:
+            sizes = [_size(net) for net in nets.values()]
         cuts = _Allowance(self.budget.edits, own, [len(edit.cuts) for edit in edits])
         connections = _Allowance(self.budget.edits, own, [edit.n_connections for edit in edits])
         for place, (name, net) in enumerate(nets.items()):

@@ -80,7 +80,8 @@ class Preview:
         lines = [title, f"{'':<12}{'before':>14}{'after':>14}{'change':>14}"]
         rows = {"nodes": "nodes", "relations": "relations", "parameters": "trainable"}
         rows["flops"] = "flops"
-        has_relations = bool(self.before.relations or self.after.relations)
+        # Of an adopted model whose nodes alone change, the relations tell nothing.
+        has_relations = bool(self.cut or self.connected or not self.spaces)
         if not has_relations:
             rows = {"nodes": "nodes", "parameters": "parameters", "macs": "macs"}
         for label, name in rows.items():
@@ -90,7 +91,7 @@ class Preview:
         for name, (before, after) in self.spaces.items():
             lines.append(f"{name}: {before:,} → {after:,} nodes")
         last = []
-        if has_relations or not self.spaces:
+        if has_relations:
             last.append(f"cut {self.cut:,}, connected {self.connected:,}, orphans {self.orphans:,}")
         if self.output_change is not None:
             last.append(f"output change {self.output_change:.3g}")

@@ -1,21 +1,27 @@
 """PruneWeakest: cuts the weakest relations, at once or along a ramp."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import require_ranks
 from grapnet.core._sets import RelationSet
-from grapnet.core._transition import Transition
+from grapnet.core._transition import Topology
 
 from ._budget import largest_of_each, weakest_within
-from ._rule import Every, RuleContext, Scheduled, as_numbers, chosen_transitions
+from ._rule import (
+    Every,
+    RuleContext,
+    Scheduled,
+    Transitions,
+    as_transitions,
+    chosen_transitions,
+)
 
 
 @dataclass(frozen=True)
@@ -65,11 +71,15 @@ class GradualSchedule:
 class PruneWeakest:
     """Cuts the weakest relations; frozen relations are never cut.
 
+    A relation of an adopted model counts as one, whatever the number of its weights, and their norm
+    is its |weight|. Tensors that do not require gradients are left out.
+
     Attributes:
         fraction: the share of the present relations to cut at every call; or
         sparsity: the share of all possible relations that is absent afterwards, a number or a
             `GradualSchedule`. A net that is sparser already does not change.
-        transitions: numbers of the transitions; all by default.
+        transitions: numbers of the transitions, or names of modules and tensors of an adopted
+            model; all by default.
         scope: "global" ranks all relations together; "transition" and "node" cut the same share,
             rounded, of each transition or of the relations that each node owns. With "node", a
             relation that the budget protects is not replaced by the next one.
@@ -88,7 +98,7 @@ class PruneWeakest:
 
     fraction: float | None = None
     sparsity: float | GradualSchedule | None = None
-    transitions: int | Iterable[int] | None = None
+    transitions: Transitions | None = None
     scope: Literal["global", "transition", "node"] = "global"
     score: Literal["lamp", "magnitude"] = "lamp"
 
@@ -102,9 +112,9 @@ class PruneWeakest:
             raise EditError(f'scope is "global", "transition" or "node", got {self.scope!r}')
         if self.score not in ("lamp", "magnitude"):
             raise EditError(f'score is "lamp" or "magnitude", got {self.score!r}')
-        object.__setattr__(self, "transitions", as_numbers(self.transitions))
+        object.__setattr__(self, "transitions", as_transitions(self.transitions))
 
-    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+    def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Asks the edit to cut them."""
         numbers = chosen_transitions(net, self.transitions)
         groups = [[t] for t in numbers]
@@ -119,14 +129,12 @@ class PruneWeakest:
         largest = 0.0
         if len(weakest):
             edit.cut(weakest)
-            largest = float(weakest.weights.detach().abs().max())
+            largest = float(weakest.strengths.max())
         edit.remark(
             f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest
         )
 
-    def _weakest_of(
-        self, net: GrapNet, transitions: list[int], context: RuleContext
-    ) -> RelationSet:
+    def _weakest_of(self, net: Graph, transitions: list[int], context: RuleContext) -> RelationSet:
         """Returns what to cut in some transitions, which are ranked together."""
         relations = RelationSet.of(net, transitions)
         if self.scope == "node":
@@ -134,8 +142,11 @@ class PruneWeakest:
             if context.budget.parents or context.budget.children:
                 weakest = weakest_within(net, weakest, len(weakest), context.budget)
             return weakest
-        wirings = [net.transitions[t].topology for t in transitions]
-        possible = sum(wiring.n_parents * wiring.n_children for wiring in wirings)
+        sizes = net.sizes
+        possible = 0
+        for t in transitions:
+            source, target = net.ends[t]
+            possible += sizes[source] * sizes[target]
         count = int(self._quota(torch.tensor(len(relations)), possible, context.step))
         if count == 0:
             return RelationSet(net, {})
@@ -144,8 +155,10 @@ class PruneWeakest:
             first = 0
             for t in transitions:
                 transition = net.transitions[t]
-                if net.layers[transition.target] is net.layers[-1]:
-                    scores[first + _strongest_parents(transition)] = torch.inf
+                if net._is_output(transition.target):
+                    strengths = RelationSet.of(net, [t]).strengths
+                    strongest = _strongest_parents(transition.topology, strengths)
+                    scores[first + strongest] = torch.inf
                 first += transition.size
         return weakest_within(net, relations, count, context.budget, scores)
 
@@ -154,7 +167,7 @@ class PruneWeakest:
         # Within one transition the order is that of |weight|, which needs no sorting here.
         if self.score == "lamp" and len(relations._positions_by_transition()) > 1:
             return lamp_scores(relations)
-        return relations.weights.detach().abs()
+        return relations.strengths
 
     def _quota(self, present: Tensor, possible: int, step: int) -> Tensor:
         """Returns how many of the present relations to cut, where so many are possible."""
@@ -166,7 +179,7 @@ class PruneWeakest:
         kept = possible - round(float(sparsity or 0) * possible)
         return (present - kept).clamp(min=0)
 
-    def _of_each_node(self, net: GrapNet, relations: RelationSet, t: int, step: int) -> RelationSet:
+    def _of_each_node(self, net: Graph, relations: RelationSet, t: int, step: int) -> RelationSet:
         """Returns the weakest free relations of every parent in transition t, as many as it is to
         lose.
         """
@@ -177,7 +190,7 @@ class PruneWeakest:
         if bool(frozen.any()):
             relations = relations[~frozen]
             owners = owners[~frozen]
-        keys = relations.weights.detach().abs()
+        keys = relations.strengths
         require_ranks(keys)
         return relations[largest_of_each(-keys, owners, quota)]
 
@@ -190,7 +203,7 @@ def gradual_pruning(
     every: int = 100,
     start: int = 0,
     stop: float = 0.75,
-    transitions: int | Iterable[int] | None = None,
+    transitions: Transitions | None = None,
 ) -> Scheduled:
     """Returns gradual magnitude pruning (Zhu and Gupta 2017) for a training of `steps` steps.
 
@@ -210,14 +223,13 @@ def gradual_pruning(
     return Scheduled(rule, Every(every, start=start, until=end))
 
 
-def _strongest_parents(transition: Transition) -> Tensor:
+def _strongest_parents(topology: Topology, strengths: Tensor) -> Tensor:
     """Returns the position of the strongest relation that leads to each child, where one does."""
-    child = transition.child.long()
-    weights = transition.values().detach().abs()
-    strongest = weights.new_zeros(transition.n_children)
-    strongest.scatter_reduce_(0, child, weights, "amax")
+    child = topology.child.long()
+    strongest = strengths.new_zeros(topology.n_children)
+    strongest.scatter_reduce_(0, child, strengths, "amax")
     # several of one child where weights are equal
-    equals = (weights == strongest[child]).nonzero().view(-1)
+    equals = (strengths == strongest[child]).nonzero().view(-1)
     places = torch.full_like(strongest, -1, dtype=torch.int64)
     places.scatter_reduce_(0, child[equals], equals, "amax")
     return places[places >= 0]
@@ -238,7 +250,7 @@ def lamp_scores(relations: RelationSet) -> Tensor:
         >>> with net.edit(reason="prune") as edit:
         ...     edit.cut(relations.smallest(fraction=0.9, key=lamp_scores(relations)))
     """
-    weights = relations.weights.detach().abs()
+    weights = relations.strengths
     found = torch.empty(len(weights), dtype=torch.float64, device=weights.device)
     sizes = [len(at) for at in relations._positions_by_transition().values()]
     tiny = torch.finfo(found.dtype).tiny

@@ -11,7 +11,6 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from grapnet._network import GrapNet
 from grapnet._torch import untraced
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError, GrapNetError
@@ -91,11 +90,11 @@ class NetRecorder(ABC, Generic[E]):
             )
         self.window = window
         self._layers = layers  # whose rows the evidence is about
-        self._net: weakref.ref[GrapNet] | None = None
+        self._net: weakref.ref[Graph] | None = None
         self._release: weakref.finalize | None = None  # takes the hooks away
         self._track(None, None)
 
-    def _track(self, seen: Seen[E] | None, net: GrapNet | None) -> None:
+    def _track(self, seen: Seen[E] | None, net: Graph | None) -> None:
         """Puts `seen` in place, to follow a net; what undo would bring back is dropped."""
         tracked: Tracked[Seen[E] | None, Seen[E] | None]
         tracked = Tracked(seen, carry=partial(_after, self._layers))
@@ -104,7 +103,7 @@ class NetRecorder(ABC, Generic[E]):
         self._tracked = tracked
 
     @property
-    def net(self) -> GrapNet:
+    def net(self) -> Graph:
         """The net that it watches, or watched last; raises GrapNetError when there is none."""
         net = self._alive()
         if net is None:
@@ -125,7 +124,7 @@ class NetRecorder(ABC, Generic[E]):
     def count(self) -> int:
         """How much was seen."""
 
-    def arm(self, net: GrapNet) -> None:
+    def arm(self, net: Graph) -> None:
         """Starts to watch a net; does nothing when it watches already.
 
         Raises:
@@ -134,13 +133,18 @@ class NetRecorder(ABC, Generic[E]):
         if self.armed and self.net is net:
             return
         self.bind(net)
-        hooks = []
-        for place, module in enumerate(self._modules(net)):
-            hooks.append(module.register_forward_hook(_Hook(self, place)))  # pyright: ignore[reportArgumentType]
-        self._release = weakref.finalize(self, _remove, hooks)
+        self._release = weakref.finalize(self, _call_all, self._watch(net))
         self._release.atexit = False
 
-    def bind(self, net: GrapNet) -> None:
+    def _watch(self, net: Any) -> list[Callable[[], None]]:
+        """Installs what watches a net, and returns the functions that remove it."""
+        found = []
+        for place, module in enumerate(self._modules(net)):
+            hook = module.register_forward_hook(_Hook(self, place))  # pyright: ignore[reportArgumentType]
+            found.append(hook.remove)
+        return found
+
+    def bind(self, net: Graph) -> None:
         """Follows the commits of a net without watching it, so that evidence stays with the nodes.
 
         Raises:
@@ -192,7 +196,7 @@ class NetRecorder(ABC, Generic[E]):
         self._track(loaded, net)
 
     @abstractmethod
-    def _modules(self, net: GrapNet) -> Sequence[nn.Module]:
+    def _modules(self, net: Graph) -> Sequence[nn.Module]:
         """Returns the modules whose forward calls to watch."""
 
     @abstractmethod
@@ -203,7 +207,7 @@ class NetRecorder(ABC, Generic[E]):
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> E:
         """Returns the evidence in a state, for layers of these sizes."""
 
-    def _require_fit(self, net: GrapNet) -> None:
+    def _require_fit(self, net: Graph) -> None:
         """Raises when a layer is missing, another net is watched, or the evidence is foreign."""
         if self.armed and self.net is not net:
             raise GrapNetError(
@@ -249,11 +253,11 @@ class NetRecorder(ABC, Generic[E]):
         self._tracked.learn(seen)
         return seen.evidence
 
-    def _alive(self) -> GrapNet | None:
+    def _alive(self) -> Graph | None:
         """Returns the net that it follows; None without one, or once it is gone."""
         return None if self._net is None else self._net()
 
-    def _uids_of(self, net: GrapNet) -> list[Tensor]:
+    def _uids_of(self, net: Graph) -> list[Tensor]:
         return [net.layers[n].uid for n in self._layers]
 
     def __repr__(self) -> str:
@@ -299,9 +303,9 @@ class _Hook:
         return _Hook, (None, self._place)
 
 
-def _remove(hooks: list[Any]) -> None:
-    for hook in hooks:
-        hook.remove()
+def _call_all(functions: list[Callable[[], None]]) -> None:
+    for function in functions:
+        function()
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

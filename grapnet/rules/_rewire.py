@@ -1,7 +1,6 @@
 """Rewire: drops weak relations and grows as many others (SET, RigL, SRigL)."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -10,21 +9,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology
 
 from ._budget import Budget, largest_of_each, positions_in, weakest_within
-from ._gradients import GradientRecorder
+from ._gradients import gradient_recorder
 from ._rule import (
     Every,
     Recorder,
     RuleContext,
     Scheduled,
-    as_numbers,
+    Transitions,
+    as_transitions,
     chosen_transitions,
     leaving_relations,
     seen_evidence,
@@ -42,10 +42,12 @@ class Rewire:
     `fan_in="constant"`; `set_rewiring` and `rigl` return rule and schedule together. Frozen
     relations are never dropped and do not count, an output keeps its last parent, and a dropped
     relation does not come back in the same call. Relations and nodes that earlier rules cut,
-    connect or remove in the same edit are not touched.
+    connect or remove in the same edit are not touched. Where a relation of an adopted model has
+    several weights, |weight| and |gradient| are norms.
 
     Attributes:
-        transitions: numbers of the transitions; all by default. A full one does not change.
+        transitions: numbers of the transitions, or names of modules and tensors of an adopted
+            model; all by default. A full one does not change.
         fraction: the share of the relations that may be dropped, rounded to a whole number.
         grow: "random" grows absent relations with equal chances, "gradient" those with the largest
             |gradient|.
@@ -56,14 +58,15 @@ class Rewire:
         window: the number of steps over which gradients are averaged.
 
     Examples:
-        >>> net = GrapNet([20, 30, 10], density=0.2)
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([20, 30, 10], density=0.2)
         >>> with net.edit(reason="SET") as edit:
         ...     Rewire(fraction=0.25)(net, edit, RuleContext())
         >>> net.count().relations, len(net.history[-1].change.transitions[0].born)
         (180, 30)
     """
 
-    transitions: int | Iterable[int] | None = None
+    transitions: Transitions | None = None
     fraction: float = 0.3
     grow: Literal["random", "gradient"] = "random"
     decay_until: int | None = None
@@ -72,7 +75,7 @@ class Rewire:
     window: int = 1
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transitions", as_numbers(self.transitions))
+        object.__setattr__(self, "transitions", as_transitions(self.transitions))
         if not 0 <= self.fraction <= 1:
             raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
         if self.decay_until is not None and self.decay_until < 1:
@@ -82,14 +85,13 @@ class Rewire:
         if self.fan_in not in ("free", "constant"):
             raise EditError(f'fan_in is "free" or "constant", got {self.fan_in!r}')
 
-    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+    def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns one recorder of gradients a transition, none for random growth."""
         if self.grow == "random":
             return {}
         recorders: dict[str, Recorder] = {}
         for t in self._numbers(net):
-            source, target = net.ends[t]
-            recorders[_evidence(t)] = GradientRecorder(source, target, window=self.window)
+            recorders[_evidence(t)] = gradient_recorder(net, t, self.window)
         return recorders
 
     def fraction_at(self, step: int) -> float:
@@ -99,7 +101,7 @@ class Rewire:
         progress = min(step, self.decay_until) / self.decay_until
         return self.fraction / 2 * (1 + math.cos(math.pi * progress))
 
-    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+    def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts and as many connections."""
         fraction = self.fraction_at(context.step)
         taken = {t: taken_pairs(net, edit, t) for t in self._numbers(net)}
@@ -111,7 +113,7 @@ class Rewire:
                 continue
             within = context.budget
             # An output keeps its last parent; with a constant fan-in it gets another one.
-            leads_to_outputs = net.layers[net.transitions[t].target] is net.layers[-1]
+            leads_to_outputs = net._is_output(net.transitions[t].target)
             if leads_to_outputs and self.fan_in != "constant":
                 within = within.tightened(Budget(parents=1))
             dropped = weakest_within(net, relations, count, _beside(earlier, within))
@@ -119,7 +121,7 @@ class Rewire:
 
     def _rewire(
         self,
-        net: GrapNet,
+        net: Graph,
         edit: Edit,
         context: RuleContext,
         t: int,
@@ -145,18 +147,22 @@ class Rewire:
             )
             details["smallest_grown_gradient"] = float(gradients.min())
         assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
-        details["largest_dropped_weight"] = float(dropped.weights.detach().abs().max())
+        details["largest_dropped_weight"] = float(dropped.strengths.max())
         edit.cut(dropped)
-        edit.connect(parents, children, pairs="aligned", weights=self.weights)
+        edit.connect(parents, children, pairs="aligned", weights=self.weights, transition=t)
         edit.remark(
             f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
         )
 
     def _candidates(
-        self, net: GrapNet, edit: Edit, t: int, fraction: float, taken: Tensor
+        self, net: Graph, edit: Edit, t: int, fraction: float, taken: Tensor
     ) -> tuple[RelationSet, int]:
         """Returns relations to choose from, and how many of them to drop."""
-        topology = net.transitions[t].topology
+        sizes = net.sizes
+        source, target = net.ends[t]
+        absent = sizes[source] * sizes[target] - net.transitions[t].size - len(taken)
+        if absent == 0:
+            return RelationSet(net, {}), 0
         relations = RelationSet.of(net, [t])
         if len(net.transitions[t].frozen_at):
             relations = relations[~relations.frozen]
@@ -164,19 +170,19 @@ class Rewire:
             relations -= edit.cuts
         if len(edit.removals):
             relations -= leaving_relations(edit)
-        absent = topology.n_parents * topology.n_children - topology.n_relations - len(taken)
-        if self.fan_in == "free" or absent == 0:
+        if self.fan_in == "free":
             return relations, min(round(fraction * len(relations)), absent)
+        topology = net.transitions[t].topology
         children = _children(topology, relations, t)
         free = torch.bincount(children, minlength=topology.n_children)
         room = topology.n_parents - topology.fan_in().cpu() - _of_each(taken, topology.n_children)
         quotas = torch.minimum((fraction * free.double()).round().long(), room)
-        keys = relations.weights.detach().abs().cpu()
+        keys = relations.strengths.cpu()
         require_ranks(keys)
         relations = relations[largest_of_each(-keys, children.long(), quotas)]
         return relations, len(relations)
 
-    def _numbers(self, net: GrapNet) -> list[int]:
+    def _numbers(self, net: Graph) -> list[int]:
         return chosen_transitions(net, self.transitions)
 
 
@@ -186,7 +192,7 @@ def rigl(
     every: int = 100,
     fraction: float = 0.3,
     stop: float = 0.75,
-    transitions: int | Iterable[int] | None = None,
+    transitions: Transitions | None = None,
     fan_in: Literal["free", "constant"] = "free",
 ) -> Scheduled:
     """Returns RigL (Evci et al. 2020) for a training of `steps` steps: `manager.add(rigl(1000))`.
@@ -209,7 +215,7 @@ def set_rewiring(
     every: int = 100,
     fraction: float = 0.3,
     stop: float = 1.0,
-    transitions: int | Iterable[int] | None = None,
+    transitions: Transitions | None = None,
 ) -> Scheduled:
     """Returns SET (Mocanu et al. 2018) for a training of `steps` steps.
 
@@ -260,7 +266,7 @@ def _of_each(pairs: Tensor, n_children: int) -> Tensor:
 
 
 def _steepest_absent(
-    net: GrapNet, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
+    net: Graph, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the absent pairs of the largest |gradient| that are not taken, as uids, and those
     gradients.

@@ -15,7 +15,7 @@ from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains
 from grapnet.core._sets import NodeSet, RelationSet
-from grapnet.spaces._adopted import adopted
+from grapnet.spaces._adopted import Adopted, adopted
 
 from ._budget import Budget, positions_in
 
@@ -238,23 +238,64 @@ def as_numbers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
     return (operator.index(given),)
 
 
+# Transitions by number or, of an adopted model, by the name of a module or tensor.
+Transitions = int | str | Iterable[int | str]
+
+
+def as_transitions(given: Transitions | None) -> tuple[int | str, ...] | None:
+    """Returns the setting `transitions` of a rule as a tuple, None for its default."""
+    if given is None:
+        return None
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        given = (given,)
+    return tuple(one if isinstance(one, str) else operator.index(one) for one in given)
+
+
 def chosen_transitions(
-    net: GrapNet, transitions: int | Iterable[int] | None, default: Iterable[int] | None = None
+    net: Graph, transitions: Transitions | None, default: Iterable[int] | None = None
 ) -> list[int]:
     """Returns the numbers of a net's transitions in order, all of them by default.
 
-    Negative numbers count from the end.
+    Negative numbers count from the end. Tensors of an adopted model that do not require gradients
+    are left out by default.
+
+    Raises:
+        EditError: one of them does not exist, or does not require gradients.
     """
     count = len(net.transitions)
-    numbers = as_numbers(transitions)
-    if numbers is None:
-        numbers = tuple(range(count) if default is None else default)
+    trainable = net._trainable_transitions()
+    given = as_transitions(transitions)
+    if given is None:
+        return sorted(trainable if default is None else default)
+    numbers = []
+    for one in given:
+        if isinstance(one, str):
+            named = net._named_transitions(one)
+            if not named:
+                raise EditError(f"no module or tensor called {one!r} holds relations")
+            numbers += named
+        else:
+            numbers.append(one)
     outside = [t for t in numbers if not -count <= t < count]
     if outside:
         raise EditError(
             f"the net has transitions 0 to {count - 1}, so there are no transitions {outside}"
         )
-    return sorted({t % count for t in numbers})
+    found = sorted({t % count for t in numbers})
+    for t in found:
+        if t not in trainable:
+            raise EditError(
+                f"{net.transitions[t]} does not require gradients, so rules leave it as it is"
+            )
+    return found
+
+
+def require_net(net: Graph, rule: str) -> None:
+    """Raises EditError if a graph is an adopted model, and the rule works on nets alone."""
+    if isinstance(net, Adopted):
+        raise EditError(
+            f"{rule} works on nets, whose layers lead to each other; this is an adopted model"
+        )
 
 
 def sources_of(net: GrapNet, layer: int) -> list[int]:
@@ -313,7 +354,7 @@ def leaving_relations(edit: Edit) -> RelationSet:
     return edit.removals.incoming() | edit.removals.outgoing()
 
 
-def taken_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
+def taken_pairs(net: Graph, edit: Edit, t: int) -> Tensor:
     """Returns the ascending absent pairs of transition t that the edit connects, or whose node it
     removes.
     """
@@ -326,10 +367,12 @@ def taken_pairs(net: GrapNet, edit: Edit, t: int) -> Tensor:
         children = torch.arange(n_children, device="cpu")
         found.append((parents[:, None] * n_children + children).view(-1))
     if transition.target in leaving:
-        parents = torch.arange(transition.topology.n_parents, device="cpu")
+        parents = torch.arange(len(net.layers[transition.source]), device="cpu")
         children = leaving[transition.target].long()
         found.append((parents[:, None] * n_children + children).view(-1))
     pairs = torch.cat(found).unique()
+    if len(pairs) == 0:
+        return pairs
     rows = pairs.to(net.device)
     related = transition.topology.find(rows // max(1, n_children), rows % max(1, n_children)) >= 0
     return pairs[~related.cpu()]
@@ -340,10 +383,9 @@ def asked_pairs(net: Graph, edit: Edit, t: int) -> Tensor:
     if edit.n_connections == 0:
         return torch.empty(0, dtype=torch.int64, device="cpu")
     transition = net.transitions[t]
-    upper, lower = edit.connections
-    parents = net.layers[transition.source].rows(upper).long()
-    children = net.layers[transition.target].rows(lower).long()
-    here = (parents >= 0) & (children >= 0)
+    parents, children = edit._connected_rows(t)
+    here = parents < len(net.layers[transition.source])
+    here &= children < len(net.layers[transition.target])
     return (parents[here] * transition.n_children + children[here]).unique()
 
 

@@ -14,7 +14,14 @@ from grapnet.core._sets import RelationSet
 
 from ._activations import CovarianceRecorder
 from ._budget import Budget, largest_of_each
-from ._rule import Recorder, RuleContext, as_numbers, chosen_transitions, seen_evidence
+from ._rule import (
+    Recorder,
+    RuleContext,
+    as_numbers,
+    chosen_transitions,
+    require_net,
+    seen_evidence,
+)
 
 NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
 
@@ -102,6 +109,7 @@ class CovarianceSifter:
         return (weak & scores.isfinite()).numpy()
 
     def _numbers(self, net: GrapNet) -> list[int]:
+        require_net(net, "CovarianceSifter")
         hidden = range(1, len(net.layers) - 1)
         between = [t for t, ends in enumerate(net.ends) if all(n in hidden for n in ends)]
         return chosen_transitions(net, self.transitions, between)

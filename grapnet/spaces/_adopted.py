@@ -131,19 +131,28 @@ class Adopted(Graph):
         Raises:
             KeyError: nothing has this name, or it holds no relations.
         """
-        found = []
-        for t, weight in enumerate(self.transitions):
-            if weight.name == name or weight.name.rpartition(".")[0] == name:
-                found.append(t)
+        found = self._named_transitions(name)
         if not found:
             raise KeyError(f"{name!r} is no module or tensor that holds relations")
         return RelationSet.of(self, found)
 
+    def _named_transitions(self, name: str) -> list[int]:
+        found = []
+        for t, weight in enumerate(self.transitions):
+            if name in (weight.name, weight.name.rpartition(".")[0]):
+                found.append(t)
+        return found
+
+    def _trainable_transitions(self) -> Sequence[int]:
+        return [t for t, weight in enumerate(self.transitions) if weight.is_trainable]
+
+    def _is_output(self, layer: int) -> bool:
+        return "output" in self.spaces[layer].pins
+
     def count(self) -> Count:
         """Returns the size of the model.
 
-        `relations` are those of which a number was cut or frozen: while all of a tensor exist, they
-        are not told apart, and there are none. `flops` are two for each
+        A relation counts as one, whatever the number of its weights. `flops` are two for each
         multiply-add of the matrix products, convolutions and attentions in a forward pass of the
         first example, with the batch that it has.
         """
@@ -155,13 +164,12 @@ class Adopted(Graph):
                 trainable += grid.parameter.numel()
             else:
                 frozen += grid.parameter.numel()
-        opened = [weight for weight in self.transitions if weight.grid.opened is not None]
         costs = self._current_costs()
         sizes = self._atom_sizes()
         tensors = [grid.tensor for grid in self._grids_held.values()]
         return Count(
             nodes=sum(self.sizes),
-            relations=sum(weight.size for weight in opened),
+            relations=sum(weight.size for weight in self.transitions),
             biases=0,
             trainable=trainable,
             frozen=frozen,
@@ -311,7 +319,7 @@ class Adopted(Graph):
             if name not in grids:
                 return name
             opened = grids[name].opened
-            if part.before is None and part.after is None:
+            if isinstance(part.index, GridMap):
                 if opened is not None or name not in maps or not maps[name].equals(part.index):
                     return name
             elif part.before is None:

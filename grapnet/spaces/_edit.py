@@ -15,12 +15,12 @@ from grapnet.core._errors import EditError
 from grapnet.core._index_map import GridMap
 from grapnet.core._node import GrapNode
 from grapnet.core._opened import CUT, FROZEN, Pattern
-from grapnet.core._resolve import checked_owner, resolve
+from grapnet.core._resolve import checked_owner, resolve, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
 from ._rewiring import Joined, Wish
-from ._weights import Weight, leading_shape
+from ._weights import leading_shape
 
 if TYPE_CHECKING:
     from ._adopted import Adopted
@@ -53,6 +53,8 @@ class SpaceEdit(Edit):
         self._growths: dict[int, Growth] = {}
         self._wishes: dict[str, Wish] = {}
         self._blocks: list[Asked] = []
+        # rows of parents and children to connect, by transition
+        self._joined: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def insert(
         self,
@@ -206,8 +208,12 @@ class SpaceEdit(Edit):
         tensor: str | None = None,
         pairs: Literal["all", "aligned"] = "all",
         weights: Literal["linear", "zero"] | Tensor | float = "linear",
+        transition: int | None = None,
     ) -> None:
-        """Connects relations that were cut.
+        """Connects relations that were cut, before this edit or in it.
+
+        A relation that this edit cuts and connects gets other numbers, and starts with clean
+        optimizer state.
 
         Args:
             parents: nodes of one space.
@@ -217,10 +223,14 @@ class SpaceEdit(Edit):
                 first, and so on.
             weights: "linear" (the distribution of nn.Linear for the inputs of a child), "zero", one
                 number, or a tensor of [relations, numbers of a relation].
+            transition: the number of the tensor in `net.transitions`, instead of its name.
         """
         source, parent_rows = self._one_layer(parents, "parents")
         target, child_rows = self._one_layer(children, "children")
-        weight = self._weight_between(source, target, tensor)
+        if len(parent_rows) == 0 or len(child_rows) == 0:
+            return
+        t = self._transition_between(source, target, tensor, transition)
+        weight = self.graph.transitions[t]
         if pairs == "all":
             count = len(child_rows)
             child_rows = child_rows.repeat(len(parent_rows))
@@ -253,21 +263,70 @@ class SpaceEdit(Edit):
         wish = self._wish(weight.name)
         wish.connect.append(Joined(rows, numbers, bound))
         wish.count(added=len(rows))
+        self._joined.setdefault(t, []).append((parent_rows.long(), child_rows.long()))
 
-    def _weight_between(self, source: int, target: int, tensor: str | None) -> "Weight":
-        """Returns the tensor that leads from one space to another."""
+    def _transition_between(
+        self, source: int, target: int, tensor: str | None, transition: int | None
+    ) -> int:
+        """Returns the number of the tensor that leads from one space to another."""
         found = []
-        for weight in self.graph.transitions:
-            is_meant = tensor in (None, weight.name, weight.name.rpartition(".")[0])
-            if (weight.source, weight.target) == (source, target) and is_meant:
-                found.append(weight)
+        for t, ends in enumerate(self.graph.ends):
+            is_meant = transition in (None, t)
+            if tensor is not None and t not in self.graph._named_transitions(tensor):
+                is_meant = False
+            if ends == (source, target) and is_meant:
+                found.append(t)
         if len(found) == 1:
             return found[0]
         spaces = f"{self.graph.spaces[source].name} to {self.graph.spaces[target].name}"
         if not found:
             raise EditError(f"no tensor leads from {spaces}")
-        names = ", ".join(weight.name for weight in found)
+        names = ", ".join(self.graph.transitions[t].name for t in found)
         raise EditError(f"several tensors lead from {spaces}: {names}; say which with tensor=")
+
+    @property
+    def n_connections(self) -> int:
+        """The number of relations that this edit connects so far, those of new nodes included."""
+        total = 0
+        for asked in self._joined.values():
+            total += sum(len(parents) for parents, _ in asked)
+        for number, asked in self._requests.newborns.items():
+            total += sum(len(one.uids) for one in asked) * self._relations_of_a_node(number)
+        return total
+
+    def _relations_of_a_node(self, number: int) -> int:
+        """Returns how many relations a new node of a space has."""
+        sizes = self.graph.sizes
+        total = 0
+        for source, target in self.graph.ends:
+            if target == number:
+                total += sizes[source]
+            if source == number:
+                total += sizes[target]
+        return total
+
+    @property
+    def connections(self) -> tuple[Tensor, Tensor]:
+        """The uids of the parents and children of the relations that this edit connects so far,
+        without those of new nodes.
+        """
+        self._require_open()
+        none = torch.empty(0, dtype=torch.int64)
+        parents = [none]
+        children = [none]
+        for t in sorted(self._joined):
+            weight = self.graph.transitions[t]
+            upper, lower = self._connected_rows(t)
+            parents.append(self.graph.layers[weight.source].uid[upper])
+            children.append(self.graph.layers[weight.target].uid[lower])
+        return torch.cat(parents), torch.cat(children)
+
+    def _connected_rows(self, t: int) -> tuple[Tensor, Tensor]:
+        none = torch.empty(0, dtype=torch.int64)
+        asked = self._joined.get(t, ())
+        parents = torch.cat([none, *(upper for upper, _ in asked)])
+        children = torch.cat([none, *(lower for _, lower in asked)])
+        return parents, children
 
     def _turn(
         self, verb: str, what: RelationSet | Nodes, incoming: bool, outgoing: bool, bias: bool
@@ -324,6 +383,45 @@ class SpaceEdit(Edit):
                     wish.count(turned=len(at))
         return wishes
 
+    def _require_alive(self) -> None:
+        """Raises EditError if cuts take the last relation that leads to a space, or the last parent
+        of an output. Nodes that lose their parents with other nodes are not looked at.
+        """
+        graph = self.graph
+        cuts = {t: union(asked, graph.device) for t, asked in self._requests.cuts.items()}
+        for number in sorted({graph.transitions[t].target for t in cuts}):
+            entering = graph.entering(number)
+            left = sum(graph.transitions[t].size - len(cuts.get(t, ())) for t in entering)
+            left += sum(len(self._connected_rows(t)[0]) for t in entering)
+            name = graph.spaces[number].name
+            if left == 0:
+                raise EditError(
+                    f"this edit takes the last relation that leads to {name};"
+                    " pass allow_dead=True to do so nevertheless"
+                )
+            if graph._is_output(number):
+                count = self._outputs_without_parents(number, cuts)
+                if count:
+                    raise EditError(
+                        f"this edit takes the last parent of {count} outputs ({name});"
+                        " pass allow_dead=True to do so nevertheless"
+                    )
+
+    def _outputs_without_parents(self, number: int, cuts: Mapping[int, Tensor]) -> int:
+        """Returns how many nodes of a space lose their last parent."""
+        graph = self.graph
+        size = len(graph.spaces[number])
+        before = torch.zeros(size, dtype=torch.int64)
+        after = torch.zeros(size, dtype=torch.int64)
+        for t in graph.entering(number):
+            topology = graph.transitions[t].topology
+            before += topology.fan_in().cpu()
+            if t in cuts:
+                lost = topology.child[cuts[t].long()]
+                after -= torch.bincount(lost.cpu(), minlength=size)
+            after += torch.bincount(self._connected_rows(t)[1], minlength=size)
+        return int(((before > 0) & (before + after <= 0)).sum())
+
     def remove_orphans(self, *args: Any, **kwargs: Any) -> None:
         """Raises EditError."""
         raise EditError("remove_orphans works on nets; in an adopted model remove_nodes does")
@@ -337,6 +435,8 @@ class SpaceEdit(Edit):
         for number, part in change.layers.items():
             if part.index.new_size == 0:
                 raise EditError(f"this edit removes every node of {self.graph.spaces[number].name}")
+        if not self.allow_dead:
+            self._require_alive()
         wishes = self._all_wishes()
         if self._blocks:
             if wishes or self._growths or not change.is_empty:

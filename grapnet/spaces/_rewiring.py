@@ -60,7 +60,8 @@ def rewired(
     Args:
         net: the graph.
         name: the tensor.
-        wish: what to do with its rows; a cut prevails over freezing, freezing over unfreezing.
+        wish: what to do with its rows; a cut prevails over freezing, freezing over unfreezing. Rows
+            that are cut and connected get other numbers.
         index: how its axes move; None if they stay.
         born: the cells that come with new nodes.
         generator: source of random numbers.
@@ -75,18 +76,22 @@ def rewired(
         kinds[rows[kinds[rows] == FROZEN]] = FREE
     for rows in wish.freeze:
         kinds[rows[kinds[rows] == FREE]] = FROZEN
-    for joined in wish.connect:
-        if bool((before.kinds[joined.rows] != CUT).all(1).any()):
-            raise EditError(f"a relation to connect in {name} exists already")
-        kinds[joined.rows[before.kinds[joined.rows] == CUT]] = FREE
     for rows in wish.cut:
         kinds[rows] = CUT
-    if index is None and torch.equal(kinds, before.kinds):
+    missing = kinds == CUT
+    for joined in wish.connect:
+        if bool((~missing[joined.rows]).all(1).any()):
+            raise EditError(f"a relation to connect in {name} exists already")
+        kinds[joined.rows[missing[joined.rows]]] = FREE
+    # rows that leave and come in the same commit
+    is_renewed = missing & (kinds != CUT) & (before.kinds != CUT)
+    if index is None and torch.equal(kinds, before.kinds) and not bool(is_renewed.any()):
         return None
     whole = grid.whole.contiguous()
     if wish.connect:
-        whole = _with_connected(whole.clone(), before, wish.connect, generator)
+        whole = _with_connected(whole.clone(), missing, before.width, wish.connect, generator)
     origin = torch.arange(len(kinds))
+    origin[is_renewed] = -1
     shape = before.shape
     if index is not None:
         leading = leading_shape(before)
@@ -135,14 +140,18 @@ def _live_map(before: Pattern, after: Pattern, origin: Tensor) -> IndexMap:
 
 
 def _with_connected(
-    whole: Tensor, pattern: Pattern, connect: list[Joined], generator: torch.Generator | None
+    whole: Tensor,
+    missing: Tensor,
+    width: int,
+    connect: list[Joined],
+    generator: torch.Generator | None,
 ) -> Tensor:
-    """Returns a tensor with the numbers of relations to connect."""
-    rows_of_cells = whole.view(-1, pattern.width)
+    """Returns a tensor with the numbers of relations to connect in its missing rows."""
+    rows_of_cells = whole.view(-1, width)
     for joined in connect:
-        missing = (pattern.kinds[joined.rows] == CUT).to(whole.device)
+        is_written = missing[joined.rows].to(whole.device)
         rows = joined.rows.to(whole.device)
-        count = rows.numel() * pattern.width
+        count = rows.numel() * width
         if joined.numbers is not None:
             numbers = joined.numbers.to(whole).reshape(-1).expand(count)
         else:
@@ -150,6 +159,6 @@ def _with_connected(
             drawn = torch.empty(count, dtype=whole.dtype, device=device)
             drawn.uniform_(-joined.bound, joined.bound, generator=generator)
             numbers = drawn.to(whole.device)
-        cells = numbers.reshape(*rows.shape, pattern.width)
-        rows_of_cells[rows[missing]] = cells[missing]
+        cells = numbers.reshape(*rows.shape, width)
+        rows_of_cells[rows[is_written]] = cells[is_written]
     return whole

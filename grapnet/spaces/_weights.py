@@ -12,8 +12,9 @@ from torch import Tensor
 from grapnet.core._coordinates import Token
 from grapnet.core._errors import FrozenError
 from grapnet.core._grid import Grid
+from grapnet.core._index_map import as_positions
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
-from grapnet.core._transition import Topology
+from grapnet.core._transition import Topology, full_topology
 
 from ._axes import Expression, SumOf, atoms_of, positions
 from ._discovery import Typed
@@ -70,6 +71,10 @@ class Weight:
         net = self.net
         if self._made is not None and self._made.token is token:
             return self._made.to(net.device)
+        if self.grid.opened is None:
+            full = full_topology(self.n_parents, self.n_children, net.device)
+            self._made = Topology(full.ptr, full.child, full.n_children, token)
+            return self._made
         related = self._by_relation(self._pattern().kinds != CUT).any(2)
         degrees = related.sum(1)
         ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32)
@@ -99,17 +104,32 @@ class Weight:
         return self.topology.child
 
     @property
+    def n_parents(self) -> int:
+        """The number of nodes that the tensor reads."""
+        return len(self.net.layers[self.source])
+
+    @property
+    def n_children(self) -> int:
+        """The number of nodes that it writes."""
+        return len(self.net.layers[self.target])
+
+    @property
     def size(self) -> int:
         """The number of relations."""
         if self.grid.opened is None:
-            return len(self.net.layers[self.source]) * len(self.net.layers[self.target])
+            return self.n_parents * self.n_children
         return self.topology.n_relations
 
     @property
     def density(self) -> float:
         """The share of the possible relations that exist."""
-        possible = len(self.net.layers[self.source]) * len(self.net.layers[self.target])
-        return self.size / possible
+        return self.size / (self.n_parents * self.n_children)
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether it is a Parameter that requires gradients."""
+        grid = self.grid
+        return grid.is_parameter and grid.parameter.requires_grad
 
     @property
     def weight(self) -> Tensor:
@@ -128,25 +148,46 @@ class Weight:
     @property
     def frozen_at(self) -> Tensor:
         """The positions of the frozen relations, int32: those of which no number is free."""
-        if self.grid.opened is None:
+        opened = self.grid.opened
+        if opened is None or len(opened.frozen_values) == 0:
             return torch.empty(0, dtype=torch.int32, device=self.net.device)
         every = torch.arange(self.size, dtype=torch.int32, device=self.net.device)
         return every[self._frozen_bits(every)]
 
     def _frozen_bits(self, at: Tensor) -> Tensor:
         """Returns one bool per relation: True where it is frozen."""
-        if self.grid.opened is None:
+        opened = self.grid.opened
+        if opened is None or len(opened.frozen_values) == 0:
             return torch.zeros(len(at), dtype=torch.bool, device=at.device)
         has_free = self._by_relation(self._pattern().kinds == FREE).any(2)
         parents, children = self._ends(at.cpu())
         return ~has_free[parents, children].to(at.device)
 
-    def _trainable(self, start: int, stop: int) -> Tensor:
-        return self._read(torch.arange(start, stop, dtype=torch.int32, device=self.net.device))
-
-    def _read(self, at: Tensor) -> Tensor:
+    def _weights_at(self, at: Tensor | range) -> Tensor:
         """Returns the numbers of relations, live and differentiable: [n], or [n, payload]."""
-        return self._numbers(self.weight, at)
+        return self._numbers(self.weight, as_positions(at, self.net.device))
+
+    def _strengths(self, at: Tensor | range) -> Tensor:
+        """Returns the norm of the numbers of relations."""
+        norms = self.norms(self.grid.whole)
+        if self.grid.opened is None and isinstance(at, range):
+            return norms.reshape(-1)[at.start : at.stop]
+        parents, children = self._ends(as_positions(at, self.net.device).cpu())
+        return norms[parents.to(norms.device), children.to(norms.device)]
+
+    def norms(self, whole: Tensor) -> Tensor:
+        """Returns the norm of every relation in a tensor of the shape of the weight, such as the
+        weight itself or its gradient, [parents, children]; relations that were cut included.
+        """
+        cells = whole.detach().reshape(-1, self._pattern().width)
+        if cells.shape[1] == 1:
+            of_rows = cells.squeeze(1).abs()
+        else:
+            of_rows = torch.linalg.vector_norm(cells, dim=1)
+        found = self._by_relation(of_rows)
+        if found.shape[2] == 1:
+            return found.squeeze(2)
+        return torch.linalg.vector_norm(found, dim=2)
 
     def _gradients(self, at: Tensor) -> Tensor | None:
         """Returns the gradients of relations, 0 where a number is frozen; None before the first
@@ -214,6 +255,9 @@ class Weight:
 
     def _ends(self, at: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rows of the parents and of the children of relations, int64."""
+        if self.grid.opened is None:
+            at = at.long()
+            return at // self.n_children, at % self.n_children
         topology = self.topology.to(torch.device("cpu"))
         return topology.parents_at(at).long(), topology.child[at.long()].long()
 
@@ -242,6 +286,9 @@ class Weight:
         table = table.reshape(table.shape[0], table.shape[1], -1)
         reads, writes = self._places()
         if parents is None or children is None:
+            if _is_in_order(reads, table.shape[0]) and _is_in_order(writes, table.shape[1]):
+                blocks = table.reshape(*reads.shape, *writes.shape, -1)
+                return blocks.transpose(1, 2).flatten(2)
             chosen = table[reads[:, None, :, None], writes[None, :, None, :]]
             return chosen.flatten(2)
         chosen = table[reads[parents][:, :, None], writes[children][:, None, :]]
@@ -255,6 +302,11 @@ class Weight:
     def __repr__(self) -> str:
         spaces = self.net.spaces
         return f"Weight({self.name!r}, {spaces[self.source].name} → {spaces[self.target].name})"
+
+
+def _is_in_order(places: Tensor, size: int) -> bool:
+    """Returns whether nodes have all positions of an axis, one node after the other."""
+    return torch.equal(places.reshape(-1), torch.arange(size))
 
 
 def leading_shape(pattern: Pattern) -> tuple[int, ...]:

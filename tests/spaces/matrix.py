@@ -153,7 +153,7 @@ def _rewiring(subject: Subject, weight: Weight) -> Outcome:
     loss = loss_of(model, subject.case)
     relations = net.relations(weight.name)
     t = net.transitions.index(weight)
-    with net.edit(reason="cut") as edit:
+    with net.edit(reason="cut", allow_dead=True) as edit:
         edit.cut(RelationSet(net, {t: numbers[::3].int()}))
     assert net.history[-1].counts["relations_removed"] == len(numbers[::3]), label
     assert is_refused(loss), label

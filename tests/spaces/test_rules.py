@@ -1,0 +1,438 @@
+"""Rules on adopted models: PruneWeakest, Rewire, FreezeOwner and GrowWidth, with one manager."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import grapnet as gn
+from grapnet.core._sets import RelationSet
+from grapnet.rules import (
+    ActivationRecorder,
+    At,
+    Budget,
+    CovarianceSifter,
+    Every,
+    FreezeOwner,
+    GrowForTask,
+    PruneNodes,
+    PruneWeakest,
+    RemoveOrphans,
+    Rewire,
+    RuleManager,
+    SplitIntoFamilies,
+    TensorGradientRecorder,
+    gradual_pruning,
+    rigl,
+)
+from tests.spaces import oracle, zoo
+from tests.spaces.subjects import Subject, loss_of, same_bits, subject
+
+MODELS = ["resnet", "vit"]
+
+
+@pytest.fixture(params=MODELS)
+def found(request: pytest.FixtureRequest) -> Subject:
+    return subject(zoo.MODELS[request.param]())
+
+
+def managed(*rules: Any, **keywords: Any) -> RuleManager:
+    manager = RuleManager(**keywords)
+    for rule in rules:
+        manager.add(rule)
+    return manager
+
+
+def sizes(found: Subject) -> list[int]:
+    return [weight.size for weight in found.net.transitions]
+
+
+def every_relation(found: Subject) -> RelationSet:
+    return RelationSet.of(found.net, range(len(found.net.transitions)))
+
+
+def wholes(found: Subject) -> dict[str, Tensor]:
+    """Returns what the modules compute with, 0 where a relation was cut."""
+    return {name: grid.whole.clone() for name, grid in found.net._stores().items()}
+
+
+def states(found: Subject) -> dict[str, Tensor]:
+    """Returns the first moments of Adam in the shape of the tensors, NaN where a cell is cut."""
+    result = {}
+    for name, grid in found.net._stores().items():
+        moment = found.optimizer.state[grid.parameter]["exp_avg"]
+        opened = grid.opened
+        if opened is not None:
+            spread = torch.full((len(opened.pattern.kinds), opened.pattern.width), torch.nan)
+            spread = spread.to(moment)
+            spread[opened.free_at(moment.device)] = moment.view(-1, opened.pattern.width)
+            moment = spread.view(opened.pattern.shape)
+        result[name] = moment.clone()
+    return result
+
+
+def norms_by_hand(found: Subject, t: int, whole: Tensor) -> Tensor:
+    """Returns the norm of every relation, [parents, children], node by node."""
+    weight = found.net.transitions[t]
+    reads, writes = weight._places()
+    table = whole.movedim((weight.in_dim, weight.out_dim), (0, 1))
+    result = torch.empty(len(reads), len(writes), dtype=torch.float64)
+    for i, rows in enumerate(reads):
+        for j, columns in enumerate(writes):
+            result[i, j] = table[rows][:, columns].double().norm()
+    return result
+
+
+def related(found: Subject, t: int) -> Tensor:
+    """Returns which relations exist, [parents, children]."""
+    topology = found.net.transitions[t].topology
+    marks = torch.zeros(topology.n_parents, topology.n_children, dtype=torch.bool)
+    marks[topology.parents().long(), topology.child.long()] = True
+    return marks
+
+
+def test_strengths_are_the_norms_of_all_numbers_of_a_relation(found: Subject) -> None:
+    with found.net.edit() as edit:
+        edit.cut(every_relation(found).random(fraction=0.2))
+    for t, weight in enumerate(found.net.transitions):
+        expected = norms_by_hand(found, t, weight.grid.whole)[related(found, t)]
+        relations = RelationSet.of(found.net, [t])
+        torch.testing.assert_close(relations.strengths, expected)
+        half = relations[::2]
+        torch.testing.assert_close(half.strengths, expected[::2])
+
+
+@pytest.mark.parametrize("score", ["lamp", "magnitude"])
+def test_a_model_is_pruned_to_a_sparsity_over_all_of_it(found: Subject, score: Any) -> None:
+    total = sum(sizes(found))
+    strengths = every_relation(found).strengths
+    before = states(found)
+    rule = PruneWeakest(sparsity=0.4, score=score)
+    commit = managed(rule).apply(found.net, 0)
+    assert commit is not None
+    assert sum(sizes(found)) == total - round(0.4 * total)
+    assert commit.counts["relations_removed"] == round(0.4 * total)
+    if score == "magnitude":
+        left = every_relation(found).strengths
+        limit = strengths.sort().values[round(0.4 * total)]
+        assert left.min() >= limit
+    # Adam goes on where a relation stays, with the same bits.
+    for name, after in states(found).items():
+        kept = ~after.isnan()
+        assert same_bits(after[kept], before[name][kept])
+    found.step()
+    assert managed(rule).apply(found.net, 1) is None
+
+
+@pytest.mark.parametrize("scope", ["transition", "node"])
+def test_every_tensor_or_node_loses_its_share(found: Subject, scope: Any) -> None:
+    before = sizes(found)
+    managed(PruneWeakest(fraction=0.5, scope=scope)).apply(found.net, 0)
+    for t, (size, weight) in enumerate(zip(before, found.net.transitions, strict=True)):
+        if scope == "transition":
+            assert weight.size == size - round(0.5 * size), t
+        else:
+            children = weight.n_children
+            degrees = weight.topology.degrees
+            assert set(degrees.tolist()) == {children - round(0.5 * children)}, t
+
+
+def test_only_the_named_tensors_are_pruned(found: Subject) -> None:
+    weight = found.net.transitions[1]
+    module = weight.name.rpartition(".")[0]
+    before = sizes(found)
+    managed(PruneWeakest(fraction=0.5, transitions=module)).apply(found.net, 0)
+    named = {t for t, one in enumerate(found.net.transitions) if one.name.startswith(module + ".")}
+    for t, (size, after) in enumerate(zip(before, sizes(found), strict=True)):
+        assert (after < size) == (t in named)
+        # Nothing is built for the others.
+        assert (found.net.transitions[t]._made is not None) == (t in named)
+    with pytest.raises(gn.errors.EditError):
+        managed(PruneWeakest(fraction=0.5, transitions="nothing")).apply(found.net, 1)
+
+
+def test_tensors_without_gradients_and_frozen_relations_stay(found: Subject) -> None:
+    still = found.net.transitions[0]
+    still.grid.parameter.requires_grad_(False)
+    frozen = found.net.transitions[1]
+    with found.net.edit() as edit:
+        edit.freeze(found.net.relations(frozen.name))
+    managed(PruneWeakest(fraction=0.3)).apply(found.net, 0)
+    assert still.density == frozen.density == 1
+    with pytest.raises(gn.errors.EditError):
+        managed(PruneWeakest(fraction=0.3, transitions=0)).apply(found.net, 1)
+
+
+def test_budgets_hold_over_the_whole_model(found: Subject) -> None:
+    before = sum(sizes(found))
+    manager = managed(PruneWeakest(fraction=0.5), budget=Budget(edits=17, parents=2))
+    manager.apply(found.net, 0)
+    assert sum(sizes(found)) == before - 17
+    manager = managed(PruneWeakest(fraction=0.97), budget=Budget(parents=2, children=1))
+    manager.apply(found.net, 1)
+    for number, space in enumerate(found.net.spaces):
+        parents = torch.zeros(len(space), dtype=torch.int64)
+        children = torch.zeros(len(space), dtype=torch.int64)
+        for weight in found.net.transitions:
+            if weight.target == number:
+                parents += weight.topology.fan_in()
+            if weight.source == number:
+                children += weight.topology.degrees
+        if found.net.entering(number):
+            assert parents.min() >= 2
+        if found.net.leaving(number):
+            assert children.min() >= 1
+
+
+def test_the_last_relation_of_a_space_stays_unless_it_may_go(found: Subject) -> None:
+    before = found.snapshot()
+    outputs = [n for n in range(len(found.net.spaces)) if found.net._is_output(n)]
+    (number,) = outputs
+    (t,) = found.net.entering(number)
+    rule = PruneWeakest(fraction=1.0, transitions=t, score="magnitude")
+    with pytest.raises(gn.errors.EditError):
+        managed(rule).apply(found.net, 0)
+    assert oracle.same(before, found.snapshot()) == []
+    managed(rule, allow_dead=True).apply(found.net, 0)
+    assert found.net.transitions[t].size == 0
+
+
+def test_gradual_pruning_reaches_its_sparsity_while_the_model_trains(found: Subject) -> None:
+    total = sum(sizes(found))
+    manager = RuleManager()
+    manager.add(gradual_pruning(8, 0.6, every=2))
+    seen = []
+    for step in range(8):
+        found.step()
+        manager.apply(found.net, step)
+        seen.append(1 - sum(sizes(found)) / total)
+    assert seen == sorted(seen)
+    assert sum(sizes(found)) == total - round(0.6 * total)
+
+
+def test_set_draws_absent_relations_from_the_generator(found: Subject) -> None:
+    with found.net.edit(generator=torch.Generator().manual_seed(3)) as edit:
+        edit.cut(every_relation(found).random(fraction=0.5, generator=torch.Generator()))
+    before = sizes(found)
+    marks = [related(found, t) for t in range(len(before))]
+    drawn = []
+    for seed in (0, 0, 1):
+        managed(Rewire(fraction=0.3), seed=seed).apply(found.net, 0)
+        assert sizes(found) == before
+        grown = [related(found, t) & ~marks[t] for t in range(len(before))]
+        for t, grid in enumerate(weight.grid for weight in found.net.transitions):
+            norms = norms_by_hand(found, t, grid.whole)
+            assert int(norms[grown[t]].count_nonzero()) == 0
+            dropped = marks[t] & ~related(found, t)
+            absent = int((~marks[t]).sum())
+            assert int(dropped.sum()) == min(round(0.3 * before[t]), absent)
+        drawn.append(torch.cat([part.flatten() for part in grown]))
+        found.step()
+        found.net.undo()
+        for t, part in enumerate(marks):
+            assert torch.equal(related(found, t), part)
+    assert int(drawn[0].sum()) > 0
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def dense_gradients(found: Subject) -> dict[str, Tensor]:
+    """Returns the gradients of a plain copy of the model, whose cut cells are numbers 0."""
+    fresh = dense_copy(found)
+    fresh.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loss_of(fresh, found.case).backward()
+    return {
+        name: parameter.grad
+        for name, parameter in fresh.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def dense_copy(found: Subject) -> nn.Module:
+    name = next(n for n in MODELS if type(zoo.MODELS[n]().model) is plain_type(found.model))
+    fresh = zoo.MODELS[name]().to(torch.float64).model
+    contents = {**dict(found.model.named_buffers()), **wholes(found)}
+    fresh.load_state_dict(contents, strict=False)
+    return fresh
+
+
+def plain_type(model: nn.Module) -> type:
+    return getattr(type(model), "_grapnet_plain", type(model))
+
+
+@pytest.mark.parametrize("fan_in", ["free", "constant"])
+def test_rigl_grows_what_has_the_largest_gradients(found: Subject, fan_in: Any) -> None:
+    with found.net.edit() as edit:
+        edit.cut(every_relation(found).random(fraction=0.5, generator=torch.Generator()))
+    found.step()
+    count = len(found.net.transitions)
+    marks = [related(found, t) for t in range(count)]
+    manager = managed(Rewire(fraction=0.3, grow="gradient", fan_in=fan_in))
+    manager.start(found.net)
+    gradients = dense_gradients(found)
+    before = states(found)
+    found.model.train()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loss_of(found.model, found.case).backward()
+    found.model.eval()
+    manager.apply(found.net, 0)
+    for t, weight in enumerate(found.net.transitions):
+        norms = norms_by_hand(found, t, gradients[weight.name])
+        present = related(found, t)
+        grown = present & ~marks[t]
+        left = ~present & ~marks[t]
+        assert int(grown.sum()) == int((marks[t] & ~present).sum()) > 0
+        if fan_in == "free":
+            assert norms[grown].min() >= norms[left].max() * (1 - 1e-9)
+        else:
+            assert torch.equal(present.sum(0), marks[t].sum(0))
+            for child in range(weight.n_children):
+                mine = norms[:, child]
+                if grown[:, child].any() and left[:, child].any():
+                    least = mine[grown[:, child]].min()
+                    assert least >= mine[left[:, child]].max() * (1 - 1e-9)
+    # Relations that stay keep their state; grown ones start without.
+    after = states(found)
+    for t, weight in enumerate(found.net.transitions):
+        stays = norms_by_hand(found, t, before[weight.name]).isfinite()
+        stays &= related(found, t) & marks[t]
+        moments = after[weight.name]
+        kept = ~moments.isnan() & ~before[weight.name].isnan()
+        assert same_bits(moments[kept], before[weight.name][kept])
+        grown = related(found, t) & ~marks[t]
+        assert int(norms_by_hand(found, t, moments)[grown].count_nonzero()) == 0
+    found.model.zero_grad()
+    found.step()
+    found.net.undo()
+    for t, part in enumerate(marks):
+        assert torch.equal(related(found, t), part)
+
+
+def test_the_gradients_are_averaged_over_a_window(found: Subject) -> None:
+    t = 1
+    weight = found.net.transitions[t]
+    recorder = TensorGradientRecorder(found.net, t, window=2)
+    recorder.arm(found.net)
+    total = torch.zeros_like(weight.grid.whole)
+    for passes in (1, 2):
+        expected = dense_gradients(found)[weight.name]
+        found.step()
+        assert recorder.count == passes
+        total = total + expected
+    torch.testing.assert_close(recorder.gradient(), total / 2)
+    with found.net.edit() as edit:
+        edit.cut(found.net.relations(weight.name).smallest(fraction=0.5))
+    expected = dense_gradients(found)[weight.name]
+    found.step()
+    torch.testing.assert_close(recorder.gradient(), (total + expected) / 3)
+    with torch.no_grad():
+        found.outputs()
+    copied = copy.deepcopy(found.model)
+    loss_of(copied, found.case).backward()
+    assert recorder.count == 3
+    state = recorder.state_dict()
+    other = TensorGradientRecorder(found.net, t)
+    other.load_state_dict(state)
+    assert torch.equal(other.gradient(), recorder.gradient())
+    recorder.disarm()
+    found.step()
+    assert recorder.count == 3
+    recorder.clear()
+    assert recorder.count == 0
+
+
+def test_a_dry_run_changes_nothing(found: Subject) -> None:
+    with found.net.edit() as edit:
+        edit.cut(every_relation(found).random(fraction=0.3, generator=torch.Generator()))
+    manager = managed(
+        PruneWeakest(fraction=0.1), Rewire(fraction=0.2, grow="gradient"), Rewire(fraction=0.1)
+    )
+    manager.start(found.net)
+    found.step()
+    before = found.snapshot()
+    total = sum(sizes(found))
+    preview = manager.apply(found.net, 0, dry_run=True)
+    assert oracle.same(before, found.snapshot()) == []
+    assert preview.before.relations == total
+    assert preview.after.relations == total - round(0.1 * total)
+    assert preview.relations == preview.connected - preview.cut
+    assert "relations" in str(preview)
+    commit = manager.apply(found.net, 0)
+    assert commit is not None
+    assert commit.counts["relations_removed"] == preview.cut
+    assert sum(sizes(found)) == preview.after.relations
+    found.net.undo()
+    assert oracle.same(before, found.snapshot()) == []
+
+
+def test_one_manager_prunes_nodes_and_relations_and_rewires(found: Subject) -> None:
+    manager = RuleManager()
+    manager.add(PruneNodes(fraction=0.2), schedule=At(1))
+    manager.add(PruneWeakest(sparsity=0.3), schedule=Every(2))
+    manager.add(rigl(20, every=2))
+    manager.start(found.net)
+    for step in range(7):
+        found.step()
+        manager.apply(found.net, step)
+        gn.check(found.net)
+    assert {commit.by for commit in found.net.history} >= {
+        "PruneWeakest",
+        "PruneNodes",
+        "PruneWeakest, Rewire",
+    }
+    before = found.snapshot()
+    rng = manager._generator.get_state()
+    manager.add(lambda net, edit, context: 1 / 0, name="broken")
+    with pytest.raises(ZeroDivisionError):
+        manager.apply(found.net, 7)
+    assert oracle.same(before, found.snapshot()) == []
+    assert torch.equal(manager._generator.get_state(), rng)
+
+
+def test_the_nodes_of_an_owner_are_frozen(found: Subject) -> None:
+    space = next(space for space in found.free if space.readers)
+    with found.net.edit() as edit:
+        edit.set_owner(space[:2], "task-7")
+    before = wholes(found)
+    managed(FreezeOwner()).apply(found.net, 0, task=7)
+    for _ in range(2):
+        found.step()
+    after = wholes(found)
+    moved = 0
+    for (name, dim), at in space.places().items():
+        if name in after:
+            held = at[:2].reshape(-1)
+            now = after[name].index_select(dim, held)
+            assert same_bits(now, before[name].index_select(dim, held))
+            moved += int((after[name] != before[name]).sum())
+    assert moved > 0
+    with pytest.raises(gn.errors.EditError):
+        managed(FreezeOwner("nobody")).apply(found.net, 1)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        GrowForTask(nodes=2, classes_per_task=2),
+        CovarianceSifter(),
+        RemoveOrphans(),
+        SplitIntoFamilies(0, 2),
+    ],
+    ids=lambda rule: type(rule).__name__,
+)
+def test_rules_for_nets_alone_say_so(rule: Any) -> None:
+    net = subject(zoo.MODELS["resnet"]()).net
+    with pytest.raises(gn.errors.EditError):
+        managed(rule).apply(net, 0, task=0)
+    assert net.version == 0
+
+
+def test_recorders_for_nets_alone_say_so() -> None:
+    net = subject(zoo.MODELS["resnet"]()).net
+    with pytest.raises(gn.errors.EditError):
+        ActivationRecorder(0).arm(net)
