@@ -21,9 +21,7 @@ from grapnet.spaces._costs import latency
 from grapnet.spaces._gates import kind_of
 from grapnet.spaces._space import Space
 
-from ._rule import RuleContext, gone_relations
-
-Chosen = str | int | Layer
+from ._rule import Layers, RuleContext, as_names, gone_relations
 
 # Of all blocks of nodes, the share to which a bisection by measured latency comes close.
 FINEST = 1 / 32
@@ -78,7 +76,7 @@ class PruneNodes:
     latency: float | None = None
     multiple: int = 1
     scope: Literal["space", "model"] = "space"
-    spaces: Chosen | Iterable[Chosen] | None = None
+    spaces: Layers | None = None
     keep: float = 0.1
     score: Callable[[Any], Tensor] | None = None
 
@@ -107,7 +105,7 @@ class PruneNodes:
                 f"fraction={self.fraction} and keep={self.keep} exclude each other; give a smaller"
                 " keep="
             )
-        object.__setattr__(self, "spaces", _as_names(self.spaces))
+        object.__setattr__(self, "spaces", as_names(self.spaces))
 
     def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Asks the edit to remove them."""
@@ -146,7 +144,7 @@ class PruneNodes:
                     " have a size that is also a number in the formula; print(net) lists them"
                 )
             return list(found)
-        found = [net.space(str(name)) for name in _as_names(self.spaces) or ()]
+        found = [net.space(str(name)) for name in as_names(self.spaces) or ()]
         for space in found:
             if space.pins:
                 raise EditError(f"the nodes of {space.name} cannot be removed: {space.pins[0]}")
@@ -162,7 +160,7 @@ class PruneNodes:
         hidden = range(1, len(net.layers) - 1)
         numbers: Iterable[Any] = hidden
         if self.spaces is not None:
-            numbers = sorted({_layer(net, number) for number in _as_names(self.spaces) or ()})
+            numbers = sorted({_layer(net, number) for number in as_names(self.spaces) or ()})
         outside = [number for number in numbers if number not in hidden]
         if outside or not hidden:
             raise EditError(f"only hidden layers, 1 to {len(hidden)}, are pruned; got {outside}")
@@ -341,24 +339,6 @@ class _Order:
             else:
                 many = middle - 1
         return few
-
-
-def _as_names(given: Chosen | Iterable[Chosen] | None) -> tuple[str | int, ...] | None:
-    """Returns spaces by name, and layers by number, which a checkpoint can hold."""
-    if given is None:
-        return None
-    # A layer is a set of nodes, and so could be taken for several.
-    if isinstance(given, str | int | Layer):
-        given = (given,)
-    names: list[str | int] = []
-    for one in given:
-        if isinstance(one, Space):
-            names.append(one.name)
-        elif isinstance(one, Layer):
-            names.append(one.index)
-        else:
-            names.append(one)
-    return tuple(names)
 
 
 def _layer(net: Graph, number: str | int) -> Any:

@@ -14,8 +14,10 @@ from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains
+from grapnet.core._layer import Layer
 from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.spaces._adopted import Adopted, adopted
+from grapnet.spaces._space import Space
 
 from ._budget import Budget, positions_in
 
@@ -236,6 +238,32 @@ def as_numbers(given: int | Iterable[int] | None) -> tuple[int, ...] | None:
     if isinstance(given, Iterable):
         return tuple(operator.index(number) for number in given)
     return (operator.index(given),)
+
+
+# Layers by number, spaces by name, or either as such.
+Layers = int | str | Layer | Iterable[int | str | Layer]
+
+
+def as_names(given: Layers | None) -> tuple[int | str, ...] | None:
+    """Returns spaces by name and layers by number, which a checkpoint can hold; None for the
+    default of a rule.
+    """
+    if given is None:
+        return None
+    # A layer is a set of nodes, and so could be taken for several.
+    if isinstance(given, str | Layer) or not isinstance(given, Iterable):
+        given = (given,)
+    names: list[str | int] = []
+    for one in given:
+        if isinstance(one, Space):
+            names.append(one.name)
+        elif isinstance(one, Layer):
+            names.append(one.index)
+        elif isinstance(one, str):
+            names.append(one)
+        else:
+            names.append(operator.index(one))
+    return tuple(names)
 
 
 # Transitions by number or, of an adopted model, by the name of a module or tensor.

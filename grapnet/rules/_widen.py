@@ -1,8 +1,7 @@
 """GrowWidth: wider hidden layers that compute what the narrow ones did."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,17 +12,21 @@ from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._index_map import contains
 from grapnet.core._sets import RelationSet
+from grapnet.spaces._adopted import Adopted
 
 from ._budget import positions_in, weakest_within
+from ._copies import copy_nodes
 from ._gradients import GradientRecorder
 from ._grow import affordable
 from ._rule import (
+    Layers,
     Recorder,
     RuleContext,
-    as_numbers,
+    as_names,
     gone_relations,
     leaving_relations,
     only,
+    require_net,
     seen_evidence,
     sources_of,
     staying,
@@ -34,7 +37,7 @@ from ._rule import (
 
 @dataclass(frozen=True)
 class GrowWidth:
-    """Adds nodes to hidden layers without changing the function of the net.
+    """Adds nodes to hidden layers, or to spaces of an adopted model, without changing its function.
 
     - "zero_outgoing": the new nodes get random weights from every node above and weights 0 to every
       node below.
@@ -55,8 +58,14 @@ class GrowWidth:
     those rules cut. A policy in the transition to the nodes below, or for "net2net" in the one from
     above, raises PlanError.
 
+    Spaces of an adopted model grow by "zero_outgoing" and "net2net", in all tensors that have their
+    nodes: copies have the entries of the original in biases, norms and running statistics, and all
+    readers of a node share alike. A space of which a removal would not be exact (`Space.verdict`)
+    raises EditError.
+
     Attributes:
-        layers: numbers of hidden layers; negative numbers count from the output.
+        layers: numbers of hidden layers; negative numbers count from the output. Of an adopted
+            model, names of spaces, or spaces.
         nodes: the number of nodes to add to each layer.
         init: one of the above.
         noise: for "net2net": how unevenly weights are shared, from 0 (evenly) to below 1. Even
@@ -77,7 +86,7 @@ class GrowWidth:
         ([4, 8, 2], True)
     """
 
-    layers: int | Iterable[int]
+    layers: Layers
     nodes: int
     init: Literal["zero_outgoing", "net2net", "gradmax"] = "zero_outgoing"
     noise: float = 0.1
@@ -86,7 +95,7 @@ class GrowWidth:
     owner: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", as_numbers(self.layers))
+        object.__setattr__(self, "layers", as_names(self.layers))
         if self.nodes < 1:
             raise EditError(f"nodes is at least 1, got {self.nodes!r}")
         if self.init not in ("zero_outgoing", "net2net", "gradmax"):
@@ -100,6 +109,7 @@ class GrowWidth:
         """Returns, for "gradmax", a recorder of the gradients across each layer."""
         if self.init != "gradmax":
             return {}
+        require_net(net, 'GrowWidth(init="gradmax")')
         found: dict[str, Recorder] = {}
         for number in self._numbers(net):
             upper, lower = _around(net, number)
@@ -108,6 +118,9 @@ class GrowWidth:
 
     def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
         """Adds the nodes."""
+        if isinstance(net, Adopted):
+            self._widen_spaces(net, edit, context)
+            return
         for number in self._numbers(net):
             touched = net.leaving(number)
             if self.init == "net2net":
@@ -130,11 +143,42 @@ class GrowWidth:
     def _numbers(self, net: GrapNet) -> list[int]:
         """Returns the numbers of the layers; raises EditError when one is not hidden."""
         last = len(net.layers) - 1
-        given = as_numbers(self.layers) or ()
+        given = [number for number in as_names(self.layers) or () if isinstance(number, int)]
         numbers = sorted({number % len(net.layers) for number in given})
         if not all(-last <= number <= last for number in given) or {0, last} & set(numbers):
-            raise EditError(f"only hidden layers, 1 to {last - 1}, grow; got {list(given)}")
+            raise EditError(f"only hidden layers, 1 to {last - 1}, grow; got {self.layers}")
         return numbers
+
+    def _widen_spaces(self, net: Adopted, edit: Any, context: RuleContext) -> None:
+        """Adds nodes to spaces of an adopted model."""
+        if self.init == "gradmax":
+            require_net(net, 'GrowWidth(init="gradmax")')
+        spaces = [net.space(str(name)) for name in as_names(self.layers) or ()]
+        net.prove(spaces)
+        for space in spaces:
+            if space.verdict not in ("exact", "unproved"):
+                raise EditError(
+                    f"{space.name} cannot be widened without changing the function of the model:"
+                    f" it is {space.verdict}"
+                )
+        counts = {}
+        left = context.budget
+        for space in spaces:
+            each = edit._relations_of_a_node(space.index)
+            counts[space] = affordable(self.nodes, each, left)
+            if left.edits is not None:
+                left = replace(left, edits=left.edits - each * counts[space])
+        how = "nodes with zero outgoing weights"
+        if self.init == "net2net":
+            how = "copies of nodes"
+        for space, count in counts.items():
+            edit.remark(f"widens {space.name} by {count} {how}", space=space.name, nodes=count)
+        growing = {space: count for space, count in counts.items() if count}
+        if self.init == "net2net":
+            copy_nodes(net, edit, growing, self.noise, self.split, self.owner)
+            return
+        for space, count in growing.items():
+            edit.add_nodes(space, count, owner=self.owner)
 
     def _add_silent(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
         above = [staying(net, edit, n) for n in sources_of(net, number)]

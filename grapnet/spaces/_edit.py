@@ -14,12 +14,12 @@ from grapnet.core._edit import Edit, layer_number, rows_of
 from grapnet.core._errors import EditError
 from grapnet.core._index_map import GridMap
 from grapnet.core._node import GrapNode
-from grapnet.core._opened import CUT, FROZEN, Pattern
+from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
 from grapnet.core._resolve import checked_owner, resolve, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
-from ._rewiring import Joined, Wish
+from ._rewiring import Assigned, Joined, Wish
 from ._weights import leading_shape
 
 if TYPE_CHECKING:
@@ -210,10 +210,7 @@ class SpaceEdit(Edit):
         weights: Literal["linear", "zero"] | Tensor | float = "linear",
         transition: int | None = None,
     ) -> None:
-        """Connects relations that were cut, before this edit or in it.
-
-        A relation that this edit cuts and connects gets other numbers, and starts with clean
-        optimizer state.
+        """Connects relations that were cut.
 
         Args:
             parents: nodes of one space.
@@ -349,6 +346,18 @@ class SpaceEdit(Edit):
                     wish = self._wish(name)
                     getattr(wish, verb).append(chosen)
                     wish.count(turned=len(rows))
+
+    def _assign(self, name: str, whole: Tensor, dim: int, at: Tensor) -> None:
+        """Gives the free cells of a tensor at some positions of an axis the numbers that another
+        tensor has there; optimizers begin anew with them.
+        """
+        pattern = self.graph._pattern_of(name)
+        table = torch.arange(len(pattern.kinds)).view(leading_shape(pattern))
+        rows = table.index_select(dim, at.cpu()).reshape(-1)
+        rows = rows[pattern.kinds[rows] == FREE]
+        cells = whole.reshape(-1, pattern.width)[rows.to(whole.device)]
+        self._note("assign", tensor=name, cells=cells.numel())
+        self._wish(name).assign.append(Assigned(rows, cells))
 
     def _fill(self, name: str, pattern: Pattern) -> None:
         """Connects all cells of a tensor that are cut, with 0, and makes frozen ones free."""

@@ -27,6 +27,14 @@ class Joined:
     bound: float  # without numbers they are drawn uniformly from ± this
 
 
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """Free rows of a tensor that get other numbers."""
+
+    rows: Tensor  # [n] int64
+    cells: Tensor  # [n, width]
+
+
 @dataclass(eq=False)
 class Wish:
     """What an edit asks of the rows of one tensor, int64 in its present rows (see `Pattern`).
@@ -36,6 +44,7 @@ class Wish:
 
     cut: list[Tensor] = field(default_factory=list)
     connect: list[Joined] = field(default_factory=list)
+    assign: list[Assigned] = field(default_factory=list)
     freeze: list[Tensor] = field(default_factory=list)
     unfreeze: list[Tensor] = field(default_factory=list)
     relations: Turned = NONE_TURNED
@@ -60,14 +69,13 @@ def rewired(
     Args:
         net: the graph.
         name: the tensor.
-        wish: what to do with its rows; a cut prevails over freezing, freezing over unfreezing. Rows
-            that are cut and connected get other numbers.
+        wish: what to do with its rows; a cut prevails over freezing, freezing over unfreezing.
         index: how its axes move; None if they stay.
         born: the cells that come with new nodes.
         generator: source of random numbers.
 
     Raises:
-        EditError: a relation to connect exists.
+        EditError: a relation to connect exists, or cells to assign are frozen in the same edit.
     """
     grid = net._grids()[name]
     before = net._pattern_of(name)
@@ -76,22 +84,25 @@ def rewired(
         kinds[rows[kinds[rows] == FROZEN]] = FREE
     for rows in wish.freeze:
         kinds[rows[kinds[rows] == FREE]] = FROZEN
+    for joined in wish.connect:
+        if bool((before.kinds[joined.rows] != CUT).all(1).any()):
+            raise EditError(f"a relation to connect in {name} exists already")
+        kinds[joined.rows[before.kinds[joined.rows] == CUT]] = FREE
     for rows in wish.cut:
         kinds[rows] = CUT
-    missing = kinds == CUT
-    for joined in wish.connect:
-        if bool((~missing[joined.rows]).all(1).any()):
-            raise EditError(f"a relation to connect in {name} exists already")
-        kinds[joined.rows[missing[joined.rows]]] = FREE
-    # rows that leave and come in the same commit
-    is_renewed = missing & (kinds != CUT) & (before.kinds != CUT)
-    if index is None and torch.equal(kinds, before.kinds) and not bool(is_renewed.any()):
+    if index is None and not wish.assign and torch.equal(kinds, before.kinds):
         return None
     whole = grid.whole.contiguous()
     if wish.connect:
-        whole = _with_connected(whole.clone(), missing, before.width, wish.connect, generator)
+        whole = _with_connected(whole.clone(), before, wish.connect, generator)
     origin = torch.arange(len(kinds))
-    origin[is_renewed] = -1
+    for assigned in wish.assign:
+        if bool((kinds[assigned.rows] == FROZEN).any()):
+            raise EditError(f"this edit freezes weights of {name} that it also assigns")
+        whole = whole.clone()
+        whole.view(-1, before.width)[assigned.rows.to(whole.device)] = assigned.cells.to(whole)
+        # They leave and come in one commit, so that optimizers begin anew with them.
+        origin[assigned.rows] = -1
     shape = before.shape
     if index is not None:
         leading = leading_shape(before)
@@ -140,18 +151,14 @@ def _live_map(before: Pattern, after: Pattern, origin: Tensor) -> IndexMap:
 
 
 def _with_connected(
-    whole: Tensor,
-    missing: Tensor,
-    width: int,
-    connect: list[Joined],
-    generator: torch.Generator | None,
+    whole: Tensor, pattern: Pattern, connect: list[Joined], generator: torch.Generator | None
 ) -> Tensor:
-    """Returns a tensor with the numbers of relations to connect in its missing rows."""
-    rows_of_cells = whole.view(-1, width)
+    """Returns a tensor with the numbers of relations to connect."""
+    rows_of_cells = whole.view(-1, pattern.width)
     for joined in connect:
-        is_written = missing[joined.rows].to(whole.device)
+        missing = (pattern.kinds[joined.rows] == CUT).to(whole.device)
         rows = joined.rows.to(whole.device)
-        count = rows.numel() * width
+        count = rows.numel() * pattern.width
         if joined.numbers is not None:
             numbers = joined.numbers.to(whole).reshape(-1).expand(count)
         else:
@@ -159,6 +166,6 @@ def _with_connected(
             drawn = torch.empty(count, dtype=whole.dtype, device=device)
             drawn.uniform_(-joined.bound, joined.bound, generator=generator)
             numbers = drawn.to(whole.device)
-        cells = numbers.reshape(*rows.shape, width)
-        rows_of_cells[rows[is_written]] = cells[is_written]
+        cells = numbers.reshape(*rows.shape, pattern.width)
+        rows_of_cells[rows[missing]] = cells[missing]
     return whole

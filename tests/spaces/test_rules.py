@@ -17,6 +17,7 @@ from grapnet.rules import (
     Every,
     FreezeOwner,
     GrowForTask,
+    GrowWidth,
     PruneNodes,
     PruneWeakest,
     RemoveOrphans,
@@ -27,6 +28,7 @@ from grapnet.rules import (
     gradual_pruning,
     rigl,
 )
+from grapnet.spaces import Space
 from tests.spaces import oracle, zoo
 from tests.spaces.subjects import Subject, loss_of, same_bits, subject
 
@@ -413,6 +415,103 @@ def test_the_nodes_of_an_owner_are_frozen(found: Subject) -> None:
     assert moved > 0
     with pytest.raises(gn.errors.EditError):
         managed(FreezeOwner("nobody")).apply(found.net, 1)
+
+
+def exact_spaces(found: Subject) -> list[Space]:
+    """Returns the spaces that can be widened without changing the function of the model."""
+    found.net.prove(found.free)
+    return [space for space in found.free if space.verdict == "exact" and space.readers]
+
+
+@pytest.mark.parametrize("name", ["resnet", "vit", "densenet", "gqa_decoder"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"init": "zero_outgoing"},
+        {"init": "net2net"},
+        {"init": "net2net", "noise": 0.5, "split": False},
+    ],
+    ids=lambda settings: "-".join(map(str, settings.values())),
+)
+def test_wider_spaces_compute_the_same(name: str, settings: dict[str, Any]) -> None:
+    found = subject(zoo.MODELS[name]())
+    spaces = exact_spaces(found)
+    assert spaces
+    for space in (spaces[0], spaces[-1]):
+        before = found.snapshot()
+        outputs = found.outputs()
+        size = len(space)
+        manager = managed(GrowWidth(space, 3, owner="wide", **settings), seed=5)
+        commit = manager.apply(found.net, 0)
+        assert commit is not None
+        assert len(space) == size + 3
+        assert space.owners.count("wide") == 3
+        assert oracle.largest_difference(outputs, found.outputs()) < 1e-10
+        gn.check(found.net)
+        found.net.undo()
+        assert oracle.same(before, found.snapshot()) == []
+        found.net.redo()
+        assert oracle.largest_difference(outputs, found.outputs()) < 1e-10
+        found.step()
+
+
+def test_neighbouring_spaces_are_copied_in_one_edit(found: Subject) -> None:
+    spaces = exact_spaces(found)
+    outputs = found.outputs()
+    sizes_before = [len(space) for space in spaces]
+    with found.net.edit() as edit:
+        edit.set_owner(spaces[0], "mine")
+    before = wholes(found)
+    moments = states(found)
+    managed(GrowWidth(spaces, 2, "net2net"), seed=1).apply(found.net, 0)
+    assert [len(space) for space in spaces] == [size + 2 for size in sizes_before]
+    assert oracle.largest_difference(outputs, found.outputs()) < 1e-10
+    assert len(found.net.select(owner="mine")) == sizes_before[0] + 2
+    # What computes the originals stays to the bit, with the state of its optimizer.
+    writers = set(spaces[0].writers) - {name for space in spaces for name in space.readers}
+    assert writers
+    for name in writers:
+        here = tuple(slice(0, size) for size in before[name].shape)
+        if len(spaces[0].places()[name, 0][0]) == 1:
+            assert same_bits(wholes(found)[name][here], before[name])
+            assert same_bits(states(found)[name][here], moments[name])
+    found.step()
+
+
+def test_copies_beside_cut_and_frozen_relations_keep_the_function(found: Subject) -> None:
+    spaces = exact_spaces(found)
+    with found.net.edit(generator=torch.Generator()) as edit:
+        edit.cut(every_relation(found).random(fraction=0.2, generator=torch.Generator()))
+        edit.freeze(spaces[0][:2])
+    outputs = found.outputs()
+    before = found.snapshot()
+    frozen = found.net.count().frozen
+    managed(GrowWidth(spaces, 4, "net2net"), seed=2).apply(found.net, 0)
+    assert found.net.count().frozen == frozen
+    assert oracle.largest_difference(outputs, found.outputs()) < 1e-10
+    found.net.undo()
+    assert oracle.same(before, found.snapshot()) == []
+    found.net.redo()
+    found.step()
+
+
+def test_growing_keeps_within_a_budget_and_refuses_what_changes_the_function(
+    found: Subject,
+) -> None:
+    space = exact_spaces(found)[0]
+    with found.net.edit() as edit:
+        each = edit._relations_of_a_node(space.index)
+    size = len(space)
+    manager = managed(GrowWidth(space, 5), budget=Budget(edits=2 * each + 1))
+    manager.apply(found.net, 0)
+    assert len(space) == size + 2
+    assert managed(GrowWidth(space, 5), budget=Budget(edits=1)).apply(found.net, 1) is None
+    normalised = [one for one in found.net.spaces if one.verdict in ("normalised", "pinned")]
+    for init in ("zero_outgoing", "net2net"):
+        with pytest.raises(gn.errors.EditError):
+            managed(GrowWidth(normalised[0], 1, init)).apply(found.net, 2)
+    with pytest.raises(gn.errors.EditError):
+        managed(GrowWidth(space, 1, "gradmax")).apply(found.net, 2)
 
 
 @pytest.mark.parametrize(
