@@ -103,6 +103,12 @@ class Opened:
             rows = base.index_copy(0, at, given)
         return rows.view(self.pattern.shape)
 
+    def prepare(self, content: Tensor) -> None:
+        """Computes what `whole` keeps, so that no compiled forward pass traces it."""
+        self.free_at(content.device)
+        if len(self.frozen_values):
+            self._without_free(content)
+
     def live(self, content: Tensor) -> Tensor:
         """Returns the rows that exist, free and frozen ones in their order, without gradients."""
         content = content.detach().view(-1, self.pattern.width)

@@ -348,6 +348,22 @@ def test_the_gradients_are_averaged_over_a_window(found: Subject) -> None:
     assert recorder.count == 0
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_a_compiled_model_are_recorded(found: Subject) -> None:
+    managed(PruneWeakest(fraction=0.5)).apply(found.net, 0)
+    recorder = TensorGradientRecorder(found.net, 1)
+    expected = dense_gradients(found)[found.net.transitions[1].name]
+    compiled = torch.compile(found.model.train(), backend="eager")
+    for armed in (False, True):
+        if armed:
+            recorder.arm(found.net)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            loss_of(compiled, found.case).backward()
+    assert recorder.count == 1
+    torch.testing.assert_close(recorder.gradient(), expected)
+
+
 def test_a_dry_run_changes_nothing(found: Subject) -> None:
     with found.net.edit() as edit:
         edit.cut(every_relation(found).random(fraction=0.3, generator=torch.Generator()))
