@@ -56,7 +56,8 @@ class Pattern:
     @cached_property
     def is_free(self) -> Tensor:
         """One bool for each row that exists: True if it is free."""
-        return self.kinds[self.kinds != CUT] == FREE
+        kinds = self.kinds.numpy()  # numpy selects by a mask many times as fast
+        return torch.from_numpy(kinds[kinds != CUT] == FREE)
 
     @property
     def n_free(self) -> int:

@@ -382,7 +382,7 @@ class SpaceEdit(Edit):
         ):
             for t, parts in requests.items():
                 weight = self.graph.transitions[t]
-                at = torch.cat(parts).unique().cpu()
+                at = union(parts, self.graph.device).cpu()
                 wish = wishes.setdefault(weight.name, Wish())
                 rows = weight.rows(*weight._ends(at)).reshape(-1)
                 setattr(wish, kind, [*getattr(wish, kind), rows])

@@ -1,6 +1,7 @@
 """Rules on adopted models: PruneWeakest, Rewire, FreezeOwner and GrowWidth, with one manager."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -509,6 +510,39 @@ def test_copies_beside_cut_and_frozen_relations_keep_the_function(found: Subject
     assert oracle.same(before, found.snapshot()) == []
     found.net.redo()
     found.step()
+
+
+def test_a_file_keeps_rules_evidence_and_what_copies_share(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+
+    def rules() -> RuleManager:
+        manager = RuleManager(seed=3)
+        manager.add(PruneWeakest(fraction=0.3), schedule=At(1))
+        manager.add(Rewire(grow="gradient", window=3), schedule=At(3))
+        manager.add(GrowWidth(("layer1.0.conv1",), 2, "net2net"), schedule=At(0))
+        return manager
+
+    runs = []
+    for _ in range(2):
+        found = subject(zoo.MODELS["resnet"]())
+        runs.append((found, rules()))
+    (first, manager), (second, other) = runs
+    manager.start(first.net)
+    for step in range(3):
+        first.step()
+        manager.apply(first.net, step)
+    gn.save(path, first.net, optimizer=first.optimizer, rules=manager, undo=True)
+    gn.restore(path, into=second.net, optimizer=second.optimizer, rules=other)
+    other.start(second.net)
+    for found, own in runs:
+        found.step()
+        assert own.apply(found.net, 3) is not None
+        found.step()
+    assert oracle.largest_difference(first.outputs(), second.outputs()) == 0
+    for found, _ in runs:
+        for _ in range(3):
+            found.net.undo()
+    assert oracle.largest_difference(first.outputs(), second.outputs()) == 0
 
 
 def test_growing_keeps_within_a_budget_and_refuses_what_changes_the_function(
