@@ -156,10 +156,18 @@ class SpaceEdit(Edit):
     def remove_nodes(self, nodes: Nodes, *, interface: bool = False) -> None:
         """Removes nodes from every tensor that has them.
 
+        Args:
+            nodes: the nodes to remove.
+            interface: must be True to remove nodes that the model returns, which changes the width
+                of its output.
+
         Raises:
             EditError: the space is pinned, or would be left without nodes.
         """
-        self._require_free(self._rows(nodes))
+        numbers = self._rows(nodes)
+        if interface:
+            numbers = [n for n in numbers if self.graph.spaces[n].pins != ("output",)]
+        self._require_free(numbers)
         super().remove_nodes(nodes, interface=True)
 
     def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
