@@ -6,8 +6,8 @@ file with test functions is imported and its functions are called, as pytest doe
 a script. The exit code is the number of files that fail.
 
 Models that the files ask for with `pretrained=True` start from random weights, as nothing can be
-downloaded. Where torchvision comes without its compiled operators, names without a function take
-their place, which is enough for models that classify.
+downloaded; all that a file asks for are drawn alike. Where torchvision comes without its compiled
+operators, names without a function take their place, which is enough for models that classify.
 """
 
 import argparse
@@ -159,11 +159,17 @@ def _modules_in(package: Any) -> list[Any]:
 
 
 def without_weights(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that makes the same model, with random weights."""
+    """Returns a function that makes the same model, with random weights; always the same ones if it
+    is asked for trained weights.
+    """
 
     @functools.wraps(build)
-    def built(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
-        return build(*args, **{**kwargs, "weights": None})
+    def built(*args: Any, pretrained: bool = False, weights: Any = None, **kwargs: Any) -> Any:
+        if not pretrained and weights is None:
+            return build(*args, **kwargs)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return build(*args, **kwargs)
 
     return built
 
