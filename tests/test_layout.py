@@ -40,6 +40,7 @@ PUBLIC = tuple(
         "following",
         "continual",
         "plot",
+        "spaces",
     )
 )
 PROGRAMS = ("studies", "integrations", "benchmarks", "examples", "plot", "cli")

@@ -15,6 +15,36 @@ from torch import Tensor, nn
 
 from . import ops
 
+# What `from function import *` brings; Torch-Pruning keeps the pruners of layers here alone.
+__all__ = [
+    "BasePruningFunc",
+    "PrunerBox",
+    "prune_batchnorm_in_channels",
+    "prune_batchnorm_out_channels",
+    "prune_conv_in_channels",
+    "prune_conv_out_channels",
+    "prune_depthwise_conv_in_channels",
+    "prune_depthwise_conv_out_channels",
+    "prune_embedding_in_channels",
+    "prune_embedding_out_channels",
+    "prune_groupnorm_in_channels",
+    "prune_groupnorm_out_channels",
+    "prune_instancenorm_in_channels",
+    "prune_instancenorm_out_channels",
+    "prune_layernorm_in_channels",
+    "prune_layernorm_out_channels",
+    "prune_linear_in_channels",
+    "prune_linear_out_channels",
+    "prune_lstm_in_channels",
+    "prune_lstm_out_channels",
+    "prune_multihead_attention_in_channels",
+    "prune_multihead_attention_out_channels",
+    "prune_parameter_in_channels",
+    "prune_parameter_out_channels",
+    "prune_prelu_in_channels",
+    "prune_prelu_out_channels",
+]
+
 
 class BasePruningFunc(ABC):
     """How to prune a layer; the base class of pruners of one's own layers.
