@@ -195,10 +195,13 @@ class Gates:
         """
         candidates: dict[tuple[str, str, int], Candidate] = {}
         integers = _integers(model)
+        # What describes a module of torch follows anyway.
+        described = _descriptions(model, self._typed, before, after)
         for space in changed:
             for one in _candidates(integers, space, before, after):
-                size = size_of(one.expression, after)
-                candidates.setdefault((one.path, one.attribute, size), one)
+                if (one.path, one.attribute) not in described:
+                    size = size_of(one.expression, after)
+                    candidates.setdefault((one.path, one.attribute, size), one)
         options = _options(list(candidates.values()))
         # Numbers are added one by one, as long as each changes how the model fails.
         problems: dict[tuple[Candidate, ...], str] = {}
@@ -488,6 +491,9 @@ def _description(
         return {"num_channels": sizes[0], "num_groups": groups}
     if isinstance(module, nn.PReLU) and sizes is not None:
         return {"num_parameters": sizes[0]}
+    if isinstance(module, nn.MultiheadAttention) and "in_proj_weight" in held:
+        width = size_of(held["in_proj_weight"][1], after)
+        return {"embed_dim": width, "kdim": width, "vdim": width}
     # The transposed linear layer of Hugging Face's GPT-2.
     if type(module).__name__ == "Conv1D" and sizes is not None:
         return {"nx": sizes[0], "nf": sizes[1]}

@@ -396,6 +396,40 @@ def test_heads_and_the_channels_in_them() -> None:
     assert (model.v.out_features, model.q.out_features, model.out.in_features) == (20, 24, 20)
 
 
+class Transformer(nn.Module):
+    """An attention of torch in a residual stream, whose width is also a number of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width = 24
+        self.embed = nn.Linear(5, 24)
+        self.norm = nn.LayerNorm(24)
+        self.attention = nn.MultiheadAttention(24, 4, batch_first=True)
+        self.head = nn.Linear(24, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x).reshape(len(x), -1, self.width)
+        y = self.norm(x)
+        return self.head(x + self.attention(y, y, y, need_weights=False)[0])
+
+
+def test_heads_of_torch_become_narrower_with_their_stream() -> None:
+    model = Transformer()
+    example = torch.randn(2, 7, 5)
+    graph = built(model, example)
+    group = graph.get_pruning_group(model.embed, tp.prune_linear_out_channels, idxs=[0, 1, 2])
+    with pytest.raises(gn.EditError):
+        group.prune()
+    pruner = tp.pruner.MagnitudePruner(model, example, tp.importance.MagnitudeImportance())
+    pruner.step()
+    attention = model.attention
+    assert (model.width, attention.embed_dim, attention.head_dim) == (12, 12, 3)
+    assert attention.in_proj_weight.shape == (36, 12)
+    assert model(example).shape == (2, 7, 3)
+    pruner.DG.net.undo()
+    assert (model.width, attention.embed_dim) == (24, 24)
+
+
 def test_optimizers_follow_and_steps_can_be_undone() -> None:
     model = Residual()
     optimizer = torch.optim.Adam(model.parameters())

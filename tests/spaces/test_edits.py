@@ -341,6 +341,19 @@ def test_what_is_illegal_changes_nothing(vgg: Subject, illegal: Callable[[Any, A
     remove(vgg, {vgg.net.space("0"): [0]})
 
 
+def test_outputs_are_removed_as_an_interface(vgg: Subject) -> None:
+    outputs = vgg.net.space("11")
+    assert outputs.pins == ("output",)
+    expected = vgg.outputs()[0][:, 1:]
+    with vgg.net.edit() as edit:
+        edit.remove_nodes(outputs[0], interface=True)
+    torch.testing.assert_close(vgg.outputs()[0], expected)
+    with pytest.raises(gn.EditError), vgg.net.edit() as edit:
+        edit.remove_nodes(vgg.net.space("0", side="in")[0], interface=True)
+    vgg.net.undo()
+    assert len(outputs) == expected.shape[1] + 1
+
+
 def _remove_and(vgg: Subject, illegal: Callable[[Any, Any], Any]) -> None:
     with vgg.net.edit() as edit:
         edit.remove_nodes(vgg.net.space("3")[0])

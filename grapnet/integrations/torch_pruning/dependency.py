@@ -1,6 +1,7 @@
 """DependencyGraph and Group under Torch-Pruning's names, over the spaces of an adopted model."""
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -423,6 +424,8 @@ class DependencyGraph:
             for group in groups:
                 for nodes in group._nodes:
                     edit.remove_nodes(nodes, interface=True)
+            for nodes in self._nodes_in_heads(groups):
+                edit.remove_nodes(nodes)
         for layer, smaller in customized:
             if _shapes(layer) != _shapes(smaller):
                 self.net.undo()
@@ -434,6 +437,49 @@ class DependencyGraph:
             _take_numbers(layer, smaller)
         if record_history:
             self._record(groups)
+
+    def heads_of(self, group: Group) -> int:
+        """Returns of which number the nodes of a group that stay are a multiple.
+
+        The heads of `nn.MultiheadAttention` are together as wide as the stream that it reads.
+        """
+        multiple = 1
+        for dep, _ in group:
+            if isinstance(dep.layer, nn.MultiheadAttention):
+                multiple = math.lcm(multiple, dep.layer.num_heads)
+        return multiple
+
+    def _nodes_in_heads(self, groups: Sequence[Group]) -> list[gn.NodeSet]:
+        """Returns the weakest nodes in the heads of attentions whose stream becomes narrower, as
+        many as have to go with it.
+
+        Raises:
+            EditError: the stream that is left cannot be divided into the heads.
+        """
+        leaving: dict[nn.MultiheadAttention, int] = {}
+        for group in groups:
+            for item in group:
+                layer = item.dep.layer
+                if isinstance(layer, nn.MultiheadAttention) and item.tensor == "in_proj_weight":
+                    leaving[layer] = leaving.get(layer, 0) + len(item.idxs)
+        found = []
+        for layer, count in leaving.items():
+            path = self._paths[layer]
+            if count % layer.num_heads:
+                raise gn.EditError(
+                    f"{path} has {layer.num_heads} heads, so a multiple of as many channels can be"
+                    f" removed, not {count}"
+                )
+            place = (_joined(path, "in_proj_weight"), 0)
+            distances = {}
+            for space in self._spaces_at[place]:
+                if not space.pins:
+                    at = space.places()[place]
+                    distances[space] = int(at[1, 0] - at[0, 0])
+            # The channels in a head are next to each other.
+            inner = min(distances, key=lambda space: distances[space])
+            found.append(inner.weakest(count=count // layer.num_heads))
+        return found
 
     def _names(self, groups: Sequence[Group]) -> list[str]:
         names = [self._module2name.get(group[0].dep.layer, "?") for group in groups]

@@ -319,11 +319,11 @@ class BasePruner:
         size = len(record.scores)
         first = self._first_sizes.setdefault(("group", _name(record.group)), size)
         stay = max(size - count, math.ceil(first * (1 - self.max_pruning_ratio)), 1)
-        if count and self.round_to:
+        multiple = math.lcm(self.round_to or 1, self.DG.heads_of(record.group))
+        if count and multiple > 1:
             # A node may have several channels in a layer.
             channels = len(record.group[0].idxs) // size
-            multiple = self.round_to // math.gcd(self.round_to, max(1, channels))
-            stay -= stay % multiple
+            stay -= stay % (multiple // math.gcd(multiple, max(1, channels)))
             if stay == 0:
                 return []
         return record.scores.argsort(stable=True)[: size - stay].tolist()
