@@ -1,8 +1,8 @@
-"""DependencyGraph and Group under Torch-Pruning's names, over the spaces of an adopted model."""
+"""DependencyGraph under Torch-Pruning's name, over the spaces of an adopted model."""
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,224 +12,15 @@ import grapnet as gn
 from grapnet.spaces import Adopted, Space
 
 from . import ops
+from ._group import Dependency as Dependency
+from ._group import Group as Group
+from ._group import GroupItem as GroupItem
+from ._group import Node as Node
+from ._group import Part, Target
 from .function import BasePruningFunc, PrunerBox
 
 # The pin of nodes that the model returns. They are removed only where they are asked for.
 OUTPUT = ("output",)
-
-
-class Node:
-    """A layer, or a Parameter outside of layers, in a dependency graph."""
-
-    def __init__(self, module: Any, name: str) -> None:
-        self.module = module
-        self.type = ops.module2type(module)
-        self.module_class = type(module)
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """The name of the layer in the model, and the layer."""
-        if isinstance(self.module, nn.Parameter):
-            return self._name
-        return f"{self._name} ({self.module})"
-
-    def __repr__(self) -> str:
-        return f"<Node: ({self.name})>"
-
-
-class Dependency:
-    """Pruning `source` by `trigger` needs pruning `target` by `handler`."""
-
-    def __init__(
-        self, trigger: Callable[..., Any], handler: Callable[..., Any], source: Node, target: Node
-    ) -> None:
-        self.trigger = trigger
-        self.handler = handler
-        self.source = source
-        self.target = target
-
-    @property
-    def layer(self) -> Any:
-        """The layer that is pruned."""
-        return self.target.module
-
-    @property
-    def pruning_fn(self) -> Callable[..., Any]:
-        """The function that prunes it."""
-        return self.handler
-
-    def is_triggered_by(self, pruning_fn: Callable[..., Any]) -> bool:
-        """Returns whether a function triggers it."""
-        return pruning_fn == self.trigger
-
-    def __call__(self, idxs: Sequence[int]) -> Any:
-        """Prunes this layer alone; the others of its group do not follow."""
-        return self.handler(self.target.module, list(idxs))
-
-    def __repr__(self) -> str:
-        trigger = f"{self.trigger.__name__} on {self.source.name}"
-        return f"{trigger} => {self.handler.__name__} on {self.target.name}"
-
-
-class GroupItem(tuple[Dependency, list[int]]):
-    """A layer of a group: unpacks to the dependency and the channels to remove.
-
-    Attributes:
-        root_idxs: for every channel the number of its node in the group.
-        tensor: the name of the tensor of the layer that has the channels; empty for a Parameter and
-            for a customized layer.
-        dim: the dimension of the tensor.
-    """
-
-    root_idxs: list[int]
-    tensor: str
-    dim: int
-
-    def __new__(
-        cls, dep: Dependency, idxs: list[int], root_idxs: list[int], tensor: str, dim: int
-    ) -> "GroupItem":
-        item = super().__new__(cls, (dep, idxs))
-        item.root_idxs = root_idxs
-        item.tensor = tensor
-        item.dim = dim
-        return item
-
-    @property
-    def dep(self) -> Dependency:
-        """The dependency."""
-        return self[0]
-
-    @property
-    def idxs(self) -> list[int]:
-        """The channels of the layer."""
-        return self[1]
-
-    @property
-    def weight(self) -> Tensor | None:
-        """The tensor that has the channels, at present; None for a customized layer."""
-        if isinstance(self.dep.layer, nn.Parameter):
-            return self.dep.layer
-        if not self.tensor:
-            return None
-        return getattr(self.dep.layer, self.tensor)
-
-
-class Group:
-    """Layers that can only be pruned together; the first one is the root.
-
-    Iterating yields pairs of a dependency and the channels of its layer. Where a node has several
-    channels in the root, as behind a flatten, all of them are listed; `n_nodes` counts the nodes.
-    """
-
-    def __init__(self, graph: "DependencyGraph", parts: "list[_Part]", root: "_Target") -> None:
-        self._DG = graph
-        self._parts = parts
-        self._root = root
-        # As they are now; an edit of these spaces in the meantime makes them stale.
-        self._nodes = [part.space[part.rows] for part in parts]
-        self._group = graph._items(parts, root)
-        self.n_nodes = 1 + max(int(part.numbers.max()) for part in parts)
-
-    @property
-    def items(self) -> list[GroupItem]:
-        """The layers of the group."""
-        return self._group
-
-    @property
-    def spaces(self) -> list[Space]:
-        """The spaces of the adopted model that the group removes nodes of."""
-        return [part.space for part in self._parts]
-
-    def prune(self, idxs: Sequence[int] | None = None, record_history: bool = True) -> None:
-        """Removes the nodes of the group, in one edit of the adopted model.
-
-        Args:
-            idxs: other channels of the root than those of the group.
-            record_history: whether `DependencyGraph.pruning_history` lists it.
-        """
-        group = self
-        if idxs is not None:
-            dep = self[0].dep
-            group = self._DG.get_pruning_group(dep.layer, dep.handler, idxs)
-        self._DG.prune([group], record_history=record_history)
-
-    def exec(self) -> None:
-        """Does what `prune` does."""
-        self.prune()
-
-    def subset(self, numbers: Iterable[int]) -> "Group":
-        """Returns a group with some of the nodes, by their numbers in this one."""
-        chosen = torch.as_tensor(sorted(numbers))
-        parts = []
-        for part in self._parts:
-            kept = torch.isin(part.numbers, chosen)
-            if kept.any():
-                among = torch.searchsorted(chosen, part.numbers[kept])
-                parts.append(_Part(part.space, part.rows[kept], among))
-        return Group(self._DG, parts, self._root)
-
-    def __call__(self) -> None:
-        self.prune()
-
-    def __getitem__(self, place: int) -> GroupItem:
-        return self._group[place]
-
-    def __iter__(self) -> Iterator[GroupItem]:
-        return iter(self._group)
-
-    def __len__(self) -> int:
-        return len(self._group)
-
-    def __str__(self) -> str:
-        return self._as_text(lambda item: f"len(idxs)={len(item.idxs)}")
-
-    def details(self) -> str:
-        """Returns the group as text, with all channels."""
-        return self._as_text(lambda item: f"idxs ({len(item.idxs)}) = {item.idxs}")
-
-    def _as_text(self, channels: Callable[[GroupItem], str]) -> str:
-        line = "-" * 32
-        lines = ["", line, "          Pruning Group", line]
-        for place, item in enumerate(self._group):
-            lines.append(f"[{place}] {item.dep}, {channels(item)}")
-        return "\n".join([*lines, line, ""])
-
-
-class _Part:
-    """Some nodes of one space in a group.
-
-    Attributes:
-        space: the space.
-        rows: the rows of the nodes in the space, ascending.
-        numbers: the numbers of the nodes in the group.
-    """
-
-    def __init__(self, space: Space, rows: Tensor, numbers: Tensor) -> None:
-        self.space = space
-        self.rows = rows
-        self.numbers = numbers
-
-
-class _Target:
-    """One side of a layer, or a Parameter outside of layers.
-
-    Attributes:
-        module: the layer or the Parameter.
-        side: whether its output or its input channels are meant.
-        place: the tensor of the model and the dimension that have the channels; None for a
-            customized layer.
-    """
-
-    def __init__(self, module: Any, side: ops.Side, place: tuple[str, int] | None) -> None:
-        self.module = module
-        self.side: ops.Side = side
-        self.place = place
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """What tells it apart from others."""
-        return id(self.module), self.side
 
 
 class DependencyGraph:
@@ -362,7 +153,7 @@ class DependencyGraph:
         parts = []
         count = 0
         for space, rows in chosen:
-            parts.append(_Part(space, rows, torch.arange(count, count + len(rows))))
+            parts.append(Part(space, rows, torch.arange(count, count + len(rows))))
             count += len(rows)
         return Group(self, self._with_coupled(parts), root)
 
@@ -399,7 +190,7 @@ class DependencyGraph:
             if (outer or not inner) if outermost else inner:
                 continue
             rows = torch.arange(len(space))
-            parts = self._with_coupled([_Part(space, rows, rows)])
+            parts = self._with_coupled([Part(space, rows, rows)])
             seen.update(part.space for part in parts)
             group = Group(self, parts, root)
             if not any(self._is_ignored(item, ignored) for item in group):
@@ -536,7 +327,7 @@ class DependencyGraph:
     def _node(self, module: Any) -> Node:
         return Node(module, self._module2name.get(module, type(module).__name__))
 
-    def _root(self, module: Any, side: ops.Side) -> _Target:
+    def _root(self, module: Any, side: ops.Side) -> Target:
         """Returns the side of a layer that a group starts from."""
         if isinstance(module, nn.Parameter):
             for name, dim in self._spaces_at:
@@ -545,14 +336,14 @@ class DependencyGraph:
                     return target
         elif module in self._paths:
             if self._is_customized(module):
-                return _Target(module, side, None)
+                return Target(module, side, None)
             axis = ops.axis_of(module, side)
             if axis is not None:
                 place = (_joined(self._paths[module], axis[0]), axis[1])
-                return _Target(module, side, place)
+                return Target(module, side, place)
         raise ValueError(f"{module} is not in the dependency graph")
 
-    def _nodes_at(self, root: _Target, idxs: Sequence[int]) -> list[tuple[Space, Tensor]]:
+    def _nodes_at(self, root: Target, idxs: Sequence[int]) -> list[tuple[Space, Tensor]]:
         """Returns the nodes that have some channels of a layer, by space."""
         wanted = torch.as_tensor(sorted(set(idxs)))
         if root.place is None:
@@ -587,7 +378,7 @@ class DependencyGraph:
             )
         return found
 
-    def _root_of(self, space: Space, root_types: tuple[type, ...]) -> _Target | None:
+    def _root_of(self, space: Space, root_types: tuple[type, ...]) -> Target | None:
         """Returns the layer of some classes that writes a space, with the fewest channels a
         node.
         """
@@ -602,7 +393,7 @@ class DependencyGraph:
                 fewest = at.shape[1]
         return found
 
-    def _nested(self, space: Space, root: _Target) -> tuple[bool, bool]:
+    def _nested(self, space: Space, root: Target) -> tuple[bool, bool]:
         """Returns whether other spaces lie inside of the nodes of a space on the axis of a layer,
         and whether it lies inside of those of another one.
         """
@@ -622,10 +413,12 @@ class DependencyGraph:
                 outer = outer or not is_inside
         return inner, outer
 
-    def _with_coupled(self, parts: list[_Part]) -> list[_Part]:
+    def _with_coupled(self, parts: list[Part]) -> list[Part]:
         """Returns parts of a group, with the nodes behind customized layers whose inputs and
         outputs are the same channels.
         """
+        if not self.CUSTOMIZED_PRUNERS:
+            return parts
         pairs = []
         for path, module in self._modules.items():
             pruner = self.get_pruner_of_module(module)
@@ -641,7 +434,7 @@ class DependencyGraph:
                     one, other = other, one
                 if part.space is one and other not in known and len(one) == len(other):
                     known.add(other)
-                    parts.append(_Part(other, part.rows, part.numbers))
+                    parts.append(Part(other, part.rows, part.numbers))
         return parts
 
     def _is_customized(self, module: nn.Module) -> bool:
@@ -649,7 +442,7 @@ class DependencyGraph:
         is_registered = module in self.CUSTOMIZED_PRUNERS or type(module) in self.CUSTOMIZED_PRUNERS
         return is_registered and ops.axis_of(module, "out") is None
 
-    def _target(self, name: str, dim: int) -> _Target | None:
+    def _target(self, name: str, dim: int) -> Target | None:
         """Returns the layer and the side that a dimension of a tensor belongs to; None for tensors
         that follow others, such as biases.
         """
@@ -658,21 +451,21 @@ class DependencyGraph:
         ancestor = path
         while ancestor:
             if self._is_customized(self._modules[ancestor]):
-                return _Target(self._modules[ancestor], "out", None)
+                return Target(self._modules[ancestor], "out", None)
             ancestor = ancestor.rpartition(".")[0]
         if ops.axis_of(module, "out") is None:
             held = getattr(module, tensor)
             if isinstance(held, nn.Parameter):
-                return _Target(held, "out", (name, dim))
+                return Target(held, "out", (name, dim))
             return None
         side = ops.side_of(module, tensor, dim)
         if side is None:
             return None
-        return _Target(module, side, (name, dim))
+        return Target(module, side, (name, dim))
 
-    def _items(self, parts: Sequence[_Part], root: _Target) -> list[GroupItem]:
+    def _items(self, parts: Sequence[Part], root: Target) -> list[GroupItem]:
         """Returns the layers that have some nodes; the root comes first."""
-        targets: dict[tuple[int, str], _Target] = {root.key: root}
+        targets: dict[tuple[int, str], Target] = {root.key: root}
         idxs: dict[tuple[int, str], list[int]] = {root.key: []}
         numbers: dict[tuple[int, str], list[int]] = {root.key: []}
         for part in parts:
@@ -701,7 +494,8 @@ class DependencyGraph:
         for key, target in targets.items():
             node = source if target is root else self._node(target.module)
             dep = Dependency(trigger, self._handler(target), source, node)
-            tensor, dim = "", 0
+            tensor = ""
+            dim = 0
             if target.place is not None:
                 dim = target.place[1]
                 if not isinstance(target.module, nn.Parameter):
@@ -709,7 +503,7 @@ class DependencyGraph:
             items.append(GroupItem(dep, idxs[key], numbers[key], tensor, dim))
         return items
 
-    def _handler(self, target: _Target) -> Callable[..., Any]:
+    def _handler(self, target: Target) -> Callable[..., Any]:
         pruner = self.get_pruner_of_module(target.module)
         if target.side == "out":
             return pruner.prune_out_channels
