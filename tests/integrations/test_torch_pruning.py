@@ -52,6 +52,7 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.heads = 4
         self.q = nn.Linear(12, 24)
         self.k = nn.Linear(12, 24)
         self.v = nn.Linear(12, 24)
@@ -59,7 +60,8 @@ class Attention(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (
-            part(x).unflatten(2, (4, -1)).transpose(1, 2) for part in (self.q, self.k, self.v)
+            part(x).unflatten(2, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
         )
         mixed = (q @ k.transpose(2, 3)).softmax(3) @ v
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -394,6 +396,43 @@ def test_heads_and_the_channels_in_them() -> None:
     # The first channel of every head.
     graph.get_pruning_group(model.v, tp.prune_linear_out_channels, idxs=[0, 6, 12, 18]).prune()
     assert (model.v.out_features, model.q.out_features, model.out.in_features) == (20, 24, 20)
+
+
+def test_a_pruner_removes_heads_when_asked() -> None:
+    model = Attention()
+    layers = {model.q: 4, model.k: 4, model.v: 4}
+    pruner = tp.pruner.BasePruner(
+        model,
+        torch.randn(2, 5, 12),
+        tp.importance.MagnitudeImportance(),
+        num_heads=layers,
+        prune_num_heads=True,
+        prune_head_dims=False,
+        head_pruning_ratio=0.5,
+    )
+    pruner.step()
+    assert model.heads == 2
+    assert (model.q.out_features, model.v.out_features, model.out.in_features) == (12, 12, 12)
+
+
+def test_one_layer_is_pruned_by_hand() -> None:
+    model = Residual()
+    pruner = tp.pruner.BasePruner(model, IMAGES, tp.importance.MagnitudeImportance())
+    pruner.manual_prune_width(model.conv1, tp.prune_conv_out_channels, 0.25)
+    assert sizes(model) == (8, 9)
+    pruner.manual_prune_width(model.conv1, tp.prune_conv_in_channels, [0, 1])
+    assert sizes(model) == (6, 9)
+
+
+def test_scales_of_a_group_shrink_together() -> None:
+    model = Residual()
+    importance = tp.importance.BNScaleImportance()
+    pruner = tp.pruner.BNScalePruner(model, IMAGES, importance, reg=0.1, group_lasso=True)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    pruner.regularize(model)
+    torch.testing.assert_close(model.bn1.weight.grad, torch.full((12,), 0.1))
+    assert not model.conv1.weight.grad.any()
 
 
 class Transformer(nn.Module):
