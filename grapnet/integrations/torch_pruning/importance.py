@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from .dependency import Group, GroupItem
-from .ops import TORCH_BATCHNORM, TORCH_CONV
+from .ops import OPTYPE, TORCH_BATCHNORM, TORCH_CONV
 
 Normalizer = str | Callable[[Tensor], Tensor] | None
 
 TARGETS = (TORCH_CONV, nn.Linear, TORCH_BATCHNORM, nn.LayerNorm)
+# Torch-Pruning's Taylor importance does not count batch norms.
+TAYLOR_TARGETS = (TORCH_CONV, nn.Linear, nn.LayerNorm)
 
 
 class Importance(ABC):
@@ -25,6 +27,8 @@ class Importance(ABC):
 
 class GroupMagnitudeImportance(Importance):
     """The sums of |w|^p over the weights of each node, by layer, reduced over the layers.
+
+    Depthwise convolutions do not count, as in Torch-Pruning.
 
     Args:
         p: the power.
@@ -67,7 +71,8 @@ class GroupMagnitudeImportance(Importance):
         """Returns the scores of one layer, and those of its bias if it counts."""
         found = []
         weight = item.weight
-        if isinstance(weight, nn.Parameter):
+        is_depthwise = item.dep.target.type == OPTYPE.DEPTHWISE_CONV
+        if isinstance(weight, nn.Parameter) and not is_depthwise:
             found.append(self._scored(group, item, weight, item.dim))
             bias = getattr(item.dep.layer, "bias", None)
             # Inputs of a layer have no bias: it has as many entries as there are outputs.
@@ -215,7 +220,7 @@ class GroupTaylorImportance(GroupMagnitudeImportance):
         normalizer: Normalizer = "mean",
         multivariable: bool = False,
         bias: bool = False,
-        target_types: Sequence[type] = TARGETS,
+        target_types: Sequence[type] = TAYLOR_TARGETS,
     ) -> None:
         super().__init__(1, group_reduction, normalizer, bias, target_types)
         self.multivariable = multivariable
