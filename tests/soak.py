@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-CHUNK = 100  # programs from one seed
+CHUNK = 50  # programs from one seed
 TELL = 500  # programs between two lines of progress
 
 
@@ -77,8 +77,10 @@ def run_model(name: str, device: str) -> Outcome:
     return Outcome(counts, failure)
 
 
-def run_matrix(processes: int, device: str) -> dict[str, object]:
-    """Runs the matrix of edits on all models and returns the report."""
+def run_matrix(processes: int, device: str, seconds: float) -> dict[str, object]:
+    """Runs the matrix of edits on all models, or on as many as the time allows, and returns the
+    report.
+    """
     from tests.spaces import matrix
 
     start = time.perf_counter()
@@ -88,13 +90,22 @@ def run_matrix(processes: int, device: str) -> dict[str, object]:
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     run = functools.partial(run_model, device=device)
     with multiprocessing.get_context("spawn").Pool(processes) as pool:
-        for outcome in pool.imap_unordered(run, matrix.CASES):
+        done = 0
+        found = pool.imap_unordered(run, matrix.CASES)
+        while done < len(matrix.CASES):
+            try:
+                outcome = found.next(max(0.0, start + seconds - time.perf_counter()))
+            except multiprocessing.TimeoutError:
+                break
+            done += 1
             counts += outcome.counts
             if outcome.failure:
                 failures.append(outcome.failure)
                 print(outcome.failure, flush=True)
+        pool.terminate()
     return {
-        "models": len(matrix.CASES),
+        "models": done,
+        "of models": len(matrix.CASES),
         "device": device,
         "edits": dict(sorted(counts.items())),
         "seconds": round(time.perf_counter() - start, 1),
@@ -107,9 +118,10 @@ def soak(
     programs: int,
     processes: int,
     seed: int,
+    seconds: float,
     run: Callable[[int], Outcome] = run_chunk,
 ) -> dict[str, object]:
-    """Runs at least so many programs and returns the report."""
+    """Runs at least so many programs, or as many as the time allows, and returns the report."""
     import hypothesis
     import torch
 
@@ -128,7 +140,7 @@ def soak(
                 failures.append(outcome.failure)
             if counts["programs"] // TELL > told:
                 print(f"{dict(counts)}, {len(failures)} failures", flush=True)
-            if counts["programs"] >= programs:
+            if counts["programs"] >= programs or time.perf_counter() > start + seconds:
                 break
         pool.terminate()
     return {
@@ -158,14 +170,18 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--spaces", action="store_true", help="run on adopted models instead")
     parser.add_argument("--device", default="cpu", help="of the adopted models of the matrix")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop each part after this")
+    parser.add_argument("--no-matrix", action="store_true", help="run programs alone")
     chosen = parser.parse_args()
     if chosen.spaces:
-        matrix = run_matrix(chosen.processes, chosen.device)
-        report = soak(chosen.programs, chosen.processes, chosen.seed, run_spaces_chunk)
-        report["matrix"] = matrix
-        report["failures"] = int(str(report["failures"])) + int(str(matrix["failures"]))
+        amount = (chosen.programs, chosen.processes, chosen.seed, chosen.seconds)
+        report = soak(*amount, run_spaces_chunk)
+        if not chosen.no_matrix:
+            matrix = run_matrix(chosen.processes, chosen.device, chosen.seconds)
+            report["matrix"] = matrix
+            report["failures"] = int(str(report["failures"])) + int(str(matrix["failures"]))
     else:
-        report = soak(chosen.programs, chosen.processes, chosen.seed)
+        report = soak(chosen.programs, chosen.processes, chosen.seed, chosen.seconds)
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(report, indent=2) + "\n")
     print(

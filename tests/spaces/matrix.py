@@ -229,7 +229,8 @@ def _train_copy(subject: Subject, name: str, label: str) -> None:
     step(model, AdamW(model.parameters(), lr=0.1, weight_decay=0.1), subject.case)
     after = getattr(module, key).detach().view(len(held), -1)
     assert torch.equal(before[held], after[held]), label
-    assert not torch.equal(before, after), label
+    if module._parameters[key].requires_grad:
+        assert not torch.equal(before, after), label
 
 
 def is_refused(loss: torch.Tensor) -> bool:
