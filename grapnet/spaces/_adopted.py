@@ -211,7 +211,8 @@ class Adopted(Graph):
             by: which rule or person edits.
             trial: revert the edit when the block ends.
             generator: source of the random numbers for new weights.
-            allow_dead: has no effect on an adopted model.
+            allow_dead: commit even if a space loses its last incoming relation, or an output its
+                last parent; see `GrapNet.edit`.
             memory: "normal" computes all changed tensors and their optimizer state beside the
                 present ones, which takes twice the memory. "low" lets them wait in the memory of
                 the CPU, or in a temporary file if the model is there, and takes longer.

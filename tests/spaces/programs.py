@@ -356,7 +356,7 @@ class SpaceMachine(RuleBasedStateMachine):
         asked = self.plan()
         turns = self.plan_turns()
         outputs = self.run(self.model)
-        with self.net.edit(reason="program") as edit:
+        with self.net.edit(reason="program", allow_dead=True) as edit:
             before = places_of(asked)
             wanted = self.turned(turns)
             self.ask(edit, asked, turns)
