@@ -199,8 +199,8 @@ class Gates:
         described = _descriptions(model, self._typed, before, after)
         for space in changed:
             for one in _candidates(integers, space, before, after):
-                if (one.path, one.attribute) not in described:
-                    size = size_of(one.expression, after)
+                size = size_of(one.expression, after)
+                if described.get((one.path, one.attribute)) != size:
                     candidates.setdefault((one.path, one.attribute, size), one)
         options = _options(list(candidates.values()))
         # Numbers are added one by one, as long as each changes how the model fails.

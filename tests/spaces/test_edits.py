@@ -736,3 +736,15 @@ def test_an_old_gradient_of_the_input_raises_where_sizes_are_equal() -> None:
         edit.add_nodes(net.space("0"), 1)
     with pytest.raises(RuntimeError, match="version"):
         loss.backward()
+
+
+def test_groups_come_back_after_all_but_one_were_removed() -> None:
+    found = subject(zoo.MODELS["groupnorm"]())
+    groups = found.net.space("0")
+    remove(found, {groups: list(range(1, len(groups)))})
+    assert len(groups) == 1
+    with found.net.edit() as edit:
+        edit.add_nodes(groups, 2)
+    norm = next(part for part in found.model.modules() if isinstance(part, nn.GroupNorm))
+    assert norm.num_groups == 3
+    found.step()
