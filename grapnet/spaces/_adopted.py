@@ -113,7 +113,10 @@ class Adopted(Graph):
         if axes is None:
             axes = typed.axes.get(name)
         if axes is None:
-            raise KeyError(f"the model has no space, module or tensor called {name!r}")
+            raise KeyError(
+                f"{name!r} is the name of no space or tensor, nor of a module that ran in the"
+                " examples with one output"
+            )
         by_atom = {space._atom: space for space in self.spaces}
         found = [by_atom[a] for axis in axes for a in atoms_of(axis) if a in by_atom]
         # The nodes that can be edited come first, then the outermost.
