@@ -703,7 +703,7 @@ def adopt(
                 f" {type(call).__name__} of {type(call[0]).__name__}"
             )
     typed = _with_other_paths(model, discover(model, calls))
-    net = Adopted(model, typed, Gates(typed, calls))
+    net = Adopted(model, typed, Gates(model, typed, calls))
     require_editable(net)
     earlier = find_adopted(model)
     if earlier is not None:

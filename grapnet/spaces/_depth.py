@@ -259,7 +259,7 @@ class _Result:
         for stack in self._stacks:
             modules = stack.modules([slot.block for slot in stack.slots])
             blocks.append((stack.container, modules))
-        gates = Gates(self._typed, net._gates.examples)
+        gates = Gates(self._plan.model, self._typed, net._gates.examples)
         gates._learned = list(net._gates._learned)
         attributes = {
             "_typed": self._typed,

@@ -50,8 +50,15 @@ class Candidate:
 class Gates:
     """The gates of one model; remembers which of its numbers follow which axes."""
 
-    def __init__(self, typed: Typed, examples: Sequence[Example]) -> None:
+    def __init__(self, model: nn.Module, typed: Typed, examples: Sequence[Example]) -> None:
         self._typed = typed
+        # The groups of modules when they were typed: later, one group could be any factor.
+        self._groups: dict[str, int] = {}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.GroupNorm):
+                self._groups[path] = module.num_groups
+            elif isinstance(module, nn.modules.conv._ConvNd):
+                self._groups[path] = module.groups
         self.examples = list(examples)
         self._bound: dict[tuple[str, str], Expression] = {}
         self._learned: list[Recipe] = []
@@ -94,7 +101,7 @@ class Gates:
                 raise
         sizes = (tuple(before), tuple(after))
         if sizes not in self._described:
-            self._described = {sizes: _descriptions(model, self._typed, before, after)}
+            self._described = {sizes: self._descriptions(model, before, after)}
         found = dict(self._described[sizes])
         for (path, attribute), expression in self._bound.items():
             found[path, attribute] = size_of(expression, after)
@@ -121,7 +128,7 @@ class Gates:
         search: bool,
     ) -> None:
         """Binds the numbers that must follow; raises EditError if none make the model run."""
-        runs = _Runs(model, self._typed, self.examples)
+        runs = _Runs(model, self._typed, self.examples, self._groups)
         self._apply_recipes(model, changed)
         problem = runs.problem(before, after, self._bound)
         if problem and not search:
@@ -196,7 +203,7 @@ class Gates:
         candidates: dict[tuple[str, str, int], Candidate] = {}
         integers = _integers(model)
         # What describes a module of torch follows anyway.
-        described = _descriptions(model, self._typed, before, after)
+        described = self._descriptions(model, before, after)
         for space in changed:
             for one in _candidates(integers, space, before, after):
                 size = size_of(one.expression, after)
@@ -226,6 +233,11 @@ class Gates:
                         longer[more] = found
             problems = longer
         return False
+
+    def _descriptions(
+        self, model: nn.Module, before: list[int], after: list[int]
+    ) -> dict[tuple[str, str], Any]:
+        return _descriptions(model, self._typed, self._groups, before, after)
 
     def _with(self, chosen: Sequence[Candidate]) -> dict[tuple[str, str], Expression]:
         """Returns the bound numbers with some more."""
@@ -274,8 +286,15 @@ def _options(candidates: Sequence[Candidate]) -> list[tuple[Candidate, ...]]:
 class _Runs:
     """Runs of a twin of the model with other sizes."""
 
-    def __init__(self, model: nn.Module, typed: Typed, examples: Sequence[Example]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        typed: Typed,
+        examples: Sequence[Example],
+        groups: dict[str, int],
+    ) -> None:
         self._model = model
+        self._groups = groups
         self._typed = typed
         self._examples = examples
         self._twin: Twin | None = None
@@ -298,7 +317,7 @@ class _Runs:
                 twin.set_shape(name, shape)
                 self._shapes[name] = shape
         numbers = dict(self._numbers)
-        numbers |= _descriptions(self._model, self._typed, before, after)
+        numbers |= _descriptions(self._model, self._typed, self._groups, before, after)
         for place, expression in bound.items():
             numbers[place] = size_of(expression, after)
         for (path, attribute), value in numbers.items():
@@ -438,9 +457,22 @@ def _part(axis: Expression, parts: tuple[int, int] | None) -> Expression | None:
 
 
 def _descriptions(
-    model: nn.Module, typed: Typed, before: list[int], after: list[int]
+    model: nn.Module,
+    typed: Typed,
+    groups: dict[str, int],
+    before: list[int],
+    after: list[int],
 ) -> dict[tuple[str, str], Any]:
-    """Returns the numbers by which modules of torch describe their tensors, after an edit."""
+    """Returns the numbers by which modules of torch describe their tensors, after an edit.
+
+    Args:
+        model: the model.
+        typed: its axes.
+        groups: the groups that modules had when the model was typed, by their paths.
+        before: the sizes of all atoms before the edit.
+        after: the same after it.
+    """
+    first = typed.sizes()
     moved = {atom for atom, size in enumerate(before) if after[atom] != size}
     names: dict[int, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -454,7 +486,8 @@ def _descriptions(
             if axes is not None:
                 held[own] = axes
         if any(atom in moved for axes in held.values() for axis in axes for atom in atoms_of(axis)):
-            for attribute, value in _description(module, held, before, after).items():
+            count = groups.get(path, 1)
+            for attribute, value in _description(module, held, count, first, after).items():
                 found[path, attribute] = value
     return found
 
@@ -462,18 +495,26 @@ def _descriptions(
 def _description(
     module: nn.Module,
     held: dict[str, tuple[Expression, ...]],
-    before: list[int],
+    groups: int,
+    first: list[int],
     after: list[int],
 ) -> dict[str, Any]:
-    """Returns the numbers by which one module of torch describes its tensors."""
+    """Returns the numbers by which one module of torch describes its tensors.
+
+    Args:
+        module: the module.
+        held: the axes of its tensors.
+        groups: the number of its groups when it was typed.
+        first: the sizes of all atoms at that time.
+        after: the sizes that they shall have.
+    """
     weight = held.get("weight")
     sizes = None
     if weight is not None:
         sizes = [size_of(axis, after) for axis in weight]
     if isinstance(module, nn.modules.conv._ConvNd) and weight is not None and sizes is not None:
-        groups = module.groups
         if groups > 1:
-            groups = _groups_after(weight[0], module.groups, before, after)
+            groups = _groups_after(weight[0], groups, first, after)
         if module.transposed:
             return {"groups": groups, "in_channels": sizes[0], "out_channels": sizes[1] * groups}
         return {"groups": groups, "out_channels": sizes[0], "in_channels": sizes[1] * groups}
@@ -487,7 +528,7 @@ def _description(
     if isinstance(module, nn.LayerNorm | nn.RMSNorm) and sizes is not None:
         return {"normalized_shape": tuple(sizes)}
     if isinstance(module, nn.GroupNorm) and weight is not None and sizes is not None:
-        groups = _groups_after(weight[0], module.num_groups, before, after)
+        groups = _groups_after(weight[0], groups, first, after)
         return {"num_channels": sizes[0], "num_groups": groups}
     if isinstance(module, nn.PReLU) and sizes is not None:
         return {"num_parameters": sizes[0]}
