@@ -17,7 +17,7 @@ from grapnet.core._coordinates import Decision, Token, layout_of, refuse_old_bac
 from grapnet.core._edit import LARGEST_UID
 from grapnet.core._errors import CheckpointError
 from grapnet.core._grid import install_content
-from grapnet.core._index_map import laid_out_like
+from grapnet.core._grid_map import laid_out_like
 from grapnet.core._layer import Roster
 from grapnet.core._opened import (
     CUT,

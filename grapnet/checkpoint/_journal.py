@@ -26,7 +26,8 @@ from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Graph
 from grapnet.core._grid import Grid
-from grapnet.core._index_map import GridMap, IndexMap, RowMap, contains
+from grapnet.core._grid_map import GridMap, RowMap
+from grapnet.core._index_map import IndexMap, contains
 from grapnet.core._journal import Commit, Journal, Outlines
 from grapnet.core._opened import CUT, FROZEN, Pattern
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._index_map import GridMap, IndexMap, RowMap, flatnonzero
+from ._grid_map import GridMap, RowMap
+from ._index_map import IndexMap, flatnonzero
 from ._opened import Pattern
 
 

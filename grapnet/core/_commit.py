@@ -31,7 +31,7 @@ from ._coordinates import (
 )
 from ._errors import EditError
 from ._grid import PreparedGrid, install_grid, install_layout, prepare_grids
-from ._index_map import CellMap
+from ._grid_map import CellMap
 from ._journal import Commit, Joint
 from ._layer import Layer, Roster
 from ._transition import Topology, Transition, wirings_after

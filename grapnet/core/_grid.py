@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ._change import GridChange
 from ._coordinates import Coordinates, Token, layout_of, replace_content
-from ._index_map import GridMap, RowMap
+from ._grid_map import GridMap, RowMap
 from ._opened import Opened, Pattern, holders_of, opened_of, parameter_map, set_opened
 from ._staging import stage, unstage
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ._change import Change
 from ._errors import HistoryError
-from ._index_map import CellMap, IndexMap
+from ._grid_map import CellMap
+from ._index_map import IndexMap
 from ._transition import Topology
 
 # Bytes that the Python objects and tensors of a commit take beside the content of its tensors.

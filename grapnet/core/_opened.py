@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from grapnet._torch import untraced
 
-from ._index_map import IndexMap, RowMap
+from ._grid_map import RowMap
+from ._index_map import IndexMap, map_of_sources
 
 CUT = 0
 FREE = 1
@@ -282,19 +283,8 @@ def parameter_map(before: Pattern, after: Pattern, live: IndexMap) -> RowMap:
     # The last entry is for rows that were not there.
     rank = np.append(np.where(was_free, np.cumsum(was_free) - 1, -1), -1)
     place = rank[source[after.is_free.numpy()]]
-    stays = np.zeros(int(was_free.sum()), dtype=bool)
-    stays[place[place >= 0]] = True
-    rows = IndexMap(
-        len(stays),
-        len(place),
-        _positions(~stays),
-        _positions(place < 0),
-    )
+    rows = map_of_sources(place, int(was_free.sum()))
     return RowMap(before.content_shape, after.content_shape, before.width, rows)
-
-
-def _positions(mask: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.flatnonzero(mask).astype(np.int32))
 
 
 def holders_of(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

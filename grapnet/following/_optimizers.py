@@ -15,7 +15,7 @@ from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import CellMap
+from grapnet.core._grid_map import CellMap
 from grapnet.core._journal import Commit
 from grapnet.core._staging import stage, unstage
 

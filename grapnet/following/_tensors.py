@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._index_map import CellMap
+from grapnet.core._grid_map import CellMap
 from grapnet.core._journal import Commit
 
 Newborn = float | Literal["value"]

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.core._grid_map import GridMap
+from grapnet.core._index_map import IndexMap
 from grapnet.core._opened import FROZEN
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import positions

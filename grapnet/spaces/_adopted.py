@@ -18,7 +18,8 @@ from grapnet.core._commit import require_editable, settle, unsettled
 from grapnet.core._errors import EditError, HistoryError, InvariantError
 from grapnet.core._graph import Count, Graph
 from grapnet.core._grid import Grid, named_grids
-from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.core._grid_map import GridMap
+from grapnet.core._index_map import IndexMap
 from grapnet.core._opened import Pattern, same_pattern
 from grapnet.core._sets import RelationSet
 from grapnet.following._optimizers import attach

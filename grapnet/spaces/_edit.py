@@ -12,7 +12,7 @@ from grapnet.core._change import Change, LayerChange
 from grapnet.core._commit import Draws, uid_after
 from grapnet.core._edit import Edit, layer_number, rows_of
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import GridMap
+from grapnet.core._grid_map import GridMap
 from grapnet.core._node import GrapNode
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
 from grapnet.core._resolve import checked_owner, resolve, union

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from grapnet.core._change import NONE_TURNED, GridChange, Turned
 from grapnet.core._errors import EditError
-from grapnet.core._index_map import GridMap, IndexMap, RowMap
+from grapnet.core._grid_map import GridMap, RowMap
+from grapnet.core._index_map import IndexMap, map_of_sources
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
 
 from ._weights import leading_shape
@@ -143,11 +144,7 @@ def _live_map(before: Pattern, after: Pattern, origin: Tensor) -> IndexMap:
     # The last entry is for rows that were not there.
     rank = np.append(np.where(was_live, np.cumsum(was_live) - 1, -1), -1)
     place = rank[origin.numpy()[after.kinds.numpy() != CUT]]
-    stays = np.zeros(int(was_live.sum()), dtype=bool)
-    stays[place[place >= 0]] = True
-    removed = np.flatnonzero(~stays).astype(np.int32)
-    inserted = np.flatnonzero(place < 0).astype(np.int32)
-    return IndexMap(len(stays), len(place), torch.from_numpy(removed), torch.from_numpy(inserted))
+    return map_of_sources(place, int(was_live.sum()))
 
 
 def _with_connected(

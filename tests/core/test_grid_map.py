@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grapnet.core._index_map import GridMap, IndexMap
+from grapnet.core._grid_map import GridMap
+from grapnet.core._index_map import IndexMap
 
 
 def positions(chosen: list[int]) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase
 
 import grapnet as gn
-from grapnet.core._index_map import GridMap
+from grapnet.core._grid_map import GridMap
 from grapnet.spaces import Adopted
 from tests.spaces import programs
 

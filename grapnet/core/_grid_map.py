@@ -1,0 +1,295 @@
+"""How the cells of a tensor move in a commit: GridMap by its axes, RowMap where only some rows of
+cells exist.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from ._index_map import IndexMap
+
+
+@dataclass(frozen=True, eq=False)
+class GridMap:
+    """Maps the cells of a tensor before a commit to those after it, by one IndexMap per axis.
+
+    The cells that leave form one vector: first those at the removed positions of the first axis,
+    then, among the rest, those at the removed positions of the second, and so on. The cells that
+    come have the same order, so that the inverse of a map only exchanges the two.
+
+    Attributes:
+        shape: the shape of the tensor before the commit.
+        axes: the maps of the axes that change, by dimension, in ascending order.
+    """
+
+    shape: tuple[int, ...]
+    axes: dict[int, IndexMap]
+
+    @cached_property
+    def new_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor after the commit."""
+        shape = list(self.shape)
+        for dim, index in self.axes.items():
+            shape[dim] = index.new_size
+        return tuple(shape)
+
+    @property
+    def old_size(self) -> int:
+        """The number of cells before the commit."""
+        return math.prod(self.shape)
+
+    @property
+    def is_identity(self) -> bool:
+        """True if no cell was removed or inserted."""
+        return all(index.is_identity for index in self.axes.values())
+
+    @cached_property
+    def n_survivors(self) -> int:
+        """The number of cells that exist before and after the commit."""
+        count = 1
+        for dim, size in enumerate(self.shape):
+            index = self.axes.get(dim)
+            count *= size if index is None else index.n_survivors
+        return count
+
+    @property
+    def n_born(self) -> int:
+        """The number of cells that come."""
+        return math.prod(self.new_shape) - self.n_survivors
+
+    def inverse(self) -> "GridMap":
+        """Returns the inverse map."""
+        axes = {dim: index.inverse() for dim, index in self.axes.items()}
+        return GridMap(self.new_shape, axes)
+
+    def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
+        """Returns `old` moved to the new positions, with `born` in the cells that come; no gradient
+        flows through.
+
+        Args:
+            old: a tensor of this shape, or with its cells in one vector.
+            born: one number, or one for every cell that comes.
+
+        Examples:
+            >>> first = torch.tensor([0], dtype=torch.int32)
+            >>> none = torch.empty(0, dtype=torch.int32)
+            >>> index = GridMap((2, 2), {0: IndexMap(2, 1, first, none)})
+            >>> index.carry(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+            tensor([[3., 4.]])
+        """
+        new = self._kept(self._shaped(old))
+        if any(len(index.inserted) for index in self.axes.values()):
+            blocks = self._blocks(born, new)
+            # From the last axis to the first: each block spans the axes after its own in full.
+            for dim, index in reversed(self.axes.items()):
+                if len(index.inserted):
+                    new = _insert(new, dim, index, blocks[dim])
+        new = laid_out_like(new, old)
+        return new.reshape(-1) if old.dim() != len(self.shape) else new
+
+    def take(self, old: Tensor) -> Tensor:
+        """Returns the cells that leave, as one vector."""
+        left = self._shaped(old)
+        cutting = [dim for dim, index in self.axes.items() if len(index.removed)]
+        taken = [left.new_empty(0)]
+        for dim in cutting:
+            index = self.axes[dim]
+            taken.append(left.index_select(dim, index.gone(left.device)).reshape(-1))
+            if dim != cutting[-1]:
+                left = left.index_select(dim, index.survivors(left.device))
+        return torch.cat(taken)
+
+    def give(self, new: Tensor, cells: Tensor) -> None:
+        """Writes a vector of cells into a tensor that `carry` has made, where cells have come."""
+        whole = new.view(self.new_shape)
+        # Cells of the survivors alone: narrower with every axis that was written.
+        narrowed: list[tuple[int, Tensor]] = []
+        start = 0
+        shape = list(self.new_shape)
+        for dim, index in self.axes.items():
+            if len(index.inserted) == 0:
+                continue
+            block_shape = list(shape)
+            block_shape[dim] = len(index.inserted)
+            count = math.prod(block_shape)
+            block = cells[start : start + count].to(new).view(block_shape)
+            start += count
+            places = [*narrowed, (dim, index._targets(new.device))]
+            whole[_open_mesh(self.new_shape, places, new.device)] = block
+            narrowed.append((dim, index.stays(new.device).long()))
+            shape[dim] = index.n_survivors
+
+    def equals(self, other: "GridMap | RowMap") -> bool:
+        """Returns whether another map moves every cell in the same way."""
+        if not isinstance(other, GridMap):
+            return False
+        if self.shape != other.shape or self.axes.keys() != other.axes.keys():
+            return False
+        return all(index.equals(other.axes[dim]) for dim, index in self.axes.items())
+
+    def release(self) -> None:
+        """Drops what `carry` keeps while a commit moves one tensor after the other."""
+        for index in self.axes.values():
+            index.release()
+
+    def _shaped(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor, without gradients, in the shape before the commit."""
+        tensor = tensor.detach()
+        if tensor.shape == self.shape:
+            return tensor
+        if tensor.shape == (self.old_size,):
+            return tensor.view(self.shape)
+        raise ValueError(
+            f"this GridMap carries tensors of shape {list(self.shape)}, got {list(tensor.shape)}"
+        )
+
+    def _kept(self, old: Tensor) -> Tensor:
+        """Returns the cells that survive."""
+        for dim, index in self.axes.items():
+            if len(index.removed):
+                old = old.index_select(dim, index.survivors(old.device))
+        return old
+
+    def _blocks(self, born: Tensor | float, like: Tensor) -> dict[int, Tensor]:
+        """Returns the cells that come by axis, in the dtype and on the device of `like`."""
+        blocks = {}
+        start = 0
+        # [survivors of the axes before, inserted on this axis, all of the axes after]
+        shape = list(self.new_shape)
+        for dim, index in self.axes.items():
+            block_shape = list(shape)
+            block_shape[dim] = len(index.inserted)
+            count = math.prod(block_shape)
+            if isinstance(born, Tensor):
+                blocks[dim] = born[start : start + count].to(like).view(block_shape)
+            else:
+                blocks[dim] = like.new_full(block_shape, born)
+            start += count
+            shape[dim] = index.n_survivors
+        return blocks
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """Maps the rows of cells of a tensor before a commit to those after it.
+
+    A tensor that has all of its cells may become a matrix of some of its rows, or the other way
+    round; the rows keep their order.
+
+    Attributes:
+        shape: the shape of the tensor before the commit.
+        new_shape: its shape after it.
+        width: the number of cells in a row.
+        rows: how the rows move.
+    """
+
+    shape: tuple[int, ...]
+    new_shape: tuple[int, ...]
+    width: int
+    rows: IndexMap
+
+    @property
+    def old_size(self) -> int:
+        """The number of cells before the commit."""
+        return self.rows.old_size * self.width
+
+    @property
+    def is_identity(self) -> bool:
+        """True if no row was removed or inserted."""
+        return self.rows.is_identity and self.shape == self.new_shape
+
+    @property
+    def n_survivors(self) -> int:
+        """The number of cells that exist before and after the commit."""
+        return self.rows.n_survivors * self.width
+
+    @property
+    def n_born(self) -> int:
+        """The number of cells that come."""
+        return self.rows.n_born * self.width
+
+    def inverse(self) -> "RowMap":
+        """Returns the inverse map."""
+        return RowMap(self.new_shape, self.shape, self.width, self.rows.inverse())
+
+    def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
+        """Returns `old` moved to the new rows, with `born` in the cells that come; no gradient
+        flows through. `old` has the shape before the commit, or its cells in one vector.
+        """
+        is_flat = old.shape != self.shape and old.shape == (self.old_size,)
+        if not is_flat and old.shape != self.shape:
+            raise ValueError(
+                f"this RowMap carries tensors of shape {list(self.shape)}, got {list(old.shape)}"
+            )
+        new = self.rows.carry(self._in_rows(old), born)
+        return new.reshape(-1) if is_flat else new.reshape(self.new_shape)
+
+    def take(self, old: Tensor) -> Tensor:
+        """Returns the cells that leave, as one vector."""
+        removed = self.rows.gone(old.device)
+        return self._in_rows(old).index_select(0, removed).reshape(-1)
+
+    def give(self, new: Tensor, cells: Tensor) -> None:
+        """Writes a vector of cells into a tensor that `carry` has made, where rows have come."""
+        self.rows.give(new.view(self.rows.new_size, self.width), cells)
+
+    def equals(self, other: "GridMap | RowMap") -> bool:
+        """Returns whether another map moves every cell in the same way."""
+        if not isinstance(other, RowMap):
+            return False
+        mine = (self.shape, self.new_shape, self.width)
+        return mine == (other.shape, other.new_shape, other.width) and self.rows.equals(other.rows)
+
+    def release(self) -> None:
+        """Drops what `carry` keeps while a commit moves one tensor after the other."""
+        self.rows.release()
+
+    def _in_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().reshape(self.rows.old_size, self.width)
+
+
+# How the cells of a vector or of a tensor move.
+CellMap: TypeAlias = IndexMap | GridMap | RowMap
+
+
+def _insert(old: Tensor, dim: int, index: IndexMap, block: Tensor) -> Tensor:
+    """Returns a tensor with a block at the inserted positions of one axis."""
+    if int(index.inserted[0]) == index.n_survivors:
+        return torch.cat([old, block], dim)
+    shape = list(old.shape)
+    shape[dim] = index.new_size
+    new = old.new_empty(shape)
+    new.index_copy_(dim, index.stays(old.device).long(), old)
+    new.index_copy_(dim, index._targets(old.device), block)
+    return new
+
+
+def _open_mesh(
+    shape: tuple[int, ...], places: list[tuple[int, Tensor]], device: torch.device
+) -> tuple[Tensor, ...]:
+    """Returns one index per dimension, which together select a block: `places`, and all of the
+    other dimensions.
+    """
+    chosen = dict(places)
+    mesh = []
+    for dim, size in enumerate(shape):
+        at = chosen.get(dim)
+        if at is None:
+            at = torch.arange(size, device=device)
+        mesh.append(at.view(*[1] * dim, -1, *[1] * (len(shape) - dim - 1)))
+    return tuple(mesh)
+
+
+def laid_out_like(new: Tensor, old: Tensor) -> Tensor:
+    """Returns a tensor in the memory format of another one, which convolutions run in."""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    chosen = formats.get(old.dim())
+    if chosen is None or new.dim() != old.dim() or old.is_contiguous():
+        return new
+    if old.is_contiguous(memory_format=chosen):
+        return new.contiguous(memory_format=chosen)
+    return new
