@@ -19,7 +19,7 @@ from grapnet.execution._plan import in_transform
 from grapnet.spaces._adopted import Adopted
 
 from ._budget import first_largest, largest_of_each
-from ._recorder import NetRecorder, plainly
+from ._recorder import E, NetRecorder, plainly
 from ._rule import Recorder, require_net
 
 MOST_CELLS = 2**26  # of a matrix
@@ -144,7 +144,26 @@ def _moved(factor: Tensor, index: IndexMap | None) -> Tensor:
     return factor if index is None else index.carry(factor.t()).t().contiguous()
 
 
-class GradientRecorder(NetRecorder[OuterProducts]):
+class _BackwardRecorder(NetRecorder[E]):
+    """A recorder of backward passes, which leaves out gradients that are not finite."""
+
+    def __init__(self, layers: tuple[int, ...], window: int) -> None:
+        super().__init__(layers, window)
+        self.left_out = 0  # how many gradients, since clear(), were not finite
+
+    @property
+    def count(self) -> int:
+        """How many backward passes were seen."""
+        evidence: Any = self._evidence
+        return 0 if evidence is None else evidence.count
+
+    def clear(self) -> None:
+        """Forgets what it has seen."""
+        super().clear()
+        self.left_out = 0
+
+
+class GradientRecorder(_BackwardRecorder[OuterProducts]):
     """Records g_ij = Σ h_i · dL/dz_j over the batch for all pairs of an upper and a lower node.
 
     h is the output of the upper layer and z the input of the lower nodes, bias included. For a
@@ -179,17 +198,6 @@ class GradientRecorder(NetRecorder[OuterProducts]):
         self.upper = upper
         self.lower = lower
         self._h: Tensor | None = None  # of the upper layer in the pass under way
-        self.left_out = 0  # how many gradients, since clear(), were not finite
-
-    @property
-    def count(self) -> int:
-        """How many backward passes were seen."""
-        return 0 if self._evidence is None else self._evidence.count
-
-    def clear(self) -> None:
-        """Forgets what it has seen."""
-        super().clear()
-        self.left_out = 0
 
     def of(self, parents: Any, children: Any) -> Tensor:
         """Returns the gradients of pairs: uids of parents and, aligned with them, of children."""
@@ -344,7 +352,7 @@ class TensorGradients:
         return {"count": self.count, "total": self.total}
 
 
-class TensorGradientRecorder(NetRecorder[TensorGradients]):
+class TensorGradientRecorder(_BackwardRecorder[TensorGradients]):
     """Records the gradient of a tensor of an adopted model, also where relations were cut.
 
     It is averaged over the recorded backward passes. Nodes that come or go let it begin anew.
@@ -378,17 +386,6 @@ class TensorGradientRecorder(NetRecorder[TensorGradients]):
                 layers.append(number)
         super().__init__(tuple(layers), window)
         self.transition = transition
-        self.left_out = 0  # how many gradients, since clear(), were not finite
-
-    @property
-    def count(self) -> int:
-        """How many backward passes were seen."""
-        return 0 if self._evidence is None else self._evidence.count
-
-    def clear(self) -> None:
-        """Forgets what it has seen."""
-        super().clear()
-        self.left_out = 0
 
     def gradient(self) -> Tensor:
         """Returns the gradient of the tensor, cells of relations that were cut included."""
