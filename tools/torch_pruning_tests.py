@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for each file")
     parser.add_argument("--only", nargs="*", help="names of files, such as test_load")
+    parser.add_argument("--jobs", type=int, default=1, help="files at a time")
     parser.add_argument("--run", type=Path, help="one file, which runs in this process")
     options = parser.parse_args()
     if options.run is not None:
@@ -50,16 +52,19 @@ def main() -> int:
         return 0
     if options.checkout is None:
         parser.error("--checkout is missing")
+    paths = sorted((options.checkout / "tests").glob("test_*.py"))
+    if options.only:
+        paths = [path for path in paths if path.stem in options.only]
     results = []
-    for path in sorted((options.checkout / "tests").glob("test_*.py")):
-        if options.only and path.stem not in options.only:
-            continue
-        result = run_apart(path, options.limit)
-        results.append(result)
-        mark = "passed" if result["passed"] else "FAILED"
-        print(f"{mark}  {result['seconds']:7.1f} s  {path.name}  {result['problem']}", flush=True)
-        if options.json is not None:
-            options.json.write_text(json.dumps(summary(results), indent=1) + "\n")
+    with ThreadPool(options.jobs) as pool:
+        for result in pool.imap_unordered(functools.partial(run_apart, limit=options.limit), paths):
+            results.append(result)
+            results.sort(key=lambda result: result["file"])
+            mark = "passed" if result["passed"] else "FAILED"
+            line = f"{mark}  {result['seconds']:7.1f} s  {result['file']}  {result['problem']}"
+            print(line, flush=True)
+            if options.json is not None:
+                options.json.write_text(json.dumps(summary(results), indent=1) + "\n")
     failed = sum(not result["passed"] for result in results)
     print(f"{len(results) - failed} of {len(results)} files pass")
     return failed
