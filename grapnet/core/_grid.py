@@ -20,18 +20,15 @@ class Grid:
         module: a module that has it.
         name: its name there.
         holders: all modules that have the Parameter, with its names: several if it is tied.
+        is_parameter: False for a buffer.
     """
 
-    __slots__ = ("holders", "module", "name")
+    __slots__ = ("holders", "is_parameter", "module", "name")
 
     def __init__(self, holders: list[tuple[nn.Module, str]]) -> None:
         self.module, self.name = holders[0]
         self.holders = holders
-
-    @property
-    def is_parameter(self) -> bool:
-        """False for a buffer."""
-        return self.name in self.module._parameters
+        self.is_parameter = self.name in self.module._parameters
 
     @property
     def tensor(self) -> Tensor:
@@ -149,10 +146,10 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
         held = opened.live(tensor)
     index = change.index
     born = change.born_values
-    moved = index.carry(held, 0.0 if born is None else born)
-    change = replace(change, gone_values=index.take(held))
     if born is None:
-        change = replace(change, born_values=moved.new_zeros(index.n_born))
+        born = held.new_zeros(index.n_born)
+    moved = index.carry(held, born)
+    change = replace(change, gone_values=index.take(held), born_values=born)
     content = moved
     after = None
     if isinstance(index, RowMap):

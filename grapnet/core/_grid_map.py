@@ -45,7 +45,17 @@ class GridMap:
     @property
     def is_identity(self) -> bool:
         """True if no cell was removed or inserted."""
-        return all(index.is_identity for index in self.axes.values())
+        return not self._shrinking and not self._growing
+
+    @cached_property
+    def _shrinking(self) -> list[tuple[int, IndexMap]]:
+        """The axes that lose positions."""
+        return [(dim, index) for dim, index in self.axes.items() if len(index.removed)]
+
+    @cached_property
+    def _growing(self) -> list[tuple[int, IndexMap]]:
+        """The axes that get positions."""
+        return [(dim, index) for dim, index in self.axes.items() if len(index.inserted)]
 
     @cached_property
     def n_survivors(self) -> int:
@@ -82,26 +92,26 @@ class GridMap:
             tensor([[3., 4.]])
         """
         new = self._kept(self._shaped(old))
-        if any(len(index.inserted) for index in self.axes.values()):
+        if self._growing:
             blocks = self._blocks(born, new)
             # From the last axis to the first: each block spans the axes after its own in full.
-            for dim, index in reversed(self.axes.items()):
-                if len(index.inserted):
-                    new = _insert(new, dim, index, blocks[dim])
+            for dim, index in reversed(self._growing):
+                new = _insert(new, dim, index, blocks[dim])
         new = laid_out_like(new, old)
         return new.reshape(-1) if old.dim() != len(self.shape) else new
 
     def take(self, old: Tensor) -> Tensor:
         """Returns the cells that leave, as one vector."""
         left = self._shaped(old)
-        cutting = [dim for dim, index in self.axes.items() if len(index.removed)]
-        taken = [left.new_empty(0)]
-        for dim in cutting:
-            index = self.axes[dim]
+        if not self._shrinking:
+            return left.new_empty(0)
+        *before, (last, last_index) = self._shrinking
+        taken = []
+        for dim, index in before:
             taken.append(left.index_select(dim, index.gone(left.device)).reshape(-1))
-            if dim != cutting[-1]:
-                left = left.index_select(dim, index.survivors(left.device))
-        return torch.cat(taken)
+            left = left.index_select(dim, index.survivors(left.device))
+        taken.append(left.index_select(last, last_index.gone(left.device)).reshape(-1))
+        return torch.cat(taken) if before else taken[0]
 
     def give(self, new: Tensor, cells: Tensor) -> None:
         """Writes a vector of cells into a tensor that `carry` has made, where cells have come."""
@@ -110,9 +120,7 @@ class GridMap:
         narrowed: list[tuple[int, Tensor]] = []
         start = 0
         shape = list(self.new_shape)
-        for dim, index in self.axes.items():
-            if len(index.inserted) == 0:
-                continue
+        for dim, index in self._growing:
             block_shape = list(shape)
             block_shape[dim] = len(index.inserted)
             count = math.prod(block_shape)
@@ -149,9 +157,8 @@ class GridMap:
 
     def _kept(self, old: Tensor) -> Tensor:
         """Returns the cells that survive."""
-        for dim, index in self.axes.items():
-            if len(index.removed):
-                old = old.index_select(dim, index.survivors(old.device))
+        for dim, index in self._shrinking:
+            old = old.index_select(dim, index.survivors(old.device))
         return old
 
     def _blocks(self, born: Tensor | float, like: Tensor) -> dict[int, Tensor]:
@@ -255,6 +262,9 @@ class RowMap:
 # How the cells of a vector or of a tensor move.
 CellMap: TypeAlias = IndexMap | GridMap | RowMap
 
+# The memory format of images and of volumes, by the number of dimensions.
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 def _insert(old: Tensor, dim: int, index: IndexMap, block: Tensor) -> Tensor:
     """Returns a tensor with a block at the inserted positions of one axis."""
@@ -286,8 +296,7 @@ def _open_mesh(
 
 def laid_out_like(new: Tensor, old: Tensor) -> Tensor:
     """Returns a tensor in the memory format of another one, which convolutions run in."""
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    chosen = formats.get(old.dim())
+    chosen = _CHANNELS_LAST.get(old.dim())
     if chosen is None or new.dim() != old.dim() or old.is_contiguous():
         return new
     if old.is_contiguous(memory_format=chosen):

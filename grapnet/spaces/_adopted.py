@@ -60,6 +60,8 @@ class Adopted(Graph):
         # Numbers of modules that edits have changed, as they were at adoption.
         self._first_numbers: dict[tuple[str, str], Any] = {}
         self._has_ended = False
+        # What the shapes of tensors were last computed from, and the shapes.
+        self._shapes: tuple[Typed | None, list[int], dict[str, tuple[int, ...]]] = (None, [], {})
         # Graphs over copies of the model, which hold them for as long as this graph lives.
         self._copies: weakref.WeakKeyDictionary[nn.Module, Adopted] = weakref.WeakKeyDictionary()
 
@@ -404,15 +406,26 @@ class Adopted(Graph):
             if problem:
                 return problem
             self._seen = held
-        sizes: list[int] = self._atom_sizes()
+        shapes = self._expected_shapes()
         for name, grid in self._grids_held.items():
-            expected = [size_of(axis, sizes) for axis in self._typed.axes.get(name, ())]
-            if name in self._typed.axes and list(grid.shape) != expected:
-                return f"{name} has the shape {list(grid.shape)}, its spaces {expected}"
+            expected = shapes.get(name)
+            if expected is not None and grid.shape != expected:
+                return f"{name} has the shape {list(grid.shape)}, its spaces {list(expected)}"
             opened = grid.opened
             if opened is not None and grid.tensor.shape != opened.pattern.content_shape:
                 return f"{name} has other relations than were left after the last edit"
         return ""
+
+    def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns the shape that the sizes of spaces give to every tensor."""
+        sizes = self._atom_sizes()
+        typed, known, shapes = self._shapes
+        if typed is not self._typed or known != sizes:
+            shapes = {}
+            for name, axes in self._typed.axes.items():
+                shapes[name] = tuple(size_of(axis, sizes) for axis in axes)
+            self._shapes = (self._typed, sizes, shapes)
+        return shapes
 
     def _other_places(self) -> str:
         """Returns which tensors of the model are not where they were; empty if all are."""
