@@ -49,10 +49,11 @@ lint: .venv/.test .venv/.lint ## check style, formatting and types
 	$(BIN)/ruff format --check
 	$(BIN)/basedpyright
 
-soak: .venv/.test ## run the long random tests and write results/soak.json and results/soak-spaces.json
+soak: .venv/.test ## run the long random tests and write results/soak.json, soak-spaces.json and matrix.json
 	@mkdir -p results
 	$(BIN)/python -m tests.soak --json results/soak.json
 	$(BIN)/python -m tests.soak --spaces --json results/soak-spaces.json
+	$(BIN)/python -m tests.soak --matrix --json results/matrix.json
 
 readers: .venv/.test ## read nets in several threads beside 10,000 edits per backend and write tools/results/readers.json
 	$(BIN)/python -m tools.readers --reads 100000 --edits 10000 --json tools/results/readers.json

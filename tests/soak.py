@@ -1,8 +1,8 @@
 """The long random test: `python -m tests.soak --json results/soak.json` runs the machine's programs
 by the thousand.
 
-With `--spaces` they are programs on adopted models, and every edit of the matrix runs on every
-space of every model, those of transformers included.
+With `--spaces` they are programs on adopted models. With `--matrix` every edit of the matrix runs
+on every space of every model, those of transformers included.
 """
 
 import argparse
@@ -105,12 +105,14 @@ def run_matrix(processes: int, device: str, seconds: float) -> dict[str, object]
         pool.terminate()
     return {
         "models": done,
-        "of models": len(matrix.CASES),
+        "of_models": len(matrix.CASES),
         "device": device,
         "edits": dict(sorted(counts.items())),
         "seconds": round(time.perf_counter() - start, 1),
         "failures": len(failures),
         "first_failure": failures[0] if failures else None,
+        "processes": processes,
+        "versions": _versions(),
     }
 
 
@@ -119,14 +121,9 @@ def soak(
     processes: int,
     seed: int,
     seconds: float,
-    run: Callable[[int], Outcome] = run_chunk,
+    run: Callable[[int], Outcome],
 ) -> dict[str, object]:
     """Runs at least so many programs, or as many as the time allows, and returns the report."""
-    import hypothesis
-    import torch
-
-    import grapnet
-
     start = time.perf_counter()
     counts: Counter[str] = Counter()
     failures = []
@@ -153,11 +150,20 @@ def soak(
         "first_failure": failures[0] if failures else None,
         "seed": seed,
         "processes": processes,
-        "versions": {
-            "torch": torch.__version__,
-            "hypothesis": hypothesis.__version__,
-            "grapnet": grapnet.__version__,
-        },
+        "versions": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    import hypothesis
+    import torch
+
+    import grapnet
+
+    return {
+        "torch": torch.__version__,
+        "hypothesis": hypothesis.__version__,
+        "grapnet": grapnet.__version__,
     }
 
 
@@ -168,26 +174,22 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--spaces", action="store_true", help="run on adopted models instead")
-    parser.add_argument("--device", default="cpu", help="of the adopted models of the matrix")
-    parser.add_argument("--seconds", type=float, default=1e6, help="stop each part after this")
-    parser.add_argument("--no-matrix", action="store_true", help="run programs alone")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--spaces", action="store_true", help="run programs on adopted models")
+    kind.add_argument("--matrix", action="store_true", help="run the matrix of adopted models")
+    parser.add_argument("--device", default="cpu", help="of the models of the matrix")
+    parser.add_argument("--seconds", type=float, default=1e6, help="stop after this")
     chosen = parser.parse_args()
-    if chosen.spaces:
-        amount = (chosen.programs, chosen.processes, chosen.seed, chosen.seconds)
-        report = soak(*amount, run_spaces_chunk)
-        if not chosen.no_matrix:
-            matrix = run_matrix(chosen.processes, chosen.device, chosen.seconds)
-            report["matrix"] = matrix
-            report["failures"] = int(str(report["failures"])) + int(str(matrix["failures"]))
+    if chosen.matrix:
+        report = run_matrix(chosen.processes, chosen.device, chosen.seconds)
+        amount = f"{report['models']} of {report['of_models']} models"
     else:
-        report = soak(chosen.programs, chosen.processes, chosen.seed, chosen.seconds)
+        run = run_spaces_chunk if chosen.spaces else run_chunk
+        report = soak(chosen.programs, chosen.processes, chosen.seed, chosen.seconds, run)
+        amount = f"{report['programs']:,} programs"
     chosen.json.parent.mkdir(parents=True, exist_ok=True)
     chosen.json.write_text(json.dumps(report, indent=2) + "\n")
-    print(
-        f"{report['programs']:,} programs in {report['seconds']} s, {report['failures']} failures:"
-        f" {chosen.json}"
-    )
+    print(f"{amount} in {report['seconds']} s, {report['failures']} failures: {chosen.json}")
     return 1 if report["failures"] else 0
 
 
