@@ -49,12 +49,15 @@ class PruneNodes:
             run, so a dry run and the commit after it may, too.
         multiple: the sizes of tensors that stay multiples. Of a space whose nodes are several
             entries of a tensor, such as heads, other numbers of nodes can stay than of channels.
-        scope: "space" removes the same share of every space; "model" ranks the nodes of all spaces
-            together, by their scores divided by the mean of their space.
+        scope: "space" removes the same share of every space. For a budget that is a share of the
+            nodes at adoption, so that many small cuts lead to the sizes of one large cut. "model"
+            ranks the nodes of all spaces together, by their scores divided by the mean of their
+            space.
         spaces: names of spaces, or spaces; for a net, numbers of hidden layers. By default all free
             spaces of which a removal is exact (see `Space.verdict`), but none that lies inside the
             nodes of another one, such as the width of heads and the channels of a group.
-        keep: how many nodes of each space stay at least, as an int, or which share, as a float.
+        keep: how many nodes of each space stay at least, as an int, or which share of the nodes at
+            adoption, as a float. A layer of a net counts as it is at the call.
         score: `score(space)` returns one number per node; the smallest go first. By default the
             norm of all weights of the node. Numbers of one's own are ranked as they are, also in
             the scope "model".
@@ -187,9 +190,12 @@ class PruneNodes:
         rows = np.flatnonzero(free)
         rows = rows[np.argsort(scores[rows], kind="stable")]
         size = int(present.sum())
+        whole = size
+        if isinstance(layer, Space):
+            whole = max(size, _size_at_adoption(layer))
         least = self.keep
         if isinstance(least, float):
-            least = math.ceil(least * size - 1e-9)
+            least = math.ceil(least * whole - 1e-9)
         multiple = self.multiple
         if isinstance(layer, Space):
             multiple = _multiple_of_nodes(layer, multiple)
@@ -197,7 +203,7 @@ class PruneNodes:
         first = size % multiple or multiple
         most = min(len(rows), size - max(1, least))
         stops = np.arange(first, most + 1, multiple)
-        return _Rank(layer.index, size, rows, scores[rows], stops)
+        return _Rank(layer.index, size, whole, rows, scores[rows], stops)
 
     def _counts(self, ranks: "Sequence[_Rank]", order: "_Order", fraction: float) -> list[int]:
         """Returns how many nodes of every space go, for a share of nodes."""
@@ -276,6 +282,7 @@ class _Rank:
     Attributes:
         number: the number of the space among the layers.
         size: how many nodes it has, those that may not go included.
+        whole: how many it had at adoption, or has if those are more.
         rows: the rows of the nodes that may go, the weakest first.
         scores: their scores, ascending.
         stops: how many of them may go together, ascending.
@@ -283,6 +290,7 @@ class _Rank:
 
     number: int
     size: int
+    whole: int
     rows: np.ndarray
     scores: np.ndarray
     stops: np.ndarray
@@ -303,7 +311,8 @@ class _Order:
             starts = np.concatenate([[0], rank.stops[:-1]])[: len(rank.stops)]
             sums = np.concatenate([[0.0], np.cumsum(rank.scores)])
             means.append((sums[rank.stops] - sums[starts]) / (rank.stops - starts))
-            shares.append(rank.stops / max(1, rank.size))
+            # of the nodes at adoption, how many are gone then
+            shares.append((rank.whole - rank.size + rank.stops) / max(1, rank.whole))
         self._owners = np.concatenate([np.empty(0, int), *owners])
         keys = [np.concatenate([np.empty(0), *means])]
         if scope == "space":
@@ -400,6 +409,12 @@ def _runs_with_fewer(net: Adopted, space: Space) -> bool:
     except EditError:
         return False
     return True
+
+
+def _size_at_adoption(space: Space) -> int:
+    net = space.graph
+    assert isinstance(net, Adopted)
+    return net._typed.sizes()[space._atom]
 
 
 def _frozen_tensor(net: Adopted, space: Space) -> str | None:

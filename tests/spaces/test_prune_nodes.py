@@ -120,6 +120,18 @@ def test_no_more_goes_than_the_budget_needs(share: float, cost: str, scope: Any)
     assert share - 0.02 < getattr(net.count(), cost) / before <= share
 
 
+def test_many_small_cuts_lead_to_the_sizes_of_one_large_cut() -> None:
+    at_once = wide_net()
+    macs = at_once.count().macs
+    prune(at_once, PruneNodes(macs=round(0.25 * macs)))
+    in_steps = wide_net()
+    for step in range(1, 31):
+        prune(in_steps, PruneNodes(macs=round((1 - 0.75 * step / 30) * macs)))
+    sizes = [[len(space) for space in net.spaces] for net in (at_once, in_steps)]
+    assert sizes[0] == sizes[1]
+    assert in_steps.version > 20
+
+
 def test_an_int_is_an_absolute_budget_and_a_model_within_it_does_not_change() -> None:
     net = wide_net()
     target = net.count().macs // 3
