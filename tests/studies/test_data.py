@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import avg_pool2d
 
 from studies import data
@@ -169,3 +170,28 @@ def test_saved_features_return_within_half_a_step(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="finite"):
         data.save_features(path, (x_train * torch.inf, train[1]), test, "")
     assert [file.name for file in tmp_path.iterdir()] == ["mine.npz"]
+
+
+def test_the_package_of_npm_becomes_the_binary_version(machine, capsys):
+    package = machine / "package"
+    package.mkdir()
+    draw = np.random.default_rng(0)
+    images = {}
+    for part, names in data.CIFAR_FILES.items():
+        labels = draw.integers(0, 10, 2 * len(names))
+        (package / f"{part}_lables.json").write_text(str(labels.tolist()))
+        pixels = draw.integers(0, 256, (2 * len(names), 32, 32, 3), dtype=np.uint8)
+        for name, batch in zip(names, np.split(pixels, len(names)), strict=True):
+            # A line of pixels is an image.
+            Image.fromarray(batch.reshape(2, 1024, 3)).save((package / name).with_suffix(".png"))
+        images[part] = (pixels, labels)
+    given = ["cifar10", "--package", str(package), "--download", str(machine / "data")]
+    assert data.main(given) == 0
+    folder = machine / "data" / "cifar-10-batches-bin"
+    assert capsys.readouterr().out == f"{folder}\n"
+    for part, (pixels, labels) in images.items():
+        x, y = data.load_cifar10(part, folder)
+        assert torch.equal(x, torch.from_numpy(pixels).permute(0, 3, 1, 2))
+        assert y.tolist() == labels.tolist()
+    with pytest.raises(SystemExit):
+        data.main(["fashion", "--package", str(package), "--download", "data"])
