@@ -11,6 +11,10 @@ A study is a module of this folder with
 - `summarise(settings, seeds)`, what the tables show, from the numbers by seed;
 - `table(result)`, the result beside the paper as Markdown;
 - `missed(result)`, one line for every bar that the result misses.
+
+Where one seed takes long, `stages(settings)` and `one_part(settings, seed, part, found)` stand for
+`one_seed`: lists of names of parts, of which each stage waits for the one before, and the numbers
+of one part, given those of the earlier stages of its seed. Finished parts are kept, too.
 """
 
 import argparse
@@ -21,6 +25,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -50,6 +55,7 @@ STUDIES = (  # in the order of the paper
     "sifter",
     "tiny_transformer",
 )
+FURTHER = ("prune_cifar",)  # not of the paper, and run only if named
 CACHE = Path("build/studies")
 INTERRUPTED = 130  # the exit code of Ctrl-C
 PLACES = ("features",)  # settings that say where a machine keeps its data
@@ -80,7 +86,8 @@ def run(
     Args:
         name: of the study.
         settings: of this run; those of a full run by default.
-        jobs: how many seeds run at a time, each on one thread; None leaves it to joblib.
+        jobs: how many seeds, or parts of seeds, run at a time, each on one thread; None leaves it
+            to joblib.
         cache: a folder that keeps finished seeds, so that a run which was interrupted goes on with
             the others. Settings and versions tell them apart, not the code of a study.
     """
@@ -92,13 +99,15 @@ def run(
         "numpy": np.__version__,
         "python": platform.python_version(),
     }
-    compute = joblib.Memory(cache, verbose=0).cache(_numbers)
+    memory = joblib.Memory(cache, verbose=0)
     start = time.perf_counter()
     seeds = getattr(settings, "seeds", (None,))
-    calls = [joblib.delayed(compute)(name, settings, seed, versions) for seed in seeds]
-    # Seeds leave the list when they start, so the bar counts those that have started.
-    waiting = tqdm(calls, name, unit=" seeds started")
-    found: Any = joblib.Parallel(n_jobs=jobs, pre_dispatch="n_jobs")(waiting)
+    if hasattr(study(name), "stages"):
+        found = _staged(name, settings, versions, jobs, memory)
+    else:
+        compute = memory.cache(_numbers)
+        calls = [joblib.delayed(compute)(name, settings, seed, versions) for seed in seeds]
+        found = _parallel(calls, name, "seeds", jobs)
     seconds = round(time.perf_counter() - start, 1)
     result = {"study": name, "settings": asdict(settings), "versions": versions}
     if seeds == (None,):
@@ -108,12 +117,53 @@ def run(
     return _as_read(result | {"seconds": seconds} | numbers)
 
 
+def _parallel(calls: Sequence[Any], name: str, unit: str, jobs: int | None) -> Any:
+    """Returns what the calls return."""
+    # Calls leave the list when they start, so the bar counts those that have started.
+    waiting = tqdm(calls, name, unit=f" {unit} started")
+    return joblib.Parallel(n_jobs=jobs, pre_dispatch="n_jobs")(waiting)
+
+
+def _staged(
+    name: str, settings: Any, versions: dict[str, str], jobs: int | None, memory: joblib.Memory
+) -> list[dict[str, Any]]:
+    """Returns the numbers of every seed by the names of its parts."""
+    compute = memory.cache(_part)
+    found: dict[int, dict[str, Any]] = {seed: {} for seed in settings.seeds}
+    for stage in study(name).stages(settings):
+        units = [(seed, part) for seed in settings.seeds for part in stage]
+        calls = []
+        for seed, part in units:
+            # The other seeds do not tell parts apart, so that a run of more seeds has those of
+            # fewer.
+            alone = replace(settings, seeds=(seed,))
+            calls.append(joblib.delayed(compute)(name, alone, part, dict(found[seed]), versions))
+        numbers = _parallel(calls, name, "parts", jobs)
+        for (seed, part), one in zip(units, numbers, strict=True):
+            found[seed][part] = one
+    return list(found.values())
+
+
+def _part(
+    name: str, settings: Any, part: str, found: dict[str, Any], versions: dict[str, str]
+) -> Any:
+    """Returns the numbers of one part of the only seed; see `_numbers`."""
+    with _one_thread():
+        return _as_read(study(name).one_part(settings, settings.seeds[0], part, found))
+
+
 def _numbers(name: str, settings: Any, seed: int | None, versions: dict[str, str]) -> Any:
     """Returns the numbers of one seed; `versions` only tells cached ones apart."""
+    with _one_thread():
+        return _as_read(study(name).one_seed(settings, seed))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _as_read(study(name).one_seed(settings, seed))
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -323,7 +373,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "studies", nargs="*", metavar="STUDY", help=f"all by default: {', '.join(STUDIES)}"
+        "studies",
+        nargs="*",
+        metavar="STUDY",
+        help=f"by default {', '.join(STUDIES)}; if named also {', '.join(FURTHER)}",
     )
     parser.add_argument(
         "--fast", action="store_true", help="show in seconds that it works; reaches no bar"
@@ -340,8 +393,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write what is printed")
     parser.add_argument("--check", action="store_true", help="exit 1 where a bar was missed")
     given = parser.parse_args(arguments)
-    if unknown := [name for name in given.studies if name not in STUDIES]:
-        parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(STUDIES)}")
+    known = (*STUDIES, *FURTHER)
+    if unknown := [name for name in given.studies if name not in known]:
+        parser.error(f"there is no study {unknown[0]!r}; there are {', '.join(known)}")
     names = given.studies or STUDIES
     if given.read:
         reports = [report(name, given.read) for name in names]
