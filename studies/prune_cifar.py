@@ -33,6 +33,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any, Literal
 
 import torch
@@ -198,7 +199,13 @@ def one_part(
         rate = chosen_rate(settings, run.descent, found)
     else:
         train, test = _split(train, settings.held_out, seed)
-    return {"rate": rate} | trained(settings, run, seed, rate, train, test)
+    numbers = trained(settings, run, seed, rate, train, test)
+    about = {"rate": rate, "device": settings.device}
+    if settings.device != "cpu":
+        about["device"] = torch.cuda.get_device_name(settings.device)
+    if run.method == "Torch-Pruning":
+        about["version"] = metadata.version("torch-pruning")
+    return about | numbers
 
 
 def chosen_rate(
