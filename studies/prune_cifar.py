@@ -16,9 +16,7 @@ with the same schedule of learning rates:
 - "RigL" and "static": a tenth of the relations of all convolutions but the first.
 
 Both pruners rank the channels of a space by the norm of all their weights and take the same share
-of every space, and what Torch-Pruning leaves after a cut is the budget of ours. Where cuts are many
-and small, the sizes differ nevertheless: Torch-Pruning takes shares of the first sizes, and
-`PruneNodes` of the present ones, of which a small cut takes whole channels of wide spaces only.
+of every space, and what Torch-Pruning leaves after a cut is the budget of ours.
 
 Every seed chooses its learning rate with the dense net, on images of the training set that are held
 out for that; the test images are for the results alone.
