@@ -228,10 +228,17 @@ def test_the_table_of_edits_is_the_committed_measurement():
     assert missed(result) == []
 
 
-def test_the_last_soak_ran_enough_programs_without_failure():
-    report = json.loads((ROOT / "results/soak.json").read_text())
+@pytest.mark.parametrize("name", ["soak", "soak-spaces"])
+def test_the_last_soak_ran_enough_programs_without_failure(name):
+    report = json.loads((ROOT / f"results/{name}.json").read_text())
     assert report["programs"] >= 10_000
     assert report["failures"] == 0
+
+
+def test_the_last_run_of_the_files_of_torch_pruning_passed():
+    report = json.loads((ROOT / "tools/results/torch_pruning_tests.json").read_text())
+    assert len(report["files"]) == 31
+    assert all(one["passed"] for one in report["files"])
 
 
 def test_files_named_in_the_readme_exist():
