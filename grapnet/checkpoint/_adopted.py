@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -35,6 +35,7 @@ from grapnet.spaces import Adopted
 from grapnet.spaces._adopted import find_adopted
 from grapnet.spaces._axes import Atom, Expression, ProductOf, SumOf
 from grapnet.spaces._signature import Signature, signature_of
+from grapnet.spaces._space import Verdict
 
 from ._codec import LARGEST, Fields, decode, encode, entry, names, number
 from ._extras import GoBack, Target, go_back_all, restore_all
@@ -60,12 +61,18 @@ class Number(NamedTuple):
 
 
 class SavedSpace(NamedTuple):
-    """The nodes of one space in a file."""
+    """One space in a file."""
 
     name: str
     atom: int
     uids: Tensor
     owners: Labels
+    pins: tuple[str, ...]
+    marks: frozenset[str]
+    proof: Verdict
+    # Tensors and dimensions.
+    writers: tuple[tuple[str, int], ...]
+    readers: tuple[tuple[str, int], ...]
 
 
 def describe_adopted(
@@ -87,7 +94,16 @@ def describe_adopted(
         tensors[f"spaces.{n}.uid"] = space.uid
         tensors[f"spaces.{n}.owner"] = owners.codes
         spaces.append(
-            {"name": space.name, "atom": atoms[space._atom], "owners": list(owners.names)}
+            {
+                "name": space.name,
+                "atom": atoms[space._atom],
+                "owners": list(owners.names),
+                "pins": list(space.pins),
+                "marks": sorted(space._marks),
+                "proof": space._proof,
+                "writers": [list(place) for place in net._typed.writers.get(space._atom, ())],
+                "readers": [list(place) for place in net._typed.readers.get(space._atom, ())],
+            }
         )
     numbers = []
     for (path, name), first in net._first_numbers.items():
@@ -98,6 +114,7 @@ def describe_adopted(
     for name, expressions in signature.axes.items():
         axes[name] = [_as_json(axis) for axis in expressions]
     state, ties = split_ties(_held(net.model) | _ExtraStates(net.model).state_dict())
+    fixed = [name for name, held in net.model.named_parameters() if not held.requires_grad]
     return {
         "adopted": {
             "version": net.version,
@@ -108,6 +125,8 @@ def describe_adopted(
             "numbers": encode(numbers, "adopted.numbers", tensors),
             "opened": _describe_opened(net, tensors),
             "has_other_blocks": net.journal._outlines.has_blocks,
+            "buffers": [name for name, _ in net.model.named_buffers()],
+            "fixed": fixed,
         },
         "state": {"tree": encode(state, "state", tensors), "ties": ties},
         "journal": describe_journal(net.journal, tensors, undo=undo, history=history),
@@ -178,6 +197,8 @@ class SavedModel:
         ties: names of tensors that are also called by another name of `state`.
         opened: the tensors of which cells are cut or frozen; `state` has their free cells.
         has_other_blocks: whether edits have inserted or removed blocks.
+        buffers: names of the tensors that are no Parameters.
+        fixed: names of the Parameters that do not require gradients.
     """
 
     version: int
@@ -190,6 +211,8 @@ class SavedModel:
     ties: dict[str, str]
     opened: dict[str, Opened]
     has_other_blocks: bool
+    buffers: tuple[str, ...]
+    fixed: tuple[str, ...]
 
     @classmethod
     def read(cls, document: Any, fields: Fields) -> "SavedModel":
@@ -199,7 +222,7 @@ class SavedModel:
         next_uid = number(part, "next_uid", "adopted.", LARGEST_UID)
         spaces = []
         for n, described in enumerate(entry(part, "spaces", list, "adopted.")):
-            spaces.append(_read_space(n, described, fields, next_uid, len(first.sizes)))
+            spaces.append(_read_space(n, described, fields, next_uid, first))
         all_uids = torch.cat([torch.empty(0, dtype=torch.int64), *(s.uids for s in spaces)])
         if len(all_uids.unique()) < len(all_uids):
             raise CheckpointError("adopted.spaces: two nodes have the same uid")
@@ -222,6 +245,11 @@ class SavedModel:
         version = number(part, "version", "adopted.")
         numbers = _read_numbers(part, fields)
         has_other_blocks = entry(part, "has_other_blocks", bool, "adopted.")
+        buffers = _read_texts(part, "buffers", "adopted.")
+        fixed = _read_texts(part, "fixed", "adopted.")
+        for name in (*buffers, *fixed):
+            if not isinstance(state.get(name), Tensor):
+                raise CheckpointError(f"adopted: {name!r} is the name of no tensor")
         return cls(
             version,
             next_uid,
@@ -233,6 +261,8 @@ class SavedModel:
             ties,
             opened,
             has_other_blocks,
+            buffers,
+            fixed,
         )
 
 
@@ -593,15 +623,52 @@ def _read_signature(part: Any) -> Signature:
     return Signature(axes, tuple(sizes))
 
 
-def _read_space(n: int, part: Any, fields: Fields, next_uid: int, n_atoms: int) -> SavedSpace:
+def _read_space(
+    n: int, part: Any, fields: Fields, next_uid: int, signature: Signature
+) -> SavedSpace:
     where = f"adopted.spaces.{n}."
     name = entry(part, "name", str, where)
-    atom = number(part, "atom", where, n_atoms - 1)
+    atom = number(part, "atom", where, len(signature.sizes) - 1)
     uids = fields.below(next_uid, f"spaces.{n}.uid", torch.int64)
     if len(uids) == 0 or bool((uids.diff() <= 0).any()):
         raise CheckpointError(f"spaces.{n}.uid: expected ascending uids")
     owners = fields.labels(names(part, "owners", where), f"spaces.{n}.owner", len(uids))
-    return SavedSpace(name, atom, uids, owners)
+    proof = entry(part, "proof", str, where)
+    if proof not in get_args(Verdict):
+        raise CheckpointError(f"{where}proof: expected a verdict")
+    return SavedSpace(
+        name,
+        atom,
+        uids,
+        owners,
+        _read_texts(part, "pins", where),
+        frozenset(_read_texts(part, "marks", where)),
+        proof,
+        _read_places(part, "writers", where, signature),
+        _read_places(part, "readers", where, signature),
+    )
+
+
+def _read_texts(part: Any, name: str, where: str) -> tuple[str, ...]:
+    found = entry(part, name, list, where)
+    if any(type(text) is not str for text in found):
+        raise CheckpointError(f"{where}{name}: expected texts")
+    return tuple(found)
+
+
+def _read_places(
+    part: Any, name: str, where: str, signature: Signature
+) -> tuple[tuple[str, int], ...]:
+    """Returns tensors with one of their dimensions each."""
+    found = []
+    for item in entry(part, name, list, where):
+        if type(item) is not list or [type(value) for value in item] != [str, int]:
+            raise CheckpointError(f"{where}{name}: expected tensors and dimensions")
+        tensor, dim = item
+        if not 0 <= dim < len(signature.axes.get(tensor, ())):
+            raise CheckpointError(f"{where}{name}: {tensor!r} has no dimension {dim}")
+        found.append((tensor, dim))
+    return tuple(found)
 
 
 def _read_numbers(part: Any, fields: Fields) -> list[Number]:

@@ -15,11 +15,13 @@ from grapnet._network import GrapNet
 from grapnet.convert._origin import COMPILED
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Graph
+from grapnet.spaces import Adopted
 from grapnet.spaces._adopted import find_adopted
 
 from . import _file
 from ._adopted import describe_adopted, put_adopted
 from ._codec import Fields, decode, entry
+from ._codeless import rebuild_codeless
 from ._extras import (
     Extra,
     Following,
@@ -83,12 +85,11 @@ class Archive:
         self._document = document
         self._tensors = tensors
         self._fields = Fields(tensors)
-        self._is_adopted = "adopted" in document
         self._places = [names[0] for names in read_places(document)]
         self._extras: dict[str, Extra] = {}
         for name, part in entry(document, "extras", dict, "").items():
             self._extras[name] = Extra.read(name, part, self._fields)
-        self._nets: dict[str, GrapNet] | None = None
+        self._read_graphs: dict[str, Graph] | None = None
         self._moved: dict[str, Moved] = {}
         self._following: dict[tuple[str, str], Following] = {}  # by extra and place
 
@@ -111,7 +112,12 @@ class Archive:
     @property
     def is_model(self) -> bool:
         """True for a model, with nets inside or adopted; False for a single net."""
-        return self._is_adopted or "nets" in self._document
+        return self.is_adopted or "nets" in self._document
+
+    @property
+    def is_adopted(self) -> bool:
+        """True for an adopted model."""
+        return "adopted" in self._document
 
     @property
     def nets(self) -> dict[str, GrapNet]:
@@ -121,15 +127,38 @@ class Archive:
             CheckpointError: the file holds an adopted model, which is restored into a model.
         """
         self._require_nets()
-        if self._nets is None:
-            nets = self._rebuilt()
-            for place, net in nets.items():
-                warn_of_unmet_choices(net)
-                self._moved[place] = Moved(net)
+        return {place: net for place, net in self._graphs.items() if isinstance(net, GrapNet)}
+
+    @property
+    def adopted(self) -> Adopted:
+        """The graph of an adopted model, over its tensors alone.
+
+        The file has no code, so the graph cannot run, and its spaces keep their sizes. Everything
+        else works: `spaces`, `transitions`, `history`, cutting and freezing relations, owners,
+        undo and redo.
+
+        Raises:
+            CheckpointError: the file holds nets.
+        """
+        if not self.is_adopted:
+            raise CheckpointError("nets: this file holds nets, not an adopted model; use `nets`")
+        (net,) = self._graphs.values()
+        assert isinstance(net, Adopted)
+        return net
+
+    @property
+    def _graphs(self) -> dict[str, Graph]:
+        """The nets, or the adopted model, by place; read when first asked for."""
+        if self._read_graphs is None:
+            graphs = self._rebuilt()
+            for place, graph in graphs.items():
+                if isinstance(graph, GrapNet):
+                    warn_of_unmet_choices(graph)
+                self._moved[place] = Moved(graph)
                 for name, extra in self._extras.items():
-                    self._following[name, place] = follow(name, extra, net, place)
-            self._nets = nets
-        return self._nets
+                    self._following[name, place] = follow(name, extra, graph, place)
+            self._read_graphs = graphs
+        return self._read_graphs
 
     @property
     def net(self) -> GrapNet:
@@ -285,7 +314,7 @@ class Archive:
 
     def _require_nets(self) -> None:
         """Raises CheckpointError for the file of an adopted model."""
-        if self._is_adopted:
+        if self.is_adopted:
             raise CheckpointError(
                 "adopted: this file holds a whole model, which has no nets. Create the model as it"
                 " was before it was adopted, then gn.restore(path, into=model)"
@@ -302,10 +331,15 @@ class Archive:
         undo = self.undo if undo is None else undo
         history = self.history if history is None else history
         as_before = (undo, history) == (self.undo, self.history)
-        if self._nets is None and as_before:
+        if self._read_graphs is None and as_before:
             # no net was read
             document = dict(self._document)
             tensors = {n: t for n, t in self._tensors.items() if _part_of(n) != "extras"}
+        elif self.is_adopted:
+            tensors = {}
+            with torch.no_grad():
+                part = describe_adopted(self.adopted, tensors, undo=undo, history=history)
+            document = self._document | part
         else:
             tensors = {n: t for n, t in self._tensors.items() if _part_of(n) == "model"}
             document = self._document | self._described(tensors, undo=undo, history=history)
@@ -359,12 +393,14 @@ class Archive:
                 parts.append(self._document["nets"][n] | part)
         return {"nets": parts}
 
-    def _rebuilt(self) -> dict[str, GrapNet]:
-        """Returns new nets from the file, by place."""
+    def _rebuilt(self) -> dict[str, Graph]:
+        """Returns new nets, or a new graph of an adopted model, from the file, by place."""
         with torch.inference_mode(False):
+            if self.is_adopted:
+                return {"": rebuild_codeless(self._document, self._fields)}
             if not self.is_model:
                 return {"": rebuild_net(self._document, self._fields)}
-            nets = {}
+            nets: dict[str, Graph] = {}
             for n, place in enumerate(self._places):
                 nets[place] = rebuild_part(self._document, n, self._fields)
             return nets
@@ -383,7 +419,7 @@ class Archive:
 
         if into is None:
             restore_all(targets())
-        elif self._is_adopted:
+        elif self.is_adopted:
             put_adopted(into, self._document, self._fields, targets)
         else:
             self._require_model(into, objects)
@@ -498,6 +534,7 @@ def load(path: str | os.PathLike[str], *, device: torch.device | str | None = No
             " then gn.restore(path, into=model)"
         )
     (net,) = archive._rebuilt().values()
+    assert isinstance(net, GrapNet)
     warn_of_unmet_choices(net)
     if device is None:
         return net

@@ -16,7 +16,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer
 from torch.optim.swa_utils import AveragedModel
 
-from grapnet._network import GrapNet
 from grapnet.core._errors import CheckpointError, GrapNetError, OptimizerError
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
@@ -28,6 +27,7 @@ from grapnet.following._optimizers import (
     undo_slots,
 )
 from grapnet.following._state import OF_TORCH, mark_followed, record_of, refuse_stale_state
+from grapnet.spaces import Adopted
 
 from ._codec import Fields, decode, encode, entry
 
@@ -369,7 +369,7 @@ class Moved:
         sizes: the sizes of the vectors that moved.
     """
 
-    def __init__(self, net: GrapNet) -> None:
+    def __init__(self, net: Graph) -> None:
         self.parameters: set[str] = set()
         self.sizes: set[int] = set()
         net.follow(self)
@@ -415,14 +415,14 @@ class Following:
         )
 
 
-def follow(name: str, extra: Extra, net: GrapNet, place: str) -> Following:
+def follow(name: str, extra: Extra, net: Graph, place: str) -> Following:
     """Returns the follower of an extra for a net, at a place in its model; "" for a single net."""
     if extra.kind == "generator" or extra.made_by in _INDEPENDENT:
         return Following(name)
     if extra.shapes is not None:
         return _follow_optimizer(name, extra, net, place)
     if extra.made_by == AveragedModel.__name__ and not place:
-        averaged = AveragedModel(net)
+        averaged = AveragedModel(net.model if isinstance(net, Adopted) else net)
         try:
             averaged.load_state_dict(extra.content)
             attach(averaged, net)
@@ -433,7 +433,7 @@ def follow(name: str, extra: Extra, net: GrapNet, place: str) -> Following:
     return _Other(name)
 
 
-def _follow_optimizer(name: str, extra: Extra, net: GrapNet, place: str) -> Following:
+def _follow_optimizer(name: str, extra: Extra, net: Graph, place: str) -> Following:
     prefix = prefix_of(place)
     mine = [n for n, _ in net.named_parameters() if prefix + n in extra.owners]
     if not mine:
@@ -492,7 +492,7 @@ class _Optimizer(Following):
     how = "followed"
 
     def __init__(
-        self, name: str, extra: Extra, net: GrapNet, prefix: str, names: Sequence[str]
+        self, name: str, extra: Extra, net: Graph, prefix: str, names: Sequence[str]
     ) -> None:
         kind = getattr(torch.optim, extra.made_by, None)
         if not isinstance(kind, type) or not issubclass(kind, Optimizer):
