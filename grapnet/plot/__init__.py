@@ -15,3 +15,4 @@ from ._charts import timeline as timeline
 from ._charts import weights as weights
 from ._deletion import deletion as deletion
 from ._graph import graph as graph
+from ._spaces import spaces as spaces

@@ -4,6 +4,7 @@ writes docs/images.
 
 import os
 import re
+import tempfile
 from pathlib import Path
 
 from PIL import Image
@@ -13,6 +14,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 # pictures, and the pages that draw them
 PAGES = {
     "graph.png": "guides/pictures.md",
+    "spaces.png": "guides/pictures.md",
     "deletion.png": "concepts.md",
 }
 
@@ -36,9 +38,9 @@ def draw(name: str, folder: Path) -> Path:
     return folder / name
 
 
-def shrink(path: Path) -> None:
+def shrink(picture: Path, path: Path) -> None:
     """Writes a picture with 256 colours; which matplotlib drew it stays in the file."""
-    with Image.open(path) as drawn:
+    with Image.open(picture) as drawn:
         software = PngInfo()
         software.add_text("Software", drawn.info["Software"])
         small = drawn.convert("RGB").quantize(256, dither=Image.Dither.NONE)
@@ -47,4 +49,6 @@ def shrink(path: Path) -> None:
 
 if __name__ == "__main__":
     for name in PAGES:
-        shrink(draw(name, DOCS / "images"))
+        # A page may draw others on its way.
+        with tempfile.TemporaryDirectory() as folder:
+            shrink(draw(name, Path(folder)), DOCS / "images" / name)
