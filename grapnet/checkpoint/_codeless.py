@@ -5,7 +5,8 @@ looking, comparing, drawing, cutting and freezing relations, owners, undo and re
 spaces cannot change: only the code tells which numbers of modules follow, such as `num_heads`.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from grapnet.core._errors import CheckpointError, EditError
 from grapnet.core._layer import Roster
 from grapnet.core._opened import holders_of, set_opened
 from grapnet.spaces import Adopted
+from grapnet.spaces._axes import Expression
 from grapnet.spaces._costs import Costs
 from grapnet.spaces._discovery import AtomRecord, Typed
 from grapnet.spaces._gates import Gates
@@ -23,6 +25,8 @@ from ._adopted import SavedModel
 from ._codec import Fields, entry
 from ._journal import is_number, rebuild_journal
 from ._model import EXTRA
+
+Places = tuple[tuple[str, int], ...]  # tensors with one of their dimensions each
 
 
 class Codeless(Adopted):
@@ -164,7 +168,21 @@ def _typed_of(saved: SavedModel) -> Typed:
         records[space.atom] = AtomRecord(saved.first.sizes[space.atom], space.pins, space.marks)
         writers[space.atom] = space.writers
         readers[space.atom] = space.readers
-    return Typed(tuple(records), saved.first.axes, readers, writers, {}, {}, (), ())
+    axes = saved.first.axes
+    outputs = _by_module(writers.values(), axes)
+    inputs = _by_module(readers.values(), axes)
+    return Typed(tuple(records), axes, readers, writers, outputs, inputs, (), ())
+
+
+def _by_module(
+    places: Iterable[Places], axes: Mapping[str, tuple[Expression, ...]]
+) -> dict[str, tuple[Expression, ...]]:
+    """Returns the axes of tensors by the modules that have the tensors."""
+    found: dict[str, tuple[Expression, ...]] = {}
+    for tensor, dim in itertools.chain.from_iterable(places):
+        path = tensor.rpartition(".")[0]
+        found[path] = (*found.get(path, ()), axes[tensor][dim])
+    return found
 
 
 def _without_code(verb: str) -> EditError:

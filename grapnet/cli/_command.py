@@ -16,6 +16,7 @@ from grapnet._atomic import atomic_write
 
 if TYPE_CHECKING:
     from grapnet.checkpoint import Archive
+    from grapnet.spaces import Adopted
 
 WIDTH = 100  # characters of a line
 _LONGEST = 32  # characters of a text in a column that others follow
@@ -73,12 +74,14 @@ class CommandError(Exception):
         self.hint = hint
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
+def table(
+    titles: Sequence[str], rows: Sequence[Sequence[Cell]], *, longest: int = _LONGEST
+) -> list[str]:
     """Returns lines of aligned columns, none wider than `WIDTH`.
 
     Whole numbers are counts and get thousands separators; other numbers are shares and are shown in
-    per cent; None is a dash. Numbers are right-aligned; a last column of texts is wrapped. A column
-    of zeros and empty texts is omitted.
+    per cent; None is a dash. Numbers are right-aligned; a last column of texts is wrapped, others
+    are shortened to `longest` characters. A column of zeros and empty texts is omitted.
 
     Examples:
         >>> rows = [["hidden", 12345, 0.5], ["output", 10, None]]
@@ -91,7 +94,7 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
     for number, title in enumerate(titles):
         cells = [_shown(row[number]) for row in rows]
         if number < len(titles) - 1:
-            cells = [_shortened(cell) for cell in cells]
+            cells = [_shortened(cell, longest) for cell in cells]
         if any(row[number] not in (0, "") for row in rows):
             columns.append(_aligned(title, cells))
     lines = []
@@ -111,10 +114,10 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[Cell]]) -> list[str]:
     return lines
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def table_of(rows: Sequence[Mapping[str, Any]], *, longest: int = _LONGEST) -> list[str]:
     """Returns a table of data, whose keys are the titles."""
     titles = [key.replace("_", " ") for key in rows[0]]
-    return table(titles, [list(row.values()) for row in rows])
+    return table(titles, [list(row.values()) for row in rows], longest=longest)
 
 
 def _shown(cell: Cell) -> str:
@@ -127,10 +130,10 @@ def _shown(cell: Cell) -> str:
     return f"{100 * cell:.1f} %"
 
 
-def _shortened(text: str) -> str:
-    if len(text) <= _LONGEST:
+def _shortened(text: str, longest: int) -> str:
+    if len(text) <= longest:
         return text
-    return text[: _LONGEST - 1] + "…"
+    return text[: longest - 1] + "…"
 
 
 def _aligned(title: str, cells: list[str]) -> list[str]:
@@ -214,7 +217,7 @@ def open_file(path: Path) -> "Archive":
     try:
         file = gn.open(path)
         # Nets are made and checked on first access.
-        _ = file.nets
+        _ = graphs_of(file)
     except FileNotFoundError:
         raise CommandError(
             f"{path}: no such file", "gn.save(path, net) writes one; grapnet demo writes runs/demo/"
@@ -228,9 +231,16 @@ def open_file(path: Path) -> "Archive":
     return file
 
 
+def graphs_of(file: "Archive") -> "Mapping[str, gn.GrapNet | Adopted]":
+    """Returns the nets of a file by place, or its adopted model."""
+    if file.is_adopted:
+        return {"": file.adopted}
+    return file.nets
+
+
 def place_of(file: "Archive", wanted: str | None) -> str:
     """Returns the place of the net that `--net` names, or of the only one without it."""
-    places = list(file.nets)
+    places = list(graphs_of(file))
     if wanted is None and len(places) == 1:
         return places[0]
     listed = few(repr(place) for place in places)
@@ -241,8 +251,10 @@ def place_of(file: "Archive", wanted: str | None) -> str:
     return wanted
 
 
-def title(place: str) -> str:
-    """Returns the name of a net in texts."""
+def title(place: str, graph: object = None) -> str:
+    """Returns the name of a net, or of an adopted model, in texts."""
+    if hasattr(graph, "spaces"):
+        return "model"
     if place:
         return f"net at {place!r}"
     return "net"

@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import grapnet as gn
 
+from . import _whole as whole
 from ._command import (
     Cell,
     Command,
@@ -18,27 +19,31 @@ from ._command import (
     add_place,
     few,
     first_line,
+    graphs_of,
     open_file,
     place_of,
     positive,
     require_free,
     table,
+    title,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from grapnet.checkpoint import Archive
+    from grapnet.core._graph import Graph
+    from grapnet.spaces import Adopted
 
-_NODES = ("owner", "layer", "node", "all")
-_RELATIONS = ("transition", "relation", "smallest")
+_NODES = ("owner", "layer", "space", "node", "all")
+_RELATIONS = ("transition", "module", "relation", "smallest")
 # Options that the journal repeats where --reason gives no other text.
 _REPEATED = (
-    *("owner", "layer", "node", "all", "childless", "side", "transition", "relation", "smallest"),
-    *("fraction", "scope", "to", "none", "orphans"),
+    *("owner", "layer", "space", "node", "all", "childless", "side", "transition", "module"),
+    *("relation", "smallest", "fraction", "scope", "to", "none", "orphans"),
 )
 
-Act = Callable[["gn.GrapNet", argparse.Namespace], None]
+Act = Callable[["Graph", argparse.Namespace], None]
 
 
 def _add_destination(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +99,9 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layer", action="append", type=int, metavar="N", help="nodes of a layer; 0 is the input"
     )
+    group.add_argument(
+        "--space", action="append", metavar="NAME", help="nodes of a space of a whole model"
+    )
     group.add_argument("--node", action="append", type=int, metavar="UID", help="a node, by uid")
     group.add_argument("--all", action="store_true", help="all nodes")
 
@@ -110,6 +118,12 @@ def _add_relations(parser: argparse.ArgumentParser, about: str) -> None:
         side.add_argument(f"--{name}", dest="side", action="store_const", const=name, help=meaning)
     group.add_argument(
         "--transition", action="append", type=int, metavar="T", help="relations from layer T"
+    )
+    group.add_argument(
+        "--module",
+        action="append",
+        metavar="NAME",
+        help="relations that a module or tensor of a whole model holds",
     )
     group.add_argument(
         "--relation", action="append", metavar="PARENT:CHILD", help="one relation, by uids"
@@ -141,11 +155,13 @@ def _share(text: str) -> float:
     return share
 
 
-def _chosen_nodes(net: "gn.GrapNet", given: argparse.Namespace) -> "gn.NodeSet":
+def _chosen_nodes(net: "Graph", given: argparse.Namespace) -> "gn.NodeSet":
     """Returns the nodes that the options name; all nodes where they name none."""
     import torch
 
     nodes = net.select(layer=given.layer)
+    if given.space:
+        nodes &= net.select(layer=[_space(net, name) for name in given.space])
     if given.owner:
         owned = net.select(owner=given.owner[0])
         for owner in given.owner[1:]:
@@ -157,9 +173,7 @@ def _chosen_nodes(net: "gn.GrapNet", given: argparse.Namespace) -> "gn.NodeSet":
     return nodes
 
 
-def _chosen_relations(
-    net: "gn.GrapNet", given: argparse.Namespace, default: str
-) -> "gn.RelationSet":
+def _chosen_relations(net: "Graph", given: argparse.Namespace, default: str) -> "gn.RelationSet":
     """Returns the relations that the options name, of the `default` side if they name none."""
     nodes = _chosen_nodes(net, given)
     side = given.side or default
@@ -171,6 +185,11 @@ def _chosen_relations(
         found = nodes.outgoing() | nodes.incoming()
     if given.transition:
         found &= net.select(layer=given.transition).outgoing()
+    if given.module:
+        held = _relations_of(net, given.module[0])
+        for name in given.module[1:]:
+            held |= _relations_of(net, name)
+        found &= held
     if given.relation:
         named = [_relation(net, text) for text in given.relation]
         for other in named[1:]:
@@ -179,6 +198,33 @@ def _chosen_relations(
     if given.smallest is not None:
         found = found.smallest(fraction=given.smallest)
     return found
+
+
+def _space(net: "Graph", name: str) -> int:
+    """Returns the number of the space that `--space` names."""
+    spaces = [space.name for space in _whole_model(net, "--space").spaces]
+    if name not in spaces:
+        raise CommandError(f"--space {name}: no such space", f"spaces are: {few(spaces)}")
+    return spaces.index(name)
+
+
+def _relations_of(net: "Graph", name: str) -> "gn.RelationSet":
+    """Returns the relations that `--module` names."""
+    model = _whole_model(net, "--module")
+    try:
+        return model.relations(name)
+    except KeyError:
+        held = dict.fromkeys(weight.name for weight in model.transitions)
+        raise CommandError(
+            f"--module {name}: no module or tensor that holds relations",
+            f"those that do are: {few(held)}",
+        ) from None
+
+
+def _whole_model(net: "Graph", option: str) -> "Adopted":
+    if isinstance(net, gn.GrapNet):
+        raise CommandError(f"{option} is for whole models", "a net has --layer and --transition")
+    return cast("Adopted", net)
 
 
 def _names(given: argparse.Namespace, *options: str) -> bool:
@@ -192,7 +238,7 @@ def _require_selection(given: argparse.Namespace, *options: str) -> None:
         raise CommandError("nothing is selected", f"add one of {listed}")
 
 
-def _relation(net: "gn.GrapNet", text: str) -> "gn.RelationSet":
+def _relation(net: "Graph", text: str) -> "gn.RelationSet":
     """Returns the relation that `PARENT:CHILD` names."""
     try:
         parent, child = map(int, text.split(":"))
@@ -225,7 +271,7 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
     _add_losses(parser)
 
 
-def _cut(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _cut(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
     _require_selection(given, *_NODES, *_RELATIONS)
     relations = _chosen_relations(net, given, "outgoing")
     if len(relations):
@@ -240,9 +286,7 @@ def _add_freeze(parser: argparse.ArgumentParser) -> None:
     _add_relations(parser, "without these options biases and relations of both sides")
 
 
-def _set_frozen(
-    net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace, *, frozen: bool
-) -> None:
+def _set_frozen(net: "Graph", edit: "gn.Edit", given: argparse.Namespace, *, frozen: bool) -> None:
     _require_selection(given, *_NODES, *_RELATIONS)
     if _names(given, "side", *_RELATIONS):
         what = _chosen_relations(net, given, "both")
@@ -264,9 +308,17 @@ def _add_remove(parser: argparse.ArgumentParser) -> None:
     _add_losses(parser)
 
 
-def _remove(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _remove(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
     import torch
 
+    if not isinstance(net, gn.GrapNet):
+        raise whole.needs_code(
+            given.file,
+            "nodes of a whole model cannot be removed in its file: only the code of the model tells"
+            " which of its numbers follow, such as num_heads",
+            _removal(given),
+            f'gn.save("{given.output or given.file}", net)',
+        )
     _require_selection(given, *_NODES, "childless", "orphans")
     if _names(given, *_NODES, "childless"):
         nodes = _chosen_nodes(net, given)
@@ -285,6 +337,21 @@ def _remove(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> No
         edit.remove_orphans()
 
 
+def _removal(given: argparse.Namespace) -> str:
+    """Returns the options of a removal as a line of Python."""
+    nodes = 'net.space("NAME").weakest(fraction=0.5)'
+    if given.space:
+        nodes = f'net.space("{given.space[0]}")'
+        if given.owner:
+            nodes += f' & net.select(owner="{given.owner[0]}")'
+    elif given.owner:
+        nodes = f'net.select(owner="{given.owner[0]}")'
+    elif given.node:
+        nodes = f"net.node({given.node[0]})"
+    reason = given.reason or _options(given)
+    return f'with net.edit(reason="{reason}") as edit: edit.remove_nodes({nodes})'
+
+
 def _add_prune(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser)
     parser.add_argument(
@@ -298,13 +365,20 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--transition", action="append", type=int, metavar="T", help="only here (repeatable)"
     )
+    parser.add_argument(
+        "--module", action="append", metavar="NAME", help="only here, in a whole model (repeatable)"
+    )
     _add_losses(parser)
 
 
-def _prune(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _prune(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
     options: dict[str, Any] = {}
     if given.transition:
         options["transitions"] = tuple(given.transition)
+    if given.module:
+        for name in given.module:
+            _relations_of(net, name)
+        options["transitions"] = tuple(given.module)
     if given.scope is not None:
         options["scope"] = given.scope
     rule = gn.rules.PruneWeakest(fraction=given.fraction, **options)
@@ -321,7 +395,7 @@ def _add_set_owner(parser: argparse.ArgumentParser) -> None:
     _add_nodes(parser)
 
 
-def _set_owner(net: "gn.GrapNet", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _set_owner(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
     _require_selection(given, *_NODES)
     nodes = _chosen_nodes(net, given)
     others = [n for n, owner in enumerate(nodes.owners) if owner != given.to]
@@ -341,17 +415,17 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _step(net: "gn.GrapNet", given: argparse.Namespace) -> None:
+def _step(net: "Graph", given: argparse.Namespace) -> None:
     step = net.undo if given.command == "undo" else net.redo
     for _ in range(given.steps):
         step(alone=given.alone)
 
 
 def _transaction(
-    net: "gn.GrapNet",
+    net: "Graph",
     given: argparse.Namespace,
     *,
-    write: "Callable[[gn.GrapNet, gn.Edit, argparse.Namespace], None]",
+    write: "Callable[[Graph, gn.Edit, argparse.Namespace], None]",
 ) -> None:
     """Commits the operations of `write`."""
     reason = given.reason
@@ -383,7 +457,7 @@ def _run(given: argparse.Namespace, *, act: Act) -> Outcome:
     output = _destination(given)
     file = open_file(given.file)
     place = place_of(file, given.net)
-    net = file.nets[place]
+    net = graphs_of(file)[place]
     before = _counts(net) | {"file_bytes": file.nbytes}
     act(net, given)
     if net.version == before["version"]:
@@ -436,9 +510,11 @@ def _save(
     return saved.nbytes, dict(saved.extras)
 
 
-def _counts(net: "gn.GrapNet") -> dict[str, Any]:
+def _counts(net: "gn.GrapNet | Adopted") -> dict[str, Any]:
     import torch
 
+    if not isinstance(net, gn.GrapNet):
+        return whole.sizes_of(net)
     orphans = 0
     childless = 0
     for layer in net.layers[1:-1]:
@@ -455,9 +531,32 @@ def _counts(net: "gn.GrapNet") -> dict[str, Any]:
     }
 
 
-def _lines(net: "gn.GrapNet", data: dict[str, Any]) -> list[str]:
+def _lines(net: "gn.GrapNet | Adopted", data: dict[str, Any]) -> list[str]:
     before = data["before"]
     after = data["after"]
+    if isinstance(net, gn.GrapNet):
+        rows = _size_rows(net, before, after)
+    else:
+        rows = whole.size_rows(before, after)
+    rows = [row for row in rows if row[1] != row[2]]
+    rows.append(["bytes of the file", before["file_bytes"], after["file_bytes"]])
+    versions = f"version {before['version']:,} → {after['version']:,}"
+    lines = [
+        f"{data['command']}: {data['reason']!r}, {versions}",
+        *table(["", "before", "after"], rows, longest=whole.LONGEST),
+    ]
+    if data["extras"]:
+        extras = [f"{name} {state}" for name, state in data["extras"].items()]
+        lines.append(f"beside the {title('', net)}: {few(extras)}")
+    if after.get("childless", 0) > before.get("childless", 0):
+        lines.append("grapnet remove FILE --childless removes the hidden nodes without children")
+    return [*lines, _written(data)]
+
+
+def _size_rows(
+    net: "gn.GrapNet", before: dict[str, Any], after: dict[str, Any]
+) -> list[list[Cell]]:
+    """Returns the sizes of a net before and after an edit."""
     rows: list[list[Cell]] = []
     for number in range(len(after["nodes"])):
         rows.append([f"nodes of layer {number}", before["nodes"][number], after["nodes"][number]])
@@ -469,19 +568,7 @@ def _lines(net: "gn.GrapNet", data: dict[str, Any]) -> list[str]:
     for owner in dict.fromkeys([*before["owners"], *after["owners"]]):
         counts = [before["owners"].get(owner, 0), after["owners"].get(owner, 0)]
         rows.append([f"nodes of {owner}", *counts])
-    rows = [row for row in rows if row[1] != row[2]]
-    rows.append(["bytes of the file", before["file_bytes"], after["file_bytes"]])
-    versions = f"version {before['version']:,} → {after['version']:,}"
-    lines = [
-        f"{data['command']}: {data['reason']!r}, {versions}",
-        *table(["", "before", "after"], rows),
-    ]
-    if data["extras"]:
-        extras = [f"{name} {state}" for name, state in data["extras"].items()]
-        lines.append(f"beside the net: {few(extras)}")
-    if after["childless"] > before["childless"]:
-        lines.append("grapnet remove FILE --childless removes the hidden nodes without children")
-    return [*lines, _written(data)]
+    return rows
 
 
 def _written(data: dict[str, Any]) -> str:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import grapnet as gn
 
+from . import _whole as whole
 from ._command import (
     Command,
     CommandError,
@@ -54,6 +55,12 @@ def _run(given: argparse.Namespace) -> Outcome:
     name = given.file.name.removesuffix(".safetensors") + ENDINGS[given.to]
     output = given.output or given.file.with_name(name)
     file = open_file(given.file)
+    if file.is_adopted:
+        raise whole.needs_code(
+            given.file,
+            "a whole model cannot be exported from its file: the code of the model runs it",
+            'torch.onnx.export(net.model, (x,), "model.onnx")',
+        )
     net = file.nets[place_of(file, given.net)].eval()
     require_free(output, force=given.force)
     inputs = torch.randn(7, net.sizes[0], dtype=net.execution.dtype)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grapnet as gn
 
+from . import _whole as whole
 from ._command import (
     Cell,
     Command,
@@ -14,6 +15,7 @@ from ._command import (
     add_file,
     counted,
     few,
+    graphs_of,
     open_file,
     plain,
     positive,
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from grapnet.checkpoint import Archive
+    from grapnet.core._graph import Graph
+    from grapnet.spaces import Adopted
 
 _SHOWN = 6  # nodes or relations that are named as examples
 
@@ -40,25 +44,27 @@ def _configure_history(parser: argparse.ArgumentParser) -> None:
 def _run_history(given: argparse.Namespace) -> Outcome:
     lines = []
     data = {}
-    for place, net in open_file(given.file).nets.items():
+    for place, net in graphs_of(open_file(given.file)).items():
         commits = net.history
         if given.last is not None:
             commits = commits[-given.last :]
         ways = _ways_back(net)
         shown = f"{len(commits):,} of {counted(len(net.history), 'commit')}"
-        lines += [f"The {title(place)} at version {net.version:,}: {shown}"]
+        lines += [f"The {title(place, net)} at version {net.version:,}: {shown}"]
         lines += [*_commits(commits, ways), _outlook(net), ""]
+        if commits and not isinstance(net, gn.GrapNet):
+            lines += ["In words", *_words(net, commits), ""]
         if given.details and commits:
             lines += ["Operations", *_operations(commits), ""]
         data[place] = {
             "version": net.version,
-            "commits": [_as_data(commit, ways.get(commit.version)) for commit in commits],
+            "commits": [_as_data(net, commit, ways.get(commit.version)) for commit in commits],
             "of": len(net.history),
         }
     return Outcome("\n".join(lines[:-1]), {"file": str(given.file), "nets": data})
 
 
-def _ways_back(net: "gn.GrapNet") -> dict[int, str]:
+def _ways_back(net: "Graph") -> dict[int, str]:
     """Returns the command that reverts each commit and those after it, by version."""
     journal = net.journal
     found = {}
@@ -68,7 +74,7 @@ def _ways_back(net: "gn.GrapNet") -> dict[int, str]:
     return found
 
 
-def _outlook(net: "gn.GrapNet") -> str:
+def _outlook(net: "Graph") -> str:
     journal = net.journal
     if not journal.commits:
         return "  nothing was edited"
@@ -95,14 +101,20 @@ def _commits(commits: "Sequence[gn.Commit]", ways: dict[int, str]) -> list[str]:
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(commit.time)),
                 _signed(counts["nodes_added"], counts["nodes_removed"]),
                 _signed(counts["relations_added"], counts["relations_removed"]),
+                _signed(counts["blocks_added"], counts["blocks_removed"]),
                 turned,
                 ways.get(commit.version, ""),
                 commit.by or "",
                 reason,
             ]
         )
-    titles = ["version", "time", "nodes", "relations", "(un)frozen", "way back", "by", "reason"]
-    return table(titles, rows)
+    titles = ["version", "time", "nodes", "relations", "blocks", "(un)frozen", "way back", "by"]
+    return table([*titles, "reason"], rows)
+
+
+def _words(net: "Adopted", commits: "Sequence[gn.Commit]") -> list[str]:
+    rows: list[list[Cell]] = [[commit.version, whole.words(net, commit)] for commit in commits]
+    return table(["version", "what it did"], rows)
 
 
 def _operations(commits: "Sequence[gn.Commit]") -> list[str]:
@@ -123,8 +135,13 @@ def _signed(added: int, removed: int) -> str:
     return " ".join(parts)
 
 
-def _as_data(commit: "gn.Commit", way: str | None = None) -> dict[str, Any]:
+def _as_data(
+    net: "gn.GrapNet | Adopted", commit: "gn.Commit", way: str | None = None
+) -> dict[str, Any]:
     joint = commit.joint and {"part": commit.joint.part, "parts": commit.joint.parts}
+    words = None
+    if not isinstance(net, gn.GrapNet):
+        words = whole.words(net, commit)
     return {
         "version": commit.version,
         "time": commit.time,
@@ -134,6 +151,7 @@ def _as_data(commit: "gn.Commit", way: str | None = None) -> dict[str, Any]:
         "joint": joint,
         "counts": commit.counts,
         "operations": plain(commit.operations),
+        "words": words,
         "way_back": way,
     }
 
@@ -148,10 +166,13 @@ def _run_diff(given: argparse.Namespace) -> Outcome:
     b = open_file(given.b)
     data: dict[str, Any] = {"a": str(given.a), "b": str(given.b), "nets": {}}
     lines = [f"A  {given.a}", f"B  {given.b}"]
-    for place in dict.fromkeys([*a.nets, *b.nets]):
-        found = _compared(a.nets.get(place), b.nets.get(place))
+    ours = graphs_of(a)
+    theirs = graphs_of(b)
+    for place in dict.fromkeys([*ours, *theirs]):
+        found = _compared(ours.get(place), theirs.get(place))
         data["nets"][place] = found
-        lines += ["", f"The {title(place)}", *_about_difference(found)]
+        heading = title(place, ours.get(place, theirs.get(place)))
+        lines += ["", f"The {heading}", *_about_difference(found)]
     data["beside"] = _compared_extras(a, b)
     if data["beside"]:
         lines += ["", "Beside the nets, which does not count for the exit code"]
@@ -160,21 +181,22 @@ def _run_diff(given: argparse.Namespace) -> Outcome:
     return Outcome("\n".join(lines), {"equal": equal, **data}, code=int(not equal))
 
 
-def _compared(a: "gn.GrapNet | None", b: "gn.GrapNet | None") -> dict[str, Any]:
-    """Returns what differs between two nets.
+def _compared(a: "gn.GrapNet | Adopted | None", b: "gn.GrapNet | Adopted | None") -> dict[str, Any]:
+    """Returns what differs between two nets or models.
 
     Histories do not count: a net whose cut was undone is equal to the net before the cut.
     """
-    if a is None:
-        return {"equal": False, "only_in": "b", "b": repr(b)}
-    if b is None:
-        return {"equal": False, "only_in": "a", "a": repr(a)}
-    differences = {}
-    others = _columns(b)
-    for what, column in _columns(a).items():
-        counts = _compared_columns(column, others[what])
-        if counts["added"] or counts["removed"] or counts["changed"]:
-            differences[what] = counts
+    if a is None or b is None:
+        if a is not None:
+            return {"equal": False, "only_in": "a", "a": _summary(a)}
+        assert b is not None
+        return {"equal": False, "only_in": "b", "b": _summary(b)}
+    if isinstance(a, gn.GrapNet) and isinstance(b, gn.GrapNet):
+        differences = _compared_nets(a, b)
+    elif isinstance(a, gn.GrapNet) or isinstance(b, gn.GrapNet):
+        differences = {"kind": {"added": 0, "removed": 0, "changed": 1, "largest": None}}
+    else:
+        differences = whole.compared(a, b)
     shared = _shared_commits(a, b)
     ours = a.history[shared:]
     theirs = b.history[shared:]
@@ -182,12 +204,31 @@ def _compared(a: "gn.GrapNet | None", b: "gn.GrapNet | None") -> dict[str, Any]:
     lineage += f"; A has {len(ours):,} more, B has {len(theirs):,} more"
     return {
         "equal": not differences,
-        "a": repr(a),
-        "b": repr(b),
+        "a": _summary(a),
+        "b": _summary(b),
         "lineage": lineage,
-        "commits": {"a": list(map(_as_data, ours)), "b": list(map(_as_data, theirs))},
+        "commits": {
+            "a": [_as_data(a, commit) for commit in ours],
+            "b": [_as_data(b, commit) for commit in theirs],
+        },
         "differences": plain(differences),
     }
+
+
+def _summary(net: "gn.GrapNet | Adopted") -> str:
+    if isinstance(net, gn.GrapNet):
+        return repr(net)
+    return whole.summary(net)
+
+
+def _compared_nets(a: "gn.GrapNet", b: "gn.GrapNet") -> dict[str, Any]:
+    differences = {}
+    others = _columns(b)
+    for what, column in _columns(a).items():
+        counts = _compared_columns(column, others[what])
+        if counts["added"] or counts["removed"] or counts["changed"]:
+            differences[what] = counts
+    return differences
 
 
 class _Column(NamedTuple):
@@ -271,7 +312,7 @@ def _uids(keys: "np.ndarray", kind: str) -> list[str]:
     return [f"{key >> 32}→{key & 0xFFFFFFFF}" for key in found]
 
 
-def _shared_commits(a: "gn.GrapNet", b: "gn.GrapNet") -> int:
+def _shared_commits(a: "Graph", b: "Graph") -> int:
     """Returns how many commits at their start two histories share."""
     shared = 0
     for one, other in zip(a.history, b.history, strict=False):
@@ -288,7 +329,10 @@ def _about_difference(found: dict[str, Any]) -> list[str]:
     lines = [f"  A  {found['a']}", f"  B  {found['b']}", f"  {found['lineage']}"]
     for side, commits in found["commits"].items():
         for commit in commits:
-            lines.append(f"    {side.upper()} at {commit['version']:,}: {commit['reason']}")
+            line = f"    {side.upper()} at {commit['version']:,}: {commit['reason']}"
+            if commit["words"]:
+                line += f" ({commit['words']})"
+            lines.append(line)
     if found["equal"]:
         return [*lines, "  nodes, relations, names, settings and values are equal, bit for bit"]
     rows: list[list[Cell]] = []
@@ -297,19 +341,24 @@ def _about_difference(found: dict[str, Any]) -> list[str]:
         largest = counts["largest"]
         row = [counts[key] or "" for key in ("added", "removed", "changed")]
         rows.append([what, *row, "" if largest is None else f"{largest:.3g}"])
-        for way in ("added", "removed"):
-            if counts[way]:
-                uids = few(counts[f"first_{way}"], _SHOWN)
-                examples.append(f"  {what} {way}, by uid: {uids}")
+        for way in ("added", "removed", "changed"):
+            named = counts.get(f"first_{way}")
+            if counts[way] and named:
+                kind = ", by uid" if _is_uid(named[0]) else ""
+                examples.append(f"  {what} {way}{kind}: {few(named, _SHOWN)}")
     titles = ["what", "added", "removed", "changed", "largest change"]
-    return [*lines, "", *table(titles, rows), *examples]
+    return [*lines, "", *table(titles, rows, longest=whole.LONGEST), *examples]
+
+
+def _is_uid(name: str) -> bool:
+    return name.replace("→", "").isdigit()
 
 
 def _compared_extras(a: "Archive", b: "Archive") -> dict[str, str]:
     """Returns, by name, whether extras are equal."""
     ours = dict(a.extras)
     theirs = dict(b.extras)
-    if a.is_model and b.is_model:
+    if a.is_model and b.is_model and not (a.is_adopted or b.is_adopted):
         ours["rest of the model"] = a.rest
         theirs["rest of the model"] = b.rest
     found = {}

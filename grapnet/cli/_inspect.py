@@ -2,10 +2,11 @@
 
 import argparse
 from collections import Counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grapnet as gn
 
+from . import _whole as whole
 from ._command import (
     Cell,
     Command,
@@ -21,6 +22,10 @@ from ._command import (
     table_of,
     title,
 )
+
+if TYPE_CHECKING:
+    from grapnet.checkpoint import Archive
+    from grapnet.spaces import Adopted
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -41,19 +46,28 @@ def _run(given: argparse.Namespace) -> Outcome:
         "file": str(given.file),
         "bytes": file.nbytes,
         "sizes": dict(file.sizes),
-        "kind": "model" if file.is_model else "net",
+        "kind": _kind(file),
         "undo": file.undo,
         "history": file.history,
         "extras": dict(file.kinds),
         "nets": {},
     }
     undo = "kept" if file.undo else "not kept"
+    content = "a whole model" if file.is_adopted else counted(len(file.nets), "net")
     lines = [
-        f"{given.file}: {counted(len(file.nets), 'net')}, {file.nbytes:,} bytes",
+        f"{given.file}: {content}, {file.nbytes:,} bytes",
         f"  undo: {undo}; history: {file.history}",
     ]
     if given.owner is None:
         lines += _about_file(data)
+    if file.is_adopted:
+        found = _census_of_model(file.adopted, given.owner)
+        data["model"] = found
+        if given.owner is None:
+            lines += whole.about(found, _way_back(found))
+        else:
+            lines += ["", f"{given.owner} in the model", *table_of(found["owners"])]
+        return Outcome("\n".join(lines), data)
     for place, net in file.nets.items():
         if given.owner is None:
             found = _census(net.to(given.device), given.batch)
@@ -74,8 +88,9 @@ def _about_file(data: dict[str, Any]) -> list[str]:
     rows: list[list[Cell]] = [[part, size] for part, size in data["sizes"].items() if size]
     lines = ["", "Parts of the file", *table(["part", "bytes"], rows)]
     if data["extras"]:
+        what = "net" if data["kind"] == "net" else "model"
         rows = [[name, kind] for name, kind in data["extras"].items()]
-        lines += ["", "Beside the net", *table(["name", "what it is"], rows)]
+        lines += ["", f"Beside the {what}", *table(["name", "what it is"], rows)]
     return lines
 
 
@@ -137,14 +152,34 @@ def _owner(net: "gn.GrapNet", owner: str | None) -> dict[str, Any]:
     }
 
 
-def _about_net(place: str, found: dict[str, Any], batch: int) -> list[str]:
-    way_back = ""
+def _kind(file: "Archive") -> str:
+    if file.is_adopted:
+        return "whole model"
+    return "model" if file.is_model else "net"
+
+
+def _census_of_model(net: "Adopted", owner: str | None) -> dict[str, Any]:
+    """Returns the facts about a whole model, or which nodes of it one owner has."""
+    if owner is None:
+        return plain(whole.census(net))
+    rows = whole.owner_rows(net, owner)
+    if not rows:
+        owners = {row["owner"]: None for row in whole.owner_rows(net)}
+        raise CommandError(f"no node has the owner {owner!r}", f"owners are: {few(owners)}")
+    return {"owners": rows}
+
+
+def _way_back(found: dict[str, Any]) -> str:
     if found["undoable"] or found["redoable"]:
-        way_back = f"; {found['undoable']:,} can be undone, {found['redoable']:,} redone"
-    elif found["commits"]:
-        way_back = "; none can be undone: gn.save(..., undo=True) keeps what that needs"
+        return f"; {found['undoable']:,} can be undone, {found['redoable']:,} redone"
+    if found["commits"]:
+        return "; none can be undone: gn.save(..., undo=True) keeps what that needs"
+    return ""
+
+
+def _about_net(place: str, found: dict[str, Any], batch: int) -> list[str]:
     facts: list[list[Cell]] = [
-        ["version", f"{found['version']:,}{way_back}"],
+        ["version", f"{found['version']:,}{_way_back(found)}"],
         ["parameters", f"{found['trainable']:,} trainable, {found['frozen']:,} frozen"],
         ["memory", f"{found['bytes']:,} bytes, {found['dtype']}"],
         ["one sample", f"{found['flops']:,} floating-point operations forward"],
@@ -203,7 +238,7 @@ def _range(uids: list[int]) -> str:
 COMMANDS = (
     Command(
         "inspect",
-        "size, layers, relations, owners and backends of a checkpoint",
+        "size, layers or spaces, relations, owners and backends of a checkpoint",
         "Look at a net",
         _configure,
         _run,

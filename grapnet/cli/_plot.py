@@ -18,6 +18,7 @@ from ._command import (
 
 KINDS = {
     "graph": "its layers, owners, what is frozen",
+    "spaces": "the spaces of a whole model: sizes, writers and readers",
     "adjacency": "parents × children of one transition",
     "timeline": "its edits against the number of relations",
     "degrees": "how many nodes have how many children",
@@ -30,7 +31,9 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_file(parser)
     listed = "; ".join(f"{name}: {about}" for name, about in KINDS.items())
     parser.add_argument(
-        "--kind", choices=KINDS, default="graph", help=f"what to draw (default: graph). {listed}"
+        "--kind",
+        choices=KINDS,
+        help=f"what to draw (default: graph; spaces of a whole model). {listed}",
     )
     parser.add_argument(
         "--transition", type=int, default=0, metavar="N", help="for adjacency (default: 0)"
@@ -51,12 +54,25 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 def _run(given: argparse.Namespace) -> Outcome:
     from grapnet import plot
 
-    path: Path = given.output or given.file.with_name(f"{given.file.stem}-{given.kind}.png")
-    if path.suffix.lower() not in plot.PICTURES:
+    if given.output is not None and given.output.suffix.lower() not in plot.PICTURES:
         raise CommandError(
-            f"{path} is not the name of a picture", f"use one of {', '.join(sorted(plot.PICTURES))}"
+            f"{given.output} is not the name of a picture",
+            f"use one of {', '.join(sorted(plot.PICTURES))}",
         )
     file = open_file(given.file)
+    usual = "spaces" if file.is_adopted else "graph"
+    kind = given.kind or usual
+    path: Path = given.output or given.file.with_name(f"{given.file.stem}-{kind}.png")
+    if file.is_adopted or kind == "spaces":
+        if not file.is_adopted or kind != "spaces":
+            content = "a whole model" if file.is_adopted else "nets"
+            raise CommandError(f"--kind {kind}: this file holds {content}", f"use --kind {usual}")
+        require_free(path, force=given.force)
+        with plot.theme(given.theme), writing(path, force=given.force) as partial:
+            plot.save(plot.spaces(file.adopted), partial)
+        sizes = {space.name: len(space) for space in file.adopted.spaces}
+        data = {"path": str(path), "kind": kind, "spaces": sizes, "version": file.adopted.version}
+        return Outcome(f"wrote {path}", data)
     net = file.nets[place_of(file, given.net)].to(given.device)
     require_free(path, force=given.force)
     if not 0 <= given.transition < len(net.transitions):
@@ -64,15 +80,15 @@ def _run(given: argparse.Namespace) -> Outcome:
             f"no transition {given.transition}", f"transitions are 0 to {len(net.transitions) - 1}"
         )
     options = {}
-    if given.kind == "graph":
+    if kind == "graph":
         options["cut_since"] = given.since
-    if given.kind == "adjacency":
+    if kind == "adjacency":
         options["transition"] = given.transition
     with plot.theme(given.theme), writing(path, force=given.force) as partial:
-        plot.save(getattr(plot, given.kind)(net, **options), partial)
+        plot.save(getattr(plot, kind)(net, **options), partial)
     data = {
         "path": str(path),
-        "kind": given.kind,
+        "kind": kind,
         "nodes": net.count().nodes,
         "relations": net.count().relations,
         "version": net.version,

@@ -162,14 +162,7 @@ class Adopted(Graph):
         multiply-add of the matrix products, convolutions and attentions in a forward pass of the
         first example, with the batch that it has.
         """
-        trainable = 0
-        frozen = 0
-        for grid in self._stores().values():
-            frozen += grid.n_frozen
-            if grid.parameter.requires_grad:
-                trainable += grid.parameter.numel()
-            else:
-                frozen += grid.parameter.numel()
+        trainable, frozen = self._count_numbers()
         costs = self._current_costs()
         sizes = self._atom_sizes()
         tensors = [grid.tensor for grid in self._grids_held.values()]
@@ -182,6 +175,18 @@ class Adopted(Graph):
             bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
             flops=2 * costs.macs(sizes),
         )
+
+    def _count_numbers(self) -> tuple[int, int]:
+        """Returns how many numbers of Parameters are trained, and how many are not."""
+        trainable = 0
+        frozen = 0
+        for grid in self._stores().values():
+            frozen += grid.n_frozen
+            if grid.parameter.requires_grad:
+                trainable += grid.parameter.numel()
+            else:
+                frozen += grid.parameter.numel()
+        return trainable, frozen
 
     def _current_costs(self) -> Costs:
         """Returns what the model costs as a function of its sizes; found when first asked for."""

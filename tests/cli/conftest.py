@@ -7,6 +7,10 @@
 - earlier.safetensors: the same net at version 4, before task-2 was grown;
 - bare.safetensors: the same net at version 7 with the outline of its history, and nothing else;
 - model.safetensors: a model with two nets, "0" (8-6-4) and "2" (4-2), beside a LayerNorm;
+- whole.safetensors: an adopted vision transformer at version 5, with nodes and a head removed, half
+  of a weight cut, a part frozen and a removal undone; with undo, the full history and Adam;
+- first.safetensors: the same model at version 1, with the outline of its history;
+- deeper.safetensors: the same model at version 6, with one block more;
 - damaged.safetensors: net.safetensors with one bit of its last tensor turned;
 - mlp.pt: the state dict of a plain 5-8-3 MLP with ReLU, under the key "model" of a checkpoint;
 - pruned.safetensors: the same with half of its weights zero.
@@ -27,6 +31,7 @@ from torch.nn.utils import prune
 import grapnet as gn
 from grapnet.cli._main import main
 from grapnet.continual import ReservoirMemory
+from tests.spaces import zoo
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -82,6 +87,31 @@ def model_of_nets() -> nn.Module:
     return model
 
 
+def save_whole_models(folder: Path) -> None:
+    """Writes the files of an adopted model."""
+    case = zoo.MODELS["vit"]()
+    optimizer = torch.optim.Adam(case.model.parameters())
+    net = gn.adopt(case.model, *case.inputs, optimizer=optimizer)
+    case.call().square().sum().backward()
+    optimizer.step()
+    with net.edit(reason="a thinner block", by="PruneNodes") as edit:
+        edit.remove_nodes(net.space("blocks.0.fc1")[10:])
+        edit.remove_nodes(net.space("blocks.0.attn.qkv#2")[1])
+    gn.save(folder / "first.safetensors", net)
+    with net.edit(reason="half of the other") as edit:
+        edit.cut(net.relations("blocks.1.fc2").smallest(fraction=0.5))
+    with net.edit(reason="keep what the first has learned") as edit:
+        edit.freeze(net.space("blocks.0.fc1")[:4])
+        edit.set_owner(net.space("blocks.0.fc1")[:4], "base")
+    with net.edit(reason="too thin") as edit:
+        edit.remove_nodes(net.space("blocks.1.fc1")[:20])
+    net.undo()
+    gn.save(folder / "whole.safetensors", net, undo=True, history="full", optimizer=optimizer)
+    with net.edit(reason="deeper") as edit:
+        edit.insert("blocks", after=0)
+    gn.save(folder / "deeper.safetensors", net, undo=True, history="full")
+
+
 def plain_mlp() -> nn.Sequential:
     """Returns the plain model of mlp.pt."""
     torch.manual_seed(2)
@@ -115,6 +145,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     gn.save(folder / "earlier.safetensors", earlier, undo=True, history="full")
     gn.save(folder / "bare.safetensors", net)
     gn.save(folder / "model.safetensors", model_of_nets())
+    save_whole_models(folder)
     content = bytearray((folder / "net.safetensors").read_bytes())
     content[-1] ^= 1
     (folder / "damaged.safetensors").write_bytes(content)

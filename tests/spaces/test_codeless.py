@@ -62,6 +62,9 @@ def test_a_file_shows_the_graph_that_was_saved(name, tmp_path):
     assert nodes(found) == nodes(net)
     assert spaces(found) == spaces(net)
     assert print_of(found) == print_of(net)
+    for weight in net.transitions:
+        module = weight.name.rpartition(".")[0]
+        assert found.space(module).name == net.space(module).name
     gn.check(found)
 
 
