@@ -34,6 +34,7 @@ LEAF = pytest.mark.filterwarnings(r"ignore:`isinstance.treespec, LeafSpec.` is d
 MARKS = {
     "docs/execution.md": [pytest.mark.sparse],
     "docs/guides/compose.md": [pytest.mark.xdist_group("export"), LEAF],
+    "docs/guides/prune-while-training.md": [pytest.mark.xdist_group("export"), LEAF],
     "docs/guides/transformers.md": [pytest.mark.xdist_group("transformers")],
     "docs/guides/training-loops.md": [
         pytest.mark.xdist_group("lightning"),
