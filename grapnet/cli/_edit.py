@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from grapnet.checkpoint import Archive
-    from grapnet.core._graph import Graph
     from grapnet.spaces import Adopted
 
 _NODES = ("owner", "layer", "space", "node", "all")
@@ -43,7 +42,7 @@ _REPEATED = (
     *("relation", "smallest", "fraction", "scope", "to", "none", "orphans"),
 )
 
-Act = Callable[["Graph", argparse.Namespace], None]
+Act = Callable[["gn.GrapNet | Adopted", argparse.Namespace], None]
 
 
 def _add_destination(parser: argparse.ArgumentParser) -> None:
@@ -155,7 +154,7 @@ def _share(text: str) -> float:
     return share
 
 
-def _chosen_nodes(net: "Graph", given: argparse.Namespace) -> "gn.NodeSet":
+def _chosen_nodes(net: "gn.GrapNet | Adopted", given: argparse.Namespace) -> "gn.NodeSet":
     """Returns the nodes that the options name; all nodes where they name none."""
     import torch
 
@@ -173,7 +172,9 @@ def _chosen_nodes(net: "Graph", given: argparse.Namespace) -> "gn.NodeSet":
     return nodes
 
 
-def _chosen_relations(net: "Graph", given: argparse.Namespace, default: str) -> "gn.RelationSet":
+def _chosen_relations(
+    net: "gn.GrapNet | Adopted", given: argparse.Namespace, default: str
+) -> "gn.RelationSet":
     """Returns the relations that the options name, of the `default` side if they name none."""
     nodes = _chosen_nodes(net, given)
     side = given.side or default
@@ -200,7 +201,7 @@ def _chosen_relations(net: "Graph", given: argparse.Namespace, default: str) -> 
     return found
 
 
-def _space(net: "Graph", name: str) -> int:
+def _space(net: "gn.GrapNet | Adopted", name: str) -> int:
     """Returns the number of the space that `--space` names."""
     spaces = [space.name for space in _whole_model(net, "--space").spaces]
     if name not in spaces:
@@ -208,7 +209,7 @@ def _space(net: "Graph", name: str) -> int:
     return spaces.index(name)
 
 
-def _relations_of(net: "Graph", name: str) -> "gn.RelationSet":
+def _relations_of(net: "gn.GrapNet | Adopted", name: str) -> "gn.RelationSet":
     """Returns the relations that `--module` names."""
     model = _whole_model(net, "--module")
     try:
@@ -221,7 +222,7 @@ def _relations_of(net: "Graph", name: str) -> "gn.RelationSet":
         ) from None
 
 
-def _whole_model(net: "Graph", option: str) -> "Adopted":
+def _whole_model(net: "gn.GrapNet | Adopted", option: str) -> "Adopted":
     if isinstance(net, gn.GrapNet):
         raise CommandError(f"{option} is for whole models", "a net has --layer and --transition")
     return cast("Adopted", net)
@@ -238,7 +239,7 @@ def _require_selection(given: argparse.Namespace, *options: str) -> None:
         raise CommandError("nothing is selected", f"add one of {listed}")
 
 
-def _relation(net: "Graph", text: str) -> "gn.RelationSet":
+def _relation(net: "gn.GrapNet | Adopted", text: str) -> "gn.RelationSet":
     """Returns the relation that `PARENT:CHILD` names."""
     try:
         parent, child = map(int, text.split(":"))
@@ -271,7 +272,7 @@ def _add_cut(parser: argparse.ArgumentParser) -> None:
     _add_losses(parser)
 
 
-def _cut(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _cut(net: "gn.GrapNet | Adopted", edit: "gn.Edit", given: argparse.Namespace) -> None:
     _require_selection(given, *_NODES, *_RELATIONS)
     relations = _chosen_relations(net, given, "outgoing")
     if len(relations):
@@ -286,7 +287,9 @@ def _add_freeze(parser: argparse.ArgumentParser) -> None:
     _add_relations(parser, "without these options biases and relations of both sides")
 
 
-def _set_frozen(net: "Graph", edit: "gn.Edit", given: argparse.Namespace, *, frozen: bool) -> None:
+def _set_frozen(
+    net: "gn.GrapNet | Adopted", edit: "gn.Edit", given: argparse.Namespace, *, frozen: bool
+) -> None:
     _require_selection(given, *_NODES, *_RELATIONS)
     if _names(given, "side", *_RELATIONS):
         what = _chosen_relations(net, given, "both")
@@ -308,7 +311,7 @@ def _add_remove(parser: argparse.ArgumentParser) -> None:
     _add_losses(parser)
 
 
-def _remove(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _remove(net: "gn.GrapNet | Adopted", edit: "gn.Edit", given: argparse.Namespace) -> None:
     import torch
 
     if not isinstance(net, gn.GrapNet):
@@ -371,7 +374,7 @@ def _add_prune(parser: argparse.ArgumentParser) -> None:
     _add_losses(parser)
 
 
-def _prune(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _prune(net: "gn.GrapNet | Adopted", edit: "gn.Edit", given: argparse.Namespace) -> None:
     options: dict[str, Any] = {}
     if given.transition:
         options["transitions"] = tuple(given.transition)
@@ -395,7 +398,7 @@ def _add_set_owner(parser: argparse.ArgumentParser) -> None:
     _add_nodes(parser)
 
 
-def _set_owner(net: "Graph", edit: "gn.Edit", given: argparse.Namespace) -> None:
+def _set_owner(net: "gn.GrapNet | Adopted", edit: "gn.Edit", given: argparse.Namespace) -> None:
     _require_selection(given, *_NODES)
     nodes = _chosen_nodes(net, given)
     others = [n for n, owner in enumerate(nodes.owners) if owner != given.to]
@@ -415,17 +418,17 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _step(net: "Graph", given: argparse.Namespace) -> None:
+def _step(net: "gn.GrapNet | Adopted", given: argparse.Namespace) -> None:
     step = net.undo if given.command == "undo" else net.redo
     for _ in range(given.steps):
         step(alone=given.alone)
 
 
 def _transaction(
-    net: "Graph",
+    net: "gn.GrapNet | Adopted",
     given: argparse.Namespace,
     *,
-    write: "Callable[[Graph, gn.Edit, argparse.Namespace], None]",
+    write: "Callable[[gn.GrapNet | Adopted, gn.Edit, argparse.Namespace], None]",
 ) -> None:
     """Commits the operations of `write`."""
     reason = given.reason

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from grapnet.checkpoint import Archive
-    from grapnet.core._graph import Graph
     from grapnet.spaces import Adopted
 
 _SHOWN = 6  # nodes or relations that are named as examples
@@ -53,7 +52,10 @@ def _run_history(given: argparse.Namespace) -> Outcome:
         lines += [f"The {title(place, net)} at version {net.version:,}: {shown}"]
         lines += [*_commits(commits, ways), _outlook(net), ""]
         if commits and not isinstance(net, gn.GrapNet):
-            lines += ["In words", *_words(net, commits), ""]
+            lines += ["In words", *_words(net, commits)]
+            if not all(commit.has_details for commit in commits):
+                lines += ['  gn.save(..., history="full") keeps which spaces and tensors']
+            lines += [""]
         if given.details and commits:
             lines += ["Operations", *_operations(commits), ""]
         data[place] = {
@@ -64,7 +66,7 @@ def _run_history(given: argparse.Namespace) -> Outcome:
     return Outcome("\n".join(lines[:-1]), {"file": str(given.file), "nets": data})
 
 
-def _ways_back(net: "Graph") -> dict[int, str]:
+def _ways_back(net: "gn.GrapNet | Adopted") -> dict[int, str]:
     """Returns the command that reverts each commit and those after it, by version."""
     journal = net.journal
     found = {}
@@ -74,7 +76,7 @@ def _ways_back(net: "Graph") -> dict[int, str]:
     return found
 
 
-def _outlook(net: "Graph") -> str:
+def _outlook(net: "gn.GrapNet | Adopted") -> str:
     journal = net.journal
     if not journal.commits:
         return "  nothing was edited"
@@ -312,7 +314,7 @@ def _uids(keys: "np.ndarray", kind: str) -> list[str]:
     return [f"{key >> 32}→{key & 0xFFFFFFFF}" for key in found]
 
 
-def _shared_commits(a: "Graph", b: "Graph") -> int:
+def _shared_commits(a: "gn.GrapNet | Adopted", b: "gn.GrapNet | Adopted") -> int:
     """Returns how many commits at their start two histories share."""
     shared = 0
     for one, other in zip(a.history, b.history, strict=False):

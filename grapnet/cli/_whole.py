@@ -9,64 +9,55 @@ from ._command import Cell, CommandError, counted, few, table, table_of
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
     from grapnet import Commit
-    from grapnet.core._grid import Grid
-    from grapnet.core._grid_map import GridMap
     from grapnet.spaces import Adopted, Space
 
 LONGEST = 56  # characters of the name of a space or tensor
 _MOST = 6  # spaces or tensors that one line names
-# Kinds of numbers in a tensor; the last is in one of two models only, with its node.
-_CUT = 0
-_FREE = 1
-_ABSENT = 3
 
 
 def summary(net: "Adopted") -> str:
     """Returns a model in one line."""
-    trainable, frozen = net._count_numbers()
+    count = net.count()
     spaces = counted(len(net.spaces), "space")
-    nodes = counted(sum(net.sizes), "node")
-    numbers = f"{trainable + frozen:,} numbers in {counted(len(net._stores()), 'Parameter')}"
+    nodes = counted(count.nodes, "node")
+    parameters = counted(len(list(net.parameters())), "Parameter")
+    numbers = f"{count.parameters:,} numbers in {parameters}"
     return f"whole model ({spaces}, {nodes}, {numbers}, version {net.version:,})"
 
 
 def census(net: "Adopted") -> dict[str, Any]:
     """Returns the facts about a model that its file tells."""
-    trainable, frozen = net._count_numbers()
-    tensors = [grid.tensor for grid in net._grids().values()]
-    numbers = []
-    for (module, name), first in net._first_numbers.items():
-        now = net._attribute(module, name)
-        if now != first:
-            numbers.append({"module": module, "name": name, "first": first, "now": now})
+    count = net.count()
+    tensors = [*net.parameters(), *net.buffers()]
+    numbers = {}
+    for name, (first, now) in net.numbers.items():
+        numbers[name] = {"first": first, "now": now}
     return {
         "version": net.version,
         "commits": len(net.history),
         "undoable": len(net.journal.undoable),
         "redoable": len(net.journal.redoable),
         "dtype": few(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})),
-        "trainable": trainable,
-        "frozen": frozen,
+        "trainable": count.trainable,
+        "frozen": count.frozen,
         "tensors": len(tensors),
-        "bytes": sum(tensor.nbytes for tensor in tensors),
+        "bytes": count.bytes,
         "numbers": numbers,
-        "spaces": [_space(net, space) for space in net.spaces],
+        "spaces": [_space(space) for space in net.spaces],
         "opened": _opened(net),
         "owners": owner_rows(net),
     }
 
 
-def _space(net: "Adopted", space: "Space") -> dict[str, Any]:
+def _space(space: "Space") -> dict[str, Any]:
     verdict = str(space.verdict)
     if space.pins:
         verdict = f"pinned: {space.pins[0]}"
     return {
         "space": space.name,
         "nodes": len(space),
-        "adopted_with": net._typed.atoms[space._atom].size,
+        "adopted_with": space.first_size,
         "rows_per_node": space.rows_per_node,
         "writers": len(space.writers),
         "readers": len(space.readers),
@@ -79,7 +70,7 @@ def _opened(net: "Adopted") -> list[dict[str, Any]]:
     """Returns the weights of which relations are cut or frozen."""
     rows = []
     for weight in net.transitions:
-        if weight.grid.opened is None:
+        if weight.density == 1 and len(weight.frozen_at) == 0:
             continue
         rows.append(
             {
@@ -97,7 +88,7 @@ def owner_rows(net: "Adopted", wanted: str | None = None) -> list[dict[str, Any]
     """Returns which nodes have which owner, or one owner, a row for each space."""
     rows = []
     for space in net.spaces:
-        for owner, count in Counter(space._owner_names).items():
+        for owner, count in Counter(space.owners).items():
             if owner is not None and wanted in (None, owner):
                 rows.append({"owner": owner, "space": space.name, "nodes": count})
     return rows
@@ -112,7 +103,7 @@ def about(found: Mapping[str, Any], way_back: str) -> list[str]:
         ["memory", sizes],
     ]
     if found["numbers"]:
-        changed = Counter(one["name"] for one in found["numbers"])
+        changed = Counter(name.rpartition(".")[2] for name in found["numbers"])
         listed = [f"{name} of {counted(count, 'module')}" for name, count in changed.items()]
         facts.append(["followed", few(listed)])
     lines = ["", f"The model: {counted(len(found['spaces']), 'space')}"]
@@ -194,164 +185,21 @@ def _path(container: str, index: int) -> str:
 
 
 def compared(a: "Adopted", b: "Adopted") -> dict[str, dict[str, Any]]:
-    """Returns what differs between two models, by what it is; empty if nothing does."""
-    differences: dict[str, dict[str, Any]] = {}
-    partners = _partners(a, b)
-    for space in b.spaces:
-        if not any(space is partner for partner in partners.values()):
-            differences[f"space {space.name}"] = _counts(added=1)
-    for space in a.spaces:
-        if space.name in partners:
-            differences |= _compared_spaces(space, partners[space.name])
-        else:
-            differences[f"space {space.name}"] = _counts(removed=1)
-    differences |= _compared_tensors(a, b)
-    if a._typed.axes != b._typed.axes:
-        return differences
-    keys = {*a._first_numbers, *b._first_numbers}
-    numbers = [key for key in sorted(keys) if a._attribute(*key) != b._attribute(*key)]
-    if numbers:
-        differences["numbers of modules"] = _counts(changed=len(numbers))
-        paths = [".".join(key).lstrip(".") for key in numbers]
-        differences["numbers of modules"]["first_changed"] = paths[: _MOST + 1]
-    return differences
+    """Returns what differs between two models, by what it is."""
+    from grapnet.spaces import differences
 
-
-def _partners(a: "Adopted", b: "Adopted") -> "dict[str, Space]":
-    """Returns for each space of a model the same one of another, by its name: the one that has
-    nodes of it, whatever it is called there, or the one of that name.
-    """
-    by_uid = {}
-    for space in b.spaces:
-        by_uid |= dict.fromkeys(space.uid.tolist(), space)
-    found: dict[str, Space] = {}
-    for space in a.spaces:
-        shared = [by_uid[uid] for uid in space.uid.tolist() if uid in by_uid]
-        if shared:
-            found[space.name] = shared[0]
-    taken = set(map(id, found.values()))
-    by_name = {space.name: space for space in b.spaces if id(space) not in taken}
-    for space in a.spaces:
-        if space.name not in found and space.name in by_name:
-            found[space.name] = by_name[space.name]
+    found = {}
+    for what, difference in differences(a, b).items():
+        found[what] = {
+            "added": difference.added,
+            "removed": difference.removed,
+            "changed": difference.changed,
+            "largest": difference.largest,
+            "first_added": list(difference.names_added[: _MOST + 1]),
+            "first_removed": list(difference.names_removed[: _MOST + 1]),
+            "first_changed": list(difference.names_changed[: _MOST + 1]),
+        }
     return found
-
-
-def _compared_spaces(mine: "Space", other: "Space") -> dict[str, dict[str, Any]]:
-    import torch
-
-    found: dict[str, dict[str, Any]] = {}
-    if mine.name != other.name:
-        found[f"space {mine.name}, now {other.name}"] = _counts(changed=1)
-    gone = mine.uid[~torch.isin(mine.uid, other.uid)]
-    come = other.uid[~torch.isin(other.uid, mine.uid)]
-    if len(gone) or len(come):
-        counts = _counts(added=len(come), removed=len(gone))
-        counts["first_added"] = [str(uid) for uid in come[: _MOST + 1].tolist()]
-        counts["first_removed"] = [str(uid) for uid in gone[: _MOST + 1].tolist()]
-        found[f"nodes of {other.name}"] = counts
-    owners = dict(zip(other.uid.tolist(), other._owner_names, strict=True))
-    turned = 0
-    for uid, owner in zip(mine.uid.tolist(), mine._owner_names, strict=True):
-        turned += uid in owners and owners[uid] != owner
-    if turned:
-        found[f"owners of {other.name}"] = _counts(changed=turned)
-    return found
-
-
-def _compared_tensors(a: "Adopted", b: "Adopted") -> dict[str, dict[str, Any]]:
-    """Returns which tensors differ, and how much where both models have a number."""
-    ours = a._grids()
-    theirs = b._grids()
-    if a._typed.axes != b._typed.axes:
-        # After an edit of blocks, a tensor has the name that another had before.
-        removed = [name for name in ours if name not in theirs]
-        added = [name for name in theirs if name not in ours]
-        found = _counts(added=len(added), removed=len(removed), changed=1)
-        found["first_added"] = added[: _MOST + 1]
-        found["first_removed"] = removed[: _MOST + 1]
-        found["first_changed"] = ["other axes, so values are not compared"]
-        return {"tensors": found}
-    differences: dict[str, dict[str, Any]] = {}
-    maps = _maps_between(a, b)
-    values = _counts()
-    names = []
-    for name, grid in ours.items():
-        numbers = grid.whole
-        kinds = _kinds(grid)
-        if name in maps:
-            numbers = maps[name].carry(numbers)
-            kinds = maps[name].carry(kinds, _ABSENT)
-        others = _kinds(theirs[name])
-        differences |= _compared_kinds(name, kinds, others)
-        is_shared = (kinds != _CUT) & (kinds != _ABSENT) & (others != _CUT)
-        largest = _largest_change(numbers[is_shared], theirs[name].whole[is_shared], values)
-        if largest is not None:
-            names.append(name)
-            values["largest"] = max(values["largest"] or 0.0, largest)
-    if names:
-        values["first_changed"] = names[: _MOST + 1]
-        differences[f"numbers in {counted(len(names), 'tensor')}"] = values
-    return differences
-
-
-def _maps_between(a: "Adopted", b: "Adopted") -> "dict[str, GridMap]":
-    """Returns how tensors move from one model to another of the same axes, by the uids of nodes."""
-    import torch
-
-    from grapnet.core._index_map import IndexMap
-
-    moved = {}
-    for mine, other in zip(a.spaces, b.spaces, strict=True):
-        gone = (~torch.isin(mine.uid, other.uid)).nonzero().flatten().int()
-        come = (~torch.isin(other.uid, mine.uid)).nonzero().flatten().int()
-        if len(gone) or len(come):
-            moved[mine._atom] = IndexMap(len(mine), len(other), gone, come)
-    return a._maps_of(moved, a._atom_sizes(), b._atom_sizes())
-
-
-def _kinds(grid: "Grid") -> "Tensor":
-    """Returns for every number of a tensor whether it is cut, free or frozen."""
-    import torch
-
-    if grid.opened is None:
-        return torch.full(grid.shape, _FREE, dtype=torch.uint8)
-    pattern = grid.opened.pattern
-    return pattern.kinds.repeat_interleave(pattern.width).view(pattern.shape)
-
-
-def _compared_kinds(name: str, kinds: "Tensor", others: "Tensor") -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    is_shared = kinds != _ABSENT
-    was_cut = is_shared & (kinds == _CUT)
-    is_cut = is_shared & (others == _CUT)
-    added = int((was_cut & ~is_cut).sum())
-    removed = int((is_cut & ~was_cut).sum())
-    if added or removed:
-        found[f"cells of {name}"] = _counts(added=added, removed=removed)
-    turned = is_shared & ~was_cut & ~is_cut & (kinds != others)
-    if turned.any():
-        found[f"frozen in {name}"] = _counts(changed=int(turned.sum()))
-    return found
-
-
-def _largest_change(first: "Tensor", second: "Tensor", values: dict[str, Any]) -> float | None:
-    """Adds the number of values that differ; returns the largest finite change, None without."""
-    import torch
-
-    # Bit for bit, so that NaN equals itself and 0 differs from -0.
-    first = first.double()
-    second = second.double()
-    differs = first.view(torch.int64) != second.view(torch.int64)
-    if not differs.any():
-        return None
-    values["changed"] += int(differs.sum())
-    changes = (first - second).abs()[differs]
-    return float(changes[changes.isfinite()].amax()) if changes.isfinite().any() else 0.0
-
-
-def _counts(added: int = 0, removed: int = 0, changed: int = 0) -> dict[str, Any]:
-    return {"added": added, "removed": removed, "changed": changed, "largest": None}
 
 
 def sizes_of(net: "Adopted") -> dict[str, Any]:
@@ -366,7 +214,7 @@ def sizes_of(net: "Adopted") -> dict[str, Any]:
         "version": net.version,
         "nodes": {space.name: len(space) for space in net.spaces},
         "relations": relations,
-        "frozen": net._count_numbers()[1],
+        "frozen": net.count().frozen,
         "owners": dict(owners),
     }
 

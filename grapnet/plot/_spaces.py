@@ -93,7 +93,7 @@ def spaces(net: Adopted, *, ax: "Axes | None" = None) -> "Axes":
 
 
 def _title(net: Adopted) -> str:
-    first = sum(net._typed.atoms[space._atom].size for space in net.spaces)
+    first = sum(space.first_size for space in net.spaces)
     nodes = f"{sum(net.sizes):,} nodes"
     if first != sum(net.sizes):
         nodes = f"{sum(net.sizes):,} of {first:,} nodes"
@@ -120,7 +120,7 @@ def _rows(net: Adopted) -> list[Row]:
             Row(
                 name,
                 sum(len(space) for space in members),
-                sum(net._typed.atoms[space._atom].size for space in members),
+                sum(space.first_size for space in members),
                 members[0].rows_per_node,
                 members[0].verdict,
                 next(iter(members[0].pins), ""),
@@ -175,11 +175,11 @@ def _names(net: Adopted) -> dict[str, str]:
     """
     prefix = _prefix(net)
     names = {}
-    for name in net._typed.axes:
+    for name in (*dict(net.named_parameters()), *dict(net.named_buffers())):
         short = name.removeprefix(prefix).removesuffix(".weight")
         names[name] = canvas.shortened(short, LETTERS)
     for weight in net.transitions:
-        if weight.grid.opened is not None and weight.density < 1:
+        if weight.density < 1:
             names[weight.name] += f" ({100 * weight.density:.0f} %)"
     return names
 

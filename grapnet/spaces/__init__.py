@@ -7,6 +7,8 @@ from ._adopted import adopt as adopt
 from ._adopted import adopted as adopted
 from ._axes import Stuck as Stuck
 from ._axes import pin as pin
+from ._comparison import Difference as Difference
+from ._comparison import differences as differences
 from ._discovery import Example as Example
 from ._space import Space as Space
 from ._statistics import refresh_statistics as refresh_statistics

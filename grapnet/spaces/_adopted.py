@@ -570,6 +570,18 @@ class Adopted(Graph):
         return Pattern.full(grid.shape, math.prod(inside))
 
     @property
+    def numbers(self) -> dict[str, tuple[Any, Any]]:
+        """Numbers of modules that followed edits, such as "blocks.0.attn.num_heads": those at
+        adoption, and the present ones.
+        """
+        found = {}
+        for (path, name), first in self._first_numbers.items():
+            now = self._attribute(path, name)
+            if now != first:
+                found[f"{path}.{name}".lstrip(".")] = (first, now)
+        return found
+
+    @property
     def unseen(self) -> tuple[str, ...]:
         """Names of the Parameters that no example reads; they keep their sizes."""
         parameters = dict(self.model.named_parameters())

@@ -89,6 +89,11 @@ class Space(Layer):
         return found
 
     @property
+    def first_size(self) -> int:
+        """The number of nodes at adoption."""
+        return cast("Adopted", self.graph)._typed.atoms[self._atom].size
+
+    @property
     def rows_per_node(self) -> int:
         """How many positions each node has on the axis of its first writer, or of its first tensor
         if none writes it: 1 for a channel, 64 for a head of that width.
