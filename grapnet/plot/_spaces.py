@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MOST_BANDS = 64  # above, spaces that differ in the numbers of their blocks only share a band
 ROW = 0.27  # inches
 THICK = 0.62  # of a band; the distance of two bands is 1
-LETTERS = 24  # of the name of a tensor
+LETTERS = 28  # of the name of a tensor
 SHORTEST = 0.035  # length of a band; the longest has 1
 LETTER = 0.0115  # width of a letter; the longest band has 1
 MEANINGS = {
@@ -49,7 +49,7 @@ class Row:
             size += f" of {self.first:,}"
         if self.rows_per_node > 1:
             size += f" × {self.rows_per_node:,}"
-        text = f"{canvas.shortened(self.name, 30)}  {size}"
+        text = f"{canvas.shortened(self.name, 46)}  {size}"
         if self.pin:
             text += f", {canvas.shortened(self.pin, 24)}"
         return text
@@ -58,11 +58,12 @@ class Row:
 def spaces(net: Adopted, *, ax: "Axes | None" = None) -> "Axes":
     """Draws a band for every space of an adopted model, ordered by the flow from input to output.
 
-    What writes a space is named on its left and what reads it on its right, with the share of
-    relations that are left where some were cut. The length of a band is the square root of the
-    number of nodes; its paler part are nodes that were removed since adoption, a hatched part nodes
-    that were added, and a pinned band longer than all others is broken. The colour is the verdict:
-    what removing nodes does to the function.
+    What writes a space is named on its left and what reads it on its right, without the path of the
+    block that both are in, and with the share of relations that are left where some were cut.
+
+    The length of a band is the square root of the number of nodes; its paler part are nodes that
+    were removed since adoption, a hatched part nodes that were added, and a pinned band longer than
+    all others is broken. The colour is the verdict: what removing nodes does to the function.
 
     Above 64 spaces, those that differ in the numbers of their blocks only share a band.
 
@@ -101,11 +102,10 @@ def _title(net: Adopted) -> str:
 
 
 def _rows(net: Adopted) -> list[Row]:
-    names = _names(net)
+    left = _relations_left(net)
     folded: dict[tuple[str, str], list[Space]] = {}
-    prefix = _prefix(net)
     for space in _by_flow(net):
-        name = space.name.removeprefix(prefix)
+        name = space.name
         if len(net.spaces) > MOST_BANDS:
             # The numbers of blocks, not those in names like conv1.
             name = re.sub(r"\b\d+\.", "*.", name)
@@ -124,8 +124,8 @@ def _rows(net: Adopted) -> list[Row]:
                 members[0].rows_per_node,
                 members[0].verdict,
                 next(iter(members[0].pins), ""),
-                _listed([names[writer] for writer in writers]),
-                _listed([names[reader] for reader in readers]),
+                _listed(list(writers), members[0], left),
+                _listed(list(readers), members[0], left),
             )
         )
     return rows
@@ -158,37 +158,34 @@ def _by_flow(net: Adopted) -> list[Space]:
     return [net.spaces[n] for n in placed]
 
 
-def _prefix(net: Adopted) -> str:
-    """Returns the path that all spaces are in, with a dot behind it; empty if they share none."""
-    paths = [space.name.split(".")[:-1] for space in net.spaces]
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(f"{parts[0]}.")
-    return "".join(shared)
+def _relations_left(net: Adopted) -> dict[str, float]:
+    """Returns the share of relations that are left in tensors of which some were cut."""
+    return {weight.name: weight.density for weight in net.transitions if weight.density < 1}
 
 
-def _names(net: Adopted) -> dict[str, str]:
-    """Returns the names of all tensors as they are written, with the share of relations that are
-    left where some were cut.
-    """
-    prefix = _prefix(net)
-    names = {}
-    for name in (*dict(net.named_parameters()), *dict(net.named_buffers())):
-        short = name.removeprefix(prefix).removesuffix(".weight")
-        names[name] = canvas.shortened(short, LETTERS)
-    for weight in net.transitions:
-        if weight.density < 1:
-            names[weight.name] += f" ({100 * weight.density:.0f} %)"
-    return names
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Returns the first name of some, and how many others there are."""
+def _listed(names: Sequence[str], space: Space, left: dict[str, float]) -> str:
+    """Returns the first tensor of some, and how many others there are."""
+    if not names:
+        return ""
+    text = _beside(names[0].removesuffix(".weight"), space.name)
+    if names[0] in left:
+        text += f" ({100 * left[names[0]]:.0f} %)"
     if len(names) > 1:
-        return f"{names[0]} and {len(names) - 1} more"
-    return "".join(names)
+        text += f" and {len(names) - 1} more"
+    return text
+
+
+def _beside(name: str, space: str) -> str:
+    """Returns the name of a tensor, without the path of the block that it shares with its space."""
+    parts = name.split(".")
+    shared = 0
+    for part, own in zip(parts[:-1], space.split("."), strict=False):
+        if part != own:
+            break
+        shared += 1
+    if shared > 1:
+        name = "…" + ".".join(parts[shared:])
+    return canvas.shortened(name, LETTERS)
 
 
 def _write_heads(ax: "Axes") -> None:
