@@ -133,9 +133,9 @@ class Archive:
     def adopted(self) -> Adopted:
         """The graph of an adopted model, over its tensors alone.
 
-        The file has no code, so the graph cannot run, and its spaces keep their sizes. Everything
-        else works: `spaces`, `transitions`, `history`, cutting and freezing relations, owners,
-        undo and redo.
+        The file has no code, so the graph cannot run, its spaces keep their sizes, and `flops` of
+        its `count()` are 0. Everything else works: `spaces`, `transitions`, `history`, cutting and
+        freezing relations, owners, undo and redo, which `save` writes.
 
         Raises:
             CheckpointError: the file holds nets.

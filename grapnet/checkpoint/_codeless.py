@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from grapnet.core._change import AttributeChange, Change, DepthChange, Labels
 from grapnet.core._errors import CheckpointError, EditError
-from grapnet.core._graph import Count
 from grapnet.core._layer import Roster
 from grapnet.core._opened import holders_of, set_opened
 from grapnet.spaces import Adopted
@@ -46,18 +45,9 @@ class Codeless(Adopted):
     def _same_depth(self, change: DepthChange) -> DepthChange:
         raise _without_code("insert or remove blocks")
 
-    def count(self) -> Count:
-        """Returns the size of the model; `flops` is 0, as only the code tells what it computes."""
-        trainable, frozen = self._count_numbers()
-        return Count(
-            nodes=sum(self.sizes),
-            relations=sum(weight.size for weight in self.transitions),
-            biases=0,
-            trainable=trainable,
-            frozen=frozen,
-            bytes=sum(grid.tensor.nbytes for grid in self._grids().values()),
-            flops=0,
-        )
+    def _macs(self) -> int:
+        # Unknown: only the code tells what the model computes.
+        return 0
 
     def _current_costs(self) -> Costs:
         raise _without_code("count multiply-adds")

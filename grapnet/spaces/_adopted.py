@@ -162,22 +162,6 @@ class Adopted(Graph):
         multiply-add of the matrix products, convolutions and attentions in a forward pass of the
         first example, with the batch that it has.
         """
-        trainable, frozen = self._count_numbers()
-        costs = self._current_costs()
-        sizes = self._atom_sizes()
-        tensors = [grid.tensor for grid in self._grids_held.values()]
-        return Count(
-            nodes=sum(self.sizes),
-            relations=sum(weight.size for weight in self.transitions),
-            biases=0,
-            trainable=trainable,
-            frozen=frozen,
-            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-            flops=2 * costs.macs(sizes),
-        )
-
-    def _count_numbers(self) -> tuple[int, int]:
-        """Returns how many numbers of Parameters are trained, and how many are not."""
         trainable = 0
         frozen = 0
         for grid in self._stores().values():
@@ -186,7 +170,19 @@ class Adopted(Graph):
                 trainable += grid.parameter.numel()
             else:
                 frozen += grid.parameter.numel()
-        return trainable, frozen
+        tensors = [grid.tensor for grid in self._grids_held.values()]
+        return Count(
+            nodes=sum(self.sizes),
+            relations=sum(weight.size for weight in self.transitions),
+            biases=0,
+            trainable=trainable,
+            frozen=frozen,
+            bytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
+            flops=2 * self._macs(),
+        )
+
+    def _macs(self) -> int:
+        return self._current_costs().macs(self._atom_sizes())
 
     def _current_costs(self) -> Costs:
         """Returns what the model costs as a function of its sizes; found when first asked for."""
