@@ -11,9 +11,12 @@ from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
+from grapnet.core._layer import Layer
+from grapnet.spaces._adopted import Adopted
 
-from ._recorder import NetRecorder, plainly
-from ._rule import require_net
+from ._recorder import NetRecorder, layer_of, plainly
+from ._rule import as_names
+from ._taps import PASS, Side, Tap, tap_of, watch_taps
 
 
 @dataclass(eq=False)
@@ -69,17 +72,22 @@ class Moments:
 
     def carried(self, index: IndexMap | None) -> "Moments":
         """Returns them after rows moved; newborn nodes have none."""
-        return self if index is None else self._mapped(index.carry)
+        return self if index is None else self.mapped(index.carry)
 
     def copied(self) -> "Moments":
         """Returns an independent copy."""
-        return self._mapped(Tensor.clone)
+        return self.mapped(Tensor.clone)
+
+    def chosen(self, rows: Tensor) -> "Moments":
+        """Returns those of some nodes."""
+        return self.mapped(lambda tensor: tensor[rows])
 
     def to(self, device: torch.device) -> "Moments":
         """Returns them on a device."""
-        return self._mapped(lambda tensor: tensor.to(device))
+        return self.mapped(lambda tensor: tensor.to(device))
 
-    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "Moments":
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Moments":
+        """Returns them with every tensor changed."""
         return Moments(*map(change, vars(self).values()))
 
 
@@ -104,13 +112,21 @@ class Activations:
 
 
 class ActivationRecorder(NetRecorder[Activations]):
-    """Records the mean, the variance and the firing rate of every node of a layer.
+    """Records the mean, the variance and the firing rate of every node of a layer or of a space.
 
     Every sample has the same weight, and every forward pass counts, with gradients or without. A
     node has the samples since it was added (`counts`); without samples all its numbers are 0.
 
+    In an adopted model every position of an image and every token is a sample, and so is every
+    number of a node that has several, as a head has. What is recorded is the input of the first
+    module that reads the space after it was written, behind norms and activations.
+
     Args:
-        layer: the number of the layer; 0 is the input of the net.
+        layer: the number of the layer; 0 is the input of the net. Of an adopted model, the space or
+            its name.
+        at: the module of an adopted model where to record instead, for a space that many modules
+            read and write.
+        side: whether the input or the output of the module `at` is recorded.
         window: the number of steps that it records before its rule is due.
 
     Examples:
@@ -128,9 +144,20 @@ class ActivationRecorder(NetRecorder[Activations]):
         (2, [2.0, 0.0], [1.0, 0.0], [1.0, 0.0])
     """
 
-    def __init__(self, layer: int, *, window: int = 1) -> None:
-        super().__init__((layer,), window)
-        self.layer = layer
+    def __init__(
+        self,
+        layer: int | str | Layer,
+        *,
+        at: str | None = None,
+        side: Side = "in",
+        window: int = 1,
+    ) -> None:
+        name = _name_of(layer)
+        super().__init__((name,), window)
+        self.layer = name
+        self.at = at
+        self.side: Side = side
+        self._taps: list[Tap] = []  # of an adopted model
 
     @property
     def count(self) -> int:
@@ -160,17 +187,28 @@ class ActivationRecorder(NetRecorder[Activations]):
         moments = self._seen().moments
         return moments.fired / moments.counts.clamp(min=1).double()
 
+    def _watch(self, net: Any) -> list[Callable[[], None]]:
+        if not isinstance(net, Adopted):
+            return super()._watch(net)
+        space = net.spaces[layer_of(net, self.layer)]
+        self._taps = [tap_of(net, space, self.at, self.side)]
+        return watch_taps(self, net, self._taps)
+
     def _modules(self, net: Graph) -> Sequence[nn.Module]:
-        require_net(net, "ActivationRecorder")
-        return [net.layers[self.layer]]
+        return [net.layers[layer_of(net, self.layer)]]
 
     def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
-        if _is_new(output):
+        if is_new(output):
             with plainly(output.device):
                 seen = self._writable(lambda: Activations(0, Moments.of(output)))
                 seen.moments = seen.moments.to(output.device)
                 seen.moments.see(output.detach())
                 seen.samples += len(output)
+
+    def _tapped(self, place: int, tensor: Tensor) -> None:
+        """Takes in the activations of a space."""
+        space: Any = self.net.layers[layer_of(self.net, self.layer)]
+        self._observe(place, (), self._taps[place].rows(space, tensor.detach()))
 
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> Activations:
         moments = {name: part.clone() for name, part in seen.items() if name != "samples"}
@@ -241,15 +279,22 @@ class Covariances:
 
 
 class CovarianceRecorder(NetRecorder[Covariances]):
-    """Records the covariance between the nodes of two layers.
+    """Records the covariance between the nodes of two layers, or of two spaces.
 
     Every forward pass counts, with gradients or without. A node that was added after the first
     sample has covariance 0 with all others until `clear()`, since pairs of different samples do not
     compare.
 
+    Spaces of an adopted model are recorded where `ActivationRecorder` records them. There they must
+    have as many positions or tokens as each other, or `arm` raises GrapNetError.
+
     Args:
-        upper: one layer.
-        lower: the other layer, which may be the same one; the next one by default.
+        upper: one layer; of an adopted model, a space or its name.
+        lower: the other layer, which may be the same one; the next one by default, and for a space
+            the same.
+        at: the modules of an adopted model where to record the two spaces instead, None for the
+            default.
+        side: whether the inputs or the outputs of the modules `at` are recorded.
         window: the number of steps that it records before its rule is due.
         most_cells: the largest number of pairs of nodes, of 8 bytes each; `arm` raises GrapNetError
             for more.
@@ -265,15 +310,31 @@ class CovarianceRecorder(NetRecorder[Covariances]):
     """
 
     def __init__(
-        self, upper: int, lower: int | None = None, *, window: int = 1, most_cells: int = 2**26
+        self,
+        upper: int | str | Layer,
+        lower: int | str | Layer | None = None,
+        *,
+        at: tuple[str | None, str | None] = (None, None),
+        side: Side = "in",
+        window: int = 1,
+        most_cells: int = 2**26,
     ) -> None:
-        lower = upper + 1 if lower is None else lower
-        super().__init__((upper, lower), window)
-        self.upper = upper
-        self.lower = lower
+        self.upper = _name_of(upper)
+        if lower is not None:
+            self.lower = _name_of(lower)
+        elif isinstance(self.upper, int):
+            self.lower = self.upper + 1
+        else:
+            self.lower = self.upper
+        super().__init__((self.upper, self.lower), window)
+        self.at = at
+        self.side: Side = side
         self.most_cells = most_cells
+        self._taps: list[Tap] = []  # of an adopted model
         # the activations of the first of the two layers in the pass under way
         self._waiting: Tensor | None = None
+        # of an adopted model those of both spaces, as long as the other is missing
+        self._met: tuple[list[Tensor], list[Tensor]] = ([], [])
 
     @property
     def count(self) -> int:
@@ -282,7 +343,8 @@ class CovarianceRecorder(NetRecorder[Covariances]):
 
     def arm(self, net: Graph) -> None:
         """Starts recording a net; raises GrapNetError if its layers have too many pairs."""
-        cells = len(net.layers[self.upper]) * len(net.layers[self.lower])
+        upper, lower = self._numbers(net)
+        cells = len(net.layers[upper]) * len(net.layers[lower])
         if cells > self.most_cells:
             raise GrapNetError(
                 f"layers {self.upper} and {self.lower} have {cells:,} pairs of nodes (limit"
@@ -301,26 +363,61 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         inverse = [torch.where(scale > 0, 1 / scale, 0) for scale in scales]
         return seen.covariance().mul_(inverse[0][:, None]).mul_(inverse[1]).clamp_(-1, 1)
 
+    def _watch(self, net: Any) -> list[Callable[[], None]]:
+        if not isinstance(net, Adopted):
+            return super()._watch(net)
+        spaces = [net.spaces[number] for number in self._numbers(net)]
+        taps = []
+        for space, at in zip(spaces, self.at, strict=True):
+            taps.append(tap_of(net, space, at, self.side))
+        counts = [tap.rows_of_example(space) for tap, space in zip(taps, spaces, strict=True)]
+        if counts[0] != counts[1]:
+            raise GrapNetError(
+                f"{spaces[0].name} has {counts[0]} positions at {taps[0].path!r}, and"
+                f" {spaces[1].name} has {counts[1]} at {taps[1].path!r}, so that they have no"
+                " covariance; record them at other modules, at=(…, …)"
+            )
+        self._taps = taps
+        return watch_taps(self, net, [PASS, *taps])
+
     def _modules(self, net: Graph) -> Sequence[nn.Module]:
-        require_net(net, "CovarianceRecorder")
-        return [net.layers[n] for n in sorted({self.upper, self.lower})]
+        return [net.layers[n] for n in sorted(set(self._numbers(net)))]
 
     def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
-        if not _is_new(output):
+        if not is_new(output):
             return
-        if place == 0 and self.upper != self.lower:
+        number, other_number = self._numbers(self.net)
+        if place == 0 and number != other_number:
             self._waiting = output.detach()
             return
         other = self._waiting
         self._waiting = None
-        if self.upper == self.lower:
+        if number == other_number:
             other = output
         if other is not None and len(other) == len(output):
-            upper, lower = (output, other) if self.upper > self.lower else (other, output)
-            with plainly(output.device):
-                self._writable(lambda: Covariances.of(upper, lower)).see(
-                    upper.detach(), lower.detach()
-                )
+            upper, lower = (output, other) if number > other_number else (other, output)
+            self._see(upper, lower)
+
+    def _tapped(self, place: int, tensor: Tensor) -> None:
+        """Takes in the activations of a space; the two meet in the same pass of the model."""
+        if place == 0:
+            self._met = ([], [])
+            return
+        number = self._numbers(self.net)[place - 1]
+        space: Any = self.net.layers[number]
+        rows = self._taps[place - 1].rows(space, tensor.detach())
+        if not is_new(rows):
+            return
+        # The model may write into it before it meets the other.
+        self._met[place - 1].append(rows.clone())
+        if all(self._met):
+            upper, lower = (waiting.pop(0) for waiting in self._met)
+            if len(upper) == len(lower):
+                self._see(upper, lower)
+
+    def _see(self, upper: Tensor, lower: Tensor) -> None:
+        with plainly(upper.device):
+            self._writable(lambda: Covariances.of(upper, lower)).see(upper.detach(), lower.detach())
 
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> Covariances:
         upper = Moments(**seen["upper"]).copied()
@@ -328,10 +425,17 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         return Covariances(seen["samples"], upper, lower, seen["products"].clone())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_waiting": None}
+        return {**super().__getstate__(), "_waiting": None, "_met": ([], [])}
 
 
-def _is_new(output: Tensor) -> bool:
+def _name_of(layer: int | str | Layer) -> int | str:
+    """Returns a layer as its number, a space as its name."""
+    names = as_names(layer)
+    assert names
+    return names[0]
+
+
+def is_new(output: Tensor) -> bool:
     """Returns whether it has samples that no pass before had.
 
     Activation checkpointing computes samples again inside a backward pass.

@@ -204,7 +204,7 @@ class GradientRecorder(_BackwardRecorder[OuterProducts]):
         seen = self._here()
         device = self.net.device
         rows = []
-        for layer, given in zip(self._layers, (parents, children), strict=True):
+        for layer, given in zip(self._numbers(self.net), (parents, children), strict=True):
             uids = as_tensor(given).reshape(-1).to("cpu", torch.int64).contiguous()
             rows.append(self.net._rows(layer, uids).to(device).long())
         with plainly(device):

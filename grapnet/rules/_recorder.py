@@ -18,6 +18,7 @@ from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
 from grapnet.core._journal import Commit
 from grapnet.execution._plan import in_transform
+from grapnet.spaces._adopted import Adopted
 
 from ._rule import Recorder, RecordingRule, Rule
 
@@ -83,21 +84,26 @@ class NetRecorder(ABC, Generic[E]):
     `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
     """
 
-    def __init__(self, layers: tuple[int, ...], window: int) -> None:
-        if min(layers) < 0 or window < 1:
+    def __init__(self, layers: tuple[int | str, ...], window: int) -> None:
+        numbers = [layer for layer in layers if isinstance(layer, int)]
+        if min(numbers, default=0) < 0 or window < 1:
             raise ValueError(
                 f"layers count from 0 and a window of steps from 1, got {layers} and {window}"
             )
         self.window = window
-        self._layers = layers  # whose rows the evidence is about
+        # whose rows the evidence is about: numbers, or names of spaces
+        self._layers = layers
         self._net: weakref.ref[Graph] | None = None
         self._release: weakref.finalize | None = None  # takes the hooks away
         self._track(None, None)
 
     def _track(self, seen: Seen[E] | None, net: Graph | None) -> None:
         """Puts `seen` in place, to follow a net; what undo would bring back is dropped."""
+        numbers = ()
+        if net is not None:
+            numbers = self._numbers(net)
         tracked: Tracked[Seen[E] | None, Seen[E] | None]
-        tracked = Tracked(seen, carry=partial(_after, self._layers))
+        tracked = Tracked(seen, carry=partial(_after, numbers))
         if net is not None:
             net.follow(tracked)
         self._tracked = tracked
@@ -213,7 +219,7 @@ class NetRecorder(ABC, Generic[E]):
             raise GrapNetError(
                 "this recorder watches another net; disarm() it first, and clear() what it has seen"
             )
-        if max(self._layers) >= len(net.layers):
+        if max(self._numbers(net)) >= len(net.layers):
             raise ValueError(
                 f"the net has layers 0 to {len(net.layers) - 1}, got {list(self._layers)}"
             )
@@ -257,8 +263,12 @@ class NetRecorder(ABC, Generic[E]):
         """Returns the net that it follows; None without one, or once it is gone."""
         return None if self._net is None else self._net()
 
+    def _numbers(self, net: Graph) -> tuple[int, ...]:
+        """Returns the numbers of its layers, or of its spaces, in a net."""
+        return tuple(layer_of(net, layer) for layer in self._layers)
+
     def _uids_of(self, net: Graph) -> list[Tensor]:
-        return [net.layers[n].uid for n in self._layers]
+        return [net.layers[n].uid for n in self._numbers(net)]
 
     def __repr__(self) -> str:
         layers = ", ".join(map(str, self._layers))
@@ -301,6 +311,15 @@ class _Hook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Hook, (None, self._place)
+
+
+def layer_of(net: Graph, layer: int | str) -> int:
+    """Returns the number of a layer, or of a space by its name."""
+    if isinstance(layer, int):
+        return layer
+    if not isinstance(net, Adopted):
+        raise ValueError(f"{layer!r} is the name of a space; layers of a net have numbers")
+    return net.space(layer).index
 
 
 def _call_all(functions: list[Callable[[], None]]) -> None:
