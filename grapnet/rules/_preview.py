@@ -148,9 +148,10 @@ def _total(nets: Iterable[Graph]) -> Count:
 
 
 def _orphans(net: Graph) -> int:
+    numbers: Iterable[int] = range(1, len(net.layers) - 1)
     if isinstance(net, Adopted):
-        return 0
-    return sum(count_orphans(net, number) for number in range(1, len(net.layers) - 1))
+        numbers = net._orphanages()
+    return sum(count_orphans(net, number) for number in numbers)
 
 
 def _changed_spaces(

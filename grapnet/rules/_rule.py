@@ -347,6 +347,11 @@ def only(neighbours: list[int], layer: int) -> int:
 
 def count_orphans(net: Graph, layer: int) -> int:
     """Returns how many nodes of a layer have no parent."""
+    if isinstance(net, Adopted):
+        # Where a tensor has all of its relations, no node is without; most are never wired.
+        entering = [net.transitions[t].grid for t in net.entering(layer)]
+        if any(grid.opened is None for grid in entering):
+            return 0
     parents = torch.zeros(net.sizes[layer], dtype=torch.int64, device=net.device)
     for t in net.entering(layer):
         parents += net.transitions[t].topology.fan_in()

@@ -155,6 +155,28 @@ class Adopted(Graph):
     def _is_output(self, layer: int) -> bool:
         return "output" in self.spaces[layer].pins
 
+    def _orphanages(self) -> list[int]:
+        """Returns the numbers of the spaces whose nodes can be without parents, and can then leave
+        exactly: all tensors that write them hold relations.
+        """
+        found = []
+        for number, space in enumerate(self.spaces):
+            if space.verdict in ("exact", "unproved") and self._has_known_parents(number):
+                found.append(number)
+        return found
+
+    def _has_known_parents(self, number: int) -> bool:
+        """Returns whether all tensors that write a space, at least one, hold relations to it."""
+        writers = self.spaces[number].writers
+        holding = {self.transitions[t].name for t in self.entering(number)}
+        return len(writers) > 0 and holding.issuperset(writers)
+
+    def _has_known_children(self, number: int) -> bool:
+        """Returns whether all tensors that read a space, at least one, hold relations from it."""
+        readers = self.spaces[number].readers
+        holding = {self.transitions[t].name for t in self.leaving(number)}
+        return len(readers) > 0 and holding.issuperset(readers)
+
     def count(self) -> Count:
         """Returns the size of the model.
 

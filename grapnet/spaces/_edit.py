@@ -1,7 +1,7 @@
 """SpaceEdit: the verbs of a transaction on the spaces of a model."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,7 +15,7 @@ from grapnet.core._errors import EditError
 from grapnet.core._grid_map import GridMap
 from grapnet.core._node import GrapNode
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
-from grapnet.core._resolve import checked_owner, resolve, union
+from grapnet.core._resolve import Requests, checked_owner, resolve, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
@@ -55,6 +55,10 @@ class SpaceEdit(Edit):
         self._blocks: list[Asked] = []
         # rows of parents and children to connect, by transition
         self._joined: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        # spaces whose nodes without parents leave, and whether those without children do, too
+        self._orphaned: dict[int, bool] = {}
+        # those of them that were not named
+        self._unnamed: set[int] = set()
 
     def insert(
         self,
@@ -439,16 +443,166 @@ class SpaceEdit(Edit):
             after += torch.bincount(self._connected_rows(t)[1], minlength=size)
         return int(((before > 0) & (before + after <= 0)).sum())
 
-    def remove_orphans(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EditError."""
-        raise EditError("remove_orphans works on nets; in an adopted model remove_nodes does")
+    def remove_orphans(
+        self,
+        layers: "Space | int | str | Iterable[Space | int | str] | None" = None,
+        *,
+        fold_bias: bool = False,
+        childless: bool = False,
+    ) -> None:
+        """Removes, when the edit commits, nodes without parents, and those that this leaves
+        without; a space keeps at least one node.
+
+        Args:
+            layers: spaces, their names or numbers; by default all from which nodes can be removed
+                exactly.
+            fold_bias: must be False: what orphans send passes through the code of the model.
+            childless: also remove nodes that no relation leads away from. Nothing reads them, so
+                that the function of the model stays.
+
+        Raises:
+            EditError: a space is pinned, or tensors write it that hold no relations.
+        """
+        if fold_bias:
+            raise EditError(
+                "fold_bias=True works on nets: what nodes without parents send passes through the"
+                " code of an adopted model"
+            )
+        if layers is None:
+            numbers = self.graph._orphanages()
+            self._unnamed.update(numbers)
+        else:
+            numbers = self._numbers_of(layers)
+            self._unnamed.difference_update(numbers)
+        self._note("remove_orphans", layers=numbers, fold_bias=False, childless=childless)
+        for number in numbers:
+            self._orphaned[number] = self._orphaned.get(number, False) or childless
+
+    def _numbers_of(self, layers: "Space | int | str | Iterable[Space | int | str]") -> list[int]:
+        """Returns the numbers of spaces that can have orphans; raises EditError for others."""
+        # A space is a set of nodes, and so could be taken for several.
+        if isinstance(layers, int | str | NodeSet):
+            layers = (layers,)
+        numbers = []
+        for layer in layers:
+            if isinstance(layer, str):
+                layer = self.graph.space(layer)
+            numbers.append(layer_number(self.graph, layer))
+        self._require_free(numbers)
+        for number in numbers:
+            space = self.graph.spaces[number]
+            if not self.graph._has_known_parents(number):
+                raise EditError(
+                    f"{space.name} has no orphans: it is written by tensors that hold no relations"
+                )
+        return numbers
+
+    def _orphans(self, spaces: Mapping[int, bool]) -> dict[int, Tensor]:
+        """Returns the rows of the nodes that leave because they have no parents, by space.
+
+        A node that leaves takes its relations with it, so that others may follow.
+
+        Args:
+            spaces: whose nodes leave, and whether those without children do, too.
+        """
+        graph = self.graph
+        gone = {}
+        for number, asked in self._requests.removals.items():
+            gone[number] = torch.zeros(len(graph.spaces[number]), dtype=torch.bool)
+            rows = torch.cat(asked).long()
+            gone[number][rows[rows < len(gone[number])]] = True
+        found: dict[int, Tensor] = {}
+        relations: dict[int, tuple[Tensor, Tensor]] = {}
+        searching = True
+        while searching:
+            searching = False
+            for number, childless in spaces.items():
+                size = len(graph.spaces[number])
+                gone.setdefault(number, torch.zeros(size, dtype=torch.bool))
+                lonely = self._are_alone(number, gone, relations, parents=True)
+                if childless and graph._has_known_children(number):
+                    lonely |= self._are_alone(number, gone, relations, parents=False)
+                lonely &= ~gone[number]
+                # A space keeps a node.
+                if bool((lonely | gone[number]).all()):
+                    lonely[int((~gone[number]).int().argmax())] = False
+                if bool(lonely.any()):
+                    searching = True
+                    gone[number] = gone[number] | lonely
+                    found[number] = found.get(number, torch.zeros_like(lonely)) | lonely
+        return {number: marks.nonzero().flatten().int() for number, marks in found.items()}
+
+    def _are_alone(
+        self,
+        number: int,
+        gone: Mapping[int, Tensor],
+        relations: dict[int, tuple[Tensor, Tensor]],
+        *,
+        parents: bool,
+    ) -> Tensor:
+        """Returns which nodes of a space will have no parents, or no children, [nodes] bool.
+
+        Args:
+            number: the space.
+            gone: which nodes of spaces leave.
+            relations: the rows of the parents and children that tensors will relate; what is
+                missing is added.
+            parents: whether parents are looked for, or children.
+        """
+        graph = self.graph
+        counts = torch.zeros(len(graph.spaces[number]), dtype=torch.int64)
+        for t in graph.entering(number) if parents else graph.leaving(number):
+            weight = graph.transitions[t]
+            far = weight.source if parents else weight.target
+            # New nodes have all of their relations.
+            counts += sum(len(born.uids) for born in self._requests.newborns.get(far, ()))
+            if t not in relations:
+                relations[t] = self._relations_after(t)
+            upper, lower = relations[t]
+            near_rows, far_rows = (lower, upper) if parents else (upper, lower)
+            if far in gone:
+                near_rows = near_rows[~gone[far][far_rows]]
+            counts += torch.bincount(near_rows, minlength=len(counts))
+        return counts == 0
+
+    def _relations_after(self, t: int) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the parents and children of the relations of present nodes that a
+        tensor will have.
+        """
+        topology = self.graph.transitions[t].topology.to(torch.device("cpu"))
+        stays = torch.ones(topology.n_relations, dtype=torch.bool)
+        for asked in self._requests.cuts.get(t, ()):
+            stays[asked.cpu().long()] = False
+        upper, lower = self._connected_rows(t)
+        parents = torch.cat([topology.parents().long()[stays], upper])
+        children = torch.cat([topology.child.long()[stays], lower])
+        return parents, children
+
+    def _with_orphans(self) -> Requests:
+        """Returns the requests with the removal of orphans.
+
+        Spaces that were not named, and of which a removal turns out not to be exact, keep theirs.
+        """
+        if not self._orphaned:
+            return self._requests
+        found = self._orphans(self._orphaned)
+        spaces = self.graph.spaces
+        self.graph.prove([spaces[number] for number in found])
+        inexact = {n for n in self._unnamed if spaces[n].verdict == "differs"}
+        if inexact & found.keys():
+            exact = {n: own for n, own in self._orphaned.items() if n not in inexact}
+            found = self._orphans(exact)
+        removals = dict(self._requests.removals)
+        for number, rows in found.items():
+            removals[number] = [*removals.get(number, ()), rows]
+        return replace(self._requests, removals=removals)
 
     def set_activation(self, *args: Any, **kwargs: Any) -> None:
         """Raises EditError."""
         raise EditError("the activations of an adopted model are in its own code")
 
     def _resolved(self, draws: Draws) -> Change:
-        change = resolve(self.graph, self._requests, None)
+        change = resolve(self.graph, self._with_orphans(), None)
         for number, part in change.layers.items():
             if part.index.new_size == 0:
                 raise EditError(f"this edit removes every node of {self.graph.spaces[number].name}")
