@@ -2,6 +2,7 @@
 
 from ._activations import ActivationRecorder, CovarianceRecorder
 from ._budget import Budget, weakest_within
+from ._correlations import TensorCorrelationRecorder
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
@@ -55,6 +56,7 @@ __all__ = [  # noqa: RUF022
     "CovarianceRecorder",
     "GradientRecorder",
     "TensorGradientRecorder",
+    "TensorCorrelationRecorder",
     "Rule",
     "RecordingRule",
     "Recorder",

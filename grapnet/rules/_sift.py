@@ -1,25 +1,30 @@
 """CovarianceSifter: cuts the children whose activations hardly vary with those of a family."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
 from grapnet.core._sets import RelationSet
+from grapnet.core._transition import Topology
+from grapnet.execution._family import find_families
+from grapnet.spaces._adopted import Adopted
 
 from ._activations import CovarianceRecorder
 from ._budget import Budget, largest_of_each
+from ._correlations import TensorCorrelationRecorder, why_not_recorded
 from ._rule import (
     Recorder,
     RuleContext,
-    as_numbers,
+    Transitions,
+    as_transitions,
     chosen_transitions,
-    require_net,
     seen_evidence,
 )
 
@@ -36,8 +41,15 @@ class CovarianceSifter:
     A child is cut from all members or from none, so that a family remains one: a child with a
     frozen relation to the family stays, and a budget spares the strongest children first.
 
+    In an adopted model a relation may have several numbers, such as a kernel. Its correlation is
+    the root of the mean square of theirs: of what each of them is multiplied with, and of the child
+    where it is read next (`TensorCorrelationRecorder`). Nodes without parents are removed from
+    spaces where that is exact.
+
     Attributes:
-        transitions: numbers of the transitions; by default all between hidden layers.
+        transitions: numbers of the transitions; by default all between hidden layers. Of an adopted
+            model, names of modules; by default all Linears and convolutions between spaces that are
+            not pinned.
         fraction: the share of each family's children to cut, rounded down to a whole number.
         window: the number of steps over which activations are recorded.
 
@@ -54,24 +66,27 @@ class CovarianceSifter:
         ([4, 6, 3, 2], 18)
     """
 
-    transitions: int | Iterable[int] | None = None
+    transitions: Transitions | None = None
     fraction: float = 0.5
     window: int = 50
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "transitions", as_numbers(self.transitions))
+        object.__setattr__(self, "transitions", as_transitions(self.transitions))
         if not 0 <= self.fraction <= 1:
             raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
 
-    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
+    def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns one recorder of the two ends of each transition."""
         recorders: dict[str, Recorder] = {}
         for t in self._numbers(net):
+            if isinstance(net, Adopted):
+                recorders[_evidence(t)] = TensorCorrelationRecorder(net, t, window=self.window)
+                continue
             source, target = net.ends[t]
             recorders[_evidence(t)] = CovarianceRecorder(source, target, window=self.window)
         return recorders
 
-    def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
+    def __call__(self, net: GrapNet | Adopted, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts and the removal of orphans."""
         numbers = self._numbers(net)
         targets = {t: _scored(net, t, context) for t in numbers}
@@ -94,8 +109,7 @@ class CovarianceSifter:
                     largest_score=float(targets[t].scores[marks].max()),
                     mean_score=float(targets[t].scores[marks].mean()),
                 )
-        first = min((net.transitions[t].target for t in cut), default=len(net.layers))
-        below = range(first, len(net.layers) - 1)
+        below = _below(net, cut)
         if below:
             edit.remove_orphans(below)
 
@@ -108,11 +122,30 @@ class CovarianceSifter:
         weak = largest_of_each(-scores, families, torch.from_numpy(quota))
         return (weak & scores.isfinite()).numpy()
 
-    def _numbers(self, net: GrapNet) -> list[int]:
-        require_net(net, "CovarianceSifter")
-        hidden = range(1, len(net.layers) - 1)
-        between = [t for t, ends in enumerate(net.ends) if all(n in hidden for n in ends)]
+    def _numbers(self, net: Graph) -> list[int]:
+        if not isinstance(net, Adopted):
+            hidden = range(1, len(net.layers) - 1)
+            between = [t for t, ends in enumerate(net.ends) if all(n in hidden for n in ends)]
+            return chosen_transitions(net, self.transitions, between)
+        between = []
+        for t in net._trainable_transitions():
+            is_hidden = not any(net.spaces[number].pins for number in net.ends[t])
+            if is_hidden and not why_not_recorded(net, t):
+                between.append(t)
         return chosen_transitions(net, self.transitions, between)
+
+
+def _below(net: Graph, cut: list[int]) -> list[int]:
+    """Returns the hidden layers, or spaces, that may lose their last parents with some cuts."""
+    if not isinstance(net, Adopted):
+        first = min((net.transitions[t].target for t in cut), default=len(net.layers))
+        return list(range(first, len(net.layers) - 1))
+    reached = {net.ends[t][1] for t in cut}
+    size = 0
+    while size < len(reached):
+        size = len(reached)
+        reached |= {target for source, target in net.ends if source in reached}
+    return [number for number in sorted(reached) if number in net._orphanages()]
 
 
 class _Targets(NamedTuple):
@@ -126,17 +159,16 @@ class _Targets(NamedTuple):
     of_relation: np.ndarray  # [relations] the number of the target of each
 
 
-def _scored(net: GrapNet, t: int, context: RuleContext) -> _Targets:
+def _scored(net: Graph, t: int, context: RuleContext) -> _Targets:
     """Returns the targets of a transition's families and their scores."""
     topology = net.transitions[t].topology
     relations = RelationSet.of(net, [t])
     parent = topology.parents().cpu().long()
     child = topology.child.cpu().long()
-    families = net.execution.families(t)
+    families = _families(topology)
     upper = net.layers[net.transitions[t].source]
-    members = torch.cat([NO_NODES, *(family.members.uids for family in families)])
-    rows = upper.rows(members).numpy()
-    sizes = np.array([len(family.members) for family in families], dtype=np.int64)
+    rows = torch.cat([NO_NODES, *families]).numpy()
+    sizes = np.array([len(members) for members in families], dtype=np.int64)
     # a node without children is never asked for its own
     family_of = np.zeros(len(upper), dtype=np.int64)
     family_of[rows] = np.repeat(np.arange(len(sizes)), sizes)
@@ -149,13 +181,12 @@ def _scored(net: GrapNet, t: int, context: RuleContext) -> _Targets:
     number[pairs[at]] = np.arange(len(at), dtype=np.int32)
     of_relation = number[pairs]
     family, target = np.divmod(pairs[at], max(topology.n_children, 1))
-    correlation = (
-        seen_evidence(context, _evidence(t), "CovarianceSifter")
-        .correlation()[parent, child]
-        .abs()
-        .cpu()
-        .numpy()
-    )
+    seen = seen_evidence(context, _evidence(t), "CovarianceSifter")
+    if isinstance(net, Adopted):
+        strengths = seen.strengths()
+    else:
+        strengths = seen.correlation().abs()
+    correlation = strengths[parent, child].cpu().numpy()
     scores = np.bincount(of_relation, correlation, len(at)) / sizes[family]
     scores[of_relation[relations.frozen.cpu().numpy()]] = np.inf
     return _Targets(
@@ -168,12 +199,22 @@ def _scored(net: GrapNet, t: int, context: RuleContext) -> _Targets:
     )
 
 
+def _families(topology: Topology) -> list[Tensor]:
+    """Returns the rows of the nodes that share their children, the largest families first."""
+    found = []
+    for families in find_families(topology):
+        for members, children in zip(families.members, families.children, strict=True):
+            found.append((members.cpu(), len(children)))
+    found.sort(key=lambda family: -len(family[0]) * family[1])
+    return [members for members, _ in found]
+
+
 def _evidence(t: int) -> str:
     return f"correlation of transition {t}"
 
 
 def _within(
-    net: GrapNet, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget
+    net: Graph, targets: dict[int, _Targets], weak: list[np.ndarray], budget: Budget
 ) -> list[np.ndarray]:
     """Returns the marks of weak targets, transition by transition, without those that the budget
     spares.
