@@ -25,6 +25,7 @@ from ._rule import (
     Scheduled,
 )
 from ._sift import CovarianceSifter
+from ._steepest import SpaceGradientRecorder
 from ._widen import GrowWidth
 
 # The reference shows them in this order.
@@ -57,6 +58,7 @@ __all__ = [  # noqa: RUF022
     "GradientRecorder",
     "TensorGradientRecorder",
     "TensorCorrelationRecorder",
+    "SpaceGradientRecorder",
     "Rule",
     "RecordingRule",
     "Recorder",

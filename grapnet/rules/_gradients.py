@@ -144,7 +144,7 @@ def _moved(factor: Tensor, index: IndexMap | None) -> Tensor:
     return factor if index is None else index.carry(factor.t()).t().contiguous()
 
 
-class _BackwardRecorder(NetRecorder[E]):
+class BackwardRecorder(NetRecorder[E]):
     """A recorder of backward passes, which leaves out gradients that are not finite."""
 
     def __init__(self, layers: tuple[int, ...], window: int) -> None:
@@ -163,7 +163,7 @@ class _BackwardRecorder(NetRecorder[E]):
         self.left_out = 0
 
 
-class GradientRecorder(_BackwardRecorder[OuterProducts]):
+class GradientRecorder(BackwardRecorder[OuterProducts]):
     """Records g_ij = Σ h_i · dL/dz_j over the batch for all pairs of an upper and a lower node.
 
     h is the output of the upper layer and z the input of the lower nodes, bias included. For a
@@ -352,7 +352,7 @@ class TensorGradients:
         return {"count": self.count, "total": self.total}
 
 
-class TensorGradientRecorder(_BackwardRecorder[TensorGradients]):
+class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
     """Records the gradient of a tensor of an adopted model, also where relations were cut.
 
     It is averaged over the recorded backward passes. Nodes that come or go let it begin anew.

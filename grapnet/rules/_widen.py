@@ -1,5 +1,6 @@
 """GrowWidth: wider hidden layers that compute what the narrow ones did."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from grapnet.core._errors import EditError
 from grapnet.core._index_map import contains
 from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
+from grapnet.spaces._space import Space
 
 from ._budget import positions_in, weakest_within
 from ._copies import copy_nodes
@@ -26,13 +28,13 @@ from ._rule import (
     gone_relations,
     leaving_relations,
     only,
-    require_net,
     seen_evidence,
     sources_of,
     staying,
     targets_of,
     unavailable_relations,
 )
+from ._steepest import SpaceGradientRecorder, rising_bias, values_of_steepest
 
 
 @dataclass(frozen=True)
@@ -58,10 +60,12 @@ class GrowWidth:
     those rules cut. A policy in the transition to the nodes below, or for "net2net" in the one from
     above, raises PlanError.
 
-    Spaces of an adopted model grow by "zero_outgoing" and "net2net", in all tensors that have their
-    nodes: copies have the entries of the original in biases, norms and running statistics, and all
-    readers of a node share alike. A space of which a removal would not be exact (`Space.verdict`)
-    raises EditError.
+    Spaces of an adopted model grow in all tensors that have their nodes: copies have the entries of
+    the original in biases, norms and running statistics, and all readers of a node share alike. A
+    space of which a removal would not be exact (`Space.verdict`) raises EditError. "gradmax" is for
+    spaces that one Linear or convolution writes, and that Linears or convolutions read, with an
+    activation and nothing else between them; kernels are unfolded, as in the paper. Others raise
+    EditError with the reason.
 
     Attributes:
         layers: numbers of hidden layers; negative numbers count from the output. Of an adopted
@@ -105,12 +109,15 @@ class GrowWidth:
         if not 0 < self.scale < float("inf"):
             raise EditError(f"scale is a positive number, got {self.scale!r}")
 
-    def recorders(self, net: GrapNet) -> dict[str, Recorder]:
-        """Returns, for "gradmax", a recorder of the gradients across each layer."""
+    def recorders(self, net: GrapNet | Adopted) -> dict[str, Recorder]:
+        """Returns, for "gradmax", a recorder of the gradients across each layer or space."""
         if self.init != "gradmax":
             return {}
-        require_net(net, 'GrowWidth(init="gradmax")')
         found: dict[str, Recorder] = {}
+        if isinstance(net, Adopted):
+            for space in self._spaces(net):
+                found[_evidence(space.name)] = SpaceGradientRecorder(net, space)
+            return found
         for number in self._numbers(net):
             upper, lower = _around(net, number)
             found[_evidence(number)] = GradientRecorder(upper=upper, lower=lower)
@@ -151,9 +158,7 @@ class GrowWidth:
 
     def _widen_spaces(self, net: Adopted, edit: Any, context: RuleContext) -> None:
         """Adds nodes to spaces of an adopted model."""
-        if self.init == "gradmax":
-            require_net(net, 'GrowWidth(init="gradmax")')
-        spaces = [net.space(str(name)) for name in as_names(self.layers) or ()]
+        spaces = self._spaces(net)
         net.prove(spaces)
         for space in spaces:
             if space.verdict not in ("exact", "unproved"):
@@ -168,17 +173,51 @@ class GrowWidth:
             counts[space] = affordable(self.nodes, each, left)
             if left.edits is not None:
                 left = replace(left, edits=left.edits - each * counts[space])
-        how = "nodes with zero outgoing weights"
-        if self.init == "net2net":
-            how = "copies of nodes"
+        directions = {}
+        if self.init == "gradmax":
+            directions = self._directions(net, edit, context, counts)
+            counts = {space: len(own) for space, own in directions.items()}
+        how = {"net2net": "copies of nodes", "gradmax": "nodes of steep gradient"}
         for space, count in counts.items():
-            edit.remark(f"widens {space.name} by {count} {how}", space=space.name, nodes=count)
+            kind = how.get(self.init, "nodes with zero outgoing weights")
+            edit.remark(f"widens {space.name} by {count} {kind}", space=space.name, nodes=count)
         growing = {space: count for space, count in counts.items() if count}
         if self.init == "net2net":
             copy_nodes(net, edit, growing, self.noise, self.split, self.owner)
             return
         for space, count in growing.items():
-            edit.add_nodes(space, count, owner=self.owner)
+            if self.init == "gradmax":
+                bias = rising_bias(net, space)
+                values = values_of_steepest(net, space, directions[space] * self.scale, bias)
+                edit.add_nodes(space, count, owner=self.owner, readers="alike", values=values)
+            else:
+                edit.add_nodes(space, count, owner=self.owner)
+
+    def _spaces(self, net: Adopted) -> list[Space]:
+        return [net.space(str(name)) for name in as_names(self.layers) or ()]
+
+    def _directions(
+        self, net: Adopted, edit: Any, context: RuleContext, counts: Mapping[Space, int]
+    ) -> dict[Space, Tensor]:
+        """Returns the outgoing weights of new nodes of spaces, [nodes, cells below], of norm 1."""
+        if len(edit.removals):
+            raise EditError(
+                "GradMax grows a model as it is, and this edit removes nodes; let the rules be due"
+                " at different steps"
+            )
+        found = {}
+        touched: set[str] = set()
+        for space, count in counts.items():
+            tensors = {*space.writers, *space.readers}
+            if tensors & touched:
+                raise EditError(
+                    f"{space.name} is next to another space that GradMax grows in this edit; let"
+                    " them grow one after the other"
+                )
+            touched |= tensors
+            seen = seen_evidence(context, _evidence(space.name), "GrowWidth")
+            found[space] = steepest_directions(seen.matrix())[:count]
+        return found
 
     def _add_silent(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
         above = [staying(net, edit, n) for n in sources_of(net, number)]
@@ -305,8 +344,8 @@ class GrowWidth:
         edit.connect(parents, children, pairs="aligned", weights=weights)
 
 
-def _evidence(number: int) -> str:
-    return f"gradients across layer {number}"
+def _evidence(layer: int | str) -> str:
+    return f"gradients across layer {layer}"
 
 
 def steepest_directions(gradients: Tensor) -> Tensor:

@@ -141,6 +141,20 @@ class _Copy:
         return found
 
 
+def run_copy(net: "Adopted", prepare: Callable[[nn.Module], None]) -> None:
+    """Runs a copy of the model in float64 on the first example, in evaluation mode.
+
+    Args:
+        net: the adopted model.
+        prepare: is called with the copy first, to register hooks.
+    """
+    model, _, _ = copy_without(net, {}, _like, search=False)
+    prepare(model.eval())
+    args, kwargs = _doubled(net._gates.examples)[0]
+    with torch.random.fork_rng(devices=[]):
+        model(*args, **kwargs)
+
+
 def copy_without(
     net: "Adopted",
     leaving: Mapping[int, np.ndarray],
