@@ -12,9 +12,10 @@ from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._sets import NodeSet
+from grapnet.spaces._adopted import Adopted
 
 from ._budget import Budget
-from ._rule import RuleContext, only, require_net, sources_of, staying
+from ._rule import RuleContext, only, sources_of, staying
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,12 @@ class GrowForTask:
 
     def __call__(self, net: GrapNet, edit: Edit, context: RuleContext) -> None:
         """Adds the nodes of the task."""
-        require_net(net, "GrowForTask")
+        if isinstance(net, Adopted):
+            raise EditError(
+                "GrowForTask connects new nodes to the outputs of some classes, and new nodes of an"
+                " adopted model have all of their relations. Widen a space with GrowWidth(…,"
+                " owner=…), or put a net into the model for its head: gn.graft"
+            )
         owner = owner_of(self.tag, context.task)
         outputs = len(net.layers) - 1
         # The last hidden layer leads to the output only.
