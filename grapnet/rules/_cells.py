@@ -22,6 +22,9 @@ from grapnet.spaces._adopted import Adopted
 from ._taps import paths_of
 
 _CONVOLUTIONS = (nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward)
+# Linears of transformers with a forward of their own: the dimension of the weight that has the
+# children.
+_OTHERS = {"Conv1D": 1, "FalconLinear": 0}
 
 
 @dataclass(frozen=True)
@@ -76,17 +79,14 @@ def linear_of(net: Adopted, name: str) -> Linear:
     if problem:
         raise EditError(problem)
     (path,) = paths_of(net, [name])
-    out_dim = 0
-    # The Conv1D of transformers has its weight as [in, out].
-    if type(net.model.get_submodule(path)).__name__ == "Conv1D":
-        out_dim = 1
-    return Linear(path, name, out_dim)
+    kind = type(net.model.get_submodule(path)).__name__
+    return Linear(path, name, _OTHERS.get(kind, 0))
 
 
 def _is_matrix(module: nn.Module) -> bool:
     kind = type(module)
-    is_transposed = kind.__name__ == "Conv1D" and kind.__module__.startswith("transformers.")
-    return is_transposed or kind.forward is nn.Linear.forward
+    is_other = kind.__name__ in _OTHERS and kind.__module__.startswith("transformers.")
+    return is_other or kind.forward is nn.Linear.forward
 
 
 def _is_convolution(module: nn.Module) -> bool:

@@ -48,8 +48,8 @@ class CovarianceSifter:
 
     Attributes:
         transitions: numbers of the transitions; by default all between hidden layers. Of an adopted
-            model, names of modules; by default all Linears and convolutions between spaces that are
-            not pinned.
+            model, names of modules; by default all Linears and convolutions that do not read the
+            input, and whose children are not pinned.
         fraction: the share of each family's children to cut, rounded down to a whole number.
         window: the number of steps over which activations are recorded.
 
@@ -129,7 +129,9 @@ class CovarianceSifter:
             return chosen_transitions(net, self.transitions, between)
         between = []
         for t in net._trainable_transitions():
-            is_hidden = not any(net.spaces[number].pins for number in net.ends[t])
+            source, target = (net.spaces[number] for number in net.ends[t])
+            # The model computes both, and returns no child.
+            is_hidden = len(source.writers) > 0 and not target.pins
             if is_hidden and not why_not_recorded(net, t):
                 between.append(t)
         return chosen_transitions(net, self.transitions, between)

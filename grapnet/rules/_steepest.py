@@ -84,6 +84,11 @@ class SpaceGradientRecorder(BackwardRecorder[TensorGradients]):
                 "this SpaceGradientRecorder has seen nothing since nodes came or went beside its"
                 " space"
             )
+        if any(self._inputs):
+            raise GrapNetError(
+                f"a module that reads {self.space} was called less often in the last pass than the"
+                f" one that writes it, {self._writer.path}: what belongs together is unknown"
+            )
         return seen.total / seen.count
 
     def _watch(self, net: Any) -> list[Callable[[], None]]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import grapnet as gn
+from grapnet.core._errors import GrapNetError
 from grapnet.rules import At, Budget, GrowWidth, RuleManager, SpaceGradientRecorder
 from tests.spaces import huggingface, oracle, zoo
 from tests.spaces.subjects import Subject, loss_of, subject
@@ -335,6 +336,41 @@ def test_evidence_begins_anew_with_other_nodes_and_is_saved(tmp_path: Path) -> N
     assert recorder.count == 0
     found.step()
     assert recorder.matrix().shape == (18, 18)
+
+
+class Twice(nn.Module):
+    """Calls a Linear twice; another reads both results, or their sum."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.above = nn.Linear(4, 5)
+        self.below = nn.Linear(5, 3)
+        self.together = together
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.above(x).relu()
+        second = self.above(x.flip(0) + 1).relu()
+        if self.together:
+            return self.below(first + second).exp()
+        return (self.below(first) * self.below(second)).exp()
+
+
+def test_modules_that_are_called_twice() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 4, dtype=torch.float64)
+    for together in (False, True):
+        model = Twice(together).double()
+        expected = widened_by_hand(model, x, ("above", ["below"], 1.0))
+        net = gn.adopt(model, x[:2])
+        recorder = SpaceGradientRecorder(net, "above")
+        recorder.arm(net)
+        loss_on(model, x).backward()
+        if together:
+            with pytest.raises(GrapNetError):
+                recorder.matrix()
+        else:
+            scale = float(expected.abs().max())
+            torch.testing.assert_close(recorder.matrix(), expected, rtol=1e-6, atol=1e-6 * scale)
 
 
 def test_a_pass_from_before_an_edit_or_with_infinite_gradients_does_not_count() -> None:
