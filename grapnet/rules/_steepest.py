@@ -285,8 +285,8 @@ def rising_bias(net: Adopted, space: Space) -> float:
     if space.riders:
         dtype = net._grids()[space.riders[0]].tensor.dtype
         bias = max(2.0**-100, torch.finfo(dtype).tiny)
-    for value, slope in _rises(net, space, bias):
-        if abs(value) > 1e3 * bias or slope == 0:
+    for value, slopes in _rises(net, space, bias):
+        if value > 1e3 * bias or float(slopes.abs().max()) == 0:
             hint = ""
             if not space.riders:
                 hint = "; a bias of its writer would give a ReLU one"
@@ -294,13 +294,20 @@ def rising_bias(net: Adopted, space: Space) -> float:
                 f"GradMax needs an activation behind {space.name} that passes through 0 with a"
                 f' slope, and this one does not{hint}; use init="zero_outgoing"'
             )
+        if float(slopes.max() - slopes.min()) > 1e-6 * float(slopes.abs().max()):
+            raise EditError(
+                f"GradMax needs the same activation behind {space.name} at every position, and here"
+                ' positions are mixed or weighted; use init="zero_outgoing"'
+            )
     return bias
 
 
-def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, float]]:
-    """Returns what readers get from a node whose writer returns a number, and its slope there."""
+def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor]]:
+    """Returns for each reader the largest number that it gets from a node whose writer returns
+    `start`, and the slope there, position by position.
+    """
     writer = writer_of(net, space)
-    found: list[tuple[float, float]] = []
+    found: list[tuple[float, Tensor]] = []
     (dim,) = [d for d, a in enumerate(net._typed.outputs[writer.path]) if a == Atom(space._atom)]
     places: list[Tensor] = []
 
@@ -313,10 +320,12 @@ def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, float]
     def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         (x, *_) = (*args, *kwargs.values())
         node = x.select(dim, 0)
-        slope = torch.autograd.grad(
-            node.sum(), places[-1], retain_graph=True, materialize_grads=True, allow_unused=True
-        )[0]
-        found.append((node.abs().max().item(), slope.abs().min().item()))
+        # Where positions are mixed, what comes back is no multiple of what goes in.
+        sent = torch.linspace(1, 2, node.numel(), dtype=node.dtype).view_as(node)
+        (received,) = torch.autograd.grad(
+            node, places[-1], sent, retain_graph=True, materialize_grads=True, allow_unused=True
+        )
+        found.append((node.abs().max().item(), (received / sent).detach()))
 
     def prepare(model: nn.Module) -> None:
         model.get_submodule(writer.path).register_forward_hook(put)

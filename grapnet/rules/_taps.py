@@ -125,7 +125,7 @@ def reader_taps(net: Adopted, space: Space) -> list[Tap]:
 def following_tap(net: Adopted, space: Space, path: str) -> Tap | None:
     """Returns where the nodes that a module writes are read next, in the shape that it returns.
 
-    Only operations by element lie between. Where there is no such place, as before a flatten or a
+    Norms, activations and sums lie between. Where there is no such place, as before a flatten or a
     pooling, it is the output of the module itself; None if that does not have the nodes.
     """
     own = _tap_at(net, space, path, "out")
@@ -137,24 +137,17 @@ def following_tap(net: Adopted, space: Space, path: str) -> Tap | None:
     return own
 
 
-# The modules that hold each tensor of a model, by its id, as of the last commit that was seen.
-_holders: "weakref.WeakKeyDictionary[Adopted, tuple[object, dict[int, list[str]]]]"
-_holders = weakref.WeakKeyDictionary()
-
-
 def paths_of(net: Adopted, tensors: Iterable[str]) -> list[str]:
-    """Returns the modules that hold some tensors, tied ones included, in the order of the model."""
-    version, held = _holders.get(net, (None, {}))
-    if version is not net._structure:
-        held = {}
-        for path, module in net.model.named_modules():
-            for tensor in (*module._parameters.values(), *module._buffers.values()):
-                held.setdefault(id(tensor), []).append(path)
-        _holders[net] = (net._structure, held)
-    grids = net._grids()
+    """Returns the modules that hold some tensors, several for a tied one."""
     found: dict[str, None] = {}
     for name in tensors:
-        found.update(dict.fromkeys(held[id(grids[name].tensor)]))
+        holders = [module for module, _ in net._grids()[name].holders]
+        if len(holders) == 1:
+            found[name.rpartition(".")[0]] = None
+            continue
+        for path, module in net.model.named_modules():
+            if any(module is holder for holder in holders):
+                found[path] = None
     return list(found)
 
 

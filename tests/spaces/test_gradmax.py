@@ -287,6 +287,31 @@ def test_activations_without_a_slope_at_0_are_refused(kind: str) -> None:
     torch.testing.assert_close(model(x), before, rtol=0, atol=1e-6)
 
 
+class Weighted(nn.Module):
+    """A Linear whose nodes are weighted, token by token, before another reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above = nn.Linear(4, 5)
+        self.below = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.below(self.above(x).relu() * x.mean(2, keepdim=True))
+
+
+def test_positions_that_are_weighted_are_refused() -> None:
+    model = Weighted()
+    x = torch.randn(3, 6, 4)
+    net = gn.adopt(model, x[:2])
+    manager = RuleManager()
+    manager.add(GrowWidth("above", 1, "gradmax"))
+    with manager.recording(net):
+        loss_on(model, x).backward()
+    with pytest.raises(gn.errors.EditError, match="positions"):
+        manager.apply(net, 0)
+    assert net.version == 0
+
+
 def test_neighbours_and_removals_in_the_same_edit_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2))
     x = torch.randn(7, 4)
