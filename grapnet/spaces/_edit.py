@@ -556,6 +556,12 @@ class SpaceEdit(Edit):
             far = weight.source if parents else weight.target
             # New nodes have all of their relations.
             counts += sum(len(born.uids) for born in self._requests.newborns.get(far, ()))
+            if weight.grid.opened is None and t not in self._requests.cuts:
+                # A tensor that has all of its relations is not wired, which would take long.
+                counts += len(graph.spaces[far])
+                if far in gone:
+                    counts -= int(gone[far].sum())
+                continue
             if t not in relations:
                 relations[t] = self._relations_after(t)
             upper, lower = relations[t]

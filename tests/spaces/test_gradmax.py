@@ -223,6 +223,7 @@ def test_a_model_grows_while_it_trains(name: str, space: str) -> None:
 
 
 def test_no_more_nodes_than_directions_or_than_a_budget_allows() -> None:
+    torch.manual_seed(1)
     model, x, _ = PAIRS["linear"]()
     net = gn.adopt(model, x)
     manager = RuleManager()
