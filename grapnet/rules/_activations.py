@@ -292,9 +292,9 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         upper: one layer; of an adopted model, a space or its name.
         lower: the other layer, which may be the same one; the next one by default, and for a space
             the same.
-        at: the modules of an adopted model where to record the two spaces instead, None for the
-            default.
-        side: whether the inputs or the outputs of the modules `at` are recorded.
+        at: the module of an adopted model where to record instead, or one for each of the spaces,
+            None for the default.
+        side: whether the input or the output of the modules `at` is recorded.
         window: the number of steps that it records before its rule is due.
         most_cells: the largest number of pairs of nodes, of 8 bytes each; `arm` raises GrapNetError
             for more.
@@ -314,7 +314,7 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         upper: int | str | Layer,
         lower: int | str | Layer | None = None,
         *,
-        at: tuple[str | None, str | None] = (None, None),
+        at: str | tuple[str | None, str | None] | None = None,
         side: Side = "in",
         window: int = 1,
         most_cells: int = 2**26,
@@ -327,7 +327,7 @@ class CovarianceRecorder(NetRecorder[Covariances]):
         else:
             self.lower = self.upper
         super().__init__((self.upper, self.lower), window)
-        self.at = at
+        self.at = at if isinstance(at, tuple) else (at, at)
         self.side: Side = side
         self.most_cells = most_cells
         self._taps: list[Tap] = []  # of an adopted model

@@ -204,6 +204,11 @@ def test_a_module_can_be_named_for_a_stream() -> None:
     torch.testing.assert_close(recorders["in"].mean, tokens(x).mean(0), **EXACT)
     torch.testing.assert_close(recorders["out"].mean, tokens(y).mean(0), **EXACT)
     assert not torch.allclose(recorders["default"].mean, recorders["in"].mean)
+    covariance = CovarianceRecorder(stream, at=inner)
+    covariance.arm(found.net)
+    found.outputs()
+    expected = torch.cov(tokens(x).t(), correction=0)
+    torch.testing.assert_close(covariance.covariance(), expected, **EXACT)
     for wrong in ("blocks.0.fc2", "nothing"):
         with pytest.raises(GrapNetError):
             ActivationRecorder(stream, at=wrong).arm(found.net)

@@ -621,6 +621,19 @@ def test_one_budget_is_shared_by_a_model_and_nets_beside_it(found: Subject) -> N
     assert {name: graph.count().relations for name, graph in graphs.items()} == before
 
 
+def test_a_model_and_a_net_keep_within_a_share_of_parameters(found: Subject) -> None:
+    head = gn.GrapNet([5, 16, 3], dtype=torch.float64)
+    graphs = {"backbone": found.net, "head": head}
+    before = {name: graph.count().parameters for name, graph in graphs.items()}
+    manager = managed(PruneNodes(parameters=0.7))
+    commits = manager.apply(graphs, 0)
+    assert set(commits) == {"backbone", "head"}
+    for name, graph in graphs.items():
+        assert graph.count().parameters <= 0.7 * before[name]
+    gn.undo(found.net, head)
+    assert {name: graph.count().parameters for name, graph in graphs.items()} == before
+
+
 def test_a_budget_of_connections_is_shared_as_well(found: Subject) -> None:
     model = Beside(found.model)
     graphs = [found.net, model.head, model.other]
