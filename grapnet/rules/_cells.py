@@ -134,19 +134,17 @@ def cells(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         return
     convolution: Any = module
     kernel = convolution.kernel_size
+    # [batch, *image, in], so that the rows of every place are copied in one piece
+    x = x.movedim(1, -1).contiguous()
     for place in product(*map(range, kernel)):
-        part = x
-        for dim, at in enumerate(place):
+        at: list[slice] = [slice(None)]
+        for dim, number in enumerate(place):
             # where the kernel is put, and so this place of it
+            first = convolution.dilation[dim] * number
             reach = convolution.dilation[dim] * (kernel[dim] - 1)
-            first = convolution.dilation[dim] * at
-            positions = range(first, first + x.shape[2 + dim] - reach, convolution.stride[dim])
-            part = part[(slice(None),) * (2 + dim) + (_as_slice(positions),)]
-        yield part.movedim(1, -1).reshape(-1, part.shape[1])
-
-
-def _as_slice(positions: range) -> slice:
-    return slice(positions.start, positions.stop, positions.step)
+            stop = first + x.shape[1 + dim] - reach
+            at.append(slice(first, stop, convolution.stride[dim]))
+        yield x[tuple(at)].reshape(-1, x.shape[-1])
 
 
 def unfolded(module: nn.Module, x: Tensor) -> Tensor:

@@ -134,6 +134,7 @@ class Covariations:
 
     def see(self, module: nn.Module, x: Tensor, h: Tensor) -> None:
         """Adds a batch: the input of a module, and its children where it returns them."""
+        x = x.double()
         h = with_batch(module, h.double()).movedim(1, -1)
         h = h.reshape(-1, h.shape[-1])  # [samples, out]
         if self.sums is None:
