@@ -49,7 +49,7 @@ LISTED = (
     "grapnet.convert",
     "grapnet.plot",
 )
-INTEGRATIONS = ("sklearn", "lightning", "networkx")
+INTEGRATIONS = ("sklearn", "lightning", "transformers", "networkx")
 UNLISTED = {
     "continual",
     "errors",
