@@ -28,7 +28,7 @@ from ._axes import Expression, atoms_of, covered, size_of
 from ._blocks import Asked
 from ._costs import Costs, measured
 from ._depth import Build, deepened
-from ._discovery import Example, Typed, discover
+from ._discovery import Example, Twin, Typed, discover, discover_twin
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates
 from ._probe import probe
@@ -336,6 +336,13 @@ class Adopted(Graph):
     def _discovered(self, model: nn.Module) -> Typed:
         """Returns the axes of a model that takes the same examples."""
         return _with_other_paths(model, discover(model, self._gates.examples))
+
+    def _discovered_twin(self, model: nn.Module, twin: Twin) -> Typed:
+        """Returns the axes of a twin of such a model, which may have other sizes."""
+        examples = [twin.imitate(example) for example in self._gates.examples]
+        typed = discover_twin(twin, examples, modes=self._typed.modes)
+        typed = replace(typed, notes=self._typed.notes, needs_contents=self._typed.needs_contents)
+        return _with_other_paths(model, typed)
 
     def _misfit(self, change: Change) -> str:
         if change.depth is not None:

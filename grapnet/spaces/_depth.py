@@ -168,11 +168,14 @@ class _Result:
         for made in self._made:
             old = self._match.origins.get(made._atom)
             stays = old is not None and self._match.same.get(old) == made._atom
-            space = by_atom.get(old) if stays and old is not None else None
-            if space is not None and len(space) == len(made):
-                found.append(space)
-                continue
+            origin = by_atom.get(old) if old is not None else None
             count = len(made)
+            if origin is not None and len(origin) == 1:
+                # The plan has more, to tell it from other single nodes.
+                count = 1
+            if stays and origin is not None and len(origin) == count:
+                found.append(origin)
+                continue
             uids = torch.arange(next_uid, next_uid + count, device="cpu")
             next_uid += count
             activations = Labels.uniform(made.default_activation, count)

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from grapnet.core._errors import EditError
 from grapnet.core._opened import Opened, opened_of, set_opened
 
-from ._axes import Atom, Expression, atoms_of
+from ._axes import Atom, Expression, atoms_of, size_of
 from ._blocks import Number, Slot, Stacks, counters, indices, is_named, own_indices
 from ._copying import copy_model, kept_hooks, outputs_in
-from ._discovery import Typed, undisturbed
+from ._discovery import Typed, make_twin, undisturbed
 
 if TYPE_CHECKING:
     from ._adopted import Adopted
@@ -120,13 +120,42 @@ class Plan:
     def _typed(self) -> "tuple[str, Typed | None, Match | None]":
         """Returns the axes of the plan, or why they are not those that the edit leads to."""
         try:
-            typed = self._net._discovered(self.model)
+            typed = self._discovered()
         except Exception as error:
             return f"{type(error).__name__}: {error}".splitlines()[0], None, None
         match = Match(self._net._typed, typed, self._stacks)
         if match.problem:
             return match.problem, None, None
         return "", typed, match
+
+    def _discovered(self) -> Typed:
+        """Returns the axes of the plan.
+
+        An index of size 1 broadcasts, so nothing tells the only head of an attention from the only
+        one of another. Where a space has one node left, a twin is discovered in which it has as
+        many as at first, with the numbers that follow.
+        """
+        net = self._net
+        before = net._atom_sizes()
+        after = list(before)
+        single = [space for space in net.spaces if len(space) == 1]
+        for space in single:
+            after[space._atom] = net._typed.atoms[space._atom].size
+        if before == after:
+            return net._discovered(self.model)
+        numbers = net._gates.foresee(net.model, single, before, after)
+        twin = make_twin(self.model, real=net._typed.needs_contents)
+        for name in twin.tensors():
+            source, _ = self._stacks.origin(name)
+            if source in net._typed.axes:
+                axes = net._typed.axes[source]
+                twin.set_shape(name, [size_of(axis, after) for axis in axes])
+        for path, module in twin.module.named_modules():
+            source, _ = self._stacks.origin(path)
+            for number in numbers:
+                if number.module == source:
+                    setattr(module, number.name, number.after)
+        return net._discovered_twin(self.model, twin)
 
     def zeros(self, typed: Typed) -> dict[Slot, list[str]]:
         """Returns the Parameters of every new block that must be 0, by their names in it, for the

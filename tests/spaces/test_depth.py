@@ -731,3 +731,43 @@ def test_an_error_of_a_follower_changes_nothing() -> None:
         remove(one, "model.layers", 0)
     assert oracle.same(before, snapshot(one)) == []
     assert one.net.version == 0
+
+
+@pytest.mark.parametrize("name", LANGUAGE)
+def test_blocks_come_and_leave_while_spaces_have_one_node(name: str) -> None:
+    one = subject_of(name)
+    path = STACKS[name]
+    expected = subject_of(name)
+    first, second = [f"{path}.{number}." for number in (0, 1)]
+    heads = {"hf_gpt2": "attn.c_attn", "hf_llama": "self_attn.q_proj"}[name]
+    for net in (one.net, expected.net):
+        with net.edit(reason="one head") as edit:
+            edit.remove_nodes(net.space(f"{first}{heads}")[1:])
+            edit.remove_nodes(net.space(f"{second}{heads}")[:-1])
+    single = one.net.space(f"{second}{heads}")
+    before = snapshot(one)
+    outputs = one.outputs()
+    insert(one, path, after=1)
+    assert oracle.largest_difference(one.outputs(), outputs) == 0
+    copied = one.net.space(f"{path}.2.{heads}")
+    assert len(copied) == 1
+    assert copied is not single
+    remove(one, path, 2)
+    assert oracle.same(before, snapshot(one)) == []
+    # The space of the block that stays is the same object, and its heads come back.
+    remove(one, path, 0)
+    assert one.net.space(f"{first}{heads}") is single
+    copied_model, _ = without_block(expected, path, 0)
+    others = oracle.outputs_of(copied_model, one.case)
+    assert oracle.largest_difference(one.outputs(), others) == 0
+    gn.check(one.net)
+    with one.net.edit(reason="a head more") as edit:
+        edit.add_nodes(single, 1)
+    assert oracle.largest_difference(one.outputs(), others) < 1e-12
+    for _ in range(2):
+        one.net.undo()
+    assert oracle.largest_difference(one.outputs(), outputs) == 0
+    one.net.undo()
+    one.net.undo()
+    one.net.undo()
+    assert len(single) > 1
