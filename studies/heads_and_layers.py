@@ -60,8 +60,8 @@ class Settings:
     heads: int = 6  # of each layer
     length: int = 256  # of a sequence, in bytes
     batch: int = 64
-    steps: int = 1200  # of training, before anything is removed
-    tuning: int = 400  # steps of fine-tuning, in which parts leave
+    steps: int = 1000  # of training, before anything is removed
+    tuning: int = 300  # steps of fine-tuning, in which parts leave
     lr: float = 1e-3  # of training, after 100 steps of warming up
     tuning_lr: float = 5e-4  # at the start of fine-tuning; it falls to 0 as a cosine
     layers_removed: float = 1 / 4
@@ -394,7 +394,7 @@ def _generated(training: Training) -> dict[str, Any]:
     model.generation_config.pad_token_id = 0
     texts = []
     for use_cache in (True, False):
-        count = training.settings.length // 2
+        count = training.settings.length // 4
         text = model.generate(
             training.prompt(), max_new_tokens=count, do_sample=False, use_cache=use_cache
         )
