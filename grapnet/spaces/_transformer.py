@@ -224,7 +224,11 @@ class TransformerLayer:
         # Keys and values have the groups alone; queries have more.
         shared = set(outer)
         typed = self._net._typed
+        readers = {name for name, _ in _places(typed.readers, set(typed.readers))}
         for writer, dim in _places(typed.writers, width):
+            if writer not in readers:
+                # The frequencies of rotary embeddings have the width of a head, too.
+                continue
             for atom in width:
                 for factors_of_one in _factors(typed.axes[writer][dim], atom):
                     shared &= factors_of_one
