@@ -50,7 +50,9 @@ def layers(net: nn.Module, within: str = "") -> list[TransformerLayer]:
         within: the path of a part of the model, such as "decoder"; all of it by default.
     """
     found = transformer_layers(gn.adopted(net))
-    return [layer for layer in found if f"{layer.path}.".startswith(f"{within}." if within else "")]
+    if within:
+        found = [layer for layer in found if layer.path.startswith(f"{within}.")]
+    return found
 
 
 @dataclass(frozen=True)

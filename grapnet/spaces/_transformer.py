@@ -99,10 +99,16 @@ class TransformerLayer:
     @property
     def path(self) -> str:
         """The path of the block in the model."""
+        path = self._find()
+        if path is None:
+            raise EditError(f"this {type(self.block).__name__} has left the model")
+        return path
+
+    def _find(self) -> str | None:
         for path, module in self._net.model.named_modules():
             if module is self.block:
                 return path
-        raise EditError(f"this {type(self.block).__name__} has left the model")
+        return None
 
     @property
     def container(self) -> str:
@@ -249,6 +255,8 @@ class TransformerLayer:
         return None
 
     def __repr__(self) -> str:
+        if self._find() is None:
+            return "TransformerLayer(has left the model)"
         sizes = [f"{space.name}: {len(space)}" for space in self.spaces]
         return f"TransformerLayer({self.path!r}, {', '.join(sizes)})"
 

@@ -280,7 +280,9 @@ def test_a_layer_stays_valid_while_others_leave() -> None:
     assert (second.path, second.index, second.heads) == ("transformer.h.0", 0, heads)
     with pytest.raises(gn.EditError):
         _ = first.path
+    assert "left" in repr(first)
     net.undo()
+    assert "transformer.h.0.attn.c_attn: 3" in repr(first)
     assert (first.path, second.path) == ("transformer.h.0", "transformer.h.1")
     with net.edit() as edit:
         edit.insert(first.container, after=first.index)
