@@ -232,10 +232,10 @@ class GrapNet(Graph):
         if len(shape) != 2:
             h = x.reshape(batch, shape[-1])
         h = self.execution._sensory(h, roster=plans.view.rosters[0])
-        if not self.execution.is_chain:
+        if not plans.is_chain:
             h = _run_branches(h, steps, live)
             return h.reshape(*shape[:-1], h.shape[-1])
-        for store, layer, plan, values_shape, weights, biases, roster in steps:
+        for store, layer, _, plan, values_shape, weights, biases, roster in steps:
             if live:
                 bias = layer.values()
                 values = store.values(values_shape)
@@ -344,7 +344,7 @@ def _run_branches(h: Tensor, steps: Sequence[Step], live: bool) -> Tensor:
     """Runs the steps of a net that is no chain: a layer adds up what all transitions bring."""
     entering: dict[int, list[Step]] = {}
     for step in steps:
-        entering.setdefault(step.transition.target, []).append(step)
+        entering.setdefault(step.ends[1], []).append(step)
     outputs = {0: h}
     for target in sorted(entering):
         first = entering[target][0]
@@ -359,7 +359,7 @@ def _run_branches(h: Tensor, steps: Sequence[Step], live: bool) -> Tensor:
                 values = store.values(step.values_shape)
             else:
                 values = store._values_of(step.weights, step.values_shape)
-            received.append(store(outputs[store.source], step.plan, bias, values=values))
+            received.append(store(outputs[step.ends[0]], step.plan, bias, values=values))
             # Only the first transition brings the bias.
             bias = torch.zeros_like(bias)
         h = first.layer(sum(received[1:], received[0]), roster=first.roster)

@@ -22,10 +22,16 @@ class Comparison:
     """
 
     net: gn.GrapNet
-    parameters: list[torch.nn.Parameter]  # of the net, as they were when the machine met it
+    # the Parameters of the net by the names of their vectors, also of layers that have left
+    known: dict[tuple[str, int], torch.nn.Parameter]
     optimizer: torch.optim.Optimizer
     oracle: Oracle
     graded: bool  # the net has gradients
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The Parameters of the net."""
+        return list(self.net.parameters())
 
     def output(self) -> Tensor:
         """Returns the output for the fixed batch."""
@@ -110,18 +116,21 @@ class Comparison:
     def compare_carried(self, state: State, close: float) -> None:
         """Compares the gradients and the optimizer state that the last rule carried along."""
         vectors = state.vectors()
-        if self.graded:
-            for layer, vector in zip(
-                self.net.layers, vectors[len(state.layers) - 1 :], strict=False
-            ):
+        wires = zip(
+            self.net.layers, self.net.transitions, vectors[len(state.layers) - 1 :], strict=False
+        )
+        for layer, transition, vector in wires:
+            if transition.weight.grad is not None:
                 same(layer.outgoing().gradients, [c.grad for c in vector.values()], 0)
-        for p, vector, steps in zip(self.parameters, vectors, self.oracle.steps, strict=True):
+        for p, name, vector in zip(self.parameters, state.vector_names(), vectors, strict=True):
             free = [c for c in vector.values() if not c.frozen]
-            assert (p.grad is not None) == self.graded
-            if self.graded:
+            # A Parameter that came with a layer was not there for the last backward pass.
+            has_gradient = self.graded and id(p) in self.graded_parameters
+            assert (p.grad is not None) == has_gradient
+            if p.grad is not None:
                 same(p.grad, [c.grad for c in free], 0)
             held = self.optimizer.state.get(p, {})
-            assert held.get("step", 0) == steps
+            assert held.get("step", 0) == self.oracle.steps[name]
             if held:
                 same(held["exp_avg"], [c.moments[0] for c in free], close)
                 same(held["exp_avg_sq"], [c.moments[1] for c in free], close)
@@ -139,6 +148,7 @@ class Comparison:
         if keep:
             self.net.zero_grad()
             self.loss(mine).backward()
+            self.graded_parameters = {id(p) for p in self.parameters}
         if keep:
             found = [p.grad for p in self.parameters]
         else:
@@ -177,7 +187,7 @@ class Comparison:
         """
         then = self.read(first)
         now = self.oracle.state
-        diff = self.net.diff(0)
+        diff = self.net.diff(first.version)
         old, new = ({node.uid for layer in state.layers for node in layer} for state in (then, now))
         assert (diff.nodes_added.tolist(), diff.nodes_removed.tolist()) == (
             sorted(new - old),
@@ -189,7 +199,7 @@ class Comparison:
         assert {
             (p, c) for p, c in diff.relations_removed.tolist()
         } == then.relations.keys() - now.relations.keys()
-        first.replay(self.net.history)
+        first.replay(c for c in self.net.history if c.version > first.version)
         assert self.read(first).outline(births=False) == self.oracle.state.outline(births=False)
 
 

@@ -67,7 +67,6 @@ class GraphMachine(Operations, Comparison):
             )
         self.drive(net)
         self.oracle = Oracle(self.read())
-        self.default = ["identity", *kinds]
         self.saved = None
         self.favourites = self.some(sorted(set(ACTIONS)), 0, 2)
         self.computed: set[Key] = set()  # what net and oracle both computed in the last rule
@@ -126,7 +125,7 @@ class GraphMachine(Operations, Comparison):
         """Tries an edit: it takes effect, and then nothing has happened."""
         allow_dead = self.draw(st.sampled_from([None, False, True]))
         draft = Draft(self.oracle.state, allow_dead=allow_dead is not False)
-        history = list(self.net.history)
+        history = repr(self.net.history)
         relations = self.net.layers[0].outgoing()
         with self.net.edit(trial=True, allow_dead=allow_dead) as edit:
             self.operations(edit, draft)
@@ -138,7 +137,7 @@ class GraphMachine(Operations, Comparison):
                 self.adopt_newborn(after, draft)
                 self.compare(after, draft.shift)
                 self.compare_function(after, keep=False)
-        assert list(self.net.history) == history
+        assert repr(self.net.history) == history
         # selected before, still good
         same(relations.weights, self.net.layers[0].outgoing().weights, 0)
 
@@ -288,13 +287,18 @@ class GraphMachine(Operations, Comparison):
         if not undo:
             self.oracle.undoable = []
             self.oracle.redoable = []
+        self.oracle.keep_in_file()
         self.forget_gradients()
+        # The journal of a file begins behind the last layer that came or left.
+        counts = [commit.counts for commit in self.net.history]
+        if any(one["blocks_added"] or one["blocks_removed"] for one in counts):
+            self.first = copy.deepcopy(self.net)
 
     def drive(self, net: gn.GrapNet) -> None:
         """Goes on with this net and a fresh optimizer that follows it."""
         self.net = net
-        self.parameters = list(net.parameters())
-        self.optimizer = torch.optim.Adam(self.parameters, lr=0.01)
+        self.known = {}
+        self.optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
         gn.attach(self.optimizer, net)
 
     @invariant()
@@ -306,8 +310,12 @@ class GraphMachine(Operations, Comparison):
         self.turns += 1
         state = self.oracle.state
         assert self.net.version == self.oracle.version
-        kept = [a is b for a, b in zip(self.net.parameters(), self.parameters, strict=True)]
-        assert all(kept), "a Parameter was replaced"
+        for name, parameter in zip(state.vector_names(), self.net.parameters(), strict=True):
+            known = self.known.setdefault(name, parameter)
+            assert known is parameter, "a Parameter was replaced"
+        held = self.optimizer.param_groups[0]["params"]
+        kept = [a is b for a, b in zip(self.net.parameters(), held, strict=True)]
+        assert all(kept), "the optimizer does not have the Parameters in their order"
         self.compare(state, self.computed)
         self.compare_carried(state, CLOSE if self.computed else 0)
         self.compare_function(state, keep=True)

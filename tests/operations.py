@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 import grapnet as gn
 
-from .oracle import PHI, Draft, Oracle
+from .oracle import PHI, Coordinate, Draft, Inserted, Node, Oracle
 
 NAMES = sorted(PHI)
 OWNERS = [None, "a", "b"]
@@ -40,7 +40,11 @@ class Operations(RuleBasedStateMachine):
     data: st.DataObject
     net: gn.GrapNet
     oracle: Oracle
-    default: list[str]  # the activation of each layer's newborn nodes
+
+    @property
+    def default(self) -> list[str]:
+        """The activation of each layer's newborn nodes."""
+        return [layer.default_activation for layer in self.net.layers]
 
     def draw(self, strategy: st.SearchStrategy) -> Any:
         return self.data.draw(strategy)
@@ -118,7 +122,12 @@ class Operations(RuleBasedStateMachine):
         return found, chosen
 
     def operations(self, edit: gn.Edit, draft: Draft, most: int = 5, *verbs: Any) -> None:
-        """Asks for some operations, of all verbs unless some are named."""
+        """Asks for some operations, of all verbs unless some are named; those that change the
+        depth are among themselves.
+        """
+        if not verbs and self.draw(st.integers(0, 5)) == 0:
+            verbs = (self.insert_layer, self.insert_layer, self.remove_layer)
+            most = 2
         twice = [self.connect, self.cut, self.turn] * 2
         verbs = verbs or (self.add, self.remove, self.orphans, self.name, *twice)
         for verb in self.draw(st.lists(st.sampled_from(verbs), min_size=1, max_size=most)):
@@ -234,6 +243,44 @@ class Operations(RuleBasedStateMachine):
         getattr(edit, f"set_{kind}")(self.nodes(uids), name)
         draft.name(kind, uids, name)
 
+    def insert_layer(self, edit: gn.Edit, draft: Draft) -> None:
+        if len(self.default) + len(draft.inserted) > 6:
+            return
+        number = self.layer(last=-2)
+        upper = self.oracle.state.layers[number]
+        default = self.default[number]
+        for one in draft.inserted:
+            if one.after == number:
+                upper = one.nodes
+                default = self.inserted_default
+        kinds = [node.activation for node in upper]
+        # the only ones of these that change nothing behind themselves
+        kind = self.draw(st.sampled_from(["identity", None, "relu"]))
+        if set(kinds) - ({"identity", "relu"} if kind is None else {"relu"}):
+            kind = "identity"
+        surplus = 0
+        if len(upper) < 6:
+            surplus = self.draw(st.sampled_from([0, 0, 1, 2]))
+        size = len(upper) + surplus
+        init = self.draw(st.sampled_from(["identity", "net2deeper"]))
+        owner = self.draw(st.sampled_from(OWNERS))
+        given = size if surplus or self.draw(st.booleans()) else None
+        place = number - self.draw(st.sampled_from([0, len(self.default)]))
+        new = edit.insert_layer(place, given, init=init, activation=kind, owner=owner)
+        names = [kind or name for name in kinds] + [kind or default] * surplus
+        self.inserted_default = kind or default
+        nodes = []
+        for uid, name in zip(new.uids.tolist(), names, strict=True):
+            nodes.append(Node(uid, name, owner, Coordinate()))
+        draft.inserted.append(Inserted(number, nodes, len(upper), init == "net2deeper"))
+
+    def remove_layer(self, edit: gn.Edit, draft: Draft) -> None:
+        if len(self.default) < 3:
+            return
+        number = self.layer(first=1, last=-2)
+        edit.remove_layer(self.draw(st.sampled_from([number, self.net.layers[number]])))
+        draft.layers_removed.add(number)
+
     def illegal(self) -> Any:
         """Draws an operation that must fail, at once or when the edit commits."""
         net = self.net
@@ -267,6 +314,10 @@ class Operations(RuleBasedStateMachine):
             lambda edit: edit.remove_orphans(0),
             lambda edit: net.edit().__enter__(),
             lambda edit: net.undo(),
+            lambda edit: edit.insert_layer(-1),
+            lambda edit: edit.remove_layer(0),
+            lambda edit: edit.insert_layer(0, activation="relu"),
+            lambda edit: (edit.insert_layer(0), edit.add_nodes(0, 1)),
         ]
         if len(net.layers[0]):
             node = net.layers[0][0]

@@ -2,6 +2,7 @@
 it.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
@@ -59,13 +60,25 @@ class State:
 
     layers: list[list[Node]]
     relations: dict[Pair, Coordinate]
+    # what each layer is called for good, also while others come before it and leave
+    names: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.names:
+            self.names = list(range(len(self.layers)))
 
     def copy(self) -> "State":
         """Returns an independent copy."""
         layers = [
             [replace(n, bias=n.bias and replace(n.bias)) for n in layer] for layer in self.layers
         ]
-        return State(layers, {pair: replace(relation) for pair, relation in self.relations.items()})
+        relations = {pair: replace(relation) for pair, relation in self.relations.items()}
+        return State(layers, relations, list(self.names))
+
+    def vector_names(self) -> list[tuple[str, int]]:
+        """Returns what the vectors are called for good, in the order of `vectors`."""
+        later = self.names[1:]
+        return [("bias", name) for name in later] + [("weight", name) for name in later]
 
     def uids(self, number: int) -> list[int]:
         """Returns the nodes of a layer in row order."""
@@ -155,6 +168,25 @@ class State:
         return h.detach(), gradients
 
 
+@dataclass
+class Inserted:
+    """A layer that an edit inserts; the first `same` nodes repeat those of the layer before."""
+
+    after: int
+    nodes: list[Node]
+    same: int
+    full: bool
+
+    def relations(self, upper: list[Node]) -> Iterable[tuple[Pair, Initial]]:
+        """Returns the relations that enter it, with their initial weights."""
+        for row, parent in enumerate(upper):
+            for place, node in enumerate(self.nodes):
+                if place >= self.same:
+                    yield (parent.uid, node.uid), "linear"
+                elif self.full or place == row:
+                    yield (parent.uid, node.uid), float(place == row)
+
+
 class Draft:
     """What one edit asks for; every name in it means the graph as it was when the edit began."""
 
@@ -169,6 +201,8 @@ class Draft:
         self.thawed: set[Key] = set()
         self.names: dict[tuple[str, int], set[str | None]] = {}
         self.orphans: dict[int, bool] = {}
+        self.inserted: list[Inserted] = []
+        self.layers_removed: set[int] = set()
         # newborn -> least and greatest value; filled by resolve
         self.bounds: dict[Key, tuple[float, float]] = {}
         self.shift: Shift = {}  # filled by resolve
@@ -210,6 +244,8 @@ class Draft:
 
     def resolve(self) -> State:
         """Returns the graph after the edit; raises Refused when it is illegal."""
+        if self.inserted or self.layers_removed:
+            return self._deepen()
         pairs = [pair for pair, _ in self.connected]
         if any(self.removed & set(pair) for pair in pairs):
             raise Refused("connects a node that it removes")
@@ -242,6 +278,57 @@ class Draft:
         if not self.allow_dead and self._dies(after):
             raise Refused("takes the last relation of a transition or the last parent of an output")
         return after
+
+    def _deepen(self) -> State:
+        """Returns the graph with other layers; what leaves a layer passes on to the one before."""
+        before = self.state.copy()
+        layers: list[list[Node]] = []
+        names: list[int] = []
+        relations: dict[Pair, Coordinate] = {}
+        self.bounds = {}
+        comes = False  # whether the last layer so far comes with this edit
+        for number, layer in enumerate(before.layers):
+            if number not in self.layers_removed:
+                if number:
+                    relations |= self._passed_on(before, number, layers[-1], comes)
+                layers.append(layer)
+                names.append(before.names[number])
+                comes = False
+            for one in self.inserted:
+                if one.after == number:
+                    if one.same != len(layers[-1]):
+                        raise Refused("the layer before has another size")
+                    self._insert(one, layers[-1], relations)
+                    layers.append(one.nodes)
+                    names.append(1000 + next(_births))
+                    comes = True
+        return State(layers, relations, names)
+
+    def _passed_on(
+        self, before: State, number: int, upper: list[Node], comes: bool
+    ) -> dict[Pair, Coordinate]:
+        """Returns the relations that enter a layer, from the nodes that are before it now."""
+        rows = {uid: row for row, uid in enumerate(before.uids(number - 1))}
+        if len(upper) > len(rows) and not comes:
+            raise Refused("the layer before has more nodes")
+        found = {}
+        for parent, child in before.transition(number - 1):
+            if rows[parent] >= len(upper):
+                raise Refused("the layer before has fewer nodes")
+            relation = before.relations[parent, child]
+            found[upper[rows[parent]].uid, child] = relation
+        return found
+
+    def _insert(self, one: Inserted, upper: list[Node], relations: dict[Pair, Coordinate]) -> None:
+        for pair, initial in one.relations(upper):
+            value = 0.0 if isinstance(initial, str) else initial
+            relations[pair] = Coordinate(value)
+            if isinstance(initial, str):
+                bound = 1 / sqrt(len(upper))
+                self.bounds[pair] = (-bound, bound)
+        for node in one.nodes[one.same :]:
+            bound = 1 / sqrt(len(upper)) if upper else 0.0
+            self.bounds[node.uid] = (-bound, bound)
 
     def _dies(self, after: State) -> bool:
         alive = self.state.reached()
@@ -311,7 +398,8 @@ class Oracle:
         self.version = 0
         self.undoable: list[tuple[State, Shift]] = []
         self.redoable: list[tuple[State, Shift]] = []
-        self.steps = [0] * len(state.vectors())
+        # of every vector, by its name; those that have left keep theirs
+        self.steps: Counter[tuple[str, int]] = Counter()
 
     def commit(self, after: State, shift: Shift) -> bool:
         """Makes `after` the present graph; says whether that changes anything."""
@@ -336,12 +424,13 @@ class Oracle:
         when they left.
         """
         (earlier, shift) = stack.pop()
-        current = self.state.coordinates()
+        # by births: a relation has another parent where a layer comes or leaves
+        current = {c.birth: c for c in self.state.coordinates().values()}
         self.state, left = earlier.copy(), self.state
         for key, coordinate in self.state.coordinates().items():
-            alive = current.get(key)
+            alive = current.get(coordinate.birth)
             (before, after) = shift.get(key, (0.0, 0.0))
-            survives = alive is not None and alive.birth == coordinate.birth
+            survives = alive is not None
             if survives:
                 returns = key in shift and alive.value == after
                 coordinate.value = before if returns else alive.value + (before - after)
@@ -351,6 +440,18 @@ class Oracle:
         other.append((left, {uid: (after, before) for uid, (before, after) in shift.items()}))
         self.version += 1
 
+    def keep_in_file(self) -> None:
+        """Drops what a file does not keep: the way back beyond layers that came or left."""
+        for stack in (self.undoable, self.redoable):
+            later = self.state
+            kept = 0
+            for state, _ in reversed(stack):
+                if state.names != later.names:
+                    break
+                kept += 1
+                later = state
+            del stack[: len(stack) - kept]
+
     def descend(self, rate: float) -> None:
         """Makes a step of plain gradient descent."""
         for vector in self.state.vectors():
@@ -359,10 +460,10 @@ class Oracle:
 
     def adam(self, rate: float) -> None:
         """Makes a step of Adam (Kingma and Ba, with torch's usual settings)."""
-        for number, vector in enumerate(self.state.vectors()):
-            self.steps[number] += 1
-            slow = 1 - 0.999 ** self.steps[number]
-            fast = 1 - 0.9 ** self.steps[number]
+        for name, vector in zip(self.state.vector_names(), self.state.vectors(), strict=True):
+            self.steps[name] += 1
+            slow = 1 - 0.999 ** self.steps[name]
+            fast = 1 - 0.9 ** self.steps[name]
             for c in vector.values():
                 if not c.frozen:
                     m = 0.9 * c.moments[0] + 0.1 * c.grad
@@ -372,7 +473,7 @@ class Oracle:
 
     def forget_moments(self) -> None:
         """Drops Adam's state of what is there and of what undo would bring back."""
-        self.steps = [0] * len(self.steps)
+        self.steps = Counter()
         for state in [self.state, *(s for s, _ in self.undoable + self.redoable)]:
             for coordinate in state.coordinates().values():
                 coordinate.moments = (0.0, 0.0)

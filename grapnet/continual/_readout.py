@@ -344,7 +344,7 @@ class ClosedFormReadout:
         """Installs statistics that follow the net; drops what undo would restore."""
         held = _Held(statistics, [layer.uid for layer in self._ends(self.net)], below)
         tracked: Tracked[_Held, _Held] = Tracked(
-            held, carry=partial(_after, self.net, self._transition)
+            held, carry=partial(_after, self.net, self._transition), name=type(self).__name__
         )
         self.net.follow(tracked)
         self._tracked = tracked

@@ -61,6 +61,30 @@ def activation_function(name: str) -> Callable[[Tensor], Tensor]:
     return function
 
 
+# Activations whose results are not negative, and those that return such numbers as they are.
+_NOT_NEGATIVE = {"relu", "relu6", "sigmoid", "softplus"}
+_KEEP_POSITIVE = {"relu", "leaky_relu", "elu"}
+# Those whose results are between 0 and 6.
+_AT_MOST_SIX = {"relu6", "sigmoid"}
+
+
+def is_exact_behind(activation: str, before: str, *, is_scaled: bool = False) -> bool:
+    """Returns whether an activation is known to return every result of another as it is.
+
+    Args:
+        activation: the activation that is applied to the results.
+        before: the activation whose results they are.
+        is_scaled: whether dropout scales the results.
+    """
+    setting = setting_of(activation)
+    kind = activation if setting is None else setting[0]
+    if kind == "identity":
+        return True
+    if kind in _KEEP_POSITIVE:
+        return before in _NOT_NEGATIVE
+    return kind == "relu6" and before in _AT_MOST_SIX and not is_scaled
+
+
 def is_activation(name: object) -> bool:
     """Returns whether an activation of this name exists."""
     return isinstance(name, str) and (name in ACTIVATIONS or _adjusted(name) is not None)

@@ -1,5 +1,6 @@
 """The content of a commit as data: how vectors, layers and tensors change."""
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -276,6 +277,12 @@ class Pairs:
         return self.parents.shape[0]
 
 
+def no_pairs() -> Pairs:
+    """Returns no relations."""
+    none = torch.empty(0, dtype=torch.int32, device="cpu")
+    return Pairs(none, none)
+
+
 @dataclass(frozen=True, eq=False)
 class TransitionChange:
     """The change of the relations of one transition."""
@@ -365,7 +372,7 @@ class AttributeChange:
 
 @dataclass(frozen=True, eq=False)
 class BlockParameter:
-    """A Parameter of a block that comes or leaves.
+    """A Parameter of a block or of a layer that comes or leaves.
 
     Attributes:
         name: its name in the model, while the block is there.
@@ -374,6 +381,7 @@ class BlockParameter:
         beside: the same Parameter of a neighbouring block; an attached optimizer puts both into
             one group.
         copies_state: whether it starts with a copy of the optimizer state of `beside`.
+        is_before: whether its place in the group is before `beside`, not behind it.
     """
 
     name: str
@@ -381,22 +389,27 @@ class BlockParameter:
     parameter: nn.Parameter
     beside: nn.Parameter | None
     copies_state: bool = False
+    is_before: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class DepthChange:
-    """The blocks that a commit inserts into an adopted model, and those that it removes.
+    """The blocks that a commit inserts into an adopted model, and those that it removes; likewise
+    the layers of a net.
 
     Attributes:
         came: the paths of the blocks that come, as they are called after the commit.
         left: the paths of the blocks that leave, as they were called before it.
-        born: the uids of the nodes that come with new spaces, [n] int64.
-        gone: the uids of the nodes that leave with spaces, [n] int64.
+        born: the uids of the nodes that come with new spaces or layers, [n] int64.
+        gone: the uids of the nodes that leave with spaces or layers, [n] int64.
         renamed: the names of Parameters that stay and are called otherwise, before and after.
         coming: the Parameters of the blocks that come.
         leaving: the Parameters of the blocks that leave.
         asked: what the edit asks for, so that a copy of the model can do the same; empty for the
-            way back.
+            way back of an adopted model.
+        back: the same for the way back of a net; empty for an adopted model.
+        relations_born: the relations of a net that come, also those that get another parent.
+        relations_gone: the relations of a net that leave, likewise.
         before: what the graph installs to go back; None after the journal has dropped it.
         after: what it installs to go on, likewise.
     """
@@ -409,6 +422,9 @@ class DepthChange:
     coming: tuple[BlockParameter, ...] = ()
     leaving: tuple[BlockParameter, ...] = ()
     asked: tuple[Any, ...] = ()
+    back: tuple[Any, ...] = ()
+    relations_born: Pairs = field(default_factory=no_pairs)
+    relations_gone: Pairs = field(default_factory=no_pairs)
     before: Any = None
     after: Any = None
 
@@ -422,17 +438,43 @@ class DepthChange:
             renamed={after: before for before, after in self.renamed.items()},
             coming=self.leaving,
             leaving=self.coming,
+            asked=self.back,
+            back=self.asked,
+            relations_born=self.relations_gone,
+            relations_gone=self.relations_born,
             before=self.after,
             after=self.before,
         )
 
     def without_values(self) -> "DepthChange":
         """Returns the change as the journal keeps it for ever, without the blocks themselves."""
-        return DepthChange(self.came, self.left, self.born, self.gone)
+        asked = tuple(one.without_values() for one in self.asked)
+        return replace(self._without_blocks(), asked=asked, back=())
+
+    def copied(self, memo: dict[int, Any]) -> "DepthChange":
+        """Returns the change for the copy of a graph that is being made, see `copy.deepcopy`.
+
+        The copy of a net has copies of the layers that undo brings back. The blocks of an adopted
+        model belong to that model alone.
+        """
+        after = copy.deepcopy(self.after, memo)
+        if after is self.after:
+            return self
+        return replace(
+            self,
+            coming=copy.deepcopy(self.coming, memo),
+            leaving=copy.deepcopy(self.leaving, memo),
+            before=copy.deepcopy(self.before, memo),
+            after=after,
+        )
+
+    def _without_blocks(self) -> "DepthChange":
+        return replace(self, renamed={}, coming=(), leaving=(), before=None, after=None)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The blocks belong to one model; a pickled journal has none.
-        return DepthChange, (self.came, self.left, self.born, self.gone)
+        bare = self._without_blocks()
+        return DepthChange, tuple(getattr(bare, part.name) for part in fields(bare))
 
 
 @dataclass(frozen=True, eq=False)
@@ -444,7 +486,8 @@ class Change:
     # of an adopted model: by the names of Parameters and buffers
     tensors: dict[str, GridChange] = field(default_factory=dict)
     attributes: tuple[AttributeChange, ...] = ()
-    # of an adopted model whose blocks come or leave; then nothing else changes
+    # of an adopted model whose blocks come or leave, or of a net whose layers do; then nothing
+    # else changes
     depth: DepthChange | None = None
 
     @property
@@ -513,6 +556,8 @@ class Change:
                 parts += [c.index.rows.removed, c.index.rows.inserted]
         if self.depth is not None:
             parts += [self.depth.born, self.depth.gone]
+            for pairs in (self.depth.relations_born, self.depth.relations_gone):
+                parts += [pairs.parents, pairs.children]
         return sum(t.numel() * t.element_size() for t in parts)
 
     def born_uids(self) -> list[Tensor]:
@@ -527,6 +572,20 @@ class Change:
         found = [c.gone.uids for c in self.layers.values()]
         if self.depth is not None:
             found.append(self.depth.gone)
+        return found
+
+    def born_relations(self) -> list[Pairs]:
+        """Returns the relations that come, without those in the tensors of an adopted model."""
+        found = [c.born for c in self.transitions.values()]
+        if self.depth is not None:
+            found.append(self.depth.relations_born)
+        return found
+
+    def gone_relations(self) -> list[Pairs]:
+        """Returns the relations that leave; see `born_relations`."""
+        found = [c.gone for c in self.transitions.values()]
+        if self.depth is not None:
+            found.append(self.depth.relations_gone)
         return found
 
     def counts(self) -> dict[str, int]:
@@ -547,9 +606,9 @@ class Change:
         return {
             "nodes_added": sum(map(len, self.born_uids())),
             "nodes_removed": sum(map(len, self.gone_uids())),
-            "relations_added": sum(len(c.born) for c in transitions)
+            "relations_added": sum(map(len, self.born_relations()))
             + sum(part.added for part in inside),
-            "relations_removed": sum(len(c.gone) for c in transitions)
+            "relations_removed": sum(map(len, self.gone_relations()))
             + sum(part.removed for part in inside),
             "coordinates_turned": sum(map(len, turned)) + sum(part.turned for part in inside),
             "blocks_added": len(came),

@@ -48,9 +48,9 @@ Kept = TypeVar("Kept")
 class Follower(Protocol):
     """State that moves when a graph is edited: optimizer state, statistics, copies.
 
-    A commit that inserts or removes blocks of an adopted model changes the names of Parameters and
-    the numbers of spaces. It calls only followers with an attribute `follows_depth = True`, and is
-    refused if there are others.
+    A commit that inserts or removes blocks of an adopted model, or layers of a net, changes the
+    names of Parameters and the numbers of spaces or layers. It calls only followers with an
+    attribute `follows_depth = True`, and is refused if there are others.
     """
 
     def prepare(self, graph: "Graph", commit: Commit) -> Install:
@@ -128,11 +128,13 @@ class Followers:
 
 
 def _require_depth_follower(follower: object) -> None:
-    """Raises EditError for a follower that cannot follow blocks that come or leave."""
+    """Raises EditError for a follower that cannot follow blocks or layers that come or leave."""
     if not getattr(follower, "follows_depth", False):
+        name = getattr(follower, "follower_name", type(follower).__name__)
         raise EditError(
-            f"a {type(follower).__name__} follows this model, and cannot follow blocks that come or"
-            " leave. Let go of it first (gn.detach for a copy), and make another one afterwards"
+            f"{name} follows this graph, and cannot follow blocks or layers that come or leave."
+            " Let go of it first (disarm() and clear() for a recorder, gn.detach for a copy), and"
+            " make another one afterwards"
         )
 
 
@@ -151,6 +153,7 @@ class Tracked(Generic[State, Kept]):
         give: `give(present, kept, commit)` returns the state after a commit that reverts another
             one. `present` is the result of `carry`, `kept` that of the earlier `take`. By default
             `kept` becomes the state, and `carry` is not called.
+        name: what it is called where it cannot follow.
     """
 
     def __init__(
@@ -160,7 +163,9 @@ class Tracked(Generic[State, Kept]):
         carry: Callable[[State, Commit], State],
         take: Callable[[State, Commit], Kept] | None = None,
         give: Callable[[State, Kept, Commit], State] | None = None,
+        name: str = "Tracked",
     ) -> None:
+        self.follower_name = name
         self._carry = carry
         self._take = take
         self._give = give
@@ -245,6 +250,7 @@ class View(NamedTuple):
     weights: tuple[Vector, ...]
     columns: dict[str, Vector]
     contents: dict[str, torch.Tensor]  # of the Parameters and changed buffers of an adopted model
+    ends: tuple[tuple[int, int], ...]  # of the transitions: the layers that they lead from and to
 
     def content(self, parameter: str) -> torch.Tensor:
         """Returns the content of a Parameter, by its name."""
@@ -316,12 +322,13 @@ class Before(NamedTuple):
     """
 
     topologies: list[Topology]
-    layouts: dict[str, Token | None]
+    layouts: dict[int, Token | None]  # by the ids of Parameters, whose names may change
 
     @classmethod
     def of(cls, graph: "Graph") -> "Before":
         """Returns the current objects of a graph."""
-        layouts = {name: layout_of(store.parameter) for name, store in graph._stores().items()}
+        parameters = [store.parameter for store in graph._stores().values()]
+        layouts = {id(parameter): layout_of(parameter) for parameter in parameters}
         return cls([t.topology for t in graph._wired], layouts)
 
 
@@ -420,6 +427,8 @@ def prepare(
         )
     receipt = _completed(graph, receipt, vectors, grids)
     view = _view_after(graph, rosters, wirings, vectors, grids)
+    if receipt.change.depth is not None:
+        view = graph._view_at_depth(receipt.change.depth, view)
     installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
     installs += _prepare_model(intent, receipt, grids)
     seen = replace(receipt, wirings=wirings, view=view, decision=decision)
@@ -725,7 +734,12 @@ def _completed(
             tensors[name] = prepared.change
             if isinstance(prepared.tensor, nn.Parameter) and prepared.index is not None:
                 maps[name] = prepared.index
-    change = replace(receipt.change, layers=layers, transitions=transitions, tensors=tensors)
+    depth = receipt.change.depth
+    if depth is not None:
+        depth = graph._completed_depth(depth)
+    change = replace(
+        receipt.change, layers=layers, transitions=transitions, tensors=tensors, depth=depth
+    )
     return replace(receipt, change=change, parameters=maps)
 
 
@@ -747,6 +761,7 @@ def _view_after(
         tuple(vectors[f"transitions.{t}.weight"][1].vector for t in range(len(present.weights))),
         {name: vectors[f"columns.{name}.value"][1].vector for name in present.columns},
         {name: prepared.content for name, prepared in grids.items()},
+        present.ends,
     )
 
 
@@ -754,13 +769,13 @@ def _prepare_model(
     intent: Intent, receipt: Commit, grids: dict[str, PreparedGrid]
 ) -> list[Install]:
     """Returns the assignments that install the tensors, attributes and blocks of an adopted
-    model.
+    model, or the layers of a net.
     """
     found: list[Install] = []
-    for name, prepared in grids.items():
+    for prepared in grids.values():
         layout = Token()
         if intent.before is not None:
-            layout = intent.before.layouts.get(name)
+            layout = intent.before.layouts.get(id(prepared.tensor))
         found.append(partial(install_grid, prepared, layout))
     for attribute in receipt.change.attributes:
         found.append(intent.graph._prepare_attribute(attribute))
@@ -787,10 +802,10 @@ def _prepare_stores(
     """Returns the assignments that install the stores, version and next uid of a graph."""
     graph = intent.graph
     placed = []
-    for name, (store, prepared) in vectors.items():
+    for store, prepared in vectors.values():
         layout = Token()
         if intent.before is not None:
-            layout = intent.before.layouts[name]
+            layout = intent.before.layouts.get(id(store.parameter))
         placed.append((store, prepared, layout))
     attributes = {
         "_version": receipt.version,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ._change import Change
 from ._commit import Draws, Intent, commit, settle, unsettled
+from ._depth import Asked, LayerBefore, LayerRemoval, WantedLayer, deepened
 from ._errors import EditError
 from ._index_map import as_positions, as_tensor, ascending, contains
 from ._journal import Commit
@@ -221,6 +222,7 @@ class Edit:
         self.receipt: Commit | None = None
         self.graph = graph
         self._requests = Requests()
+        self._depth: list[WantedLayer | LayerRemoval] = []
         self._operations: list[dict[str, Any]] = []
         self._next_uid = 0
         self._open = False
@@ -256,8 +258,7 @@ class Edit:
         checked_owner(owner)
         given = bias if isinstance(bias, str | None) else as_tensor(bias)
         initial = None if given is None else checked_initial(given, count, "biases")
-        if self._next_uid + count > LARGEST_UID:
-            raise EditError(f"a graph has at most {LARGEST_UID:,} nodes over its lifetime")
+        self._require_uids(count)
         count = int(count)
         uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")
         self._note("add_nodes", layer=number, nodes=count, owner=owner, activation=activation)
@@ -340,6 +341,99 @@ class Edit:
         given = weights if isinstance(weights, str) else "given"
         self._note("connect", transition=t, relations=len(parent_rows), weights=given)
         self._requests.connections[t].append(Connection(parent_rows, child_rows, initial, distinct))
+
+    def insert_layer(
+        self,
+        after: int | Layer,
+        size: int | None = None,
+        *,
+        init: Literal["identity", "net2deeper"] = "identity",
+        activation: str | None = None,
+        owner: str | None = None,
+    ) -> NodeSet:
+        """Inserts a hidden layer that returns what it receives, and returns its nodes.
+
+        Every node of the layer before gets one new node behind it, with a relation of weight 1
+        between the two and bias 0, which takes over its children and the weights for them: the
+        function of the net stays the same. That needs an activation that returns what the layer
+        before returns: "identity" behind any other, "relu" behind itself, "relu6", "sigmoid" and
+        "softplus", likewise "leaky_relu" and "elu" (with any number), and "relu6" behind itself
+        and "sigmoid". All others are refused.
+
+        The new Parameters are in the groups of those of the next layer in attached optimizers,
+        with clean state. Layers and transitions behind the new one get higher numbers; Parameters
+        and modules stay the same objects. An edit that inserts or removes layers does nothing else;
+        numbers of layers are those from before the edit.
+
+        Args:
+            after: the layer to insert behind, or its number; negative ones count from the output.
+                Several layers behind one come in the order of the calls.
+            size: the number of new nodes, by default as many as the layer before has. Nodes beyond
+                that have relations from every node of the layer before, weights and biases like
+                those of nn.Linear, and no children, so that they do not change the function.
+                Connect them in another edit; weights="zero" keeps the function.
+            init: "identity" adds no relations but those of weight 1; "net2deeper" connects every
+                node to every node of the layer before, with weights of 0 beside them, as Net2Net
+                does.
+            activation: the activation of the new nodes; by default each has that of the node
+                before it.
+            owner: a tag to select them by.
+
+        Raises:
+            EditError: the layer is the last one, the size is too small, or the activation would
+                change the function.
+        """
+        number = layer_number(self.graph, after)
+        if self.graph._is_output(number):
+            raise EditError("a layer is inserted between two layers, got the last layer")
+        if init not in ("identity", "net2deeper"):
+            raise EditError(f'init is "identity" or "net2deeper", got {init!r}')
+        checked_owner(owner)
+        before = self._layer_before(number)
+        count = before.size if size is None else size
+        if not isinstance(count, int | np.integer) or count < before.size:
+            raise EditError(
+                f"a layer behind {before.size} nodes has at least as many, got size={count!r}"
+            )
+        count = int(count)
+        self._require_uids(count)
+        uids = torch.arange(self._next_uid, self._next_uid + count, device="cpu")
+        wanted = WantedLayer.of(number, before, uids, init=init, activation=activation, owner=owner)
+        self._note(
+            "insert_layer", after=number, nodes=count, init=init, activation=activation, owner=owner
+        )
+        self._next_uid += count
+        self._depth.append(wanted)
+        return NodeSet(self.graph, {number + 1: uids})
+
+    def remove_layer(self, layer: int | Layer) -> None:
+        """Removes a hidden layer with its nodes, biases and the relations that enter it.
+
+        The relations that leave it pass on to the layer before, row by row. Behind `insert_layer`
+        that gives back every bit, as long as the new layer was not trained; any other layer leaves
+        with what it computed, as a block of a residual network does. Undo brings back the same
+        Parameters, with the state of attached optimizers; see `insert_layer`.
+
+        Args:
+            layer: the layer, or its number; negative ones count from the output.
+
+        Raises:
+            EditError: the layer is not hidden. At the end of the edit: the layer before it does not
+                have as many nodes; nodes without children at the end of the layer do not count.
+        """
+        number = layer_number(self.graph, layer)
+        if number == 0 or self.graph._is_output(number):
+            kind = "sensory layer" if number == 0 else "last layer"
+            raise EditError(f"only hidden layers are removed, got the {kind}")
+        self._note("remove_layer", layer=number)
+        self._depth.append(LayerRemoval(number))
+
+    def _layer_before(self, number: int) -> LayerBefore:
+        """Returns what the next layer that this edit inserts behind a layer receives."""
+        for one in reversed(self._depth):
+            if isinstance(one, WantedLayer) and one.after == number:
+                return one.as_layer_before()
+        return LayerBefore.of(self.graph.layers[number])
 
     def cut(self, relations: RelationSet | Any, *, slots: Any = None) -> None:
         """Removes relations with their coordinates; the nodes stay.
@@ -527,9 +621,36 @@ class Edit:
         if self._requests.newborns or self._requests.connections:
             generator = draws.source(self.generator, self.graph.device)
         change = resolve(self.graph, self._requests, generator)
+        if self._depth:
+            if not change.is_empty:
+                raise EditError(
+                    "an edit that inserts or removes layers does nothing else; change nodes and"
+                    " relations in another edit"
+                )
+            return self._deepened(draws)
         if not self.allow_dead:
             require_alive(self.graph, change)
         return change
+
+    def _deepened(self, draws: Draws) -> Change:
+        """Returns the change that inserts and removes layers."""
+        if self.graph.columns:
+            names = ", ".join(self.graph.columns)
+            raise EditError(
+                "layers do not come or leave while a policy has Parameters of its own"
+                f' ({names}). Choose a backend of the sum first: net.execution.use("auto")'
+            )
+        asked: list[Asked] = []
+        example = self.graph.transitions[0].weight.detach()
+        for one in self._depth:
+            if isinstance(one, WantedLayer):
+                source = None
+                if one.has_surplus:
+                    source = draws.source(self.generator, self.graph.device)
+                asked.append(one.insertion(example, source))
+            else:
+                asked.append(one)
+        return Change({}, {}, depth=deepened(self.graph, asked))
 
     def _take_receipt(self, receipt: Commit | None) -> None:
         """Notes that the operations took effect."""
@@ -605,6 +726,10 @@ class Edit:
     def _note(self, operation: str, **details: Any) -> None:
         self._require_open()
         self._operations.append({"operation": operation, **details})
+
+    def _require_uids(self, count: int) -> None:
+        if self._next_uid + count > LARGEST_UID:
+            raise EditError(f"a graph has at most {LARGEST_UID:,} nodes over its lifetime")
 
     def _require_open(self) -> None:
         if not self._open:

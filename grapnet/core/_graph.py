@@ -26,6 +26,7 @@ from ._commit import (
     unsettled,
 )
 from ._coordinates import Coordinates, Token, VectorChange
+from ._depth import deepened, with_way_back
 from ._edit import Edit, Hold
 from ._errors import EditError, HistoryError, StaleNodeError
 from ._grid import Grid
@@ -259,16 +260,34 @@ class Graph(nn.Module):
         for number, change in commit.change.layers.items():
             if bool((change.gone.uids == uid).any()):
                 where = f" of layer {number}"
+        if commit.change.depth is not None:
+            where = f" of {' or '.join(commit.change.depth.left)}"
         raise StaleNodeError(
             f"node {uid}{where} was removed by commit {commit.version}"
             f" ({commit.reason!r}); the graph is at version {self.version}"
         )
 
     def _by_layer(self, uids: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Returns nodes by the numbers that their layers have at present; those of an adopted model
-        change when blocks come or leave.
+        """Returns nodes by the numbers that their layers have at present; these change when layers
+        or blocks come or leave.
         """
-        return uids
+        layers = self.layers
+        found: dict[int, list[Tensor]] = {}
+        has_moved = False
+        for number, nodes in uids.items():
+            if number < len(layers) and int(layers[number].rows(nodes[:1])) >= 0:
+                found.setdefault(number, []).append(nodes)
+                continue
+            # The first node has left, or the layer has another number.
+            place = self._find(int(nodes[0]))
+            present = min(number, len(layers) - 1)
+            if place is not None:
+                present = place[0]
+            has_moved = has_moved or present != number
+            found.setdefault(present, []).append(nodes)
+        if not has_moved:
+            return uids
+        return {number: torch.cat(parts) for number, parts in sorted(found.items())}
 
     def _rows(self, number: int, uids: Tensor) -> Tensor:
         """Returns the rows of nodes of one layer; raises StaleNodeError when one is gone."""
@@ -466,6 +485,7 @@ class Graph(nn.Module):
             tuple(transition.vector for transition in self._wired),
             {name: column.vector for name, column in self.columns.items()},
             {},
+            tuple((transition.source, transition.target) for transition in self._wired),
         )
 
     @property
@@ -494,17 +514,59 @@ class Graph(nn.Module):
         return partial(setattr, module, change.name, change.after)
 
     def _prepare_depth(self, change: DepthChange) -> list[Callable[[], None]]:
-        """Returns the assignments that insert and remove blocks of an adopted model."""
-        return []
+        """Returns the assignments that insert and remove layers, or blocks of an adopted model."""
+        arrangement = self._own_build(change)
+        return arrangement.prepare(self)
+
+    def _own_build(self, change: DepthChange) -> Any:
+        """Returns what a change of depth installs; raises HistoryError if it belongs to another
+        graph.
+        """
+        build = change.after
+        if build is None or build.net() is not self:
+            raise HistoryError(
+                "this commit has inserted or removed blocks or layers of the graph that it was"
+                " made on, and copies do not have them. Undo it there, and detach copies that were"
+                " attached since: gn.detach(copy, net)"
+            )
+        return build
+
+    def _completed_depth(self, change: DepthChange) -> DepthChange:
+        """Returns a change of depth with what its way back asks for."""
+        self._own_build(change)
+        return with_way_back(change)
+
+    def _view_at_depth(self, change: DepthChange, view: View) -> View:
+        """Returns what forward passes read after a change of depth."""
+        return change.after.view(self, view)
 
     def _same_depth(self, change: DepthChange) -> DepthChange:
         """Returns the change that does to a copy of a model what another does to the model."""
-        return change
+        return deepened(self, change.asked)
 
     def _misfit(self, change: Change) -> str:
-        """Returns which tensor or attribute of an adopted model a change does not fit; empty if it
-        fits all of them.
+        """Returns what of the graph a change does not fit, beside layers and transitions that it
+        changes one by one; empty if it fits.
         """
+        if change.depth is None:
+            return ""
+        for layer in self.layers:
+            if bool((layer.rows(change.depth.born) >= 0).any()):
+                return "one of its nodes"
+        try:
+            own = self._same_depth(change.depth)
+        except (EditError, IndexError):
+            return "its depth"
+        for mine, other in (
+            (own.born, change.depth.born),
+            (own.gone, change.depth.gone),
+            (own.relations_born.parents, change.depth.relations_born.parents),
+            (own.relations_born.children, change.depth.relations_born.children),
+            (own.relations_gone.parents, change.depth.relations_gone.parents),
+            (own.relations_gone.children, change.depth.relations_gone.children),
+        ):
+            if not torch.equal(mine, other):
+                return "its depth"
         return ""
 
     def count(self) -> Count:

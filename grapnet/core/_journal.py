@@ -13,7 +13,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from ._change import Change
+from ._change import Change, Pairs
 from ._errors import HistoryError
 from ._grid_map import CellMap
 from ._index_map import IndexMap
@@ -470,16 +470,14 @@ class Journal:
             )
         commits = self._between(first, last)
         self._require_details(commits)
-        wires = [c for commit in commits for c in commit.change.transitions.values()]
         nodes = []
+        pairs = []
         for commit in commits:
-            nodes += [(uids, False) for uids in commit.change.gone_uids()]
-            nodes += [(uids, True) for uids in commit.change.born_uids()]
-        pairs = [
-            ((part.parents.long() << 32) | part.children.long(), born)
-            for c in wires
-            for part, born in ((c.gone, False), (c.born, True))
-        ]
+            change = commit.change
+            nodes += [(uids, False) for uids in change.gone_uids()]
+            nodes += [(uids, True) for uids in change.born_uids()]
+            pairs += [(_keys(part), False) for part in change.gone_relations()]
+            pairs += [(_keys(part), True) for part in change.born_relations()]
         added, removed = _net_effect(nodes)
         came, went = (
             torch.stack([keys >> 32, keys & 0xFFFFFFFF], dim=1) for keys in _net_effect(pairs)
@@ -490,10 +488,10 @@ class Journal:
         """Returns the last commit that added or cut the relation, or None."""
         for place in sorted(self._details, reverse=True):
             commit = self._details[place]
-            for change in commit.change.transitions.values():
-                for pairs in (change.born, change.gone):
-                    if bool(((pairs.parents == parent) & (pairs.children == child)).any()):
-                        return commit
+            change = commit.change
+            for pairs in (*change.born_relations(), *change.gone_relations()):
+                if bool(((pairs.parents == parent) & (pairs.children == child)).any()):
+                    return commit
         return None
 
     def _last_touch_of_node(self, uid: int, *, removal: bool = False) -> Commit | None:
@@ -511,6 +509,12 @@ class Journal:
         copied = Journal(self._undo_limit, self._detail_limit)
         copied._outlines = self._outlines.copy()
         copied._details = dict(self._details)
+        for place in self._with_values:
+            commit = self._details[place]
+            if commit.change.depth is not None:
+                depth = commit.change.depth.copied(memo)
+                change = replace(commit.change, depth=depth)
+                copied._details[place] = replace(commit, change=change)
         copied.undoable = list(self.undoable)
         copied.redoable = list(self.redoable)
         copied._with_values = set(self._with_values)
@@ -560,6 +564,11 @@ class _Sized(NamedTuple):
 def _size(commit: Commit) -> int:
     """Returns about how many bytes the details of a commit take."""
     return _OBJECTS + commit.change.detail_bytes
+
+
+def _keys(pairs: Pairs) -> Tensor:
+    """Returns one number for every relation."""
+    return (pairs.parents.long() << 32) | pairs.children.long()
 
 
 def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:

@@ -69,6 +69,8 @@ def repeat(graph: "Graph", recorded: Commit) -> Intent:
     """
     change = recorded.change.to(graph.device)
     require_fit(graph, change, recorded.version)
+    if change.depth is not None:
+        change = replace(change, depth=graph._same_depth(change.depth))
     receipt = Commit(graph.version + 1, recorded.reason, change, recorded.by, recorded.operations)
     return Intent(graph, receipt, uid_after(graph, change))
 

@@ -23,7 +23,7 @@ from grapnet._torch import (
 from grapnet.core._commit import Draws, View
 from grapnet.core._coordinates import Vector
 from grapnet.core._errors import PlanError, StaleTopologyError
-from grapnet.core._graph import Column, Graph
+from grapnet.core._graph import Column, Graph, chain_ends
 from grapnet.core._journal import Commit
 from grapnet.core._layer import Layer, Roster
 from grapnet.core._sets import NodeSet
@@ -217,6 +217,7 @@ class Step(NamedTuple):
 
     transition: Transition
     layer: Layer
+    ends: tuple[int, int]  # the numbers of the layers that the transition leads from and to
     plan: Plan
     values_shape: tuple[int, ...]
     # of the version that the plan is for
@@ -270,6 +271,10 @@ class Plans:
     made: dict[tuple[int, Backend], Plan] = field(default_factory=dict)
     shapes: dict[int, Shape] = field(default_factory=dict)
     lines: dict[tuple[int, bool], Line] = field(default_factory=dict)
+    is_chain: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_chain = list(self.view.ends) == chain_ends(len(self.view.rosters))
 
     @property
     def topologies(self) -> Sequence[Topology]:
@@ -347,10 +352,10 @@ class Plans:
 
     def _is_read_by_feature(self, t: int, plans: Sequence[Plan]) -> bool:
         """Says whether all that read the result of a transition are FeatureMajorPlans."""
-        target = self.modules[t][0].target
+        _, target = self.view.ends[t]
         readers = []
-        for (store, _), plan in zip(self.modules, plans, strict=True):
-            if store.source == target:
+        for (source, _), plan in zip(self.view.ends, plans, strict=True):
+            if source == target:
                 readers.append(hasattr(plan, "row_major"))
         return bool(readers) and all(readers)
 
@@ -372,17 +377,19 @@ class Plans:
                     version = None
                 plan = ColumnPlan(plan, self.columns[t], version)
             store, layer = self.modules[t]
-            biases = self.view.biases[store.target]
+            ends = self.view.ends[t]
+            biases = self.view.biases[ends[1]]
             assert biases is not None
             found.append(
                 Step(
                     store,
                     layer,
+                    ends,
                     plan,
                     values_shape,
                     self.view.weights[t],
                     biases,
-                    self.view.rosters[store.target],
+                    self.view.rosters[ends[1]],
                 )
             )
         return found
@@ -405,12 +412,39 @@ class Plans:
             coming.line(*key)
         return coming
 
+    def at_depth(
+        self, commit: Commit, chosen: Sequence[Backend | None], origins: Sequence[int | None]
+    ) -> "Plans":
+        """Returns the plans after a commit that inserts or removes layers.
+
+        Args:
+            commit: the commit.
+            chosen: the backends chosen for the transitions after it.
+            origins: the number that each of these transitions has before it, None for one that
+                comes.
+        """
+        build = commit.change.depth.after  # pyright: ignore[reportOptionalMemberAccess]
+        modules = []
+        for store, (_, target) in zip(build.transitions, build.ends, strict=True):
+            modules.append((store, build.layers[target]))
+        coming = Plans(chosen, modules, commit.view, self.dtype, [{} for _ in modules])
+        coming.require()
+        for t, origin in enumerate(origins):
+            if origin is None or coming.topologies[t] is not self.topologies[origin]:
+                continue
+            for (number, backend), plan in self.made.items():
+                if number == origin:
+                    coming.made[t, backend] = plan
+            if origin in self.shapes:
+                coming.shapes[t] = self.shapes[origin]
+        for key in [key for key, line in self.lines.items() if line.used]:
+            coming.line(*key)
+        return coming
+
     def _keeps_rows(self, commit: Commit, t: int) -> bool:
         """Returns whether both layers of a transition keep all their rows."""
-        store, _ = self.modules[t]
         return t in commit.relations and all(
-            n not in commit.nodes or commit.nodes[n].is_identity
-            for n in (store.source, store.target)
+            n not in commit.nodes or commit.nodes[n].is_identity for n in self.view.ends[t]
         )
 
     def _plan(self, t: int, backend: Backend) -> Plan:
@@ -488,7 +522,7 @@ class FamilyReport:
 
 class Execution:
     """`net.execution`: chooses a backend for every transition and keeps its plan until relations
-    move.
+    move. A transition that comes with a layer runs with "auto".
 
     Examples:
         >>> import grapnet as gn
@@ -497,6 +531,8 @@ class Execution:
         >>> net.execution.describe()[0]["runs"]
         'reference'
     """
+
+    follows_depth = True
 
     def __init__(self, graph: Graph) -> None:
         self._chosen: list[Backend | None] = [None] * len(graph.transitions)  # None: auto
@@ -528,7 +564,6 @@ class Execution:
         modules = [(store, graph.layers[store.target]) for store in graph.transitions]
         dtype = graph.transitions[0].weight.dtype
         self._sensory = graph.layers[0]
-        self.is_chain = graph.is_chain
         columns = [present_columns(graph, t, chosen) for t, chosen in enumerate(self._chosen)]
         self._plans = Plans(self._chosen, modules, graph._view(), dtype, columns)
 
@@ -706,7 +741,19 @@ class Execution:
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Prepares the plans in use for the new relations; raises if a chosen backend refuses."""
-        return partial(self._install, self._chosen, self._unmet, self._plans.after(commit))
+        depth = commit.change.depth
+        if depth is None:
+            return partial(self._install, self._chosen, self._unmet, self._plans.after(commit))
+        numbers = {id(store): t for t, store in enumerate(graph.transitions)}
+        origins = [numbers.get(id(store)) for store in depth.after.transitions]
+        chosen: list[Backend | None] = []
+        unmet = {}
+        for t, origin in enumerate(origins):
+            chosen.append(None if origin is None else self._chosen[origin])
+            if origin in self._unmet:
+                unmet[t] = self._unmet[origin]
+        plans = self._plans.at_depth(commit, chosen, origins)
+        return partial(self._install, chosen, unmet, plans)
 
     def _change(
         self,

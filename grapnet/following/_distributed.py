@@ -330,6 +330,9 @@ class _Outbox:
     Trials are not kept.
     """
 
+    # The blocks of an adopted model cannot be sent; the layers of a net can.
+    follows_depth = True
+
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._sent: list[tuple[Commit, int]] = []
@@ -342,6 +345,11 @@ class _Outbox:
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Prepares to keep a commit; see `Follower`."""
+        if commit.change.depth is not None and graph._grids():
+            raise EditError(
+                "blocks of an adopted model do not come or leave while Distributed trains it;"
+                " change its depth before, in every process"
+            )
         if commit.ends_trial:
             return lambda: self._sent.__delitem__(-1)
         outgoing = (_outgoing(commit), graph.journal.undo_limit)

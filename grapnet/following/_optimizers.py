@@ -344,8 +344,13 @@ class OptimizerFollower:
         if not self._is_known or not is_plain:
             self._refuse_unknown_state(optimizer, parameters.values())
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        leaving: set[str] = set()
+        if commit.change.depth is not None:
+            leaving = {one.name for one in commit.change.depth.leaving}
         held = {}
         for name, parameter in parameters.items():
+            if name in leaving:
+                continue
             state = optimizer.state.get(parameter, {})
             entries = {}
             if is_kept:
@@ -360,7 +365,9 @@ class OptimizerFollower:
         install_blocks: Callable[[], None] | None = None
         if commit.change.depth is not None:
             is_renewed = not is_kept and commit.kind != "end"
-            install_blocks = self._prepare_blocks(optimizer, commit.change.depth, is_renewed)
+            install_blocks = self._prepare_blocks(
+                optimizer, commit.change.depth, names_of(graph), is_renewed
+            )
 
         def install() -> None:
             install_tracked()
@@ -378,19 +385,27 @@ class OptimizerFollower:
         return install
 
     def _prepare_blocks(
-        self, optimizer: Optimizer, change: DepthChange, is_renewed: bool
+        self,
+        optimizer: Optimizer,
+        change: DepthChange,
+        names: Mapping[int, str],
+        is_renewed: bool,
     ) -> Callable[[], None]:
-        """Prepares for the Parameters of blocks that come or leave.
+        """Prepares for the Parameters of blocks or layers that come or leave.
 
         One that comes back returns to its place with its state. Any other comes into the group of
         the Parameter beside it, if the optimizer holds that, behind those of the same block.
+
+        Args:
+            optimizer: the optimizer.
+            change: what comes and leaves.
+            names: the names of the Parameters of the graph before the change, by their ids.
+            is_renewed: whether Parameters that come back start with clean state.
         """
         gone = {id(one.parameter) for one in change.leaving}
         lists = [_lists_without(group, gone) for group in optimizer.param_groups]
         for changed in lists:
-            if "param_names" in changed:
-                names = changed["param_names"]
-                changed["param_names"] = [change.renamed.get(name, name) for name in names]
+            _rename(changed, names, change.renamed)
         left = self._leaving(optimizer, gone)
         states: dict[nn.Parameter, State] = {}
         returning = []
@@ -412,7 +427,7 @@ class OptimizerFollower:
                 states[one.parameter] = first_state(optimizer, group, one.parameter.detach())
         for parameters in fresh.values():
             for group, changed in zip(optimizer.param_groups, lists, strict=True):
-                states |= self._place_block(optimizer, group, changed, parameters)
+                states |= self._place_block(optimizer, group, changed, parameters, names)
 
         def install() -> None:
             for group, changed in zip(optimizer.param_groups, lists, strict=True):
@@ -448,6 +463,7 @@ class OptimizerFollower:
         group: State,
         changed: dict[str, list[Any]],
         parameters: Sequence[BlockParameter],
+        names: Mapping[int, str],
     ) -> dict[nn.Parameter, State]:
         """Adds the Parameters of a block whose companions are in a group to its lists; returns
         their states.
@@ -461,9 +477,12 @@ class OptimizerFollower:
         places = [n for n, parameter in enumerate(present) if id(parameter) in companions]
         # A companion that leaves in the same commit has no place any more.
         start = max(places, default=len(present) - 1) + 1
+        if places and mine[0].is_before:
+            start = min(places)
         present[start:start] = [one.parameter for one in mine]
         if "param_names" in changed:
-            changed["param_names"][start:start] = [one.name for one in mine]
+            prefix = _prefix_in(group, names)
+            changed["param_names"][start:start] = [prefix + one.name for one in mine]
         states = {}
         for one in mine:
             states[one.parameter] = first_state(optimizer, group, one.parameter.detach())
@@ -546,7 +565,7 @@ class OptimizerFollower:
         for name, one in held.items():
             index = commit.parameters.get(name)
             if self._settings.survivors == "renew":
-                content = commit.view.content(name)
+                content = commit.view.content(_name_after(commit, name))
                 state = first_state(optimizer, one.group, content)
                 carried[name] = one._replace(state=state)
                 continue
@@ -575,7 +594,8 @@ class OptimizerFollower:
                 return present
             back = {}
             for name, one in present.items():
-                back[name] = one._replace(state=kept.get(name, one.state))
+                state = kept.get(_name_after(commit, name), one.state)
+                back[name] = one._replace(state=state)
             return back
         for name in present.keys() & kept.keys():
             index = commit.parameters[name]
@@ -619,6 +639,41 @@ class OptimizerFollower:
                     f"gn.attach(optimizer, net, copies=({entry!r},)); if not:"
                     " gn.attach(optimizer, net, copies=())"
                 )
+
+
+def names_of(graph: Graph) -> dict[int, str]:
+    """Returns the names of the Parameters of a graph, by their ids."""
+    return {id(store.parameter): name for name, store in graph._stores().items()}
+
+
+def _name_after(commit: Commit, name: str) -> str:
+    """Returns the name that a Parameter has after a commit."""
+    if commit.change.depth is None:
+        return name
+    return commit.change.depth.renamed.get(name, name)
+
+
+def _rename(
+    lists: dict[str, list[Any]], names: Mapping[int, str], renamed: Mapping[str, str]
+) -> None:
+    """Renames the Parameters of a group that are called otherwise after a commit."""
+    found = []
+    for parameter, name in zip(lists["params"], lists.get("param_names", ()), strict=False):
+        own = names.get(id(parameter), "")
+        if own in renamed and name.endswith(own):
+            name = name.removesuffix(own) + renamed[own]
+        found.append(name)
+    if "param_names" in lists:
+        lists["param_names"] = found
+
+
+def _prefix_in(group: State, names: Mapping[int, str]) -> str:
+    """Returns what the names of a group put before the names that Parameters have in a graph."""
+    for parameter, name in zip(group["params"], group["param_names"], strict=True):
+        own = names.get(id(parameter))
+        if own is not None and name.endswith(own):
+            return name.removesuffix(own)
+    return ""
 
 
 def _unstaged(held: _Held) -> dict[str, Tensor]:

@@ -145,6 +145,7 @@ class _NetEntries(Tracked[Entries, Entries]):
             take=partial(_taken, prefix),
             carry=partial(_carried, prefix, newborn),
             give=partial(_given, prefix),
+            name="gn.follow",
         )
 
     def prepare_columns(

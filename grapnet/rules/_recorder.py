@@ -73,6 +73,27 @@ def _after(layers: tuple[int, ...], seen: Seen[E] | None, commit: Commit) -> See
     return Seen(seen.evidence.carried(*indexes), moved_uids)
 
 
+class _Evidence(Tracked[Seen[E] | None, Seen[E] | None]):
+    """What a recorder has seen.
+
+    Its layers have numbers, which change where layers come or leave: that is possible while the
+    recorder is not armed and has seen nothing.
+    """
+
+    def __init__(
+        self, recorder: "NetRecorder[E]", layers: tuple[int, ...], seen: Seen[E] | None
+    ) -> None:
+        carry = partial(_after, layers)
+        super().__init__(seen, carry=carry, name=type(recorder).__name__)
+        self._recorder = weakref.ref(recorder)
+
+    @property
+    def follows_depth(self) -> bool:
+        """True if nothing depends on the numbers of the layers."""
+        recorder = self._recorder()
+        return self.state is None and (recorder is None or not recorder.armed)
+
+
 class NetRecorder(ABC, Generic[E]):
     """Base of the library's recorders: hooks on one net, and evidence that follows its commits.
 
@@ -102,8 +123,7 @@ class NetRecorder(ABC, Generic[E]):
         numbers = ()
         if net is not None:
             numbers = self._numbers(net)
-        tracked: Tracked[Seen[E] | None, Seen[E] | None]
-        tracked = Tracked(seen, carry=partial(_after, numbers))
+        tracked = _Evidence(self, numbers, seen)
         if net is not None:
             net.follow(tracked)
         self._tracked = tracked

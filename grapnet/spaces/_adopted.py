@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet.core._change import AttributeChange, Change, DepthChange, GridChange, LayerChange
-from grapnet.core._commit import require_editable, settle, unsettled
-from grapnet.core._errors import EditError, HistoryError, InvariantError
+from grapnet.core._commit import View, require_editable, settle, unsettled
+from grapnet.core._errors import EditError, InvariantError
 from grapnet.core._graph import Count, Graph
 from grapnet.core._grid import Grid, named_grids
 from grapnet.core._grid_map import GridMap
@@ -27,7 +27,7 @@ from grapnet.following._optimizers import attach
 from ._axes import Expression, atoms_of, covered, size_of
 from ._blocks import Asked
 from ._costs import Costs, measured
-from ._depth import Build, deepened
+from ._depth import deepened
 from ._discovery import Example, Twin, Typed, discover, discover_twin
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates
@@ -300,14 +300,15 @@ class Adopted(Graph):
         return partial(setattr, module, change.name, change.after)
 
     def _prepare_depth(self, change: DepthChange) -> list[Callable[[], None]]:
-        build = change.after
-        if not isinstance(build, Build) or build.net() is not self:
-            raise HistoryError(
-                "this commit has inserted or removed blocks of the model that it was made on, and"
-                " copies do not have them. Undo it there, and detach copies that were attached"
-                " since: gn.detach(copy, net)"
-            )
-        return build.installs()
+        return self._own_build(change).installs()
+
+    def _completed_depth(self, change: DepthChange) -> DepthChange:
+        return change
+
+    def _view_at_depth(self, change: DepthChange, view: View) -> View:
+        renamed = change.renamed
+        contents = {renamed.get(name, name): tensor for name, tensor in view.contents.items()}
+        return view._replace(contents=contents)
 
     def _deepened(self, asked: Sequence[Asked]) -> Change:
         """Returns the change that inserts and removes blocks; see `SpaceEdit.insert`."""
@@ -319,19 +320,6 @@ class Adopted(Graph):
         for mine, other in zip(own.coming, change.coming, strict=True):
             mine.parameter.data.copy_(other.parameter.data)
         return own
-
-    def _by_layer(self, uids: dict[int, Tensor]) -> dict[int, Tensor]:
-        layers = self.layers
-        found: dict[int, list[Tensor]] = {}
-        for number, nodes in uids.items():
-            if number < len(layers) and int(layers[number].rows(nodes[:1])) >= 0:
-                found.setdefault(number, []).append(nodes)
-                continue
-            # The first node has left, or the space has another number.
-            place = self._find(int(nodes[0]))
-            present = number if place is None else place[0]
-            found.setdefault(min(present, len(layers) - 1), []).append(nodes)
-        return {number: torch.cat(parts) for number, parts in sorted(found.items())}
 
     def _discovered(self, model: nn.Module) -> Typed:
         """Returns the axes of a model that takes the same examples."""

@@ -25,6 +25,10 @@ class Insertion:
     copies_state: bool  # of attached optimizers
     owner: str | None
 
+    def without_values(self) -> "Insertion":
+        """Returns itself: it has no values."""
+        return self
+
 
 @dataclass(frozen=True)
 class Removal:
@@ -32,6 +36,10 @@ class Removal:
 
     path: str
     index: int
+
+    def without_values(self) -> "Removal":
+        """Returns itself: it has no values."""
+        return self
 
 
 Asked = Insertion | Removal

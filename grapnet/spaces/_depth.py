@@ -48,6 +48,9 @@ class Build:
     records: tuple[dict[str, Any], ...]
     attributes: dict[str, Any]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Build":
+        return self
+
     def installs(self) -> list[Callable[[], None]]:
         """Returns the assignments that bring the model and the graph to this depth."""
         net = self.net()

@@ -603,6 +603,14 @@ class SpaceEdit(Edit):
             removals[number] = [*removals.get(number, ()), rows]
         return replace(self._requests, removals=removals)
 
+    def insert_layer(self, *args: Any, **kwargs: Any) -> NodeSet:
+        """Raises EditError."""
+        raise EditError("insert_layer works on nets; in an adopted model insert does")
+
+    def remove_layer(self, *args: Any, **kwargs: Any) -> None:
+        """Raises EditError."""
+        raise EditError("remove_layer works on nets; in an adopted model remove does")
+
     def set_activation(self, *args: Any, **kwargs: Any) -> None:
         """Raises EditError."""
         raise EditError("the activations of an adopted model are in its own code")

@@ -604,6 +604,60 @@ def _leave_attention(world: World) -> None:
     world.net.execution.use("reference")
 
 
+def _make_for_depth(folder: Path, seed: int) -> World:
+    """Returns a world without what cannot follow layers that come or leave."""
+    world = make_nets(folder, seed)
+    world.recorder = None
+    world.readout = None
+    world.followed = None
+    world.manager = None
+    return world
+
+
+@operation("insert layers", make=_make_for_depth)
+def _insert_layers(world: World) -> None:
+    with world.net.edit(reason="deeper") as edit:
+        edit.insert_layer(1, activation="identity")
+        edit.insert_layer(2, 7, init="net2deeper", activation="identity", owner="deep")
+
+
+def _train_inserted(world: World) -> None:
+    _insert_layers(world)
+    world.train()
+    world.backward()
+
+
+@operation("remove a layer", make=_make_for_depth, setup=_train_inserted)
+def _remove_layer(world: World) -> None:
+    with world.net.edit(reason="shallower") as edit:
+        edit.remove_layer(2)
+
+
+@operation("undo inserted layers", make=_make_for_depth, setup=_train_inserted)
+def _undo_layers(world: World) -> None:
+    world.net.undo()
+
+
+def _train_without_inserted(world: World) -> None:
+    _train_inserted(world)
+    world.net.undo()
+    world.train()
+    world.backward()
+
+
+@operation("redo inserted layers", make=_make_for_depth, setup=_train_without_inserted)
+def _redo_layers(world: World) -> None:
+    world.net.redo()
+
+
+@operation("try layers", make=_make_for_depth, setup=_train_inserted)
+def _try_layers(world: World) -> None:
+    with world.net.edit(trial=True) as edit:
+        edit.remove_layer(2)
+        edit.insert_layer(0)
+        edit.commit()
+
+
 def _make_unattached(folder: Path, seed: int) -> World:
     return make_nets(folder, seed, averaged=False, attached=False)
 

@@ -431,7 +431,7 @@ def test_a_follower_that_cannot_follow_refuses_the_edit() -> None:
     before = snapshot(one)
     weight = dict(one.net.named_parameters())["layer1.0.conv1.weight"]
     followed = gn.follow(one.net, {"layer1.0.conv1.weight": torch.zeros_like(weight)})
-    with pytest.raises(gn.EditError, match="follows this model"):
+    with pytest.raises(gn.EditError, match="follows this graph"):
         insert(one, "layer1")
     assert oracle.same(before, snapshot(one)) == []
     del followed
