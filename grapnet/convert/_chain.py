@@ -10,6 +10,7 @@ from torch import nn
 
 from grapnet.core._activation import setting_of
 from grapnet.core._errors import ConversionError
+from grapnet.core._graph import Graph
 from grapnet.execution._modules import activation_name
 
 
@@ -45,6 +46,10 @@ class Chain:
     emptied: tuple[str, ...] = ()
     dropout: float = 0.0
     dropout_path: str | None = None
+
+    def has_depth_of(self, net: Graph) -> bool:
+        """Returns whether a net has a transition for every part."""
+        return len(self.parts) == len(net.transitions)
 
     def to_data(self) -> dict[str, Any]:
         """Returns the chain as plain data."""

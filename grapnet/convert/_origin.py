@@ -64,7 +64,9 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
         ValueError: `described` is not what `describe_origin` returns.
     """
     chain = None if described is None else Chain.from_data(described)
-    if chain is not None and len(chain.parts) != len(net.transitions):
+    # After layers have come or left, none stands for one linear module.
+    is_as_grafted = chain is None or chain.has_depth_of(net)
+    if chain is not None and not is_as_grafted and not net.journal._outlines.has_blocks:
         raise ConversionError(
             f"a net of {len(net.transitions)} transitions stands for no {len(chain.parts)} linear"
             " parts"
@@ -91,6 +93,8 @@ def place(model: nn.Module, name: str, net: GrapNet, described: Any) -> Callable
             _find_linears(chain, present._origin.replaced, anchor_name)
             origin = Origin(chain, present._origin.replaced)
             install = partial(_install, model, present, net, origin)
+    if not is_as_grafted:
+        linears = []
     _resemble(net, present, model, linears)
     return install
 

@@ -146,6 +146,11 @@ def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[st
         module = net.to_module(most_cells=most_cells)
         plain = module[0] if len(module) == 1 else module
         return replace(read_chain(plain), place=""), {"": plain}
+    if not origin.chain.has_depth_of(net):
+        raise ConversionError(
+            f"layers of {name!r} have come or left since the graft, so that the original modules"
+            " do not stand for it; take net.to_module()"
+        )
     replaced = copy.deepcopy(origin.replaced)
     # The input may be dropped too; the first step stands for it.
     for layer, step in zip(net.layers, [origin.chain, *origin.chain.parts], strict=True):

@@ -92,7 +92,6 @@ class LayerInsertion:
         entering = Transition(topology, self._filled(self.weights, example, topology.n_relations))
         for store, frozen in ((layer, self.frozen_biases), (entering, self.frozen_weights)):
             store._hold(frozen.to(graph.device))
-            store.train(graph.training)
         return layer, entering
 
     def _filled(self, values: Tensor | None, example: Tensor, size: int | None = None) -> Tensor:
@@ -258,16 +257,16 @@ class Arrangement:
         )
 
     def prepare(self, graph: "Graph") -> list[Callable[[], None]]:
-        """Returns the assignments that bring the net to this depth.
-
-        Modules that come back may have missed that the net moved to another device.
-        """
-        dtype = graph.transitions[0].weight.dtype
+        """Returns the assignments that bring the net to this depth."""
+        example = graph.transitions[0].weight
         present = _numbers((*graph.layers, *graph.transitions))
         for module in (*self.layers, *self.transitions):
             if id(module) not in present:
-                module.to(graph.device, dtype)
-                module.train(graph.training)
+                # One that comes back has missed where the net went.
+                own = module.parameter
+                if own.device != example.device or own.dtype != example.dtype:
+                    module.to(example.device, example.dtype)
+                module.training = graph.training
         for layer in self.layers:
             layer._bind(graph)
         found: list[Callable[[], None]] = []

@@ -216,7 +216,7 @@ class Outlines:
 
     @property
     def has_blocks(self) -> bool:
-        """True if a commit has inserted or removed blocks."""
+        """True if a commit has inserted or removed blocks or layers."""
         first = 3 + self.COUNTS.index("blocks_added")
         last = 3 + self.COUNTS.index("blocks_removed")
         return any(self.numbers[first :: self.WIDTH]) or any(self.numbers[last :: self.WIDTH])

@@ -577,6 +577,11 @@ class Execution:
         """The dtype of the coordinates."""
         return self._plans.dtype
 
+    @property
+    def is_chain(self) -> bool:
+        """True when every layer leads to the one after it, and to no other."""
+        return self._plans.is_chain
+
     def use(
         self,
         name: str,

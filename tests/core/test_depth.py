@@ -626,3 +626,27 @@ def test_joint_edits_change_the_depth_of_several_nets():
     with pytest.raises(gn.EditError), gn.edit(one, two) as edits:
         edits[0].insert_layer(1), edits[1].remove_layer(1)
     assert one.sizes == [4, 6, 5, 2]
+
+
+def test_a_grafted_net_changes_its_depth(tmp_path: Path):
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        head = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+        return nn.Sequential(nn.Identity(), head)
+
+    model = made()
+    y = model(X)
+    net = gn.graft(model, "1")["1"]
+    insert(net, 1)
+    assert torch.equal(model(X), y)
+    with pytest.raises(gn.errors.ConversionError, match="come or left"):
+        gn.ungraft(model)
+    path = tmp_path / "model.gn"
+    gn.save(path, model)
+    for other in (made(), copy.deepcopy(model)):
+        gn.restore(path, into=other)
+        assert other[1].sizes == [4, 6, 6, 2]
+        assert torch.equal(other(X), y)
+    remove(net, 2)
+    assert isinstance(gn.ungraft(model)["1"], nn.Sequential)
+    assert torch.equal(model(X), y)

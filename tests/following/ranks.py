@@ -439,6 +439,47 @@ def the_guide(rank: int) -> dict[str, Any]:
     }
 
 
+def depth(rank: int) -> dict[str, Any]:
+    """Layers come and leave on rank 0, and the others follow."""
+    net = make()
+    model = Distributed(net)
+    optimizer = Adam(net.named_parameters(), lr=0.01)
+    gn.attach(optimizer, net)
+    sizes = []
+    seen = []
+
+    def insert(edit: gn.Edit) -> None:
+        edit.insert_layer(1, 10, init="net2deeper", activation="identity", owner="deep")
+        edit.insert_layer(0)
+
+    def edited(act: Callable[[gn.Edit], None]) -> Callable[[], Any]:
+        def act_now() -> None:
+            with net.edit() as edit:
+                act(edit)
+
+        return act_now
+
+    actions = [
+        lambda: perform(net, cut, 1),
+        edited(insert),
+        edited(lambda edit: edit.connect(net.layers[3][8:], net.layers[4])),
+        net.undo,
+        net.undo,
+        net.redo,
+        edited(lambda edit: edit.remove_layer(1)),
+        net.undo,
+    ]
+    for step, action in enumerate(actions):
+        if rank == 0:
+            action()
+        model.synchronize()
+        train(model, optimizer, step)
+        sizes.append(net.sizes)
+        seen.append(state(net, optimizer))
+    gn.check(net)
+    return {"sizes": sizes, "states": seen, "names": optimizer.param_groups[0]["param_names"]}
+
+
 CHECKS = [
     a_hundred_edits,
     gradients,
@@ -451,6 +492,7 @@ CHECKS = [
     parts_of_a_transaction,
     undo_beyond_the_limit,
     adopted_model,
+    depth,
     the_guide,
 ]
 

@@ -57,6 +57,16 @@ def both(ranks: list[dict[str, Any]], check: str) -> tuple[dict[str, Any], dict[
     return first, second
 
 
+def test_layers_come_and_leave_on_all_ranks(ranks):
+    first, second = both(ranks, "depth")
+    assert first == second
+    shallow = [6, 8, 7, 4]
+    deep = [6, 6, 8, 10, 7, 4]
+    assert first["sizes"] == [shallow, deep, deep, deep, shallow, deep, [6, 8, 10, 7, 4], deep]
+    assert len(set(first["states"])) == 8
+    assert first["names"][:2] == ["layers.1.bias", "layers.2.bias"]
+
+
 def test_a_hundred_edits_of_every_kind_leave_the_ranks_bit_identical(ranks):
     first, second = both(ranks, "a_hundred_edits")
     assert first["version"] == second["version"] >= 100
