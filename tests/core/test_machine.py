@@ -2,10 +2,13 @@
 off-by-one.
 """
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import Phase
 
 import grapnet as gn
+from grapnet.core._depth import WantedLayer
 from grapnet.core._index_map import IndexMap
 from tests.machine import run_programs
 
@@ -39,4 +42,15 @@ BROKEN = {"new_positions": shift_positions, "carry": shift_values}
 def test_the_machine_notices_an_off_by_one(name, monkeypatch):
     monkeypatch.setattr(IndexMap, name, BROKEN[name])
     with pytest.raises((AssertionError, IndexError, RuntimeError, gn.GrapNetError)):
+        run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)
+
+
+def test_the_machine_notices_layers_that_are_wired_wrongly(monkeypatch):
+    def shifted(wanted, device):
+        topology = wiring(wanted, device)
+        return replace(topology, child=topology.child.roll(1))
+
+    wiring = WantedLayer._topology
+    monkeypatch.setattr(WantedLayer, "_topology", shifted)
+    with pytest.raises((AssertionError, gn.GrapNetError)):
         run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)
