@@ -3,7 +3,6 @@
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -40,6 +39,8 @@ class GrapNet(Graph):
 
     Args:
         sizes: the number of nodes of each layer, the sensory one first; a layer may be empty.
+        skips: pairs of layers between which relations skip others, such as `[(0, 2)]`; a layer adds
+            up what all transitions bring. `edit.insert_skip` adds some later.
         activation: the activation of the hidden layers ("relu", "gelu", "tanh", …; the output is
             linear), or one name for every layer after the sensory one.
         density: the share of possible relations that exist at first.
@@ -73,6 +74,7 @@ class GrapNet(Graph):
         self,
         sizes: Sequence[int],
         *,
+        skips: Iterable[tuple[int, int]] = (),
         activation: str | Sequence[str] = "relu",
         density: float = 1.0,
         distribution: Literal["uniform", "erk"] = "uniform",
@@ -90,23 +92,27 @@ class GrapNet(Graph):
             raise ValueError(
                 "a net cannot be created on the meta device, because it needs its wiring"
             )
+        ends = _checked_ends(len(sizes), skips)
+        pairs = [(sizes[source], sizes[target]) for source, target in ends]
         if distribution == "erk":
-            shares = erk_densities(sizes, density)
+            shares = erk_densities(pairs, density)
         else:
-            shares = [density] * (len(sizes) - 1)
+            shares = [density] * len(pairs)
         topologies = [
             random_topology(a, b, share, place, generator)
-            for (a, b), share in zip(pairwise(sizes), shares, strict=True)
+            for (a, b), share in zip(pairs, shares, strict=True)
         ]
         example = torch.empty(0, device=place, dtype=dtype or torch.get_default_dtype())
+        fan_in = _fan_in(ends, topologies)
         weights = []
         biases = []
-        for topology in topologies:
-            fan_in = topology.fan_in()
-            scale = fan_in.index_select(0, topology.child)
+        for (_, target), topology in zip(ends, topologies, strict=True):
+            scale = fan_in[target].index_select(0, topology.child)
             weights.append(draw("linear", scale, example, generator))
-            biases.append(draw("linear", fan_in, example, generator))
-        self._assemble(sizes, topologies, weights, biases, activation)
+            # The transitions of the chain come first, one for every layer.
+            if len(biases) < len(sizes) - 1:
+                biases.append(draw("linear", fan_in[target], example, generator))
+        self._assemble(sizes, topologies, weights, biases, activation, ends)
 
     @classmethod
     def from_relations(
@@ -114,6 +120,7 @@ class GrapNet(Graph):
         sizes: Sequence[int],
         relations: Sequence[tuple[Any, ...]],
         *,
+        skips: Mapping[tuple[int, int], tuple[Any, ...]] | None = None,
         biases: Sequence[Any] | None = None,
         activation: str | Sequence[str] = "relu",
         device: torch.device | str | None = None,
@@ -127,6 +134,7 @@ class GrapNet(Graph):
             relations: (parents, children) or (parents, children, weights) for every transition, as
                 rows of the two layers. The children of a node keep their order. Missing weights are
                 initialized like `nn.Linear`.
+            skips: the same for transitions that skip layers, by the two layers: `{(0, 2): …}`.
             biases: one vector for every layer after the sensory one; initialized like `nn.Linear`
                 by default.
             activation: as for the constructor.
@@ -141,31 +149,41 @@ class GrapNet(Graph):
                 f"{len(sizes)} layers have {len(sizes) - 1} transitions, got relations for"
                 f" {len(relations)}"
             )
+        skips = skips or {}
+        ends = _checked_ends(len(sizes), skips)
+        given = [*relations, *skips.values()]
         example = torch.empty(0, device=device, dtype=dtype or torch.get_default_dtype())
         topologies = []
+        orders = []
+        for t, (source, target) in enumerate(ends):
+            topology, order = _topology_of(
+                given[t], t, sizes[source], sizes[target], example.device
+            )
+            topologies.append(topology)
+            orders.append(order)
+        fan_in = _fan_in(ends, topologies)
         weights = []
         offsets = []
-        for t, (source, target) in enumerate(chain_ends(len(sizes))):
-            given = relations[t]
-            topology, order = _topology_of(given, t, sizes[source], sizes[target], example.device)
-            fan_in = topology.fan_in()
-            drawn = draw("linear", fan_in.index_select(0, topology.child), example, generator)
-            topologies.append(topology)
-            weights.append(
-                drawn
-                if len(given) == 2
-                else _checked_vector(given[2], len(order), f"weights of transition {t}")[order].to(
-                    example
-                )
-            )
+        for t, (_, target) in enumerate(ends):
+            topology = topologies[t]
+            order = orders[t]
+            scale = fan_in[target].index_select(0, topology.child)
+            drawn = draw("linear", scale, example, generator)
+            if len(given[t]) == 3:
+                named = _checked_vector(given[t][2], len(order), f"weights of transition {t}")
+                drawn = named[order].to(example)
+            weights.append(drawn)
+            # The transitions of the chain come first, one for every layer.
+            if t >= len(sizes) - 1:
+                continue
             offset = None if biases is None else biases[t]
-            offsets.append(
-                draw("linear", fan_in, example, generator)
-                if offset is None
-                else _checked_vector(offset, sizes[target], f"biases of layer {target}").to(example)
-            )
+            if offset is None:
+                offsets.append(draw("linear", fan_in[target], example, generator))
+            else:
+                named = _checked_vector(offset, sizes[target], f"biases of layer {target}")
+                offsets.append(named.to(example))
         net = cls.__new__(cls)
-        net._assemble(sizes, topologies, weights, offsets, activation)
+        net._assemble(sizes, topologies, weights, offsets, activation, ends)
         return net
 
     def _assemble(
@@ -175,6 +193,7 @@ class GrapNet(Graph):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor],
         activation: str | Sequence[str],
+        ends: Sequence[tuple[int, int]],
     ) -> None:
         names = _activation_names(activation, len(sizes) - 1)
         first = [sum(sizes[:n]) for n in range(len(sizes))]
@@ -184,9 +203,8 @@ class GrapNet(Graph):
         ]
         layers = [Layer(uids[0], None, "identity")]
         layers += [Layer(u, b, name) for u, b, name in zip(uids[1:], biases, names, strict=True)]
-        Graph.__init__(
-            self, layers, [Transition(t, w) for t, w in zip(topologies, weights, strict=True)]
-        )
+        transitions = [Transition(t, w) for t, w in zip(topologies, weights, strict=True)]
+        Graph.__init__(self, layers, transitions, ends)
         self.execution = Execution(self)
 
     @classmethod
@@ -330,8 +348,10 @@ class GrapNet(Graph):
         lines = [repr(self)]
         for number, layer in enumerate(self.layers):
             lines.append(f"  layer {number}: {layer!r}")
-            if number < len(self.transitions):
-                lines.append(f"  transition {number}: {self.transitions[number]!r}")
+            for t in self.leaving(number):
+                target = self.transitions[t].target
+                where = "" if target == number + 1 else f" to layer {target}"
+                lines.append(f"  transition {t}{where}: {self.transitions[t]!r}")
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -395,6 +415,33 @@ def _checked_sizes(sizes: Sequence[int]) -> list[int]:
     if len(sizes) < 2 or min(sizes) < 0:
         raise ValueError(f"sizes must be at least two non-negative integers, got {sizes}")
     return sizes
+
+
+def _checked_ends(n_layers: int, skips: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the layers that the transitions of a net lead from and to, those of the chain
+    first.
+    """
+    found = chain_ends(n_layers)
+    for pair in skips:
+        source, target = (operator.index(number) for number in pair)
+        if source < 0 or not source + 1 < target < n_layers:
+            raise ValueError(
+                "skips are pairs of layers (source, target) with others between them, numbered 0"
+                f" to {n_layers - 1}; got {pair!r}"
+            )
+        if (source, target) in found:
+            raise ValueError(f"skips name the layers {(source, target)} twice")
+        found.append((source, target))
+    return found
+
+
+def _fan_in(ends: Sequence[tuple[int, int]], topologies: Sequence[Topology]) -> dict[int, Tensor]:
+    """Returns how many parents each node has, over all transitions, by layer."""
+    found: dict[int, Tensor] = {}
+    for (_, target), topology in zip(ends, topologies, strict=True):
+        parents = topology.fan_in()
+        found[target] = parents if target not in found else found[target] + parents
+    return found
 
 
 def _activation_names(activation: str | Sequence[str], count: int) -> list[str]:

@@ -148,8 +148,8 @@ def _skeletons(net: GrapNet, name: str, most_cells: int) -> tuple[Chain, dict[st
         return replace(read_chain(plain), place=""), {"": plain}
     if not origin.chain.has_depth_of(net):
         raise ConversionError(
-            f"layers of {name!r} have come or left since the graft, so that the original modules"
-            " do not stand for it; take net.to_module()"
+            f"layers or skips of {name!r} have come or left since the graft, so that the modules"
+            " that it replaced do not stand for it; take net.to_module()"
         )
     replaced = copy.deepcopy(origin.replaced)
     # The input may be dropped too; the first step stands for it.

@@ -1,4 +1,4 @@
-"""Depth: layers that come into a net, and layers that leave it.
+"""Depth: layers that come into a net and leave it, and transitions that skip layers.
 
 What is asked for is data, so that copies of a net and other processes can do the same. From it
 `deepened` makes the modules and the change of a commit; the net itself is not touched.
@@ -85,19 +85,15 @@ class LayerInsertion:
     def modules(self, graph: "Graph") -> tuple[Layer, Transition]:
         """Returns the layer and the transition that enters it, for a net."""
         example = graph.transitions[0].weight.detach()
-        topology = self.topology.to(graph.device)
-        layer = Layer(self.nodes.uids, self._filled(self.biases, example), self.activation)
+        biases = example.new_zeros(len(self.nodes))
+        if self.biases is not None:
+            biases = self.biases.to(example, copy=True)
+        layer = Layer(self.nodes.uids, biases, self.activation)
         layer._renew(self.nodes.uids, self.nodes.activations, self.nodes.owners)
+        layer._hold(self.frozen_biases.to(graph.device))
         layer.dropout = self.dropout
-        entering = Transition(topology, self._filled(self.weights, example, topology.n_relations))
-        for store, frozen in ((layer, self.frozen_biases), (entering, self.frozen_weights)):
-            store._hold(frozen.to(graph.device))
+        entering = entering_module(graph, self.topology, self.weights, self.frozen_weights)
         return layer, entering
-
-    def _filled(self, values: Tensor | None, example: Tensor, size: int | None = None) -> Tensor:
-        if values is None:
-            return example.new_zeros(len(self.nodes) if size is None else size)
-        return values.to(example, copy=True)
 
 
 class LayerBefore(NamedTuple):
@@ -224,7 +220,71 @@ class LayerRemoval:
         return self
 
 
-Asked = LayerInsertion | LayerRemoval
+@dataclass(frozen=True, eq=False)
+class SkipInsertion:
+    """A transition that comes and skips layers; see `LayerInsertion`.
+
+    Attributes:
+        source: the number of the layer that it leads from.
+        target: the number of the layer that it leads to.
+        topology: its relations.
+        weights: one per relation.
+        frozen_weights: the positions of frozen weights.
+        place: its number among the transitions afterwards; None for the last one.
+    """
+
+    source: int
+    target: int
+    topology: Topology
+    weights: Tensor | None
+    frozen_weights: Tensor
+    place: int | None = None
+
+    @classmethod
+    def empty(cls, graph: "Graph", source: int, target: int) -> "SkipInsertion":
+        """Returns the insertion of a transition without relations."""
+        device = graph.device
+        ptr = torch.zeros(len(graph.layers[source]) + 1, dtype=torch.int32, device=device)
+        child = torch.empty(0, dtype=torch.int32, device=device)
+        topology = Topology(ptr, child, len(graph.layers[target]))
+        return cls(source, target, topology, None, empty_positions())
+
+    def without_values(self) -> "SkipInsertion":
+        """Returns the insertion as the journal keeps it for ever."""
+        return replace(self, weights=None)
+
+    def module(self, graph: "Graph") -> Transition:
+        """Returns the transition, for a net."""
+        return entering_module(graph, self.topology, self.weights, self.frozen_weights)
+
+
+@dataclass(frozen=True)
+class SkipRemoval:
+    """A transition that skips layers and leaves, with its relations."""
+
+    source: int
+    target: int
+
+    def without_values(self) -> "SkipRemoval":
+        """Returns itself: it has no values."""
+        return self
+
+
+Asked = LayerInsertion | LayerRemoval | SkipInsertion | SkipRemoval
+
+
+def entering_module(
+    graph: "Graph", topology: Topology, weights: Tensor | None, frozen: Tensor
+) -> Transition:
+    """Returns a transition for a net; the weights are 0 if the journal has dropped them."""
+    example = graph.transitions[0].weight.detach()
+    topology = topology.to(graph.device)
+    values = example.new_zeros(topology.n_relations)
+    if weights is not None:
+        values = weights.to(example, copy=True)
+    found = Transition(topology, values)
+    found._hold(frozen.to(graph.device))
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -324,6 +384,11 @@ class Arrangement:
         """Returns the number of the transition from the layer before to a layer."""
         return self.ends.index((number - 1, number))
 
+    def skips_beside(self, other: "Arrangement") -> list[int]:
+        """Returns the transitions that skip layers and that the other arrangement does not have."""
+        found = _others(self.transitions, other.transitions)
+        return [t for t in found if self.ends[t][1] > self.ends[t][0] + 1]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Arrangement":
         # Only the copy of the net itself has copies of the modules.
         copied = memo.get(id(self.net()))
@@ -351,8 +416,8 @@ def deepened(graph: "Graph", asked: Sequence[Asked]) -> DepthChange:
         if old != name:
             renamed[old] = name
     return DepthChange(
-        came=tuple(f"layers.{n}" for n in _others(after.layers, before.layers)),
-        left=tuple(f"layers.{n}" for n in _others(before.layers, after.layers)),
+        came=_paths(after, before),
+        left=_paths(before, after),
         born=_uids(after, before),
         gone=_uids(before, after),
         renamed=renamed,
@@ -379,6 +444,14 @@ def with_way_back(change: DepthChange) -> DepthChange:
             continue
         entering = before.transitions[before.entering(number)]
         found.append(LayerInsertion.of(place, layer, entering))
+    for t in after.skips_beside(before):
+        found.append(SkipRemoval(*after.ends[t]))
+    for t in before.skips_beside(after):
+        # The layers at both of its ends stay.
+        source, target = (numbers[id(before.layers[number])] for number in before.ends[t])
+        skip = before.transitions[t]
+        weights = skip.values().detach().clone()
+        found.append(SkipInsertion(source, target, skip.topology, weights, skip.frozen_at, place=t))
     return replace(change, back=tuple(found))
 
 
@@ -388,6 +461,10 @@ class _Chain:
     def __init__(self, graph: "Graph", asked: Sequence[Asked]) -> None:
         self._graph = graph
         self._removed = {one.number for one in asked if isinstance(one, LayerRemoval)}
+        self._skips = [one for one in asked if isinstance(one, SkipInsertion)]
+        self._skips_removed = [
+            (one.source, one.target) for one in asked if isinstance(one, SkipRemoval)
+        ]
         self._layers: list[Layer] = []
         # the number that each layer has before the edit, None for one that comes
         self._origins: list[int | None] = []
@@ -433,9 +510,18 @@ class _Chain:
                 if number in self._removed:
                     raise EditError(
                         f"layer {number} cannot be removed: a transition that skips layers leads"
-                        f" from layer {source} to layer {target}"
+                        f" from layer {source} to layer {target}. Remove it in an edit before:"
+                        f" edit.remove_skip({source}, {target})"
                     )
-            found.append((transition, (places[source], places[target]), transition.topology))
+            if (source, target) not in self._skips_removed:
+                found.append((transition, (places[source], places[target]), transition.topology))
+        for one in self._skips:
+            for number in (one.source, one.target):
+                if number in self._removed:
+                    raise EditError(f"this edit removes layer {number}, where a skip would end")
+            place = len(found) if one.place is None else one.place
+            skip = one.module(self._graph)
+            found.insert(place, (skip, (places[one.source], places[one.target]), skip.topology))
         ends = tuple(place for _, place, _ in found)
         for number in range(1, len(self._layers)):
             if (number - 1, number) not in ends:
@@ -509,6 +595,12 @@ def _others(modules: Sequence[nn.Module], known: Sequence[nn.Module]) -> list[in
     return [number for number, module in enumerate(modules) if id(module) not in kept]
 
 
+def _paths(one: Arrangement, other: Arrangement) -> tuple[str, ...]:
+    """Returns the paths of the layers and skips that the other arrangement does not have."""
+    layers = [f"layers.{number}" for number in _others(one.layers, other.layers)]
+    return (*layers, *(f"transitions.{t}" for t in one.skips_beside(other)))
+
+
 def _uids(one: Arrangement, other: Arrangement) -> Tensor:
     """Returns the nodes of the layers that the other arrangement does not have."""
     none = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -516,23 +608,30 @@ def _uids(one: Arrangement, other: Arrangement) -> Tensor:
 
 
 def _parameters(one: Arrangement, other: Arrangement) -> Iterator[BlockParameter]:
-    """Yields the Parameters that the other arrangement does not have, each with that of the next
-    layer which both have.
+    """Yields the Parameters that the other arrangement does not have.
+
+    Each comes before the next of its kind that both have, so that the order stays that of
+    `net.parameters()`, or behind the last one.
     """
-    known = {id(store) for store in other.stores().values()}
-    for number in _others(one.layers, other.layers):
-        later = number + 1
-        while id(one.layers[later]) not in known:
-            later += 1
-        # Both have the layer, and the transition that enters it.
-        neighbours = (one.layers[later], one.transitions[one.entering(later)])
-        t = one.entering(number)
-        stores = (one.layers[number], one.transitions[t])
-        names = (f"layers.{number}.bias", f"transitions.{t}.weight")
-        for name, store, neighbour in zip(names, stores, neighbours, strict=True):
-            block = name.rpartition(".")[0]
+    # The sensory layer has no Parameter.
+    kinds = (("layers", "bias", one.layers, other.layers, 1),)
+    kinds += (("transitions", "weight", one.transitions, other.transitions, 0),)
+    for kind, name, stores, others, first in kinds:
+        known = _numbers(others)
+        shared = [n for n in range(first, len(stores)) if id(stores[n]) in known]
+        for number in _others(stores, others):
+            later = [n for n in shared if n > number]
+            beside = later[0] if later else shared[-1]
+            block = f"{kind}.{number}"
+            if not later:
+                # Several at the end are placed together, in their order.
+                block = kind
             yield BlockParameter(
-                name, block, store.parameter, beside=neighbour.parameter, is_before=True
+                f"{kind}.{number}.{name}",
+                block,
+                stores[number].parameter,
+                beside=stores[beside].parameter,
+                is_before=bool(later),
             )
 
 

@@ -13,7 +13,15 @@ from torch import Tensor
 
 from ._change import Change
 from ._commit import Draws, Intent, commit, settle, unsettled
-from ._depth import Asked, LayerBefore, LayerRemoval, WantedLayer, deepened
+from ._depth import (
+    Asked,
+    LayerBefore,
+    LayerRemoval,
+    SkipInsertion,
+    SkipRemoval,
+    WantedLayer,
+    deepened,
+)
 from ._errors import EditError
 from ._index_map import as_positions, as_tensor, ascending, contains
 from ._journal import Commit
@@ -222,7 +230,7 @@ class Edit:
         self.receipt: Commit | None = None
         self.graph = graph
         self._requests = Requests()
-        self._depth: list[WantedLayer | LayerRemoval] = []
+        self._depth: list[WantedLayer | LayerRemoval | SkipInsertion | SkipRemoval] = []
         self._operations: list[dict[str, Any]] = []
         self._next_uid = 0
         self._open = False
@@ -323,7 +331,10 @@ class Edit:
             which = "no transition"
             if transition is not None:
                 which = f"another transition than {transition}"
-            raise EditError(f"{which} leads from layer {upper} to layer {lower}")
+            hint = ""
+            if t is None and lower > upper + 1:
+                hint = f". Insert one in an edit before: edit.insert_skip({upper}, {lower})"
+            raise EditError(f"{which} leads from layer {upper} to layer {lower}{hint}")
         if not isinstance(weights, str):
             weights = as_tensor(weights)
         distinct = False
@@ -427,6 +438,49 @@ class Edit:
             raise EditError(f"only hidden layers are removed, got the {kind}")
         self._note("remove_layer", layer=number)
         self._depth.append(LayerRemoval(number))
+
+    def insert_skip(self, source: int | Layer, target: int | Layer) -> None:
+        """Inserts a transition that skips layers, without relations; the function stays.
+
+        Other edits connect nodes of the two layers: a layer adds up what all transitions bring.
+        The transition gets the last number. Its Parameter is in the group of the last transition
+        in attached optimizers. An edit that inserts skips changes no nodes and relations; see
+        `insert_layer`.
+
+        Args:
+            source: the layer that it leads from, or its number; negative ones count from the
+                output.
+            target: a layer behind the next one.
+
+        Raises:
+            EditError: the target is not behind the layer after the source, or there is such a
+                transition.
+        """
+        ends = self._skip_ends(source, target)
+        if self.graph.between(*ends) is not None:
+            raise EditError(f"a transition leads from layer {ends[0]} to layer {ends[1]} already")
+        self._note("insert_skip", source=ends[0], target=ends[1])
+        self._depth.append(SkipInsertion.empty(self.graph, *ends))
+
+    def remove_skip(self, source: int | Layer, target: int | Layer) -> None:
+        """Removes a transition that skips layers, with its relations; see `insert_skip`.
+
+        Raises:
+            EditError: there is no such transition, or it leads to the next layer.
+        """
+        ends = self._skip_ends(source, target)
+        if self.graph.between(*ends) is None:
+            raise EditError(f"no transition leads from layer {ends[0]} to layer {ends[1]}")
+        self._note("remove_skip", source=ends[0], target=ends[1])
+        self._depth.append(SkipRemoval(*ends))
+
+    def _skip_ends(self, source: int | Layer, target: int | Layer) -> tuple[int, int]:
+        ends = (layer_number(self.graph, source), layer_number(self.graph, target))
+        if ends[1] <= ends[0] + 1:
+            raise EditError(
+                f"a skip leads over at least one layer, got layer {ends[0]} to layer {ends[1]}"
+            )
+        return ends
 
     def _layer_before(self, number: int) -> LayerBefore:
         """Returns what the next layer that this edit inserts behind a layer receives."""
@@ -624,8 +678,8 @@ class Edit:
         if self._depth:
             if not change.is_empty:
                 raise EditError(
-                    "an edit that inserts or removes layers does nothing else; change nodes and"
-                    " relations in another edit"
+                    "an edit that inserts or removes layers or skips does nothing else; change"
+                    " nodes and relations in another edit"
                 )
             return self._deepened(draws)
         if not self.allow_dead:

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -308,15 +307,15 @@ def topology_from_pairs(
     return Topology(ptr.to(device), children.to(device, torch.int32), n_children)
 
 
-def erk_densities(sizes: Sequence[int], density: float) -> list[float]:
+def erk_densities(sizes: Sequence[tuple[int, int]], density: float) -> list[float]:
     """Returns one density per transition, proportional to (parents + children) / (parents ·
     children).
 
     Small transitions are denser than large ones (Erdős–Rényi); none exceeds 1, and the total
-    matches `density`.
+    matches `density`. Sizes are the numbers of parents and of children.
     """
-    cells = [a * b for a, b in pairwise(sizes)]
-    raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in pairwise(sizes)]
+    cells = [a * b for a, b in sizes]
+    raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in sizes]
     full: set[int] = set()
     while True:
         open_cells = [t for t in range(len(cells)) if t not in full and cells[t]]

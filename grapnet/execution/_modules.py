@@ -146,8 +146,11 @@ def refuse(net: Net, most_cells: int) -> None:
     graph = net.execution.graph
     require_in_effect(graph)
     if not graph.is_chain:
+        skips = [ends for ends in graph.ends if ends[1] != ends[0] + 1]
         raise PlanError(
-            "a stack of modules stands only for a net in which every layer leads to the next"
+            f"this net has transitions that skip layers, {skips}, and a stack of modules stands"
+            " only for a net in which every layer leads to the next. Export the net itself:"
+            " torch.export.export(net, (x,)), torch.onnx.export(net, (x,), dynamo=True)"
         )
     net.execution.require_sum("a snapshot or module")
     for t, transition in enumerate(graph.transitions):

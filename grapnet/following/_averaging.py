@@ -260,6 +260,8 @@ def difference(copy: Graph, net: Graph) -> str:
     """Returns in which nodes, relations or frozen coordinates two nets differ; empty for none."""
     if copy.sizes != net.sizes:
         return f"it has layers of {copy.sizes} nodes where the net has {net.sizes}"
+    if net._wired and copy.ends != net.ends:
+        return f"it has transitions between the layers {copy.ends} where the net has {net.ends}"
     if copy.columns.keys() != net.columns.keys():
         return f"it has the columns {list(copy.columns)} where the net has {list(net.columns)}"
     for n, (mine, other) in enumerate(zip(copy.layers, net.layers, strict=True)):

@@ -440,6 +440,8 @@ def _digest(graphs: Sequence[Graph]) -> str:
 
     for graph in graphs:
         add(f"graph of version {graph.version}, next uid {graph._next_uid}")
+        if graph._wired:
+            add(f"ends {graph.ends}")
         for layer in graph.layers:
             add("layer", layer.uid)
             for column in (layer._owner_names, layer._activation_names):

@@ -77,8 +77,8 @@ def from_networkx(
         dtype: the type of the coordinates.
 
     Raises:
-        ValueError: a node without a layer, a relation that does not lead from a layer to the next,
-            or weights or biases of which some are missing.
+        ValueError: a node without a layer, a relation that does not lead to a later layer, or
+            weights or biases of which some are missing.
 
     Examples:
         >>> import networkx
@@ -100,9 +100,12 @@ def from_networkx(
         biases.append(_all_or_none(given, f"biases of layer {n}"))
         usual = "identity" if n == last else "relu"
         activations.append(graph.graph.get(f"activation_{n}", usual))
+    relations = _relations(graph, members)
+    adjacent = [relations.pop((n, n + 1)) for n in range(last)]
     net = gn.GrapNet.from_relations(
         [len(layer) for layer in members],
-        _relations(graph, members),
+        adjacent,
+        skips=relations,
         biases=biases,
         activation=activations,
         device=device,
@@ -177,34 +180,35 @@ def _layers(graph: "networkx.DiGraph[Any]") -> list[list[Hashable]]:
 
 def _relations(
     graph: "networkx.DiGraph[Any]", members: list[list[Hashable]]
-) -> list[tuple[Any, ...]]:
-    """Returns (parents, children) or (parents, children, weights) of every transition."""
+) -> dict[tuple[int, int], tuple[Any, ...]]:
+    """Returns (parents, children) or (parents, children, weights) of every transition, by the
+    layers that it leads from and to; those from a layer to the next come first.
+    """
     places: dict[Hashable, tuple[int, int]] = {}
     for n, names in enumerate(members):
         for row, name in enumerate(names):
             places[name] = (n, row)
-    found: list[tuple[list[int], list[int], list[float | None]]] = []
-    for _ in members[1:]:
-        found.append(([], [], []))
+    found: dict[tuple[int, int], tuple[list[int], list[int], list[float | None]]] = {}
+    for n in range(len(members) - 1):
+        found[n, n + 1] = ([], [], [])
     for parent, child, weight in graph.edges(data="weight"):
         upper, parent_row = places[parent]
         lower, child_row = places[child]
-        if lower != upper + 1:
+        if lower <= upper:
             raise ValueError(
-                f"relations go from a layer to the next, and that from {parent!r} to {child!r} goes"
-                f" from layer {upper} to layer {lower}"
+                f"relations go from a layer to a later one, and that from {parent!r} to {child!r}"
+                f" goes from layer {upper} to layer {lower}"
             )
-        parents, children, weights = found[upper]
+        parents, children, weights = found.setdefault((upper, lower), ([], [], []))
         parents.append(parent_row)
         children.append(child_row)
         weights.append(weight)
-    relations = []
-    for t, (parents, children, weights) in enumerate(found):
-        given = _all_or_none(weights, f"weights of transition {t}")
-        if given is None:
-            relations.append((parents, children))
-        else:
-            relations.append((parents, children, given))
+    relations: dict[tuple[int, int], tuple[Any, ...]] = {}
+    for ends, (parents, children, weights) in found.items():
+        given = _all_or_none(weights, f"weights from layer {ends[0]} to layer {ends[1]}")
+        relations[ends] = (parents, children)
+        if given is not None:
+            relations[ends] = (parents, children, given)
     return relations
 
 

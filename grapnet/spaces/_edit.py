@@ -611,6 +611,14 @@ class SpaceEdit(Edit):
         """Raises EditError."""
         raise EditError("remove_layer works on nets; in an adopted model remove does")
 
+    def insert_skip(self, *args: Any, **kwargs: Any) -> None:
+        """Raises EditError."""
+        raise EditError("insert_skip works on nets; the code of an adopted model adds what it adds")
+
+    def remove_skip(self, *args: Any, **kwargs: Any) -> None:
+        """Raises EditError."""
+        raise EditError("remove_skip works on nets; the code of an adopted model adds what it adds")
+
     def set_activation(self, *args: Any, **kwargs: Any) -> None:
         """Raises EditError."""
         raise EditError("the activations of an adopted model are in its own code")

@@ -633,6 +633,22 @@ def _remove_layer(world: World) -> None:
         edit.remove_layer(2)
 
 
+def _train_with_skip(world: World) -> None:
+    with world.net.edit(reason="skip") as edit:
+        edit.insert_skip(0, 2)
+    with world.net.edit() as edit:
+        edit.connect(world.net.layers[0], world.net.layers[2])
+    world.train()
+    world.backward()
+
+
+@operation("exchange skips of layers", make=_make_for_depth, setup=_train_with_skip)
+def _exchange_skips(world: World) -> None:
+    with world.net.edit(reason="another way") as edit:
+        edit.remove_skip(0, 2)
+        edit.insert_skip(1, 3)
+
+
 @operation("undo inserted layers", make=_make_for_depth, setup=_train_inserted)
 def _undo_layers(world: World) -> None:
     world.net.undo()

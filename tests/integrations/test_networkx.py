@@ -165,7 +165,7 @@ def test_a_graph_drawn_by_hand_becomes_a_net():
     [
         (lambda g: g.add_node(99), "node 99"),
         (lambda g: g.add_node(99, layer=-1), "node 99"),
-        (lambda g: g.add_edge(0, 8), "layer 0 to layer 2"),
+        (lambda g: g.add_edge(8, 9), "layer 2 to layer 2"),
         (lambda g: g.add_edge(4, 0), "layer 1 to layer 0"),
         (lambda g: g.edges[0, 3].pop("weight"), "1 of 12 weights"),
         (lambda g: g.nodes[8].pop("bias"), "1 of 3 biases"),
