@@ -60,7 +60,11 @@ class Comparison:
             relations |= {
                 pair: Coordinate(*value) for pair, value in zip(pairs, values, strict=True)
             }
-        return State(layers, relations)
+        skips = []
+        for source, target in net.ends:
+            if target > source + 1:
+                skips.append((-1 - len(skips), source, target))
+        return State(layers, relations, skips=skips)
 
     def adopt_newborn(self, after: State, draft: Draft) -> None:
         """Checks the newborn values against their bounds and gives them to the oracle."""
@@ -107,7 +111,7 @@ class Comparison:
             frozen,
         )
         assert count.trainable == len(wanted) - frozen == sum(p.numel() for p in self.parameters)
-        wiring = 4 * (relations + sum(size + 1 for size in sizes[:-1]))
+        wiring = 4 * (relations + sum(sizes[source] + 1 for source, _ in state.ends()))
         assert (count.flops, count.bytes) == (
             2 * relations + biases,
             8 * len(wanted) + 4 * frozen + wiring,
@@ -116,12 +120,12 @@ class Comparison:
     def compare_carried(self, state: State, close: float) -> None:
         """Compares the gradients and the optimizer state that the last rule carried along."""
         vectors = state.vectors()
-        wires = zip(
-            self.net.layers, self.net.transitions, vectors[len(state.layers) - 1 :], strict=False
-        )
-        for layer, transition, vector in wires:
-            if transition.weight.grad is not None:
-                same(layer.outgoing().gradients, [c.grad for c in vector.values()], 0)
+        assert self.net.ends == state.ends()
+        for t, vector in enumerate(vectors[len(state.layers) - 1 :]):
+            source, target = (self.net.layers[number] for number in state.ends()[t])
+            if self.net.transitions[t].weight.grad is not None:
+                found = source.outgoing(to=target).gradients
+                same(found, [c.grad for c in vector.values()], 0)
         for p, name, vector in zip(self.parameters, state.vector_names(), vectors, strict=True):
             free = [c for c in vector.values() if not c.frozen]
             # A Parameter that came with a layer was not there for the last backward pass.
@@ -167,8 +171,10 @@ class Comparison:
         owned = state.owned([node.uid])
         number = next(n for n in range(len(state.layers)) if node.uid in state.uids(n))
         parents = []
-        if number:
-            parents = [uid for uid in state.uids(number - 1) if (uid, node.uid) in state.relations]
+        for source, target in state.ends():
+            if target == number:
+                upper = state.uids(source)
+                parents += [uid for uid in upper if (uid, node.uid) in state.relations]
         assert (handle.layer, handle.row) == (number, state.uids(number).index(node.uid))
         assert (handle.activation, handle.owner) == (node.activation, node.owner)
         assert handle.children.uids.tolist() == [child for _, child in owned]
@@ -223,7 +229,8 @@ def births(state: State) -> object:
 def wiring(state: State) -> object:
     """Returns the relations as rows, and the sizes of the layers."""
     rows = {node.uid: row for layer in state.layers for row, node in enumerate(layer)}
-    wires = [
-        [(rows[p], rows[c]) for p, c in state.transition(t)] for t in range(len(state.layers) - 1)
-    ]
+    wires = []
+    for t, (source, _) in enumerate(state.ends()):
+        pairs = [(rows[p], rows[c]) for p, c in state.transition(t)]
+        wires.append((len(state.layers[source]), pairs))
     return [len(layer) for layer in state.layers], wires

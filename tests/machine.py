@@ -44,7 +44,9 @@ class GraphMachine(Operations, Comparison):
 
     @initialize(data=st.data(), seed=st.integers(0, 2**32))
     def start(self, data: st.DataObject, seed: int) -> None:
-        """Makes a net: by density or from relations in any order, perhaps with empty layers."""
+        """Makes a net: by density or from relations in any order, perhaps with empty layers and
+        with transitions that skip layers.
+        """
         self.counts["programs"] += 1
         torch.manual_seed(seed)
         self.data = data
@@ -52,18 +54,31 @@ class GraphMachine(Operations, Comparison):
         kinds = self.draw(
             st.lists(st.sampled_from(NAMES), min_size=len(sizes) - 1, max_size=len(sizes) - 1)
         )
+        over = [(s, t) for t in range(2, len(sizes)) for s in range(t - 1)]
+        skips = self.some(over, 0, 2) if self.draw(st.integers(0, 3)) == 0 else []
         if self.draw(st.booleans()):
             wires = [
                 self.some([(p, c) for p in range(a) for c in range(b)], 8, 16)
                 for a, b in pairwise(sizes)
             ]
             columns = [([p for p, _ in pairs], [c for _, c in pairs]) for pairs in wires]
-            net = gn.GrapNet.from_relations(sizes, columns, activation=kinds, dtype=torch.float64)
+            ways = {}
+            for s, t in skips:
+                pairs = self.some([(p, c) for p in range(sizes[s]) for c in range(sizes[t])], 0, 4)
+                ways[s, t] = ([p for p, _ in pairs], [c for _, c in pairs])
+            net = gn.GrapNet.from_relations(
+                sizes, columns, skips=ways, activation=kinds, dtype=torch.float64
+            )
         else:
             density = self.draw(st.floats(0.3, 1))
             how = self.draw(st.sampled_from(["uniform", "erk"]))
             net = gn.GrapNet(
-                sizes, activation=kinds, density=density, distribution=how, dtype=torch.float64
+                sizes,
+                skips=skips,
+                activation=kinds,
+                density=density,
+                distribution=how,
+                dtype=torch.float64,
             )
         self.drive(net)
         self.oracle = Oracle(self.read())
@@ -93,7 +108,7 @@ class GraphMachine(Operations, Comparison):
         before = after = self.oracle.state
         draft = Draft(before, allow_dead=allow_dead)
         old = self.loss(self.output())
-        moved = self.net.layers[0].outgoing()
+        moved = self.net.layers[0].outgoing(to=self.net.layers[1])
         generator = torch.Generator().manual_seed(7) if own else None
         random = torch.get_rng_state()
         try:

@@ -91,9 +91,10 @@ class Operations(RuleBasedStateMachine):
     def relations(self) -> tuple[gn.RelationSet, list]:
         """Draws relations: as the library selects them, and as pairs."""
         state = self.oracle.state
-        t = self.layer(last=-2)
+        t = self.draw(st.integers(0, len(state.ends()) - 1))
+        above, below = state.ends()[t]
         pairs = state.transition(t)
-        outgoing = self.net.layers[t].outgoing()
+        outgoing = self.net.layers[above].outgoing(to=self.net.layers[below])
         ways = ["positions", "frozen", "smallest", "largest", "outgoing", "incoming", "between"]
         how = self.draw(st.sampled_from(ways))
         if how in ("positions", "frozen"):
@@ -108,14 +109,14 @@ class Operations(RuleBasedStateMachine):
             chosen = [pair for pair in pairs if pair in ranked]
             found = getattr(outgoing, how)(count=size)
         else:
-            parents = state.uids(t) if how == "incoming" else self.some(state.uids(t))
-            children = state.uids(t + 1) if how == "outgoing" else self.some(state.uids(t + 1))
+            parents = state.uids(above) if how == "incoming" else self.some(state.uids(above))
+            children = state.uids(below) if how == "outgoing" else self.some(state.uids(below))
             chosen = [(p, c) for p, c in pairs if p in parents and c in children]
-            upper = self.node_set(t, parents)
-            lower = self.node_set(t + 1, children)
+            upper = self.node_set(above, parents)
+            lower = self.node_set(below, children)
             found = {
-                "outgoing": lambda: upper.outgoing(),
-                "incoming": lambda: lower.incoming(),
+                "outgoing": lambda: upper.outgoing(to=self.net.layers[below]),
+                "incoming": lambda: lower.incoming(of=self.net.layers[above]),
                 "between": lambda: upper.outgoing(to=lower) & lower.incoming(of=upper),
             }[how]()
         assert list(zip(found.parents.tolist(), found.children.tolist(), strict=True)) == chosen
@@ -127,6 +128,7 @@ class Operations(RuleBasedStateMachine):
         """
         if not verbs and self.draw(st.integers(0, 5)) == 0:
             verbs = (self.insert_layer, self.insert_layer, self.remove_layer)
+            verbs += (self.insert_skip, self.insert_skip, self.remove_skip)
             most = 2
         twice = [self.connect, self.cut, self.turn] * 2
         verbs = verbs or (self.add, self.remove, self.orphans, self.name, *twice)
@@ -162,10 +164,11 @@ class Operations(RuleBasedStateMachine):
         draft.removed |= set(uids)
 
     def connect(self, edit: gn.Edit, draft: Draft) -> None:
-        t = self.layer(last=-2)
+        t = self.draw(st.integers(0, len(self.oracle.state.ends()) - 1))
+        above, below = self.oracle.state.ends()[t]
         how = self.draw(st.sampled_from(["aligned", "all"]))
-        upper = self.present(draft, t)
-        lower = self.present(draft, t + 1)
+        upper = self.present(draft, above)
+        lower = self.present(draft, below)
         asked = {pair for pair, _ in draft.connected}
         taken = asked | (self.oracle.state.relations.keys() - draft.cut)
         if how == "aligned":
@@ -180,7 +183,8 @@ class Operations(RuleBasedStateMachine):
                 return
             if taken & set(pairs) and self.draw(st.integers(0, 3)):  # at 0 the edit must be refused
                 marks = [pair in pairs for pair in self.oracle.state.transition(t)]
-                edit.cut(self.net.layers[t].outgoing()[torch.tensor(marks)])
+                outgoing = self.net.layers[above].outgoing(to=self.net.layers[below])
+                edit.cut(outgoing[torch.tensor(marks)])
                 draft.cut |= self.oracle.state.relations.keys() & set(pairs)
         weights, initials = self.values(len(pairs))
         edit.connect(self.nodes(parents), self.nodes(children), pairs=how, weights=weights)
@@ -281,6 +285,19 @@ class Operations(RuleBasedStateMachine):
         edit.remove_layer(self.draw(st.sampled_from([number, self.net.layers[number]])))
         draft.layers_removed.add(number)
 
+    def insert_skip(self, edit: gn.Edit, draft: Draft) -> None:
+        count = len(self.default)
+        free = [(s, t) for s in range(count) for t in range(s + 2, count)]
+        free = [ends for ends in free if ends not in self.oracle.state.ends()]
+        for source, target in self.some(free, 0, 1):
+            edit.insert_skip(source, self.draw(st.sampled_from([target, target - count])))
+            draft.skips_inserted.append((source, target))
+
+    def remove_skip(self, edit: gn.Edit, draft: Draft) -> None:
+        for ends in self.some(self.oracle.state.ends()[len(self.default) - 1 :], 0, 1):
+            edit.remove_skip(*ends)
+            draft.skips_removed.add(ends)
+
     def illegal(self) -> Any:
         """Draws an operation that must fail, at once or when the edit commits."""
         net = self.net
@@ -316,6 +333,8 @@ class Operations(RuleBasedStateMachine):
             lambda edit: net.undo(),
             lambda edit: edit.insert_layer(-1),
             lambda edit: edit.remove_layer(0),
+            lambda edit: edit.insert_skip(0, 1),
+            lambda edit: edit.remove_skip(0, 1),
             lambda edit: edit.insert_layer(0, activation="relu"),
             lambda edit: (edit.insert_layer(0), edit.add_nodes(0, 1)),
         ]

@@ -62,6 +62,8 @@ class State:
     relations: dict[Pair, Coordinate]
     # what each layer is called for good, also while others come before it and leave
     names: list[int] = field(default_factory=list)
+    # transitions that skip layers: what each is called for good, and its two layers
+    skips: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.names:
@@ -73,24 +75,49 @@ class State:
             [replace(n, bias=n.bias and replace(n.bias)) for n in layer] for layer in self.layers
         ]
         relations = {pair: replace(relation) for pair, relation in self.relations.items()}
-        return State(layers, relations, list(self.names))
+        return State(layers, relations, list(self.names), list(self.skips))
 
     def vector_names(self) -> list[tuple[str, int]]:
         """Returns what the vectors are called for good, in the order of `vectors`."""
         later = self.names[1:]
-        return [("bias", name) for name in later] + [("weight", name) for name in later]
+        chain = [("bias", name) for name in later] + [("weight", name) for name in later]
+        return chain + [("skip", name) for name, _, _ in self.skips]
+
+    def ends(self) -> list[tuple[int, int]]:
+        """Returns the layers that every transition leads from and to."""
+        found = list(pairwise(range(len(self.layers))))
+        for _, source, target in self.skips:
+            found.append((self.names.index(source), self.names.index(target)))
+        return found
+
+    def depth(self) -> object:
+        """Returns which layers and transitions there are."""
+        return self.names, self.skips
 
     def uids(self, number: int) -> list[int]:
         """Returns the nodes of a layer in row order."""
         return [node.uid for node in self.layers[number]]
 
     def owned(self, uids: Iterable[int]) -> list[Pair]:
-        """Returns the relations that nodes own, one owner after the other."""
-        return [pair for uid in uids for pair in self.relations if pair[0] == uid]
+        """Returns the relations that nodes own, one owner after the other, transition by
+        transition.
+        """
+        found = []
+        targets: dict[int, list[set[int]]] = {}
+        for source, target in self.ends():
+            for uid in self.uids(source):
+                targets.setdefault(uid, []).append(set(self.uids(target)))
+        for uid in uids:
+            own = [pair for pair in self.relations if pair[0] == uid]
+            for children in targets.get(uid, ()):
+                found += [pair for pair in own if pair[1] in children]
+        return found
 
     def transition(self, t: int) -> list[Pair]:
-        """Returns the relations from layer t to the next in owner order."""
-        return self.owned(self.uids(t))
+        """Returns the relations of a transition in owner order."""
+        source, target = self.ends()[t]
+        children = set(self.uids(target))
+        return [pair for pair in self.owned(self.uids(source)) if pair[1] in children]
 
     def coordinates(self) -> dict[Key, Coordinate]:
         """Returns every coordinate by its name."""
@@ -103,16 +130,17 @@ class State:
         biases = [{node.uid: node.bias for node in layer} for layer in self.layers[1:]]
         wires = [
             {pair: self.relations[pair] for pair in self.transition(t)}
-            for t in range(len(self.layers) - 1)
+            for t in range(len(self.ends()))
         ]
         return biases + wires
 
     def reached(self) -> set[int]:
         """Returns the outputs that a path from the sensory layer leads to."""
         reached = set(self.uids(0))
-        for t in range(len(self.layers) - 1):
-            reached = {child for parent, child in self.transition(t) if parent in reached}
-        return reached
+        for number in range(1, len(self.layers)):
+            lower = set(self.uids(number))
+            reached |= {c for p, c in self.relations if p in reached and c in lower}
+        return reached & set(self.uids(-1))
 
     def fan_in(self, uid: int) -> int:
         """Returns how many parents a node has."""
@@ -135,37 +163,46 @@ class State:
         vectors = [
             [(key, births and c.birth, c.frozen) for key, c in v.items()] for v in self.vectors()
         ]
-        return layers, vectors
+        return layers, vectors, self.ends()
 
     def evaluate(self, x: Tensor, loss) -> tuple[Tensor, dict[Key, float]]:
         """Returns the output for x and the gradient of loss(output) for every coordinate, by dense
         matrices.
         """
-        h = x
-        leaves = []
-        for upper, lower in pairwise(self.layers):
-            # A_ij = w_ij, or 0
-            cells = [[self.relations.get((i.uid, j.uid)) for j in lower] for i in upper]
-            values = [[0.0 if cell is None else cell.value for cell in row] for row in cells]
-            matrix = (
-                torch.tensor(values, dtype=x.dtype).reshape(len(upper), len(lower)).requires_grad_()
-            )
+        outputs = [x]
+        leaves: list[Tensor] = []
+        matrices: dict[int, Tensor] = {}
+        ends = self.ends()
+        for number, lower in enumerate(self.layers[1:], start=1):
             bias = torch.tensor([j.bias.value for j in lower], dtype=x.dtype, requires_grad=True)
-            z = h @ matrix + bias
+            leaves.append(bias)
+            z = bias.expand(len(x), -1)
+            for t, (source, target) in enumerate(ends):
+                if target != number:
+                    continue
+                upper = self.layers[source]
+                # A_ij = w_ij, or 0
+                cells = [[self.relations.get((i.uid, j.uid)) for j in lower] for i in upper]
+                values = [[0.0 if cell is None else cell.value for cell in row] for row in cells]
+                matrix = torch.tensor(values, dtype=x.dtype).reshape(len(upper), len(lower))
+                matrices[t] = matrix.requires_grad_()
+                z = z + outputs[source] @ matrices[t]
             h = z
             if lower:
                 h = torch.stack([PHI[j.activation](z[:, n]) for n, j in enumerate(lower)], 1)
-            leaves += [matrix, bias]
-        found = [gradient.tolist() for gradient in torch.autograd.grad(loss(h), leaves)]
+            outputs.append(h)
+        wires = [matrices[t] for t in range(len(ends))]
+        out = outputs[-1]
+        found = [g.tolist() for g in torch.autograd.grad(loss(out), leaves + wires)]
         gradients: dict[Key, float] = {}
-        for t, (matrix, bias) in enumerate(zip(found[::2], found[1::2], strict=True)):
-            upper = self.uids(t)
-            lower = self.uids(t + 1)
-            gradients |= dict(zip(lower, bias, strict=True))
-            gradients |= {
-                (p, c): matrix[upper.index(p)][lower.index(c)] for p, c in self.transition(t)
-            }
-        return h.detach(), gradients
+        for number, bias in enumerate(found[: len(leaves)], start=1):
+            gradients |= dict(zip(self.uids(number), bias, strict=True))
+        for t, matrix in enumerate(found[len(leaves) :]):
+            rows = self.uids(ends[t][0])
+            columns = self.uids(ends[t][1])
+            for p, c in self.transition(t):
+                gradients[p, c] = matrix[rows.index(p)][columns.index(c)]
+        return out.detach(), gradients
 
 
 @dataclass
@@ -203,6 +240,8 @@ class Draft:
         self.orphans: dict[int, bool] = {}
         self.inserted: list[Inserted] = []
         self.layers_removed: set[int] = set()
+        self.skips_inserted: list[tuple[int, int]] = []
+        self.skips_removed: set[tuple[int, int]] = set()
         # newborn -> least and greatest value; filled by resolve
         self.bounds: dict[Key, tuple[float, float]] = {}
         self.shift: Shift = {}  # filled by resolve
@@ -244,7 +283,7 @@ class Draft:
 
     def resolve(self) -> State:
         """Returns the graph after the edit; raises Refused when it is illegal."""
-        if self.inserted or self.layers_removed:
+        if self.inserted or self.layers_removed or self.skips_inserted or self.skips_removed:
             return self._deepen()
         pairs = [pair for pair, _ in self.connected]
         if any(self.removed & set(pair) for pair in pairs):
@@ -302,7 +341,26 @@ class Draft:
                     layers.append(one.nodes)
                     names.append(1000 + next(_births))
                     comes = True
-        return State(layers, relations, names)
+        return self._skip(before, State(layers, relations, names))
+
+    def _skip(self, before: State, after: State) -> State:
+        """Returns the graph with the transitions that skip layers."""
+        gone = {before.names[number] for number in self.layers_removed}
+        for place, (name, source, target) in enumerate(before.skips, len(before.layers) - 1):
+            if {source, target} & gone:
+                raise Refused("a transition that skips layers ends there")
+            if before.ends()[place] not in self.skips_removed:
+                after.skips.append((name, source, target))
+                for pair in before.transition(place):
+                    after.relations[pair] = before.relations[pair]
+        for source, target in self.skips_inserted:
+            ends = (before.names[source], before.names[target])
+            if set(ends) & gone:
+                raise Refused("a transition that skips layers would end there")
+            after.skips.append((next(_births), *ends))
+        if len(set(after.ends())) < len(after.ends()):
+            raise Refused("two transitions would have the same ends")
+        return after
 
     def _passed_on(
         self, before: State, number: int, upper: list[Node], comes: bool
@@ -332,9 +390,12 @@ class Draft:
 
     def _dies(self, after: State) -> bool:
         alive = self.state.reached()
-        for t in range(len(after.layers) - 1):
+        ends = after.ends()
+        for t in range(len(ends)):
             if alive and self.state.transition(t) and not after.transition(t):
-                return True
+                entering = [u for u in range(len(ends)) if ends[u][1] == ends[t][1]]
+                if not any(after.transition(u) for u in entering):
+                    return True
         return any(uid in alive and not after.fan_in(uid) for uid in after.uids(-1))
 
     def _fold(self, gone: list[Node], left: dict[int, float]) -> None:
@@ -446,7 +507,7 @@ class Oracle:
             later = self.state
             kept = 0
             for state, _ in reversed(stack):
-                if state.names != later.names:
+                if state.depth() != later.depth():
                     break
                 kept += 1
                 later = state
