@@ -89,6 +89,13 @@ def _gradients(case: Case, *, inputs: bool, weights: bool) -> Any:
     return _native.gradients(x, case.dz, values, case.ptr, case.child, case.in_ptr, case.row_major)
 
 
+def _sum_by_child(case: Case) -> Tensor:
+    """Sums over the opposite wiring, whose values come in the order of their children."""
+    bias = torch.ones_like(case.x[:1]).view(-1)
+    wiring = (case.in_ptr, case.ptr, case.child)
+    return _native.sum_by_child(case.dz, case.values, bias, *wiring, case.row_major)
+
+
 def _rectangle(case: Case, transposed: bool) -> Tensor:
     shape = _native.rectangle_shape(case.ptr, case.n_children, transposed)
     return case.values.new_empty(max(0, shape[0]), max(0, shape[1])).fill_(1)
@@ -120,11 +127,19 @@ KERNELS: dict[str, Callable[[Case], Any]] = {
     "relation_gradients": lambda case: _gradients(case, inputs=True, weights=True),
     "input_gradient": lambda case: _gradients(case, inputs=True, weights=False),
     "weight_gradient": lambda case: _gradients(case, inputs=False, weights=True),
+    "sum_by_child": lambda case: _sum_by_child(case),
+    "reorder": lambda case: _native.reorder(case.values, case.row_major, case.ptr, case.entries),
     "fill rows": lambda case: _native.fill(
         case.values, case.ptr, case.child, case.n_children, False
     ),
     "fill columns": lambda case: _native.fill(
         case.values, case.ptr, case.child, case.n_children, True
+    ),
+    "fill kernels": lambda case: _native.fill(
+        case.values.unsqueeze(1).repeat(1, 3), case.ptr, case.child, case.n_children, False
+    ),
+    "pick kernels": lambda case: _native.pick(
+        _rectangle(case, False).unsqueeze(2).repeat(1, 1, 3), case.ptr, case.child, False
     ),
     "pick rows": lambda case: _native.pick(_rectangle(case, False), case.ptr, case.child, False),
     "pick columns": lambda case: _native.pick(_rectangle(case, True), case.ptr, case.child, True),

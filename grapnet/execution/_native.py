@@ -6,6 +6,7 @@ leaves Python; a kernel checks the indices in it, and refuses a wiring that lead
 """
 
 import importlib
+import math
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -213,6 +214,89 @@ def sum_over_own_wiring(
     return z
 
 
+def sum_by_child(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor,
+    ptr: Tensor,
+    in_ptr: Tensor,
+    parent: Tensor,
+    row_major: bool,
+) -> Tensor:
+    """Returns what `sum_over_own_wiring` does for values in the order of their children.
+
+    Args:
+        x: the activations, [batch, n_parents].
+        values: one per relation.
+        bias: one per child.
+        ptr: where the relations of each parent begin.
+        in_ptr: where those of each child begin.
+        parent: the parents in the order of the children, [n_relations] int32.
+        row_major: whether the result is laid out row by row.
+    """
+    n_children, n_relations = _check_wiring(in_ptr, parent)
+    n_parents = ptr.shape[0] - 1
+    dtype = values.dtype
+    values = values.contiguous()
+    bias = bias.contiguous()
+    _check("values", values, _DTYPES, n_relations)
+    _check("bias", bias, (dtype,), n_children)
+    x = _matrix("x", x, n_parents, dtype)
+    batch = x.shape[0]
+    z = _reused_activations(x, batch, n_children, row_major)
+    # In the opposite wiring, from the children to their parents, it is the gradient of the input.
+    sound = _loaded().gradients(
+        0,
+        False,
+        x.data_ptr(),
+        is_by_feature(x),
+        values.data_ptr(),
+        bias.data_ptr(),
+        in_ptr.data_ptr(),
+        parent.data_ptr(),
+        z.data_ptr(),
+        not row_major,
+        0,
+        0,
+        True,
+        False,
+        batch,
+        n_children,
+        n_parents,
+        n_relations,
+        dtype == torch.float64,
+        torch.get_num_threads(),
+    )
+    _require(sound)
+    return z
+
+
+def reorder(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
+    """Returns the values of relations from the order of their children in that of their parents, or
+    back.
+    """
+    n_relations = entries.numel()
+    _check("ptr", ptr, _POSITIONS, max(1, ptr.numel()))
+    _check("entries", entries, _ENTRIES, n_relations)
+    values = values.contiguous()
+    _check("values", values, _DTYPES, n_relations)
+    moved = room(values.new_empty(0), n_relations)
+    sound = _loaded().reorder(
+        values.data_ptr(),
+        ptr.data_ptr(),
+        entries.data_ptr(),
+        entries.dtype == torch.int64,
+        ptr.numel() - 1,
+        n_relations,
+        by_parent,
+        moved.data_ptr(),
+        values.element_size(),
+        torch.get_num_threads(),
+    )
+    _require(sound)
+    return moved
+
+
 def gradients(
     x: Tensor | None,
     dz: Tensor,
@@ -250,6 +334,7 @@ def gradients(
         dz.data_ptr(),
         is_by_feature(dz),
         values.data_ptr() if values is not None else 0,
+        0,
         ptr.data_ptr(),
         child.data_ptr(),
         dx.data_ptr(),
@@ -270,11 +355,15 @@ def gradients(
 
 
 def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
-    """Returns the rectangle with the values in their cells and zeros elsewhere."""
+    """Returns the rectangle with the values in their cells and zeros elsewhere.
+
+    Values of several numbers, [n_relations, width], give a rectangle with a third dimension.
+    """
     _, n_relations = _check_wiring(ptr, child)
     values = values.contiguous()
-    _check("values", values, (values.dtype,), n_relations)
-    rectangle = values.new_empty(rectangle_shape(ptr, n_children, transposed))
+    _check("values", values.view(-1), (values.dtype,), n_relations * _width(values, 1))
+    shape = (*rectangle_shape(ptr, n_children, transposed), *values.shape[1:])
+    rectangle = room(values.new_empty(0, *shape[1:]), shape[0])
     _touch_rectangle(_loaded().fill, values, ptr, child, rectangle, transposed)
     return rectangle
 
@@ -283,14 +372,14 @@ def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Ten
     """Returns the values of the relations from a rectangle."""
     n_parents, n_relations = _check_wiring(ptr, child)
     if (
-        rectangle.dim() != 2
+        rectangle.dim() not in (2, 3)
         or rectangle.shape[1 if transposed else 0] != n_parents
         or not rectangle.is_cpu
     ):
         given = f"{list(rectangle.shape)} on {rectangle.device}"
         raise PlanError(f"the rectangle is {given}, the kernel needs {n_parents} parents on cpu")
-    values = rectangle.new_empty(n_relations)
-    if is_by_feature(rectangle):
+    values = room(rectangle.new_empty(0, *rectangle.shape[2:]), n_relations)
+    if rectangle.dim() == 2 and is_by_feature(rectangle):
         rectangle = rectangle.t()
         transposed = not transposed
     _touch_rectangle(_loaded().pick, values, ptr, child, rectangle.contiguous(), transposed)
@@ -315,10 +404,11 @@ def _touch_rectangle(
     rectangle: Tensor,
     transposed: bool,
 ) -> None:
-    n_parents, n_children = rectangle.shape
+    n_parents, n_children = rectangle.shape[:2]
     if transposed:
-        n_children, n_parents = rectangle.shape
-    if values.element_size() not in (2, 4, 8):
+        n_children, n_parents = rectangle.shape[:2]
+    size = values.element_size() * _width(rectangle, 2)
+    if size not in (2, 4, 8) and (transposed or rectangle.dim() == 2):
         raise PlanError(f"numbers of type {values.dtype} are not 2, 4 or 8 bytes long")
     sound = kernel(
         values.data_ptr(),
@@ -329,10 +419,15 @@ def _touch_rectangle(
         values.shape[0],
         rectangle.data_ptr(),
         transposed,
-        values.element_size(),
+        size,
         torch.get_num_threads(),
     )
     _require(sound)
+
+
+def _width(tensor: Tensor, dim: int) -> int:
+    """Returns how many numbers the dimensions from `dim` on have together."""
+    return math.prod(tensor.shape[dim:])
 
 
 def _loaded() -> ModuleType:

@@ -27,6 +27,8 @@ Wiring = Sequence[Tensor]
 
 # messages (batch × relations) that plain operations make at once
 _CELLS = 1 << 20
+# samples up to which a gradient costs less than to move its values into another order
+_FEW = 16
 _PLAIN = {Tensor, torch.nn.Parameter}
 
 _ops = torch.ops.grapnet
@@ -39,6 +41,32 @@ def relation_sum(
     feature.
     """
     return _run(_ops.relation_sum.default, _RelationSum, x, values, bias, row_major, *wiring)
+
+
+def sum_by_child(
+    x: Tensor, values: Tensor, bias: Tensor, wiring: Wiring, opposite: Wiring, row_major: bool
+) -> Tensor:
+    """Returns what `relation_sum` does for values in the order of their children, as the rows of
+    the weight of an `nn.Linear` have them.
+
+    Args:
+        x: the activations, [batch, n_parents].
+        values: one per relation.
+        bias: one per child.
+        wiring: the relations by parent.
+        opposite: the same relations as if they led from the children to their parents.
+        row_major: whether the result is laid out row by row.
+    """
+    _, parent, _, back = opposite
+    inputs = (x, values, bias, row_major, *wiring, parent, back)
+    return _run(_ops.sum_by_child.default, _SumByChild, *inputs)
+
+
+def reorder(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
+    """Returns the values of relations from the order of their children in that of their parents, or
+    back.
+    """
+    return _run(_ops.reorder.default, _Reorder, values, by_parent, ptr, entries)
 
 
 def relation_gradients(
@@ -62,7 +90,7 @@ def weight_gradient(x: Tensor, dz: Tensor, wiring: Wiring) -> tuple[Tensor, Tens
 
 def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
     """Returns the values as a rectangle, [n_parents, n_children] or transposed, 0 where there is no
-    relation.
+    relation; those of several numbers, [n_relations, width], as [n_parents, n_children, width].
     """
     return _run(_ops.fill.default, _Fill, values, ptr, child, n_children, transposed)
 
@@ -148,6 +176,89 @@ class _RelationSum(Function):
         if needs_bias and dbias is None:
             dbias = dz.sum(0)
         return dx, dw, dbias, None, None, None, None, None
+
+
+class _SumByChild(Function):
+    @staticmethod
+    def forward(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Any) -> Tensor:
+        ptr, _, in_ptr, _, parent, _ = wiring
+        return _native.sum_by_child(x, values, bias, ptr, in_ptr, parent, row_major)
+
+    @staticmethod
+    def plain(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
+        ptr, _, _, entries, _, _ = wiring
+        values = _Reorder.plain(values, True, ptr, entries)
+        return _RelationSum.plain(x, values, bias, row_major, *wiring[:4])
+
+    @staticmethod
+    def shape(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
+        return _native.empty_activations(x, x.shape[0], bias.shape[0], row_major)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, values, _, _, *wiring = inputs
+        ctx.save_for_backward(x, values, *wiring)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (dz,) = grads
+        x, values, *wiring, parent, back = ctx.saved_tensors
+        ptr, _, in_ptr, entries = wiring
+        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
+        row_major = not _native.is_by_feature(x)
+        dx = dw = dbias = None
+        if x.shape[0] <= _FEW:
+            # Another order of the values would take longer than the gradients.
+            opposite = (in_ptr, parent, ptr, back)
+            if needs_x:
+                zeros = x.new_zeros(x.shape[1])
+                dx = relation_sum(dz, values, zeros, opposite, row_major)
+            if needs_values:
+                dw, _ = weight_gradient(dz, x, opposite)
+            if needs_bias:
+                dbias = dz.sum(0)
+            return dx, dw, dbias, *[None] * 7
+        if needs_x:
+            values = reorder(values, True, ptr, entries)
+        if needs_x and needs_values:
+            dx, dw, dbias = relation_gradients(x, dz, values, wiring)
+        elif needs_values:
+            dw, dbias = weight_gradient(x, dz, wiring)
+        elif needs_x:
+            dx = input_gradient(dz, values, wiring, row_major)
+        if dw is not None:
+            dw = reorder(dw, False, ptr, entries)
+        if needs_bias and dbias is None:
+            dbias = dz.sum(0)
+        return dx, dw, dbias, *[None] * 7
+
+
+class _Reorder(Function):
+    forward = staticmethod(_native.reorder)
+
+    @staticmethod
+    def plain(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
+        bits = 4 * entries.element_size()
+        # An entry has a parent in its upper half, unsigned, and one of its slots in the lower.
+        entries = entries.long() & ((1 << 2 * bits) - 1 if bits < 32 else -1)
+        place = ptr[entries >> bits].long() + (entries & ((1 << bits) - 1))
+        if by_parent:
+            place = place.argsort()
+        return values.index_select(0, place)
+
+    @staticmethod
+    def shape(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
+        return values.new_empty(values.shape[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.by_parent, *wiring = inputs
+        ctx.save_for_backward(*wiring)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        back = reorder(grads[0], not ctx.by_parent, *ctx.saved_tensors)
+        return back, None, None, None
 
 
 class _RelationGradients(Function):
@@ -264,15 +375,17 @@ class _Fill(Function):
     ) -> Tensor:
         n_parents = len(ptr) - 1
         cells = _cells(ptr, child, n_children)
-        rectangle = values.new_zeros(n_parents * n_children).index_add(0, cells, values)
-        rectangle = rectangle.view(n_parents, n_children)
+        zeros = values.new_zeros(n_parents * n_children, *values.shape[1:])
+        rectangle = zeros.index_add(0, cells, values)
+        rectangle = rectangle.view(n_parents, n_children, *values.shape[1:])
         return rectangle.t() if transposed else rectangle
 
     @staticmethod
     def shape(
         values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool
     ) -> Tensor:
-        return values.new_empty(_native.rectangle_shape(ptr, n_children, transposed))
+        shape = _native.rectangle_shape(ptr, n_children, transposed)
+        return values.new_empty(*shape, *values.shape[1:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -291,11 +404,12 @@ class _Pick(Function):
     def plain(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
         by_parent = rectangle.t() if transposed else rectangle
         cells = _cells(ptr, child, by_parent.shape[1])
-        return by_parent.reshape(-1).index_select(0, cells)
+        cells_of = by_parent.reshape(-1, *by_parent.shape[2:])
+        return cells_of.index_select(0, cells)
 
     @staticmethod
     def shape(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
-        return rectangle.new_empty(child.shape[0])
+        return rectangle.new_empty(child.shape[0], *rectangle.shape[2:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -328,6 +442,18 @@ _register(
     _RelationSum,
     "relation_sum",
     f"Tensor x, Tensor values, Tensor bias, bool row_major, {_WIRING}",
+    "Tensor",
+)
+_register(
+    _SumByChild,
+    "sum_by_child",
+    f"Tensor x, Tensor values, Tensor bias, bool row_major, {_WIRING}, Tensor parent, Tensor back",
+    "Tensor",
+)
+_register(
+    _Reorder,
+    "reorder",
+    "Tensor values, bool by_parent, Tensor ptr, Tensor entries",
     "Tensor",
 )
 _register(

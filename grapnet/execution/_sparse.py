@@ -60,6 +60,33 @@ class Sparse:
 
 
 @dataclass(frozen=True, eq=False)
+class ByChildPlan:
+    """The gather for one topology whose values come in the order of their children.
+
+    Attributes:
+        wiring: the relations by parent, and their order by child.
+        opposite: the same of the relations as if they led from the children to their parents.
+    """
+
+    wiring: tuple[Tensor, ...]
+    opposite: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, topology: Topology, opposite: Topology) -> "ByChildPlan":
+        """Returns the plan for the relations by parent and for those by child."""
+        return cls(_wiring(topology), _wiring(opposite))
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        return _operators.sum_by_child(x, values, bias, self.wiring, self.opposite, row_major=True)
+
+
+def _wiring(topology: Topology) -> tuple[Tensor, ...]:
+    order = _native.order_by_child(topology)
+    _native.require_readable(topology.ptr, topology.child, *order)
+    return topology.ptr, topology.child, *order
+
+
+@dataclass(frozen=True, eq=False)
 class SparsePlan:
     """The gather for one topology; under autocast it computes in the dtype of the weights.
 

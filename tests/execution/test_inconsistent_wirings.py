@@ -85,13 +85,14 @@ def of_no_slot(entries: Tensor) -> None:
 
 
 LISTS = [*KERNELS]
-CHILDREN = sorted({*KERNELS} - {"family_hashes", "largest_of_rows", "order_without"})
+CHILDREN = sorted({*KERNELS} - {"family_hashes", "largest_of_rows", "order_without", "reorder"})
 BY_CHILD = ["relation_sum", "sum_over_own_wiring"]
 DAMAGES = [
     *((name, "ptr", damage) for name in LISTS for damage in (falling, too_long)),
     *((name, "child", damage) for name in CHILDREN for damage in (negative, too_large)),
     *((name, "in_ptr", damage) for name in BY_CHILD for damage in (falling, too_long)),
     *((name, "entries", damage) for name in BY_CHILD for damage in (of_no_parent, of_no_slot)),
+    *(("reorder", "entries", damage) for damage in (of_no_parent, of_no_slot)),
 ]
 
 

@@ -251,6 +251,60 @@ def test_a_rectangle_is_filled_and_read(
         )
 
 
+@pytest.mark.parametrize("width", [3, 9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5), (37, 53), (300, 70)])
+@pytest.mark.usefixtures("unwritten_shows", "threads")
+def test_a_rectangle_of_kernels_is_filled_and_read(
+    shape: tuple[int, int], dtype: torch.dtype, width: int
+) -> None:
+    # children in no order, and in their own
+    for topology in (ragged(*shape), opposite(ragged(*shape))):
+        values = torch.randn(topology.n_relations, width).to(dtype)
+        expected = torch.stack([dense(topology, column) for column in values.t()], dim=2)
+        rectangle = _operators.fill(
+            values, topology.ptr, topology.child, topology.n_children, transposed=False
+        )
+        assert torch.equal(rectangle, expected)
+        found = _operators.pick(rectangle, topology.ptr, topology.child, transposed=False)
+        assert torch.equal(found, values)
+
+
+def opposite(topology: Topology) -> Topology:
+    """Returns the wiring from the children to their parents."""
+    order = topology.child.long().argsort(stable=True)
+    in_ptr = torch.cat([torch.zeros(1), topology.fan_in().cumsum(0)]).int()
+    return Topology(in_ptr, topology.parents().int()[order], topology.n_parents)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.usefixtures("unwritten_shows", "variant")
+def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -> None:
+    topology = ragged(*SHAPES[shape])
+    order = wiring(topology)
+    by_child = topology.child.long().argsort(stable=True)
+    close = {"rtol": 1e-10, "atol": 1e-10}
+    if dtype == torch.float32:
+        close = {"rtol": 1e-4, "atol": 1e-4}
+    back = wiring(opposite(topology))
+    for batch in BATCHES:
+        given = [one.to(dtype) for one in draw(topology, batch)]
+        x, values, bias = (one.requires_grad_() for one in given[:3])
+        moved = values[by_child]
+        assert torch.equal(_operators.reorder(moved, True, order[0], order[3]), values)
+        assert torch.equal(_operators.reorder(values, False, order[0], order[3]), moved)
+        for turned in (by_feature, torch.clone):
+            z = _operators.sum_by_child(turned(x), moved, bias, order, back, True)
+            expected = x @ dense(topology, values) + bias
+            torch.testing.assert_close(z, expected, **close)
+            found = torch.autograd.grad(z, (x, values, bias), given[3])
+            wanted = torch.autograd.grad(expected, (x, values, bias), given[3])
+            for one, other in zip(found, wanted, strict=True):
+                torch.testing.assert_close(one, other, **close)
+            moved = values[by_child]
+
+
 def test_a_plan_writes_the_layout_it_says() -> None:
     topology = ragged(9, 6)
     x, values, bias, _ = draw(topology, 5)
@@ -320,6 +374,15 @@ def operators(batch: int) -> Iterator[tuple[str, tuple[Any, ...], Callable[..., 
     yield "relation_gradients", (x, dz_turned, values, *order), gradients
     yield "relation_gradients", (x_turned, dz, values, *order), gradients
     yield "weight_gradient", (x, dz, *order), partial(_operators.weight_gradient, wiring=order)
+    back = wiring(opposite(topology))
+    by_child = partial(_operators.sum_by_child, wiring=order, opposite=back, row_major=True)
+    yield "sum_by_child", (x, values, bias, True, *order, back[1], back[3]), by_child
+    for by_parent in (True, False):
+        moved = partial(_operators.reorder, by_parent=by_parent, ptr=ptr, entries=order[3])
+        yield "reorder", (values, by_parent, ptr, order[3]), moved
+    kernels = torch.randn(topology.n_relations, 3, dtype=x.dtype, requires_grad=True)
+    wide = partial(_operators.fill, ptr=ptr, child=child, n_children=6, transposed=False)
+    yield "fill", (kernels, ptr, child, 6, False), wide
     filled = partial(_operators.fill, ptr=ptr, child=child, n_children=6, transposed=True)
     yield "fill", (values, ptr, child, 6, True), filled
     picked = partial(_operators.pick, ptr=ptr, child=child, transposed=False)

@@ -95,6 +95,7 @@ bool gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const
                      bool first) {
     using R = Row<T, Bytes>;
     const Below children(g.wiring.children);
+    [[maybe_unused]] const T* offsets = static_cast<const T*>(g.offsets);
     Writer<T, Bytes> write(g.dx, g.batch, g.wiring.parents, stripe);
     for (Index i = parents.first; i < parents.last; ++i) {
         Gather<T, Bytes, Inputs, Weights> gather{
@@ -112,6 +113,8 @@ bool gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const
         if constexpr (Inputs) {
             for (int c = 1; c < gather.chains; ++c)
                 for (int k = 0; k < R::count; ++k) gather.dx[0][k] += gather.dx[c][k];
+            if (offsets != nullptr)
+                for (int k = 0; k < R::count; ++k) gather.dx[0][k] += R::splat(offsets[i]);
             write(i, gather.dx[0]);
         }
     }
@@ -189,7 +192,7 @@ template <class T, bool Inputs, bool Weights>
 bool gradient_single(const Gradients& g) {
     const Wiring& wiring = g.wiring;
     const T *x = static_cast<const T*>(g.x.data), *dz = static_cast<const T*>(g.dz.data);
-    const T* values = static_cast<const T*>(g.values);
+    const T *values = static_cast<const T*>(g.values), *offsets = static_cast<const T*>(g.offsets);
     T *dx = static_cast<T*>(g.dx.data), *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias);
     if constexpr (Weights)
         for (Index j = 0; j < wiring.children; ++j) dbias[j] = dz[j];
@@ -214,7 +217,10 @@ bool gradient_single(const Gradients& g) {
                 if (!children.has(wiring.child[e])) return wrong.raise();
                 take(e, 0);
             }
-            if constexpr (Inputs) dx[i] = (total[0] + total[1]) + (total[2] + total[3]);
+            if constexpr (Inputs) {
+                dx[i] = (total[0] + total[1]) + (total[2] + total[3]);
+                if (offsets != nullptr) dx[i] += offsets[i];
+            }
         }
     });
     return !wrong.raised();

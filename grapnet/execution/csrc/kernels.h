@@ -40,9 +40,10 @@ struct Sum {
 };
 
 // dx[b, i] = Σ_j dz[b, j] · w_ij,  dw_ij = Σ_b x[b, i] · dz[b, j],  dbias[j] = Σ_b dz[b, j]
+// With an offset for every parent dx is the forward sum of the opposite wiring, and the offsets are its biases.
 struct Gradients {
     Matrix x, dz, dx;
-    const void* values;
+    const void *values, *offsets;  // offsets: null for none
     void *dw, *dbias;
     bool inputs, weights;  // wanted: dx needs values, dw and dbias need x
     Wiring wiring;

@@ -72,13 +72,15 @@ bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address 
                  is_double});
 }
 
-bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address ptr,
-                  Address child, Address dx, bool dx_by_feature, Address dw, Address dbias, bool inputs, bool weights,
-                  Index batch, Index parents, Index children, Index relations, bool is_double, int threads) {
+bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address offsets,
+                  Address ptr, Address child, Address dx, bool dx_by_feature, Address dw, Address dbias, bool inputs,
+                  bool weights, Index batch, Index parents, Index children, Index relations, bool is_double,
+                  int threads) {
     return chosen->gradients({{at<void>(x), x_by_feature},
                        {at<void>(dz), dz_by_feature},
                        {at<void>(dx), dx_by_feature},
                        at<void>(values),
+                       at<void>(offsets),
                        at<void>(dw),
                        at<void>(dbias),
                        inputs,
@@ -109,6 +111,12 @@ bool py_order_without(Address ptr, Address child, Index parents, Index children,
                   n_removed, at<std::int32_t>(in_ptr), at<void>(entries));
 }
 
+bool py_reorder(Address given, Address ptr, Address entries, bool wide, Index parents, Index relations, bool by_parent,
+                Address moved, int number_size, int threads) {
+    return reorder(wiring_of(ptr, 0, parents, 0, relations), {nullptr, at<void>(entries), wide}, at<void>(given),
+                   by_parent, at<void>(moved), number_size, threads);
+}
+
 bool py_family_hashes(Address ptr, Address child, Index parents, Index relations, Address hashes, int threads) {
     return family_hashes(wiring_of(ptr, child, parents, 0, relations), threads, at<std::uint64_t>(hashes));
 }
@@ -136,6 +144,7 @@ NB_MODULE(_kernels, m) {
     m.def("largest_of_rows", &py_largest_of_rows, release);
     m.def("order_by_child", &py_order_by_child, release);
     m.def("order_without", &py_order_without, release);
+    m.def("reorder", &py_reorder, release);
     m.def("family_hashes", &py_family_hashes, release);
     m.def("fill", &py_fill, release);
     m.def("pick", &py_pick, release);

@@ -1,5 +1,6 @@
 // The rectangle of a dense matrix multiplication: values are written into it and read from it.
 #include <algorithm>
+#include <cstring>
 
 #include "checks.h"
 #include "team.h"
@@ -73,6 +74,44 @@ bool pick_columns(const Wiring& wiring, const T* cells, T* values, Range parents
     return true;
 }
 
+// Numbers of any size, `size` bytes each: the kernels of a convolution.
+bool fill_wide(const Wiring& wiring, char* cells, const char* values, Range parents, std::size_t size) {
+    const std::size_t row_size = std::size_t(wiring.children) * size;
+    for (Index i = parents.first; i < parents.last; ++i) {
+        char* row = cells + i * row_size;
+        if (!children_exist(wiring, i)) return false;
+        // What lies between two relations is emptied while the cache holds it.
+        Index next = 0;
+        bool ascending = true;
+        for (Index e = wiring.ptr[i]; e < wiring.ptr[i + 1]; ++e) {
+            const Index j = wiring.child[e];
+            ascending = ascending && j >= next;
+            if (!ascending) break;
+            if (j > next) std::memset(row + next * size, 0, (j - next) * size);
+            std::memcpy(row + j * size, values + e * size, size);
+            next = j + 1;
+        }
+        if (ascending) {
+            std::memset(row + next * size, 0, (wiring.children - next) * size);
+            continue;
+        }
+        std::memset(row, 0, row_size);
+        for (Index e = wiring.ptr[i]; e < wiring.ptr[i + 1]; ++e)
+            std::memcpy(row + wiring.child[e] * size, values + e * size, size);
+    }
+    return true;
+}
+
+bool pick_wide(const Wiring& wiring, const char* cells, char* values, Range parents, std::size_t size) {
+    for (Index i = parents.first; i < parents.last; ++i) {
+        if (!children_exist(wiring, i)) return false;
+        const char* row = cells + i * wiring.children * size;
+        for (Index e = wiring.ptr[i]; e < wiring.ptr[i + 1]; ++e)
+            std::memcpy(values + e * size, row + wiring.child[e] * size, size);
+    }
+    return true;
+}
+
 // Calls body(a member's parents, its tile [children, block]), which says whether all went well.
 template <class T, class Body>
 bool share_parents(const Wiring& wiring, int threads, Body body) {
@@ -108,13 +147,23 @@ bool pick_as(const Wiring& wiring, const Rectangle& rectangle, void* values, int
 bool fill(const Wiring& wiring, const Rectangle& rectangle, const void* values, int threads) {
     if (rectangle.number_size == 8) return fill_as<std::uint64_t>(wiring, rectangle, values, threads);
     if (rectangle.number_size == 4) return fill_as<std::uint32_t>(wiring, rectangle, values, threads);
-    return fill_as<std::uint16_t>(wiring, rectangle, values, threads);
+    if (rectangle.number_size == 2) return fill_as<std::uint16_t>(wiring, rectangle, values, threads);
+    if (rectangle.transposed) return false;
+    return share_parents<char>(wiring, threads, [&](Range parents, char*) {
+        return fill_wide(wiring, static_cast<char*>(rectangle.data), static_cast<const char*>(values), parents,
+                         rectangle.number_size);
+    });
 }
 
 bool pick(const Wiring& wiring, const Rectangle& rectangle, void* values, int threads) {
     if (rectangle.number_size == 8) return pick_as<std::uint64_t>(wiring, rectangle, values, threads);
     if (rectangle.number_size == 4) return pick_as<std::uint32_t>(wiring, rectangle, values, threads);
-    return pick_as<std::uint16_t>(wiring, rectangle, values, threads);
+    if (rectangle.number_size == 2) return pick_as<std::uint16_t>(wiring, rectangle, values, threads);
+    if (rectangle.transposed) return false;
+    return share_parents<char>(wiring, threads, [&](Range parents, char*) {
+        return pick_wide(wiring, static_cast<const char*>(rectangle.data), static_cast<char*>(values), parents,
+                         rectangle.number_size);
+    });
 }
 
 }  // namespace grapnet
