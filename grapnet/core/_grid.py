@@ -159,7 +159,7 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
             is_free = pattern.is_free.to(moved.device)
             content = moved[is_free].view(pattern.content_shape)
             after = Opened(pattern, moved[~is_free])
-            after.prepare(content)
+            after.prepare(content, [module for module, name in grid.holders if name == "weight"])
         index = parameter_map(before, pattern, index.rows)
     if content is tensor or content.data_ptr() == tensor.data_ptr():
         content = content.clone()

@@ -6,7 +6,7 @@ them whenever it is read: 0 where a cell is cut, its value where it is frozen.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
@@ -91,9 +91,14 @@ class Opened:
     pattern: Pattern
     frozen_values: Tensor  # [frozen rows, width]
     _scratch: dict[Any, Tensor] = field(default_factory=dict, repr=False)
+    # how modules run with it, made by `grapnet.execution`
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def whole(self, content: Tensor) -> Tensor:
         """Returns the tensor with `content` in its free rows; differentiable."""
+        written = _execution.write(self, content)
+        if written is not None:
+            return written
         base = self._without_free(content)
         at = self.free_at(content.device)
         given = content.view(-1, self.pattern.width)
@@ -105,20 +110,42 @@ class Opened:
             rows = base.index_copy(0, at, given)
         return rows.view(self.pattern.shape)
 
-    def prepare(self, content: Tensor) -> None:
-        """Computes what `whole` keeps, so that no compiled forward pass traces it."""
+    def prepare(self, content: Tensor, modules: Iterable[nn.Module]) -> None:
+        """Computes what forward passes keep, so that no compiled one traces it.
+
+        Args:
+            content: the Parameter, or a tensor of its kind.
+            modules: those that are going to run with it.
+        """
         self.free_at(content.device)
         if len(self.frozen_values):
             self._without_free(content)
+            self.numbers(content)
+        for module in modules:
+            _execution.prepare(module, self, content)
+
+    def numbers(self, content: Tensor) -> Tensor:
+        """Returns the rows that exist, free and frozen ones in their order; differentiable.
+
+        Without frozen rows it is a view of `content`.
+        """
+        given = content.view(-1, self.pattern.width)
+        if len(self.frozen_values) == 0:
+            return given
+        key = ("live", content.device, content.dtype)
+        if key not in self._scratch:
+            is_free = self.pattern.is_free.to(content.device)
+            rows = torch.zeros(
+                (len(is_free), self.pattern.width), dtype=content.dtype, device=content.device
+            )
+            rows[~is_free] = self.frozen_values.to(content)
+            self._scratch[key] = rows
+            self._scratch["live at", content.device] = is_free.nonzero().squeeze(1)
+        return self._scratch[key].index_copy(0, self._scratch["live at", content.device], given)
 
     def live(self, content: Tensor) -> Tensor:
-        """Returns the rows that exist, free and frozen ones in their order, without gradients."""
-        content = content.detach().view(-1, self.pattern.width)
-        is_free = self.pattern.is_free.to(content.device)
-        found = content.new_empty((len(is_free), self.pattern.width))
-        found[is_free] = content
-        found[~is_free] = self.frozen_values.to(content)
-        return found
+        """Returns a copy of the rows that exist, without gradients."""
+        return self.numbers(content.detach()).clone()
 
     def free_at(self, device: torch.device) -> Tensor:
         """Returns the free rows, int64."""
@@ -149,6 +176,34 @@ class Opened:
 
 
 torch.serialization.add_safe_globals([Pattern, Opened])
+
+
+class Execution:
+    """How modules run with opened tensors: here as they are, with the tensor that `Opened.whole`
+    computes.
+
+    `grapnet.execution` provides faster ways.
+    """
+
+    def write(self, opened: Opened, content: Tensor) -> Tensor | None:
+        """Returns the tensor that `Opened.whole` is asked for; None to let it compute it."""
+
+    def prepare(self, module: nn.Module, opened: Opened, content: Tensor) -> None:
+        """Makes the plans of a module whose `weight` is going to be opened."""
+
+    def forward_of(self, plain: type[nn.Module]) -> Callable[..., Any] | None:
+        """Returns the forward pass of modules of a class whose `weight` is opened; None for the
+        class's own.
+        """
+
+
+_execution = Execution()
+
+
+def run_by(execution: Execution) -> None:
+    """Lets opened tensors run in other ways; modules that are opened already keep theirs."""
+    global _execution
+    _execution = execution
 
 
 def opened_of(module: nn.Module, name: str) -> Opened | None:
@@ -211,6 +266,11 @@ def watch(parameter: nn.Parameter, see: Callable[[Tensor], None]) -> Callable[[]
     return partial(_unwatch, id(parameter), see)
 
 
+def is_watched(content: Tensor) -> bool:
+    """Returns whether something looks at the tensor that is computed from a Parameter."""
+    return bool(_watchers) and id(content) in _watchers
+
+
 def _unwatch(number: int, see: Callable[[Tensor], None]) -> None:
     left = [other for other in _watchers.get(number, ()) if other is not see]
     if left:
@@ -239,6 +299,9 @@ def _class_of(plain: type, names: tuple[str, ...]) -> type:
             "__qualname__": plain.__qualname__,
             "__reduce_ex__": _reduced,
         }
+        forward = _execution.forward_of(plain)
+        if forward is not None and "weight" in names:
+            body["forward"] = forward
         _classes[key] = type(plain.__name__, (plain,), body)
     return _classes[key]
 

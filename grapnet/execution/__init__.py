@@ -2,6 +2,7 @@
 
 from grapnet.core._activation import register_activation as register_activation
 
+from . import _opened as _opened
 from ._manager import register_backend as register_backend
 from ._plan import Backend as Backend
 from ._plan import FeatureMajorPlan as FeatureMajorPlan

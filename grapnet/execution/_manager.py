@@ -132,6 +132,23 @@ def fastest(
     return best, ratios
 
 
+def fastest_that_runs(
+    shape: Shape, dtype: torch.dtype, names: Sequence[str], *, batch: int, training: bool
+) -> tuple[Backend, str | dict[str, float]]:
+    """Returns the backend to run among those that do not refuse, and the reason."""
+    topology = shape.topology
+    device = topology.child.device.type
+    names = list(names)
+    while True:
+        name, why = fastest(shape, names, device=device, batch=batch, training=training)
+        backend = BACKENDS[name]()
+        if shape.full or not backend.refusals(topology, dtype):
+            return backend, why
+        if name == Sparse.name and _native.missing and device == "cpu":
+            _native.warn_missing()
+        names.remove(name)
+
+
 def in_words(why: str | dict[str, float], batch: int) -> str:
     """Returns as a sentence why `fastest` has chosen."""
     if isinstance(why, str):
@@ -307,18 +324,9 @@ class Plans:
     def _choice(self, t: int, batch: int, training: bool) -> tuple[Backend, str | dict[str, float]]:
         if (chosen := self.chosen[t]) is not None:
             return chosen, "chosen"
-        shape = self.shape(t)
-        topology = self.topologies[t]
-        device = topology.child.device.type
-        names = list(BACKENDS)
-        while True:
-            name, why = fastest(shape, names, device=device, batch=batch, training=training)
-            backend = BACKENDS[name]()
-            if shape.full or not backend.refusals(topology, self.dtype):
-                return backend, why
-            if name == Sparse.name and _native.missing and device == "cpu":
-                _native.warn_missing()
-            names.remove(name)
+        return fastest_that_runs(
+            self.shape(t), self.dtype, list(BACKENDS), batch=batch, training=training
+        )
 
     def shape(self, t: int) -> Shape:
         """Returns the properties that determine the cost of a transition."""

@@ -22,6 +22,7 @@ from grapnet.core._grid_map import GridMap
 from grapnet.core._index_map import IndexMap
 from grapnet.core._opened import Pattern, same_pattern
 from grapnet.core._sets import RelationSet
+from grapnet.execution._opened import describe as describe_opened
 from grapnet.following._optimizers import attach
 
 from ._axes import Expression, atoms_of, covered, size_of
@@ -176,6 +177,33 @@ class Adopted(Graph):
         readers = self.spaces[number].readers
         holding = {self.transitions[t].name for t in self.leaving(number)}
         return len(readers) > 0 and holding.issuperset(readers)
+
+    def describe(self, batch: int = 256, *, training: bool = True) -> list[dict[str, Any]]:
+        """Returns how every module runs with the relations that it holds, and why.
+
+        `runs` is "plain" while all relations of a weight exist, and otherwise "sparse", "family",
+        "grouped", or "rectangle": the module's own forward pass with a weight of zeros where
+        relations were cut.
+
+        Args:
+            batch: the number of samples of a matrix product, or of positions of a convolution.
+            training: whether gradients are computed.
+        """
+        paths = {module: path for path, module in self.model.named_modules()}
+        rows = []
+        for number, weight in enumerate(self.transitions):
+            for module, name in weight.grid.holders:
+                runs, why = describe_opened(module, name, batch, training=training)
+                rows.append(
+                    {
+                        "transition": number,
+                        "module": paths[module],
+                        "relations": weight.size,
+                        "runs": runs,
+                        "why": why,
+                    }
+                )
+        return rows
 
     def count(self) -> Count:
         """Returns the size of the model.
