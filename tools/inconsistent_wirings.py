@@ -96,6 +96,13 @@ def _sum_by_child(case: Case) -> Tensor:
     return _native.sum_by_child(case.dz, case.values, bias, *wiring, case.row_major)
 
 
+def _shifted(case: Case) -> _native.Shifted:
+    """Returns the activations of the children as channels that are read from one place."""
+    batch = len(case.dz)
+    numbers = case.dz.t().contiguous().view(-1)
+    return _native.Shifted(numbers, torch.zeros(1, dtype=torch.int32), batch, batch)
+
+
 def _rectangle(case: Case, transposed: bool) -> Tensor:
     shape = _native.rectangle_shape(case.ptr, case.n_children, transposed)
     return case.values.new_empty(max(0, shape[0]), max(0, shape[1])).fill_(1)
@@ -128,7 +135,13 @@ KERNELS: dict[str, Callable[[Case], Any]] = {
     "input_gradient": lambda case: _gradients(case, inputs=True, weights=False),
     "weight_gradient": lambda case: _gradients(case, inputs=False, weights=True),
     "sum_by_child": lambda case: _sum_by_child(case),
-    "reorder": lambda case: _native.reorder(case.values, case.row_major, case.ptr, case.entries),
+    "sum_of_shifted": lambda case: _native.sum_of_shifted(
+        _shifted(case), case.values, None, case.ptr, case.child
+    ),
+    "weights_of_shifted": lambda case: _native.weights_of_shifted(
+        _shifted(case), case.x.t(), case.ptr, case.child
+    ),
+    "reorder": lambda case: _native.reorder(case.values, case.ptr, case.entries),
     "fill rows": lambda case: _native.fill(
         case.values, case.ptr, case.child, case.n_children, False
     ),

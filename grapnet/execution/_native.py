@@ -271,9 +271,9 @@ def sum_by_child(
     return z
 
 
-def reorder(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
-    """Returns the values of relations from the order of their children in that of their parents, or
-    back.
+def reorder(values: Tensor, ptr: Tensor, entries: Tensor) -> Tensor:
+    """Returns the values of relations in the order of their children, given in that of their
+    parents.
     """
     n_relations = entries.numel()
     _check("ptr", ptr, _POSITIONS, max(1, ptr.numel()))
@@ -288,13 +288,107 @@ def reorder(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Te
         entries.dtype == torch.int64,
         ptr.numel() - 1,
         n_relations,
-        by_parent,
         moved.data_ptr(),
         values.element_size(),
         torch.get_num_threads(),
     )
     _require(sound)
     return moved
+
+
+class Shifted(NamedTuple):
+    """Channels that are read from several places, one after the other: the features of a kernel
+    that moves over an image. Feature c · n + s begins at place c · stride + shifts[s].
+    """
+
+    numbers: Tensor  # one dimension
+    shifts: Tensor  # [n] int32
+    stride: int
+    batch: int  # how many numbers a feature has
+
+
+def sum_of_shifted(
+    x: Shifted, values: Tensor, bias: Tensor | None, ptr: Tensor, child: Tensor
+) -> Tensor:
+    """Returns the sums over the children of every parent, [n_parents, batch].
+
+    Args:
+        x: the features, one per child.
+        values: one per relation.
+        bias: one per parent; None for zeros.
+        ptr: where the relations of each parent begin.
+        child: the child of every relation.
+    """
+    n_parents, n_relations = _check_wiring(ptr, child)
+    dtype = values.dtype
+    values = values.contiguous()
+    _check("values", values, _DTYPES, n_relations)
+    if bias is not None:
+        bias = bias.contiguous()
+        _check("bias", bias, (dtype,), n_parents)
+    z = room(values.new_empty(0, x.batch), n_parents)
+    _run_shifted(x, None, values, bias, ptr, child, z, None)
+    return z
+
+
+def weights_of_shifted(x: Shifted, dz: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
+    """Returns the gradients of the values of `sum_of_shifted` for those of its result."""
+    n_parents, n_relations = _check_wiring(ptr, child)
+    dz = dz.contiguous()
+    _check("dz", dz.view(-1), _DTYPES, n_parents * x.batch)
+    dw = room(dz.new_empty(0), n_relations)
+    _run_shifted(x, dz, None, None, ptr, child, None, dw)
+    return dw
+
+
+def _run_shifted(
+    x: Shifted,
+    dz: Tensor | None,
+    values: Tensor | None,
+    bias: Tensor | None,
+    ptr: Tensor,
+    child: Tensor,
+    z: Tensor | None,
+    dw: Tensor | None,
+) -> None:
+    _check("x", x.numbers, _DTYPES, x.numbers.numel())
+    _check("shifts", x.shifts, _POSITIONS, x.shifts.numel())
+    channels = 1
+    if x.stride > 0:
+        channels = x.numbers.numel() // x.stride
+    n_children = channels * x.shifts.numel()
+    dbias = x.numbers.new_empty(n_children if dw is not None else 0)
+    sound = _loaded().gradients(
+        _address(dz),
+        True,
+        x.numbers.data_ptr(),
+        True,
+        _address(values),
+        _address(bias),
+        ptr.data_ptr(),
+        child.data_ptr(),
+        _address(z),
+        True,
+        _address(dw),
+        dbias.data_ptr(),
+        z is not None,
+        dw is not None,
+        x.batch,
+        ptr.shape[0] - 1,
+        n_children,
+        child.shape[0],
+        x.numbers.dtype == torch.float64,
+        torch.get_num_threads(),
+        x.shifts.data_ptr(),
+        x.shifts.numel(),
+        x.stride,
+        x.numbers.numel(),
+    )
+    _require(sound)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 def gradients(

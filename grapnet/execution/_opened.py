@@ -2,8 +2,8 @@
 
 A matrix of which relations are cut runs by the kernels of the sparse backend or by families, where
 the measurements of `costs.json` expect that to be faster. A convolution whose relations form equal
-blocks runs in groups. Everything else runs as the module's own forward pass, with the weight
-written out.
+blocks runs in groups, and one that has few relations left by the same kernels. Everything else runs
+as the module's own forward pass, with the weight written out.
 
 Plans are made with the commit, once per version of a weight. They are for a CPU.
 """
@@ -27,6 +27,7 @@ from grapnet.core._opened import CUT, Execution, Opened, is_watched, opened_of, 
 from grapnet.core._transition import Topology
 
 from . import _native, _operators
+from ._convolution import Frame, Kernels, convolved
 from ._dense import LARGE
 from ._family import FamilyPlan, find_families
 from ._manager import BATCHES, Shape, batch_class, fastest_that_runs, in_words
@@ -45,6 +46,12 @@ _CONVOLUTIONS: dict[Any, tuple[Callable[..., Tensor], int]] = {
 _TOUCHED = 16
 _MOVED = 24
 _GROUP = 100_000
+# What a sparse convolution costs, in multiplications of a dense one: for every place and relation,
+# and for a call; it must be expected to take less of the time of a dense one than the last number.
+_RELATION = 2.7
+_SHIFTED = 20
+_CALL = 8_000_000
+_SHARE = 0.8
 # The least channels of a group, which kernels of one cell have fewer multiplications to pay for.
 _LEAST_CHANNELS = 4
 _LEAST_POINTWISE = 8
@@ -58,12 +65,7 @@ class OpenedExecution(Execution):
         cells = math.prod(opened.pattern.shape)
         if cells < LARGE or not _native.reads(content) or not _is_plain(content):
             return None
-        rows = _rows_of(opened)
-        values = opened.numbers(content)
-        if values.shape[1] == 1:
-            values = values.squeeze(1)
-        whole = _operators.fill(values, rows.ptr, rows.child, rows.n_children, transposed=False)
-        return whole.view(opened.pattern.shape)
+        return _filled(opened, opened.numbers(content))
 
     def prepare(self, module: nn.Module, opened: Opened, content: Tensor) -> None:
         """Makes the plans of a module, for all sizes of batches."""
@@ -76,8 +78,8 @@ class OpenedExecution(Execution):
             for batch in BATCHES:
                 for training in (False, True):
                     plans.choose(batch, training)
-        elif plain.forward in _CONVOLUTIONS:
-            _groups_of(opened, module)
+        elif plain.forward in _CONVOLUTIONS and _groups_of(opened, module) is None:
+            _kernels_of(opened)
 
     def forward_of(self, plain: type[nn.Module]) -> Callable[..., Any] | None:
         """Returns the forward pass of matrices and of convolutions."""
@@ -125,11 +127,16 @@ def describe(
     if plain.forward not in _CONVOLUTIONS:
         return RECTANGLE, f"other ways are for matrices and convolutions, not {plain.__name__}"
     groups = _groups_of(opened, module)
-    if groups is None:
-        return RECTANGLE, "the relations do not form blocks of one size"
-    if not groups.is_faster(batch):
-        return RECTANGLE, f"{groups.count} groups are too small to be faster"
-    return "grouped", f"the relations form {groups.count} blocks"
+    if groups is not None and groups.is_faster(batch):
+        return "grouped", f"the relations form {groups.count} blocks"
+    if not _is_simple(module):
+        return RECTANGLE, "other ways are for convolutions without strides and groups"
+    kernels = _kernels_of(opened)
+    share = opened.numbers(content).numel() / math.prod(opened.pattern.shape)
+    why = f"{share:.1%} of the kernels exist, at {batch} positions"
+    if kernels is not None and _is_faster(kernels, batch, batch):
+        return "sparse", why
+    return RECTANGLE, why
 
 
 def _dim_read(plain: type[nn.Module]) -> int | None:
@@ -158,6 +165,15 @@ def _live(opened: Opened) -> np.ndarray:
     """Returns one bool per row of a tensor, [rows of the first dimension, others]."""
     live = opened.pattern.kinds.numpy() != CUT
     return live.reshape(opened.pattern.shape[0], -1)
+
+
+def _filled(opened: Opened, numbers: Tensor) -> Tensor:
+    """Returns the whole tensor with the rows that exist, written by a compiled kernel."""
+    rows = _rows_of(opened)
+    if numbers.shape[1] == 1:
+        numbers = numbers.squeeze(1)
+    whole = _operators.fill(numbers, rows.ptr, rows.child, rows.n_children, transposed=False)
+    return whole.view(opened.pattern.shape)
 
 
 @untraced
@@ -414,7 +430,7 @@ def _order(places: np.ndarray) -> tuple[Tensor, Tensor] | None:
 def _convolved(
     module: Any, x: Tensor, convolution: Callable[..., Tensor], dims: int
 ) -> Tensor | None:
-    """Returns the result of a convolution whose relations form blocks; None to run the module's own
+    """Returns the result of a convolution with an opened weight; None to run the module's own
     forward pass.
     """
     content = module._parameters["weight"]
@@ -422,6 +438,23 @@ def _convolved(
     assert opened is not None
     if not (x.is_cpu and content.is_cpu) or is_watched(content):
         return None
+    z = _in_groups(module, x, opened, content, convolution, dims)
+    if z is None and _is_plain(x, content) and _reads_alike(x, content):
+        z = _by_kernels(module, x, opened, content, convolution, dims)
+    return z
+
+
+def _in_groups(
+    module: Any,
+    x: Tensor,
+    opened: Opened,
+    content: Tensor,
+    convolution: Callable[..., Tensor],
+    dims: int,
+) -> Tensor | None:
+    """Returns the result of a convolution whose relations form blocks; None if that is not the
+    fastest way.
+    """
     groups = opened.plans.get("groups")
     if groups is None and "groups" not in opened.plans and not torch.compiler.is_compiling():
         groups = _groups_of(opened, module)
@@ -443,6 +476,73 @@ def _convolved(
     if groups.writes is not None:
         z = _moved(z, channels, groups.writes[::-1])
     return z
+
+
+def _by_kernels(
+    module: Any,
+    x: Tensor,
+    opened: Opened,
+    content: Tensor,
+    convolution: Callable[..., Tensor],
+    dims: int,
+) -> Tensor | None:
+    """Returns the result of a convolution of which few relations are left; None if that is not the
+    fastest way.
+    """
+    if x.dim() != dims + 2 or x.numel() == 0 or not _is_simple(module):
+        return None
+    kernels = _kernels_of(opened)
+    bias = module.bias
+    if kernels is None or x.shape[1] != kernels.shape[1]:
+        return None
+    if bias is not None and (bias.dtype != content.dtype or not bias.is_cpu):
+        return None
+    frame = Frame.of(x, kernels.shape[2:], module.padding, module.dilation)
+    written = x.shape[0] * math.prod(frame.written)
+    if min(frame.written) < 1 or not _is_faster(kernels, written, frame.places):
+        return None
+    settings = (module.stride, module.padding, module.dilation)
+
+    def plain(x: Tensor, numbers: Tensor, bias: Tensor | None) -> Tensor:
+        return convolution(x, _filled(opened, numbers), bias, *settings)
+
+    return convolved(x, opened.numbers(content), bias, kernels, frame, plain)
+
+
+def _is_simple(module: Any) -> bool:
+    """Returns whether a convolution has the settings that its kernels run with."""
+    if module.groups != 1 or module.padding_mode != "zeros" or isinstance(module.padding, str):
+        return False
+    return all(step == 1 for step in module.stride)
+
+
+@untraced
+def _kernels_of(opened: Opened) -> Kernels | None:
+    """Returns the relations of a convolution cell by cell; None if so many are left that the
+    rectangle is faster, or if single cells are cut.
+    """
+    if "kernels" not in opened.plans:
+        shape = opened.pattern.shape
+        live = _live(opened)
+        is_sparse = _RELATION * live.mean() < _SHARE
+        kernels = None
+        if is_sparse and live.shape[1] == shape[1] and live.any() and not _native.missing:
+            kernels = Kernels.of(live, shape)
+        opened.plans["kernels"] = kernels
+    return opened.plans["kernels"]
+
+
+def _is_faster(kernels: Kernels, written: int, places: int) -> bool:
+    """Returns whether kernels run faster one by one than all together.
+
+    Args:
+        kernels: those that exist.
+        written: how many numbers a channel of the result has.
+        places: how many are computed for it, in the padding, too.
+    """
+    touched = _SHIFTED * sum(kernels.shape[:2])
+    sparse = places * (_RELATION * kernels.n_cells + touched) + _CALL
+    return sparse < _SHARE * written * math.prod(kernels.shape)
 
 
 def _moved(x: Tensor, dim: int, order: Sequence[Tensor]) -> Tensor:

@@ -62,11 +62,18 @@ def sum_by_child(
     return _run(_ops.sum_by_child.default, _SumByChild, *inputs)
 
 
-def reorder(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
-    """Returns the values of relations from the order of their children in that of their parents, or
-    back.
+def reorder(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
+    """Returns the values of relations in the order of their children, given in that of their
+    parents.
+
+    Args:
+        values: one per relation.
+        ptr: where the relations of each parent begin.
+        entries: the order by child.
+        in_ptr: where the relations of each child begin.
+        back: the order by parent of the opposite wiring.
     """
-    return _run(_ops.reorder.default, _Reorder, values, by_parent, ptr, entries)
+    return _run(_ops.reorder.default, _Reorder, values, ptr, entries, in_ptr, back)
 
 
 def relation_gradients(
@@ -186,8 +193,8 @@ class _SumByChild(Function):
 
     @staticmethod
     def plain(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
-        ptr, _, _, entries, _, _ = wiring
-        values = _Reorder.plain(values, True, ptr, entries)
+        ptr, _, in_ptr, entries, _, back = wiring
+        values = _Reorder.plain(values, in_ptr, back, ptr, entries)
         return _RelationSum.plain(x, values, bias, row_major, *wiring[:4])
 
     @staticmethod
@@ -219,7 +226,7 @@ class _SumByChild(Function):
                 dbias = dz.sum(0)
             return dx, dw, dbias, *[None] * 7
         if needs_x:
-            values = reorder(values, True, ptr, entries)
+            values = reorder(values, in_ptr, back, ptr, entries)
         if needs_x and needs_values:
             dx, dw, dbias = relation_gradients(x, dz, values, wiring)
         elif needs_values:
@@ -227,38 +234,41 @@ class _SumByChild(Function):
         elif needs_x:
             dx = input_gradient(dz, values, wiring, row_major)
         if dw is not None:
-            dw = reorder(dw, False, ptr, entries)
+            dw = reorder(dw, ptr, entries, in_ptr, back)
         if needs_bias and dbias is None:
             dbias = dz.sum(0)
         return dx, dw, dbias, *[None] * 7
 
 
 class _Reorder(Function):
-    forward = staticmethod(_native.reorder)
+    @staticmethod
+    def forward(
+        values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor
+    ) -> Tensor:
+        return _native.reorder(values, ptr, entries)
 
     @staticmethod
-    def plain(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
+    def plain(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
+        # An entry has a parent in its upper half, without a sign, and a slot in the lower.
         bits = 4 * entries.element_size()
-        # An entry has a parent in its upper half, unsigned, and one of its slots in the lower.
-        entries = entries.long() & ((1 << 2 * bits) - 1 if bits < 32 else -1)
-        place = ptr[entries >> bits].long() + (entries & ((1 << bits) - 1))
-        if by_parent:
-            place = place.argsort()
-        return values.index_select(0, place)
+        entries = entries.long()
+        parent = (entries >> bits) & ((1 << bits) - 1)
+        slot = entries & ((1 << bits) - 1)
+        return values.index_select(0, ptr[parent] + slot)
 
     @staticmethod
-    def shape(values: Tensor, by_parent: bool, ptr: Tensor, entries: Tensor) -> Tensor:
+    def shape(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
         return values.new_empty(values.shape[0])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, ctx.by_parent, *wiring = inputs
+        _, *wiring = inputs
         ctx.save_for_backward(*wiring)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        back = reorder(grads[0], not ctx.by_parent, *ctx.saved_tensors)
-        return back, None, None, None
+        ptr, entries, in_ptr, back = ctx.saved_tensors
+        return reorder(grads[0], in_ptr, back, ptr, entries), None, None, None, None
 
 
 class _RelationGradients(Function):
@@ -453,7 +463,7 @@ _register(
 _register(
     _Reorder,
     "reorder",
-    "Tensor values, bool by_parent, Tensor ptr, Tensor entries",
+    "Tensor values, Tensor ptr, Tensor entries, Tensor in_ptr, Tensor back",
     "Tensor",
 )
 _register(

@@ -292,8 +292,9 @@ def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -
         given = [one.to(dtype) for one in draw(topology, batch)]
         x, values, bias = (one.requires_grad_() for one in given[:3])
         moved = values[by_child]
-        assert torch.equal(_operators.reorder(moved, True, order[0], order[3]), values)
-        assert torch.equal(_operators.reorder(values, False, order[0], order[3]), moved)
+        there = (order[0], order[3])
+        assert torch.equal(_operators.reorder(values, *there, back[0], back[3]), moved)
+        assert torch.equal(_operators.reorder(moved, back[0], back[3], *there), values)
         for turned in (by_feature, torch.clone):
             z = _operators.sum_by_child(turned(x), moved, bias, order, back, True)
             expected = x @ dense(topology, values) + bias
@@ -377,9 +378,8 @@ def operators(batch: int) -> Iterator[tuple[str, tuple[Any, ...], Callable[..., 
     back = wiring(opposite(topology))
     by_child = partial(_operators.sum_by_child, wiring=order, opposite=back, row_major=True)
     yield "sum_by_child", (x, values, bias, True, *order, back[1], back[3]), by_child
-    for by_parent in (True, False):
-        moved = partial(_operators.reorder, by_parent=by_parent, ptr=ptr, entries=order[3])
-        yield "reorder", (values, by_parent, ptr, order[3]), moved
+    there = {"ptr": ptr, "entries": order[3], "in_ptr": back[0], "back": back[3]}
+    yield "reorder", (values, *there.values()), partial(_operators.reorder, **there)
     kernels = torch.randn(topology.n_relations, 3, dtype=x.dtype, requires_grad=True)
     wide = partial(_operators.fill, ptr=ptr, child=child, n_children=6, transposed=False)
     yield "fill", (kernels, ptr, child, 6, False), wide

@@ -45,7 +45,7 @@ def inputs(batch: int, *shape: int) -> Tensor:
 
 def cut(net: gn.spaces.Adopted, fraction: float, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    with net.edit(reason="cut") as edit:
+    with net.edit(reason="cut", allow_dead=True) as edit:
         edit.cut(net.relations("0").random(fraction=fraction, generator=generator))
 
 
@@ -458,3 +458,90 @@ def test_a_large_weight_is_written_as_a_mask_would(kernel: int, frozen: float) -
     assert torch.equal(module.weight, whole * there)
     gradient = masked.grad[was_free]
     assert torch.allclose(content.grad.view(-1), gradient, rtol=1e-12, atol=1e-12)
+
+
+SCATTERED = {
+    "1d": (nn.Conv1d(64, 96, 5, padding=2), (500,)),
+    "2d": (nn.Conv2d(64, 64, 3, padding=1), (16, 16)),
+    "2d, pointwise, no bias": (nn.Conv2d(256, 256, 1, bias=False), (16, 16)),
+    "2d, dilated, not padded": (nn.Conv2d(64, 64, (3, 2), dilation=(2, 1)), (22, 17)),
+    "2d, padded more": (nn.Conv2d(64, 64, (1, 3), padding=(0, 2)), (24, 30)),
+    "3d": (nn.Conv3d(32, 32, 3, padding=1), (8, 8, 8)),
+}
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("name", SCATTERED)
+def test_a_convolution_of_few_kernels_equals_its_rectangle_through_edits(name: str) -> None:
+    torch.manual_seed(0)
+    module, size = SCATTERED[name]
+    module = copy.deepcopy(module).double()
+    x = inputs(4, module.in_channels, *size)
+    net = adopted(module, x=x[:1])
+    cut(net, 0.9)
+    assert runs(net, 4000) == "sparse"
+    names = operators(lambda: module(x).sum().backward())
+    assert "_Convolved" in names
+    assert "aten::convolution" not in names
+    assert max(differences(module, x)) < LARGEST
+    with net.edit(reason="freeze") as edit:
+        edit.freeze(net.relations("0").random(fraction=0.3))
+    assert max(differences(module, x)) < LARGEST
+    cut(net, 0.3, seed=1)
+    assert max(differences(module, x)) < LARGEST
+    assert "_Convolved" in operators(lambda: module(x))
+    # One image, and images that are not laid out in order.
+    turned = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    assert torch.allclose(module(turned), module(x), rtol=0, atol=LARGEST)
+    assert torch.allclose(module(x[0]), module(x)[0], rtol=0, atol=LARGEST)
+    with torch.no_grad():
+        assert torch.allclose(module(x), by_rectangle(module, x), rtol=0, atol=LARGEST)
+    for _ in range(3):
+        net.undo()
+    assert runs(net) == "plain"
+    assert "aten::convolution" in operators(lambda: module(x))
+
+
+@pytest.mark.sparse
+def test_few_kernels_under_transforms_autocast_compile_and_higher_derivatives() -> None:
+    torch.manual_seed(0)
+    module = nn.Conv2d(64, 64, 3, padding=1).double()
+    x = inputs(4, 64, 16, 16)
+    net = adopted(module, x=x[:1])
+    cut(net, 0.9)
+    expected = by_rectangle(module, x).detach()
+    parameters = {name: tensor.detach() for name, tensor in module.named_parameters()}
+    each = vmap(lambda one: functional_call(module, parameters, (one,)))(x.unsqueeze(1))
+    assert torch.allclose(each.squeeze(1), expected, rtol=0, atol=LARGEST)
+    compiled = torch.compile(net.model, backend="aot_eager", fullgraph=True)
+    assert torch.allclose(compiled(x), expected, rtol=0, atol=LARGEST)
+    given = x.clone().requires_grad_()
+    results = []
+    for compute in (module, lambda given: by_rectangle(module, given)):
+        (dx,) = torch.autograd.grad(compute(given).pow(3).sum(), given, create_graph=True)
+        wanted = [given, *module.parameters()]
+        results.append(torch.autograd.grad(dx.square().sum(), wanted))
+    for one, other in zip(*results, strict=True):
+        assert torch.allclose(one, other, rtol=1e-12, atol=1e-12)
+    many = torch.randn(3, *expected.shape, dtype=torch.float64)
+    (found,) = torch.autograd.grad(module(given), given, many, is_grads_batched=True)
+    (alone,) = torch.autograd.grad(module(given), given, many[1])
+    assert torch.allclose(found[1], alone, rtol=0, atol=LARGEST)
+    net.model.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x.float()).dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):
+        module(x)
+
+
+@pytest.mark.sparse
+def test_few_kernels_with_strides_or_at_few_positions_run_as_rectangles() -> None:
+    torch.manual_seed(0)
+    strided = nn.Conv2d(64, 64, 3, stride=2).double()
+    small = nn.Conv2d(64, 64, 3, padding=1).double()
+    for module, size in ((strided, 16), (small, 2)):
+        x = inputs(4, 64, size, size)
+        net = adopted(module, x=x[:1])
+        cut(net, 0.9)
+        assert "aten::convolution" in operators(lambda: module(x))  # noqa: B023
+        assert max(differences(module, x)) == 0

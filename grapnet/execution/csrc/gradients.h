@@ -228,13 +228,13 @@ bool gradient_single(const Gradients& g) {
 
 template <class T, bool Inputs, bool Weights>
 bool chosen_gradients(const Gradients& g) {
-    if (g.batch == 1) return gradient_single<T, Inputs, Weights>(g);
+    if (g.batch == 1 && g.dz.shifts == nullptr) return gradient_single<T, Inputs, Weights>(g);
     return gradient_stripes<T, Inputs, Weights>(g);
 }
 
 template <class T>
 bool gradients_of(const Gradients& g) {
-    if (!has_lists(g.wiring)) return false;
+    if (!has_lists(g.wiring) || !g.dz.holds(g.wiring.children, g.batch)) return false;
     if (!g.weights) return chosen_gradients<T, true, false>(g);
     if (!g.inputs) return chosen_gradients<T, false, true>(g);
     return chosen_gradients<T, true, true>(g);

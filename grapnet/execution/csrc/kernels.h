@@ -8,10 +8,29 @@ namespace grapnet {
 
 using Index = std::ptrdiff_t;
 
-// A [batch, width] matrix: features lie apart by `batch` values (by_feature) or samples by `width` values.
+// A [batch, width] matrix: features lie apart by `batch` values (by_feature) or samples by `width` values. Features with
+// shifts are channels that lie apart by `stride` values, each as often as there are shifts and begun so many values
+// later: the positions of a kernel that moves over an image. Such a matrix is only read.
 struct Matrix {
     void* data;
     bool by_feature;
+    const std::int32_t* shifts = nullptr;  // [n_shifts]
+    Index n_shifts = 1, stride = 0, size = 0;  // size: how many values there are
+
+    Index start(Index feature, Index batch) const {
+        if (shifts == nullptr) return feature * batch;
+        return feature / n_shifts * stride + shifts[feature % n_shifts];
+    }
+
+    // Says whether `width` features of `batch` samples lie within the memory.
+    bool holds(Index width, Index batch) const {
+        if (shifts == nullptr) return true;
+        if (!by_feature || n_shifts < 1 || stride < 0 || width % n_shifts != 0) return false;
+        const Index last = width == 0 ? 0 : (width / n_shifts - 1) * stride;
+        for (Index n = 0; n < n_shifts; ++n)
+            if (shifts[n] < 0 || last + shifts[n] + batch > size) return false;
+        return true;
+    }
 };
 
 // Relations in the order of their owners: those of parent i are positions ptr[i] to ptr[i + 1].

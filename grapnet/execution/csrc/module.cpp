@@ -75,9 +75,9 @@ bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address 
 bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address offsets,
                   Address ptr, Address child, Address dx, bool dx_by_feature, Address dw, Address dbias, bool inputs,
                   bool weights, Index batch, Index parents, Index children, Index relations, bool is_double,
-                  int threads) {
+                  int threads, Address shifts, Index n_shifts, Index stride, Index size) {
     return chosen->gradients({{at<void>(x), x_by_feature},
-                       {at<void>(dz), dz_by_feature},
+                       {at<void>(dz), dz_by_feature, at<const std::int32_t>(shifts), n_shifts, stride, size},
                        {at<void>(dx), dx_by_feature},
                        at<void>(values),
                        at<void>(offsets),
@@ -111,10 +111,10 @@ bool py_order_without(Address ptr, Address child, Index parents, Index children,
                   n_removed, at<std::int32_t>(in_ptr), at<void>(entries));
 }
 
-bool py_reorder(Address given, Address ptr, Address entries, bool wide, Index parents, Index relations, bool by_parent,
-                Address moved, int number_size, int threads) {
+bool py_reorder(Address given, Address ptr, Address entries, bool wide, Index parents, Index relations, Address moved,
+                int number_size, int threads) {
     return reorder(wiring_of(ptr, 0, parents, 0, relations), {nullptr, at<void>(entries), wide}, at<void>(given),
-                   by_parent, at<void>(moved), number_size, threads);
+                   at<void>(moved), number_size, threads);
 }
 
 bool py_family_hashes(Address ptr, Address child, Index parents, Index relations, Address hashes, int threads) {
@@ -140,7 +140,9 @@ NB_MODULE(_kernels, m) {
     m.def("variants", &variants, "Returns the variants that this machine can run, the fastest first.");
     m.def("use_variant", &use_variant, nb::arg("name"), "Runs one variant from now on.");
     m.def("sum", &py_sum, release);
-    m.def("gradients", &py_gradients, release);
+    m.def("gradients", &py_gradients, release, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+          nb::arg(), nb::arg(), nb::arg(), nb::arg() = 0, nb::arg() = 1, nb::arg() = 0, nb::arg() = 0);
     m.def("largest_of_rows", &py_largest_of_rows, release);
     m.def("order_by_child", &py_order_by_child, release);
     m.def("order_without", &py_order_without, release);

@@ -108,8 +108,7 @@ bool carry_entries(const Wiring& wiring, const ByChild& old, const std::int32_t*
 }
 
 template <class Number, class Entry>
-bool reorder_as(const Wiring& wiring, const ByChild& order, const void* given, bool by_parent, void* moved,
-                int threads) {
+bool reorder_as(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int threads) {
     const Entry* entries = static_cast<const Entry*>(order.entries);
     const Number* from = static_cast<const Number*>(given);
     Number* to = static_cast<Number*>(moved);
@@ -122,10 +121,7 @@ bool reorder_as(const Wiring& wiring, const ByChild& order, const void* given, b
             if (parent >= wiring.parents) return wrong.raise();
             const Index e = wiring.ptr[parent] + Index(entries[n] & slots);
             if (e >= wiring.relations) return wrong.raise();
-            if (by_parent)
-                to[e] = from[n];
-            else
-                to[n] = from[e];
+            to[n] = from[e];
         }
     });
     return !wrong.raised();
@@ -162,15 +158,15 @@ bool order_without(const Wiring& wiring, const ByChild& old, const std::int32_t*
     return carry_entries(wiring, old, removed, n_removed, in_ptr, static_cast<std::uint32_t*>(entries));
 }
 
-bool reorder(const Wiring& wiring, const ByChild& order, const void* given, bool by_parent, void* moved,
-             int number_size, int threads) {
+bool reorder(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int number_size,
+             int threads) {
     if (!is_partition(wiring.ptr, wiring.parents, wiring.relations)) return false;
     if (number_size == 8 && order.wide)
-        return reorder_as<std::uint64_t, std::uint64_t>(wiring, order, given, by_parent, moved, threads);
+        return reorder_as<std::uint64_t, std::uint64_t>(wiring, order, given, moved, threads);
     if (number_size == 8)
-        return reorder_as<std::uint64_t, std::uint32_t>(wiring, order, given, by_parent, moved, threads);
-    if (order.wide) return reorder_as<std::uint32_t, std::uint64_t>(wiring, order, given, by_parent, moved, threads);
-    return reorder_as<std::uint32_t, std::uint32_t>(wiring, order, given, by_parent, moved, threads);
+        return reorder_as<std::uint64_t, std::uint32_t>(wiring, order, given, moved, threads);
+    if (order.wide) return reorder_as<std::uint32_t, std::uint64_t>(wiring, order, given, moved, threads);
+    return reorder_as<std::uint32_t, std::uint32_t>(wiring, order, given, moved, threads);
 }
 
 bool family_hashes(const Wiring& wiring, int threads, std::uint64_t* hashes) {

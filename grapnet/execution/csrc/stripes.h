@@ -81,7 +81,7 @@ void pack(const Matrix& from, Index batch, Index width, const Stripe& stripe, Ra
     const T* data = static_cast<const T*>(from.data);
     if (from.by_feature) {
         for (Index f = rows.first; f < rows.last; ++f) {
-            const T* source = data + f * batch + stripe.start;
+            const T* source = data + from.start(f, batch) + stripe.start;
             T* target = packed + f * R::size;
             if (stripe.count == R::size) {
                 for (int k = 0; k < R::count; ++k) R::store(target + k * R::lanes, R::load(source + k * R::lanes));
