@@ -309,7 +309,7 @@ def test_only_one_edit_is_open_at_a_time(vgg: Subject) -> None:
         lambda net, edit: edit.connect(net.space("0"), net.space("8")),
         lambda net, edit: edit.freeze(edit.add_nodes(net.space("0"), 1)),
         lambda net, edit: edit.set_activation(net.space("0"), "relu"),
-        lambda net, edit: edit.remove_orphans(),
+        lambda net, edit: edit.remove_orphans(fold_bias=True),
         lambda net, edit: edit.add_nodes(
             net.space("0"), 1, values={"0.weight": torch.zeros(2, 3, 3, 3)}
         ),
@@ -326,7 +326,7 @@ def test_only_one_edit_is_open_at_a_time(vgg: Subject) -> None:
         "connect without a tensor",
         "freeze new nodes",
         "activation",
-        "orphans",
+        "orphans that leave their constants",
         "values of another shape",
     ],
 )
