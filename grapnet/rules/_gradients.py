@@ -1,6 +1,7 @@
 """Recorders of the gradient of every relation of a transition, present or absent."""
 
 import weakref
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -162,6 +163,28 @@ class BackwardRecorder(NetRecorder[E]):
         super().clear()
         self.left_out = 0
 
+    def _receiver(self, *seen: Any) -> Callable[[Tensor], None]:
+        """Returns a tensor hook that records a gradient, together with what the forward pass has
+        seen.
+
+        It does nothing once the net was edited or the recorder disarmed.
+        """
+        reference = weakref.ref(self)
+        structure = self.net._structure
+        armed = self._release
+
+        def receive(gradient: Tensor) -> None:
+            recorder = reference()
+            if recorder is None or recorder._release is not armed or not recorder.armed:
+                return
+            if recorder.net._structure is structure:
+                recorder._record(gradient.detach(), *seen)
+
+        return receive
+
+    @abstractmethod
+    def _record(self, gradient: Tensor, *seen: Any) -> None: ...
+
 
 class GradientRecorder(BackwardRecorder[OuterProducts]):
     """Records g_ij = Σ h_i · dL/dz_j over the batch for all pairs of an upper and a lower node.
@@ -279,25 +302,9 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         if output.requires_grad and h is not None and len(h) == len(output):
             output.register_hook(self._receiver(h))
 
-    def _receiver(self, h: Tensor) -> Any:
-        """Returns the tensor hook that takes in dL/dz.
-
-        It does nothing once the net was edited or the recorder disarmed.
-        """
-        reference = weakref.ref(self)
-        structure = self.net._structure
-        armed = self._release
-
-        def receive(gradient: Tensor) -> None:
-            recorder = reference()
-            if recorder is None or recorder._release is not armed or not recorder.armed:
-                return
-            if recorder.net._structure is structure:
-                recorder._record(h, gradient.detach())
-
-        return receive
-
-    def _record(self, h: Tensor, dz: Tensor) -> None:
+    def _record(self, gradient: Tensor, *seen: Any) -> None:
+        dz = gradient
+        (h,) = seen
         dtype = torch.promote_types(torch.promote_types(h.dtype, dz.dtype), torch.float32)
         with plainly(dz.device):
             h = h.to(dtype)
@@ -305,8 +312,8 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
             if not has_finite_product(h, dz):
                 self.left_out += 1
                 return
-            seen = self._writable(lambda: OuterProducts((h.shape[1], dz.shape[1])))
-            seen.see(h, dz, current_graph_task_id())
+            products = self._writable(lambda: OuterProducts((h.shape[1], dz.shape[1])))
+            products.see(h, dz, current_graph_task_id())
 
     def _restored(self, seen: dict[str, Any], sizes: list[int]) -> OuterProducts:
         restored = OuterProducts((sizes[0], sizes[1]), seen["count"])
@@ -429,8 +436,7 @@ class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
     def _observe(self, place: int, args: tuple[Any, ...], output: Tensor) -> None:
         """Does nothing: no forward call is watched."""
 
-    def _record(self, gradient: Tensor) -> None:
-        gradient = gradient.detach()
+    def _record(self, gradient: Tensor, *seen: Any) -> None:
         dtype = torch.promote_types(gradient.dtype, torch.float32)
         with plainly(gradient.device):
             gradient = gradient.to(dtype)
@@ -457,24 +463,15 @@ class _Taps:
             return
         weight: Any = recorder.net.transitions[recorder.transition]
         if weight.grid.opened is None:
-            recorder._record(gradient)
+            recorder._record(gradient.detach())
 
     def see_whole(self, whole: Tensor) -> None:
         """Waits for the gradient of a tensor that a module has computed."""
         recorder = self._recorder()
         if recorder is None or not recorder.armed or in_transform():
             return
-        if not torch.is_grad_enabled() or not whole.requires_grad:
-            return
-        reference = self._recorder
-        structure = recorder.net._structure
-
-        def receive(gradient: Tensor) -> None:
-            present = reference()
-            if present is not None and present.armed and present.net._structure is structure:
-                present._record(gradient)
-
-        whole.register_hook(receive)
+        if torch.is_grad_enabled() and whole.requires_grad:
+            whole.register_hook(recorder._receiver())
 
 
 def gradient_recorder(net: Graph, transition: int, window: int) -> Recorder:

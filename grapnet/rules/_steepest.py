@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -124,25 +123,9 @@ class SpaceGradientRecorder(BackwardRecorder[TensorGradients]):
         if waiting and tensor.requires_grad:
             tensor.register_hook(self._receiver(waiting.pop(0), place - 2))
 
-    def _receiver(self, x: Tensor, reader: int) -> Callable[[Tensor], None]:
-        """Returns the tensor hook that takes in the gradient of the output of a reader.
-
-        It does nothing once the model was edited or the recorder disarmed.
-        """
-        reference = weakref.ref(self)
-        structure = self.net._structure
-        armed = self._release
-
-        def receive(gradient: Tensor) -> None:
-            recorder = reference()
-            if recorder is None or recorder._release is not armed or not recorder.armed:
-                return
-            if recorder.net._structure is structure:
-                recorder._record(x, gradient.detach(), reader)
-
-        return receive
-
-    def _record(self, x: Tensor, gradient: Tensor, number: int) -> None:
+    def _record(self, gradient: Tensor, *seen: Any) -> None:
+        # the input of the writer, and which of the readers the gradient is of
+        x, number = seen
         net: Any = self.net
         writer = self._writer.module(net)
         reader = self._readers[number].module(net)
