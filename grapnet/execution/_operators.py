@@ -53,8 +53,8 @@ def sum_by_child(
         x: the activations, [batch, n_parents].
         values: one per relation.
         bias: one per child.
-        wiring: the relations by parent.
-        opposite: the same relations as if they led from the children to their parents.
+        wiring: the relations by parent, the children of each in order.
+        opposite: the same relations as if they led from the children to their parents, in order.
         row_major: whether the result is laid out row by row.
     """
     _, parent, _, back = opposite
@@ -71,7 +71,8 @@ def reorder(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: 
         ptr: where the relations of each parent begin.
         entries: the order by child.
         in_ptr: where the relations of each child begin.
-        back: the order by parent of the opposite wiring.
+        back: the order by child of the opposite wiring, which leads back. Both wirings have the
+            children of each parent in order.
     """
     return _run(_ops.reorder.default, _Reorder, values, ptr, entries, in_ptr, back)
 

@@ -73,7 +73,7 @@ class ByChildPlan:
 
     @classmethod
     def of(cls, topology: Topology, opposite: Topology) -> "ByChildPlan":
-        """Returns the plan for the relations by parent and for those by child."""
+        """Returns the plan for the relations by parent and for those by child, both in order."""
         return cls(_wiring(topology), _wiring(opposite))
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:

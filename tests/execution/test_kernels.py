@@ -281,7 +281,8 @@ def opposite(topology: Topology) -> Topology:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.usefixtures("unwritten_shows", "variant")
 def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -> None:
-    topology = ragged(*SHAPES[shape])
+    # twice the opposite: the children of every parent in order
+    topology = opposite(opposite(ragged(*SHAPES[shape])))
     order = wiring(topology)
     by_child = topology.child.long().argsort(stable=True)
     close = {"rtol": 1e-10, "atol": 1e-10}
@@ -376,9 +377,10 @@ def operators(batch: int) -> Iterator[tuple[str, tuple[Any, ...], Callable[..., 
     yield "relation_gradients", (x_turned, dz, values, *order), gradients
     yield "weight_gradient", (x, dz, *order), partial(_operators.weight_gradient, wiring=order)
     back = wiring(opposite(topology))
-    by_child = partial(_operators.sum_by_child, wiring=order, opposite=back, row_major=True)
-    yield "sum_by_child", (x, values, bias, True, *order, back[1], back[3]), by_child
-    there = {"ptr": ptr, "entries": order[3], "in_ptr": back[0], "back": back[3]}
+    there = wiring(opposite(opposite(topology)))
+    by_child = partial(_operators.sum_by_child, wiring=there, opposite=back, row_major=True)
+    yield "sum_by_child", (x, values, bias, True, *there, back[1], back[3]), by_child
+    there = {"ptr": ptr, "entries": there[3], "in_ptr": back[0], "back": back[3]}
     yield "reorder", (values, *there.values()), partial(_operators.reorder, **there)
     kernels = torch.randn(topology.n_relations, 3, dtype=x.dtype, requires_grad=True)
     wide = partial(_operators.fill, ptr=ptr, child=child, n_children=6, transposed=False)

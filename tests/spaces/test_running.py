@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import grapnet as gn
 from grapnet.rules import RuleManager, rigl
+from grapnet.spaces import Adopted
 
 READS = 192
 WRITES = 256
@@ -33,7 +34,7 @@ def matrix(kind: str) -> nn.Module:
     return made.double()
 
 
-def adopted(module: nn.Module, *rest: nn.Module, x: Tensor) -> gn.spaces.Adopted:
+def adopted(module: nn.Module, *rest: nn.Module, x: Tensor) -> Adopted:
     """Returns the graph of a model that begins with a module."""
     return gn.adopt(nn.Sequential(module, *rest), x)
 
@@ -43,13 +44,13 @@ def inputs(batch: int, *shape: int) -> Tensor:
     return torch.randn(batch, *(shape or (READS,)), generator=generator, dtype=torch.float64)
 
 
-def cut(net: gn.spaces.Adopted, fraction: float, seed: int = 0) -> None:
+def cut(net: Adopted, fraction: float, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with net.edit(reason="cut", allow_dead=True) as edit:
         edit.cut(net.relations("0").random(fraction=fraction, generator=generator))
 
 
-def sparse_matrix(kind: str = "Linear") -> tuple[Any, gn.spaces.Adopted]:
+def sparse_matrix(kind: str = "Linear") -> tuple[Any, Adopted]:
     """Returns a matrix of which nine tenths are cut, and its graph."""
     torch.manual_seed(0)
     module = matrix(kind)
@@ -58,7 +59,7 @@ def sparse_matrix(kind: str = "Linear") -> tuple[Any, gn.spaces.Adopted]:
     return module, net
 
 
-def runs(net: gn.spaces.Adopted, batch: int = 64, training: bool = True) -> str:
+def runs(net: Adopted, batch: int = 64, training: bool = True) -> str:
     return net.describe(batch, training=training)[0]["runs"]
 
 
@@ -311,7 +312,7 @@ def test_families_run_by_their_blocks() -> None:
     assert {"aten::bmm", "aten::baddbmm"} & names
 
 
-def blocks(net: gn.spaces.Adopted, module: Any, count: int, *, shuffled: bool) -> None:
+def blocks(net: Adopted, module: Any, count: int, *, shuffled: bool) -> None:
     """Cuts all relations of a convolution between different blocks of channels."""
     reads = torch.arange(module.in_channels) // (module.in_channels // count)
     writes = torch.arange(module.out_channels) // (module.out_channels // count)
