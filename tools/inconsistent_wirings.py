@@ -135,6 +135,9 @@ KERNELS: dict[str, Callable[[Case], Any]] = {
     "input_gradient": lambda case: _gradients(case, inputs=True, weights=False),
     "weight_gradient": lambda case: _gradients(case, inputs=False, weights=True),
     "sum_by_child": lambda case: _sum_by_child(case),
+    "sum over own wiring by child": lambda case: _native.sum_over_own_wiring(
+        case.x, case.values, case.bias, case.wiring, case.row_major, by_child=True
+    ),
     "sum_of_shifted": lambda case: _native.sum_of_shifted(
         _shifted(case), case.values, None, case.ptr, case.child
     ),

@@ -168,10 +168,19 @@ def sum_over_own_wiring(
     bias: Tensor,
     wiring: tuple[Tensor, ...],
     row_major: bool,
+    by_child: bool = False,
 ) -> Tensor:
     """Returns the sums of the children, [batch, n_children], row by row or feature by feature.
 
     The caller has called `require_readable` with the wiring: a plan once, others before each call.
+
+    Args:
+        x: the activations, [batch, n_parents].
+        values: one per relation.
+        bias: one per child.
+        wiring: the relations by parent, and their order by child.
+        row_major: whether the result is laid out row by row.
+        by_child: whether the values are in the order by child; for more samples than a few.
     """
     ptr, child, in_ptr, entries = wiring
     n_parents = ptr.shape[0] - 1
@@ -208,6 +217,7 @@ def sum_over_own_wiring(
         n_relations,
         dtype == torch.float64,
         torch.get_num_threads(),
+        by_child,
     )
     if not sound:
         raise PlanError(DAMAGED)

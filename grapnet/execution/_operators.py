@@ -190,6 +190,9 @@ class _SumByChild(Function):
     @staticmethod
     def forward(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Any) -> Tensor:
         ptr, _, in_ptr, _, parent, _ = wiring
+        if x.shape[0] > _FEW:
+            _native.require_readable(*wiring[:4])
+            return _native.sum_over_own_wiring(x, values, bias, wiring[:4], row_major, True)
         return _native.sum_by_child(x, values, bias, ptr, in_ptr, parent, row_major)
 
     @staticmethod

@@ -85,7 +85,9 @@ def of_no_slot(entries: Tensor) -> None:
 
 
 LISTS = [*KERNELS]
-CHILDREN = sorted({*KERNELS} - {"family_hashes", "largest_of_rows", "order_without", "reorder"})
+OWN_ORDER = "sum over own wiring by child"
+OTHERS = {"family_hashes", "largest_of_rows", "order_without", "reorder", OWN_ORDER}
+CHILDREN = sorted({*KERNELS} - OTHERS)
 BY_CHILD = ["relation_sum", "sum_over_own_wiring"]
 DAMAGES = [
     *((name, "ptr", damage) for name in LISTS for damage in (falling, too_long)),
@@ -93,6 +95,8 @@ DAMAGES = [
     *((name, "in_ptr", damage) for name in BY_CHILD for damage in (falling, too_long)),
     *((name, "entries", damage) for name in BY_CHILD for damage in (of_no_parent, of_no_slot)),
     *(("reorder", "entries", damage) for damage in (of_no_parent, of_no_slot)),
+    *((OWN_ORDER, "in_ptr", damage) for damage in (falling, too_long)),
+    (OWN_ORDER, "entries", of_no_parent),
 ]
 
 

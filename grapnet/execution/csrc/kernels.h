@@ -56,6 +56,7 @@ struct Sum {
     Index batch;
     int threads;
     bool is_double;
+    bool by_child = false;  // whether the values are in the order by child; for more samples than a few
 };
 
 // dx[b, i] = Σ_j dz[b, j] · w_ij,  dw_ij = Σ_b x[b, i] · dz[b, j],  dbias[j] = Σ_b dz[b, j]

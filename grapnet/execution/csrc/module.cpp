@@ -60,7 +60,7 @@ Wiring wiring_of(Address ptr, Address child, Index parents, Index children, Inde
 
 bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address ptr, Address child, Address in_ptr,
             Address entries, bool wide, Address z, bool z_by_feature, Index batch, Index parents, Index children,
-            Index relations, bool is_double, int threads) {
+            Index relations, bool is_double, int threads, bool by_child) {
     return chosen->sum({{at<void>(x), x_by_feature},
                  {at<void>(z), z_by_feature},
                  at<void>(values),
@@ -69,7 +69,8 @@ bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address 
                  {at<const std::int32_t>(in_ptr), at<void>(entries), wide},
                  batch,
                  threads,
-                 is_double});
+                 is_double,
+                 by_child});
 }
 
 bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address offsets,

@@ -74,6 +74,19 @@ bool gather_weights(const Sum& sum, Range children, T* weights) {
     return true;
 }
 
+// Says whether the parents of a range of children exist.
+template <class Entry>
+bool parents_exist(const Sum& sum, Range children) {
+    const Entry* entries = static_cast<const Entry*>(sum.order.entries);
+    const Entry end = static_cast<Entry>(sum.wiring.parents) << Split<Entry>::half;
+    // With as many parents as an entry can name, the bound does not fit in, and no entry reaches it.
+    const bool all_fit = Index(end >> Split<Entry>::half) != sum.wiring.parents;
+    Entry others = 0;
+    for (Index e = sum.order.in_ptr[children.first]; e < sum.order.in_ptr[children.last]; ++e)
+        others |= entries[e] >= end;
+    return all_fit || others == 0;
+}
+
 template <class T, class Entry, int Bytes>
 void sum_stripe(const Sum& sum, const Stripe& stripe, const T* packed, const T* weights, Range children) {
     using R = Row<T, Bytes>;
@@ -248,7 +261,8 @@ bool sum_stripes(const Sum& sum) {
     const Index group = whole ? 1 : stripes.group(wiring.parents, threads);
     const Index packed_size = wiring.parents * stripes.size;
     T* tables = static_cast<T*>(scratch(sizeof(T) * (packed_size * (whole ? threads : group) + wiring.relations)));
-    T* weights = tables + packed_size * (whole ? threads : group);
+    T* own = tables + packed_size * (whole ? threads : group);
+    const T* weights = sum.by_child ? static_cast<const T*>(sum.values) : own;
     Flag wrong;
     run_team(threads, [&](int member, int members) {
         const Task task(whole, stripes.count, member, members);
@@ -261,7 +275,9 @@ bool sum_stripes(const Sum& sum) {
                            [&](auto bytes) { body(bytes, stripes[s], packed + (s - first) * packed_size); });
         };
         const Range gathered = balanced_share(sum.order.in_ptr, wiring.children, member, members);
-        if (!gather_weights<T, Entry>(sum, gathered, weights)) wrong.raise();
+        const bool sound = sum.by_child ? parents_exist<Entry>(sum, gathered)
+                                        : gather_weights<T, Entry>(sum, gathered, own);
+        if (!sound) wrong.raise();
         if (whole) wait_for_team();
         for (Index first = task.stripes.first; first < task.stripes.last; first += group) {
             if (first > task.stripes.first && task.members > 1) wait_for_team();
@@ -282,8 +298,8 @@ bool sum_stripes(const Sum& sum) {
 template <class T>
 bool sum_of(const Sum& sum) {
     if (!has_lists(sum.wiring)) return false;
-    if (sum.batch == 1) return sum_single<T>(sum);
-    if (sum.batch > 0 && sum.batch * Index(sizeof(T)) <= few_bytes) {
+    if (sum.batch == 1 && !sum.by_child) return sum_single<T>(sum);
+    if (sum.batch > 0 && !sum.by_child && sum.batch * Index(sizeof(T)) <= few_bytes) {
         const Stripe stripe = Stripes(sum.batch, 1, sizeof(T))[0];
         if (stripe.bytes * sum.wiring.children <= table_bytes)
             return with_bytes(stripe.bytes, [&](auto bytes) { return sum_few<T, bytes>(sum, stripe); });
