@@ -127,8 +127,8 @@ class Operations(RuleBasedStateMachine):
         depth are among themselves.
         """
         if not verbs and self.draw(st.integers(0, 5)) == 0:
-            verbs = (self.insert_layer, self.insert_layer, self.remove_layer)
-            verbs += (self.insert_skip, self.insert_skip, self.remove_skip)
+            # The first verbs are drawn most often.
+            verbs = (self.remove_skip, self.remove_layer, self.insert_skip, self.insert_layer)
             most = 2
         twice = [self.connect, self.cut, self.turn] * 2
         verbs = verbs or (self.add, self.remove, self.orphans, self.name, *twice)
@@ -279,9 +279,14 @@ class Operations(RuleBasedStateMachine):
         draft.inserted.append(Inserted(number, nodes, len(upper), init == "net2deeper"))
 
     def remove_layer(self, edit: gn.Edit, draft: Draft) -> None:
-        if len(self.default) < 3:
+        sizes = self.net.sizes
+        hidden = range(1, len(sizes) - 1)
+        # Most of the others must be refused.
+        fitting = [n for n in hidden if sizes[n] == sizes[n - 1]]
+        chosen = self.some(fitting if self.draw(st.integers(0, 3)) else list(hidden), 1, 1)
+        if not chosen:
             return
-        number = self.layer(first=1, last=-2)
+        number = chosen[0]
         edit.remove_layer(self.draw(st.sampled_from([number, self.net.layers[number]])))
         draft.layers_removed.add(number)
 
@@ -289,12 +294,12 @@ class Operations(RuleBasedStateMachine):
         count = len(self.default)
         free = [(s, t) for s in range(count) for t in range(s + 2, count)]
         free = [ends for ends in free if ends not in self.oracle.state.ends()]
-        for source, target in self.some(free, 0, 1):
+        for source, target in self.some(free, 1, 1):
             edit.insert_skip(source, self.draw(st.sampled_from([target, target - count])))
             draft.skips_inserted.append((source, target))
 
     def remove_skip(self, edit: gn.Edit, draft: Draft) -> None:
-        for ends in self.some(self.oracle.state.ends()[len(self.default) - 1 :], 0, 1):
+        for ends in self.some(self.oracle.state.ends()[len(self.default) - 1 :], 1, 1):
             edit.remove_skip(*ends)
             draft.skips_removed.add(ends)
 

@@ -369,6 +369,8 @@ class Moved:
         sizes: the sizes of the vectors that moved.
     """
 
+    follower_name = "gn.open"
+
     def __init__(self, net: Graph) -> None:
         self.parameters: set[str] = set()
         self.sizes: set[int] = set()

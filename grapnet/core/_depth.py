@@ -92,7 +92,7 @@ class LayerInsertion:
         layer._renew(self.nodes.uids, self.nodes.activations, self.nodes.owners)
         layer._hold(self.frozen_biases.to(graph.device))
         layer.dropout = self.dropout
-        entering = entering_module(graph, self.topology, self.weights, self.frozen_weights)
+        entering = _made_transition(graph, self.topology, self.weights, self.frozen_weights)
         return layer, entering
 
 
@@ -255,7 +255,7 @@ class SkipInsertion:
 
     def module(self, graph: "Graph") -> Transition:
         """Returns the transition, for a net."""
-        return entering_module(graph, self.topology, self.weights, self.frozen_weights)
+        return _made_transition(graph, self.topology, self.weights, self.frozen_weights)
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class SkipRemoval:
 Asked = LayerInsertion | LayerRemoval | SkipInsertion | SkipRemoval
 
 
-def entering_module(
+def _made_transition(
     graph: "Graph", topology: Topology, weights: Tensor | None, frozen: Tensor
 ) -> Transition:
     """Returns a transition for a net; the weights are 0 if the journal has dropped them."""
@@ -409,6 +409,10 @@ def deepened(graph: "Graph", asked: Sequence[Asked]) -> DepthChange:
     after = _Chain(graph, asked).arrangement()
     coming = tuple(_parameters(after, before))
     leaving = tuple(_parameters(before, after))
+    for one in coming:
+        # Where the neighbours are not trained, neither is what comes.
+        if one.beside is not None:
+            one.parameter.requires_grad_(one.beside.requires_grad)
     names = {id(store): name for name, store in before.stores().items()}
     renamed = {}
     for name, store in after.stores().items():

@@ -598,6 +598,17 @@ def test_export_and_snapshot_have_the_layer():
     assert torch.equal(net.walk(X), net.walk(X))
 
 
+def test_a_layer_of_a_net_that_is_not_trained_is_not_trained():
+    net = make()
+    net.requires_grad_(False)
+    net.transitions[2].weight.requires_grad_(True)
+    insert(net, 1)
+    insert(net, 3)
+    assert not net.transitions[1].weight.requires_grad
+    assert net.transitions[3].weight.requires_grad
+    assert not net.layers[4].bias.requires_grad
+
+
 def test_empty_layers():
     net = gn.GrapNet([3, 0, 2])
     x = torch.randn(2, 3)
@@ -650,3 +661,11 @@ def test_a_grafted_net_changes_its_depth(tmp_path: Path):
     remove(net, 2)
     assert isinstance(gn.ungraft(model)["1"], nn.Sequential)
     assert torch.equal(model(X), y)
+
+
+def test_an_opened_checkpoint_is_named(tmp_path: Path):
+    net = make()
+    gn.save(tmp_path / "net.gn", net, optimizer=attached(net))
+    checkpoint = gn.open(tmp_path / "net.gn")
+    with pytest.raises(gn.EditError, match=r"gn\.open"):
+        insert(checkpoint.net, 1)
