@@ -236,13 +236,18 @@ def set_opened(module: nn.Module, name: str, opened: Opened | None) -> None:
     held.pop(name, None)
     if opened is not None:
         held[name] = opened
-    plain = getattr(type(module), "_grapnet_plain", type(module))
+    plain = plain_class(module)
     if held:
         vars(module)[_OPENED] = held
         module.__class__ = _class_of(plain, tuple(sorted(held)))
     else:
         vars(module).pop(_OPENED, None)
         module.__class__ = plain
+
+
+def plain_class(module: nn.Module) -> type:
+    """Returns the class that a module has, or had before one of its Parameters was opened."""
+    return getattr(type(module), "_grapnet_plain", type(module))
 
 
 def close_copies(model: nn.Module) -> None:
@@ -319,7 +324,7 @@ def _weight(name: str) -> property:
 
 
 def _reduced(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
-    plain = getattr(type(module), "_grapnet_plain", type(module))
+    plain = plain_class(module)
     names = tuple(vars(module)[_OPENED])
     return _restored, (plain, names), vars(module)
 

@@ -23,7 +23,7 @@ from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
 from grapnet._torch import is_exporting, is_in_torch_dispatch_mode, untraced
-from grapnet.core._opened import CUT, Execution, Opened, is_watched, opened_of, run_by
+from grapnet.core._opened import CUT, Execution, Opened, is_watched, opened_of, plain_class, run_by
 from grapnet.core._transition import Topology
 
 from . import _native, _operators
@@ -71,7 +71,7 @@ class OpenedExecution(Execution):
         """Makes the plans of a module, for all sizes of batches."""
         if not content.is_cpu or content.dtype not in _DTYPES:
             return
-        plain = getattr(type(module), "_grapnet_plain", type(module))
+        plain = plain_class(module)
         read = _dim_read(plain)
         if read is not None:
             plans = _matrix_plans(opened, read)
@@ -115,7 +115,7 @@ def describe(
     opened = opened_of(module, name)
     if opened is None:
         return "plain", "every relation exists"
-    plain = getattr(type(module), "_grapnet_plain", type(module))
+    plain = plain_class(module)
     content = module._parameters[name]
     assert content is not None
     if name != "weight" or not content.is_cpu or content.dtype not in _DTYPES:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from grapnet.core._errors import EditError
+from grapnet.core._opened import plain_class
 from grapnet.spaces._adopted import Adopted
 
 from ._taps import paths_of
@@ -84,13 +85,14 @@ def linear_of(net: Adopted, name: str) -> Linear:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    kind = type(module)
+    kind: Any = plain_class(module)
     is_other = kind.__name__ in _OTHERS and kind.__module__.startswith("transformers.")
     return is_other or kind.forward is nn.Linear.forward
 
 
 def _is_convolution(module: nn.Module) -> bool:
-    return type(module).forward in _CONVOLUTIONS
+    kind: Any = plain_class(module)
+    return kind.forward in _CONVOLUTIONS
 
 
 def laid_out(module: nn.Module, x: Tensor) -> Tensor:
