@@ -55,7 +55,8 @@ STUDIES = (  # in the order of the paper
     "sifter",
     "tiny_transformer",
 )
-FURTHER = ("prune_cifar", "heads_and_layers")  # not of the paper, and run only if named
+# not of the paper, and run only if named
+FURTHER = ("prune_cifar", "rigl_cifar", "heads_and_layers")
 CACHE = Path("build/studies")
 INTERRUPTED = 130  # the exit code of Ctrl-C
 PLACES = ("features",)  # settings that say where a machine keeps its data

@@ -11,7 +11,8 @@ from torch import nn
 
 from grapnet.integrations import torch_pruning as shim
 from studies import prune_cifar
-from studies.prune_cifar import FAST, PRUNERS, Ours, Pixels, Run, Settings, TorchPruning
+from studies.cifar_training import Pixels, images_on, macs_of, resnet18, shape, split
+from studies.prune_cifar import FAST, PRUNERS, Ours, Run, Settings, TorchPruning
 
 from .conftest import set_at
 
@@ -30,9 +31,9 @@ def test_a_fast_run_leaves_the_budget_at_equal_steps(result):
     first, second = prune_cifar.stages(FAST)
     assert list(numbers) == [*first, *second]
     ratio = prune_cifar.final_ratio(FAST.width, 0.5)
-    widths = prune_cifar.shape(FAST.width, ratio)
-    dense = prune_cifar.macs_of(prune_cifar.shape(FAST.width, 0.0))
-    share = prune_cifar.macs_of(widths) / dense
+    widths = shape(FAST.width, ratio)
+    dense = macs_of(shape(FAST.width, 0.0))
+    share = macs_of(widths) / dense
     assert 0.45 < share <= 0.505
     of = {run: numbers[run.name] for run in prune_cifar.runs(FAST)}
     for run, row in of.items():
@@ -46,10 +47,6 @@ def test_a_fast_run_leaves_the_budget_at_equal_steps(result):
             assert row["macs"] == 1
     small = of[Run("small", SGD, 0.5)]
     assert of[Run("ours, same sizes", SGD, 0.5, 2)]["channels"] == small["channels"]
-    rigl = of[Run("RigL", SGD)]
-    static = of[Run("static", SGD)]
-    assert rigl["parameters"] == static["parameters"] < 0.12 * of[Run("dense", SGD)]["parameters"]
-    assert rigl["loss"] != static["loss"]
 
 
 def test_runs_are_the_same_until_the_first_cut(result):
@@ -57,13 +54,13 @@ def test_runs_are_the_same_until_the_first_cut(result):
     # The first cut is in the first epoch; a run without one repeats the dense one.
     with_cut = numbers[Run("ours", SGD, 0.5, 2).name]["loss"][0]
     assert with_cut != numbers[Run("dense", SGD).name]["loss"][0]
-    train, test = prune_cifar._images("made-up", "cpu")
+    train, test = images_on("made-up", "cpu")
     late = Settings(**{**vars(FAST), "first_cut": 0.6, "last_cut": 0.9})
     rate = numbers[Run("dense", SGD).name]["rate"]
     for method in PRUNERS:
         if method == "Torch-Pruning" and not prune_cifar.has_torch_pruning():
             continue
-        again = prune_cifar.trained(late, Run(method, SGD, 0.5, 2), 0, rate, train, test)
+        again = prune_cifar.trained_run(late, Run(method, SGD, 0.5, 2), 0, rate, train, test)
         assert again["loss"][0] == numbers[Run("dense", SGD).name]["loss"][0]
 
 
@@ -73,16 +70,16 @@ def test_the_rate_is_the_best_on_held_out_images():
     assert prune_cifar.chosen_rate(FAST, SGD, found) == second.rate
     found[first.name]["accuracy"] = 31.0
     assert prune_cifar.chosen_rate(FAST, SGD, found) == first.rate
-    train, _ = prune_cifar._images("made-up", "cpu")
+    train, _ = images_on("made-up", "cpu")
     numbered = Pixels(train.bordered, torch.arange(len(train.labels)))
-    rest, held = prune_cifar._split(numbered, FAST.held_out, seed=3)
+    rest, held = split(numbered, FAST.held_out, seed=3)
     assert len(held.labels) == FAST.held_out
     both = torch.cat([rest.labels, held.labels])
     assert torch.equal(both.sort().values, numbered.labels)
 
 
 def test_crops_are_moved_and_mirrored_images_with_a_reflected_border():
-    train, _ = prune_cifar._images("made-up", "cpu")
+    train, _ = images_on("made-up", "cpu")
     plain = train.plain(slice(0, 64))
     padded = nn.functional.pad(plain, [4] * 4, mode="reflect")
     found = train.cropped(torch.arange(64), torch.Generator().manual_seed(0))
@@ -104,14 +101,14 @@ def test_crops_are_moved_and_mirrored_images_with_a_reflected_border():
 def trained_nets(cuts: int) -> tuple[nn.Sequential, nn.Sequential, dict[int, list[int]], float]:
     """Returns two equal nets with different norms, widths after each cut, and the final ratio."""
     torch.manual_seed(0)
-    model = prune_cifar.resnet18(prune_cifar.shape(8, 0.0))
+    model = resnet18(shape(8, 0.0))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
     ratio = prune_cifar.final_ratio(8, 0.25)
     widths = {}
     for number in range(cuts):
-        widths[number] = prune_cifar.shape(8, ratio * (number + 1) / cuts)
+        widths[number] = shape(8, ratio * (number + 1) / cuts)
     return model, copy.deepcopy(model), widths, ratio
 
 
@@ -126,7 +123,7 @@ def test_both_pruners_remove_the_same_channels(cuts):
         other.cut(step)
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
             assert torch.equal(a, b)
-    assert channels(ours) == channels(prune_cifar.resnet18(widths[cuts - 1]))
+    assert channels(ours) == channels(resnet18(widths[cuts - 1]))
 
 
 @pytest.mark.parametrize("method", PRUNERS[:3])
@@ -164,15 +161,12 @@ def test_each_missed_bar_is_named(result):
     (line,) = prune_cifar.missed(reached)
     assert line.startswith(theirs)
     rows[theirs] = copy.deepcopy(rows[ours])
-    lead = {"mean": -0.1, "low": -0.3, "high": 0.1}
+    lead = {"mean": 0.0, "low": -0.3, "high": 0.3}
     reached["summary"]["differences"][f"{ours} − {theirs}"] = lead
     assert prune_cifar.missed(reached) == []
     for place, value in (
-        (("differences", f"{ours} − {theirs}", "high"), -0.01),
-        (
-            ("rows", theirs, "macs"),
-            [0.1, 0.0, 1],
-        ),
+        (("differences", f"{ours} − {theirs}", "mean"), -0.01),
+        (("rows", theirs, "macs"), [0.1, 0.0, 1]),
     ):
         worse = copy.deepcopy(reached)
         set_at(worse["summary"], place, value)
