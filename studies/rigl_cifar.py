@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import grapnet as gn
 from grapnet.rules import RuleManager, Scheduled, rigl, set_rewiring
@@ -53,6 +53,11 @@ METHODS: tuple[Method, ...] = ("dense", "narrow", "static", "SET", "RigL", "SRig
 RATED: tuple[Method, ...] = ("dense", "narrow", "static")  # choose their own learning rate
 REWIRED: tuple[Method, ...] = ("SET", "RigL", "SRigL")  # choose their own interval
 BY_GRADIENT: tuple[Method, ...] = ("RigL", "SRigL")
+WIRING = {  # what a sparse run says of its kernels, and the titles
+    "starved": "channels without a kernel",
+    "uneven": "deviation of kernels a channel",
+    "survived": "grown kernels that the next rewiring keeps",
+}
 
 SGD = Descent("SGD", (0.2, 0.4, 0.8), 5e-4)
 
@@ -210,20 +215,54 @@ class Sparse(Learner):
         if rule is not None:
             self.manager.add(rule)
         self.manager.start(self.net)
+        self.wiring = self._kernels()
+        self.grown: dict[str, Tensor] = {}  # by the last rewiring
+        self.counted = 0  # kernels that a rewiring other than the last grew
+        self.kept = 0  # those of them that the next one kept
 
     def after(self, step: int) -> None:
-        """Rewires where the rule is due."""
+        """Rewires where the rule is due, and counts the grown kernels that are kept."""
+        version = self.net.version
         self.manager.apply(self.net, step)
+        if self.net.version == version:
+            return
+        now = self._kernels()
+        for name, kernels in now.items():
+            if name in self.grown:
+                self.counted += len(self.grown[name])
+                self.kept += int(torch.isin(self.grown[name], kernels).sum())
+            self.grown[name] = kernels[~torch.isin(kernels, self.wiring[name])]
+        self.wiring = now
 
     def about(self) -> dict[str, Any]:
-        """Returns which share of the channels has no kernel left."""
-        starved = 0
-        channels = 0
+        """Returns the share of the channels that have no kernel left, the deviation of the number
+        of kernels of a channel as a share of their mean, and the share of grown kernels that the
+        next rewiring keeps.
+        """
+        shares = []
         for name, convolution in rewired(self.model).items():
-            count = convolution.out_channels
-            starved += count - len(self.net.relations(name).children.unique())
-            channels += count
-        return {"starved": round(starved / channels, 4)}
+            channels = self.net.relations(name).children.cpu()
+            count = torch.unique(channels, return_counts=True)[1].double()
+            # The channels that have no kernel are not among the relations.
+            without = count.new_zeros(convolution.out_channels - len(count))
+            shares.append(torch.cat([count, without]) / count.sum() * convolution.out_channels)
+        every = torch.cat(shares)
+        found = {
+            "starved": round(float((every == 0).double().mean()), 4),
+            "uneven": round(float(every.std()), 4),
+        }
+        if self.counted:
+            found["survived"] = round(self.kept / self.counted, 4)
+        return found
+
+    def _kernels(self) -> dict[str, Tensor]:
+        """Returns the kernels of each convolution as numbers."""
+        found = {}
+        for name, convolution in rewired(self.model).items():
+            relations = self.net.relations(name)
+            parents = relations.parents.cpu()
+            found[name] = parents * convolution.out_channels + relations.children.cpu()
+        return found
 
 
 def rewired(model: nn.Module) -> dict[str, nn.Conv2d]:
@@ -314,8 +353,9 @@ def summarise(settings: Settings, seeds: Mapping[int, Mapping[str, Any]]) -> dic
             "intervals": sorted({row["every"] for row in of if "every" in row}),
             "seconds": summary_of([row["seconds"] for row in of]),
         }
-        if "starved" in of[0]:
-            rows[name]["starved"] = summary_of([row["starved"] for row in of])
+        for key in WIRING:
+            if key in of[0]:
+                rows[name][key] = summary_of([row[key] for row in of])
     differences = {}
     for one, other in contrasts():
         a = [found[one]["accuracy"] for found in numbers]
@@ -338,12 +378,12 @@ def table(result: dict[str, Any]) -> str:
     for name, row in result["summary"]["rows"].items():
         rates = ", ".join(f"{rate:g}" for rate in row["rates"])
         intervals = ", ".join(str(every) for every in row["intervals"]) or "–"
-        starved = "–"
-        if "starved" in row:
-            starved = f"{100 * row['starved'][0]:.1f} %"
         size = f"{row['parameters']:,}"
-        lines.append([name, spread(row["accuracy"]), size, starved, rates, intervals])
-    titles = ["run", "accuracy", "parameters", "channels without a kernel", "rate", "interval"]
+        wiring = []
+        for key in WIRING:
+            wiring.append(f"{100 * row[key][0]:.1f} %" if key in row else "–")
+        lines.append([name, spread(row["accuracy"]), size, rates, intervals, *wiring])
+    titles = ["run", "accuracy", "parameters", "rate", "interval", *WIRING.values()]
     parts = [grid(titles, lines)]
     pairs = [[name, interval(one)] for name, one in result["summary"]["differences"].items()]
     parts.append(grid(["difference in points", "mean and 95 % interval"], pairs))

@@ -5,10 +5,11 @@ of the net.
 import copy
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from grapnet.rules import RuleManager, TensorGradientRecorder, rigl
+from grapnet.rules import RuleManager, TensorGradientRecorder, rigl, set_rewiring
 from studies import rigl_cifar
 from studies.cifar_training import Descent, resnet18
 from studies.rigl_cifar import FAST, METHODS, REWIRED, Run, Sparse
@@ -28,8 +29,12 @@ def test_a_fast_run_compares_nets_of_equal_size(result):
     assert 0.9 * sparse < numbers["narrow"]["parameters"] <= sparse
     losses = [tuple(numbers[method]["loss"]) for method in METHODS]
     assert len(set(losses)) == len(METHODS)
-    # Without a rewiring a run repeats the static one; SRigL takes no channel its last kernel.
-    assert numbers["SRigL"]["starved"] == numbers["static"]["starved"]
+    # SRigL leaves every channel its number of kernels.
+    for key in ("starved", "uneven"):
+        assert numbers["SRigL"][key] == numbers["static"][key] != numbers["RigL"][key]
+    for method in REWIRED:
+        assert 0 < numbers[method]["survived"] < 1
+    assert "survived" not in numbers["static"]
 
 
 def test_rate_and_interval_are_the_best_on_held_out_images():
@@ -154,6 +159,24 @@ def test_a_rewiring_of_the_net_drops_grows_and_moves_momentum_as_a_dense_twin_sh
         found = model.get_submodule(name).weight
         assert torch.equal(found[kept], weights[name][kept])
         assert int(found[grown].count_nonzero()) == 0
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_grown_kernels_survive_if_they_have_become_strong(trained):
+    torch.manual_seed(0)
+    model = resnet18([8, 8, 8, 8])
+    rule = set_rewiring(10, every=1, transitions=list(rigl_cifar.rewired(model)))
+    learner = Sparse(model, replace(FAST, sparsity=0.5), 0, rule)
+    learner.after(1)
+    assert "survived" not in learner.about()
+    if trained:
+        with torch.no_grad():
+            for convolution in rigl_cifar.rewired(model).values():
+                content = convolution._parameters["weight"]
+                content[content == 0] = 10.0
+    learner.after(2)
+    # Kernels are 0 when they are grown, and the weakest go first.
+    assert learner.about()["survived"] == float(trained)
 
 
 def test_each_missed_bar_is_named(result):
