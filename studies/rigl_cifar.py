@@ -15,6 +15,20 @@ rates:
 Each of "static", "narrow" and "dense" chooses its learning rate on images of the training set that
 are held out for that. The rewired nets have the rate of "static", and each method then chooses the
 steps between two rewirings on the same images. The test images are for the results alone.
+
+Why "SRigL" and the numbers of the wiring are here: in single runs on a GPU, RigL with a rewiring
+every 40 of 1,164 steps reached 83.1 and 83.9 %, the static wiring 86.1 and 87.5 %, and the loss of
+RigL was above from the first epoch to the last. The rewirings were right: a test compares those of
+every convolution with a dense twin. BatchNorm behind a convolution makes a channel's gradients
+larger the smaller its weights are, so the largest gradients of a convolution are those of few
+channels. In 116 steps with batches of 64 images, a rewiring every 4 steps, one seed, the tenth of
+the channels that grew most had 60 to 100 % of the grown kernels, and at random 18 %. The loss over
+the last 16 steps was 1.89 with RigL, 1.78 with the static wiring, 1.78 with SRigL and 1.74 with
+SET; with a rewiring every 20 steps it was 1.81 with RigL. That the next rewiring drops most of the
+grown kernels does not explain it: so it does with SET. On scikit-learn's digits (400 steps, five
+seeds, a small net with BatchNorm), a rewiring every 20 steps left 33 % of the channels without a
+kernel instead of 9 %, with 95.7 % instead of 97.1 % right; SRigL had 97.5 %. From an interval of 40
+steps on, RigL was not below the static wiring.
 """
 
 import bisect
