@@ -101,7 +101,7 @@ class Opened:
             return written
         base = self._without_free(content)
         at = self.free_at(content.device)
-        given = content.view(-1, self.pattern.width)
+        given = self._in_rows(content)
         if isinstance(content, nn.Parameter) and len(self.frozen_values) == 0:
             # New memory is written in place: a copy of it would take as long again. Transforms of
             # torch.func, which pass other tensors, allow no writing.
@@ -127,9 +127,9 @@ class Opened:
     def numbers(self, content: Tensor) -> Tensor:
         """Returns the rows that exist, free and frozen ones in their order; differentiable.
 
-        Without frozen rows it is a view of `content`.
+        Without frozen rows it is `content`, or a view of it.
         """
-        given = content.view(-1, self.pattern.width)
+        given = self._in_rows(content)
         if len(self.frozen_values) == 0:
             return given
         key = ("live", content.device, content.dtype)
@@ -142,6 +142,12 @@ class Opened:
             self._scratch[key] = rows
             self._scratch["live at", content.device] = is_free.nonzero().squeeze(1)
         return self._scratch[key].index_copy(0, self._scratch["live at", content.device], given)
+
+    def _in_rows(self, content: Tensor) -> Tensor:
+        # Where launches bound a forward pass, as on a GPU, a view that is not needed costs time.
+        if content.dim() == 2:
+            return content
+        return content.view(-1, self.pattern.width)
 
     def live(self, content: Tensor) -> Tensor:
         """Returns a copy of the rows that exist, without gradients."""
