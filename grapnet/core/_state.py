@@ -20,6 +20,7 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
     graph._require_no_edit("load a state dict")
     if not any(name.startswith(prefix) for name in state):
         return
+    _require_as_many_transitions(graph, state, f"{prefix}transitions.")
     requests = Requests()
     for number, layer in enumerate(graph.layers):
         name = f"{prefix}layers.{number}."
@@ -35,6 +36,15 @@ def prepare_to_load(graph: "Graph", state: Mapping[str, Any], prefix: str) -> No
     change = resolve(graph, requests, None)
     if not change.is_empty:
         graph._commit_change(change, "load_state_dict")
+
+
+def _require_as_many_transitions(graph: "Graph", state: Mapping[str, Any], prefix: str) -> None:
+    """Raises TopologyError if layers came or left between graph and state."""
+    held = {name for name in state if name.startswith(prefix) and name.endswith(".ptr")}
+    expected = {f"{prefix}{t}.ptr" for t in range(len(graph.transitions))}
+    # Without any wiring it is a part of a state dict.
+    if held and held != expected:
+        raise _mismatch(f"it has {len(held)} transitions where this graph has {len(expected)}")
 
 
 def _ask(
@@ -58,9 +68,13 @@ def _ask(
 def _require_fit(store: Coordinates, state: Mapping[str, Any], name: str) -> None:
     difference = store._differs_from(state, name)
     if difference:
-        raise TopologyError(
-            f"{difference}; the state dict belongs to a graph with another wiring, and nothing was"
-            " loaded. Files of gn.save include the wiring, for gn.load(path) or"
-            " gn.restore(path, into=model); Lightning's do with RulesCallback, or with load_nets"
-            " in on_load_checkpoint"
-        )
+        raise _mismatch(difference)
+
+
+def _mismatch(difference: str) -> TopologyError:
+    return TopologyError(
+        f"{difference}; the state dict belongs to a graph with another wiring, and nothing was"
+        " loaded. Files of gn.save include the wiring, for gn.load(path) or"
+        " gn.restore(path, into=model); Lightning's do with RulesCallback, or with load_nets"
+        " in on_load_checkpoint"
+    )

@@ -339,3 +339,17 @@ def test_a_picture_has_the_lines_that_skip():
             for segment in collection.get_segments():
                 lines += segment[-1][0] - segment[0][0] == 2
     assert lines == 4 * 5
+
+
+def test_a_state_dict_from_before_a_transition_came_is_refused_and_loads_nothing() -> None:
+    net = make(skips=((0, 2),))
+    saved = copy.deepcopy(net.state_dict())
+    for tensor in saved.values():
+        if tensor.is_floating_point():
+            tensor += 1
+    with net.edit() as edit:
+        edit.insert_skip(1, 3)
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(gn.errors.TopologyError):
+        net.load_state_dict(saved)
+    assert all(torch.equal(before[name], tensor) for name, tensor in net.state_dict().items())

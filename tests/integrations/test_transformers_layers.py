@@ -373,7 +373,7 @@ def test_pretrained_files_of_uniform_layers_while_the_graph_goes_on(name: str, t
     loaded = type(case.model).from_pretrained(tmp_path).eval()
     assert (loaded.config.num_key_value_heads, loaded.config.num_hidden_layers) == (2, 1)
     assert loaded.config.intermediate_size == 30
-    assert torch.equal(output_of(case, loaded), output_of(case))
+    assert torch.allclose(output_of(case, loaded), output_of(case), rtol=0, atol=1e-6)
     cut = loaded.model.layers[0].mlp.up_proj.weight
     assert int((cut == 0).sum()) == cut.numel() // 2
     # The graph goes on, and after undo the config is that of before.
