@@ -244,6 +244,10 @@ def _normalised(pixels: Tensor) -> Tensor:
     mean = torch.tensor(MEAN, device=pixels.device)[:, None, None]
     deviation = torch.tensor(SPREAD, device=pixels.device)[:, None, None]
     found = (pixels.float() / 255 - mean) / deviation
+    if not found.is_cuda:
+        # On CPUs without AVX-512, torch 2.13 writes out of bounds in the backward pass of
+        # pointwise convolutions with strides, an odd number of channels and this layout.
+        return found
     return found.contiguous(memory_format=torch.channels_last)
 
 
