@@ -186,7 +186,7 @@ class _RelationSum(Function):
         return dx, dw, dbias, None, None, None, None, None
 
 
-class _SumByChild(Function):
+class _SumByChild(_RelationSum):
     @staticmethod
     def forward(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Any) -> Tensor:
         ptr, _, in_ptr, _, parent, _ = wiring
@@ -200,15 +200,6 @@ class _SumByChild(Function):
         ptr, _, in_ptr, entries, _, back = wiring
         values = _Reorder.plain(values, in_ptr, back, ptr, entries)
         return _RelationSum.plain(x, values, bias, row_major, *wiring[:4])
-
-    @staticmethod
-    def shape(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
-        return _native.empty_activations(x, x.shape[0], bias.shape[0], row_major)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, values, _, _, *wiring = inputs
-        ctx.save_for_backward(x, values, *wiring)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
