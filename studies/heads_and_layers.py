@@ -482,5 +482,23 @@ def table(result: dict[str, Any]) -> str:
         f" random: {interval(means['at once, score - random'])} right after,"
         f" {interval(means['arms, score - random'])} fine-tuned; by score - no edit:"
         f" {interval(means['score - no edit'])}.",
+        "",
+        _by_seed(result),
+        "",
+        f"Measured with {first['machine']['device']}, transformers"
+        f" {first['machine']['transformers']}.",
     ]
     return "\n".join(lines)
+
+
+def _by_seed(result: dict[str, Any]) -> str:
+    """Returns the perplexities of every seed as a table."""
+    rows = []
+    for seed, found in result["seeds"].items():
+        cells = []
+        for stage in ("at once", "arms"):
+            for arm in ("by score", "at random"):
+                cells.append(f"{found[stage][arm]['perplexity']:.2f}")
+        rows.append((seed, *cells))
+    titles = ("seed", "by score, right after", "at random", "by score, fine-tuned", "at random")
+    return grid(titles, rows)

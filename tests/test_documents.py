@@ -236,6 +236,12 @@ def test_the_last_soak_ran_enough_programs_without_failure(name):
     assert report["failures"] == 0
 
 
+def test_the_last_matrix_had_all_models_and_no_failure():
+    report = json.loads((ROOT / "results/matrix.json").read_text())
+    assert report["models"] == report["of_models"] >= 77
+    assert report["failures"] == 0
+
+
 def test_the_last_run_of_the_files_of_torch_pruning_passed():
     report = json.loads((ROOT / "tools/results/torch_pruning_tests.json").read_text())
     assert len(report["files"]) == 31
