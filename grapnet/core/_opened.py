@@ -99,15 +99,9 @@ class Opened:
         written = _execution.write(self, content)
         if written is not None:
             return written
+        # One operation instead of zeros and a copy into them: launches bound this on a GPU.
         base = self._without_free(content)
-        at = self.free_at(content.device)
-        given = self._in_rows(content)
-        if isinstance(content, nn.Parameter) and len(self.frozen_values) == 0:
-            # New memory is written in place: a copy of it would take as long again. Transforms of
-            # torch.func, which pass other tensors, allow no writing.
-            rows = base.index_copy_(0, at, given)
-        else:
-            rows = base.index_copy(0, at, given)
+        rows = base.index_copy(0, self.free_at(content.device), self._in_rows(content))
         return rows.view(self.pattern.shape)
 
     def prepare(self, content: Tensor, modules: Iterable[nn.Module]) -> None:
@@ -118,9 +112,8 @@ class Opened:
             modules: those that are going to run with it.
         """
         self.free_at(content.device)
-        if len(self.frozen_values):
-            self._without_free(content)
-            self.numbers(content)
+        self._without_free(content)
+        self.numbers(content)
         for module in modules:
             _execution.prepare(module, self, content)
 
@@ -162,17 +155,21 @@ class Opened:
         return self._scratch[key]
 
     def _without_free(self, like: Tensor) -> Tensor:
-        """Returns all rows, with 0 in the cut and in the free ones."""
-        count = len(self.pattern.kinds)
-        if len(self.frozen_values) == 0:
-            return like.new_zeros((count, self.pattern.width))
+        """Returns all rows, with 0 in the cut and in the free ones; not to be written to."""
         key = ("frozen", like.device, like.dtype)
         if key not in self._scratch:
-            rows = torch.zeros((count, self.pattern.width), dtype=like.dtype, device=like.device)
-            at = torch.from_numpy(np.flatnonzero(self.pattern.kinds.numpy() == FROZEN))
-            rows[at.to(like.device)] = self.frozen_values.to(like)
-            self._scratch[key] = rows
+            self._scratch[key] = self._frozen_rows(like)
         return self._scratch[key]
+
+    def _frozen_rows(self, like: Tensor) -> Tensor:
+        shape = len(self.pattern.kinds), self.pattern.width
+        if len(self.frozen_values) == 0:
+            # a single number, which takes no memory
+            return torch.zeros((), dtype=like.dtype, device=like.device).expand(shape)
+        rows = torch.zeros(shape, dtype=like.dtype, device=like.device)
+        at = torch.from_numpy(np.flatnonzero(self.pattern.kinds.numpy() == FROZEN))
+        rows[at.to(like.device)] = self.frozen_values.to(like)
+        return rows
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Opened":
         return Opened(self.pattern, self.frozen_values)

@@ -62,8 +62,9 @@ class OpenedExecution(Execution):
 
     def write(self, opened: Opened, content: Tensor) -> Tensor | None:
         """Returns the whole tensor, written by a compiled kernel; None where torch has to do it."""
-        cells = math.prod(opened.pattern.shape)
-        if cells < LARGE or not _native.reads(content) or not _is_plain(content):
+        if not _native.reads(content) or math.prod(opened.pattern.shape) < LARGE:
+            return None
+        if not _is_plain(content):
             return None
         return _filled(opened, opened.numbers(content))
 
