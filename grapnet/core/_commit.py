@@ -13,7 +13,16 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    runtime_checkable,
+)
 
 import torch
 from torch import nn
@@ -78,6 +87,17 @@ class ColumnFollower(Protocol):
         that install them.
         """
         ...
+
+
+class Recordings(Protocol):
+    """Memory that depends on graphs as they are, such as recorded training steps."""
+
+    def release(self, why: str) -> None:
+        """Lets go of the memory, which a commit may need, before any graph changes."""
+        ...
+
+
+recordings: "weakref.WeakSet[Recordings]" = weakref.WeakSet()
 
 
 class Followers:
@@ -348,6 +368,9 @@ def commit(
     draws = Draws()
     intents = _resolve(asked, draws)
     decision = Decision()
+    if any(intent is not None for intent in intents):
+        for one in list(recordings):
+            one.release("a net was edited")
     receipts: list[Commit | None] = []
     installs: list[Install] = []
     tried: list[tuple[Graph, Commit, Before]] = []
@@ -459,7 +482,11 @@ def carry_out(installs: list[Install], decision: Decision, trial: "Trial | None"
 class _Record:
     """One transaction: the assignments that install it, and whether it was decided."""
 
+    # how many there were in this process
+    count: ClassVar[int] = 0
+
     def __init__(self, installs: list[Install], decision: Decision, trial: "Trial | None") -> None:
+        _Record.count += 1
         self.decision = decision
         self.trial = trial
         self.lock = threading.RLock()
@@ -492,6 +519,14 @@ class _Record:
         self._installs = []
         if errors:
             raise errors[0]
+
+
+def transactions() -> int:
+    """Returns how many transactions this process has carried out, or begun to, over all graphs.
+
+    Every commit, undo, trial and end of a trial is one, and every `net.execution.use`.
+    """
+    return _Record.count
 
 
 # The transactions that are being carried out, and the trials in effect. It is empty at nearly all
