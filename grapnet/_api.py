@@ -28,6 +28,7 @@ from .core._sets import NodeSet as NodeSet
 from .core._sets import RelationSet as RelationSet
 from .core._undo import redo as redo
 from .core._undo import undo as undo
+from .following._capture import capture as capture
 from .following._optimizers import attach as attach
 from .following._optimizers import detach as detach
 from .following._tensors import follow as follow

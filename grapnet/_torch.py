@@ -30,6 +30,13 @@ from torch._functorch.pyfunctorch import (
     temporarily_clear_interpreter_stack as temporarily_clear_interpreter_stack,
 )
 from torch.autograd import forward_ad
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree  # noqa: F401
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -44,6 +51,15 @@ current_graph_task_id = _current_graph_task_id
 current_autograd_node = _current_autograd_node
 # The number that the next autograd node of this thread gets.
 next_sequence_number = torch.autograd._get_sequence_nr  # pyright: ignore[reportPrivateImportUsage]
+# The hooks of all modules, in dicts that are empty when there are none.
+global_module_hooks = (
+    _global_forward_pre_hooks,
+    _global_forward_hooks,
+    _global_backward_pre_hooks,
+    _global_backward_hooks,
+)
+# The hooks of the steps of all optimizers.
+global_optimizer_hooks = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 # Where torch logs operations whose shapes do not fit, when tensors have no contents.
 fake_tensor_logger = "torch._subclasses.fake_tensor"
 # Leaves the dispatch modes of a trace for as long as the block runs.
@@ -53,6 +69,11 @@ disable_current_modes = _disable_current_modes
 def in_forward_mode() -> bool:
     """Returns whether a level of forward-mode AD is open."""
     return forward_ad._current_level >= 0
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Lets a scaler unscale the gradients of an optimizer that did not step with those before."""
+    scaler._per_optimizer_states.pop(id(optimizer), None)
 
 
 def sequence_number(node: Any) -> int:

@@ -1,5 +1,6 @@
 """The errors of GrapNet; each is also the built-in error that a caller expects."""
 
+from .core._errors import CaptureError as CaptureError
 from .core._errors import CheckpointError as CheckpointError
 from .core._errors import ConversionError as ConversionError
 from .core._errors import EditError as EditError

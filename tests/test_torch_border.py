@@ -11,6 +11,10 @@ import torch
 from torch import Tensor
 from torch._functorch import config as functorch_config
 from torch.autograd import Function
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from grapnet import _torch
@@ -267,3 +271,36 @@ def test_a_dispatch_mode_sees_every_operator() -> None:
     with Watching() as watching:
         torch.nn.functional.linear(torch.ones(2, 3), torch.ones(4, 3))
     assert watching.count >= 1
+
+
+def test_hooks_of_all_modules_and_optimizers_are_in_dicts_that_are_empty_without_them() -> None:
+    register = [
+        torch.nn.modules.module.register_module_forward_pre_hook,
+        torch.nn.modules.module.register_module_forward_hook,
+        torch.nn.modules.module.register_module_full_backward_pre_hook,
+        torch.nn.modules.module.register_module_full_backward_hook,
+    ]
+    for hooks, add in zip(_torch.global_module_hooks, register, strict=True):
+        assert not hooks
+        handle = add(lambda *given: None)
+        assert len(hooks) == 1
+        handle.remove()
+        assert not hooks
+    register_step = [register_optimizer_step_pre_hook, register_optimizer_step_post_hook]
+    for hooks, add in zip(_torch.global_optimizer_hooks, register_step, strict=True):
+        count = len(hooks)
+        handle = add(lambda *given: None)
+        assert len(hooks) == count + 1
+        handle.remove()
+
+
+def test_a_scaler_that_forgets_unscaled_gradients_unscales_others() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(parameter.sum()).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError):
+        scaler.unscale_(optimizer)
+    _torch.forget_unscaled(scaler, optimizer)
+    scaler.unscale_(optimizer)

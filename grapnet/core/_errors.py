@@ -53,6 +53,10 @@ class OptimizerError(GrapNetError, RuntimeError):
     """An optimizer cannot follow an edit, or has not followed one."""
 
 
+class CaptureError(GrapNetError, RuntimeError):
+    """A training step cannot be recorded as a CUDA graph; it was not made."""
+
+
 class CheckpointError(GrapNetError, ValueError):
     """A checkpoint file is damaged or does not fit; nothing was changed."""
 
