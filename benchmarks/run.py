@@ -8,6 +8,7 @@ from pathlib import Path
 
 # modules, each imported only when it runs
 BENCHMARKS = (
+    "capture",
     "costs",
     "edits",
     "execution",
@@ -29,9 +30,13 @@ def main() -> int:
     parser.add_argument(
         "--fast", action="store_true", help="small sizes only: shows that it runs, reaches no bar"
     )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="measure the rows of `capture` with this text in their names"
+    )
     arguments = parser.parse_args()
     benchmark = importlib.import_module(f".{arguments.name}", __package__)
-    result = benchmark.measure(fast=arguments.fast)
+    selected = {} if arguments.only is None else {"only": arguments.only}
+    result = benchmark.measure(fast=arguments.fast, **selected)
     print(benchmark.table(result))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

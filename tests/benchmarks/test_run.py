@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import costs, edits, execution, files, graft, models, rules, run
+from benchmarks import capture, costs, edits, execution, files, graft, models, rules, run
 from benchmarks.timing import threads
 
 
@@ -86,6 +86,26 @@ def test_the_execution_benchmark_runs_and_its_check_can_fail(tmp_path, monkeypat
     judged["faster"] *= 0.99
     (line,) = execution.missed(full)
     assert line.startswith(judged["work"])
+
+
+def test_the_capture_benchmark_measures_selected_rows_and_its_check_can_fail(
+    tmp_path, monkeypatch, capsys
+):
+    path = tmp_path / "capture.json"
+    chosen = ["--only", "768×3072", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", ["run", "capture", "--fast", "--check", *chosen])
+    assert run.main() == 1
+    assert "captured on a GPU" in capsys.readouterr().err
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["work"].split(",")[2].strip() for row in rows] == ["50% cut", "90% cut"]
+    at_the_bars = [{**row, "faster": row["must"]} for row in rows]
+    full = {"rows": at_the_bars, "settings": {"device": "a GPU", "fast": False}}
+    assert capture.missed(full) == []
+    at_the_bars[0]["faster"] *= 0.99
+    at_the_bars[1]["error"] = 1.0
+    slow, wrong = capture.missed(full)
+    assert slow.startswith(rows[0]["work"])
+    assert wrong.startswith(rows[1]["work"])
 
 
 @pytest.mark.sparse
