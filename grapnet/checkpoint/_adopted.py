@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from grapnet.convert._origin import COMPILED
 from grapnet.core._change import Labels
 from grapnet.core._commit import carry_out, require_editable
-from grapnet.core._coordinates import Decision, Token, layout_of, refuse_old_backward
+from grapnet.core._coordinates import Decision, Token, layout_of, refuse_old_backwards
 from grapnet.core._edit import LARGEST_UID
 from grapnet.core._errors import CheckpointError
 from grapnet.core._grid import install_content
@@ -303,9 +303,9 @@ def put_adopted(
         undo.append(_remembered_graph(net))
     extra_states = _ExtraStates(model)
     decision = Decision()
-    for tensor in place.tensors.values():
-        if isinstance(tensor, nn.Parameter) and tensor.is_floating_point():
-            refuse_old_backward(tensor, _STALE, decision)
+    parameters = [tensor for tensor in place.tensors.values() if isinstance(tensor, nn.Parameter)]
+    trainable = [parameter for parameter in parameters if parameter.is_floating_point()]
+    refuse_old_backwards(trainable, _STALE, decision)
     try:
         for install in installs:
             install()

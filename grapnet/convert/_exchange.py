@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from grapnet.core._coordinates import Decision, refuse_old_backward, replace_content
+from grapnet.core._coordinates import Decision, refuse_old_backwards, replace_content
 from grapnet.core._errors import OptimizerError
 from grapnet.following._state import (
     clean_value,
@@ -143,11 +143,12 @@ def prepare_farewell(
         f"this loss was computed before gn.{verb} exchanged the parameters that it depends on, and"
         " its gradients would reach no optimizer. Compute it again"
     )
-    for parameter in (exchange.parameter for exchange in exchanges):
-        if not parameter.is_inference():
-            refuse_old_backward(parameter, message, decision)
-            content = parameter.detach()
-            installs.append(partial(replace_content, parameter, content, parameter.grad))
+    parameters = [exchange.parameter for exchange in exchanges]
+    parameters = [parameter for parameter in parameters if not parameter.is_inference()]
+    refuse_old_backwards(parameters, message, decision)
+    for parameter in parameters:
+        content = parameter.detach()
+        installs.append(partial(replace_content, parameter, content, parameter.grad))
     return installs
 
 

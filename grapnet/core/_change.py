@@ -353,7 +353,9 @@ class GridChange:
 
     def without_values(self) -> "GridChange":
         """Returns the change as the journal keeps it for ever."""
-        return replace(self, born_values=None, gone_values=None)
+        return GridChange(
+            self.index, before=self.before, after=self.after, relations=self.relations
+        )
 
 
 @dataclass(frozen=True)

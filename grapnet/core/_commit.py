@@ -10,7 +10,7 @@ completes them. Before the decision nothing has changed.
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import (
@@ -36,11 +36,19 @@ from ._coordinates import (
     Vector,
     last_reads,
     layout_of,
-    refuse_old_backward,
+    refuse_old_backwards,
 )
 from ._errors import EditError
-from ._grid import PreparedGrid, install_grid, install_layout, prepare_grids
-from ._grid_map import CellMap
+from ._grid import (
+    KeptContent,
+    PreparedGrid,
+    install_grid,
+    install_layout,
+    keep_contents,
+    prepare_grids,
+    renew_versions,
+)
+from ._grid_map import CellMap, GridMap
 from ._journal import Commit, Joint
 from ._layer import Layer, Roster
 from ._transition import Topology, Transition, wirings_after
@@ -440,19 +448,20 @@ def prepare(
         wirings = {t: intent.before.topologies[t] for t in wirings}
     is_trial = receipt.kind == "trial"
     vectors = _prepare_vectors(graph, receipt.change, is_trial)
-    grids: dict[str, PreparedGrid] = {}
-    if graph._grids():
-        grids = prepare_grids(
-            graph._grids(),
-            receipt.change.tensors,
-            keep_gradients=is_trial,
-            is_staged=receipt.is_staged,
-        )
+    grids = prepare_grids(
+        graph._grids(),
+        receipt.change.tensors,
+        keep_gradients=is_trial,
+        is_staged=receipt.is_staged,
+    )
+    kept = keep_contents(graph._grids(), receipt.change.tensors)
     receipt = _completed(graph, receipt, vectors, grids)
-    view = _view_after(graph, rosters, wirings, vectors, grids)
+    view = _view_after(graph, rosters, wirings, vectors, {**kept, **grids})
     if receipt.change.depth is not None:
         view = graph._view_at_depth(receipt.change.depth, view)
     installs = [_prepare_stores(intent, receipt, rosters, wirings, vectors)]
+    if kept:
+        installs.append(partial(renew_versions, list(kept.values())))
     installs += _prepare_model(intent, receipt, grids)
     seen = replace(receipt, wirings=wirings, view=view, decision=decision)
     installs += graph._followers.prepare(graph, seen, strict=strict)
@@ -666,6 +675,10 @@ def require_gradients() -> None:
         )
 
 
+# Attributes of a Parameter that a commit sets.
+_OWN_ATTRIBUTES = {"grapnet_layout"}
+
+
 def unfit_parameters(graph: "Graph") -> str:
     """Returns why the Parameters of a graph cannot be edited; empty if they can.
 
@@ -673,7 +686,7 @@ def unfit_parameters(graph: "Graph") -> str:
     """
     for name, store in graph._stores().items():
         parameter = store.parameter
-        if type(parameter) is nn.Parameter and not vars(parameter):
+        if type(parameter) is nn.Parameter and vars(parameter).keys() <= _OWN_ATTRIBUTES:
             continue
         kinds = {kind.__name__ for kind in type(parameter).__mro__}
         if "DTensor" in kinds or hasattr(parameter, "_fsdp_flattened"):
@@ -707,7 +720,9 @@ def _roster_after(layer: Layer, change: LayerChange) -> Roster:
     if len(change.index.removed) or change.owners or change.activations:
         owners = owners.compact()
         activations = activations.compact()
-    uids = change.index.carry(layer.uid, change.born.uids)
+    # A gather: to look for runs takes longer than to move so few numbers.
+    moves = GridMap((change.index.old_size,), {0: change.index})
+    uids = moves.carry(layer.uid, change.born.uids)
     return Roster.of(uids, activations, owners, layer._kinds_place)
 
 
@@ -765,10 +780,9 @@ def _completed(
             maps[name] = prepared.parameter_index
     tensors = {}
     for name, prepared in grids.items():
-        if prepared.change is not None:
-            tensors[name] = prepared.change
-            if isinstance(prepared.tensor, nn.Parameter) and prepared.index is not None:
-                maps[name] = prepared.index
+        tensors[name] = prepared.change
+        if isinstance(prepared.tensor, nn.Parameter):
+            maps[name] = prepared.index
     depth = receipt.change.depth
     if depth is not None:
         depth = graph._completed_depth(depth)
@@ -783,7 +797,7 @@ def _view_after(
     rosters: dict[int, Roster],
     wirings: dict[int, Topology],
     vectors: dict[str, tuple[Coordinates, PreparedVector]],
-    grids: dict[str, PreparedGrid],
+    tensors: Mapping[str, KeptContent | PreparedGrid],
 ) -> View:
     present = graph._view()
     biases: list[Vector | None] = []
@@ -795,7 +809,7 @@ def _view_after(
         tuple(wirings.get(t, topology) for t, topology in enumerate(present.topologies)),
         tuple(vectors[f"transitions.{t}.weight"][1].vector for t in range(len(present.weights))),
         {name: vectors[f"columns.{name}.value"][1].vector for name in present.columns},
-        {name: prepared.content for name, prepared in grids.items()},
+        {name: one.content for name, one in tensors.items()},
         present.ends,
     )
 
@@ -893,5 +907,5 @@ def _refuse_old_backwards(graph: "Graph", receipt: Commit, decision: Decision) -
         f"this backward goes through a forward pass of version {graph.version}, and the graph was"
         f" edited since {edited}. Run the forward pass again, or edit after optimizer.step()"
     )
-    for store in graph._stores().values():
-        refuse_old_backward(store.parameter, message, decision)
+    parameters = [store.parameter for store in graph._stores().values()]
+    refuse_old_backwards(parameters, message, decision)

@@ -290,6 +290,9 @@ class Edit:
                     f"{len(found[number])} of the nodes to remove are {kind} nodes; use"
                     " interface=True to remove them"
                 )
+        self._remove_rows(found)
+
+    def _remove_rows(self, found: dict[int, Tensor]) -> None:
         for number, rows in found.items():
             self._note("remove_nodes", layer=number, nodes=len(rows))
             self._requests.removals[number].append(rows)

@@ -1,7 +1,8 @@
 """Grids: the Parameters and buffers of ordinary modules, and how a commit changes them."""
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -91,20 +92,45 @@ def named_grids(model: nn.Module) -> dict[str, Grid]:
     return found
 
 
-@dataclass(frozen=True, eq=False)
-class PreparedGrid:
+class PreparedGrid(NamedTuple):
     """A tensor after a change, computed but not installed."""
 
     tensor: Tensor
     content: Tensor
     gradient: Tensor | None
-    change: GridChange | None  # with what leaves filled in; None if the commit does not touch it
+    change: GridChange  # with what leaves filled in
     # how the cells of the tensor itself move; frozen ones are not among them
-    index: GridMap | RowMap | None = None
-    # the modules that compute the tensor from now on as `opened` says, or read it as it is
+    index: GridMap | RowMap
+    # the modules that compute the tensor from now on as `opened` says, or read it as it is; none if
+    # they go on reading it
     holders: tuple[tuple[nn.Module, str], ...] = ()
     opened: Opened | None = None
     is_staged: bool = False
+
+
+class KeptContent(NamedTuple):
+    """A Parameter that a commit does not change, with what it holds."""
+
+    parameter: nn.Parameter
+    content: Tensor
+    gradient: Tensor | None
+
+
+def keep_contents(grids: dict[str, Grid], changes: dict[str, GridChange]) -> dict[str, KeptContent]:
+    """Returns the Parameters that stay as they are."""
+    found = {}
+    for name, grid in grids.items():
+        if grid.is_parameter and name not in changes:
+            parameter = grid.parameter
+            found[name] = KeptContent(parameter, parameter.data, parameter.grad)
+    return found
+
+
+def renew_versions(kept: Sequence[KeptContent]) -> None:
+    """Makes Parameters with the same contents another version, which autograd keeps apart."""
+    for parameter, content, gradient in kept:
+        replace_content(parameter, content, gradient)
+    torch.autograd.graph.increment_version([one.parameter for one in kept])
 
 
 def prepare_grids(
@@ -114,9 +140,7 @@ def prepare_grids(
     keep_gradients: bool,
     is_staged: bool,
 ) -> dict[str, PreparedGrid]:
-    """Computes every Parameter and every changed buffer after a commit; modifies nothing.
-
-    A Parameter that stays as it is becomes another version, too, which autograd keeps apart.
+    """Computes every tensor that a commit changes; modifies nothing.
 
     Args:
         grids: the tensors by name.
@@ -125,16 +149,11 @@ def prepare_grids(
         is_staged: whether the results wait outside of the memory of the model.
     """
     found = {}
-    for name, grid in grids.items():
-        change = changes.get(name)
-        if change is not None:
-            prepared = _prepare(grid, change, keep_gradients)
-            if is_staged:
-                prepared = replace(prepared, content=stage(prepared.content), is_staged=True)
-            found[name] = prepared
-        elif grid.is_parameter:
-            parameter = grid.parameter
-            found[name] = PreparedGrid(parameter, parameter.data, parameter.grad, None)
+    for name, change in changes.items():
+        prepared = _prepare(grids[name], change, keep_gradients)
+        if is_staged:
+            prepared = prepared._replace(content=stage(prepared.content), is_staged=True)
+        found[name] = prepared
     return found
 
 
@@ -149,7 +168,7 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
     if born is None:
         born = held.new_zeros(index.n_born)
     moved = index.carry(held, born)
-    change = replace(change, gone_values=index.take(held), born_values=born)
+    gone = index.take(held)
     content = moved
     after = None
     if isinstance(index, RowMap):
@@ -164,18 +183,21 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
     if content is tensor or content.data_ptr() == tensor.data_ptr():
         content = content.clone()
     gradient = tensor.grad
+    gone_gradients = None
     if gradient is not None:
         if keep_gradients:
-            change = replace(change, gone_gradients=index.take(gradient))
+            gone_gradients = index.take(gradient)
         returning = change.born_gradients
         gradient = index.carry(gradient, 0.0 if returning is None else returning)
-    return PreparedGrid(tensor, content, gradient, change, index, tuple(grid.holders), after)
+    change = replace(change, born_values=born, gone_values=gone, gone_gradients=gone_gradients)
+    holders = ()
+    if opened is not None or after is not None:
+        holders = tuple(grid.holders)
+    return PreparedGrid(tensor, content, gradient, change, index, holders, after)
 
 
 def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:
     """Installs a prepared tensor; the Parameter or buffer stays the same object."""
-    if prepared.change is None:
-        layout = layout_of(prepared.tensor)
     content = prepared.content
     if prepared.is_staged:
         content = unstage(content, prepared.tensor.device)

@@ -213,6 +213,21 @@ class IndexMap:
             self._scratch[key] = torch.from_numpy(np.flatnonzero(old).astype(np.int32)).to(device)
         return self._scratch[key]
 
+    def order(self, device: torch.device) -> Tensor | None:
+        """Returns where each new position is among the survivors followed by the inserted ones,
+        int32; None if that is their order.
+        """
+        key = f"order {device}"
+        if key not in self._scratch:
+            old = np.ones(self.new_size, dtype=bool)
+            old[self.inserted.cpu().numpy()] = False
+            places = np.where(old, old.cumsum() - 1, self.n_survivors + (~old).cumsum() - 1)
+            order = None
+            if old[self.n_survivors :].any():
+                order = torch.from_numpy(places.astype(np.int32)).to(device)
+            self._scratch[key] = order
+        return self._scratch[key]
+
     def _newborn(self, old: Tensor, born: Tensor | float) -> Tensor:
         """Returns `born` as one entry like those of `old` for each inserted position."""
         shape = (self.inserted.shape[0], *old.shape[1:])

@@ -211,7 +211,8 @@ def run_by(execution: Execution) -> None:
 
 def opened_of(module: nn.Module, name: str) -> Opened | None:
     """Returns what is opened of a Parameter of a module; None if all of its cells are free."""
-    return vars(module).get(_OPENED, {}).get(name)
+    opened = vars(module).get(_OPENED)
+    return None if opened is None else opened.get(name)
 
 
 def same_pattern(one: Opened | None, other: Opened | None) -> bool:

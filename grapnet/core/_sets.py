@@ -432,15 +432,19 @@ class NodeSet:
             raise IndexError(
                 "nodes are indexed with a slice or a one-dimensional list, array or mask"
             )
-        if len(order.unique()) < len(order):
+        # A slice has no node twice.
+        if not isinstance(which, slice) and len(order.unique()) < len(order):
             raise IndexError(
                 "these indices contain a node twice, and a NodeSet holds each once; for pairs that"
                 " share a node pass uids, as in connect(nodes.uids[[0, 0, 1]], others.uids[[0, 1,"
                 ' 1]], pairs="aligned")'
             )
+        by_layer = self._uids_by_layer
+        if len(by_layer) == 1:
+            return NodeSet(self.graph, {layer: uids[order] for layer, uids in by_layer.items()})
         found = {}
         start = 0
-        for layer, uids in self._uids_by_layer.items():
+        for layer, uids in by_layer.items():
             found[layer] = uids[order[(order >= start) & (order < start + len(uids))] - start]
             start += len(uids)
         return NodeSet(self.graph, found)

@@ -349,15 +349,13 @@ class OptimizerFollower:
             leaving = {one.name for one in commit.change.depth.leaving}
         held = {}
         for name, parameter in parameters.items():
-            if name in leaving:
+            if name in leaving or (is_kept and name not in commit.parameters):
                 continue
             state = optimizer.state.get(parameter, {})
             entries = {}
             if is_kept:
-                if not state or name not in commit.parameters:
-                    continue
                 entries = per_coordinate(optimizer, parameter, name)
-            elif not state and commit.kind != "end":
+            if not state and (is_kept or commit.kind != "end"):
                 continue
             held[name] = _Held(parameter, groups[id(parameter)], state, entries)
         self._tracked.replace(held)
@@ -558,57 +556,70 @@ class OptimizerFollower:
     def _carry(self, held: dict[str, _Held], commit: Commit) -> dict[str, _Held]:
         """Returns the state after a commit, with initial values for new coordinates."""
         optimizer = self.optimizer()
-        net = self.net()
         assert optimizer is not None
-        assert net is not None
         carried = {}
-        for name, one in held.items():
-            index = commit.parameters.get(name)
-            if self._settings.survivors == "renew":
+        if self._settings.survivors == "renew":
+            for name, one in held.items():
                 content = commit.view.content(_name_after(commit, name))
                 state = first_state(optimizer, one.group, content)
                 carried[name] = one._replace(state=state)
-                continue
-            assert index is not None
+            return carried
+        # What the commit that this one reverts has removed.
+        kept: Slots = {}
+        if commit.undoes is not None:
+            kept = self._tracked.kept.get(commit.undoes, {})
+        for name, one in held.items():
+            returning = kept.get(name, {})
             moved = {}
-            for entry, value in one.entries.items():
-                start = clean_value(optimizer, one.group, entry)
-                if self._is_copy(optimizer, entry):
-                    weights = commit.view.content(name)
-                    moved[entry] = _moved_copy(value, one.parameter, weights, index)
-                elif self._settings.newborn == "mean":
-                    moved[entry] = _moved_with_mean(value, index, start)
-                else:
-                    moved[entry] = index.carry(value, start)
+            for entry in one.entries:
+                moved[entry] = self._moved(optimizer, one, name, entry, commit, returning)
                 if commit.is_staged:
                     moved[entry] = stage(moved[entry])
             carried[name] = one._replace(state=with_entries(one.state, moved), entries=moved)
         return carried
 
+    def _moved(
+        self,
+        optimizer: Optimizer,
+        held: _Held,
+        name: str,
+        entry: str,
+        commit: Commit,
+        returning: Mapping[str, Tensor],
+    ) -> Tensor:
+        """Returns one entry of the state of a Parameter after a commit."""
+        index = commit.parameters[name]
+        value = held.entries[entry]
+        back = returning.get(entry)
+        if back is not None and len(back) != index.n_born:
+            raise OptimizerError(
+                f"the {entry!r} that undo would restore for {name} has another length"
+            )
+        if self._is_copy(optimizer, entry):
+            moved = _moved_copy(value, held.parameter, commit.view.content(name), index)
+            if back is not None and index.n_born:
+                index.give(moved, back)
+            return moved
+        if back is not None:
+            return index.carry(value, back)
+        start = clean_value(optimizer, held.group, entry)
+        if self._settings.newborn == "mean":
+            return _moved_with_mean(value, index, start)
+        return index.carry(value, start)
+
     def _give(
         self, present: dict[str, _Held], kept: dict[str, Any], commit: Commit
     ) -> dict[str, _Held]:
-        """Returns the state with what the reverted commit had removed."""
-        if self._settings.survivors == "renew":
-            if commit.kind != "end":
-                return present
-            back = {}
-            for name, one in present.items():
-                state = kept.get(_name_after(commit, name), one.state)
-                back[name] = one._replace(state=state)
-            return back
-        for name in present.keys() & kept.keys():
-            index = commit.parameters[name]
-            entries = present[name].entries
-            for entry, back in kept[name].items():
-                if len(back) != index.n_born:
-                    raise OptimizerError(
-                        f"the {entry!r} that undo would restore for {name} has another length"
-                    )
-                if entry in entries and index.n_born:
-                    # `_carry` has made this tensor for this commit.
-                    index.give(entries[entry], back)
-        return present
+        """Returns the state before a trial that has renewed it; any other has what the reverted
+        commit had removed from `_carry`.
+        """
+        if self._settings.survivors == "keep" or commit.kind != "end":
+            return present
+        back = {}
+        for name, one in present.items():
+            state = kept.get(_name_after(commit, name), one.state)
+            back[name] = one._replace(state=state)
+        return back
 
     def _is_copy(self, optimizer: Optimizer, entry: str) -> bool:
         if self._settings.copies is not None and entry in self._settings.copies:

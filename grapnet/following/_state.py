@@ -54,7 +54,8 @@ _COPIES = {
     "Ranger21": ("lookahead_params",),
     "SRMM": ("mov_avg_param",),
 }
-# What other entries start from, where that is not 0: a number, or the name of an option.
+# What other entries start from, where that is not 0: a number, or the name of an option. The names
+# of classes are whole ones.
 _STARTS: dict[str, dict[str, float | str]] = {
     "Adagrad": {"sum": "initial_accumulator_value"},
     "Adai": {"beta1_prod": 1.0},
@@ -93,8 +94,8 @@ def inside_of(optimizer: Optimizer) -> list[Optimizer]:
 def held_by(optimizer: Optimizer, net: Graph) -> dict[str, nn.Parameter]:
     """Returns the Parameters of a net that an optimizer holds, by their names in the net."""
     held = {id(parameter) for parameter in parameters_of(optimizer)}
-    stores = net._stores().items()
-    return {name: store.parameter for name, store in stores if id(store.parameter) in held}
+    found = {name: store.parameter for name, store in net._stores().items()}
+    return {name: parameter for name, parameter in found.items() if id(parameter) in held}
 
 
 def per_coordinate(optimizer: Optimizer, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
@@ -150,9 +151,9 @@ def _has_a_value_a_coordinate(
     if not isinstance(value, Tensor):
         if not holds_tensors(value):
             return False
-        form = type(value).__name__
+        form: Any = type(value).__name__
     else:
-        form = str(list(value.shape))
+        form = list(value.shape)
         is_whole = value.shape == parameter.shape
         if not is_whole and is_known(optimizer, entry):
             # Prodigy's are flat.
@@ -162,7 +163,7 @@ def _has_a_value_a_coordinate(
         if is_whole and value.is_floating_point():
             return True
         if is_whole:
-            form = str(value.dtype)
+            form = value.dtype
     raise OptimizerError(
         f"the optimizer's {entry!r} ({form}) for {name} {list(parameter.shape)} does not have"
         " one value per coordinate, so it cannot follow an edit; use another optimizer or make a"
@@ -253,8 +254,8 @@ def is_copy(optimizer: Optimizer, entry: str) -> bool:
 
 def clean_value(optimizer: Optimizer, group: State, entry: str) -> float:
     """Returns what a state entry starts from."""
-    for pattern, entries in _STARTS.items():
-        if entry in entries and _is_a(optimizer, pattern):
+    for name, entries in _STARTS.items():
+        if entry in entries and name in _class_names(optimizer):
             start = entries[entry]
             return float(group[start] if isinstance(start, str) else start)
     return 0.0
@@ -403,8 +404,11 @@ def require_followed(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -
                 " train"
                 f" the model. {remedy} another one for the current model"
             )
-        has_moved = layouts.get(id(parameter)) is not layout_of(parameter)
-        if _holds_stale_state(optimizer, parameter, has_moved):
+        layout = layout_of(parameter)
+        has_moved = layouts.get(id(parameter)) is not layout
+        # Most Parameters were never edited.
+        is_edited = layout is not None
+        if (has_moved or is_edited) and _holds_stale_state(optimizer, parameter, has_moved):
             layouts.setdefault(id(parameter), _UNKNOWN)
             raise OptimizerError(
                 "this optimizer holds state of an older version of the net: it was not attached"
@@ -424,8 +428,6 @@ def _holds_stale_state(optimizer: Optimizer, parameter: nn.Parameter, has_moved:
     if has_moved and hidden_state(optimizer, parameters_of(optimizer)):
         return True
     is_edited = layout_of(parameter) is not None
-    if not has_moved and not is_edited:
-        return False
     state = optimizer.state.get(parameter, {})
     if is_before_first_step(optimizer, state):
         has_moved = False
@@ -436,8 +438,9 @@ def _holds_stale_state(optimizer: Optimizer, parameter: nn.Parameter, has_moved:
             continue
         if value.dim() == 0:
             continue
-        is_alike = value.shape[1:] == parameter.shape[1:] and value.numel() != 1
-        is_resized = is_edited and is_alike and len(value) != len(parameter)
+        shape = value.shape
+        is_alike = shape[1:] == parameter.shape[1:] and value.numel() != 1
+        is_resized = is_edited and is_alike and shape[0] != parameter.shape[0]
         if has_moved or is_resized:
             return True
     return False

@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -31,7 +32,7 @@ from ._costs import Costs, measured
 from ._depth import deepened
 from ._discovery import Example, Twin, Typed, discover, discover_twin
 from ._edit import Growth, SpaceEdit, values_of_newborns
-from ._gates import Gates
+from ._gates import Gates, submodule
 from ._probe import probe
 from ._rewiring import Wish, rewired
 from ._space import Space, spaces_of
@@ -55,8 +56,8 @@ class Adopted(Graph):
         self._grids_held = named_grids(model)
         self._weights = weights_of(self, typed, self.spaces)
         self._gates = gates
-        # The tensors of the model when they were last found where they belong.
-        self._seen: list[Tensor | None] = []
+        # The model when its tensors were last found where they belong.
+        self._seen = _Seen([], [None])
         self._costs: Costs | None = None
         # Numbers of modules that edits have changed, as they were at adoption.
         self._first_numbers: dict[tuple[str, str], Any] = {}
@@ -323,7 +324,7 @@ class Adopted(Graph):
             return None
 
     def _prepare_attribute(self, change: AttributeChange) -> Callable[[], None]:
-        module = self.model.get_submodule(change.module)
+        module = submodule(self.model, change.module)
         self._first_numbers.setdefault((change.module, change.name), getattr(module, change.name))
         return partial(setattr, module, change.name, change.after)
 
@@ -444,32 +445,39 @@ class Adopted(Graph):
 
     def _difference(self) -> str:
         """Returns how the tensors of the model differ from its spaces; empty if they do not."""
-        held = [part for module in self.model.modules() for part in _tensors_of(module)]
-        if len(held) != len(self._seen) or any(
-            one is not other for one, other in zip(held, self._seen, strict=True)
-        ):
+        if not self._seen.is_same():
             problem = self._other_places()
             if problem:
                 return problem
-            self._seen = held
+            self._seen = _Seen.of(self.model)
         shapes = self._expected_shapes()
         for name, grid in self._grids_held.items():
-            expected = shapes.get(name)
-            if expected is not None and grid.shape != expected:
-                return f"{name} has the shape {list(grid.shape)}, its spaces {list(expected)}"
+            shape = grid.tensor.shape
             opened = grid.opened
-            if opened is not None and grid.tensor.shape != opened.pattern.content_shape:
-                return f"{name} has other relations than were left after the last edit"
+            if opened is not None:
+                if shape != opened.pattern.content_shape:
+                    return f"{name} has other relations than were left after the last edit"
+                shape = opened.pattern.shape
+            if shape != shapes.get(name, shape):
+                return f"{name} has the shape {list(shape)}, its spaces {list(shapes[name])}"
         return ""
 
     def _expected_shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns the shape that the sizes of spaces give to every tensor."""
         sizes = self._atom_sizes()
         typed, known, shapes = self._shapes
-        if typed is not self._typed or known != sizes:
+        changed: Iterable[str] = ()
+        if typed is not self._typed:
             shapes = {}
-            for name, axes in self._typed.axes.items():
-                shapes[name] = tuple(size_of(axis, sizes) for axis in axes)
+            changed = self._typed.axes
+        elif known != sizes:
+            resized = [space for space in self.spaces if known[space._atom] != sizes[space._atom]]
+            changed = {name for space in resized for name, _ in space._members}
+        if changed:
+            renewed = {}
+            for name in changed:
+                renewed[name] = tuple(size_of(axis, sizes) for axis in self._typed.axes[name])
+            shapes = shapes | renewed
             self._shapes = (self._typed, sizes, shapes)
         return shapes
 
@@ -493,10 +501,11 @@ class Adopted(Graph):
     def _atom_sizes(self, change: Mapping[int, LayerChange] | None = None) -> list[int]:
         """Returns the size of every atom, at present or after a change of spaces."""
         sizes = self._typed.sizes()
-        for number, space in enumerate(self.spaces):
+        spaces = self.spaces
+        for space in spaces:
             sizes[space._atom] = len(space)
-            if change is not None and number in change:
-                sizes[space._atom] = change[number].index.new_size
+        for number, part in (change or {}).items():
+            sizes[spaces[number]._atom] = part.index.new_size
         return sizes
 
     def _role(self, space: Space, name: str, dim: int) -> Literal["reader", "writer", "rider"]:
@@ -512,30 +521,39 @@ class Adopted(Graph):
     def _maps(self, layers: Mapping[int, LayerChange]) -> dict[str, GridMap]:
         """Returns how every tensor moves when the nodes of spaces do."""
         moved = {}
+        spaces = self.spaces
         for number, change in layers.items():
             if not change.index.is_identity:
-                moved[self.spaces[number]._atom] = change.index
+                moved[spaces[number]._atom] = change.index
         return self._maps_of(moved, self._atom_sizes(), self._atom_sizes(layers))
 
     def _maps_of(
         self, moved: Mapping[int, IndexMap], before: list[int], after: list[int]
     ) -> dict[str, GridMap]:
         """Returns how every tensor moves when the nodes of atoms do."""
+        members: dict[str, dict[int, Expression]] = {}
+        for space in self.spaces:
+            if space._atom in moved:
+                for (name, dim), expression in space._members.items():
+                    members.setdefault(name, {})[dim] = expression
         found: dict[str, GridMap] = {}
         masks = _masks(moved)
-        # Tensors that have the same axis share its map.
+        # Tensors that have the same axis share its map, and those that are alike all of it.
         maps: dict[Expression, IndexMap] = {}
+        alike: dict[object, GridMap] = {}
         for name, expressions in self._typed.axes.items():
+            if name not in members:
+                continue
             axes = {}
-            for dim, expression in enumerate(expressions):
-                if not any(atom in moved for atom in atoms_of(expression)):
-                    continue
+            for dim, expression in sorted(members[name].items()):
                 if expression not in maps:
                     maps[expression] = _axis_map(expression, masks, before, after)
                 axes[dim] = maps[expression]
-            if axes:
-                shape = tuple(size_of(expression, before) for expression in expressions)
-                found[name] = GridMap(shape, axes)
+            shape = tuple(size_of(expression, before) for expression in expressions)
+            key = (shape, *axes.items())
+            if key not in alike:
+                alike[key] = GridMap(shape, axes)
+            found[name] = alike[key]
         return found
 
     def _completed(
@@ -580,7 +598,8 @@ class Adopted(Graph):
         with the new sizes, and values were compared.
         """
         after = self._atom_sizes(change.layers)
-        changed = [self.spaces[n] for n in change.layers if not change.layers[n].index.is_identity]
+        spaces = self.spaces
+        changed = [spaces[n] for n, part in change.layers.items() if not part.index.is_identity]
         attributes = self._gates.foresee(self.model, changed, self._atom_sizes(), after)
         # Where an operation computes with another number, an earlier comparison does not hold.
         if self._gates.has_other_numbers(after):
@@ -588,7 +607,7 @@ class Adopted(Graph):
                 space._proof = "unproved"
         # A removal is compared as it is.
         removed = {n: part.index.removed.numpy() for n, part in change.layers.items()}
-        self._probe({self.spaces[n]: rows for n, rows in removed.items() if len(rows)})
+        self._probe({spaces[n]: rows for n, rows in removed.items() if len(rows)})
         return attributes
 
     def _close_tensors(self) -> None:
@@ -639,7 +658,8 @@ class Adopted(Graph):
     __str__ = __repr__
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_copies": None, "_weights": None}
+        nothing = {"_copies": None, "_weights": None, "_seen": _Seen([], [None])}
+        return {**super().__getstate__(), **nothing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -711,9 +731,31 @@ def _axis_map(
     )
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor | None]:
-    """Returns the Parameters and buffers of one module."""
-    return [*module._parameters.values(), *module._buffers.values()]
+class _Seen(NamedTuple):
+    """The modules of a model, with everything that they held at some time."""
+
+    modules: list[nn.Module]
+    held: list[Any]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "_Seen":
+        """Returns what a model holds."""
+        modules = list(model.modules())
+        return cls(modules, _held_by(modules))
+
+    def is_same(self) -> bool:
+        """Returns whether the modules hold the same Parameters, buffers and modules as then."""
+        held = _held_by(self.modules)
+        return len(held) == len(self.held) and all(map(is_, held, self.held))
+
+
+def _held_by(modules: Iterable[nn.Module]) -> list[Any]:
+    held: list[Any] = []
+    for module in modules:
+        held += module._parameters.values()
+        held += module._buffers.values()
+        held += module._modules.values()
+    return held
 
 
 def adopt(

@@ -15,7 +15,7 @@ from grapnet.core._errors import EditError
 from grapnet.core._grid_map import GridMap
 from grapnet.core._node import GrapNode
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
-from grapnet.core._resolve import Requests, checked_owner, resolve, union
+from grapnet.core._resolve import LayerDraft, Requests, checked_owner, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
@@ -168,11 +168,12 @@ class SpaceEdit(Edit):
         Raises:
             EditError: the space is pinned, or would be left without nodes.
         """
-        numbers = self._rows(nodes)
+        found = self._rows(nodes)
+        numbers = list(found)
         if interface:
             numbers = [n for n in numbers if self.graph.spaces[n].pins != ("output",)]
         self._require_free(numbers)
-        super().remove_nodes(nodes, interface=True)
+        self._remove_rows(found)
 
     def _one_layer(self, nodes: Nodes, role: str) -> tuple[int, Tensor]:
         # Pairs may name a node several times, which only uids can.
@@ -624,10 +625,7 @@ class SpaceEdit(Edit):
         raise EditError("the activations of an adopted model are in its own code")
 
     def _resolved(self, draws: Draws) -> Change:
-        change = resolve(self.graph, self._with_orphans(), None)
-        for number, part in change.layers.items():
-            if part.index.new_size == 0:
-                raise EditError(f"this edit removes every node of {self.graph.spaces[number].name}")
+        change = Change(self._changed_nodes(), {})
         if not self.allow_dead:
             self._require_alive()
         wishes = self._all_wishes()
@@ -646,6 +644,19 @@ class SpaceEdit(Edit):
         if self._growths:
             self._require_silence()
         return self.graph._completed(change, self._growths, wishes, generator)
+
+    def _changed_nodes(self) -> dict[int, LayerChange]:
+        """Returns how the nodes of spaces change; relations are changed in tensors."""
+        requests = self._with_orphans()
+        asked = {*requests.newborns, *requests.removals, *requests.namings}
+        found = {}
+        for number in sorted(asked):
+            part = LayerDraft(self.graph, requests, number).change(requests, None)
+            if part.index.new_size == 0:
+                raise EditError(f"this edit removes every node of {self.graph.spaces[number].name}")
+            if not part.is_empty:
+                found[number] = part
+        return found
 
 
 def values_of_newborns(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.core import _commit, _journal
+from grapnet.core import _commit, _grid, _journal
 from grapnet.spaces import Adopted, Example, Space, _adopted, _edit, _gates, _operators, _probe
 from grapnet.spaces import _typing as typing_module
 from grapnet.spaces._axes import Product, find
@@ -181,8 +181,8 @@ def test_an_install_that_fails_once_is_completed(
     edited: Subject,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    failing = Failing(_commit.install_grid, error, at)
-    monkeypatch.setattr(_commit, "install_grid", failing)
+    failing = Failing(_grid.replace_content, error, at)
+    monkeypatch.setattr(_grid, "replace_content", failing)
     with pytest.raises(error):
         edit_heads(vit)
     assert vit.net.version == 1
@@ -192,9 +192,9 @@ def test_an_install_that_fails_once_is_completed(
 def test_installs_that_two_interrupts_stop_are_completed_by_the_next_call(
     vit: Subject, edited: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The first attempt ends at its 11th tensor, the second at its first.
-    failing = Failing(_commit.install_grid, KeyboardInterrupt, 10, 11)
-    monkeypatch.setattr(_commit, "install_grid", failing)
+    # The first attempt ends at its 11th Parameter, the second at its first.
+    failing = Failing(_grid.replace_content, KeyboardInterrupt, 10, 11)
+    monkeypatch.setattr(_grid, "replace_content", failing)
     with pytest.raises(KeyboardInterrupt):
         edit_heads(vit)
     assert vit.net.version == 1
