@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._grid_map import GridMap, RowMap
+from ._grid_map import GridMap, RowMap, inverses
 from ._index_map import IndexMap, flatnonzero
 from ._opened import Pattern
 
@@ -45,6 +45,8 @@ class Labels:
 
     def select(self, rows: Tensor) -> "Labels":
         """Returns the labels of `rows`, in that order."""
+        if len(self.names) == 1:
+            return Labels.uniform(self.names[0], rows.shape[0])
         return Labels(self.codes[rows.long()], self.names)
 
     def where(self, name: str | None) -> Tensor:
@@ -340,10 +342,10 @@ class GridChange:
     after: Pattern | None = None
     relations: Turned = NONE_TURNED
 
-    def inverse(self) -> "GridChange":
-        """Returns the change that leads back."""
+    def inverse(self, index: GridMap | RowMap) -> "GridChange":
+        """Returns the change that leads back, given the inverse of the map."""
         return GridChange(
-            self.index.inverse(),
+            index,
             born_values=self.gone_values,
             born_gradients=self.gone_gradients,
             before=self.after,
@@ -504,10 +506,19 @@ class Change:
         return Change(
             {n: c.inverse() for n, c in self.layers.items()},
             {t: c.inverse() for t, c in self.transitions.items()},
-            {name: c.inverse() for name, c in self.tensors.items()},
+            self._inverse_tensors(),
             tuple(attribute.inverse() for attribute in reversed(self.attributes)),
             self.depth and self.depth.inverse(),
         )
+
+    def _inverse_tensors(self) -> dict[str, GridChange]:
+        grids = [c.index for c in self.tensors.values() if isinstance(c.index, GridMap)]
+        back = dict(zip(grids, inverses(grids), strict=True))
+        found = {}
+        for name, c in self.tensors.items():
+            index = c.index.inverse() if isinstance(c.index, RowMap) else back[c.index]
+            found[name] = c.inverse(index)
+        return found
 
     def to(self, device: torch.device) -> "Change":
         """Returns the change with its coordinates and relations on a device; rows are counted on

@@ -782,7 +782,7 @@ def _completed(
     for name, prepared in grids.items():
         tensors[name] = prepared.change
         if isinstance(prepared.tensor, nn.Parameter):
-            maps[name] = prepared.index
+            maps[name] = prepared.tensor_index
     depth = receipt.change.depth
     if depth is not None:
         depth = graph._completed_depth(depth)

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
@@ -553,7 +553,7 @@ class Decision:
 
 
 def refuse_old_backwards(
-    parameters: Iterable[nn.Parameter], message: str, decision: Decision
+    parameters: Sequence[nn.Parameter], message: str, decision: Decision
 ) -> None:
     """Makes every backward pass raise that reaches one of the Parameters through an earlier forward
     pass, after the transaction is decided.
@@ -573,23 +573,16 @@ def refuse_old_backwards(
         accumulator.register_prehook(refuse)
 
 
-def _accumulators(parameters: Iterable[nn.Parameter]) -> list[Node]:
+def _accumulators(parameters: Sequence[nn.Parameter]) -> list[Node]:
     """Returns the gradient accumulators of Parameters, which their forward passes share."""
-    trained = []
-    views = []
-    for parameter in parameters:
-        if parameter.requires_grad:
-            trained.append(parameter)
-        else:
-            views.append(_view(parameter))
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    views = [_view(parameter) for parameter in parameters if not parameter.requires_grad]
     if trained:
         views.append(_Joined.apply(*trained))
     found = []
     for view in views:
         assert view.grad_fn is not None
-        for accumulator, _ in view.grad_fn.next_functions:
-            assert accumulator is not None
-            found.append(accumulator)
+        found += [accumulator for accumulator, _ in view.grad_fn.next_functions]
     return found
 
 

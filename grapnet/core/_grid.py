@@ -1,7 +1,6 @@
 """Grids: the Parameters and buffers of ordinary modules, and how a commit changes them."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +99,7 @@ class PreparedGrid(NamedTuple):
     gradient: Tensor | None
     change: GridChange  # with what leaves filled in
     # how the cells of the tensor itself move; frozen ones are not among them
-    index: GridMap | RowMap
+    tensor_index: GridMap | RowMap
     # the modules that compute the tensor from now on as `opened` says, or read it as it is; none if
     # they go on reading it
     holders: tuple[tuple[nn.Module, str], ...] = ()
@@ -184,16 +183,25 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
         content = content.clone()
     gradient = tensor.grad
     gone_gradients = None
+    returning = change.born_gradients
     if gradient is not None:
         if keep_gradients:
             gone_gradients = index.take(gradient)
-        returning = change.born_gradients
         gradient = index.carry(gradient, 0.0 if returning is None else returning)
-    change = replace(change, born_values=born, gone_values=gone, gone_gradients=gone_gradients)
+    completed = GridChange(
+        change.index,
+        born_values=born,
+        gone_values=gone,
+        born_gradients=returning,
+        gone_gradients=gone_gradients,
+        before=change.before,
+        after=change.after,
+        relations=change.relations,
+    )
     holders = ()
     if opened is not None or after is not None:
         holders = tuple(grid.holders)
-    return PreparedGrid(tensor, content, gradient, change, index, holders, after)
+    return PreparedGrid(tensor, content, gradient, completed, index, holders, after)
 
 
 def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:

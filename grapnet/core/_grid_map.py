@@ -3,6 +3,7 @@ cells exist.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
@@ -75,8 +76,7 @@ class GridMap:
 
     def inverse(self) -> "GridMap":
         """Returns the inverse map."""
-        axes = {dim: index.inverse() for dim, index in self.axes.items()}
-        return GridMap(self.new_shape, axes)
+        return inverses([self])[0]
 
     def carry(self, old: Tensor, born: Tensor | float = 0) -> Tensor:
         """Returns `old` moved to the new positions, with `born` in the cells that come; no gradient
@@ -127,7 +127,7 @@ class GridMap:
         shape = list(self.new_shape)
         for dim, index in self._growing:
             block_shape = list(shape)
-            block_shape[dim] = len(index.inserted)
+            block_shape[dim] = index.n_born
             count = math.prod(block_shape)
             block = cells[start : start + count].to(new).view(block_shape)
             start += count
@@ -166,9 +166,9 @@ class GridMap:
         start = 0
         # [survivors of the axes before, inserted on this axis, all of the axes after]
         shape = list(self.new_shape)
-        for dim, index in self.axes.items():
+        for dim, index in self._growing:
             block_shape = list(shape)
-            block_shape[dim] = len(index.inserted)
+            block_shape[dim] = index.n_born
             count = math.prod(block_shape)
             if isinstance(born, Tensor):
                 blocks[dim] = born[start : start + count].to(like).view(block_shape)
@@ -256,6 +256,20 @@ class RowMap:
 
     def _in_rows(self, tensor: Tensor) -> Tensor:
         return tensor.detach().reshape(self.rows.old_size, self.width)
+
+
+def inverses(maps: "Sequence[GridMap]") -> "list[GridMap]":
+    """Returns the inverse maps; what some of the maps share, their inverses do, too."""
+    axes: dict[IndexMap, IndexMap] = {}
+    found: dict[GridMap, GridMap] = {}
+    for one in maps:
+        for index in one.axes.values():
+            if index not in axes:
+                axes[index] = index.inverse()
+        if one not in found:
+            inverted = {dim: axes[index] for dim, index in one.axes.items()}
+            found[one] = GridMap(one.new_shape, inverted)
+    return [found[one] for one in maps]
 
 
 # How the cells of a vector or of a tensor move.

@@ -211,8 +211,13 @@ def run_by(execution: Execution) -> None:
 
 def opened_of(module: nn.Module, name: str) -> Opened | None:
     """Returns what is opened of a Parameter of a module; None if all of its cells are free."""
-    opened = vars(module).get(_OPENED)
+    opened = module.__dict__.get(_OPENED)
     return None if opened is None else opened.get(name)
+
+
+def opens_any(modules: Iterable[nn.Module]) -> bool:
+    """Returns whether a Parameter of one of the modules is opened."""
+    return any(_OPENED in module.__dict__ for module in modules)
 
 
 def same_pattern(one: Opened | None, other: Opened | None) -> bool:

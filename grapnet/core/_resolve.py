@@ -221,7 +221,7 @@ class LayerDraft:
 
     def new_rows(self, rows: Tensor) -> Tensor:
         """Returns the new rows of survivors."""
-        if not self.any_gone:
+        if not self.any_gone or rows.shape[0] == 0:
             return rows
         return ((~self.gone).cumsum(0) - 1).int().to(rows.device)[rows.long()]
 

@@ -335,15 +335,21 @@ class OptimizerFollower:
             return lambda: None
         # Parameters that the journal has let go of do not come back.
         self._left = {key: one for key, one in self._left.items() if one.parameter() is not None}
-        parameters = held_by(optimizer, graph)
+        # A wrapper may keep numbers in the state of what it wraps, as TRAC does.
+        is_plain = all(issubclass(kind, Tensor) for kind in set(map(type, optimizer.state)))
+        if not self._is_known or not is_plain:
+            self._refuse_unknown_state(optimizer, held_by(optimizer, graph).values())
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        stores = graph._stores()
         is_kept = self._settings.survivors == "keep"
+        names: Iterable[str] = stores
+        if is_kept and commit.change.depth is None:
+            # All other state stays as it is.
+            names = commit.parameters
+        parameters = {name: stores[name].parameter for name in names}
+        parameters = {name: one for name, one in parameters.items() if id(one) in groups}
         if is_kept:
             require_followed(optimizer, parameters.values())
-        # A wrapper may keep numbers in the state of what it wraps, as TRAC does.
-        is_plain = all(isinstance(key, Tensor) for key in optimizer.state)
-        if not self._is_known or not is_plain:
-            self._refuse_unknown_state(optimizer, parameters.values())
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         leaving: set[str] = set()
         if commit.change.depth is not None:
             leaving = {one.name for one in commit.change.depth.leaving}

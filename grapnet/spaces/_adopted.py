@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from grapnet.core._graph import Count, Graph
 from grapnet.core._grid import Grid, named_grids
 from grapnet.core._grid_map import GridMap
 from grapnet.core._index_map import IndexMap
-from grapnet.core._opened import Pattern, same_pattern
+from grapnet.core._opened import Pattern, opens_any, same_pattern
 from grapnet.core._sets import RelationSet
 from grapnet.execution._opened import describe as describe_opened
 from grapnet.following._optimizers import attach
@@ -77,7 +77,7 @@ class Adopted(Graph):
     @property
     def spaces(self) -> list[Space]:
         """All spaces of the model, pinned ones included."""
-        return [layer for layer in self.layers if isinstance(layer, Space)]
+        return cast("list[Space]", list(self.layers))
 
     @property
     def transitions(self) -> Sequence[Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -364,7 +364,7 @@ class Adopted(Graph):
     def _misfit(self, change: Change) -> str:
         if change.depth is not None:
             return "its depth"
-        maps = self._maps(change.layers)
+        maps = self._maps(change.layers, self._atom_sizes(), self._atom_sizes(change.layers))
         grids = self._grids_held
         for name in maps:
             if name not in change.tensors:
@@ -451,9 +451,10 @@ class Adopted(Graph):
                 return problem
             self._seen = _Seen.of(self.model)
         shapes = self._expected_shapes()
+        has_opened = opens_any(self._seen.modules)
         for name, grid in self._grids_held.items():
             shape = grid.tensor.shape
-            opened = grid.opened
+            opened = grid.opened if has_opened else None
             if opened is not None:
                 if shape != opened.pattern.content_shape:
                     return f"{name} has other relations than were left after the last edit"
@@ -476,7 +477,7 @@ class Adopted(Graph):
         if changed:
             renewed = {}
             for name in changed:
-                renewed[name] = tuple(size_of(axis, sizes) for axis in self._typed.axes[name])
+                renewed[name] = tuple([size_of(axis, sizes) for axis in self._typed.axes[name]])
             shapes = shapes | renewed
             self._shapes = (self._typed, sizes, shapes)
         return shapes
@@ -518,14 +519,16 @@ class Adopted(Graph):
             return "writer"
         return "rider"
 
-    def _maps(self, layers: Mapping[int, LayerChange]) -> dict[str, GridMap]:
+    def _maps(
+        self, layers: Mapping[int, LayerChange], before: list[int], after: list[int]
+    ) -> dict[str, GridMap]:
         """Returns how every tensor moves when the nodes of spaces do."""
         moved = {}
         spaces = self.spaces
         for number, change in layers.items():
             if not change.index.is_identity:
                 moved[spaces[number]._atom] = change.index
-        return self._maps_of(moved, self._atom_sizes(), self._atom_sizes(layers))
+        return self._maps_of(moved, before, after)
 
     def _maps_of(
         self, moved: Mapping[int, IndexMap], before: list[int], after: list[int]
@@ -549,7 +552,7 @@ class Adopted(Graph):
                 if expression not in maps:
                     maps[expression] = _axis_map(expression, masks, before, after)
                 axes[dim] = maps[expression]
-            shape = tuple(size_of(expression, before) for expression in expressions)
+            shape = tuple([size_of(expression, before) for expression in expressions])
             key = (shape, *axes.items())
             if key not in alike:
                 alike[key] = GridMap(shape, axes)
@@ -574,10 +577,12 @@ class Adopted(Graph):
         Raises:
             EditError: the model cannot run with the new sizes; nothing was changed.
         """
-        maps = self._maps(change.layers)
+        before = self._atom_sizes()
+        after = self._atom_sizes(change.layers)
+        maps = self._maps(change.layers, before, after)
         attributes: Sequence[AttributeChange] = ()
         if maps:
-            attributes = self._foreseen(change)
+            attributes = self._foreseen(change, before, after)
         tensors = {}
         for name in (*maps, *(name for name in wishes if name not in maps)):
             index = maps.get(name)
@@ -593,14 +598,15 @@ class Adopted(Graph):
                 tensors[name] = found
         return replace(change, tensors=tensors, attributes=tuple(attributes))
 
-    def _foreseen(self, change: Change) -> Sequence[AttributeChange]:
+    def _foreseen(
+        self, change: Change, before: list[int], after: list[int]
+    ) -> Sequence[AttributeChange]:
         """Returns the numbers of modules that follow a change of spaces, after the model was run
         with the new sizes, and values were compared.
         """
-        after = self._atom_sizes(change.layers)
         spaces = self.spaces
         changed = [spaces[n] for n, part in change.layers.items() if not part.index.is_identity]
-        attributes = self._gates.foresee(self.model, changed, self._atom_sizes(), after)
+        attributes = self._gates.foresee(self.model, changed, before, after)
         # Where an operation computes with another number, an earlier comparison does not hold.
         if self._gates.has_other_numbers(after):
             for space in changed:
