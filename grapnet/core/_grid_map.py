@@ -151,7 +151,8 @@ class GridMap:
 
     def _shaped(self, tensor: Tensor) -> Tensor:
         """Returns a tensor, without gradients, in the shape before the commit."""
-        tensor = tensor.detach()
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if tensor.shape == self.shape:
             return tensor
         if tensor.shape == (self.old_size,):
