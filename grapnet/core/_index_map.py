@@ -224,7 +224,8 @@ class IndexMap:
             places = np.where(old, old.cumsum() - 1, self.n_survivors + (~old).cumsum() - 1)
             order = None
             if old[self.n_survivors :].any():
-                order = torch.from_numpy(places.astype(np.int32)).to(device)
+                # Nothing waits for what runs on a GPU.
+                order = torch.from_numpy(places.astype(np.int32)).to(device, non_blocking=True)
             self._scratch[key] = order
         return self._scratch[key]
 

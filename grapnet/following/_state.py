@@ -153,6 +153,8 @@ def _has_a_value_a_coordinate(
             return False
         form: Any = type(value).__name__
     else:
+        if value.numel() == 1 and parameter.numel() != 1:
+            return False
         form = list(value.shape)
         is_whole = value.shape == parameter.shape
         if not is_whole and is_known(optimizer, entry):
@@ -436,12 +438,11 @@ def _holds_stale_state(optimizer: Optimizer, parameter: nn.Parameter, has_moved:
             if has_moved and holds_tensors(value):
                 return True
             continue
-        if value.dim() == 0:
-            continue
         shape = value.shape
-        is_alike = shape[1:] == parameter.shape[1:] and value.numel() != 1
-        is_resized = is_edited and is_alike and shape[0] != parameter.shape[0]
-        if has_moved or is_resized:
+        if len(shape) == 0:
+            continue
+        is_resized = is_edited and shape != parameter.shape and value.numel() != 1
+        if has_moved or (is_resized and shape[1:] == parameter.shape[1:]):
             return True
     return False
 

@@ -41,7 +41,7 @@ BROKEN = {"new_positions": shift_positions, "carry": shift_values}
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_machine_notices_an_off_by_one(name, monkeypatch):
     monkeypatch.setattr(IndexMap, name, BROKEN[name])
-    with pytest.raises((AssertionError, IndexError, RuntimeError, gn.GrapNetError)):
+    with pytest.raises((AssertionError, LookupError, RuntimeError, gn.GrapNetError)):
         run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)
 
 
