@@ -30,8 +30,8 @@ from ._transition import (
 )
 
 if TYPE_CHECKING:
-    from ._commit import View
     from ._graph import Graph
+    from ._prepare import View
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._change import Change
-from ._commit import Draws, Intent, commit, settle, unsettled
+from ._commit import Draws, commit, settle, unsettled
 from ._depth import (
     Asked,
     LayerBefore,
@@ -26,6 +26,7 @@ from ._errors import EditError
 from ._index_map import as_positions, as_tensor, ascending, contains
 from ._journal import Commit
 from ._layer import Layer
+from ._prepare import Intent
 from ._resolve import (
     Connection,
     Initial,

@@ -16,8 +16,6 @@ from ._change import AttributeChange, Change, DepthChange
 from ._commit import (
     Follower,
     Followers,
-    Intent,
-    View,
     commit,
     exchange_columns,
     require_editable,
@@ -34,6 +32,7 @@ from ._index_map import IndexMap, as_tensor
 from ._journal import Commit, Diff, History, Journal
 from ._layer import Layer
 from ._node import GrapNode
+from ._prepare import Intent, View
 from ._resolve import draw
 from ._sets import Nodes, NodeSet, as_uids
 from ._transition import Transition

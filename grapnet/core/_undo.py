@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ._change import Change, TransitionChange
-from ._commit import Intent, commit, uid_after
+from ._commit import commit, uid_after
 from ._edit import Hold, require_nets
 from ._errors import HistoryError
 from ._index_map import contains
 from ._journal import Commit, Joint, Journal
+from ._prepare import Intent
 from ._sets import RelationSet
 from ._transition import rewired, rows_after
 

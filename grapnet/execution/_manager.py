@@ -20,12 +20,13 @@ from grapnet._torch import (
     temporarily_clear_interpreter_stack,
     untraced,
 )
-from grapnet.core._commit import Draws, View
+from grapnet.core._commit import Draws
 from grapnet.core._coordinates import Vector
 from grapnet.core._errors import PlanError, StaleTopologyError
 from grapnet.core._graph import Column, Graph, chain_ends
 from grapnet.core._journal import Commit
 from grapnet.core._layer import Layer, Roster
+from grapnet.core._prepare import View
 from grapnet.core._sets import NodeSet
 from grapnet.core._transition import Topology, Transition
 

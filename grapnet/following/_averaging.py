@@ -16,12 +16,13 @@ from grapnet.core._change import (
     TransitionChange,
     VectorChange,
 )
-from grapnet.core._commit import Intent, prepare, require_editable, uid_after
+from grapnet.core._commit import require_editable, uid_after
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
 from grapnet.core._index_map import IndexMap, contains, empty_positions, flatnonzero
 from grapnet.core._journal import Commit, Journal
 from grapnet.core._opened import same_pattern
+from grapnet.core._prepare import Intent, prepare
 from grapnet.core._resolve import folded_constants
 
 

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from grapnet.core._change import AttributeChange, Change, DepthChange, GridChange, LayerChange
-from grapnet.core._commit import View, require_editable, settle, unsettled
+from grapnet.core._commit import require_editable, settle, unsettled
 from grapnet.core._errors import EditError, InvariantError
 from grapnet.core._graph import Count, Graph
 from grapnet.core._grid import Grid, named_grids
 from grapnet.core._grid_map import GridMap
 from grapnet.core._index_map import IndexMap
 from grapnet.core._opened import Pattern, opens_any, same_pattern
+from grapnet.core._prepare import View
 from grapnet.core._sets import RelationSet
 from grapnet.execution._opened import describe as describe_opened
 from grapnet.following._optimizers import attach

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
-from grapnet.core import _commit, _grid, _journal
+from grapnet.core import _grid, _journal, _prepare
 from grapnet.spaces import Adopted, Example, Space, _adopted, _edit, _gates, _operators, _probe
 from grapnet.spaces import _typing as typing_module
 from grapnet.spaces._axes import Product, find
@@ -54,10 +54,10 @@ PLACES: dict[str, tuple[Any, str]] = {
     "probe": (_probe, "_compare"),
     "run of the probe": (_probe._Copy, "run"),
     "values of new nodes": (_edit, "_alike"),
-    "new contents": (_commit, "prepare_grids"),
-    "assignments": (_commit, "_prepare_model"),
+    "new contents": (_prepare, "prepare_grids"),
+    "assignments": (_prepare, "_prepare_model"),
     "journal": (_journal.Journal, "_prepare"),
-    "old backward passes": (_commit, "_refuse_old_backwards"),
+    "old backward passes": (_prepare, "_refuse_old_backwards"),
 }
 FAULTS = [(place, Fault) for place in PLACES]
 FAULTS += [(place, (KeyboardInterrupt, MemoryError)[n % 2]) for n, place in enumerate(PLACES)]
