@@ -66,6 +66,11 @@ fake_tensor_logger = "torch._subclasses.fake_tensor"
 disable_current_modes = _disable_current_modes
 
 
+def copy_each(targets: list[torch.Tensor], sources: tuple[torch.Tensor, ...]) -> None:
+    """Copies every tensor into another one, on a GPU in one launch."""
+    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def in_forward_mode() -> bool:
     """Returns whether a level of forward-mode AD is open."""
     return forward_ad._current_level >= 0

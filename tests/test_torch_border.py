@@ -304,3 +304,10 @@ def test_a_scaler_that_forgets_unscaled_gradients_unscales_others() -> None:
         scaler.unscale_(optimizer)
     _torch.forget_unscaled(scaler, optimizer)
     scaler.unscale_(optimizer)
+
+
+def test_copy_each_copies_every_tensor_into_its_own() -> None:
+    targets = [torch.zeros(2), torch.zeros(3)]
+    before = list(targets)
+    _torch.copy_each(targets, (torch.ones(2), torch.arange(3.0)))
+    assert [target.tolist() for target in before] == [[1, 1], [0, 1, 2]]

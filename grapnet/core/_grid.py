@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ._change import GridChange
 from ._coordinates import Coordinates, Token, layout_of, replace_content
-from ._grid_map import GridMap, RowMap
+from ._grid_map import CellMap, GridMap, Parted, RowMap, part_vectors
 from ._opened import Opened, Pattern, holders_of, opened_of, parameter_map, set_opened
 from ._staging import stage, unstage
 
@@ -147,16 +147,25 @@ def prepare_grids(
         keep_gradients: whether gradients that leave are kept, for the end of a trial.
         is_staged: whether the results wait outside of the memory of the model.
     """
+    pairs: list[tuple[CellMap, Tensor]] = []
+    for name, change in changes.items():
+        tensor = grids[name].tensor
+        pairs.append((change.index, tensor))
+        if tensor.grad is not None:
+            pairs.append((change.index, tensor.grad))
+    parted = part_vectors(pairs)
     found = {}
     for name, change in changes.items():
-        prepared = _prepare(grids[name], change, keep_gradients)
+        prepared = _prepare(grids[name], change, parted, keep_gradients)
         if is_staged:
             prepared = prepared._replace(content=stage(prepared.content), is_staged=True)
         found[name] = prepared
     return found
 
 
-def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGrid:
+def _prepare(
+    grid: Grid, change: GridChange, parted: dict[int, Parted], keep_gradients: bool
+) -> PreparedGrid:
     tensor = grid.tensor
     opened = grid.opened
     held = tensor
@@ -166,8 +175,11 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
     born = change.born_values
     if born is None:
         born = held.new_zeros(index.n_born)
-    moved = index.carry(held, born)
-    gone = index.take(held)
+    if id(tensor) in parted:
+        moved, gone = parted[id(tensor)]
+    else:
+        moved = index.carry(held, born)
+        gone = index.take(held)
     content = moved
     after = None
     if isinstance(index, RowMap):
@@ -187,7 +199,10 @@ def _prepare(grid: Grid, change: GridChange, keep_gradients: bool) -> PreparedGr
     if gradient is not None:
         if keep_gradients:
             gone_gradients = index.take(gradient)
-        gradient = index.carry(gradient, 0.0 if returning is None else returning)
+        if id(gradient) in parted:
+            gradient = parted[id(gradient)].kept
+        else:
+            gradient = index.carry(gradient, 0.0 if returning is None else returning)
     completed = GridChange(
         change.index,
         born_values=born,

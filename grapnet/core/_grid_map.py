@@ -3,13 +3,15 @@ cells exist.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from grapnet._torch import copy_each
 
 from ._index_map import IndexMap
 
@@ -271,6 +273,44 @@ def inverses(maps: "Sequence[GridMap]") -> "list[GridMap]":
             inverted = {dim: axes[index] for dim, index in one.axes.items()}
             found[one] = GridMap(one.new_shape, inverted)
     return [found[one] for one in maps]
+
+
+class Parted(NamedTuple):
+    """A vector without the entries that leave, and these."""
+
+    kept: Tensor
+    gone: Tensor
+
+
+# Longer vectors move alone: together they take more memory.
+_SHORT = 1 << 16
+
+
+def part_vectors(pairs: "Iterable[tuple[CellMap, Tensor]]") -> dict[int, Parted]:
+    """Returns what stays and what leaves of those tensors that are short vectors, lose entries and
+    get none, by their ids.
+
+    Vectors that share a map, such as the weights of norms with their gradients and optimizer state,
+    move at once: on a GPU a launch takes longer than to move one of them.
+    """
+    groups: dict[tuple[GridMap, torch.dtype, torch.device], list[Tensor]] = {}
+    for index, vector in pairs:
+        if not isinstance(index, GridMap) or len(index.shape) != 1 or index._growing:
+            continue
+        if vector.shape == index.shape and index.shape[0] <= _SHORT:
+            groups.setdefault((index, vector.dtype, vector.device), []).append(vector)
+    found = {}
+    for (index, _, device), vectors in groups.items():
+        axis = index.axes[0]
+        # [vectors, entries]
+        stacked = torch.stack([vector.detach() for vector in vectors])
+        # Each in memory of its own, as Parameters are.
+        kept = [stacked.new_empty(axis.new_size) for _ in vectors]
+        copy_each(kept, stacked.index_select(1, axis.survivors(device)).unbind())
+        gone = stacked.index_select(1, axis.gone(device)).unbind()
+        for vector, stays, leaves in zip(vectors, kept, gone, strict=True):
+            found[id(vector)] = Parted(stays, leaves)
+    return found
 
 
 # How the cells of a vector or of a tensor move.

@@ -15,7 +15,7 @@ from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._grid_map import CellMap
+from grapnet.core._grid_map import CellMap, Parted, part_vectors
 from grapnet.core._journal import Commit
 from grapnet.core._staging import stage, unstage
 
@@ -255,6 +255,7 @@ class _Held(NamedTuple):
     group: State
     state: State
     entries: dict[str, Tensor]  # of the state: tensors with one value per coordinate
+    parted: Mapping[int, Parted] = {}  # those that moved with others, by their ids
 
 
 class _Left(NamedTuple):
@@ -364,6 +365,12 @@ class OptimizerFollower:
             if not state and (is_kept or commit.kind != "end"):
                 continue
             held[name] = _Held(parameter, groups[id(parameter)], state, entries)
+        if is_kept:
+            pairs = []
+            for name, one in held.items():
+                pairs += [(commit.parameters[name], value) for value in one.entries.values()]
+            parted = part_vectors(pairs)
+            held = {name: one._replace(parted=parted) for name, one in held.items()}
         self._tracked.replace(held)
         install_tracked = self._tracked.prepare(graph, commit)
         install_blocks: Callable[[], None] | None = None
@@ -556,7 +563,12 @@ class OptimizerFollower:
         taken: Slots = {}
         for name, one in held.items():
             index = commit.parameters[name]
-            taken[name] = {entry: index.take(value) for entry, value in one.entries.items()}
+            taken[name] = {}
+            for entry, value in one.entries.items():
+                if id(value) in one.parted:
+                    taken[name][entry] = one.parted[id(value)].gone
+                else:
+                    taken[name][entry] = index.take(value)
         return taken
 
     def _carry(self, held: dict[str, _Held], commit: Commit) -> dict[str, _Held]:
@@ -606,6 +618,8 @@ class OptimizerFollower:
             if back is not None and index.n_born:
                 index.give(moved, back)
             return moved
+        if id(value) in held.parted:
+            return held.parted[id(value)].kept
         if back is not None:
             return index.carry(value, back)
         start = clean_value(optimizer, held.group, entry)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from grapnet.core._grid_map import GridMap
+from grapnet.core._grid_map import GridMap, part_vectors
 from grapnet.core._index_map import IndexMap
 
 
@@ -111,3 +111,20 @@ def test_another_shape_is_refused() -> None:
     index = GridMap((4, 3), {1: IndexMap(3, 2, positions([1]), positions([]))})
     with pytest.raises(ValueError, match="4, 3"):
         index.carry(torch.zeros(3, 4))
+
+
+def test_vectors_that_move_together_move_as_each_alone() -> None:
+    shrinking = GridMap((5,), {0: IndexMap(5, 3, positions([0, 3]), positions([]))})
+    growing = GridMap((5,), {0: IndexMap(5, 6, positions([]), positions([2]))})
+    matrix = GridMap((5, 2), {0: shrinking.axes[0]})
+    vectors = [torch.randn(5), torch.randn(5, requires_grad=True), torch.arange(5)]
+    others = [(growing, torch.randn(5)), (matrix, torch.randn(5, 2)), (matrix, torch.randn(10))]
+    found = part_vectors([*((shrinking, vector) for vector in vectors), *others])
+    assert found.keys() == {id(vector) for vector in vectors}
+    for vector in vectors:
+        kept, gone = found[id(vector)]
+        assert torch.equal(kept, shrinking.carry(vector))
+        assert torch.equal(gone, shrinking.take(vector))
+        assert not kept.requires_grad
+        # A Parameter does not share its memory with others.
+        assert kept.untyped_storage().nbytes() == kept.numel() * kept.element_size()
