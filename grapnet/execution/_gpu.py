@@ -2,8 +2,9 @@
 Triton is.
 """
 
-from copy import copy
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -13,11 +14,14 @@ from torch.autograd import Function
 
 from grapnet.core._transition import Topology
 
+from ._operators import plain_dots, plain_sum, plain_sum_to_parents, register, run
 from ._plan import needs_plain_operations
 from ._reference import ReferencePlan, require_wiring
 
 RELATIONS = 16  # gathered at once
 BATCH = 128  # samples of one program
+
+_ops = torch.ops.grapnet
 
 
 @triton.jit
@@ -90,106 +94,181 @@ def _dots(
     tl.store(gradient + e, total.to(gradient.dtype.element_ty), mask=exists)
 
 
+class Wiring(NamedTuple):
+    """The relations of a topology in two orders, all int32."""
+
+    ptr: Tensor  # [n_parents + 1] where the relations of each parent begin
+    child: Tensor  # [n_relations]
+    parent: Tensor  # [n_relations]
+    position: Tensor  # [n_relations] 0, 1, 2, …
+    # the same in the order of the children
+    in_ptr: Tensor
+    in_parent: Tensor
+    in_position: Tensor
+
+    @classmethod
+    def of(cls, topology: Topology) -> "Wiring":
+        """Sorts the relations of a topology by child."""
+        parent = topology.parents()
+        order = topology.child.argsort(stable=True)
+        counts = torch.bincount(topology.child, minlength=topology.n_children).cumsum(0)
+        in_ptr = torch.cat([counts.new_zeros(1), counts]).int()
+        position = torch.arange(
+            topology.n_relations, dtype=torch.int32, device=topology.child.device
+        )
+        return cls(
+            topology.ptr, topology.child, parent, position, in_ptr, parent[order], order.int()
+        )
+
+
+@dataclass(frozen=True, eq=False)
 class GpuPlan:
     """The gather for one topology on a GPU: relations by child for the forward, by parent for the
     backward.
+
+    Attributes:
+        topology: the relations by parent.
+        wiring: what the operators read.
+        feature_major: whether the result is the transpose of a contiguous [n_children, batch].
     """
 
-    def __init__(self, topology: Topology) -> None:
-        self.topology = topology
-        self._feature_major = True
+    topology: Topology
+    wiring: Wiring
+    feature_major: bool = True
+
+    @classmethod
+    def of(cls, topology: Topology) -> "GpuPlan":
+        """Returns the plan of a topology; raises PlanError if that is damaged."""
         require_wiring(topology)
-        self.parent = topology.parents()
-        order = topology.child.argsort(stable=True)
-        self.in_position = order.int()
-        self.in_parent = self.parent[order]
-        counts = torch.bincount(topology.child, minlength=topology.n_children).cumsum(0)
-        self.in_ptr = torch.cat([counts.new_zeros(1), counts]).int()
-        self.position = torch.arange(
-            topology.n_relations, dtype=torch.int32, device=topology.child.device
-        )
+        return cls(topology, Wiring.of(topology))
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         if needs_plain_operations():
             return ReferencePlan(self.topology)(x, values, bias)
         if x.dtype != values.dtype:
             x = x.to(values.dtype)
-        z = _RelationSum.apply(x.t().contiguous(), values, bias, self).t()
-        return z if self._feature_major else z.contiguous()
+        z = _sum(x.t().contiguous(), values, bias, self.wiring).t()
+        return z if self.feature_major else z.contiguous()
 
     def row_major(self) -> "GpuPlan":
         """Returns a plan over the same arrays whose result is contiguous."""
-        twin = copy(self)
-        twin._feature_major = False
-        return twin
-
-    def gathered(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        """Returns the sums of the children, [n_children, batch], from x [n_parents, batch]."""
-        return _launch_sum(
-            x, values, bias, self.in_ptr, self.in_parent, self.in_position, self.topology.n_children
-        )
-
-    def scattered(self, dz: Tensor, values: Tensor) -> Tensor:
-        """Returns the gradient of the parents, [n_parents, batch], from dz [n_children, batch]."""
-        topology = self.topology
-        return _launch_sum(
-            dz, values, None, topology.ptr, topology.child, self.position, topology.n_parents
-        )
-
-    def dots(self, x: Tensor, dz: Tensor, values: Tensor) -> Tensor:
-        """Returns the gradient of the values, [n_relations]."""
-        gradient = torch.empty_like(values)
-        count = len(values)
-        if count:
-            sizes: dict[str, Any] = {
-                "RELATIONS": RELATIONS,
-                "BATCH": BATCH,
-                "ACC": _accumulator(values),
-            }
-            _dots[(triton.cdiv(count, RELATIONS),)](  # pyright: ignore[reportIndexIssue]
-                x, dz, self.parent, self.topology.child, gradient, count, x.shape[1], **sizes
-            )
-        return gradient
+        return replace(self, feature_major=False)
 
 
-class _RelationSum(Function):
-    """The sum with its gradients; with a second derivative, the first uses plain operations."""
+def _sum(x: Tensor, values: Tensor, bias: Tensor, wiring: Sequence[Tensor]) -> Tensor:
+    """Returns the sums of the children, [n_children, batch], from x [n_parents, batch]."""
+    return run(_ops.gpu_sum.default, _Sum, x, values, bias, *wiring)
+
+
+def _sum_to_parents(dz: Tensor, values: Tensor, wiring: Sequence[Tensor]) -> Tensor:
+    """Returns the gradient of the parents, [n_parents, batch], from dz [n_children, batch]."""
+    return run(_ops.gpu_sum_to_parents.default, _SumToParents, dz, values, *wiring)
+
+
+def _dots_of(x: Tensor, dz: Tensor, wiring: Sequence[Tensor]) -> Tensor:
+    """Returns the gradient of the values, [n_relations]."""
+    return run(_ops.gpu_dots.default, _DotsOf, x, dz, *wiring)
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(x: Tensor, values: Tensor, bias: Tensor, *wiring: Tensor) -> Tensor:
+        _, _, _, _, in_ptr, in_parent, in_position = wiring
+        return _launch_sum(x, values, bias, in_ptr, in_parent, in_position)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, values: Tensor, bias: Tensor, plan: GpuPlan) -> Tensor:
-        ctx.save_for_backward(x, values)
-        ctx.plan = plan
-        return plan.gathered(x, values, bias)
+    def plain(x: Tensor, values: Tensor, bias: Tensor, *wiring: Tensor) -> Tensor:
+        return plain_sum(x.t(), values, bias, *wiring[:2]).t()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, values = ctx.saved_tensors
-        dz = gradients[0].contiguous()
-        plan = ctx.plan
-        for_x, for_values, for_bias, _ = ctx.needs_input_grad
-        if torch.is_grad_enabled() or needs_plain_operations(dz):
-            return *_plain_gradients(plan, x, values, dz, (for_x, for_values)), dz.sum(1), None
-        return (
-            plan.scattered(dz, values) if for_x else None,
-            plan.dots(x, dz, values) if for_values else None,
-            dz.sum(1) if for_bias else None,
-            None,
-        )
+    def shape(x: Tensor, values: Tensor, bias: Tensor, *wiring: Tensor) -> Tensor:
+        return x.new_empty(bias.shape[0], x.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, values, _, *wiring = inputs
+        ctx.save_for_backward(x, values, *wiring)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (dz,) = grads
+        x, values, *wiring = ctx.saved_tensors
+        for_x, for_values, for_bias = ctx.needs_input_grad[:3]
+        dx = dw = dbias = None
+        if for_x:
+            dx = _sum_to_parents(dz, values, wiring)
+        if for_values:
+            dw = _dots_of(x, dz, wiring)
+        if for_bias:
+            dbias = dz.sum(1)
+        return dx, dw, dbias, *[None] * 7
 
 
-def _plain_gradients(
-    plan: GpuPlan, x: Tensor, values: Tensor, dz: Tensor, wanted: tuple[bool, bool]
-) -> list[Tensor | None]:
-    """Returns the gradients for x and the values as operations that have derivatives themselves."""
-    inputs = [given for given, want in zip((x, values), wanted, strict=True) if want]
-    if not inputs:
-        return [None, None]
-    create_graph = torch.is_grad_enabled()
-    with torch.enable_grad():
-        bias = values.new_zeros(plan.topology.n_children)
-        z = ReferencePlan(plan.topology)(x.t(), values, bias).t()
-        found = iter(torch.autograd.grad(z, inputs, dz, create_graph=create_graph))
-    return [next(found) if want else None for want in wanted]
+class _SumToParents(Function):
+    @staticmethod
+    def forward(dz: Tensor, values: Tensor, *wiring: Tensor) -> Tensor:
+        ptr, child, _, position, *_ = wiring
+        return _launch_sum(dz, values, None, ptr, child, position)
+
+    @staticmethod
+    def plain(dz: Tensor, values: Tensor, *wiring: Tensor) -> Tensor:
+        return plain_sum_to_parents(dz.t(), values, *wiring[:2]).t()
+
+    @staticmethod
+    def shape(dz: Tensor, values: Tensor, *wiring: Tensor) -> Tensor:
+        return dz.new_empty(wiring[0].shape[0] - 1, dz.shape[1])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (on_dx,) = grads
+        dz, values, *wiring = ctx.saved_tensors
+        on_dz = _sum(on_dx, values, dz.new_zeros(dz.shape[0]), wiring)
+        return on_dz, _dots_of(on_dx, dz, wiring), *[None] * 7
+
+
+class _DotsOf(Function):
+    @staticmethod
+    def forward(x: Tensor, dz: Tensor, *wiring: Tensor) -> Tensor:
+        _, child, parent, *_ = wiring
+        return _launch_dots(x, dz, parent, child)
+
+    @staticmethod
+    def plain(x: Tensor, dz: Tensor, *wiring: Tensor) -> Tensor:
+        return plain_dots(x.t(), dz.t(), *wiring[:2])
+
+    @staticmethod
+    def shape(x: Tensor, dz: Tensor, *wiring: Tensor) -> Tensor:
+        return x.new_empty(wiring[1].shape[0])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (on_dw,) = grads
+        x, dz, *wiring = ctx.saved_tensors
+        on_dz = _sum(x, on_dw, dz.new_zeros(dz.shape[0]), wiring)
+        return _sum_to_parents(dz, on_dw, wiring), on_dz, *[None] * 7
+
+
+_WIRING = ", ".join(f"Tensor {name}" for name in Wiring._fields)
+
+register(
+    _Sum, "gpu_sum", f"Tensor x, Tensor values, Tensor bias, {_WIRING}", "Tensor", device="CUDA"
+)
+register(
+    _SumToParents,
+    "gpu_sum_to_parents",
+    f"Tensor dz, Tensor values, {_WIRING}",
+    "Tensor",
+    device="CUDA",
+)
+register(_DotsOf, "gpu_dots", f"Tensor x, Tensor dz, {_WIRING}", "Tensor", device="CUDA")
 
 
 def _launch_sum(
@@ -199,9 +278,11 @@ def _launch_sum(
     ptr: Tensor,
     source: Tensor,
     position: Tensor,
-    rows: int,
 ) -> Tensor:
+    rows = ptr.shape[0] - 1
     batch = x.shape[1]
+    x = x.contiguous()
+    values = values.contiguous()
     z = torch.empty(rows, batch, dtype=x.dtype, device=x.device)
     if z.numel():
         sizes: dict[str, Any] = {
@@ -213,7 +294,7 @@ def _launch_sum(
         _gather_sum[grid](  # pyright: ignore[reportIndexIssue]
             x,
             values,
-            values if bias is None else bias,
+            values if bias is None else bias.contiguous(),
             ptr,
             source,
             position,
@@ -223,6 +304,21 @@ def _launch_sum(
             **sizes,
         )
     return z
+
+
+def _launch_dots(x: Tensor, dz: Tensor, parent: Tensor, child: Tensor) -> Tensor:
+    count = child.shape[0]
+    gradient = torch.empty(count, dtype=x.dtype, device=x.device)
+    if count:
+        sizes: dict[str, Any] = {
+            "RELATIONS": RELATIONS,
+            "BATCH": BATCH,
+            "ACC": _accumulator(x),
+        }
+        _dots[(triton.cdiv(count, RELATIONS),)](  # pyright: ignore[reportIndexIssue]
+            x.contiguous(), dz.contiguous(), parent, child, gradient, count, x.shape[1], **sizes
+        )
+    return gradient
 
 
 def _accumulator(values: Tensor) -> Any:

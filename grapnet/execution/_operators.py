@@ -40,7 +40,7 @@ def relation_sum(
     """Returns z[b, j] = bias[j] + Σ_i x[b, i] · w_ij, [batch, n_children], row by row or feature by
     feature.
     """
-    return _run(_ops.relation_sum.default, _RelationSum, x, values, bias, row_major, *wiring)
+    return run(_ops.relation_sum.default, _RelationSum, x, values, bias, row_major, *wiring)
 
 
 def sum_by_child(
@@ -59,7 +59,7 @@ def sum_by_child(
     """
     _, parent, _, back = opposite
     inputs = (x, values, bias, row_major, *wiring, parent, back)
-    return _run(_ops.sum_by_child.default, _SumByChild, *inputs)
+    return run(_ops.sum_by_child.default, _SumByChild, *inputs)
 
 
 def reorder(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ def reorder(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: 
         back: the order by child of the opposite wiring, which leads back. Both wirings have the
             children of each parent in order.
     """
-    return _run(_ops.reorder.default, _Reorder, values, ptr, entries, in_ptr, back)
+    return run(_ops.reorder.default, _Reorder, values, ptr, entries, in_ptr, back)
 
 
 def relation_gradients(
@@ -83,34 +83,34 @@ def relation_gradients(
     """Returns the gradients of `relation_sum` for x, in the layout of x, for the values and for the
     bias.
     """
-    return _run(_ops.relation_gradients.default, _RelationGradients, x, dz, values, *wiring)
+    return run(_ops.relation_gradients.default, _RelationGradients, x, dz, values, *wiring)
 
 
 def input_gradient(dz: Tensor, values: Tensor, wiring: Wiring, row_major: bool) -> Tensor:
     """Returns the gradient of `relation_sum` for x alone."""
-    return _run(_ops.input_gradient.default, _InputGradient, dz, values, row_major, *wiring)
+    return run(_ops.input_gradient.default, _InputGradient, dz, values, row_major, *wiring)
 
 
 def weight_gradient(x: Tensor, dz: Tensor, wiring: Wiring) -> tuple[Tensor, Tensor]:
     """Returns the gradients of `relation_sum` for the values and for the bias alone."""
-    return _run(_ops.weight_gradient.default, _WeightGradient, x, dz, *wiring)
+    return run(_ops.weight_gradient.default, _WeightGradient, x, dz, *wiring)
 
 
 def fill(values: Tensor, ptr: Tensor, child: Tensor, n_children: int, transposed: bool) -> Tensor:
     """Returns the values as a rectangle, [n_parents, n_children] or transposed, 0 where there is no
     relation; those of several numbers, [n_relations, width], as [n_parents, n_children, width].
     """
-    return _run(_ops.fill.default, _Fill, values, ptr, child, n_children, transposed)
+    return run(_ops.fill.default, _Fill, values, ptr, child, n_children, transposed)
 
 
 def pick(rectangle: Tensor, ptr: Tensor, child: Tensor, transposed: bool) -> Tensor:
     """Returns the values of the relations from a rectangle, [n_parents, n_children] or
     transposed.
     """
-    return _run(_ops.pick.default, _Pick, rectangle, ptr, child, transposed)
+    return run(_ops.pick.default, _Pick, rectangle, ptr, child, transposed)
 
 
-def _run(operator: Any, function: Any, *inputs: Any) -> Any:
+def run(operator: Any, function: Any, *inputs: Any) -> Any:
     """Runs an operator the cheapest way: by the dispatcher only where a trace needs it."""
     tensors = [given for given in inputs if isinstance(given, Tensor)]
     # the wiring, which comes last, is never batched
@@ -141,6 +141,30 @@ def _pieces(batch: int, ptr: Tensor, child: Tensor) -> Iterator[tuple[slice, Ten
         yield here, parents[here], child[here]
 
 
+def plain_sum(x: Tensor, values: Tensor, bias: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
+    """Returns the sums of the children, [batch, n_children], by operations of torch."""
+    z = bias.expand(len(x), -1)
+    for here, parents, children in _pieces(len(x), ptr, child):
+        z = z.index_add(1, children, x.index_select(1, parents) * values[here])
+    return z
+
+
+def plain_sum_to_parents(dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
+    """Returns the sums of the parents, [batch, n_parents], by operations of torch."""
+    dx = dz.new_zeros(len(dz), len(ptr) - 1)
+    for here, parents, children in _pieces(len(dz), ptr, child):
+        dx = dx.index_add(1, parents, dz.index_select(1, children) * values[here])
+    return dx
+
+
+def plain_dots(x: Tensor, dz: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
+    """Returns Σ_b x[b, i] · dz[b, j] for every relation, by operations of torch."""
+    parts = [dz.new_zeros(0)]
+    for _, parents, children in _pieces(len(x), ptr, child):
+        parts.append((x.index_select(1, parents) * dz.index_select(1, children)).sum(0))
+    return torch.cat(parts)
+
+
 def _cells(ptr: Tensor, child: Tensor, n_children: int) -> Tensor:
     """Returns where each relation is in a rectangle of one row a parent, [n_relations] int32."""
     return Topology(ptr, child, n_children).parents() * n_children + child
@@ -154,11 +178,7 @@ class _RelationSum(Function):
 
     @staticmethod
     def plain(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
-        ptr, child, _, _ = wiring
-        z = bias.expand(len(x), -1)
-        for here, parents, children in _pieces(len(x), ptr, child):
-            z = z.index_add(1, children, x.index_select(1, parents) * values[here])
-        return z
+        return plain_sum(x, values, bias, *wiring[:2])
 
     @staticmethod
     def shape(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
@@ -312,11 +332,7 @@ class _InputGradient(Function):
 
     @staticmethod
     def plain(dz: Tensor, values: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
-        ptr, child, _, _ = wiring
-        dx = dz.new_zeros(len(dz), len(ptr) - 1)
-        for here, parents, children in _pieces(len(dz), ptr, child):
-            dx = dx.index_add(1, parents, dz.index_select(1, children) * values[here])
-        return dx
+        return plain_sum_to_parents(dz, values, *wiring[:2])
 
     @staticmethod
     def shape(dz: Tensor, values: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
@@ -347,11 +363,7 @@ class _WeightGradient(Function):
 
     @staticmethod
     def plain(x: Tensor, dz: Tensor, *wiring: Tensor) -> tuple[Tensor, Tensor]:
-        ptr, child, _, _ = wiring
-        parts = [dz.new_zeros(0)]
-        for _, parents, children in _pieces(len(x), ptr, child):
-            parts.append((x.index_select(1, parents) * dz.index_select(1, children)).sum(0))
-        return torch.cat(parts), dz.sum(0)
+        return plain_dots(x, dz, *wiring[:2]), dz.sum(0)
 
     @staticmethod
     def shape(x: Tensor, dz: Tensor, *wiring: Tensor) -> tuple[Tensor, Tensor]:
@@ -431,10 +443,10 @@ class _Pick(Function):
 _library = torch.library.Library("grapnet", "DEF")
 
 
-def _register(function: Any, name: str, given: str, returned: str) -> None:
-    """Makes an operator of torch from a Function."""
+def register(function: Any, name: str, given: str, returned: str, *, device: str = "CPU") -> None:
+    """Makes an operator of torch from a Function, whose kernel is for one kind of device."""
     _library.define(f"{name}({given}) -> {returned}", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function.forward, "CPU")
+    _library.impl(name, function.forward, device)
     torch.library.register_fake(f"grapnet::{name}", function.shape, lib=_library)
     torch.library.register_autograd(
         f"grapnet::{name}", function.backward, setup_context=function.setup_context, lib=_library
@@ -443,41 +455,41 @@ def _register(function: Any, name: str, given: str, returned: str) -> None:
 
 _WIRING = "Tensor ptr, Tensor child, Tensor in_ptr, Tensor entries"
 
-_register(
+register(
     _RelationSum,
     "relation_sum",
     f"Tensor x, Tensor values, Tensor bias, bool row_major, {_WIRING}",
     "Tensor",
 )
-_register(
+register(
     _SumByChild,
     "sum_by_child",
     f"Tensor x, Tensor values, Tensor bias, bool row_major, {_WIRING}, Tensor parent, Tensor back",
     "Tensor",
 )
-_register(
+register(
     _Reorder,
     "reorder",
     "Tensor values, Tensor ptr, Tensor entries, Tensor in_ptr, Tensor back",
     "Tensor",
 )
-_register(
+register(
     _RelationGradients,
     "relation_gradients",
     f"Tensor x, Tensor dz, Tensor values, {_WIRING}",
     "(Tensor, Tensor, Tensor)",
 )
-_register(
+register(
     _InputGradient,
     "input_gradient",
     f"Tensor dz, Tensor values, bool row_major, {_WIRING}",
     "Tensor",
 )
-_register(_WeightGradient, "weight_gradient", f"Tensor x, Tensor dz, {_WIRING}", "(Tensor, Tensor)")
-_register(
+register(_WeightGradient, "weight_gradient", f"Tensor x, Tensor dz, {_WIRING}", "(Tensor, Tensor)")
+register(
     _Fill,
     "fill",
     "Tensor values, Tensor ptr, Tensor child, SymInt n_children, bool transposed",
     "Tensor",
 )
-_register(_Pick, "pick", "Tensor rectangle, Tensor ptr, Tensor child, bool transposed", "Tensor")
+register(_Pick, "pick", "Tensor rectangle, Tensor ptr, Tensor child, bool transposed", "Tensor")

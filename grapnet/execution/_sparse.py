@@ -55,7 +55,7 @@ class Sparse:
         if topology.child.device.type == "cuda":
             from ._gpu import GpuPlan  # with Triton, which only CUDA builds of torch bring
 
-            return GpuPlan(topology)
+            return GpuPlan.of(topology)
         return SparsePlan(topology, _native.order_by_child(topology))
 
 
