@@ -254,7 +254,11 @@ class GrapNet(Graph):
             h = _run_branches(h, steps, live)
             return h.reshape(*shape[:-1], h.shape[-1])
         for store, layer, _, plan, values_shape, weights, biases, roster in steps:
-            if live:
+            if compiled:
+                # As a constant the shape would tie compiled code to this version.
+                bias = layer.values()
+                values = store.values(getattr(plan, "values_shape", (-1,)))
+            elif training:
                 bias = layer.values()
                 values = store.values(values_shape)
             else:
@@ -376,7 +380,7 @@ def _run_branches(h: Tensor, steps: Sequence[Step], live: bool) -> Tensor:
         for step in entering[target]:
             store = step.transition
             if live:
-                values = store.values(step.values_shape)
+                values = store.values(getattr(step.plan, "values_shape", (-1,)))
             else:
                 values = store._values_of(step.weights, step.values_shape)
             received.append(store(outputs[step.ends[0]], step.plan, bias, values=values))

@@ -126,6 +126,35 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def run_while_tracing(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes torch.compile call a function when it traces a call of it, with the real tensors among
+    its arguments, and take the result for a constant; the other arguments must be constants.
+
+    It does what `torch.compiler.assume_constant_result` does without importing the compiler.
+    """
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function
+
+
+def traced_frame() -> int | None:
+    """Returns the number of the function that torch.compile is tracing, the same each time it
+    compiles it again; None if it is tracing none.
+    """
+    from torch._guards import CompileContext
+
+    compiled = CompileContext.current_compile_id()
+    return None if compiled is None else compiled.frame_id
+
+
+def let_sizes_vary(tensor: torch.Tensor) -> None:
+    """Makes the next trace that reads a tensor take its sizes for variables, as far as it can."""
+    from torch._dynamo import maybe_mark_dynamic
+
+    for dim in range(tensor.dim()):
+        maybe_mark_dynamic(tensor, dim)
+
+
 class Fakes:
     """Tensors that have shapes but no contents, all of one mode.
 
@@ -223,14 +252,24 @@ class Fakes:
         return fake
 
 
+# What `dynamic_sizes` sets: sizes of Parameters and of other tensors of modules are variables, and
+# code is compiled for more kinds of plans than 8 before torch gives up.
+_DYNAMIC: dict[str, Any] = {
+    "force_parameter_static_shapes": False,
+    "force_nn_module_property_static_shapes": False,
+    "recompile_limit": 64,
+}
+
+
 @contextmanager
 def dynamic_sizes() -> Iterator[None]:
-    """Lets `torch.compile` treat the sizes of Parameters as variables, for as long as the block
-    runs.
+    """Lets `torch.compile` treat the sizes of Parameters and of wirings as variables, for as long
+    as the block runs.
 
     torch takes them for constants: every edit that resizes a Parameter compiles the model again,
-    and from the ninth time on it runs without the compiler. Inside this block the first such edit
-    compiles it once more, later ones do not. Put the loop that trains and edits into the block.
+    and from the ninth time on it runs without the compiler, or raises with `fullgraph=True`. Inside
+    this block the first such edit compiles it once more, later ones do not. Put the loop that
+    trains and edits into the block.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
@@ -241,11 +280,12 @@ def dynamic_sizes() -> Iterator[None]:
     # The compiler is imported when it is first used.
     from torch._dynamo import config
 
-    names = ("force_parameter_static_shapes", "force_nn_module_property_static_shapes")
-    before = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    before = {name: getattr(config, name) for name in _DYNAMIC if hasattr(config, name)}
     try:
-        for name in before:
-            setattr(config, name, False)
+        for name, value in before.items():
+            # A higher limit of recompilations stays.
+            wanted = _DYNAMIC[name]
+            setattr(config, name, wanted and max(wanted, value))
         yield
     finally:
         for name, value in before.items():

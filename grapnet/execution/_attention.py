@@ -59,7 +59,7 @@ class AttentionPlan:
         pieces = list(values.split(size))
         keyed = x * key  # [batch, n_parents]
         with torch.no_grad():
-            most = keyed.new_full((len(x), self.topology.n_children), -torch.inf)
+            most = keyed.new_full((len(x), bias.shape[0]), -torch.inf)
             for number, piece in enumerate(pieces):
                 _, children, scores = self._scores(keyed, query, number * size, len(piece))
                 most = most.to(scores.dtype).scatter_reduce(1, children, scores, "amax")
@@ -84,7 +84,7 @@ class AttentionPlan:
         parents, children, scores = self._scores(keyed, query, start, len(values))
         shares = (scores - most.gather(1, children)).exp()  # [batch, relations], at most 1
         messages = shares * x.index_select(1, parents) * values
-        return self._received(children, messages), self._received(children, shares)
+        return _received(children, messages, most), _received(children, shares, most)
 
     def _scores(
         self, keyed: Tensor, query: Tensor, start: int, count: int
@@ -101,8 +101,10 @@ class AttentionPlan:
         scores = keyed.index_select(1, parents) * query.index_select(0, children)
         return parents, children.long().expand(len(keyed), -1), scores
 
-    def _received(self, children: Tensor, sent: Tensor) -> Tensor:
-        return sent.new_zeros(len(sent), self.topology.n_children).scatter_add(1, children, sent)
+
+def _received(children: Tensor, sent: Tensor, like: Tensor) -> Tensor:
+    """Returns the sums of what children receive, in the shape of a tensor."""
+    return sent.new_zeros(like.shape).scatter_add(1, children, sent)
 
 
 def dense_attention(

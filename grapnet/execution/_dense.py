@@ -10,7 +10,7 @@ from torch.nn.functional import linear
 from grapnet.core._transition import Topology
 
 from . import _native, _operators
-from ._plan import Plan
+from ._plan import Plan, sized
 from ._reference import require_wiring
 
 # children up to which a matrix with one row per child is faster than one with one row per parent
@@ -43,16 +43,21 @@ class Dense:
         """Returns the plan that suits the shape."""
         narrow = topology.n_children <= NARROW
         if topology.is_full:
-            return FullPlan(topology.n_parents, topology.n_children, narrow)
+            return FullPlan(topology, narrow)
         return RectanglePlan(topology, narrow)
 
 
 class FullPlan:
     """Every parent leads to every child: the values are the matrix."""
 
-    def __init__(self, n_parents: int, n_children: int, narrow: bool) -> None:
-        self.values_shape = (n_parents, n_children)
+    def __init__(self, topology: Topology, narrow: bool) -> None:
+        self._sizes = sized(topology.n_parents, topology.n_children, device=topology.child.device)
         self._narrow = narrow
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self._sizes.shape[:2]
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         matrix = values if values.dim() == 2 else values.view(self.values_shape)
@@ -71,18 +76,19 @@ class RectanglePlan:
         self._narrow = narrow
         shape = (topology.n_parents, topology.n_children)
         # one row per child when there are few, otherwise one per parent
-        self._shape = shape[::-1] if narrow else shape
+        if narrow:
+            shape = shape[::-1]
+        self._sizes = sized(*shape, device=topology.child.device)
         large = topology.n_relations >= LARGE and topology.child.device.type == "cpu"
         self._cells = None if large and not _native.missing else self._find_cells()
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        rows, columns, _ = self._sizes.shape
         if self._cells is None:
             topology = self.topology
-            matrix = _operators.fill(
-                values, topology.ptr, topology.child, topology.n_children, self._narrow
-            )
+            n_children = rows if self._narrow else columns
+            matrix = _operators.fill(values, topology.ptr, topology.child, n_children, self._narrow)
         else:
-            rows, columns = self._shape
             zeros = values.new_zeros(rows * columns)
             matrix = zeros.index_add(0, self._cells, values).view(rows, columns)
         if self._narrow:

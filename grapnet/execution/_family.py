@@ -1,5 +1,6 @@
 """Family: nodes with the same children form a block, and a block is one matrix product."""
 
+import math
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -14,12 +15,14 @@ from grapnet.core._transition import Topology
 
 from . import _native
 from ._dense import FullPlan
-from ._plan import Plan, needs_plain_operations
-from ._reference import require_wiring
+from ._plan import Plan, needs_plain_operations, sized
+from ._reference import ReferencePlan, require_wiring
 
 LARGE = 1 << 16  # activations from which it pays to write a product where it belongs
 # members and children of a family from which a GPU's half-precision tiles are well filled
 TILE = 64
+# different sizes of families up to which compiled code multiplies block by block
+MOST_TRACED = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +55,12 @@ class Family:
     def prepare(self, topology: Topology) -> Plan:
         """Groups the nodes."""
         if topology.is_full:
-            return FullPlan(topology.n_parents, topology.n_children, narrow=False)
-        return FamilyPlan(topology, find_families(topology))
+            return FullPlan(topology, narrow=False)
+        groups = find_families(topology)
+        scatter = None
+        if len(groups) > MOST_TRACED:
+            scatter = ReferencePlan(topology)
+        return FamilyPlan(topology, groups, scatter)
 
 
 class FamilyPlan:
@@ -62,25 +69,35 @@ class FamilyPlan:
     Where every child is in one family and all families have one size, the block is the result.
     Otherwise the blocks stand feature by feature, so that each is whole rows to add, and so does
     the result, until `row_major` is called.
+
+    Args:
+        topology: the relations.
+        groups: their families.
+        scatter: computes the same in compiled code, where every number of blocks would be compiled
+            by itself.
     """
 
-    def __init__(self, topology: Topology, groups: list[Families]) -> None:
+    def __init__(
+        self, topology: Topology, groups: list[Families], scatter: Plan | None = None
+    ) -> None:
+        self._scatter = scatter
         device = topology.child.device
-        self.n_children = topology.n_children
         self._feature_major = True
         self._blocks = [_Block(families, topology) for families in groups]
         none = torch.empty(0, dtype=torch.int64, device=device)
         # of stacked rows
         self._target = torch.cat([none, *(families.children.reshape(-1) for families in groups)])
-        rows = torch.arange(self.n_children, device=device)
+        rows = torch.arange(topology.n_children, device=device)
         self._in_order = torch.equal(self._target, rows)
-        seen = torch.bincount(self._target, minlength=self.n_children)
+        seen = torch.bincount(self._target, minlength=topology.n_children)
         self._once = bool((seen == 1).all())
         self._source = self._target.argsort() if self._once and not self._in_order else none
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        if self._scatter is not None and torch.compiler.is_compiling():
+            return self._scatter(x, values, bias)
         if not self._blocks:
-            return torch.addmm(bias, x[:, :0], values.view(0, self.n_children))
+            return torch.addmm(bias, x[:, :0], values.view(0, bias.shape[0]))
         if self._in_order and len(self._blocks) == 1:
             return self._blocks[0].row_by_row(x, values, bias)
         # [messages, batch]
@@ -90,7 +107,8 @@ class FamilyPlan:
         elif self._once:
             z = stacked.index_select(0, self._source)
         else:
-            z = stacked.new_zeros(self.n_children, len(x)).index_add(0, self._target, stacked)
+            zeros = stacked.new_zeros(bias.shape[0], len(x))
+            z = zeros.index_add(0, self._target, stacked)
         z = (z + bias.to(z.dtype)[:, None]).t()
         return z if self._feature_major else z.contiguous()
 
@@ -105,10 +123,11 @@ class _Block:
     """Families of one size as a batched matrix product."""
 
     def __init__(self, families: Families, topology: Topology) -> None:
-        self._shape = families.shape
         places = families.positions.reshape(-1)
         first = int(places[0])
-        self._slice = slice(first, first + len(places))
+        # where the values begin, and how many families, members and children there are
+        self._sizes = sized(first, *families.shape, device=places.device)
+        self._is_all = len(places) == topology.n_relations
         # None: the values, or the parents, are taken as they stand
         self._places = None
         self._members = None
@@ -127,20 +146,21 @@ class _Block:
             or torch.compiler.is_compiling()
             or torch.is_autocast_enabled(x.device.type)
         )
+        shape = self._sizes.shape[1:4]
         if x.numel() >= LARGE and not plain:
-            return _BlockProduct.apply(x, values, bias, self._shape)
-        weights = values.view(self._shape)
-        z = torch.baddbmm(bias.view(len(weights), 1, -1), _split(x, len(weights)), weights)
-        return z.transpose(0, 1).reshape(len(x), len(bias))
+            return _BlockProduct.apply(x, values, bias, shape)
+        families, size, degree = shape
+        bias = bias.view(families, 1, degree)
+        z = torch.baddbmm(bias, _split(x, families, size), values.view(shape))
+        return z.transpose(0, 1).reshape(len(x), families * degree)
 
     def by_feature(self, x: Tensor, values: Tensor) -> Tensor:
         """Returns the messages, [families · degree, batch]."""
         x, values = self._gathered(x, values)
-        families, _, degree = self._shape
-        weights = values.view(self._shape).transpose(1, 2)
-        return torch.bmm(weights, _split(x, families).transpose(1, 2)).view(
-            families * degree, len(x)
-        )
+        _, families, size, degree, _ = self._sizes.shape
+        weights = values.view(families, size, degree).transpose(1, 2)
+        z = torch.bmm(weights, _split(x, families, size).transpose(1, 2))
+        return z.view(families * degree, len(x))
 
     def _gathered(self, x: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the activations of the members, [batch, families · size], and their values,
@@ -148,8 +168,9 @@ class _Block:
         """
         if self._places is not None:
             values = values.index_select(0, self._places)
-        elif self._slice.stop - self._slice.start < len(values):
-            values = values[self._slice]
+        elif not self._is_all:
+            first, *shape, _ = self._sizes.shape
+            values = values[first : first + math.prod(shape)]
         if self._members is not None:
             x = x.index_select(1, self._members)
         return x, values
@@ -169,6 +190,7 @@ class _BlockProduct(Function):
         ctx.shape = shape
         families, size, degree = shape
         z = x.new_empty(len(x), families * degree)
+        blocks = _split(z, families, degree)
         if x.is_cuda and x.element_size() == 2 and min(size, degree) >= TILE and _has_triton():
             # baddbmm writes the biases first, which takes as long as the product
             from ._gpu_blocks import block_product
@@ -176,15 +198,15 @@ class _BlockProduct(Function):
             block_product(x, values, bias, shape, z)
         else:
             bias = bias.view(families, 1, degree)
-            torch.baddbmm(bias, _split(x, families), values.view(shape), out=_split(z, families))
+            torch.baddbmm(bias, _split(x, families, size), values.view(shape), out=blocks)
         return z
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, values = ctx.saved_tensors
         (dz,) = gradients
-        families = ctx.shape[0]
-        received = _split(dz, families)
+        families, size, degree = ctx.shape
+        received = _split(dz, families, degree)
         weights = values.view(ctx.shape).transpose(1, 2)
         for_x, for_values, for_bias, _ = ctx.needs_input_grad
         dx = dv = db = None
@@ -193,9 +215,9 @@ class _BlockProduct(Function):
             dx = torch.bmm(received, weights).transpose(0, 1).reshape(x.shape)
         elif for_x:
             dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-            torch.bmm(received, weights, out=_split(dx, families))
+            torch.bmm(received, weights, out=_split(dx, families, size))
         if for_values:
-            dv = torch.bmm(_split(x, families).transpose(1, 2), received).view(-1)
+            dv = torch.bmm(_split(x, families, size).transpose(1, 2), received).view(-1)
         if for_bias:
             db = _column_sums(dz)
         return dx, dv, db, None
@@ -215,9 +237,9 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _split(x: Tensor, families: int) -> Tensor:
+def _split(x: Tensor, families: int, n: int) -> Tensor:
     """Returns a view of [batch, families · n] as [families, batch, n]."""
-    return x.view(len(x), families, x.shape[1] // families).transpose(0, 1)
+    return x.view(len(x), families, n).transpose(0, 1)
 
 
 def find_families(topology: Topology) -> list[Families]:

@@ -5,7 +5,7 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
 from typing import Any, NamedTuple, cast
@@ -18,7 +18,6 @@ from grapnet._torch import (
     is_exporting,
     peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
-    untraced,
 )
 from grapnet.core._commit import Draws
 from grapnet.core._coordinates import Vector
@@ -31,20 +30,14 @@ from grapnet.core._sets import NodeSet
 from grapnet.core._transition import Topology, Transition
 
 from . import _native
-from ._attention import Attention
-from ._dense import Dense
 from ._exported import exported_steps
-from ._family import Family, find_families, group_members
+from ._family import find_families, group_members
 from ._plan import Backend, Plan, Policy
-from ._policy import (
-    ColumnPlan,
-    column_places,
-    present_columns,
-    require_policy,
-    start_columns,
-)
-from ._reference import Reference
+from ._policy import ColumnPlan, column_places, present_columns, start_columns
+from ._registry import AUTO, BACKENDS, backend_called
+from ._registry import register_backend as register_backend
 from ._sparse import Sparse
+from ._traced import Tracing, trace
 
 # a batch is treated like the next of these, a larger one like the last
 BATCHES = tuple(2**n for n in range(13))
@@ -222,12 +215,6 @@ def _logarithms(tree: Any) -> Any:
     return math.log(tree)
 
 
-BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (Reference, Dense, Family, Sparse, Attention)
-}
-AUTO = "auto"
-
-
 class Step(NamedTuple):
     """One step of a forward pass: the plan of a transition, then the activations of the next
     layer.
@@ -250,30 +237,7 @@ class Line:
 
     steps: list[Step]
     used: bool = False  # since the last commit
-
-
-def register_backend(backend: type[Backend]) -> None:
-    """Makes a backend or a policy known to `net.execution.use` under its `name`; `auto` does not
-    pick it.
-
-    A class that is defined again, as in a notebook, replaces the earlier one; nets keep the earlier
-    one until the next `use`.
-
-    Args:
-        backend: a frozen dataclass with a `name`, `refusals`, `prepare`, and a default for every
-            field; a policy also has `columns` and `not_a_sum`, and no fields.
-
-    Raises:
-        TypeError: it is not such a class; nothing is registered.
-        ValueError: another backend has that name.
-    """
-    _require_backend(backend)
-    present = BACKENDS.get(backend.name, backend)
-    if backend.name == AUTO or _origin(present) != _origin(backend):
-        raise ValueError(
-            f"a backend called {backend.name!r} exists already; give this one another name"
-        )
-    BACKENDS[backend.name] = backend
+    traced: bool = False  # whether torch.compile has read it, or the one that it comes after
 
 
 @dataclass(eq=False)
@@ -290,9 +254,15 @@ class Plans:
     shapes: dict[int, Shape] = field(default_factory=dict)
     lines: dict[tuple[int, bool], Line] = field(default_factory=dict)
     is_chain: bool = field(init=False)
+    # whether another batch size may run other plans
+    is_by_batch: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_chain = list(self.view.ends) == chain_ends(len(self.view.rosters))
+        self.is_by_batch = False
+        for chosen, topology in zip(self.chosen, self.topologies, strict=True):
+            if chosen is None and not topology.is_full:
+                self.is_by_batch = True
 
     @property
     def topologies(self) -> Sequence[Topology]:
@@ -334,6 +304,12 @@ class Plans:
         if t not in self.shapes:
             self.shapes[t] = Shape.of(self.topologies[t])
         return self.shapes[t]
+
+    def key(self, batch: int, training: bool) -> tuple[int, bool]:
+        """Returns the key in `lines` of what runs a batch."""
+        if self.is_by_batch:
+            return batch_class(batch), training
+        return BATCHES[-1], training
 
     def line(self, batch: int, training: bool) -> Line:
         """Makes what a forward pass runs; a result stays feature-major only where the next plan
@@ -417,8 +393,7 @@ class Plans:
                 moved = plan.moved(topologies[t], commit.relations[t])  # pyright: ignore[reportAttributeAccessIssue]
                 coming.made |= {} if moved is None else {(t, backend): moved}
         coming.shapes = {t: shape for t, shape in self.shapes.items() if t not in commit.wirings}
-        for key in [key for key, line in self.lines.items() if line.used]:
-            coming.line(*key)
+        coming.make_lines(self)
         return coming
 
     def at_depth(
@@ -446,9 +421,18 @@ class Plans:
                     coming.made[t, backend] = plan
             if origin in self.shapes:
                 coming.shapes[t] = self.shapes[origin]
-        for key in [key for key, line in self.lines.items() if line.used]:
-            coming.line(*key)
+        coming.make_lines(self)
         return coming
+
+    def make_lines(self, before: "Plans") -> None:
+        """Makes the lines that are going to run: those in use, and those in compiled code, which
+        would be compiled again without them.
+        """
+        for (batch, training), line in before.lines.items():
+            if line.used or line.traced:
+                key = self.key(batch, training)
+                made = self.lines.get(key) or self.line(*key)
+                made.traced |= line.traced
 
     def _keeps_rows(self, commit: Commit, t: int) -> bool:
         """Returns whether both layers of a transition keep all their rows."""
@@ -460,42 +444,6 @@ class Plans:
         if (t, backend) not in self.made:
             self.made[t, backend] = backend.prepare(self.topologies[t])
         return self.made[t, backend]
-
-
-def _require_backend(backend: Any) -> None:
-    """Raises TypeError, naming what is missing, for anything but a class that the Backend protocol
-    describes.
-    """
-    if not isinstance(backend, type):
-        raise TypeError(f"a backend is registered as a class, got {backend!r}")
-    if isinstance(getattr(backend, "name", None), str):
-        missing = []
-    else:
-        missing = ['a string `name: ClassVar[str] = "…"`']
-    signatures = ("refusals(self, topology, dtype)", "prepare(self, topology)")
-    missing += [s for s in signatures if not callable(getattr(backend, s.partition("(")[0], None))]
-    if missing:
-        raise TypeError(f"the backend {backend.__name__} lacks {' and '.join(missing)}")
-    if not is_dataclass(backend) or not backend.__dataclass_params__.frozen:  # pyright: ignore[reportAttributeAccessIssue]
-        raise TypeError(
-            f"the backend {backend.__name__} is not a frozen dataclass; add @dataclass(frozen=True)"
-        )
-    if hasattr(backend, "columns") or hasattr(backend, "not_a_sum"):
-        require_policy(backend)
-    bare = [
-        f.name
-        for f in fields(backend)
-        if f.init and f.default is MISSING and f.default_factory is MISSING
-    ]
-    if bare:
-        raise TypeError(
-            f"options of a backend have defaults, and {backend.__name__} has none for"
-            f" {', '.join(bare)}"
-        )
-
-
-def _origin(backend: type) -> tuple[str, str]:
-    return backend.__module__, backend.__qualname__
 
 
 @dataclass(frozen=True, eq=False)
@@ -552,6 +500,7 @@ class Execution:
     def _bind(self, graph: Graph) -> None:
         """Sets the graph that the manager runs, held weakly."""
         self._graph = weakref.ref(graph)
+        self._tracing = Tracing(self._prepare_trace)
         graph.follow(self)
         self._refresh()
 
@@ -619,7 +568,7 @@ class Execution:
             OptimizerError: an attached optimizer cannot take the Parameters; nothing changes.
         """
         numbers = self._numbers(transition)
-        backend, start = _made(name, options)
+        backend, start = backend_called(name, options)
         before = self.choices()
         chosen = list(self._chosen)
         columns = list(self._plans.columns)
@@ -746,12 +695,23 @@ class Execution:
                 " everything that backends do. Trace a snapshot instead, gn.snapshot(model) or"
                 " net.snapshot(), or use dynamo=True"
             )
-        key = batch_class(batch), training
+        key = plans.key(batch, training)
+        if torch.compiler.is_compiling():
+            trace(self._tracing.handle, *key)
         line = plans.lines.get(key)
         if line is None:
-            line = _make_line(plans, key)
+            line = plans.line(*key)
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
+
+    def _prepare_trace(self, *key: Any) -> list[Any]:
+        """Makes the line that a trace is going to read; returns all that it reads."""
+        plans = self._plans
+        line = plans.lines.get(key)
+        if line is None:
+            line = plans.line(*key)
+        line.traced = True
+        return [line, plans.view.rosters[0]]
 
     def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
         """Prepares the plans in use for the new relations; raises if a chosen backend refuses."""
@@ -783,6 +743,7 @@ class Execution:
         made = dict(before.made)
         plans = Plans(chosen, before.modules, view, before.dtype, columns, made, before.shapes)
         plans.require()
+        plans.make_lines(before)
         install = partial(self._install, chosen, unmet, plans)
         self.graph._set_columns(wanted, [*draws.installs(), install])
 
@@ -790,6 +751,7 @@ class Execution:
         self._chosen = chosen
         self._unmet = unmet
         self._plans = plans
+        self._tracing.note_change()
 
     def _numbers(self, transition: int | None) -> range:
         count = len(self._chosen)
@@ -804,37 +766,3 @@ class Execution:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_chosen": list(self._chosen), "_unmet": dict(self._unmet)}
-
-
-@untraced
-def _make_line(plans: Plans, key: tuple[int, bool]) -> Line:
-    """Makes plans outside any trace, so that torch.compile treats them as constants."""
-    return plans.line(*key)
-
-
-def _made(name: str, options: dict[str, Any]) -> tuple[Backend | None, dict[str, Any]]:
-    """Returns the backend of that name, None for auto, and how its Parameters start.
-
-    The options of a policy are about its Parameters; all others are settings of the backend.
-    """
-    names = sorted({AUTO, *BACKENDS})
-    if name not in names:
-        raise PlanError(f"no backend is called {name!r}; known are {', '.join(names)}")
-    backend: Any = BACKENDS.get(name)  # None: auto
-    known = []
-    if backend is not None:
-        known = [option.name for option in fields(backend)]
-    columns = getattr(backend, "columns", {})
-    if columns:
-        known = [*columns, "bound"]
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise PlanError(
-            f"{name} has no option {', '.join(unknown)}; its options are:"
-            f" {', '.join(known) or 'none'}"
-        )
-    if backend is None:
-        return None, {}
-    if columns:
-        return backend(), options
-    return backend(**options), {}

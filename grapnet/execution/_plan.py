@@ -17,6 +17,10 @@ class Plan(Protocol):
     """A backend's analysis of one topology, to be run many times; it holds no weights.
 
     A net passes the values flat, or in the shape of the plan's attribute `values_shape`.
+
+    `torch.compile` traces the call. It makes guards of the class of a plan and of its numbers and
+    flags, and inputs of its tensors. Sizes that edits change are therefore read from tensors: from
+    those that the plan is given, from its wiring, or from one that `sized` returns.
     """
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
@@ -84,6 +88,15 @@ class FeatureMajorPlan(Plan, Protocol):
     def row_major(self) -> Plan:
         """Returns the same plan with a contiguous, row-major result."""
         ...
+
+
+def sized(*sizes: int, device: torch.device) -> Tensor:
+    """Returns a tensor without numbers of these sizes and one more, 0.
+
+    A plan that keeps sizes in its shape can run with others in the same compiled code; integers
+    would be constants of it.
+    """
+    return torch.empty(*sizes, 0, device=device)
 
 
 def in_transform() -> bool:

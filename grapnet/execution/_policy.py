@@ -112,6 +112,11 @@ class ColumnPlan:
     # the version to read without gradients; None for the present one
     version: Mapping[str, Vector] | None
 
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """The shape in which the plan takes the values."""
+        return getattr(self.plan, "values_shape", (-1,))
+
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         read = {}
         for name, column in self.columns.items():

@@ -50,13 +50,13 @@ class ReferencePlan:
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         size = max(1, CELLS // max(1, len(x)))
         if self.topology.n_relations <= size:
-            return self._sum(x, values, 0) + bias
+            return self._sum(x, values, 0, bias.shape[0]) + bias
         z = bias
         for number, part in enumerate(values.split(size)):
-            z = z + made_again(self._sum, x, part, number * size)
+            z = z + made_again(self._sum, x, part, number * size, bias.shape[0])
         return z
 
-    def _sum(self, x: Tensor, values: Tensor, start: int) -> Tensor:
+    def _sum(self, x: Tensor, values: Tensor, start: int, n_children: int) -> Tensor:
         """Returns the contribution of the relations from `start` on, [batch, n_children]."""
         stop = start + len(values)
         if self._parents is None:
@@ -65,9 +65,7 @@ class ReferencePlan:
             parents = self._parents[start:stop]
         messages = x.index_select(1, parents) * values  # [batch, relations]
         children = self.topology.child[start:stop].long().expand(len(x), -1)
-        return messages.new_zeros(len(x), self.topology.n_children).scatter_add(
-            1, children, messages
-        )
+        return messages.new_zeros(len(x), n_children).scatter_add(1, children, messages)
 
 
 def made_again(function: Callable[..., Any], *arguments: Any) -> Any:

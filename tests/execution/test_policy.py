@@ -246,6 +246,6 @@ def test_no_file_of_the_library_asks_for_a_policy_by_name() -> None:
     # imported where it is registered, and nowhere else
     statement = "_attention import Attention"
     importing = [path.name for path, text in sources.items() if statement in text]
-    assert importing == ["_manager.py"]
+    assert importing == ["_registry.py"]
     compared = [path.name for path, text in sources.items() if '== "attention"' in text]
     assert compared == []
