@@ -9,6 +9,7 @@ from pathlib import Path
 # modules, each imported only when it runs
 BENCHMARKS = (
     "capture",
+    "compiled",
     "costs",
     "edits",
     "execution",

@@ -57,9 +57,7 @@ class Tracing:
         read = prepare(*key)
         frame = traced_frame()
         if frame is not None:
-            together = _together.setdefault(frame, weakref.WeakSet())
-            self._varies = self._varies or any(part._varies for part in together)
-            together.add(self)
+            _together.setdefault(frame, weakref.WeakSet()).add(self)
             self._frames.add(frame)
         if self._varies:
             for tensor in tensors_in(read):

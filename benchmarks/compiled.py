@@ -1,0 +1,224 @@
+"""How fast a compiled transformer trains whose feed-forward blocks are nets, beside its compiled
+original, and how often edits compile it again.
+"""
+
+import copy
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.functional import scaled_dot_product_attention
+
+import grapnet as gn
+from grapnet.spaces import dynamic_sizes
+
+from .timing import times_faster
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A model like GPT-2 small, in training."""
+
+    blocks: int = 12
+    width: int = 768
+    heads: int = 12
+    batch: int = 8
+    tokens: int = 512
+    repeats: int = 15
+    compiler: str = "inductor"
+
+
+FAST = Settings(blocks=2, width=32, heads=4, batch=2, tokens=8, repeats=2, compiler="aot_eager")
+# share cut -> speed relative to the compiled original
+BARS = {0.0: 0.97, 0.5: 0.93, 0.9: 0.95}
+EDITS = 20  # of every net, for the count
+
+
+@dataclass(frozen=True)
+class Row:
+    """How fast a model trains: forward and backward under autocast."""
+
+    cut: float
+    sizes: str  # "constant": compiled after the cut; "variable": inside dynamic_sizes, after edits
+    times_faster: float
+    compile_seconds: float
+    graphs: int  # compiled in all
+    output_error: float  # against the model that is not compiled, relative to the largest output
+
+
+class Block(nn.Module):
+    """A block of a transformer before whose parts stand norms."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.ffn = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(approximate="tanh"), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x [batch, tokens, width] with what attention and feed-forward add to it."""
+        batch, tokens, width = x.shape
+        parts = self.qkv(self.norms[0](x)).view(batch, tokens, 3, self.heads, -1)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(batch, tokens, width))
+        return x + self.ffn(self.norms[1](x))
+
+
+def measure(*, fast: bool) -> dict[str, Any]:
+    """Returns the whole table, on the GPU where there is one; `fast` shrinks the model and reaches
+    no bar.
+    """
+    settings = FAST if fast else Settings()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    original = nn.Sequential(
+        *(Block(settings.width, settings.heads) for _ in range(settings.blocks))
+    ).to(device)
+    x = torch.randn(settings.batch, settings.tokens, settings.width, device=device)
+    rows = [asdict(row) for row in _rows(original, x, settings)]
+    return {
+        "benchmark": "compiled",
+        "settings": {"device": device, **asdict(settings), "edits": EDITS},
+        "versions": {
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "grapnet": gn.__version__,
+        },
+        "rows": rows,
+    }
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """Returns one line for every bar that the result misses."""
+    found = []
+    settings = result["settings"]
+    if settings["device"] != "cuda" or settings["width"] != Settings.width:
+        found.append("the bars are for a GPU and the whole model")
+    for row in result["rows"]:
+        name = f"{row['cut']:.0%} cut, {row['sizes']} sizes"
+        if row["times_faster"] < BARS[row["cut"]]:
+            found.append(
+                f"{name}: {row['times_faster']:.2f} times the speed of the original, the bar is"
+                f" {BARS[row['cut']]:.2f}"
+            )
+        if row["graphs"] > (1 if row["sizes"] == "constant" else 2):
+            found.append(f"{name}: compiled {row['graphs']} times")
+        if not row["output_error"] < 0.05:
+            found.append(f"{name}: differs by {row['output_error']:.1e}")
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as the table that the documentation shows."""
+    lines = [
+        "| cut | sizes | speed relative to the compiled original | compiled | in |",
+        "|---:|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['cut']:.0%} | {row['sizes']} | {row['times_faster']:.2f}× |"
+            f" {row['graphs']} times | {row['compile_seconds']:.0f} s |"
+        )
+    return "\n".join(lines)
+
+
+def _rows(original: nn.Sequential, x: Tensor, settings: Settings) -> list[Row]:
+    cases: dict[str, Callable[[], object]] = {}
+    measured: dict[tuple[float, str], tuple[float, int, float]] = {}
+    cases["original"] = _step(_Counted(original, settings.compiler), x)
+    for cut in BARS:
+        run = _Counted(_grafted(original, cut), settings.compiler)
+        cases[f"{cut} constant"] = _step(run, x)
+        measured[cut, "constant"] = _first_steps(cases[f"{cut} constant"], run, x)
+    # A model that is half cut is edited further.
+    run = _Counted(_grafted(original, 0.5), settings.compiler)
+    cases["0.5 variable"] = _step(run, x)
+    with dynamic_sizes():
+        start = time.perf_counter()
+        for number in range(EDITS):
+            cases["0.5 variable"]()
+            for module in run.model.modules():
+                if isinstance(module, gn.GrapNet):
+                    _change(module, number)
+        cases["0.5 variable"]()
+        measured[0.5, "variable"] = (time.perf_counter() - start, run.graphs, _error(run, x))
+        faster = times_faster(cases, "original", repeats=settings.repeats, seconds=0.1)
+    return [
+        Row(cut, sizes, faster[f"{cut} {sizes}"], *figures)
+        for (cut, sizes), figures in measured.items()
+    ]
+
+
+class _Counted:
+    """A compiled model that counts how often it is compiled."""
+
+    def __init__(self, model: nn.Module, compiler: str) -> None:
+        self.model = model
+        self._counting = CompileCounterWithBackend(compiler)
+        self._run = torch.compile(model, backend=self._counting, fullgraph=True)
+
+    @property
+    def graphs(self) -> int:
+        """How often it was compiled."""
+        return self._counting.frame_count
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._run(x)
+
+
+def _first_steps(step: Callable[[], object], run: _Counted, x: Tensor) -> tuple[float, int, float]:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start, run.graphs, _error(run, x)
+
+
+def _error(run: _Counted, x: Tensor) -> float:
+    with torch.no_grad(), torch.autocast(x.device.type, torch.bfloat16):
+        plain = run.model(x)
+        # With gradients, as in training: evaluation is compiled by itself.
+        with torch.enable_grad():
+            mine = run(x).detach()
+    return ((mine - plain).abs().max() / plain.abs().max()).item()
+
+
+def _grafted(original: nn.Module, cut: float) -> nn.Module:
+    """Returns a copy with nets in place of the feed-forward blocks, without their weakest
+    relations.
+    """
+    model = copy.deepcopy(original)
+    nets = gn.graft(model, "*.ffn")
+    for net in nets.values():
+        if cut:
+            with net.edit(reason=f"cut {cut:.0%}") as edit:
+                for layer in net.layers[:-1]:
+                    edit.cut(layer.outgoing().smallest(fraction=cut))
+    return model
+
+
+def _change(net: gn.GrapNet, number: int) -> None:
+    """Commits an edit that changes the number of relations: the weakest leave or come back."""
+    if number % 2:
+        net.undo()
+        return
+    with net.edit(reason="change") as edit:
+        edit.cut(net.layers[number // 2 % 2].outgoing().smallest(count=number + 1))
+
+
+def _step(run: Callable[[Tensor], Tensor], x: Tensor) -> Callable[[], object]:
+    def step() -> None:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            loss = run(x).float().square().mean()
+        loss.backward()
+
+    return step
