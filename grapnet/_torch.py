@@ -95,9 +95,11 @@ def is_exporting() -> bool:
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
-def untraced(function: Callable[P, R]) -> Callable[P, R]:
+def untraced(function: Callable[P, R], reason: str = "") -> Callable[P, R]:
     """Does what `torch.compiler.disable` does, but does not import the compiler, which takes a
     second.
+
+    With `fullgraph=True` a trace that meets it raises, and shows the reason.
 
     Example:
         >>> @untraced
@@ -116,12 +118,13 @@ def untraced(function: Callable[P, R]) -> Callable[P, R]:
                 return function(*args, **kwargs)
             # The annotations of `disable` cannot be followed.
             disable: Any = torch.compiler.disable
-            disabled.append(disable(function))
+            disabled.append(disable(function, reason=reason))
         return disabled[0](*args, **kwargs)
 
     marked: Any = call
     # A trace stops before `call`, as before every function that is disabled.
     marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = reason
     _skip_frames(marked.__code__)
     return call
 
@@ -147,12 +150,19 @@ def traced_frame() -> int | None:
     return None if compiled is None else compiled.frame_id
 
 
-def let_sizes_vary(tensor: torch.Tensor) -> None:
-    """Makes the next trace that reads a tensor take its sizes for variables, as far as it can."""
-    from torch._dynamo import maybe_mark_dynamic
+def let_sizes_vary(tensor: torch.Tensor, dims: int | None = None) -> None:
+    """Makes the next trace that reads a tensor take its sizes for variables, as far as it can.
 
-    for dim in range(tensor.dim()):
-        maybe_mark_dynamic(tensor, dim)
+    It does what `torch._dynamo.maybe_mark_dynamic` does without importing the compiler.
+
+    Args:
+        tensor: the tensor.
+        dims: how many dimensions vary, the first ones; all by default.
+    """
+    if dims is None:
+        dims = tensor.dim()
+    marked: Any = tensor
+    marked._dynamo_weak_dynamic_indices = set(range(dims))
 
 
 class Fakes:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from grapnet._torch import untraced
+from grapnet._torch import let_sizes_vary, untraced
 
 from ._grid_map import RowMap
 from ._index_map import IndexMap, map_of_sources
@@ -102,7 +102,21 @@ class Opened:
         # One operation instead of zeros and a copy into them: launches bound this on a GPU.
         base = self._without_free(content)
         rows = base.index_copy(0, self.free_at(content.device), self._in_rows(content))
-        return rows.view(self.pattern.shape)
+        return rows.view(self.shape)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor.
+
+        It is that of a tensor without numbers, and not of the pattern, whose integers would be
+        constants of compiled code.
+        """
+        if "shape" not in self._scratch:
+            sizes = torch.empty(*self.pattern.shape, 0, device="cpu")
+            # The first two are nodes, the others those of a kernel.
+            let_sizes_vary(sizes, dims=2)
+            self._scratch["shape"] = sizes
+        return self._scratch["shape"].shape[:-1]
 
     def prepare(self, content: Tensor, modules: Iterable[nn.Module]) -> None:
         """Computes what forward passes keep, so that no compiled one traces it.
@@ -111,9 +125,15 @@ class Opened:
             content: the Parameter, or a tensor of its kind.
             modules: those that are going to run with it.
         """
-        self.free_at(content.device)
+        let_sizes_vary(self.pattern.kinds)
+        let_sizes_vary(self.free_at(content.device))
+        let_sizes_vary(self.frozen_values, dims=1)
+        assert self.shape == self.pattern.shape
         self._without_free(content)
         self.numbers(content)
+        for tensor in self._scratch.values():
+            if tensor.dim() == 2:
+                let_sizes_vary(tensor, dims=1)
         for module in modules:
             _execution.prepare(module, self, content)
 
@@ -246,6 +266,10 @@ def set_opened(module: nn.Module, name: str, opened: Opened | None) -> None:
     if opened is not None:
         held[name] = opened
     plain = plain_class(module)
+    if opened is not None:
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            let_sizes_vary(parameter, dims=1)
     if held:
         vars(module)[_OPENED] = held
         module.__class__ = _class_of(plain, tuple(sorted(held)))

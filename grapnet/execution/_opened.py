@@ -22,7 +22,12 @@ from torch.autograd import Function
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 from torch.nn import functional as F
 
-from grapnet._torch import is_exporting, is_in_torch_dispatch_mode, untraced
+from grapnet._torch import (
+    is_exporting,
+    is_in_torch_dispatch_mode,
+    let_sizes_vary,
+    untraced,
+)
 from grapnet.core._opened import CUT, Execution, Opened, is_watched, opened_of, plain_class, run_by
 from grapnet.core._transition import Topology
 
@@ -33,6 +38,7 @@ from ._family import FamilyPlan, find_families
 from ._manager import BATCHES, Shape, batch_class, fastest_that_runs, in_words
 from ._plan import Plan, needs_plain_operations
 from ._sparse import ByChildPlan, SparsePlan
+from ._traced import tensors_in
 
 RECTANGLE = "rectangle"
 _DTYPES = (torch.float32, torch.float64)
@@ -62,9 +68,9 @@ class OpenedExecution(Execution):
 
     def write(self, opened: Opened, content: Tensor) -> Tensor | None:
         """Returns the whole tensor, written by a compiled kernel; None where torch has to do it."""
-        if not _native.reads(content) or math.prod(opened.pattern.shape) < LARGE:
+        if not _is_plain(content) or not _native.reads(content):
             return None
-        if not _is_plain(content):
+        if math.prod(opened.pattern.shape) < LARGE:
             return None
         return _filled(opened, opened.numbers(content))
 
@@ -79,6 +85,8 @@ class OpenedExecution(Execution):
             for batch in BATCHES:
                 for training in (False, True):
                     plans.choose(batch, training)
+            for tensor in tensors_in(plans.choices):
+                let_sizes_vary(tensor)
         elif plain.forward in _CONVOLUTIONS and _groups_of(opened, module) is None:
             _kernels_of(opened)
 
@@ -305,7 +313,8 @@ def _multiplied(module: Any, x: Tensor, read: int) -> Tensor | None:
     assert opened is not None
     if not _reads_alike(x, content) or is_watched(content):
         return None
-    parents, children = opened.pattern.shape[read], opened.pattern.shape[1 - read]
+    parents = opened.shape[read]
+    children = opened.shape[1 - read]
     if x.dim() == 0 or x.shape[-1] != parents or x.numel() == 0:
         return None
     batch = math.prod(x.shape[:-1])
