@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ._torch import untraced
 from .core._activation import activation_function
 from .core._commit import settle, unsettled
 from .core._coordinates import note_read
@@ -241,6 +242,8 @@ class GrapNet(Graph):
         if x.dtype != plans.dtype:
             x = _autocast_input(x, plans.dtype)
         compiled = torch.compiler.is_compiling()
+        if compiled and self.execution.is_recorded and torch.compiler.is_dynamo_compiling():
+            return _run_eagerly(self, x)
         if not training and not compiled:
             note_read()
         batch = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
@@ -362,6 +365,17 @@ class GrapNet(Graph):
         from ._show import page
 
         return page(self)
+
+
+def _forward(net: GrapNet, x: Tensor) -> Tensor:
+    return net.forward(x)
+
+
+_run_eagerly = untraced(
+    _forward,
+    "a recorder of grapnet is armed on this net, and what it watches runs uncompiled: disarm it, or"
+    " compile without fullgraph=True",
+)
 
 
 def _run_branches(h: Tensor, steps: Sequence[Step], live: bool) -> Tensor:

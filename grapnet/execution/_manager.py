@@ -501,6 +501,8 @@ class Execution:
         """Sets the graph that the manager runs, held weakly."""
         self._graph = weakref.ref(graph)
         self._tracing = Tracing(self._prepare_trace)
+        self._recorders = 0
+        self.is_recorded = False
         graph.follow(self)
         self._refresh()
 
@@ -704,6 +706,19 @@ class Execution:
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
 
+    def note_recorder(self) -> Callable[[], None]:
+        """Notes that a recorder is armed; returns the function that ends this.
+
+        While one is, compiled code leaves the net to eager execution, which calls all hooks.
+        """
+        self._count_recorders(1)
+        return partial(_forget_recorder, weakref.ref(self))
+
+    def _count_recorders(self, more: int) -> None:
+        self._recorders += more
+        # Compiled code has this one as a guard: the number would be one more reason to compile.
+        self.is_recorded = self._recorders > 0
+
     def _prepare_trace(self, *key: Any) -> list[Any]:
         """Makes the line that a trace is going to read; returns all that it reads."""
         plans = self._plans
@@ -766,3 +781,9 @@ class Execution:
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_chosen": list(self._chosen), "_unmet": dict(self._unmet)}
+
+
+def _forget_recorder(reference: "weakref.ref[Execution]") -> None:
+    execution = reference()
+    if execution is not None:
+        execution._count_recorders(-1)

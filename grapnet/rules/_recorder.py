@@ -100,8 +100,10 @@ class NetRecorder(ABC, Generic[E]):
     It costs nothing while it is not armed, and does not keep the net alive. The end of a trial
     drops what was recorded inside it. Undo and redo restore the evidence of a node, unless
     something was recorded in between; then it starts without evidence, like a new node. Copies of
-    the net and passes under `torch.func` are not recorded. `torch.compile` ignores hooks that are
-    added after it has compiled a net: arm once before the first step, or set
+    the net and passes under `torch.func` are not recorded. While a recorder is armed on a net,
+    compiled code runs the net eagerly, whether it was armed before or after compiling; with
+    `fullgraph=True`, torch raises an error that says so. In adopted models `torch.compile` ignores
+    hooks that are added after it has compiled: arm once before the first step, or set
     `torch._dynamo.config.skip_nnmodule_hook_guards = False`.
     """
 
@@ -159,7 +161,11 @@ class NetRecorder(ABC, Generic[E]):
         if self.armed and self.net is net:
             return
         self.bind(net)
-        self._release = weakref.finalize(self, _call_all, self._watch(net))
+        ends = self._watch(net)
+        execution = getattr(net, "execution", None)
+        if execution is not None:
+            ends.append(execution.note_recorder())
+        self._release = weakref.finalize(self, _call_all, ends)
         self._release.atexit = False
 
     def _watch(self, net: Any) -> list[Callable[[], None]]:

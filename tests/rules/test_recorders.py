@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import grapnet as gn
@@ -146,22 +147,42 @@ def test_transforms_are_not_seen(net: gn.GrapNet) -> None:
     assert [recorder.count for recorder in recorders] == [0, 0, 0]
 
 
-# torch's own, where a hook interrupts what it compiles
-@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize("early", [True, False], ids=["armed before compiling", "armed later"])
 def test_a_compiled_net_is_seen(net: gn.GrapNet, early: bool) -> None:
     recorders = [armed(make(), net) for make in MAKE.values() if early]
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=early):
-        compiled = torch.compile(net, backend="eager")
-        x = batch(net)
-        compiled(x).sum().backward()
-        recorders = recorders or [armed(make(), net) for make in MAKE.values()]
-        compiled(x).sum().backward()
-        for recorder in recorders:
-            recorder.disarm()
-        compiled(x).sum().backward()
+    counting = CompileCounterWithBackend("eager")
+    compiled = torch.compile(net, backend=counting)
+    x = batch(net)
+    compiled(x).sum().backward()
+    recorders = recorders or [armed(make(), net) for make in MAKE.values()]
+    compiled(x).sum().backward()
+    for recorder in recorders:
+        recorder.disarm()
+    compiled(x).sum().backward()
     assert [recorder.count for recorder in recorders] == ([80, 80, 2] if early else [40, 40, 1])
     assert close(recorders[0].mean, said(net, x)[1].mean(0), net)
+    assert counting.frame_count == 1  # the net that is not watched
+    again = armed(MAKE["activations"](), net)
+    compiled(x)
+    again.disarm()
+    compiled(x)
+    assert (again.count, counting.frame_count) == (40, 1)
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["armed before compiling", "armed later"])
+def test_one_graph_cannot_be_watched_and_says_so(net: gn.GrapNet, early: bool) -> None:
+    recorder = MAKE["activations"]()
+    if early:
+        recorder.arm(net)
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    x = batch(net)
+    if not early:
+        compiled(x)
+        recorder.arm(net)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="recorder of grapnet is armed"):
+        compiled(x)
+    recorder.disarm()
+    assert torch.allclose(compiled(x), net(x))
 
 
 @pytest.mark.parametrize("kind", MAKE)
