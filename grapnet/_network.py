@@ -247,7 +247,7 @@ class GrapNet(Graph):
         if not training and not compiled:
             note_read()
         batch = shape[0] if len(shape) == 2 else math.prod(shape[:-1])
-        steps = self.execution._steps(plans, batch, training=training)
+        steps = self.execution._steps(plans, batch, training=training, compiled=compiled)
         live = training or compiled
         h = x
         if len(shape) != 2:

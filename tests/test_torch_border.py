@@ -311,3 +311,57 @@ def test_copy_each_copies_every_tensor_into_its_own() -> None:
     before = list(targets)
     _torch.copy_each(targets, (torch.ones(2), torch.arange(3.0)))
     assert [target.tolist() for target in before] == [[1, 1], [0, 1, 2]]
+
+
+def test_a_function_runs_while_it_is_traced_and_not_afterwards() -> None:
+    seen = []
+
+    @_torch.run_while_tracing
+    def note(tensor: Tensor, number: int) -> bool:
+        seen.append((tensor, number, _torch.traced_frame()))
+        return True
+
+    held = torch.arange(3)
+
+    def function(x: Tensor) -> Tensor:
+        return x + 1 if note(held, 2) else x
+
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    for _ in range(3):
+        assert torch.equal(compiled(torch.zeros(2)), torch.ones(2))
+    # once for every size, 2 and then any
+    compiled(torch.zeros(4))
+    compiled(torch.zeros(5))
+    assert [(tensor is held, number) for tensor, number, _ in seen] == [(True, 2), (True, 2)]
+    first, second = (frame for _, _, frame in seen)
+    assert first is not None
+    assert first == second
+    assert _torch.traced_frame() is None
+
+
+def test_sizes_that_may_vary_are_compiled_once() -> None:
+    graphs = []
+
+    def backend(graph, inputs):  # pyright: ignore[reportMissingParameterType]
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    for size in (3, 4, 5):
+        x = torch.zeros(size)
+        _torch.let_sizes_vary(x)
+        compiled(x)
+    assert len(graphs) == 1
+
+
+def test_one_graph_shows_why_a_function_is_not_traced() -> None:
+    @torch.compile(backend="eager", fullgraph=True)
+    def function(x: Tensor) -> Tensor:
+        return hidden(x)
+
+    hidden = _torch.untraced(lambda x: x + 1, "it is hidden")
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="it is hidden"):
+        function(torch.zeros(2))

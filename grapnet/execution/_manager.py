@@ -5,6 +5,7 @@ import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from importlib.resources import files
@@ -424,12 +425,16 @@ class Plans:
         coming.make_lines(self)
         return coming
 
-    def make_lines(self, before: "Plans") -> None:
-        """Makes the lines that are going to run: those in use, and those in compiled code, which
-        would be compiled again without them.
+    def make_lines(self, before: "Plans", *, used: bool = True) -> None:
+        """Makes the lines that compiled code reads, which would be compiled again without them, and
+        those in use.
+
+        Args:
+            before: the plans that these come after.
+            used: whether to make lines in use, or to leave them to the next forward pass.
         """
         for (batch, training), line in before.lines.items():
-            if line.used or line.traced:
+            if line.traced or (used and line.used):
                 key = self.key(batch, training)
                 made = self.lines.get(key) or self.line(*key)
                 made.traced |= line.traced
@@ -525,7 +530,12 @@ class Execution:
         dtype = graph.transitions[0].weight.dtype
         self._sensory = graph.layers[0]
         columns = [present_columns(graph, t, chosen) for t, chosen in enumerate(self._chosen)]
+        before = self.__dict__.get("_plans")
         self._plans = Plans(self._chosen, modules, graph._view(), dtype, columns)
+        if before is not None:
+            # What cannot run here raises when it is asked to.
+            with suppress(PlanError):
+                self._plans.make_lines(before, used=False)
 
     @property
     def plans(self) -> Plans:
@@ -686,8 +696,17 @@ class Execution:
         plan = self._steps(self._plans, batch, training=training)[t].plan
         return BoundPlan(plan, store, store.topology)
 
-    def _steps(self, plans: Plans, batch: int, *, training: bool) -> list[Step]:
-        """Returns the steps of a forward pass of one version, one per transition."""
+    def _steps(
+        self, plans: Plans, batch: int, *, training: bool, compiled: bool = False
+    ) -> list[Step]:
+        """Returns the steps of a forward pass of one version, one per transition.
+
+        Args:
+            plans: the plans of the version.
+            batch: the number of samples.
+            training: whether gradients are computed.
+            compiled: whether torch.compile traces the pass.
+        """
         if is_exporting():
             self.require_sum("torch.export")
             return exported_steps(plans)
@@ -698,7 +717,7 @@ class Execution:
                 " net.snapshot(), or use dynamo=True"
             )
         key = plans.key(batch, training)
-        if torch.compiler.is_compiling():
+        if compiled:
             trace(self._tracing.handle, *key)
         line = plans.lines.get(key)
         if line is None:
@@ -758,7 +777,7 @@ class Execution:
         made = dict(before.made)
         plans = Plans(chosen, before.modules, view, before.dtype, columns, made, before.shapes)
         plans.require()
-        plans.make_lines(before)
+        plans.make_lines(before, used=False)
         install = partial(self._install, chosen, unmet, plans)
         self.graph._set_columns(wanted, [*draws.installs(), install])
 

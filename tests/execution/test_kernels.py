@@ -393,8 +393,13 @@ def operators(batch: int) -> Iterator[tuple[str, tuple[Any, ...], Callable[..., 
 
 @pytest.mark.parametrize("batch", [1, 3])
 def test_operators_keep_the_rules_of_torch(batch: int) -> None:
+    checked = set()
     for name, inputs, _ in operators(batch):
         torch.library.opcheck(getattr(torch.ops.grapnet, name).default, inputs)
+        checked.add(name)
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    ours = {name for library, name in names if library == "grapnet"}
+    assert checked == {name for name in ours if not name.startswith("gpu_")}
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
