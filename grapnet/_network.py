@@ -242,7 +242,7 @@ class GrapNet(Graph):
         if x.dtype != plans.dtype:
             x = _autocast_input(x, plans.dtype)
         compiled = torch.compiler.is_compiling()
-        if compiled and self.execution.is_recorded and torch.compiler.is_dynamo_compiling():
+        if compiled and self.execution._is_recorded and torch.compiler.is_dynamo_compiling():
             return _run_eagerly(self, x)
         if not training and not compiled:
             note_read()

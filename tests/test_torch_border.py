@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._functorch import config as functorch_config
 from torch.autograd import Function
 from torch.optim.optimizer import (
@@ -363,5 +364,5 @@ def test_one_graph_shows_why_a_function_is_not_traced() -> None:
 
     hidden = _torch.untraced(lambda x: x + 1, "it is hidden")
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="it is hidden"):
+    with pytest.raises(Unsupported, match="it is hidden"):
         function(torch.zeros(2))

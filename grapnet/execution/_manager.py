@@ -507,7 +507,7 @@ class Execution:
         self._graph = weakref.ref(graph)
         self._tracing = Tracing(self._prepare_trace)
         self._recorders = 0
-        self.is_recorded = False
+        self._is_recorded = False
         graph.follow(self)
         self._refresh()
 
@@ -725,7 +725,7 @@ class Execution:
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
 
-    def note_recorder(self) -> Callable[[], None]:
+    def _note_recorder(self) -> Callable[[], None]:
         """Notes that a recorder is armed; returns the function that ends this.
 
         While one is, compiled code leaves the net to eager execution, which calls all hooks.
@@ -736,7 +736,7 @@ class Execution:
     def _count_recorders(self, more: int) -> None:
         self._recorders += more
         # Compiled code has this one as a guard: the number would be one more reason to compile.
-        self.is_recorded = self._recorders > 0
+        self._is_recorded = self._recorders > 0
 
     def _prepare_trace(self, *key: Any) -> list[Any]:
         """Makes the line that a trace is going to read; returns all that it reads."""

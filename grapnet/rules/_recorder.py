@@ -164,7 +164,7 @@ class NetRecorder(ABC, Generic[E]):
         ends = self._watch(net)
         execution = getattr(net, "execution", None)
         if execution is not None:
-            ends.append(execution.note_recorder())
+            ends.append(execution._note_recorder())
         self._release = weakref.finalize(self, _call_all, ends)
         self._release.atexit = False
 

@@ -5,7 +5,18 @@ import sys
 
 import pytest
 
-from benchmarks import capture, costs, edits, execution, files, graft, models, rules, run
+from benchmarks import (
+    capture,
+    compiled,
+    costs,
+    edits,
+    execution,
+    files,
+    graft,
+    models,
+    rules,
+    run,
+)
 from benchmarks.timing import threads
 
 
@@ -147,6 +158,20 @@ def test_each_slow_rule_is_named(recurring, key):
     assert rules.missed({"rows": [row]}) == []
     (line,) = rules.missed({"rows": [{**row, key: 2.1}]})
     assert line.startswith("Rewire")
+
+
+def test_the_benchmark_of_compiled_models_runs_and_its_check_can_fail() -> None:
+    result = compiled.measure(fast=True)
+    rows = result["rows"]
+    assert [row["graphs"] for row in rows] == [1] * (len(rows) - 1) + [2]
+    assert max(row["output_error"] for row in rows) < 0.05
+    assert compiled.table(result).count("\n") == len(rows) + 1
+    settings = {"device": "cuda", "width": compiled.Settings.width}
+    at_the_bars = [{**row, "times_faster": compiled.BARS[row["cut"]]} for row in rows]
+    assert compiled.missed({"settings": settings, "rows": at_the_bars}) == []
+    for spoiled in ({"times_faster": 0.5}, {"graphs": 3}, {"output_error": float("nan")}):
+        bad = [{**at_the_bars[0], **spoiled}]
+        assert len(compiled.missed({"settings": settings, "rows": bad})) == 1
 
 
 def test_the_benchmark_of_grafts_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):

@@ -100,7 +100,11 @@ def require_same_step(compiled: Callable[[Tensor], Tensor], model: nn.Module, x:
         model.zero_grad()
         outputs.append(forward(x))
         outputs[-1].square().sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        found = []
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            found.append(parameter.grad.clone())
+        gradients.append(found)
     assert torch.allclose(*outputs, atol=1e-5)
     for mine, plain in zip(*gradients, strict=True):
         assert torch.allclose(mine, plain, atol=1e-4, rtol=1e-4)
