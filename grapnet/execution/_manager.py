@@ -356,7 +356,8 @@ class Plans:
         """Returns the steps of a forward pass that runs these plans."""
         found = []
         for t, plan in enumerate(plans):
-            values_shape = getattr(plan, "values_shape", (-1,))
+            # Of integers alone: torch takes half as long again to view a tensor as a torch.Size.
+            values_shape = tuple(getattr(plan, "values_shape", (-1,)))
             if self.columns[t]:
                 version = self.view.columns
                 if training:
