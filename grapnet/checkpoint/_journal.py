@@ -406,9 +406,8 @@ def _check_vector(vector: VectorChange, index: IndexMap, where: str) -> None:
     born = len(vector.index.inserted)
     gone = len(vector.index.removed)
     for found, size in ((vector.born_frozen, born), (vector.gone_frozen, gone)):
-        _require(
-            found.dtype == torch.bool and found.shape == (size,), where, f"expected {size} bits"
-        )
+        fits = found is None or (found.dtype == torch.bool and found.shape == (size,))
+        _require(fits, where, f"expected {size} bits")
     _check_survivors(vector.flips, vector.index, f"{where}.flips")
     gradients = (vector.born_gradients, vector.gone_gradients, vector.flip_gradients)
     _require(gradients == (None, None, None), where, "a journal keeps no gradients")

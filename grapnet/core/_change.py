@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ._grid_map import GridMap, RowMap, inverses
-from ._index_map import IndexMap, flatnonzero
+from ._index_map import IndexMap, empty_positions, flatnonzero, moved
 from ._opened import Pattern
 
 
@@ -125,8 +125,8 @@ class VectorChange:
     """
 
     index: IndexMap
-    born_frozen: Tensor  # [inserted] bool
-    gone_frozen: Tensor  # [removed] bool
+    born_frozen: Tensor | None  # [inserted] bool; None if none of them is frozen
+    gone_frozen: Tensor | None  # [removed] bool; None if none of them is frozen
     flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
     born_values: Tensor | None = None  # [inserted]
     gone_values: Tensor | None = None  # [removed]
@@ -139,10 +139,8 @@ class VectorChange:
     @classmethod
     def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
         """Returns the change of a vector without frozen coordinates; new ones get `born`, or 0."""
-        born_frozen, gone_frozen = (
-            torch.zeros_like(at, dtype=torch.bool) for at in (index.inserted, index.removed)
-        )
-        return cls(index, born_frozen, gone_frozen, flips=index.removed[:0], born_values=born)
+        none = empty_positions(index.removed.device)
+        return cls(index, None, None, flips=none, born_values=born)
 
     def inverse(self) -> "VectorChange":
         """Returns the change that leads back."""
@@ -270,13 +268,17 @@ class LayerChange:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Relations by the uids of both ends."""
+    """Relations by the uids of both ends, on the device of the relations."""
 
     parents: Tensor  # [n] int32
     children: Tensor  # [n] int32
 
     def __len__(self) -> int:
         return self.parents.shape[0]
+
+    def to(self, device: torch.device) -> "Pairs":
+        """Returns the same relations on a device."""
+        return Pairs(moved(self.parents, device), moved(self.children, device))
 
 
 def no_pairs() -> Pairs:
@@ -528,10 +530,11 @@ class Change:
             return self
         layers = {n: c.to(device) for n, c in self.layers.items()}
         weights = {t: c.weights.to(device) for t, c in self.transitions.items()}
-        wires = {
-            t: replace(c, index=weights[t].index, weights=weights[t], wiring=None)
-            for t, c in self.transitions.items()
-        }
+        wires = {}
+        for t, c in self.transitions.items():
+            wires[t] = TransitionChange(
+                weights[t].index, c.born.to(device), c.gone.to(device), weights[t]
+            )
         return replace(self, layers=layers, transitions=wires)
 
     def without_values(self) -> "Change":

@@ -95,7 +95,7 @@ def prepare_vector(
     change = replace(change, born_values=born.view(-1), gone_values=gone_values)
     if keep_gradients:
         change = replace(change, gone_gradients=store._gradients(index.removed))
-    if not (store.frozen_at.shape[0] or change.flips.shape[0] or bool(change.born_frozen.any())):
+    if not (store.frozen_at.shape[0] or change.flips.shape[0] or _any_frozen(change.born_frozen)):
         parameter_index = index
         frozen_at = store.frozen_at
         content = index.carry(trainable, born)
@@ -133,12 +133,15 @@ class _Crossing:
         index = change.index
         # frozen and staying
         held = index.new_positions(store.frozen_at[~contains(index.removed, store.frozen_at)])
-        self._born_frozen = change.born_frozen
+        born_frozen = change.born_frozen
+        if born_frozen is None:
+            born_frozen = torch.zeros_like(index.inserted, dtype=torch.bool)
+        self._born_frozen = born_frozen
         self.melts = contains(held, change.flips)
         thawed = change.flips[self.melts]
         froze = change.flips[~self.melts]
-        born_held = index.inserted[change.born_frozen]
-        born_free = index.inserted[~change.born_frozen]
+        born_held = index.inserted[born_frozen]
+        born_free = index.inserted[~born_frozen]
         self.frozen_at = (
             torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
         )
@@ -172,6 +175,10 @@ class _Crossing:
     def into_frozen(self, born: Tensor, froze: Tensor) -> Tensor:
         """Returns what is added to the frozen buffer, in the order of its new positions."""
         return torch.cat([born[self._born_frozen], froze])[self._frozen_order]
+
+
+def _any_frozen(bits: Tensor | None) -> bool:
+    return bits is not None and bool(bits.any())
 
 
 def _among_free(positions: Tensor, frozen_at: Tensor) -> Tensor:
@@ -370,6 +377,12 @@ class Coordinates(nn.Module):
         """Returns one bool per position: True if it is frozen."""
         return contains(self.frozen_at, positions)
 
+    def _frozen_among(self, positions: Tensor) -> Tensor | None:
+        """Returns the same, or None if nothing is frozen."""
+        if self.frozen_at.shape[0] == 0 or positions.shape[0] == 0:
+            return None
+        return self._frozen_bits(positions)
+
     def _prepare(self, change: VectorChange | None, keep_gradients: bool = False) -> PreparedVector:
         """Computes the vector after `change` without touching the present one; without a change it
         is another version of the same content.
@@ -401,14 +414,9 @@ class Coordinates(nn.Module):
         """
         if len(positions) == 0:
             return
-        none = torch.empty(0, dtype=torch.bool, device=positions.device)
-        index = IndexMap(
-            self.size,
-            self.size,
-            empty_positions(positions.device),
-            empty_positions(positions.device),
-        )
-        self._install(self._prepare(VectorChange(index, none, none, positions)), None, {})
+        none = empty_positions(positions.device)
+        index = IndexMap(self.size, self.size, none, none)
+        self._install(self._prepare(VectorChange(index, None, None, positions)), None, {})
 
     def _differs_from(self, state: Mapping[str, Any], prefix: str) -> str:
         """Returns how a state dict differs from this vector; empty if it fits."""

@@ -13,6 +13,18 @@ from torch import Tensor
 LARGE = 1 << 20  # bytes; smaller buffers come from torch
 KEEP = 256 << 20  # bytes kept for the next commit or step, in the whole process
 
+# devices whose tensors numpy reads
+_HOSTS = frozenset({"cpu"})
+
+
+def on_host(device: torch.device) -> bool:
+    """Returns whether numpy reads the tensors of a device, where it is faster than torch.
+
+    Everywhere else positions stay on the device, and nothing waits for them: see `IndexMap`.
+    """
+    return device.type in _HOSTS
+
+
 _spare: list[np.ndarray] = []  # buffers that no tensor uses
 # so that two threads never take the same one; giving back, at any time, only appends
 _taking = threading.Lock()
@@ -30,7 +42,7 @@ def room(example: Tensor, rows: int) -> Tensor:
     """
     shape = (rows, *example.shape[1:])
     size = math.prod(shape) * example.element_size()
-    if example.device.type != "cpu" or size < LARGE:
+    if not on_host(example.device) or size < LARGE:
         return example.new_empty(shape)
     return torch.from_numpy(np.asarray(_Lease(size))).view(example.dtype).view(shape)
 
@@ -83,6 +95,9 @@ class _Runs(NamedTuple):
 class IndexMap:
     """Maps the positions of a vector before a commit to those after it; survivors keep their order.
 
+    The sizes are known without reading a position. On a GPU `carry` therefore waits for nothing,
+    except where a few positions cut the vector into pieces: these it reads once.
+
     Attributes:
         old_size: length of the vector before the commit.
         new_size: length after it.
@@ -103,14 +118,17 @@ class IndexMap:
 
     @cached_property
     def appends(self) -> bool:
-        """True if nothing was removed and everything was inserted at the end."""
-        none_left = self.removed.shape[0] == 0
-        return none_left and (self.inserted.shape[0] == 0 or int(self.inserted[0]) == self.old_size)
+        """True if nothing was removed and everything was inserted at the end, as far as that is
+        known without waiting for a device.
+        """
+        if self.removed.shape[0] or not self.inserted.shape[0]:
+            return self.is_identity
+        return on_host(self.inserted.device) and int(self.inserted[0]) == self.old_size
 
     def to(self, device: torch.device) -> "IndexMap":
         """Returns the map with its positions on another device."""
         return IndexMap(
-            self.old_size, self.new_size, self.removed.to(device), self.inserted.to(device)
+            self.old_size, self.new_size, moved(self.removed, device), moved(self.inserted, device)
         )
 
     def inverse(self) -> "IndexMap":
@@ -190,9 +208,7 @@ class IndexMap:
         """Returns the old positions that stay, ascending, int32."""
         key = f"survivors {device}"
         if key not in self._scratch:
-            keep = np.ones(self.old_size, dtype=bool)
-            keep[self.removed.cpu().numpy()] = False
-            self._scratch[key] = torch.from_numpy(np.flatnonzero(keep).astype(np.int32)).to(device)
+            self._scratch[key] = positions_without(self.gone(device), self.old_size)
         return self._scratch[key]
 
     def gone(self, device: torch.device) -> Tensor:
@@ -201,16 +217,15 @@ class IndexMap:
             return self.removed
         key = f"gone {device}"
         if key not in self._scratch:
-            self._scratch[key] = self.removed.to(device)
+            self._scratch[key] = moved(self.removed, device)
         return self._scratch[key]
 
     def stays(self, device: torch.device) -> Tensor:
         """Returns the new positions of the survivors, ascending, int32."""
         key = f"stays {device}"
         if key not in self._scratch:
-            old = np.ones(self.new_size, dtype=bool)
-            old[self.inserted.cpu().numpy()] = False
-            self._scratch[key] = torch.from_numpy(np.flatnonzero(old).astype(np.int32)).to(device)
+            inserted = moved(self.inserted, device)
+            self._scratch[key] = positions_without(inserted, self.new_size)
         return self._scratch[key]
 
     def order(self, device: torch.device) -> Tensor | None:
@@ -244,10 +259,7 @@ class IndexMap:
     def new_positions(self, old: Tensor) -> Tensor:
         """Returns where the surviving old positions `old` are in the new vector."""
         ordinal = old - _count_below(self.removed, old)
-        steps = self.inserted - torch.arange(
-            len(self.inserted), dtype=torch.int32, device=self.inserted.device
-        )
-        return ordinal + _count_below(steps, ordinal, including=True)
+        return ordinal + _count_below(_counted_below(self.inserted), ordinal, including=True)
 
     def old_positions(self, new: Tensor) -> Tensor:
         """Returns where the surviving new positions `new` were in the old vector."""
@@ -273,63 +285,116 @@ class IndexMap:
         return self._scratch["runs"]
 
     def _find_runs(self) -> "_Runs | None":
-        if len(self.removed) == 1 and len(self.inserted) == 0:
-            # One coordinate leaves: three pieces, of which the outer ones stay.
-            at = int(self.removed[0])
-            lengths = [at, 1, self.old_size - at - 1]
-            filled = [length for length in lengths if length]
-            kept = list(range(len(filled)))
-            kept.remove(int(at > 0))
-            return _Runs(filled, [], kept)
-        if _pieces(self.removed) + _pieces(self.inserted) > max(
-            _FEW_RUNS, self.new_size // _SHORTEST_RUN
-        ):
+        if on_host(self.removed.device):
+            return _runs_of(self.removed.numpy(), self.inserted.numpy(), self)
+        count = self.removed.shape[0]
+        if count + self.inserted.shape[0] > _FEW_RUNS:
             return None
-        removed_at = _counted_in_survivors(self.removed)
-        inserted_at = _counted_in_survivors(self.inserted)
-        gaps = _distinct(removed_at)
-        holes = _distinct(inserted_at)
-        starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
-        kept = np.diff(starts, append=self.old_size - len(removed_at))
-        # before each run
-        dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)
-        born = np.diff(np.searchsorted(inserted_at, starts, side="right"), prepend=0)
-        old_lengths = np.stack([dropped, kept], axis=1).reshape(-1)
-        old_numbers = (old_lengths > 0).cumsum() - 1  # empty pieces are left out
-        born_numbers = (born > 0).cumsum() - 1 + (old_lengths > 0).sum()
-        order = np.stack([born_numbers, old_numbers[1::2]], axis=1).reshape(-1)
-        filled = np.stack([born, kept], axis=1).reshape(-1) > 0
-        return _Runs(
-            old_lengths[old_lengths > 0].tolist(), born[born > 0].tolist(), order[filled].tolist()
-        )
+        positions = torch.cat([self.removed, self.inserted]).cpu().numpy()
+        return _runs_of(positions[:count], positions[count:], self)
 
     def _source(self, device: torch.device) -> Tensor:
-        """Returns, for every new position, the old position to read (0 where newborn)."""
+        """Returns, for every new position, the old position to read (any, where newborn)."""
         key = str(device)
         if key not in self._scratch:
-            source = ascending(self.old_size, device)
-            if self.removed.shape[0]:
-                keep = torch.ones(self.old_size, dtype=torch.bool, device=device)
-                keep[self.removed.to(device).long()] = False
-                source = flatnonzero(keep)
-            if self.inserted.shape[0]:
-                old = torch.ones(self.new_size, dtype=torch.bool, device=device)
-                old[self._targets(device)] = False
-                survivors = source
-                source = torch.zeros(self.new_size, dtype=torch.int32, device=device)
-                if device.type == "cpu":
-                    source.numpy()[old.numpy()] = survivors.numpy()
-                else:
-                    source[old] = survivors
-            self._scratch[key] = source
+            removed = self.gone(device)
+            inserted = moved(self.inserted, device)
+            self._scratch[key] = _sources(removed, inserted, self.old_size, self.new_size)
         return self._scratch[key]
 
     def _targets(self, device: torch.device) -> Tensor:
         """Returns the inserted positions, int64."""
         key = f"targets {device}"
         if key not in self._scratch:
-            self._scratch[key] = self.inserted.to(device).long()
+            self._scratch[key] = moved(self.inserted, device).long()
         return self._scratch[key]
+
+
+def _runs_of(removed: np.ndarray, inserted: np.ndarray, index: IndexMap) -> "_Runs | None":
+    """Returns the pieces of a vector that an index with these positions moves; see `_runs`."""
+    if len(removed) == 1 and len(inserted) == 0:
+        # One coordinate leaves: three pieces, of which the outer ones stay.
+        at = int(removed[0])
+        lengths = [at, 1, index.old_size - at - 1]
+        filled = [length for length in lengths if length]
+        kept = list(range(len(filled)))
+        kept.remove(int(at > 0))
+        return _Runs(filled, [], kept)
+    most = max(_FEW_RUNS, index.new_size // _SHORTEST_RUN)
+    if _pieces(removed) + _pieces(inserted) > most:
+        return None
+    # how many survivors are before each of them
+    removed_at = removed - np.arange(len(removed), dtype=np.int32)
+    inserted_at = inserted - np.arange(len(inserted), dtype=np.int32)
+    gaps = _distinct(removed_at)
+    holes = _distinct(inserted_at)
+    starts = np.unique(np.concatenate([[0], gaps, holes]))  # where a run of survivors begins
+    kept = np.diff(starts, append=index.old_size - len(removed_at))
+    # before each run
+    dropped = np.diff(np.searchsorted(removed_at, starts, side="right"), prepend=0)
+    born = np.diff(np.searchsorted(inserted_at, starts, side="right"), prepend=0)
+    old_lengths = np.stack([dropped, kept], axis=1).reshape(-1)
+    old_numbers = (old_lengths > 0).cumsum() - 1  # empty pieces are left out
+    born_numbers = (born > 0).cumsum() - 1 + (old_lengths > 0).sum()
+    order = np.stack([born_numbers, old_numbers[1::2]], axis=1).reshape(-1)
+    filled = np.stack([born, kept], axis=1).reshape(-1) > 0
+    return _Runs(
+        old_lengths[old_lengths > 0].tolist(), born[born > 0].tolist(), order[filled].tolist()
+    )
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Returns a tensor on a device.
+
+    What goes to a GPU is read before the call returns, and nothing waits for what runs there.
+    """
+    return tensor.to(device, non_blocking=on_host(tensor.device))
+
+
+def positions_without(gone: Tensor, size: int) -> Tensor:
+    """Returns the int32 positions below `size` without those in the sorted `gone`."""
+    if on_host(gone.device):
+        stays = np.ones(size, dtype=bool)
+        stays[gone.numpy()] = False
+        return torch.from_numpy(np.flatnonzero(stays).astype(np.int32))
+    return _sources(gone, gone[:0], size, size - gone.shape[0])
+
+
+def _sources(removed: Tensor, inserted: Tensor, old_size: int, new_size: int) -> Tensor:
+    """Returns the old position of every new one, int32; any position for one that is inserted."""
+    device = removed.device
+    if on_host(device):
+        source = ascending(old_size, device)
+        if removed.shape[0]:
+            source = positions_without(removed, old_size)
+        if inserted.shape[0]:
+            survivors = source
+            stays = np.ones(new_size, dtype=bool)
+            stays[inserted.numpy()] = False
+            source = torch.zeros(new_size, dtype=torch.int32, device=device)
+            source.numpy()[stays] = survivors.numpy()
+        return source
+    # One scan: each survivor is one further on than the one before it, and further by as many
+    # positions as were removed between the two. Behind the last one is room for those at the end.
+    steps = torch.ones(new_size + 1, dtype=torch.int32, device=device)
+    if inserted.shape[0]:
+        steps.index_fill_(0, inserted.long(), 0)
+    if removed.shape[0]:
+        behind = _counted_below(removed)
+        if inserted.shape[0]:
+            behind += _count_below(_counted_below(inserted), behind, including=True)
+        steps.index_add_(0, behind, torch.ones_like(behind))
+    steps[:1] -= 1
+    source = steps.cumsum(0, dtype=torch.int32)[:new_size]
+    if inserted.shape[0]:
+        # Those that are inserted before the first survivor.
+        source.clamp_(min=0)
+    return source
+
+
+def _counted_below(positions: Tensor) -> Tensor:
+    """Returns how many other positions are before each of the sorted positions, int32."""
+    return positions - ascending(positions.shape[0], positions.device)
 
 
 def map_of_sources(sources: np.ndarray, old_size: int) -> IndexMap:
@@ -362,7 +427,7 @@ def as_tensor(values: Any) -> Tensor:
 
 def ascending(size: int, device: torch.device) -> Tensor:
     """Returns the int32 positions 0 to size - 1."""
-    if device.type == "cpu":
+    if on_host(device):
         return torch.from_numpy(np.arange(size, dtype=np.int32))
     return torch.arange(size, dtype=torch.int32, device=device)
 
@@ -371,7 +436,7 @@ def flatnonzero(mask: Tensor) -> Tensor:
     """Returns the int32 positions where a 1-D bool tensor is true (numpy is six times faster than
     torch on a CPU).
     """
-    if mask.device.type == "cpu":
+    if on_host(mask.device):
         return torch.from_numpy(np.flatnonzero(mask.numpy()).astype(np.int32))
     return mask.nonzero().squeeze(1).int()
 
@@ -386,7 +451,7 @@ def contains(haystack: Tensor, needles: Tensor) -> Tensor:
 
 def sorted_nearly(keys: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the sorted keys and their order; numpy is faster on nearly sorted keys."""
-    if keys.device.type != "cpu":
+    if not on_host(keys.device):
         ascending, order = keys.sort(stable=True)
         return ascending, order
     order = torch.from_numpy(keys.numpy().argsort(kind="stable"))
@@ -395,7 +460,7 @@ def sorted_nearly(keys: Tensor) -> tuple[Tensor, Tensor]:
 
 def positions_in(ascending: Tensor, keys: Tensor) -> Tensor:
     """Returns the insertion point of each key in the sorted tensor."""
-    if keys.device.type != "cpu":
+    if not on_host(keys.device):
         return torch.searchsorted(ascending, keys)
     return torch.from_numpy(np.searchsorted(ascending.numpy(), keys.numpy()))
 
@@ -410,7 +475,7 @@ def kth_smallest(values: Tensor, rank: int) -> Tensor:
     """Returns the value that has `rank` - 1 others before it in order; numpy finds it in a third of
     torch's time.
     """
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64):
+    if on_host(values.device) and values.dtype in (torch.float32, torch.float64):
         return torch.from_numpy(np.partition(values.numpy(), rank - 1))[rank - 1]
     return values.kthvalue(rank).values
 
@@ -424,20 +489,32 @@ def concatenate_ranges(starts: Tensor, stops: Tensor) -> Tensor:
     return (offsets + torch.arange(total, device=starts.device)).int()
 
 
+def repeated(numbers: Tensor, counts: Tensor, size: int) -> Tensor:
+    """Returns each number as often as its count says, `size` numbers in all."""
+    if on_host(numbers.device):
+        return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
+    return torch.repeat_interleave(numbers, counts, output_size=size)
+
+
+def counted(numbers: Tensor, count: int) -> Tensor:
+    """Returns how often each number below `count` occurs, int64.
+
+    `bincount` looks for the largest number first, for which a GPU makes everything wait.
+    """
+    if on_host(numbers.device):
+        return torch.bincount(numbers, minlength=count)
+    found = torch.zeros(count, dtype=torch.int32, device=numbers.device)
+    return found.index_add_(0, numbers, torch.ones_like(numbers, dtype=torch.int32)).long()
+
+
 def empty_positions(device: torch.device | str = "cpu") -> Tensor:
     """Returns an int32 tensor of no positions."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _pieces(positions: Tensor) -> int:
+def _pieces(positions: np.ndarray) -> int:
     """Returns the number of runs of consecutive positions."""
-    numbers = positions.cpu().numpy()
-    return len(numbers) and 1 + int(np.count_nonzero(numbers[1:] - numbers[:-1] != 1))
-
-
-def _counted_in_survivors(positions: Tensor) -> np.ndarray:
-    """Returns the number of survivors before each of the sorted positions."""
-    return positions.cpu().numpy() - np.arange(len(positions), dtype=np.int32)
+    return len(positions) and 1 + int(np.count_nonzero(positions[1:] - positions[:-1] != 1))
 
 
 def _distinct(ascending: np.ndarray) -> np.ndarray:

@@ -567,8 +567,8 @@ def _size(commit: Commit) -> int:
 
 
 def _keys(pairs: Pairs) -> Tensor:
-    """Returns one number for every relation."""
-    return (pairs.parents.long() << 32) | pairs.children.long()
+    """Returns one number for every relation, on the CPU."""
+    return (pairs.parents.cpu().long() << 32) | pairs.children.cpu().long()
 
 
 def _net_effect(events: Iterable[tuple[Tensor, bool]]) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from ._activation import activation_function
 from ._change import Labels
 from ._coordinates import Coordinates
 from ._errors import StaleNodeError
+from ._index_map import moved, on_host
 from ._sets import NodeSet
 
 if TYPE_CHECKING:
@@ -202,16 +203,45 @@ class Layer(Coordinates, NodeSet):
 
 
 def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
-    """Returns the int32 positions of `uids` in the sorted tensor, -1 for missing ones."""
+    """Returns the int32 positions of `uids` in the sorted tensor, -1 for missing ones.
+
+    Args:
+        ascending: the uids of a layer, on the CPU.
+        uids: the uids to look for, on any device; the result is there.
+    """
     if len(ascending) == 0:
-        return torch.full((len(uids),), -1, dtype=torch.int32, device="cpu")
-    # numpy: a tenth of torch's time for a few dozen nodes
-    known = ascending.numpy()
-    asked = uids.numpy()
-    first = known[0]
-    if known[-1] - first == len(known) - 1:  # no gap: a subtraction instead of a search
-        place = asked - first
-        place[(place < 0) | (place >= len(known))] = -1
+        return torch.full((len(uids),), -1, dtype=torch.int32, device=uids.device)
+    first = _first_of_run(ascending)
+    if first is None:
+        known = moved(ascending, uids.device).to(uids.dtype)
+        place = torch.searchsorted(known, uids.contiguous()).clamp_(max=len(known) - 1)
+        return torch.where(known[place] == uids, place, -1).int()
+    # no gap: a subtraction instead of a search
+    if on_host(uids.device):
+        # numpy: a tenth of torch's time for a few dozen nodes
+        place = uids.numpy() - first
+        place[(place < 0) | (place >= len(ascending))] = -1
         return torch.from_numpy(place.astype(np.int32))
-    place = torch.searchsorted(ascending, uids.contiguous()).clamp_(max=len(ascending) - 1)
-    return torch.where(ascending[place] == uids, place, -1).int()
+    place = uids - first
+    return torch.where((place >= 0) & (place < len(ascending)), place, -1).int()
+
+
+def uids_at(ascending: Tensor, rows: Tensor) -> Tensor:
+    """Returns the uids of rows of a layer, int32, on the device of the rows.
+
+    Args:
+        ascending: the uids of the layer, on the CPU.
+        rows: int32, on any device.
+    """
+    first = _first_of_run(ascending)
+    if first is not None and not on_host(rows.device):
+        return rows + first
+    return moved(ascending.int(), rows.device).index_select(0, rows)
+
+
+def _first_of_run(ascending: Tensor) -> int | None:
+    """Returns the first of some ascending uids, None if there is a gap between two of them."""
+    known = ascending.numpy()
+    if len(known) == 0 or known[-1] - known[0] != len(known) - 1:
+        return None
+    return int(known[0])

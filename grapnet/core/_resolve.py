@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,8 +15,19 @@ from ._activation import activation_function
 from ._change import Change, Labels, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
 from ._coordinates import Coordinates
 from ._errors import EditError
-from ._index_map import IndexMap, as_tensor, ascending, contains, empty_positions, flatnonzero
-from ._layer import Layer
+from ._index_map import (
+    IndexMap,
+    as_tensor,
+    ascending,
+    contains,
+    counted,
+    empty_positions,
+    flatnonzero,
+    moved,
+    on_host,
+    repeated,
+)
+from ._layer import Layer, uids_at
 from ._transition import Topology, require_countable, wirings_after
 
 if TYPE_CHECKING:
@@ -223,7 +233,7 @@ class LayerDraft:
         """Returns the new rows of survivors."""
         if not self.any_gone or rows.shape[0] == 0:
             return rows
-        return ((~self.gone).cumsum(0) - 1).int().to(rows.device)[rows.long()]
+        return moved(((~self.gone).cumsum(0) - 1).int(), rows.device).index_select(0, rows)
 
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many parents rows (newborn ones included) will have."""
@@ -241,7 +251,7 @@ class LayerDraft:
         extended = torch.cat([column, column.new_full((newborn,), fill)]) if newborn else column
         if not self.any_gone:
             return extended
-        return extended[self.survivors().to(column.device).long()]
+        return extended.index_select(0, moved(self.survivors(), column.device))
 
     def change(self, requests: Requests, generator: torch.Generator | None) -> LayerChange:
         gone = empty_positions()
@@ -350,15 +360,17 @@ class LayerDraft:
             drawn.append(draw(given, gains, example, generator))
             held.append(torch.full_like(gains, newborns.bias is None, dtype=torch.bool))
         values = joined(example.new_empty(0), drawn)
-        frozen = joined(torch.empty(0, dtype=torch.bool, device=device), held)
+        frozen = None
+        if any(newborns.bias is None for newborns in self.newborns):
+            frozen = joined(torch.empty(0, dtype=torch.bool, device=device), held)
         if self.any_gone:
-            comes = (born - self.n_present).to(device).long()
-            values = values[comes]
-            frozen = frozen[comes]
+            comes = moved(born - self.n_present, device)
+            values = values.index_select(0, comes)
+            frozen = None if frozen is None else frozen.index_select(0, comes)
         return VectorChange(
             index,
             born_frozen=frozen,
-            gone_frozen=layer._frozen_bits(index.removed),
+            gone_frozen=layer._frozen_among(index.removed),
             flips=flips,
             born_values=values,
             shift=self._shifted(index, flips),
@@ -381,7 +393,7 @@ class LayerDraft:
 
 
 class TransitionDraft:
-    """The relations of one transition while an edit is resolved."""
+    """The relations of one transition while an edit is resolved, on the device of the relations."""
 
     def __init__(
         self, graph: "Graph", requests: Requests, t: int, upper: LayerDraft, lower: LayerDraft
@@ -392,13 +404,11 @@ class TransitionDraft:
         device = self.topology.child.device
         leaving = list(requests.cuts.get(t, ()))
         if upper.any_gone:
-            leaving.append(
-                self.topology.owned_by(flatnonzero(upper.gone[: upper.n_present]).to(device))
-            )
+            rows = moved(flatnonzero(upper.gone[: upper.n_present]), device)
+            leaving.append(self.topology.owned_by(rows))
         if lower.any_gone:
-            leaving.append(
-                self.topology.leading_to(flatnonzero(lower.gone[: lower.n_present]).to(device))
-            )
+            rows = moved(flatnonzero(lower.gone[: lower.n_present]), device)
+            leaving.append(self.topology.leading_to(rows))
         self.cuts = union(leaving, device)
         self.connections = requests.connections.get(t, [])
         asked = (requests.freeze_relations, requests.unfreeze_relations)
@@ -408,32 +418,29 @@ class TransitionDraft:
         self._lower_size = len(lower.uids)
         for connection in self.connections:
             self._check(connection, requests, upper, lower)
-        self.parents = joined(empty_positions(), [c.parents for c in self.connections])
-        self.children = joined(empty_positions(), [c.children for c in self.connections])
+        none = empty_positions(device)
+        self.parents = joined(none, [moved(c.parents, device) for c in self.connections])
+        self.children = joined(none, [moved(c.children, device) for c in self.connections])
+        self._is_by_owner = True
         if self.connections:
             self._check_distinct(upper, lower)
         # None: all of them
-        self.kept = flatnonzero(~upper.gone[self.parents.long()]) if upper.any_gone else None
+        self.kept = None
+        if upper.any_gone:
+            self.kept = flatnonzero(~moved(upper.gone, device).index_select(0, self.parents))
 
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many of its relations will lead to lower rows (newborn ones included)."""
-        counts = self._gained.index_select(0, rows)
-        present = rows < self.topology.n_children
-        if bool(present.any()):
-            counts[present] += self._surviving.index_select(0, rows[present])
-        return counts.to(self.store.weight.device)
+        return self._counts.index_select(0, moved(rows, self._counts.device))
 
     @cached_property
-    def _gained(self) -> Tensor:
-        """The number of requested relations to each lower row."""
-        return torch.bincount(_picked(self.children, self.kept), minlength=self._lower_size)
-
-    @cached_property
-    def _surviving(self) -> Tensor:
-        """The number of present relations that each present lower row keeps."""
+    def _counts(self) -> Tensor:
+        """How many relations will lead to each lower row, newborn ones included."""
         children = self.topology.child.index_select(0, self.cuts)
-        cut = torch.bincount(children, minlength=self.topology.n_children)
-        return (self.topology.fan_in() - cut).cpu()
+        counts = counted(_picked(self.children, self.kept), self._lower_size)
+        present = self.topology.fan_in() - counted(children, self.topology.n_children)
+        counts[: self.topology.n_children] += present
+        return counts
 
     def change(
         self,
@@ -445,42 +452,39 @@ class TransitionDraft:
         topology = self.topology
         device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
-        present = topology.ptr.cpu().numpy()
-        # how many relations are cut before those of each row
-        lost = np.searchsorted(self.cuts.cpu().numpy(), present)
+        # how many relations are cut before those of each row, [rows + 1]
+        lost = torch.searchsorted(self.cuts, topology.ptr, out_int32=True)
         # where the relations that each row keeps end
-        kept = torch.from_numpy((present - lost)[1:].astype(np.int32))
-        ends = upper.present_values(kept, fill=stays).numpy()
-        none = empty_positions()
-        inserted = empty_positions(device)
+        ends = upper.present_values((topology.ptr - lost)[1:], fill=stays)
+        none = empty_positions(device)
+        inserted = none
         values = self.store.weight.detach().new_empty(0)
         born = Pairs(none, none)
         children = none
         if self.connections:
-            order = self._in_order(upper)
-            parents = _picked(upper.new_rows(self.parents), order).numpy()
+            order = self._in_order()
+            parents = _picked(upper.new_rows(self.parents), order)
             # relations that each row is given, behind what it keeps
-            gains = np.bincount(parents, minlength=len(ends))
-            places = ends[parents] + np.arange(len(parents), dtype=np.int32)
-            inserted = torch.from_numpy(places).to(device)
-            drawn = self._drawn(torch.from_numpy(gains).to(device), upper, lower, generator)
+            gains = counted(parents, len(ends))
+            inserted = ends.index_select(0, parents) + ascending(len(parents), device)
+            drawn = self._drawn(gains, upper, lower, generator)
             values = _picked(drawn, order)
             children = _picked(self.children, order)
             born = Pairs(
-                upper.short_uids.index_select(0, _picked(self.parents, order)),
-                lower.short_uids.index_select(0, children),
+                uids_at(upper.short_uids, _picked(self.parents, order)),
+                uids_at(lower.short_uids, children),
             )
-            ends = ends + gains.cumsum()
+            ends = ends + gains.cumsum(0)
         size = stays + inserted.shape[0]
         require_countable(size, f"transition {self.t}", EditError)
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
         gone = Pairs(none, none)
         if self.cuts.shape[0]:
-            owners = upper.short_uids.numpy()[: upper.n_present]
-            losers = topology.child.index_select(0, self.cuts).cpu()
+            owners = uids_at(upper.short_uids, ascending(upper.n_present, device))
+            losers = topology.child.index_select(0, self.cuts)
             gone = Pairs(
-                torch.from_numpy(np.repeat(owners, np.diff(lost))),
-                lower.short_uids.index_select(0, losers),
+                repeated(owners, lost.diff(), self.cuts.shape[0]),
+                uids_at(lower.short_uids, losers),
             )
         flips = flips_of(
             self.store,
@@ -490,31 +494,28 @@ class TransitionDraft:
         )
         weights = VectorChange(
             index,
-            born_frozen=torch.zeros(inserted.shape[0], dtype=torch.bool, device=device),
-            gone_frozen=self.store._frozen_bits(self.cuts),
+            born_frozen=None,
+            gone_frozen=self.store._frozen_among(self.cuts),
             flips=flips,
             born_values=values,
         )
         wiring = None
         if not index.is_identity:
-            ptr = np.zeros(len(ends) + 1, dtype=np.int32)
+            ptr = torch.zeros(len(ends) + 1, dtype=torch.int32, device=device)
             ptr[1:] = ends
-            child = index.carry(lower.new_rows(topology.child), lower.new_rows(children).to(device))
-            wiring = Topology(torch.from_numpy(ptr).to(device), child, lower.new_size)
+            child = index.carry(lower.new_rows(topology.child), lower.new_rows(children))
+            wiring = Topology(ptr, child, lower.new_size)
         return TransitionChange(index, born, gone, weights, wiring)
 
-    def _in_order(self, upper: LayerDraft) -> Tensor | None:
+    def _in_order(self) -> Tensor | None:
         """Returns the requested relations to add, by owner; None if all are added in the given
         order.
         """
-        rows = self.parents.numpy()
-        if self.kept is None and not (rows[1:] < rows[:-1]).any():
-            return None
         if self.kept is None:
-            kept = flatnonzero(torch.ones(len(rows), dtype=torch.bool, device="cpu"))
-        else:
-            kept = self.kept
-        return kept[_picked(self.parents, kept).argsort(stable=True)]
+            if self._is_by_owner:
+                return None
+            return self.parents.argsort(stable=True)
+        return self.kept[_picked(self.parents, self.kept).argsort(stable=True)]
 
     def _drawn(
         self,
@@ -531,12 +532,9 @@ class TransitionDraft:
                 counts = gains
                 if upper.any_gone:
                     counts = torch.zeros(len(upper.uids), dtype=torch.int64, device=gains.device)
-                    counts[upper.survivors().to(gains.device).long()] = gains
-                drawn.append(
-                    draw(
-                        "alloc", counts, example, generator, at=connection.parents.to(gains.device)
-                    )
-                )
+                    counts[moved(upper.survivors(), gains.device).long()] = gains
+                at = moved(connection.parents, gains.device)
+                drawn.append(draw("alloc", counts, example, generator, at=at))
                 continue
             elif isinstance(connection.weights, str) and connection.weights == "linear":
                 scale = lower.fan_in(connection.children)
@@ -553,7 +551,7 @@ class TransitionDraft:
             ("child", lower, connection.children),
         ):
             for removed in requests.removals.get(draft.number, ()):
-                hit = rows[torch.isin(rows, removed)]
+                hit = rows[torch.isin(rows, moved(removed, rows.device))]
                 if len(hit):
                     uid = int(draft.uids[int(hit[0])])
                     raise EditError(
@@ -562,33 +560,45 @@ class TransitionDraft:
                     )
 
     def _check_distinct(self, upper: LayerDraft, lower: LayerDraft) -> None:
+        """Raises EditError if a pair is requested twice or exists; notes whether the pairs are in
+        the order of their owners.
+        """
         width = max(len(lower.uids), 1)
+        parents = self.parents
+        children = self.children
+        keys = parents
         if not (len(self.connections) == 1 and self.connections[0].distinct):
-            keys = self.parents.long() * width + self.children
-            if not bool((keys[1:] > keys[:-1]).all()):
-                keys = keys.sort().values
+            keys = parents.long() * width + children
+        clash = self._clash(upper, lower)
+        # All answers at once, which a device gives only when it has done everything before.
+        is_by_owner, is_ascending, clashes = torch.stack(
+            [
+                (parents[1:] >= parents[:-1]).all(),
+                (keys[1:] > keys[:-1]).all(),
+                clash.any(),
+            ]
+        ).tolist()
+        self._is_by_owner = is_by_owner
+        if keys is not parents and not is_ascending:
+            keys = keys.sort().values
             twice = keys[1:][keys[1:] == keys[:-1]]
             if len(twice):
-                self._refuse(
-                    upper,
-                    lower,
-                    int(twice[0]) // width,
-                    int(twice[0]) % width,
-                    "is requested twice in this edit",
-                )
-        present = (self.parents.numpy() < upper.n_present) & (
-            self.children.numpy() < lower.n_present
-        )
-        if not present.any():
-            return
-        parents, children = (
-            rows[torch.from_numpy(present)] for rows in (self.parents, self.children)
-        )
-        device = self.topology.child.device
-        clash = self._exist(parents.to(device), children.to(device))
-        if bool(clash.any()):
+                parent, child = divmod(int(twice[0]), width)
+                self._refuse(upper, lower, parent, child, "is requested twice in this edit")
+        if clashes:
             first = int(clash.nonzero()[0])
             self._refuse(upper, lower, int(parents[first]), int(children[first]), "exists already")
+
+    def _clash(self, upper: LayerDraft, lower: LayerDraft) -> Tensor:
+        """Returns one bool per requested pair: True if it is connected and stays so."""
+        if not upper.newborns and not lower.newborns:
+            return self._exist(self.parents, self.children)
+        present = (self.parents < upper.n_present) & (self.children < lower.n_present)
+        clash = torch.zeros_like(present)
+        at = flatnonzero(present).long()
+        if len(at):
+            clash[at] = self._exist(self.parents[at], self.children[at])
+        return clash
 
     def _exist(self, parents: Tensor, children: Tensor) -> Tensor:
         """Returns one bool per pair of rows: True if it is connected and stays so."""
@@ -614,7 +624,7 @@ class TransitionDraft:
 
 def _picked(vector: Tensor, places: Tensor | None) -> Tensor:
     """Returns the entries at `places`, or the vector itself when that is all of them in order."""
-    return vector if places is None else vector.index_select(0, places.to(vector.device))
+    return vector if places is None else vector.index_select(0, places)
 
 
 def joined(first: Tensor, others: list[Tensor]) -> Tensor:
@@ -624,12 +634,17 @@ def joined(first: Tensor, others: list[Tensor]) -> Tensor:
 
 
 def union(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Returns the sorted union of position tensors."""
+    """Returns the sorted union of position tensors.
+
+    Positions on a device are those of relations, which are ascending; rows are on the CPU.
+    """
     if not parts:
         return empty_positions(device)
-    if len(parts) == 1 and bool((parts[0].diff() > 0).all()):
-        return parts[0].to(device)
-    return torch.cat([part.to(device) for part in parts]).unique()
+    if len(parts) == 1:
+        (part,) = parts
+        if not on_host(part.device) or bool((part.diff() > 0).all()):
+            return moved(part, device)
+    return torch.cat([moved(part, device) for part in parts]).unique()
 
 
 def flips_of(
@@ -711,18 +726,21 @@ def require_alive(graph: "Graph", change: Change) -> None:
     # outputs that lost a parent, [rows before], then [rows after]
     outputs = graph.layers[last]
     without = torch.zeros(len(outputs), dtype=torch.bool, device=graph.device)
-    without[torch.cat(lost).long()] = True
+    without.index_fill_(0, torch.cat(lost).long(), True)
     index = None
     if last in change.layers:
         index = change.layers[last].index
-        without = index.carry(without.cpu(), False).to(graph.device)
+        without = index.carry(without, False)
     for t in graph.entering(last):
         child = _children_after(graph, change, t)
-        # Most outputs have a parent among the first relations, so that few are read.
+        # Most outputs have a parent among the first relations, so that few are read. To look
+        # whether that is so takes longer on a device than to read a million.
         start = 0
-        stop = _FIRST_LOOK
-        while start < len(child) and bool(without.any()):
-            without[child[start:stop].long()] = False
+        stop = _FIRST_LOOK if on_host(graph.device) else 1 << 20
+        while start < len(child):
+            without.index_fill_(0, child[start:stop].long(), False)
+            if not bool(without.any()):
+                return
             start = stop
             stop *= 4
     dead = flatnonzero(without).cpu()

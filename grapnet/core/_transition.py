@@ -14,7 +14,10 @@ from ._index_map import (
     as_positions,
     ascending,
     concatenate_ranges,
+    counted,
     flatnonzero,
+    moved,
+    on_host,
     positions_in,
     sorted_nearly,
 )
@@ -71,7 +74,7 @@ class Topology:
         rows = self.child.view(self.n_parents, self.n_children)
         order = torch.arange(self.n_children, dtype=rows.dtype, device=rows.device)
         equal = (
-            rows.numpy() == order.numpy() if rows.device.type == "cpu" else rows == order
+            rows.numpy() == order.numpy() if on_host(rows.device) else rows == order
         )  # numpy compares twice as fast
         return bool(equal.all())
 
@@ -135,7 +138,7 @@ class Topology:
 
     def fan_in(self) -> Tensor:
         """Returns how many parents each child has, [n_children]."""
-        return torch.bincount(self.child, minlength=self.n_children)
+        return counted(self.child, self.n_children)
 
 
 def require_countable(relations: int, where: str, error: type[Exception] = ValueError) -> None:
@@ -358,28 +361,25 @@ def rewired(
     n_children = topology.n_children
     if lower is not None and not lower.index.is_identity:
         if len(lower.index.removed) or int(lower.index.inserted[0]) < n_children:
-            child = (
-                lower.index.new_positions(ascending(n_children, torch.device("cpu")))
-                .to(device)
-                .index_select(0, child)
-            )
+            rows = lower.index.new_positions(ascending(n_children, torch.device("cpu")))
+            child = moved(rows, device).index_select(0, child)
         n_children = lower.index.new_size
     if wires is not None:
         degrees = topology.degrees_without(wires.index.removed)
         children = rows_after(graph, transition.target, lower, wires.born.children)
-        child = wires.index.carry(child, children.to(device))
+        child = wires.index.carry(child, children)
     if upper is not None:
         degrees = upper.index.carry(degrees)
     if wires is not None and len(wires.born):
-        parents = rows_after(graph, transition.source, upper, wires.born.parents).to(device)
-        degrees = degrees + torch.bincount(parents, minlength=len(degrees))
+        parents = rows_after(graph, transition.source, upper, wires.born.parents)
+        degrees = degrees + counted(parents, len(degrees))
     ptr = torch.zeros(len(degrees) + 1, dtype=torch.int32, device=device)
     ptr[1:] = degrees.cumsum(0)
     return Topology(ptr, child, n_children)
 
 
 def rows_after(graph: "Graph", number: int, change: LayerChange | None, uids: Tensor) -> Tensor:
-    """Returns the rows that nodes of a layer have after its change."""
+    """Returns the rows that nodes of a layer have after its change, on the device of `uids`."""
     present = graph.layers[number].uid
     return rows_among(
         present if change is None else change.index.carry(present, change.born.uids), uids

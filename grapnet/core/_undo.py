@@ -167,8 +167,9 @@ def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) 
     if change.index.old_size != store.size:
         return False
     cut = RelationSet(graph, {t: change.index.removed})
-    if not torch.equal(cut.parents.int(), change.gone.parents) or not torch.equal(
-        cut.children.int(), change.gone.children
+    gone = change.gone.to(torch.device("cpu"))
+    if not torch.equal(cut.parents.int(), gone.parents) or not torch.equal(
+        cut.children.int(), gone.children
     ):
         return False
     parents = graph.layers[store.source].rows(change.born.parents)
@@ -180,15 +181,13 @@ def _wires_fit(graph: "Graph", t: int, change: TransitionChange, whole: Change) 
         (children, change.born.children, lower),
     ):
         if bool((rows < 0).any()) and (
-            layer is None or not bool(torch.isin(uids[rows < 0], layer.born.uids).all())
+            layer is None or not bool(torch.isin(uids[rows < 0].cpu(), layer.born.uids).all())
         ):
             return False
     after = rewired(graph, store, upper, lower, change)
     owners = rows_after(graph, store.source, upper, change.born.parents)
-    if not torch.equal(after.parents_at(change.index.inserted).cpu(), owners):
+    if not torch.equal(after.parents_at(change.index.inserted), owners):
         return False
     both = (parents >= 0) & (children >= 0)
-    found = store.topology.find(
-        parents[both].to(graph.device), children[both].to(graph.device)
-    ).int()
+    found = store.topology.find(parents[both], children[both]).int()
     return bool(((found < 0) | contains(change.index.removed, found)).all())
