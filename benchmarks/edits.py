@@ -1,6 +1,9 @@
-"""What an edit costs, beside one dense training step of the same rectangle."""
+"""What an edit costs, beside one dense training step of the same rectangle; on a machine with CUDA,
+what a commit costs there.
+"""
 
 import platform
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import grapnet as gn
+from grapnet import rules
 
 from .huge import measure_huge
 from .timing import Timed, interleaved
@@ -36,6 +40,15 @@ PLANS = {
 }
 PLAN_BARS = ("cut one", "cut 10 %")  # that hold whatever runs it
 HUGE_BARS = {"peak_gib": 16.0, "bytes_per_relation_at_rest": 32.0}
+# on CUDA, in milliseconds
+CUDA_RECTANGLES = {"1024×4096": (1024, 4096), "8192×8192": (8192, 8192)}
+CUDA_BARS = {
+    "1024×4096": {"cut one": 2.0, "cut 10 %": 4.0},
+    "8192×8192": {"cut one": 3.0, "cut 10 %": 30.0},
+    "RigL": {"apply": 8.0},
+}
+RIGL_SIZES = (1024, 4096, 1024)
+RIGL_DENSITY = 0.12  # a million relations
 
 
 @dataclass
@@ -52,6 +65,8 @@ class Row:
 
 def measure(*, fast: bool) -> dict[str, Any]:
     """Returns the whole table; `fast` leaves out the large nets and the bars."""
+    if torch.cuda.is_available():
+        return _measure_cuda(fast=fast)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -69,19 +84,25 @@ def measure(*, fast: bool) -> dict[str, Any]:
     return {
         "benchmark": "edits",
         "settings": {"batch": BATCH, "threads": 1, "optimizer": "Adam"},
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": _versions(),
         "rows": rows,
         "huge": huge,
+    }
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "grapnet": gn.__version__,
     }
 
 
 def missed(result: dict[str, Any]) -> list[str]:
     """Returns one line for every bar that the result misses."""
     found = []
+    if "device" in result["settings"]:
+        return _missed_on_cuda(result)
     for row, names in {"4e6": tuple(BARS), **dict.fromkeys(PLANS, PLAN_BARS)}.items():
         measured = result["rows"].get(row, {"relations": 0, "ratios": {}})
         for name in names:
@@ -102,6 +123,8 @@ def missed(result: dict[str, Any]) -> list[str]:
 
 def table(result: dict[str, Any]) -> str:
     """Returns the result as text."""
+    if "device" in result["settings"]:
+        return markdown(result)
     head = f"{'relations':>10} {'plan':<7}{'dense step':>11}"
     lines = [f"{head} {' '.join(f'{name:>18}' for name in BARS)} {'bytes/relation':>15}"]
     for row in result["rows"].values():
@@ -118,7 +141,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Returns the ratios as the table of docs/performance.md."""
+    """Returns the ratios as the table of docs/performance.md; on CUDA the milliseconds."""
+    if "device" in result["settings"]:
+        return _markdown_of_cuda(result)
     lines = ["| relations | plan | " + " | ".join(BARS) + " |", "|---:|---|" + "---:|" * len(BARS)]
     for row in result["rows"].values():
         cells = " | ".join(f"{row['ratios'][name]:.2f}" for name in BARS)
@@ -169,8 +194,10 @@ def _own_tensors(plan: Any) -> list[Tensor]:
     ]
 
 
-def _net_with_adam_state(parents: int, children: int) -> tuple[gn.GrapNet, torch.optim.Optimizer]:
-    net = gn.GrapNet([parents, children, OUTPUTS])
+def _net_with_adam_state(
+    parents: int, children: int, device: str = "cpu"
+) -> tuple[gn.GrapNet, torch.optim.Optimizer]:
+    net = gn.GrapNet([parents, children, OUTPUTS], device=device)
     optimizer = torch.optim.Adam(net.parameters())
     gn.attach(optimizer, net)
     for parameter in net.parameters():
@@ -250,6 +277,148 @@ def _dense_step(parents: int, children: int) -> Callable[[], None]:
     def step() -> None:
         optimizer.zero_grad()
         nn.functional.mse_loss(layer(x), target).backward()
+        optimizer.step()
+
+    return step
+
+
+@dataclass
+class CudaRow:
+    """Commits of one net on CUDA."""
+
+    relations: int
+    step_ms: float  # a training step of the net
+    milliseconds: dict[str, float]  # until the device has done everything
+    waits: dict[str, int]  # how often the host waits for the device in one of them
+
+
+def _measure_cuda(*, fast: bool) -> dict[str, Any]:
+    """Returns what commits cost on CUDA, right after a training step."""
+    repeats = 3 if fast else 15
+    rows = {}
+    for name, (parents, children) in CUDA_RECTANGLES.items():
+        if fast:
+            parents, children = (parents // 64, children // 64)
+        rows[name] = asdict(_measure_cuts_on_cuda(parents, children, repeats))
+    sizes = tuple(size // 64 if fast else size for size in RIGL_SIZES)
+    rows["RigL"] = asdict(_measure_rigl_on_cuda(sizes, repeats))
+    return {
+        "benchmark": "edits",
+        "settings": {
+            "batch": BATCH,
+            "device": torch.cuda.get_device_name(),
+            "optimizer": "Adam",
+        },
+        "versions": _versions(),
+        "rows": rows,
+    }
+
+
+def _measure_cuts_on_cuda(parents: int, children: int, repeats: int) -> CudaRow:
+    net, optimizer = _net_with_adam_state(parents, children, "cuda")
+    step = _training_step(net, optimizer)
+    commits = _commits(net)
+    cases = {"step": Timed(step)}
+    waits = {}
+    for name in CUDA_BARS["1024×4096"]:
+        edit, choose = commits[name]
+        step()
+        _check_commit(net, optimizer, name, edit)
+        chosen: list[Any] = []
+
+        def run(edit: Callable[..., None] = edit, chosen: list[Any] = chosen) -> None:
+            with net.edit() as opened:
+                edit(opened, chosen.pop())
+
+        def before(choose: Callable[[], Any] = choose, chosen: list[Any] = chosen) -> None:
+            step()
+            chosen.append(choose())
+
+        before()
+        waits[name] = _waits(run)
+        net.undo()
+        cases[name] = Timed(run, before, net.undo)
+    seconds = interleaved(cases, repeats)
+    return _cuda_row(net, seconds, waits)
+
+
+def _measure_rigl_on_cuda(sizes: tuple[int, ...], repeats: int) -> CudaRow:
+    net = gn.GrapNet(sizes, density=RIGL_DENSITY, device="cuda")
+    optimizer = torch.optim.Adam(net.parameters())
+    gn.attach(optimizer, net)
+    train = _training_step(net, optimizer)
+    manager = rules.RuleManager()
+    rewire = rules.Rewire(fraction=0.3, grow="gradient")
+    manager.add(rewire, schedule=rules.Every(1))
+    manager.start(net)
+    steps = iter(range(10**6))
+
+    def apply() -> None:
+        receipt = manager.apply(net, next(steps))
+        assert receipt is not None
+
+    train()
+    waits = {"apply": _waits(apply)}
+    gn.check(net)
+    net.undo()
+    seconds = interleaved({"apply": Timed(apply, train, net.undo), "step": Timed(train)}, repeats)
+    return _cuda_row(net, seconds, waits)
+
+
+def _cuda_row(net: gn.GrapNet, seconds: dict[str, float], waits: dict[str, int]) -> CudaRow:
+    milliseconds = {name: round(s * 1e3, 3) for name, s in seconds.items()}
+    step = milliseconds.pop("step")
+    return CudaRow(net.count().relations, step, milliseconds, waits)
+
+
+def _waits(run: Callable[[], None]) -> int:
+    """Returns how often the host waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing" in str(warning.message) for warning in found)
+
+
+def _missed_on_cuda(result: dict[str, Any]) -> list[str]:
+    found = []
+    for row, bars in CUDA_BARS.items():
+        measured = result["rows"][row]
+        for name, bar in bars.items():
+            taken = measured["milliseconds"][name]
+            if measured["relations"] < 10**6 or taken > bar:
+                found.append(
+                    f"{name} at {row} on CUDA: {taken} ms with {measured['relations']:,}"
+                    f" relations, the bar is {bar} ms"
+                )
+    return found
+
+
+def _markdown_of_cuda(result: dict[str, Any]) -> str:
+    lines = [
+        "| net | relations | training step | commit | milliseconds | waits for the device |",
+        "|---|---:|---:|---|---:|---:|",
+    ]
+    for row, measured in result["rows"].items():
+        for name, taken in measured["milliseconds"].items():
+            lines.append(
+                f"| {row} | {measured['relations']:,} | {measured['step_ms']:.2f} ms | {name}"
+                f" | {taken:.2f} | {measured['waits'][name]} |"
+            )
+    return "\n".join(lines)
+
+
+def _training_step(net: gn.GrapNet, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    x = torch.randn(BATCH, net.sizes[0], device=net.device)
+    target = torch.randn(BATCH, net.sizes[-1], device=net.device)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), target).backward()
         optimizer.step()
 
     return step
