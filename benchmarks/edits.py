@@ -213,7 +213,7 @@ def _commits(
 
     def choose(count: int) -> gn.RelationSet:
         relations = net.layers[0].outgoing()
-        return relations[torch.randperm(len(relations))[:count]]
+        return relations[torch.randperm(len(relations), device=net.device)[:count]]
 
     def add(edit: gn.Edit, _: Any) -> None:
         nodes = edit.add_nodes(1, 64)
