@@ -357,6 +357,21 @@ class Edit:
         self._note("connect", transition=t, relations=len(parent_rows), weights=given)
         self._requests.connections[t].append(Connection(parent_rows, child_rows, initial, distinct))
 
+    def _connect_rows(self, t: int, parents: Tensor, children: Tensor, weights: str) -> None:
+        """Adds relations of one transition, given by rows of present nodes that are aligned.
+
+        Args:
+            t: the transition.
+            parents: rows of its parents, on the CPU or on the device of the relations.
+            children: as many rows of its children, there.
+            weights: the name of an initialization.
+        """
+        initial = checked_initial(weights, len(parents), "relations")
+        self._note("connect", transition=t, relations=len(parents), weights=weights)
+        if len(parents):
+            connection = Connection(parents.int(), children.int(), initial, distinct=False)
+            self._requests.connections[t].append(connection)
+
     def insert_layer(
         self,
         after: int | Layer,
@@ -538,8 +553,8 @@ class Edit:
         """
         none = torch.empty(0, dtype=torch.int32, device="cpu")
         asked = self._requests.connections.get(t, ())
-        parents = torch.cat([none, *(connection.parents for connection in asked)])
-        children = torch.cat([none, *(connection.children for connection in asked)])
+        parents = torch.cat([none, *(connection.parents.cpu() for connection in asked)])
+        children = torch.cat([none, *(connection.children.cpu() for connection in asked)])
         return parents.long(), children.long()
 
     @property

@@ -50,7 +50,10 @@ class Newborns:
 
 @dataclass(frozen=True, eq=False)
 class Connection:
-    """Relations to add; rows count the present nodes of the layer first and then the new ones."""
+    """Relations to add; rows count the present nodes of the layer first and then the new ones.
+
+    They are on the CPU, or on the device of the relations.
+    """
 
     parents: Tensor  # [n] int32
     children: Tensor  # [n] int32
@@ -105,8 +108,8 @@ class Requests:
         for t, asked in sorted(self.connections.items()):
             upper = self._uids(graph, graph.transitions[t].source)
             lower = self._uids(graph, graph.transitions[t].target)
-            parents += [upper[connection.parents.long()] for connection in asked]
-            children += [lower[connection.children.long()] for connection in asked]
+            parents += [upper[connection.parents.cpu().long()] for connection in asked]
+            children += [lower[connection.children.cpu().long()] for connection in asked]
         return torch.cat(parents), torch.cat(children)
 
     def _uids(self, graph: "Graph", number: int) -> Tensor:

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from ._errors import EditError, GrapNetError, StaleNodeError, StaleRelationsError
-from ._index_map import as_positions, as_tensor, contains, flatnonzero, kth_smallest, require_ranks
+from ._index_map import (
+    as_positions,
+    as_tensor,
+    contains,
+    first_in_order,
+    flatnonzero,
+    require_ranks,
+)
 
 if TYPE_CHECKING:
     from ._graph import Graph
@@ -213,6 +220,8 @@ class RelationSet:
         return self._combined(other, lambda a, b: a[contains(b, a)])
 
     def __sub__(self, other: "RelationSet") -> "RelationSet":
+        if len(other) == 0 and other._graph is self._graph:
+            return self
         return self._combined(other, lambda a, b: a[~contains(b, a)])
 
     def __repr__(self) -> str:
@@ -239,12 +248,18 @@ class RelationSet:
         count = round(fraction * len(self)) if fraction is not None else min(count or 0, len(self))
         if count <= 0:
             return RelationSet(self._graph, {})
-        rank = len(key) - count + 1 if largest else count
-        limit = kth_smallest(key, rank)
-        chosen = key > limit if largest else key < limit
-        equals = flatnonzero(key == limit)
-        chosen[equals[: count - int(chosen.sum())].long()] = True
-        return self._marked(chosen)
+        return self._at(first_in_order(key, count, largest=largest))
+
+    def _at(self, places: Tensor) -> "RelationSet":
+        """Returns the relations at ascending int32 places in this set."""
+        items = self._positions_by_transition().items()
+        if len(items) != 1:
+            marks = torch.zeros(len(self), dtype=torch.bool, device=places.device)
+            return self._marked(marks.index_fill_(0, places.long(), True))
+        ((t, at),) = items
+        if isinstance(at, range):
+            return RelationSet(self._graph, {t: places + at.start})
+        return RelationSet(self._graph, {t: at.index_select(0, places)})
 
     def _marked(self, marks: Tensor) -> "RelationSet":
         found: dict[int, Tensor | range] = {}

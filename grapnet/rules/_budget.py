@@ -10,7 +10,7 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import as_positions, flatnonzero, kth_smallest, require_ranks
+from grapnet.core._index_map import as_positions, counted, first_in_order, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.execution import _native
 
@@ -91,7 +91,7 @@ def weakest_within(
         return relations.smallest(count=count, key=key)
     require_ranks(key)
     key = key.int() if key.dtype == torch.bool else key
-    return relations[_weakest_marks(key, count, _sides(net, relations, budget))]
+    return relations._at(_weakest_within(key, count, _sides(net, relations, budget)))
 
 
 def enforce(
@@ -181,7 +181,7 @@ def _sides(
         nodes = _nodes(net, cut if among is None else among, end, offsets)
         spare = (total - least).clamp_(min=0)
         if among is not None and len(among) < len(cut):
-            spare -= torch.bincount(_nodes(net, cut - among, end, offsets), minlength=len(spare))
+            spare -= counted(_nodes(net, cut - among, end, offsets), len(spare))
         sides.append(_Side(nodes, spare.clamp_(min=0)))
     return sides
 
@@ -202,33 +202,30 @@ def _nodes(net: Graph, relations: RelationSet, end: int, offsets: list[int]) -> 
     return torch.cat(found)
 
 
-def _weakest_marks(key: Tensor, count: int, sides: list[_Side]) -> Tensor:
-    """Marks the weakest `count` relations of which no node loses more than it can spare,
-    [n_relations].
+def _weakest_within(key: Tensor, count: int, sides: list[_Side]) -> Tensor:
+    """Returns the ascending places of the weakest `count` relations of which no node loses more
+    than it can spare.
     """
-    stays = torch.zeros(len(key), dtype=torch.bool, device=key.device)
+    free: Tensor | None = None  # the places of those that need not stay; None for all
     while True:
-        free = (~stays).nonzero().view(-1)
-        chosen = torch.zeros_like(stays)
-        chosen[free[first_largest(-key[free], min(count, len(free))).long()]] = True
-        # A node that would fall short keeps its strongest, so it falls short only once.
-        for side in sides:
-            total = torch.bincount(side.nodes, minlength=len(side.spare))
-            short = torch.bincount(side.nodes[chosen], minlength=len(side.spare)) > side.spare
-            stays |= largest_of_each(key, side.nodes, (total - side.spare) * short)
-        if not bool((chosen & stays).any()):
+        if free is None:
+            chosen = first_in_order(key, min(count, len(key)), largest=False)
+        else:
+            some = first_in_order(key[free], min(count, len(free)), largest=False)
+            chosen = free.index_select(0, some).int()
+        losses = [counted(side.nodes[chosen.long()], len(side.spare)) for side in sides]
+        short = [loss > side.spare for loss, side in zip(losses, sides, strict=True)]
+        if not bool(torch.cat(short).any()):
             return chosen
-
-
-def first_largest(sizes: Tensor, count: int) -> Tensor:
-    """Returns the ascending positions of the `count` largest; of equals the first come in."""
-    if count == 0:
-        return torch.empty(0, dtype=torch.int32, device=sizes.device)
-    bar = kth_smallest(sizes, len(sizes) - count + 1)
-    chosen = sizes > bar
-    equal = flatnonzero(sizes == bar)
-    chosen[equal[: count - int(chosen.sum())].long()] = True
-    return flatnonzero(chosen)
+        # A node that would fall short keeps its strongest, so it falls short only once.
+        stays = torch.zeros(len(key), dtype=torch.bool, device=key.device)
+        if free is not None:
+            stays[:] = True
+            stays[free] = False
+        for side, falls_short in zip(sides, short, strict=True):
+            total = counted(side.nodes, len(side.spare))
+            stays |= largest_of_each(key, side.nodes, (total - side.spare) * falls_short)
+        free = (~stays).nonzero().view(-1)
 
 
 def largest_of_each(key: Tensor, nodes: Tensor, quota: Tensor) -> Tensor:

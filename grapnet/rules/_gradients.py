@@ -12,14 +12,21 @@ from torch import Tensor, nn
 from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import GrapNetError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import IndexMap, as_tensor, flatnonzero, kth_smallest
+from grapnet.core._index_map import (
+    IndexMap,
+    as_tensor,
+    first_in_order,
+    flatnonzero,
+    kth_smallest,
+    on_host,
+)
 from grapnet.core._opened import watch
 from grapnet.core._transition import Topology
 from grapnet.execution import _native
 from grapnet.execution._plan import in_transform
 from grapnet.spaces._adopted import Adopted
 
-from ._budget import first_largest, largest_of_each
+from ._budget import largest_of_each
 from ._recorder import E, NetRecorder, plainly
 from ._rule import Recorder, require_net
 
@@ -266,6 +273,15 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         Raises:
             GrapNetError: nothing was seen.
         """
+        parents, children, sizes = self._largest_absent_rows(count, per_child, ranked)
+        upper = self.net.layers[self.upper].uid
+        lower = self.net.layers[self.lower].uid
+        return upper[parents.cpu()], lower[children.cpu()], sizes
+
+    def _largest_absent_rows(
+        self, count: int | None, per_child: Tensor | None, ranked: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns what `largest_absent` does, as rows on the device of the net."""
         net = self.net
         t = net.between(self.upper, self.lower)
         topology = None
@@ -274,9 +290,7 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         absent = Absent(self._here(), topology)
         cells, sizes = _largest(absent, count, per_child, ranked, net.device)
         n_lower = max(1, absent.gradients.shape[1])
-        parents = net.layers[self.upper].uid[cells // n_lower]
-        children = net.layers[self.lower].uid[cells % n_lower]
-        return parents, children, sizes
+        return cells // n_lower, cells % n_lower, sizes
 
     def _here(self) -> OuterProducts:
         """Returns the evidence where the net is."""
@@ -419,6 +433,7 @@ class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
             norms = weight.norms(self.gradient()).to(net.device)
         absent = Absent(Rectangle(norms), weight.topology)
         cells, sizes = _largest(absent, count, per_child, ranked, net.device)
+        cells = cells.cpu()
         parents = net.layers[weight.source].uid[cells // norms.shape[1]]
         children = net.layers[weight.target].uid[cells % norms.shape[1]]
         return parents, children, sizes
@@ -511,22 +526,26 @@ class Absent:
     gradients: OuterProducts | Rectangle
     topology: Topology | None  # None: no relation is there
 
-    def by_parent(self) -> Iterator[tuple[int, Tensor]]:
-        """Yields some upper nodes' |gradients| at a time, flat, and the number of their first
-        pair.
+    def by_parent(self) -> Iterator[tuple[int, Tensor, int]]:
+        """Yields some upper nodes' |gradients| at a time, flat: the number of their first pair,
+        the numbers, and how many of these pairs are absent.
         """
         n_upper, n_lower = self.gradients.shape
         step = max(1, CELLS // max(1, n_lower))
         for start in range(0, n_upper if n_lower else 0, step):
             stop = min(start + step, n_upper)
             sizes = self.gradients.parents(slice(start, stop)).abs_().view(-1)
+            n_present = 0
             if self.topology is not None:
-                first = int(self.topology.ptr[start])
-                last = int(self.topology.ptr[stop])
+                first = 0
+                last = self.topology.n_relations
+                if stop - start < n_upper:
+                    first, last = self.topology.ptr[[start, stop]].tolist()
+                n_present = last - first
                 rows = self.topology.parents(first, last).long() - start
                 present = rows * n_lower + self.topology.child[first:last]
                 sizes.index_fill_(0, present, PRESENT)
-            yield start * n_lower, sizes
+            yield start * n_lower, sizes, len(sizes) - n_present
 
     def by_child(self) -> Iterator[tuple[slice, Tensor]]:
         """Yields some lower nodes' |gradients| at a time, [rows, n_upper], and which rows they
@@ -555,8 +574,8 @@ def _largest(
     ranked: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the absent pairs that `GradientRecorder.largest_absent` describes, by number, on the
-    CPU, and their |gradients|.
+    """Returns the absent pairs that `GradientRecorder.largest_absent` describes, by number, and
+    their |gradients|.
     """
     if count is None and per_child is None:
         raise ValueError("give the number of relations: count=, or per_child= for each child")
@@ -571,10 +590,10 @@ def _largest(
             cells = cells[order]
             sizes = sizes[order]
         elif count is not None and len(cells) > count:
-            best = first_largest(sizes, count)
+            best = first_in_order(sizes, count, largest=True)
             cells = cells.index_select(0, best)
             sizes = sizes.index_select(0, best)
-        return cells.cpu(), sizes
+        return cells, sizes
 
 
 def largest_of_all(absent: Absent, count: int) -> tuple[Tensor, Tensor]:
@@ -587,22 +606,32 @@ def largest_of_all(absent: Absent, count: int) -> tuple[Tensor, Tensor]:
     if count == 0:
         return numbers, sizes
     least = sizes.new_tensor(PRESENT)
-    for offset, chunk in absent.by_parent():
-        bar = least
-        if len(sizes) == 0:
-            bar = torch.maximum(least, _low_bar(chunk, count))
-        found = flatnonzero(chunk > bar)
-        # The bar was too high.
-        if len(sizes) == 0 and len(found) < count:
-            found = flatnonzero(chunk > least)
+    for offset, chunk, n_absent in absent.by_parent():
+        if on_host(chunk.device):
+            found = _beyond(chunk, least, count, is_first=len(sizes) == 0)
+        else:
+            found = first_in_order(chunk, min(count, n_absent), largest=True)
         numbers = torch.cat([numbers, found.long() + offset])
         sizes = torch.cat([sizes, chunk.index_select(0, found)])
-        if len(sizes) >= count:
-            best = first_largest(sizes, count)
+        if len(sizes) > count:
+            best = first_in_order(sizes, count, largest=True)
             numbers = numbers.index_select(0, best)
             sizes = sizes.index_select(0, best)
+        if len(sizes) == count:
             least = sizes.amin()
     return numbers, sizes
+
+
+def _beyond(sizes: Tensor, least: Tensor, count: int, *, is_first: bool) -> Tensor:
+    """Returns the positions of the sizes beyond `least`; of the first chunk as few of them as
+    contain the `count` largest.
+    """
+    if is_first:
+        found = flatnonzero(sizes > torch.maximum(least, _low_bar(sizes, count)))
+        # Otherwise the bar was too high.
+        if len(found) >= count:
+            return found
+    return flatnonzero(sizes > least)
 
 
 def _low_bar(sizes: Tensor, count: int) -> Tensor:

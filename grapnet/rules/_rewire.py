@@ -15,9 +15,10 @@ from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology
+from grapnet.spaces._adopted import Adopted
 
 from ._budget import Budget, largest_of_each, positions_in, weakest_within
-from ._gradients import gradient_recorder
+from ._gradients import GradientRecorder, gradient_recorder
 from ._rule import (
     Every,
     Recorder,
@@ -136,20 +137,21 @@ class Rewire:
         details = {}
         if self.fan_in == "constant":
             lost = torch.bincount(_children(topology, dropped, t), minlength=topology.n_children)
+        largest = dropped.strengths.max().double()
         if self.grow == "random":
-            rows = _random_absent(topology, len(dropped), lost, taken, edit.generator)
-            parents = net.layers[net.transitions[t].source].uid[rows[0]]
-            children = net.layers[net.transitions[t].target].uid[rows[1]]
+            parents, children = _random_absent(topology, len(dropped), lost, taken, edit.generator)
         else:
             recorder = seen_evidence(context, _evidence(t), 'Rewire(grow="gradient")')
             parents, children, gradients = _steepest_absent(
                 net, t, recorder, len(dropped), lost, taken
             )
-            details["smallest_grown_gradient"] = float(gradients.min())
+            smallest = gradients.min().double().to(largest.device)
+            # both at once, as a device gives them only when it has done everything before
+            details["smallest_grown_gradient"], largest = torch.stack([smallest, largest]).tolist()
         assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
-        details["largest_dropped_weight"] = float(dropped.strengths.max())
+        details["largest_dropped_weight"] = float(largest)
         edit.cut(dropped)
-        edit.connect(parents, children, pairs="aligned", weights=self.weights, transition=t)
+        _connect(net, edit, t, parents, children, self.weights)
         edit.remark(
             f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
         )
@@ -268,20 +270,27 @@ def _of_each(pairs: Tensor, n_children: int) -> Tensor:
 def _steepest_absent(
     net: Graph, t: int, recorder: Any, count: int, per_child: Tensor | None, taken: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the absent pairs of the largest |gradient| that are not taken, as uids, and those
+    """Returns the absent pairs of the largest |gradient| that are not taken, as rows, and those
     gradients.
     """
-    if len(taken) == 0:
-        return recorder.largest_absent(count, per_child=per_child, ranked=False)
     transition = net.transitions[t]
+    if len(taken) == 0:
+        if isinstance(recorder, GradientRecorder):
+            return recorder._largest_absent_rows(count, per_child)
+        parents, children, gradients = recorder.largest_absent(
+            count, per_child=per_child, ranked=False
+        )
+        rows = net._rows(transition.source, parents)
+        return rows, net._rows(transition.target, children), gradients
     n_children = transition.n_children
     quotas = None if per_child is None else per_child + _of_each(taken, n_children)
     # As many more as might be taken; what is left is ranked, so the first ones are the largest.
     parents, children, gradients = recorder.largest_absent(
         None if quotas is not None else count + len(taken), per_child=quotas
     )
+    upper = net._rows(transition.source, parents).long()
     rows = net._rows(transition.target, children).long()
-    pairs = net._rows(transition.source, parents).long() * n_children + rows
+    pairs = upper * n_children + rows
     free = (~contains(taken, pairs)).nonzero().view(-1)
     if per_child is not None:
         order = free[rows[free].argsort(stable=True)]  # child by child, the largest of each first
@@ -289,7 +298,24 @@ def _steepest_absent(
         rank = torch.arange(len(order), device="cpu") - (found.cumsum(0) - found)[rows[order]]
         free = order[rank < per_child[rows[order]]]
     free = free[:count]
-    return parents[free], children[free], gradients[free.to(gradients.device)]
+    return upper[free], rows[free], gradients[free.to(gradients.device)]
+
+
+def _connect(
+    net: Graph, edit: Edit, t: int, parents: Tensor, children: Tensor, weights: str
+) -> None:
+    """Connects pairs of rows of a transition."""
+    if not isinstance(net, Adopted):
+        edit._connect_rows(t, parents, children, weights)
+        return
+    source, target = net.ends[t]
+    edit.connect(
+        net.layers[source].uid[parents.cpu().long()],
+        net.layers[target].uid[children.cpu().long()],
+        pairs="aligned",
+        weights=weights,
+        transition=t,
+    )
 
 
 def _random_absent(
