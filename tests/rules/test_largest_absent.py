@@ -133,9 +133,9 @@ def test_a_large_transition_is_searched_without_the_rectangle(
 
     def measured(self: gradients.Absent) -> Any:
         nonlocal largest
-        for offset, chunk in by_parent(self):
+        for offset, chunk, absent in by_parent(self):
             largest = max(largest, chunk.numel())
-            yield offset, chunk
+            yield offset, chunk, absent
 
     monkeypatch.setattr(gradients.Absent, "by_parent", measured)
     monkeypatch.setattr(gradients, "CELLS", 10_000)
