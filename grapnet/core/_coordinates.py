@@ -21,7 +21,7 @@ from grapnet._torch import (
 
 from ._change import Shift, VectorChange
 from ._errors import FrozenError, InvariantError, StaleTopologyError
-from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero
+from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero, on_host
 
 
 class Token:
@@ -110,7 +110,8 @@ def prepare_vector(
         frozen = crossing.frozen_index.carry(frozen, crossing.into_frozen(born, froze_values))
         if gradient is not None:
             flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
-            returning = crossing.into_parameter(born_gradient, flip_gradient[crossing.melts])
+            _, thawed_gradient = _parted(flip_gradient, crossing.melts)
+            returning = crossing.into_parameter(born_gradient, thawed_gradient)
             if keep_gradients:
                 taken = torch.zeros_like(flip_gradient)
                 taken[~crossing.melts] = gradient[crossing.froze_from_place]
@@ -132,28 +133,26 @@ class _Crossing:
     def __init__(self, store: "Coordinates", change: VectorChange) -> None:
         index = change.index
         # frozen and staying
-        held = index.new_positions(store.frozen_at[~contains(index.removed, store.frozen_at)])
-        born_frozen = change.born_frozen
-        if born_frozen is None:
-            born_frozen = torch.zeros_like(index.inserted, dtype=torch.bool)
-        self._born_frozen = born_frozen
+        held = store.frozen_at
+        if index.removed.shape[0]:
+            held, _ = _parted(held, contains(index.removed, held))
+        held = index.new_positions(held)
         self.melts = contains(held, change.flips)
-        thawed = change.flips[self.melts]
-        froze = change.flips[~self.melts]
-        born_held = index.inserted[born_frozen]
-        born_free = index.inserted[~born_frozen]
-        self.frozen_at = (
-            torch.cat([held[~contains(change.flips, held)], froze, born_held]).sort().values
-        )
+        froze, thawed = _parted(change.flips, self.melts)
+        self._born_frozen = change.born_frozen
+        born_free, born_held = _parted(index.inserted, change.born_frozen)
+        if change.flips.shape[0]:
+            held, _ = _parted(held, contains(change.flips, held))
+        self.frozen_at = torch.cat([held, froze, born_held]).sort().values
         self.thawed_from = index.old_positions(thawed)
         froze_from = index.old_positions(froze)
         self.froze_from_place = _among_free(froze_from, store.frozen_at).long()
 
-        was_frozen = store._frozen_bits(index.removed)
+        gone_free, gone_held = _parted(index.removed, store._frozen_among(index.removed))
         to_parameter, self._parameter_order = torch.cat([born_free, thawed]).sort()
         to_frozen, self._frozen_order = torch.cat([born_held, froze]).sort()
-        leaves_parameter = torch.cat([index.removed[~was_frozen], froze_from]).sort().values
-        leaves_frozen = torch.cat([index.removed[was_frozen], self.thawed_from]).sort().values
+        leaves_parameter = torch.cat([gone_free, froze_from]).sort().values
+        leaves_frozen = torch.cat([gone_held, self.thawed_from]).sort().values
         free = len(store.parameter)
         self.parameter_index = IndexMap(
             free,
@@ -170,11 +169,25 @@ class _Crossing:
 
     def into_parameter(self, born: Tensor, thawed: Tensor) -> Tensor:
         """Returns what is added to the Parameter, in the order of its new positions."""
-        return torch.cat([born[~self._born_frozen], thawed])[self._parameter_order]
+        born_free, _ = _parted(born, self._born_frozen)
+        return torch.cat([born_free, thawed])[self._parameter_order]
 
     def into_frozen(self, born: Tensor, froze: Tensor) -> Tensor:
         """Returns what is added to the frozen buffer, in the order of its new positions."""
-        return torch.cat([born[self._born_frozen], froze])[self._frozen_order]
+        _, born_held = _parted(born, self._born_frozen)
+        return torch.cat([born_held, froze])[self._frozen_order]
+
+
+def _parted(entries: Tensor, bits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Returns the entries whose bit is not set, and those whose bit is; None: no bit is set."""
+    if bits is None or bits.shape[0] == 0:
+        return entries, entries[:0]
+    if on_host(entries.device):
+        return entries[~bits], entries[bits]
+    # A device counts once, not for each of the two.
+    sorted_bits, order = bits.sort(stable=True)
+    first = bits.shape[0] - int(sorted_bits.sum())
+    return entries.index_select(0, order[:first]), entries.index_select(0, order[first:])
 
 
 def _any_frozen(bits: Tensor | None) -> bool:
