@@ -456,7 +456,9 @@ class TransitionDraft:
         device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
         # how many relations are cut before those of each row, [rows + 1]
-        lost = torch.searchsorted(self.cuts, topology.ptr, out_int32=True)
+        lost = torch.zeros_like(topology.ptr)
+        if self.cuts.shape[0]:
+            lost = torch.searchsorted(self.cuts, topology.ptr, out_int32=True)
         # where the relations that each row keeps end
         ends = upper.present_values((topology.ptr - lost)[1:], fill=stays)
         none = empty_positions(device)

@@ -44,6 +44,7 @@ def test_fast_run_writes_json_and_reaches_no_bar(tmp_path, monkeypatch, capsys):
 def full_result() -> dict:
     """Returns a result that reaches every bar."""
     return {
+        "settings": {},
         "rows": {
             row: {"relations": 2**22, "ratios": dict(edits.BARS)} for row in ("4e6", *edits.PLANS)
         },
@@ -72,6 +73,35 @@ def test_each_missed_bar_is_named():
         result["huge"][name] *= 1.01
         (line,) = edits.missed(result)
         assert line.startswith(name)
+
+
+def cuda_result() -> dict:
+    """Returns a result of CUDA that reaches every bar."""
+    rows = {}
+    for row, bars in edits.CUDA_BARS.items():
+        waits = dict.fromkeys(bars, 0)
+        rows[row] = {
+            "relations": 10**6,
+            "step_ms": 1.0,
+            "milliseconds": dict(bars),
+            "waits": waits,
+        }
+    return {"settings": {"device": "a GPU"}, "rows": rows}
+
+
+def test_each_missed_bar_of_cuda_is_named():
+    assert edits.missed(cuda_result()) == []
+    assert "| RigL | 1,000,000 | 1.00 ms | apply | 8.00 | 0 |" in edits.table(cuda_result())
+    for row, bars in edits.CUDA_BARS.items():
+        for name in bars:
+            result = cuda_result()
+            result["rows"][row]["milliseconds"][name] *= 1.01
+            (line,) = edits.missed(result)
+            assert line.startswith(f"{name} at {row}")
+    result = cuda_result()
+    result["rows"]["RigL"]["relations"] -= 1
+    (line,) = edits.missed(result)
+    assert "999,999" in line
 
 
 @pytest.mark.sparse
