@@ -12,7 +12,7 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import contains, require_ranks
+from grapnet.core._index_map import contains, counted, moved, on_host, require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology
 from grapnet.spaces._adopted import Adopted
@@ -332,31 +332,37 @@ def _random_absent(
     """
     n_parents = topology.n_parents
     n_children = topology.n_children
-    parent = topology.parents().cpu().long().numpy()
-    child = topology.child.cpu().numpy()
+    parent = topology.parents().long()
+    child = topology.child
+    device = child.device
     if len(taken):
-        parent = np.concatenate([parent, taken.numpy() // n_children])
-        child = np.concatenate([child, (taken.numpy() % n_children).astype(child.dtype)])
+        parent = torch.cat([parent, moved(taken // n_children, device)])
+        child = torch.cat([child, moved((taken % n_children).int(), device)])
     # Pairs are numbered child by child where each child has its own number to grow, parent by
     # parent otherwise.
     if per_child is None:
-        present = parent * n_children + child
-    else:
-        present = child * np.int64(n_parents) + parent
-    present.sort(kind="stable")  # close to sorted, which a stable sort sees
-    if per_child is None:
+        present = _sorted(parent * n_children + child)
         absent = np.array([n_parents * n_children - len(present)])
         quotas = np.array([count])
     else:
-        absent = n_parents - np.bincount(child, minlength=n_children)
+        present = _sorted(child.long() * n_parents + parent)
+        absent = n_parents - counted(child, n_children).cpu().numpy()
         quotas = per_child.numpy()
-    numbers = _distinct(absent, quotas, generator)  # among the absent pairs only
+    # among the absent pairs only
+    numbers = moved(torch.from_numpy(_distinct(absent, quotas, generator)), device)
     # how many absent pairs stand before each present one
-    before = present - np.arange(len(present))
-    cells = numbers + np.searchsorted(before, numbers, side="right")
+    before = present - torch.arange(len(present), device=device)
+    cells = numbers + torch.searchsorted(before, numbers, right=True)
     if per_child is not None:
-        cells = np.sort(cells % n_parents * n_children + cells // n_parents)
-    return torch.from_numpy(cells // n_children), torch.from_numpy(cells % n_children)
+        cells = _sorted(cells % n_parents * n_children + cells // n_parents)
+    return cells // n_children, cells % n_children
+
+
+def _sorted(keys: Tensor) -> Tensor:
+    """Returns ascending keys; those of relations are nearly so, which numpy's stable sort sees."""
+    if on_host(keys.device):
+        return torch.from_numpy(np.sort(keys.numpy(), kind="stable"))
+    return keys.sort().values
 
 
 def _distinct(
