@@ -374,14 +374,14 @@ def _cuda_row(net: gn.GrapNet, seconds: dict[str, float], waits: dict[str, int])
 def _waits(run: Callable[[], None]) -> int:
     """Returns how often the host waits for the device."""
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in found)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing" in str(warning.message) for warning in found)
 
 
 def _missed_on_cuda(result: dict[str, Any]) -> list[str]:

@@ -87,11 +87,11 @@ def prepare_vector(
     trainable = store.parameter.detach()
     frozen = store.frozen_values
     born = _like(change.born_values, trainable, len(index.inserted))
-    born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
     # not a slice: the journal would keep the whole old vector alive
-    gone_values = trainable.new_empty(0)
     if index.removed.shape[0]:
         gone_values = store._read(index.removed).detach()
+    else:
+        gone_values = trainable.new_empty(0)
     change = replace(change, born_values=born.view(-1), gone_values=gone_values)
     if keep_gradients:
         change = replace(change, gone_gradients=store._gradients(index.removed))
@@ -99,7 +99,9 @@ def prepare_vector(
         parameter_index = index
         frozen_at = store.frozen_at
         content = index.carry(trainable, born)
-        gradient = None if gradient is None else index.carry(gradient, born_gradient)
+        if gradient is not None:
+            born_gradient = change.born_gradients
+            gradient = index.carry(gradient, 0 if born_gradient is None else born_gradient)
     else:
         crossing = _Crossing(store, change)
         parameter_index = crossing.parameter_index
@@ -109,6 +111,7 @@ def prepare_vector(
         content = parameter_index.carry(trainable, crossing.into_parameter(born, thawed_values))
         frozen = crossing.frozen_index.carry(frozen, crossing.into_frozen(born, froze_values))
         if gradient is not None:
+            born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
             flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
             _, thawed_gradient = _parted(flip_gradient, crossing.melts)
             returning = crossing.into_parameter(born_gradient, thawed_gradient)

@@ -357,7 +357,9 @@ class Edit:
         self._note("connect", transition=t, relations=len(parent_rows), weights=given)
         self._requests.connections[t].append(Connection(parent_rows, child_rows, initial, distinct))
 
-    def _connect_rows(self, t: int, parents: Tensor, children: Tensor, weights: str) -> None:
+    def _connect_rows(
+        self, t: int, parents: Tensor, children: Tensor, weights: str, *, absent: bool
+    ) -> None:
         """Adds relations of one transition, given by rows of present nodes that are aligned.
 
         Args:
@@ -365,11 +367,13 @@ class Edit:
             parents: rows of its parents, on the CPU or on the device of the relations.
             children: as many rows of its children, there.
             weights: the name of an initialization.
+            absent: whether the pairs are known to be absent, and ascend by parent and then by
+                child, so that none is requested twice.
         """
         initial = checked_initial(weights, len(parents), "relations")
         self._note("connect", transition=t, relations=len(parents), weights=weights)
         if len(parents):
-            connection = Connection(parents.int(), children.int(), initial, distinct=False)
+            connection = Connection(parents.int(), children.int(), initial, absent, absent)
             self._requests.connections[t].append(connection)
 
     def insert_layer(

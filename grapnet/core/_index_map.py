@@ -157,17 +157,17 @@ class IndexMap:
         old = old.detach()
         if self.is_identity:
             return old
-        newborn = self._newborn(old, born)
         if self.removed.shape[0] == self.old_size:
             # never the memory of what was given
+            newborn = self._newborn(old, born)
             return newborn.clone(memory_format=torch.contiguous_format)
         if self.appends:
-            return torch.cat([old, newborn], out=room(old, self.new_size))
+            return torch.cat([old, self._newborn(old, born)], out=room(old, self.new_size))
         runs = self._runs()
         if runs is not None:
             pieces = torch.split_with_sizes(old, runs.old_lengths)
             if runs.born_lengths:
-                pieces += torch.split_with_sizes(newborn, runs.born_lengths)
+                pieces += torch.split_with_sizes(self._newborn(old, born), runs.born_lengths)
             chosen = [pieces[n] for n in runs.order]
             if old.numel() < LARGE // 8:
                 return torch.cat(chosen)
@@ -177,7 +177,11 @@ class IndexMap:
         flat, target = (old.reshape(-1), new.view(-1)) if single else (old, new)
         torch.index_select(flat, 0, self._source(old.device), out=target)
         if self.inserted.shape[0]:
-            new.index_copy_(0, self._targets(old.device), newborn)
+            targets = self._targets(old.device)
+            if isinstance(born, Tensor):
+                new.index_copy_(0, targets, self._newborn(old, born))
+            else:
+                new.index_fill_(0, targets, born)
         return new
 
     @property
@@ -290,7 +294,10 @@ class IndexMap:
         count = self.removed.shape[0]
         if count + self.inserted.shape[0] > _FEW_RUNS:
             return None
-        positions = torch.cat([self.removed, self.inserted]).cpu().numpy()
+        positions = self.removed
+        if self.inserted.shape[0]:
+            positions = torch.cat([positions, self.inserted])
+        positions = positions.cpu().numpy()
         return _runs_of(positions[:count], positions[count:], self)
 
     def _source(self, device: torch.device) -> Tensor:
@@ -508,13 +515,6 @@ def concatenate_ranges(starts: Tensor, stops: Tensor) -> Tensor:
     total = int(ends[-1]) if len(ends) else 0
     offsets = torch.repeat_interleave(starts.long() - (ends - lengths), lengths, output_size=total)
     return (offsets + torch.arange(total, device=starts.device)).int()
-
-
-def repeated(numbers: Tensor, counts: Tensor, size: int) -> Tensor:
-    """Returns each number as often as its count says, `size` numbers in all."""
-    if on_host(numbers.device):
-        return torch.from_numpy(np.repeat(numbers.numpy(), counts.numpy()))
-    return torch.repeat_interleave(numbers, counts, output_size=size)
 
 
 def counted(numbers: Tensor, count: int) -> Tensor:

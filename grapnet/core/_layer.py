@@ -211,7 +211,7 @@ def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
     """
     if len(ascending) == 0:
         return torch.full((len(uids),), -1, dtype=torch.int32, device=uids.device)
-    first = _first_of_run(ascending)
+    first = first_of_run(ascending)
     if first is None:
         known = moved(ascending, uids.device).to(uids.dtype)
         place = torch.searchsorted(known, uids.contiguous()).clamp_(max=len(known) - 1)
@@ -226,20 +226,7 @@ def rows_among(ascending: Tensor, uids: Tensor) -> Tensor:
     return torch.where((place >= 0) & (place < len(ascending)), place, -1).int()
 
 
-def uids_at(ascending: Tensor, rows: Tensor) -> Tensor:
-    """Returns the uids of rows of a layer, int32, on the device of the rows.
-
-    Args:
-        ascending: the uids of the layer, on the CPU.
-        rows: int32, on any device.
-    """
-    first = _first_of_run(ascending)
-    if first is not None and not on_host(rows.device):
-        return rows + first
-    return moved(ascending.int(), rows.device).index_select(0, rows)
-
-
-def _first_of_run(ascending: Tensor) -> int | None:
+def first_of_run(ascending: Tensor) -> int | None:
     """Returns the first of some ascending uids, None if there is a gap between two of them."""
     known = ascending.numpy()
     if len(known) == 0 or known[-1] - known[0] != len(known) - 1:

@@ -25,9 +25,8 @@ from ._index_map import (
     flatnonzero,
     moved,
     on_host,
-    repeated,
 )
-from ._layer import Layer, uids_at
+from ._layer import Layer, first_of_run
 from ._transition import Topology, require_countable, wirings_after
 
 if TYPE_CHECKING:
@@ -59,6 +58,8 @@ class Connection:
     children: Tensor  # [n] int32
     weights: Initial
     distinct: bool  # the pairs are known to differ from each other
+    # They are known to be absent, too, and ascend by parent and then by child.
+    absent: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -199,7 +200,6 @@ class LayerDraft:
         present = self.layer._roster.uids
         self.n_present = present.shape[0]
         self.uids = joined(present, [n.uids for n in self.newborns])
-        self.gone = torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
         self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
         self.entering: list[TransitionDraft] = []
         self.any_gone = False
@@ -218,8 +218,23 @@ class LayerDraft:
         return bool(self.newborns) or self._named or self.any_gone or self.shift is not None
 
     @cached_property
+    def gone(self) -> Tensor:
+        """One bool per row: True if it is removed."""
+        return torch.zeros(len(self.uids), dtype=torch.bool, device="cpu")
+
+    @cached_property
     def short_uids(self) -> Tensor:
         return self.uids.int()
+
+    def uids_at(self, rows: Tensor) -> Tensor:
+        """Returns the uids of rows, int32, on the device of the rows."""
+        if self._first_uid is not None and not on_host(rows.device):
+            return rows + self._first_uid
+        return moved(self.short_uids, rows.device).index_select(0, rows)
+
+    @cached_property
+    def _first_uid(self) -> int | None:
+        return first_of_run(self.uids)
 
     @property
     def new_size(self) -> int:
@@ -421,11 +436,8 @@ class TransitionDraft:
         self._lower_size = len(lower.uids)
         for connection in self.connections:
             self._check(connection, requests, upper, lower)
-        none = empty_positions(device)
-        self.parents = joined(none, [moved(c.parents, device) for c in self.connections])
-        self.children = joined(none, [moved(c.children, device) for c in self.connections])
         self._is_by_owner = True
-        if self.connections:
+        if self.connections and not (len(self.connections) == 1 and self.connections[0].absent):
             self._check_distinct(upper, lower)
         # None: all of them
         self.kept = None
@@ -435,6 +447,20 @@ class TransitionDraft:
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many of its relations will lead to lower rows (newborn ones included)."""
         return self._counts.index_select(0, moved(rows, self._counts.device))
+
+    @cached_property
+    def parents(self) -> Tensor:
+        """The parents of the requested relations, [n] int32."""
+        return self._requested([connection.parents for connection in self.connections])
+
+    @cached_property
+    def children(self) -> Tensor:
+        """The children of the requested relations, [n] int32."""
+        return self._requested([connection.children for connection in self.connections])
+
+    def _requested(self, rows: list[Tensor]) -> Tensor:
+        device = self.topology.child.device
+        return joined(empty_positions(device), [moved(part, device) for part in rows])
 
     @cached_property
     def _counts(self) -> Tensor:
@@ -455,18 +481,20 @@ class TransitionDraft:
         topology = self.topology
         device = topology.child.device
         stays = topology.n_relations - self.cuts.shape[0]
-        # how many relations are cut before those of each row, [rows + 1]
-        lost = torch.zeros_like(topology.ptr)
+        # where the relations that each row keeps begin and end, [rows + 1]
+        ptr = topology.ptr
         if self.cuts.shape[0]:
-            lost = torch.searchsorted(self.cuts, topology.ptr, out_int32=True)
-        # where the relations that each row keeps end
-        ends = upper.present_values((topology.ptr - lost)[1:], fill=stays)
+            ptr = ptr - torch.searchsorted(self.cuts, ptr, out_int32=True)
+        ends = None
+        if self.connections or upper.any_gone or upper.newborns:
+            ends = upper.present_values(ptr[1:], fill=stays)
         none = empty_positions(device)
         inserted = none
         values = self.store.weight.detach().new_empty(0)
         born = Pairs(none, none)
         children = none
         if self.connections:
+            assert ends is not None
             order = self._in_order()
             parents = _picked(upper.new_rows(self.parents), order)
             # relations that each row is given, behind what it keeps
@@ -476,8 +504,8 @@ class TransitionDraft:
             values = _picked(drawn, order)
             children = _picked(self.children, order)
             born = Pairs(
-                uids_at(upper.short_uids, _picked(self.parents, order)),
-                uids_at(lower.short_uids, children),
+                upper.uids_at(_picked(self.parents, order)),
+                lower.uids_at(children),
             )
             ends = ends + gains.cumsum(0)
         size = stays + inserted.shape[0]
@@ -485,12 +513,8 @@ class TransitionDraft:
         index = IndexMap(topology.n_relations, size, self.cuts, inserted)
         gone = Pairs(none, none)
         if self.cuts.shape[0]:
-            owners = uids_at(upper.short_uids, ascending(upper.n_present, device))
             losers = topology.child.index_select(0, self.cuts)
-            gone = Pairs(
-                repeated(owners, lost.diff(), self.cuts.shape[0]),
-                uids_at(lower.short_uids, losers),
-            )
+            gone = Pairs(self._owners_of_cuts(upper, ptr), lower.uids_at(losers))
         flips = flips_of(
             self.store,
             index,
@@ -506,11 +530,26 @@ class TransitionDraft:
         )
         wiring = None
         if not index.is_identity:
-            ptr = torch.zeros(len(ends) + 1, dtype=torch.int32, device=device)
-            ptr[1:] = ends
+            if ends is not None:
+                ptr = torch.zeros(len(ends) + 1, dtype=torch.int32, device=device)
+                ptr[1:] = ends
             child = index.carry(lower.new_rows(topology.child), lower.new_rows(children))
             wiring = Topology(ptr, child, lower.new_size)
         return TransitionChange(index, born, gone, weights, wiring)
+
+    def _owners_of_cuts(self, upper: LayerDraft, kept: Tensor) -> Tensor:
+        """Returns the uids of the parents of the relations to cut, [cuts] int32.
+
+        Args:
+            upper: the layer of the parents.
+            kept: where the relations that each of them keeps begin and end, [rows + 1].
+        """
+        if not on_host(kept.device):
+            return upper.uids_at(self.topology.parents_at(self.cuts))
+        # numpy repeats each parent faster than it finds those of the relations
+        lost = self.topology.degrees - kept.diff()
+        owners = upper.short_uids.numpy()[: upper.n_present]
+        return torch.from_numpy(owners.repeat(lost.numpy()))
 
     def _in_order(self) -> Tensor | None:
         """Returns the requested relations to add, by owner; None if all are added in the given

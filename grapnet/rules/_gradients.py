@@ -537,13 +537,15 @@ class Absent:
             sizes = self.gradients.parents(slice(start, stop)).abs_().view(-1)
             n_present = 0
             if self.topology is not None:
-                first = 0
-                last = self.topology.n_relations
-                if stop - start < n_upper:
+                child = self.topology.child
+                if stop - start == n_upper:
+                    rows = self.topology.parents().long()
+                else:
                     first, last = self.topology.ptr[[start, stop]].tolist()
-                n_present = last - first
-                rows = self.topology.parents(first, last).long() - start
-                present = rows * n_lower + self.topology.child[first:last]
+                    rows = self.topology.parents(first, last).long() - start
+                    child = child[first:last]
+                n_present = len(child)
+                present = rows * n_lower + child
                 sizes.index_fill_(0, present, PRESENT)
             yield start * n_lower, sizes, len(sizes) - n_present
 
@@ -602,39 +604,47 @@ def largest_of_all(absent: Absent, count: int) -> tuple[Tensor, Tensor]:
     The number of a pair is parent row · n_lower + child row. A running best of `count` pairs lets
     every further chunk bring only what beats its last.
     """
-    numbers, sizes = _none(absent)
-    if count == 0:
-        return numbers, sizes
-    least = sizes.new_tensor(PRESENT)
+    if count == 0 or 0 in absent.gradients.shape:
+        return _none(absent)
+    numbers: Tensor | None = None
+    sizes: Tensor | None = None
+    least = PRESENT
     for offset, chunk, n_absent in absent.by_parent():
         if on_host(chunk.device):
-            found = _beyond(chunk, least, count, is_first=len(sizes) == 0)
+            found = _beyond(chunk, least, count, is_first=sizes is None)
         else:
             found = first_in_order(chunk, min(count, n_absent), largest=True)
-        numbers = torch.cat([numbers, found.long() + offset])
-        sizes = torch.cat([sizes, chunk.index_select(0, found)])
+        further = chunk.index_select(0, found)
+        if numbers is None or sizes is None:
+            numbers = found.long() + offset
+            sizes = further
+        else:
+            numbers = torch.cat([numbers, found.long() + offset])
+            sizes = torch.cat([sizes, further])
         if len(sizes) > count:
             best = first_in_order(sizes, count, largest=True)
             numbers = numbers.index_select(0, best)
             sizes = sizes.index_select(0, best)
-        if len(sizes) == count:
-            least = sizes.amin()
+        if len(sizes) == count and on_host(chunk.device):
+            least = float(sizes.amin())
+    assert numbers is not None
+    assert sizes is not None
     return numbers, sizes
 
 
-def _beyond(sizes: Tensor, least: Tensor, count: int, *, is_first: bool) -> Tensor:
+def _beyond(sizes: Tensor, least: float, count: int, *, is_first: bool) -> Tensor:
     """Returns the positions of the sizes beyond `least`; of the first chunk as few of them as
     contain the `count` largest.
     """
     if is_first:
-        found = flatnonzero(sizes > torch.maximum(least, _low_bar(sizes, count)))
+        found = flatnonzero(sizes > max(least, _low_bar(sizes, count)))
         # Otherwise the bar was too high.
         if len(found) >= count:
             return found
     return flatnonzero(sizes > least)
 
 
-def _low_bar(sizes: Tensor, count: int) -> Tensor:
+def _low_bar(sizes: Tensor, count: int) -> float:
     """Returns a value that `count` of the sizes, and few more, most likely exceed.
 
     It looks at every 64th of them.
@@ -643,8 +653,8 @@ def _low_bar(sizes: Tensor, count: int) -> Tensor:
     expected = count / max(1, len(sizes)) * len(sample)
     rank = int(expected + 5 * expected**0.5) + 8  # five standard deviations on the safe side
     if rank > len(sample):
-        return sizes.new_tensor(PRESENT)
-    return kth_smallest(sample, len(sample) - rank + 1)
+        return PRESENT
+    return float(kth_smallest(sample, len(sample) - rank + 1))
 
 
 def largest_of_children(absent: Absent, quotas: Tensor) -> tuple[Tensor, Tensor]:

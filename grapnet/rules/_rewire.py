@@ -151,7 +151,9 @@ class Rewire:
         assert len(parents) == len(dropped), "there are absent pairs for all that is dropped"
         details["largest_dropped_weight"] = float(largest)
         edit.cut(dropped)
-        _connect(net, edit, t, parents, children, self.weights)
+        # Pairs that are chosen beside others come in the order of their gradients.
+        ascends = self.grow == "random" or len(taken) == 0
+        _connect(net, edit, t, parents, children, self.weights, absent=ascends)
         edit.remark(
             f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
         )
@@ -302,11 +304,18 @@ def _steepest_absent(
 
 
 def _connect(
-    net: Graph, edit: Edit, t: int, parents: Tensor, children: Tensor, weights: str
+    net: Graph,
+    edit: Edit,
+    t: int,
+    parents: Tensor,
+    children: Tensor,
+    weights: str,
+    *,
+    absent: bool,
 ) -> None:
-    """Connects pairs of rows of a transition."""
+    """Connects pairs of rows of a transition; see `Edit._connect_rows`."""
     if not isinstance(net, Adopted):
-        edit._connect_rows(t, parents, children, weights)
+        edit._connect_rows(t, parents, children, weights, absent=absent)
         return
     source, target = net.ends[t]
     edit.connect(
