@@ -361,9 +361,9 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
 def positions_without(gone: Tensor, size: int) -> Tensor:
     """Returns the int32 positions below `size` without those in the sorted `gone`."""
     if on_host(gone.device):
-        stays = np.ones(size, dtype=bool)
-        stays[gone.numpy()] = False
-        return torch.from_numpy(np.flatnonzero(stays).astype(np.int32))
+        stays = torch.ones(size, dtype=torch.bool, device=gone.device)
+        stays[gone.long()] = False
+        return flatnonzero(stays)
     return _sources(gone, gone[:0], size, size - gone.shape[0])
 
 
@@ -371,9 +371,10 @@ def _sources(removed: Tensor, inserted: Tensor, old_size: int, new_size: int) ->
     """Returns the old position of every new one, int32; any position for one that is inserted."""
     device = removed.device
     if on_host(device):
-        source = ascending(old_size, device)
         if removed.shape[0]:
             source = positions_without(removed, old_size)
+        else:
+            source = ascending(old_size, device)
         if inserted.shape[0]:
             survivors = source
             stays = np.ones(new_size, dtype=bool)

@@ -446,7 +446,11 @@ class TransitionDraft:
 
     def fan_in(self, rows: Tensor) -> Tensor:
         """Returns how many of its relations will lead to lower rows (newborn ones included)."""
-        return self._counts.index_select(0, moved(rows, self._counts.device))
+        counts = self._gained
+        # Only those of present rows are counted, for which all relations are read.
+        if not on_host(rows.device) or bool((rows < self.topology.n_children).any()):
+            counts = self._counts
+        return counts.index_select(0, moved(rows, counts.device))
 
     @cached_property
     def parents(self) -> Tensor:
@@ -466,10 +470,15 @@ class TransitionDraft:
     def _counts(self) -> Tensor:
         """How many relations will lead to each lower row, newborn ones included."""
         children = self.topology.child.index_select(0, self.cuts)
-        counts = counted(_picked(self.children, self.kept), self._lower_size)
+        counts = self._gained.clone()
         present = self.topology.fan_in() - counted(children, self.topology.n_children)
         counts[: self.topology.n_children] += present
         return counts
+
+    @cached_property
+    def _gained(self) -> Tensor:
+        """How many of the requested relations lead to each lower row."""
+        return counted(_picked(self.children, self.kept), self._lower_size)
 
     def change(
         self,
