@@ -33,9 +33,10 @@ from grapnet.core._transition import Topology
 
 from . import _native, _operators
 from ._convolution import Frame, Kernels, convolved
+from ._costs import BATCHES, Shape, batch_class, in_words
 from ._dense import LARGE
 from ._family import FamilyPlan, find_families
-from ._manager import BATCHES, Shape, batch_class, fastest_that_runs, in_words
+from ._manager import fastest_that_runs
 from ._plan import Plan, needs_plain_operations
 from ._sparse import ByChildPlan, SparsePlan
 from ._traced import tensors_in

@@ -18,7 +18,8 @@ from torch import nn
 
 import grapnet as gn
 from grapnet.core._transition import Topology
-from grapnet.execution._manager import BACKENDS, Shape, fastest
+from grapnet.execution._costs import Shape, fastest
+from grapnet.execution._manager import BACKENDS
 from grapnet.execution._reference import Reference
 from tests.fingerprint import fingerprint
 
