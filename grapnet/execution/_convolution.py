@@ -210,7 +210,7 @@ class _Convolved(Function):
             wiring = kernels.by_writer
             shifted = _shifted(frame.read(x, frame.padding, 0)[0], frame, frame.shifts)
             dw = _native.weights_of_shifted(shifted, places, wiring.ptr, wiring.child)
-            dw = dw.view(values.shape)
+            dw = dw.view(values.shape).to(values.dtype)
         if for_bias:
             dbias = dz.sum([0, *range(2, dz.dim())])
         return dx, dw, dbias, None, None, None

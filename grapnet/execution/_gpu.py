@@ -238,7 +238,7 @@ class _DotsOf(Function):
 
     @staticmethod
     def plain(x: Tensor, dz: Tensor, *wiring: Tensor) -> Tensor:
-        return plain_dots(x.t(), dz.t(), *wiring[:2])
+        return plain_dots(x.t(), dz.t(), *wiring[:2]).to(x.dtype)
 
     @staticmethod
     def shape(x: Tensor, dz: Tensor, *wiring: Tensor) -> Tensor:

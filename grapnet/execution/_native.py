@@ -22,6 +22,9 @@ from grapnet.core._transition import Topology
 
 _NARROW = 1 << 16  # parents and slots below this fit together into 32 bits
 _DTYPES = (torch.float32, torch.float64)
+# the numbers that the kernels know them by; activations can have all of these types
+_NUMBERS = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+HALVES = (torch.bfloat16, torch.float16)
 _POSITIONS = (torch.int32,)
 _ENTRIES = (torch.int32, torch.int64)
 
@@ -123,6 +126,13 @@ def family_hashes(ptr: Tensor, child: Tensor) -> Tensor:
     return hashes
 
 
+def sums_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the type in which activations of a type are summed up, and in which the kernels read
+    weights and biases and write their gradients.
+    """
+    return torch.float32 if dtype in HALVES else dtype
+
+
 def reads(values: Tensor) -> bool:
     """Returns whether the kernels are installed and can read numbers like these."""
     return not missing and values.is_cpu and values.dtype in _DTYPES
@@ -176,7 +186,7 @@ def sum_over_own_wiring(
 
     Args:
         x: the activations, [batch, n_parents].
-        values: one per relation.
+        values: one per relation; like the bias in the type of x, or in that of its sums.
         bias: one per child.
         wiring: the relations by parent, and their order by child.
         row_major: whether the result is laid out row by row.
@@ -186,17 +196,20 @@ def sum_over_own_wiring(
     n_parents = ptr.shape[0] - 1
     n_relations = child.shape[0]
     n_children = in_ptr.shape[0] - 1
-    dtype = values.dtype
+    dtype = sums_dtype(x.dtype)
+    if values.dtype != dtype or bias.dtype != dtype:
+        values = _widened(values, x.dtype)
+        bias = _widened(bias, x.dtype)
     if entries.shape[0] != n_relations:
         require_readable(ptr, child, in_ptr, entries)
     if not values.is_contiguous() or not bias.is_contiguous():
         values = values.contiguous()
         bias = bias.contiguous()
-    fits = values.shape == (n_relations,) and bias.shape == (n_children,) and bias.dtype == dtype
-    if not (fits and values.is_cpu and bias.is_cpu and dtype in _DTYPES):
-        _check("values", values, _DTYPES, n_relations)
+    fits = values.shape == (n_relations,) and bias.shape == (n_children,)
+    if not (fits and values.is_cpu and bias.is_cpu and values.dtype == bias.dtype == dtype):
+        _check("values", values, (dtype,), n_relations)
         _check("bias", bias, (dtype,), n_children)
-    x = _matrix("x", x, n_parents, dtype)
+    x = _matrix("x", x, n_parents)
     batch = x.shape[0]
     z = _reused_activations(x, batch, n_children, row_major)
     sound = _loaded().sum(
@@ -215,7 +228,7 @@ def sum_over_own_wiring(
         n_parents,
         n_children,
         n_relations,
-        dtype == torch.float64,
+        _NUMBERS[x.dtype],
         torch.get_num_threads(),
         by_child,
     )
@@ -246,12 +259,12 @@ def sum_by_child(
     """
     n_children, n_relations = _check_wiring(in_ptr, parent)
     n_parents = ptr.shape[0] - 1
-    dtype = values.dtype
-    values = values.contiguous()
-    bias = bias.contiguous()
-    _check("values", values, _DTYPES, n_relations)
+    dtype = sums_dtype(x.dtype)
+    values = _widened(values, x.dtype).contiguous()
+    bias = _widened(bias, x.dtype).contiguous()
+    _check("values", values, (dtype,), n_relations)
     _check("bias", bias, (dtype,), n_children)
-    x = _matrix("x", x, n_parents, dtype)
+    x = _matrix("x", x, n_parents)
     batch = x.shape[0]
     z = _reused_activations(x, batch, n_children, row_major)
     # In the opposite wiring, from the children to their parents, it is the gradient of the input.
@@ -274,7 +287,7 @@ def sum_by_child(
         n_children,
         n_parents,
         n_relations,
-        dtype == torch.float64,
+        _NUMBERS[x.dtype],
         torch.get_num_threads(),
     )
     _require(sound)
@@ -289,7 +302,7 @@ def reorder(values: Tensor, ptr: Tensor, entries: Tensor) -> Tensor:
     _check("ptr", ptr, _POSITIONS, max(1, ptr.numel()))
     _check("entries", entries, _ENTRIES, n_relations)
     values = values.contiguous()
-    _check("values", values, _DTYPES, n_relations)
+    _check("values", values, tuple(_NUMBERS), n_relations)
     moved = room(values.new_empty(0), n_relations)
     sound = _loaded().reorder(
         values.data_ptr(),
@@ -330,23 +343,25 @@ def sum_of_shifted(
         child: the child of every relation.
     """
     n_parents, n_relations = _check_wiring(ptr, child)
-    dtype = values.dtype
-    values = values.contiguous()
-    _check("values", values, _DTYPES, n_relations)
+    dtype = sums_dtype(x.numbers.dtype)
+    values = _widened(values, x.numbers.dtype).contiguous()
+    _check("values", values, (dtype,), n_relations)
     if bias is not None:
-        bias = bias.contiguous()
+        bias = _widened(bias, x.numbers.dtype).contiguous()
         _check("bias", bias, (dtype,), n_parents)
-    z = room(values.new_empty(0, x.batch), n_parents)
+    z = room(x.numbers.new_empty(0, x.batch), n_parents)
     _run_shifted(x, None, values, bias, ptr, child, z, None)
     return z
 
 
 def weights_of_shifted(x: Shifted, dz: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
-    """Returns the gradients of the values of `sum_of_shifted` for those of its result."""
+    """Returns the gradients of the values of `sum_of_shifted` for those of its result, in the type
+    of its sums.
+    """
     n_parents, n_relations = _check_wiring(ptr, child)
     dz = dz.contiguous()
-    _check("dz", dz.view(-1), _DTYPES, n_parents * x.batch)
-    dw = room(dz.new_empty(0), n_relations)
+    _check("dz", dz.view(-1), (x.numbers.dtype,), n_parents * x.batch)
+    dw = room(dz.new_empty(0, dtype=sums_dtype(dz.dtype)), n_relations)
     _run_shifted(x, dz, None, None, ptr, child, None, dw)
     return dw
 
@@ -361,13 +376,15 @@ def _run_shifted(
     z: Tensor | None,
     dw: Tensor | None,
 ) -> None:
-    _check("x", x.numbers, _DTYPES, x.numbers.numel())
+    _check("x", x.numbers, tuple(_NUMBERS), x.numbers.numel())
     _check("shifts", x.shifts, _POSITIONS, x.shifts.numel())
     channels = 1
     if x.stride > 0:
         channels = x.numbers.numel() // x.stride
     n_children = channels * x.shifts.numel()
-    dbias = x.numbers.new_empty(n_children if dw is not None else 0)
+    dbias = x.shifts.new_empty(
+        n_children if dw is not None else 0, dtype=sums_dtype(x.numbers.dtype)
+    )
     sound = _loaded().gradients(
         _address(dz),
         True,
@@ -387,7 +404,7 @@ def _run_shifted(
         ptr.shape[0] - 1,
         n_children,
         child.shape[0],
-        x.numbers.dtype == torch.float64,
+        _NUMBERS[x.numbers.dtype],
         torch.get_num_threads(),
         x.shifts.data_ptr(),
         x.shifts.numel(),
@@ -410,25 +427,26 @@ def gradients(
     in_ptr: Tensor,
     row_major: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns dx if values are given, and dw and dbias if x is given; the others are empty."""
+    """Returns dx if values are given, and dw and dbias, in the type of their sums, if x is given;
+    the others are empty.
+    """
     n_parents, n_relations = _check_wiring(ptr, child)
     n_children = in_ptr.numel() - 1
-    if dz.dtype not in _DTYPES:
-        raise PlanError(f"dz is {dz.dtype}, the kernel needs {' or '.join(map(str, _DTYPES))}")
-    dz = _matrix("dz", dz, n_children, dz.dtype)
+    dz = _matrix("dz", dz, n_children)
     batch = dz.shape[0]
-    nothing = dz.new_empty(0)
-    dx = dw = dbias = nothing
+    sums = sums_dtype(dz.dtype)
+    dx = dz.new_empty(0)
+    dw = dbias = nothing = dz.new_empty(0, dtype=sums)
     if values is not None:
-        values = values.contiguous()
-        _check("values", values, (dz.dtype,), n_relations)
+        values = _widened(values, dz.dtype).contiguous()
+        _check("values", values, (sums,), n_relations)
         dx = _reused_activations(dz, batch, n_parents, row_major)
     if x is not None:
-        x = _matrix("x", x, n_parents, dz.dtype)
-        if x.shape[0] != batch:
-            raise PlanError(f"x holds {x.shape[0]} samples, dz {batch}")
+        x = _matrix("x", x, n_parents)
+        if x.shape[0] != batch or x.dtype != dz.dtype:
+            raise PlanError(f"x holds {x.shape[0]} samples of {x.dtype}, dz {batch} of {dz.dtype}")
         dw = room(nothing, n_relations)
-        dbias = dz.new_empty(n_children)
+        dbias = nothing.new_empty(n_children)
         if batch == 0:
             dw.zero_()
             dbias.zero_()
@@ -451,7 +469,7 @@ def gradients(
         n_parents,
         n_children,
         n_relations,
-        dz.dtype == torch.float64,
+        _NUMBERS[dz.dtype],
         torch.get_num_threads(),
     )
     _require(sound)
@@ -597,11 +615,20 @@ def is_by_feature(matrix: Tensor) -> bool:
     return not matrix.is_contiguous() and matrix.t().is_contiguous()
 
 
-def _matrix(name: str, matrix: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+def _widened(numbers: Tensor, activations: torch.dtype) -> Tensor:
+    """Returns weights or biases that have the type of activations in that of their sums."""
+    if numbers.dtype == activations and activations in HALVES:
+        return numbers.float()
+    return numbers
+
+
+def _matrix(name: str, matrix: Tensor, width: int) -> Tensor:
     """Returns a [batch, width] matrix without gaps, or raises when a kernel cannot read it."""
-    if matrix.dim() != 2 or matrix.shape[1] != width or matrix.dtype != dtype or not matrix.is_cpu:
+    reads = matrix.dtype in _NUMBERS and matrix.is_cpu
+    if matrix.dim() != 2 or matrix.shape[1] != width or not reads:
         given = f"{list(matrix.shape)} {matrix.dtype} on {matrix.device}"
-        raise PlanError(f"{name} is {given}, the kernel needs [batch, {width}] {dtype} on cpu")
+        wanted = f"[batch, {width}] {' or '.join(map(str, _NUMBERS))} on cpu"
+        raise PlanError(f"{name} is {given}, the kernel needs {wanted}")
     if matrix.is_contiguous() or matrix.t().is_contiguous():
         return matrix
     return matrix.contiguous()

@@ -7,6 +7,9 @@ operations of torch compute the same.
 
 Each operator is one class: `forward` runs the kernel, `plain` the operations of torch, `shape`
 returns an empty result for a trace, and `backward` calls other operators of this file.
+
+Activations and their gradients have one dtype. Values and biases have it too, or that of the sums,
+which is float32 for bfloat16 and float16; so have the gradients of both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -143,26 +146,43 @@ def _pieces(batch: int, ptr: Tensor, child: Tensor) -> Iterator[tuple[slice, Ten
 
 def plain_sum(x: Tensor, values: Tensor, bias: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
     """Returns the sums of the children, [batch, n_children], by operations of torch."""
-    z = bias.expand(len(x), -1)
+    given = x.to(_native.sums_dtype(x.dtype))
+    values = values.to(given.dtype)
+    z = bias.to(given.dtype).expand(len(x), -1)
     for here, parents, children in _pieces(len(x), ptr, child):
-        z = z.index_add(1, children, x.index_select(1, parents) * values[here])
-    return z
+        z = z.index_add(1, children, given.index_select(1, parents) * values[here])
+    return z.to(x.dtype)
 
 
 def plain_sum_to_parents(dz: Tensor, values: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
     """Returns the sums of the parents, [batch, n_parents], by operations of torch."""
-    dx = dz.new_zeros(len(dz), len(ptr) - 1)
+    given = dz.to(_native.sums_dtype(dz.dtype))
+    values = values.to(given.dtype)
+    dx = given.new_zeros(len(dz), len(ptr) - 1)
     for here, parents, children in _pieces(len(dz), ptr, child):
-        dx = dx.index_add(1, parents, dz.index_select(1, children) * values[here])
-    return dx
+        dx = dx.index_add(1, parents, given.index_select(1, children) * values[here])
+    return dx.to(dz.dtype)
 
 
 def plain_dots(x: Tensor, dz: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
-    """Returns Σ_b x[b, i] · dz[b, j] for every relation, by operations of torch."""
+    """Returns Σ_b x[b, i] · dz[b, j] for every relation, in the dtype of the sums, by operations of
+    torch.
+    """
+    x = x.to(_native.sums_dtype(x.dtype))
+    dz = dz.to(x.dtype)
     parts = [dz.new_zeros(0)]
     for _, parents, children in _pieces(len(x), ptr, child):
         parts.append((x.index_select(1, parents) * dz.index_select(1, children)).sum(0))
     return torch.cat(parts)
+
+
+def _sum_over_batch(dz: Tensor) -> Tensor:
+    """Returns the gradient of a bias, in the dtype of the sums."""
+    return dz.sum(0, dtype=_native.sums_dtype(dz.dtype))
+
+
+def _as(dtype: torch.dtype, gradient: Tensor | None) -> Tensor | None:
+    return None if gradient is None else gradient.to(dtype)
 
 
 def _cells(ptr: Tensor, child: Tensor, n_children: int) -> Tensor:
@@ -186,7 +206,8 @@ class _RelationSum(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, values, _, _, *wiring = inputs
+        x, values, bias, _, *wiring = inputs
+        ctx.bias_dtype = bias.dtype
         ctx.save_for_backward(x, values, *wiring)
 
     @staticmethod
@@ -202,8 +223,8 @@ class _RelationSum(Function):
         elif needs_x:
             dx = input_gradient(dz, values, wiring, row_major=not _native.is_by_feature(x))
         if needs_bias and dbias is None:
-            dbias = dz.sum(0)
-        return dx, dw, dbias, None, None, None, None, None
+            dbias = _sum_over_batch(dz)
+        return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), None, None, None, None, None
 
 
 class _SumByChild(_RelationSum):
@@ -238,8 +259,8 @@ class _SumByChild(_RelationSum):
             if needs_values:
                 dw, _ = weight_gradient(dz, x, opposite)
             if needs_bias:
-                dbias = dz.sum(0)
-            return dx, dw, dbias, *[None] * 7
+                dbias = _sum_over_batch(dz)
+            return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 7
         if needs_x:
             values = reorder(values, in_ptr, back, ptr, entries)
         if needs_x and needs_values:
@@ -251,8 +272,8 @@ class _SumByChild(_RelationSum):
         if dw is not None:
             dw = reorder(dw, ptr, entries, in_ptr, back)
         if needs_bias and dbias is None:
-            dbias = dz.sum(0)
-        return dx, dw, dbias, *[None] * 7
+            dbias = _sum_over_batch(dz)
+        return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 7
 
 
 class _Reorder(Function):
@@ -321,7 +342,7 @@ class _RelationGradients(Function):
         on_dz = relation_sum(on_dx, values, on_dbias, wiring, row_major)
         on_dz = on_dz + relation_sum(x, on_dw, torch.zeros_like(on_dbias), wiring, row_major)
         on_values, _ = weight_gradient(on_dx, dz, wiring)
-        return on_x, on_dz, on_values, None, None, None, None
+        return on_x, on_dz, _as(values.dtype, on_values), None, None, None, None
 
 
 class _InputGradient(Function):
@@ -352,7 +373,7 @@ class _InputGradient(Function):
         row_major = not _native.is_by_feature(dz)
         on_dz = relation_sum(on_dx, values, zeros, wiring, row_major)
         on_values, _ = weight_gradient(on_dx, dz, wiring)
-        return on_dz, on_values, None, None, None, None, None
+        return on_dz, _as(values.dtype, on_values), None, None, None, None, None
 
 
 class _WeightGradient(Function):
@@ -363,12 +384,13 @@ class _WeightGradient(Function):
 
     @staticmethod
     def plain(x: Tensor, dz: Tensor, *wiring: Tensor) -> tuple[Tensor, Tensor]:
-        return plain_dots(x, dz, *wiring[:2]), dz.sum(0)
+        return plain_dots(x, dz, *wiring[:2]), _sum_over_batch(dz)
 
     @staticmethod
     def shape(x: Tensor, dz: Tensor, *wiring: Tensor) -> tuple[Tensor, Tensor]:
         n_relations = wiring[1].shape[0]
-        return dz.new_empty(n_relations), dz.new_empty(dz.shape[1])
+        dtype = _native.sums_dtype(dz.dtype)
+        return dz.new_empty(n_relations, dtype=dtype), dz.new_empty(dz.shape[1], dtype=dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from grapnet.core._errors import PlanError
 from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology
 
@@ -19,10 +20,8 @@ from ._reference import ReferencePlan
 # Carrying an order looks up every relation of the owners that lose one; building it again touches
 # every relation.
 _LOOKUPS = 1 / 16
-_DTYPES = {
-    "cpu": (torch.float32, torch.float64),
-    "cuda": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
-}
+_DEVICES = ("cpu", "cuda")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -34,20 +33,18 @@ class Sparse:
     def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
         """Returns the reasons why it cannot run this topology; empty if it can."""
         device = topology.child.device.type
-        if device not in _DTYPES:
+        if device not in _DEVICES:
             return [
-                f"the weights are on {device}, the kernels are built for {' and '.join(_DTYPES)}"
+                f"the weights are on {device}, the kernels are built for {' and '.join(_DEVICES)}"
             ]
         refusals = []
         if device == "cpu" and _native.missing:
             refusals.append(_native.missing)
         if device == "cuda" and not find_spec("triton"):
             refusals.append("Triton is not installed")
-        if dtype not in _DTYPES[device]:
-            known = ", ".join(map(str, _DTYPES[device]))
-            refusals.append(
-                f"the weights are {dtype}, the kernels on {device} are built for {known}"
-            )
+        if dtype not in _DTYPES:
+            known = ", ".join(map(str, _DTYPES))
+            refusals.append(f"the weights are {dtype}, the kernels are built for {known}")
         return refusals
 
     def prepare(self, topology: Topology) -> Plan:
@@ -77,7 +74,24 @@ class ByChildPlan:
         return cls(_wiring(topology), _wiring(opposite))
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        x = _as_read(x, values)
         return _operators.sum_by_child(x, values, bias, self.wiring, self.opposite, row_major=True)
+
+
+def _as_read(x: Tensor, values: Tensor) -> Tensor:
+    """Returns activations in the dtype in which `nn.Linear` would read them.
+
+    Under autocast that is the lower precision. The weights keep theirs: the kernels convert what
+    they read, and a rounded copy of the weights would cost time and digits.
+    """
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        if values.dtype != torch.float32 or dtype not in _native.HALVES:
+            dtype = values.dtype
+        return x.to(dtype)
+    if x.dtype != values.dtype:
+        raise PlanError(f"x is {x.dtype}, the weights are {values.dtype}")
+    return x
 
 
 def _wiring(topology: Topology) -> tuple[Tensor, ...]:
@@ -88,7 +102,8 @@ def _wiring(topology: Topology) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, eq=False)
 class SparsePlan:
-    """The gather for one topology; under autocast it computes in the dtype of the weights.
+    """The gather for one topology; under autocast it reads and writes activations in the lower
+    precision, and sums up in the dtype of the weights.
 
     Attributes:
         topology: the relations by parent.
@@ -104,12 +119,11 @@ class SparsePlan:
         _native.require_readable(self.topology.ptr, self.topology.child, *self.order)
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
-        if x.dtype != values.dtype and torch.is_autocast_enabled("cpu"):
-            x = x.to(values.dtype)
+        x = _as_read(x, values)
         topology = self.topology
         row_major = not self.feature_major
         if needs_plain_operations():
-            return ReferencePlan(topology)(x, values, bias)
+            return ReferencePlan(topology)(x, values, bias).to(x.dtype)
         wiring = topology.ptr, topology.child, self.order.in_ptr, self.order.entries
         if torch.is_grad_enabled() or _operators.is_watched(x, values, bias):
             return _operators.relation_sum(x, values, bias, wiring, row_major)

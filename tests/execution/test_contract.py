@@ -27,7 +27,12 @@ from .figures import (
 )
 from .graphs import BACKEND_NAMES, DEVICES, EDITS, SHAPES, cut_and_grow, edited, runs_with
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 EDITED = [
     "full",
     "ragged",

@@ -19,6 +19,15 @@ from grapnet.execution._sparse import Sparse
 pytestmark = pytest.mark.sparse
 
 BATCHES = [1, 2, 7, 15, 16, 17, 63, 64, 65, 256, 300]
+# how far a result may be off, relative to it and beside that: what rounding it once may do, and
+# what rounding the parts of a sum
+CLOSE = {
+    torch.float64: {"rtol": 1e-10, "atol": 1e-10},
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.float16: {"rtol": 2**-11, "atol": 1e-4},
+    torch.bfloat16: {"rtol": 2**-8, "atol": 1e-4},
+}
+HALVES = [torch.bfloat16, torch.float16]
 SHAPES = {
     "ragged": (37, 53),
     "one child": (40, 1),
@@ -91,24 +100,19 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.usefixtures("unwritten_shows")
 def test_sums_and_gradients_are_those_of_the_matrix(
     shape: str, dtype: torch.dtype, variant: str
 ) -> None:
     topology = ragged(*SHAPES[shape])
     order = wiring(topology)
-    if dtype == torch.float32:
-        close = {"rtol": 1e-4, "atol": 1e-4}
-    else:
-        close = {"rtol": 1e-10, "atol": 1e-10}
     for batch in [*BATCHES, 0]:
-        x, values, bias, dz = draw(topology, batch)
-        matrix = dense(topology, values)
-        z = x @ matrix + bias
-        dx = dz @ matrix.t()
-        dw = (x.t() @ dz)[topology.parents().long(), topology.child.long()]
-        x, values, bias, dz = (given.to(dtype) for given in (x, values, bias, dz))
+        x, values, bias, dz = (given.to(dtype) for given in draw(topology, batch))
+        matrix = dense(topology, values.double())
+        z = x.double() @ matrix + bias.double()
+        dx = dz.double() @ matrix.t()
+        dw = (x.double().t() @ dz.double())[topology.parents().long(), topology.child.long()]
         for turned in (by_feature, torch.clone):
             results = {
                 "z": (
@@ -134,9 +138,57 @@ def test_sums_and_gradients_are_those_of_the_matrix(
                 }
                 assert both[0].is_contiguous() == (turned is torch.clone) or min(both[0].shape) <= 1
             for name, (got, wanted) in results.items():
+                assert got.dtype in (dtype, torch.float32)
                 torch.testing.assert_close(
-                    got.double(), wanted, **close, msg=lambda m, n=name, b=batch: f"{n} {b}: {m}"
+                    got.double(),
+                    wanted,
+                    **CLOSE[got.dtype],
+                    msg=lambda m, n=name, b=batch: f"{n} {b}: {m}",
                 )
+
+
+@pytest.mark.parametrize("by_feature", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.usefixtures("variant")
+def test_every_half_is_read_and_written(dtype: torch.dtype, by_feature: bool) -> None:
+    # All of them, NaN, infinite and subnormal ones too, through relations of weight 1.
+    every = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+    topology = Topology(torch.arange(257).int(), torch.arange(256).int(), 256)
+    ones = torch.ones(256)
+    for batch in (1, 7, 256):
+        x = every[: batch * 256].view(batch, 256)
+        if by_feature:
+            x = x.t().contiguous().t()
+        z = _operators.relation_sum(x, ones, 0 * ones, wiring(topology), not by_feature)
+        dx = _operators.input_gradient(x, ones, wiring(topology), not by_feature)
+        for found in (z, dx):
+            assert found.dtype == dtype
+            assert torch.equal(found.isnan(), x.isnan())
+            assert torch.equal(found.nan_to_num(0.0), x.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.usefixtures("variant")
+def test_sums_are_rounded_to_the_nearest_half(dtype: torch.dtype) -> None:
+    # float32 of all sizes, and ties: numbers half-way between two halves
+    source = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (9000,), generator=source).int()
+    near = torch.randn(3000, generator=source).to(dtype).float()
+    last = 16 if dtype == torch.bfloat16 else 13  # the last bit of the mantissa that a half has
+    ties = (near.view(torch.int32) | (1 << (last - 1))).view(torch.float32)
+    small = torch.randn(3000, generator=source) * 1e-6
+    sums = torch.cat(
+        [bits.view(torch.float32), ties, small, torch.tensor([65519.0, 65520.0, -7e4])]
+    )
+    topology = Topology(
+        torch.tensor([0, len(sums)]).int(), torch.arange(len(sums)).int(), len(sums)
+    )
+    for batch in (1, 3, 64):
+        x = torch.ones(batch, 1, dtype=dtype)
+        z = _operators.relation_sum(x, sums, 0 * sums.nan_to_num(0, 0, 0), wiring(topology), True)
+        expected = sums.to(dtype).expand(batch, -1)
+        assert torch.equal(z.isnan(), expected.isnan())
+        assert torch.equal(z.nan_to_num(0.0), expected.nan_to_num(0.0))
 
 
 @pytest.mark.parametrize("by_feature", [False, True])
@@ -278,16 +330,13 @@ def opposite(topology: Topology) -> Topology:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.usefixtures("unwritten_shows", "variant")
 def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -> None:
     # twice the opposite: the children of every parent in order
     topology = opposite(opposite(ragged(*SHAPES[shape])))
     order = wiring(topology)
     by_child = topology.child.long().argsort(stable=True)
-    close = {"rtol": 1e-10, "atol": 1e-10}
-    if dtype == torch.float32:
-        close = {"rtol": 1e-4, "atol": 1e-4}
     back = wiring(opposite(topology))
     for batch in BATCHES:
         given = [one.to(dtype) for one in draw(topology, batch)]
@@ -298,12 +347,15 @@ def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -
         assert torch.equal(_operators.reorder(moved, back[0], back[3], *there), values)
         for turned in (by_feature, torch.clone):
             z = _operators.sum_by_child(turned(x), moved, bias, order, back, True)
-            expected = x @ dense(topology, values) + bias
-            torch.testing.assert_close(z, expected, **close)
+            expected = x.double() @ dense(topology, values.double()) + bias.double()
+            torch.testing.assert_close(z.double(), expected, **CLOSE[dtype])
             found = torch.autograd.grad(z, (x, values, bias), given[3])
-            wanted = torch.autograd.grad(expected, (x, values, bias), given[3])
+            exact = [one.detach().double().requires_grad_() for one in given[:3]]
+            again = exact[0] @ dense(topology, exact[1]) + exact[2]
+            wanted = torch.autograd.grad(again, exact, given[3].double())
             for one, other in zip(found, wanted, strict=True):
-                torch.testing.assert_close(one, other, **close)
+                assert one.dtype == dtype
+                torch.testing.assert_close(one.double(), other, **CLOSE[dtype])
             moved = values[by_child]
 
 
@@ -319,24 +371,44 @@ def test_a_plan_writes_the_layout_it_says() -> None:
     assert twin.order is plan.order
 
 
-def test_autocast_keeps_the_dtype_of_the_weights() -> None:
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("batch", [1, 5, 64])
+def test_under_autocast_activations_are_halves_and_sums_are_not(
+    batch: int, dtype: torch.dtype
+) -> None:
+    topology = ragged(37, 53)
+    x, values, bias, dz = draw(topology, batch, torch.float32)
+    values.requires_grad_()
+    bias.requires_grad_()
+    plan = Sparse().prepare(topology)
+    for given in (x.to(dtype).requires_grad_(), x.clone().requires_grad_()):
+        with torch.autocast("cpu", dtype):
+            z = plan(given, values, bias)
+        assert z.dtype == dtype
+        exact = given.detach().to(dtype).float().requires_grad_()
+        expected = plan(exact, values, bias)
+        torch.testing.assert_close(z.float(), expected, **CLOSE[dtype])
+        found = torch.autograd.grad(z, (given, values, bias), dz.to(dtype))
+        wanted = torch.autograd.grad(expected, (exact, values, bias), dz.to(dtype).float())
+        assert found[0].dtype == given.dtype
+        torch.testing.assert_close(found[0].float(), wanted[0], **CLOSE[dtype])
+        # weights and biases get gradients of their own precision
+        for one, other in zip(found[1:], wanted[1:], strict=True):
+            torch.testing.assert_close(one, other, **CLOSE[torch.float32])
+
+
+def test_without_autocast_activations_have_the_dtype_of_the_weights() -> None:
     topology = ragged(9, 6)
     x, values, bias, _ = draw(topology, 5, torch.float32)
-    plan = Sparse().prepare(topology)
-    half = x.bfloat16().requires_grad_()
-    with torch.autocast("cpu"):
-        z = plan(half, values, bias)
-    assert z.dtype == torch.float32
-    assert torch.equal(z, plan(half.float(), values, bias))
-    z.sum().backward()
-    assert half.grad is not None
-    assert half.grad.dtype == torch.bfloat16
+    with pytest.raises(PlanError, match="bfloat16"):
+        Sparse().prepare(topology)(x.bfloat16(), values, bias)
 
 
 def test_the_backend_says_why_not() -> None:
     topology = ragged(9, 6)
     assert Sparse().refusals(topology, torch.float32) == []
-    assert "bfloat16" in Sparse().refusals(topology, torch.bfloat16)[0]
+    assert Sparse().refusals(topology, torch.bfloat16) == []
+    assert "complex64" in Sparse().refusals(topology, torch.complex64)[0]
     away = Topology(topology.ptr.to("meta"), topology.child.to("meta"), 6)
     assert "on meta, the kernels are built for" in Sparse().refusals(away, torch.float64)[0]
 
@@ -436,7 +508,9 @@ def test_what_does_not_fit_is_refused_before_a_kernel_sees_it() -> None:
     with pytest.raises(PlanError):
         _operators.weight_gradient(x[:4], dz, order)
     with pytest.raises(PlanError):
-        _operators.input_gradient(dz.half(), values.half(), order, row_major=True)
+        _operators.input_gradient(dz.half(), values, order, row_major=True)
+    with pytest.raises(PlanError):
+        _operators.input_gradient(dz.to(torch.complex64), values, order, row_major=True)
     with pytest.raises(PlanError):
         _operators.pick(torch.zeros(8, 6), ptr, child, False)
     with pytest.raises(ValueError, match="abacus"):

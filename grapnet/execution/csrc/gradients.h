@@ -90,13 +90,14 @@ struct Gather {
 };
 
 // Returns false at a child that does not exist; only the first stripe looks for one.
-template <class T, int Bytes, bool Inputs, bool Weights>
-bool gradient_stripe(const Gradients& g, const Stripe& stripe, const T* x, const T* dz, Range parents, T* dw,
-                     bool first) {
+template <class A, int Bytes, bool Inputs, bool Weights>
+bool gradient_stripe(const Gradients& g, const Stripe& stripe, const Sums<A>* x, const Sums<A>* dz, Range parents,
+                     Sums<A>* dw, bool first) {
+    using T = Sums<A>;
     using R = Row<T, Bytes>;
     const Below children(g.wiring.children);
     [[maybe_unused]] const T* offsets = static_cast<const T*>(g.offsets);
-    Writer<T, Bytes> write(g.dx, g.batch, g.wiring.parents, stripe);
+    Writer<A, Bytes> write(g.dx, g.batch, g.wiring.parents, stripe);
     for (Index i = parents.first; i < parents.last; ++i) {
         Gather<T, Bytes, Inputs, Weights> gather{
             static_cast<const T*>(g.values), dz, g.wiring.child, dw, first, {}, {}};
@@ -130,8 +131,9 @@ void add_partial_sums(T* sums, const T* partial, Index stride, Index size, int m
         for (Index n = share.first; n < share.last; ++n) sums[n] += partial[n];
 }
 
-template <class T, bool Inputs, bool Weights>
+template <class A, bool Inputs, bool Weights>
 bool gradient_stripes(const Gradients& g) {
+    using T = Sums<A>;
     const Wiring& wiring = g.wiring;
     const int threads = useful_threads(g.threads, double(wiring.relations + wiring.children) * double(g.batch));
     const Stripes stripes(g.batch, wiring.children, sizeof(T));
@@ -165,16 +167,16 @@ bool gradient_stripes(const Gradients& g) {
         for (Index first = task.stripes.first; first < task.stripes.last; first += group) {
             if (first > task.stripes.first && task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, T* x, T* dz) {
-                pack<T, bytes>(g.dz, g.batch, wiring.children, stripe, children, dz);
+                pack<A, bytes>(g.dz, g.batch, wiring.children, stripe, children, dz);
                 if constexpr (Weights) {
                     bias_stripe<T, bytes>(dz, children, dbias, stripe.start == start);
-                    pack<T, bytes>(g.x, g.batch, wiring.parents, stripe, packed_parents, x);
+                    pack<A, bytes>(g.x, g.batch, wiring.parents, stripe, packed_parents, x);
                 }
             });
             if (task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, const T* x, const T* dz) {
                 const bool is_first = stripe.start == start;
-                sound = sound && gradient_stripe<T, bytes, Inputs, Weights>(g, stripe, x, dz, parents, dw, is_first);
+                sound = sound && gradient_stripe<A, bytes, Inputs, Weights>(g, stripe, x, dz, parents, dw, is_first);
             });
         }
         if (!sound) wrong.raise();
@@ -188,24 +190,28 @@ bool gradient_stripes(const Gradients& g) {
 }
 
 // One sample: nothing to sum over the batch.
-template <class T, bool Inputs, bool Weights>
+template <class A, bool Inputs, bool Weights>
 bool gradient_single(const Gradients& g) {
+    using T = Sums<A>;
     const Wiring& wiring = g.wiring;
-    const T *x = static_cast<const T*>(g.x.data), *dz = static_cast<const T*>(g.dz.data);
+    const A *x = static_cast<const A*>(g.x.data), *dz = static_cast<const A*>(g.dz.data);
     const T *values = static_cast<const T*>(g.values), *offsets = static_cast<const T*>(g.offsets);
-    T *dx = static_cast<T*>(g.dx.data), *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias);
+    A* dx = static_cast<A*>(g.dx.data);
+    T *dw = static_cast<T*>(g.dw), *dbias = static_cast<T*>(g.dbias);
     if constexpr (Weights)
-        for (Index j = 0; j < wiring.children; ++j) dbias[j] = dz[j];
+        for (Index j = 0; j < wiring.children; ++j) dbias[j] = widened(dz[j]);
     Flag wrong;
     run_team(useful_threads(g.threads, double(wiring.relations)), [&](int member, int members) {
         const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
         const Below children(wiring.children);
         for (Index i = parents.first; i < parents.last; ++i) {
             T total[4] = {};  // independent sums
+            [[maybe_unused]] T signal{};
+            if constexpr (Weights) signal = widened(x[i]);
             const auto take = [&](Index e, int chain) {
-                const T d = dz[wiring.child[e]];
+                const T d = widened(dz[wiring.child[e]]);
                 if constexpr (Inputs) total[chain] += d * values[e];
-                if constexpr (Weights) dw[e] = d * x[i];
+                if constexpr (Weights) dw[e] = d * signal;
             };
             Index e = wiring.ptr[i];
             const Index stop = wiring.ptr[i + 1];
@@ -218,26 +224,27 @@ bool gradient_single(const Gradients& g) {
                 take(e, 0);
             }
             if constexpr (Inputs) {
-                dx[i] = (total[0] + total[1]) + (total[2] + total[3]);
-                if (offsets != nullptr) dx[i] += offsets[i];
+                T sum = (total[0] + total[1]) + (total[2] + total[3]);
+                if (offsets != nullptr) sum += offsets[i];
+                put(sum, dx + i);
             }
         }
     });
     return !wrong.raised();
 }
 
-template <class T, bool Inputs, bool Weights>
+template <class A, bool Inputs, bool Weights>
 bool chosen_gradients(const Gradients& g) {
-    if (g.batch == 1 && g.dz.shifts == nullptr) return gradient_single<T, Inputs, Weights>(g);
-    return gradient_stripes<T, Inputs, Weights>(g);
+    if (g.batch == 1 && g.dz.shifts == nullptr) return gradient_single<A, Inputs, Weights>(g);
+    return gradient_stripes<A, Inputs, Weights>(g);
 }
 
-template <class T>
+template <class A>
 bool gradients_of(const Gradients& g) {
     if (!has_lists(g.wiring) || !g.dz.holds(g.wiring.children, g.batch)) return false;
-    if (!g.weights) return chosen_gradients<T, true, false>(g);
-    if (!g.inputs) return chosen_gradients<T, false, true>(g);
-    return chosen_gradients<T, true, true>(g);
+    if (!g.weights) return chosen_gradients<A, true, false>(g);
+    if (!g.inputs) return chosen_gradients<A, false, true>(g);
+    return chosen_gradients<A, true, true>(g);
 }
 
 }  // namespace

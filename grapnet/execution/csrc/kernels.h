@@ -8,6 +8,9 @@ namespace grapnet {
 
 using Index = std::ptrdiff_t;
 
+// The types of activations. Weights, biases and the gradients of both are float with the halves.
+enum class Number { float32, float64, bfloat16, float16 };
+
 // A [batch, width] matrix: features lie apart by `batch` values (by_feature) or samples by `width` values. Features with
 // shifts are channels that lie apart by `stride` values, each as often as there are shifts and begun so many values
 // later: the positions of a kernel that moves over an image. Such a matrix is only read.
@@ -55,7 +58,7 @@ struct Sum {
     ByChild order;
     Index batch;
     int threads;
-    bool is_double;
+    Number number;
     bool by_child = false;  // whether the values are in the order by child; for more samples than a few
 };
 
@@ -69,7 +72,7 @@ struct Gradients {
     Wiring wiring;
     Index batch;
     int threads;
-    bool is_double;
+    Number number;
 };
 
 // The positions of the largest values of every row, ascending; of equals the first.

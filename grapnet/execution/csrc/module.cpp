@@ -11,6 +11,10 @@
 #include "kernels.h"
 #include "wiring.h"
 
+#ifdef GRAPNET_X86
+#include <cpuid.h>
+#endif
+
 namespace nb = nanobind;
 
 namespace grapnet {
@@ -24,14 +28,23 @@ T* at(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
+#ifdef GRAPNET_X86
+// Says whether the machine has instructions that convert float16 (F16C), which not every compiler can be asked by name.
+bool converts_halves() {
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+}
+#endif
+
 // The variants that this machine can run, the fastest first.
 std::vector<const Variant*> available() {
     std::vector<const Variant*> found;
 #ifdef GRAPNET_X86
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
+    const bool halves = converts_halves();
+    if (halves && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
         found.push_back(&avx512);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2);
+    if (halves && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back(&avx2);
 #endif
     found.push_back(&baseline);
     return found;
@@ -60,7 +73,7 @@ Wiring wiring_of(Address ptr, Address child, Index parents, Index children, Inde
 
 bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address ptr, Address child, Address in_ptr,
             Address entries, bool wide, Address z, bool z_by_feature, Index batch, Index parents, Index children,
-            Index relations, bool is_double, int threads, bool by_child) {
+            Index relations, int number, int threads, bool by_child) {
     return chosen->sum({{at<void>(x), x_by_feature},
                  {at<void>(z), z_by_feature},
                  at<void>(values),
@@ -69,13 +82,13 @@ bool py_sum(Address x, bool x_by_feature, Address values, Address bias, Address 
                  {at<const std::int32_t>(in_ptr), at<void>(entries), wide},
                  batch,
                  threads,
-                 is_double,
+                 static_cast<Number>(number),
                  by_child});
 }
 
 bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, Address values, Address offsets,
                   Address ptr, Address child, Address dx, bool dx_by_feature, Address dw, Address dbias, bool inputs,
-                  bool weights, Index batch, Index parents, Index children, Index relations, bool is_double,
+                  bool weights, Index batch, Index parents, Index children, Index relations, int number,
                   int threads, Address shifts, Index n_shifts, Index stride, Index size) {
     return chosen->gradients({{at<void>(x), x_by_feature},
                        {at<void>(dz), dz_by_feature, at<const std::int32_t>(shifts), n_shifts, stride, size},
@@ -89,7 +102,7 @@ bool py_gradients(Address x, bool x_by_feature, Address dz, bool dz_by_feature, 
                        wiring_of(ptr, child, parents, children, relations),
                        batch,
                        threads,
-                       is_double});
+                       static_cast<Number>(number)});
 }
 
 Index py_largest_of_rows(Address values, Address ptr, Address starts, Address positions, double least, Index rows,

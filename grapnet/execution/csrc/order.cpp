@@ -161,12 +161,14 @@ bool order_without(const Wiring& wiring, const ByChild& old, const std::int32_t*
 bool reorder(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int number_size,
              int threads) {
     if (!is_partition(wiring.ptr, wiring.parents, wiring.relations)) return false;
-    if (number_size == 8 && order.wide)
-        return reorder_as<std::uint64_t, std::uint64_t>(wiring, order, given, moved, threads);
-    if (number_size == 8)
-        return reorder_as<std::uint64_t, std::uint32_t>(wiring, order, given, moved, threads);
-    if (order.wide) return reorder_as<std::uint32_t, std::uint64_t>(wiring, order, given, moved, threads);
-    return reorder_as<std::uint32_t, std::uint32_t>(wiring, order, given, moved, threads);
+    const auto run = [&](auto number) {
+        using Number = decltype(number);
+        if (order.wide) return reorder_as<Number, std::uint64_t>(wiring, order, given, moved, threads);
+        return reorder_as<Number, std::uint32_t>(wiring, order, given, moved, threads);
+    };
+    if (number_size == 8) return run(std::uint64_t());
+    if (number_size == 4) return run(std::uint32_t());
+    return run(std::uint16_t());
 }
 
 bool family_hashes(const Wiring& wiring, int threads, std::uint64_t* hashes) {

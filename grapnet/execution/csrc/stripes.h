@@ -74,19 +74,21 @@ auto with_bytes(int bytes, Body body) {
     }
 }
 
-// Copies features `rows` of one stripe into packed[feature][sample]; samples that do not exist become 0.
-template <class T, int Bytes>
-void pack(const Matrix& from, Index batch, Index width, const Stripe& stripe, Range rows, T* packed) {
+// Copies features `rows` of one stripe of numbers of type A into packed[feature][sample]; samples that do not exist
+// become 0.
+template <class A, int Bytes>
+void pack(const Matrix& from, Index batch, Index width, const Stripe& stripe, Range rows, Sums<A>* packed) {
+    using T = Sums<A>;
     using R = Row<T, Bytes>;
-    const T* data = static_cast<const T*>(from.data);
+    const A* data = static_cast<const A*>(from.data);
     if (from.by_feature) {
         for (Index f = rows.first; f < rows.last; ++f) {
-            const T* source = data + from.start(f, batch) + stripe.start;
+            const A* source = data + from.start(f, batch) + stripe.start;
             T* target = packed + f * R::size;
             if (stripe.count == R::size) {
                 for (int k = 0; k < R::count; ++k) R::store(target + k * R::lanes, R::load(source + k * R::lanes));
             } else {
-                for (Index s = 0; s < R::size; ++s) target[s] = s < stripe.count ? source[s] : T(0);
+                for (Index s = 0; s < R::size; ++s) target[s] = s < stripe.count ? widened(source[s]) : T(0);
             }
         }
         return;
@@ -103,23 +105,26 @@ void pack(const Matrix& from, Index batch, Index width, const Stripe& stripe, Ra
         }
     for (; f < rows.last; ++f)
         for (Index s = 0; s < R::size; ++s)
-            packed[f * R::size + s] = s < stripe.count ? data[s * width + f] : T(0);
+            packed[f * R::size + s] = s < stripe.count ? widened(data[s * width + f]) : T(0);
 }
 
-// Takes the finished rows of one stripe, in ascending order, and writes them in the layout of a matrix.
-template <class T, int Bytes>
+// Takes the finished rows of one stripe, in ascending order, and writes them in the layout of a matrix of type A.
+template <class A, int Bytes>
 class Writer {
+    using T = Sums<A>;
     using R = Row<T, Bytes>;
 
   public:
     Writer(const Matrix& to, Index batch, Index width, const Stripe& stripe)
-        : data_(static_cast<T*>(to.data)), batch_(batch), width_(width), stripe_(stripe), by_feature_(to.by_feature) {}
+        : data_(static_cast<A*>(to.data)), batch_(batch), width_(width), stripe_(stripe), by_feature_(to.by_feature) {}
 
     void operator()(Index feature, const typename R::Vector* row) {
-        const bool direct = by_feature_ && stripe_.count == R::size;
-        T* target = direct ? data_ + feature * batch_ + stripe_.start : block_ + held_ * R::size;
-        for (int k = 0; k < R::count; ++k) R::store(target + k * R::lanes, row[k]);
-        if (direct) return;
+        if (by_feature_ && stripe_.count == R::size) {
+            A* target = data_ + feature * batch_ + stripe_.start;
+            for (int k = 0; k < R::count; ++k) R::store(target + k * R::lanes, row[k]);
+            return;
+        }
+        for (int k = 0; k < R::count; ++k) R::store(block_ + held_ * R::size + k * R::lanes, row[k]);
         if (held_++ == 0) first_ = feature;
         if (held_ == R::lanes) flush();
     }
@@ -128,25 +133,25 @@ class Writer {
         if (by_feature_) {
             for (Index f = 0; f < held_; ++f)
                 for (Index s = 0; s < stripe_.count; ++s)
-                    data_[(first_ + f) * batch_ + stripe_.start + s] = block_[f * R::size + s];
+                    put(block_[f * R::size + s], data_ + (first_ + f) * batch_ + stripe_.start + s);
         } else if (held_ == R::lanes) {
             for (int s = 0; s < stripe_.count; s += R::lanes) {
                 typename R::Vector tile[R::lanes];
                 for (int r = 0; r < R::lanes; ++r) tile[r] = R::load(block_ + r * R::size + s);
                 transpose<R::lanes>(tile);
-                T* target = data_ + (stripe_.start + s) * width_ + first_;
+                A* target = data_ + (stripe_.start + s) * width_ + first_;
                 for (int r = 0; r < R::lanes && s + r < stripe_.count; ++r) R::store(target + r * width_, tile[r]);
             }
         } else {
             for (Index s = 0; s < stripe_.count; ++s)
                 for (Index f = 0; f < held_; ++f)
-                    data_[(stripe_.start + s) * width_ + first_ + f] = block_[f * R::size + s];
+                    put(block_[f * R::size + s], data_ + (stripe_.start + s) * width_ + first_ + f);
         }
         held_ = 0;
     }
 
   private:
-    T* data_;
+    A* data_;
     Index batch_, width_;
     Stripe stripe_;
     bool by_feature_;

@@ -87,15 +87,16 @@ bool parents_exist(const Sum& sum, Range children) {
     return all_fit || others == 0;
 }
 
-template <class T, class Entry, int Bytes>
-void sum_stripe(const Sum& sum, const Stripe& stripe, const T* packed, const T* weights, Range children) {
+template <class A, class Entry, int Bytes>
+void sum_stripe(const Sum& sum, const Stripe& stripe, const Sums<A>* packed, const Sums<A>* weights, Range children) {
+    using T = Sums<A>;
     using R = Row<T, Bytes>;
     using V = typename R::Vector;
     constexpr int chains = R::count >= 4 ? 1 : 4 / R::count;  // independent sums: an addition takes four cycles
     const T* bias = static_cast<const T*>(sum.bias);
     const Entry* entries = static_cast<const Entry*>(sum.order.entries);
     const std::int32_t* in_ptr = sum.order.in_ptr;
-    Writer<T, Bytes> write(sum.z, sum.batch, sum.wiring.children, stripe);
+    Writer<A, Bytes> write(sum.z, sum.batch, sum.wiring.children, stripe);
     for (Index j = children.first; j < children.last; ++j) {
         V z[chains][R::count] = {};
         const auto add = [&](Index e, V* into) {
@@ -145,29 +146,33 @@ bool scatter_single(const Wiring& wiring, Index parent, T signal, const T* value
 }
 
 // One sample: by parent, since reading values and children in order costs less than gathering them.
-template <class T>
+template <class A>
 bool sum_single(const Sum& sum) {
+    using T = Sums<A>;
+    constexpr bool in_place = sizeof(A) == sizeof(T);  // the first member sums up where the result belongs
     const Wiring& wiring = sum.wiring;
-    const T *x = static_cast<const T*>(sum.x.data), *values = static_cast<const T*>(sum.values);
-    const T* bias = static_cast<const T*>(sum.bias);
-    T* z = static_cast<T*>(sum.z.data);
+    const A* x = static_cast<const A*>(sum.x.data);
+    const T *values = static_cast<const T*>(sum.values), *bias = static_cast<const T*>(sum.bias);
     const int threads = useful_threads(sum.threads, double(wiring.relations));
-    T* partial = static_cast<T*>(scratch(sizeof(T) * wiring.children * (threads - 1)));
+    T* partial = static_cast<T*>(scratch(sizeof(T) * wiring.children * threads));
+    T* z = in_place ? static_cast<T*>(sum.z.data) : partial + (threads - 1) * wiring.children;
     Flag wrong;
     run_team(threads, [&](int member, int members) {
         T* own = member == 0 ? z : partial + (member - 1) * wiring.children;
         for (Index j = 0; j < wiring.children; ++j) own[j] = member == 0 ? bias[j] : T(0);
         const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
         for (Index i = parents.first; i < parents.last; ++i)
-            if (!scatter_single(wiring, i, x[i], values, own)) {
+            if (!scatter_single(wiring, i, widened(x[i]), values, own)) {
                 wrong.raise();
                 break;
             }
-        if (members == 1) return;
-        wait_for_team();
+        if (members == 1 && in_place) return;
+        if (members > 1) wait_for_team();
         const Range share = even_share(wiring.children, 16, member, members);
         for (int other = 1; other < members; ++other)
             for (Index j = share.first; j < share.last; ++j) z[j] += partial[(other - 1) * wiring.children + j];
+        if constexpr (!in_place)
+            for (Index j = share.first; j < share.last; ++j) put(z[j], static_cast<A*>(sum.z.data) + j);
     });
     return !wrong.raised();
 }
@@ -210,8 +215,9 @@ bool scatter_few(const std::int32_t* child, const std::int32_t* stop, Below chil
 }
 
 // A few samples: by parent too, into a packed z of every member.
-template <class T, int Bytes>
+template <class A, int Bytes>
 bool sum_few(const Sum& sum, const Stripe& stripe) {
+    using T = Sums<A>;
     using R = Row<T, Bytes>;
     using V = typename R::Vector;
     const Wiring& wiring = sum.wiring;
@@ -225,7 +231,7 @@ bool sum_few(const Sum& sum, const Stripe& stripe) {
         T* z = packed + size * member;
         for (Index n = 0; n < size; n += R::lanes) R::store(z + n, V{});
         const Range parents = balanced_share(wiring.ptr, wiring.parents, member, members);
-        pack<T, Bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, x);
+        pack<A, Bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, x);
         for (Index i = parents.first; i < parents.last; ++i) {
             const std::int32_t *first = wiring.child + wiring.ptr[i], *stop = wiring.child + wiring.ptr[i + 1];
             const T* weights = values + wiring.ptr[i];
@@ -236,7 +242,7 @@ bool sum_few(const Sum& sum, const Stripe& stripe) {
         }
         if (members > 1) wait_for_team();
         const Range children = even_share(wiring.children, 16, member, members);
-        Writer<T, Bytes> write(sum.z, sum.batch, wiring.children, stripe);
+        Writer<A, Bytes> write(sum.z, sum.batch, wiring.children, stripe);
         for (Index j = children.first; j < children.last; ++j) {
             V total[R::count];
             for (int k = 0; k < R::count; ++k) {
@@ -251,8 +257,9 @@ bool sum_few(const Sum& sum, const Stripe& stripe) {
     return !wrong.raised();
 }
 
-template <class T, class Entry>
+template <class A, class Entry>
 bool sum_stripes(const Sum& sum) {
+    using T = Sums<A>;
     const Wiring& wiring = sum.wiring;
     if (!is_partition(sum.order.in_ptr, wiring.children, wiring.relations)) return false;
     const int threads = useful_threads(sum.threads, double(wiring.relations + wiring.children) * double(sum.batch));
@@ -282,29 +289,30 @@ bool sum_stripes(const Sum& sum) {
         for (Index first = task.stripes.first; first < task.stripes.last; first += group) {
             if (first > task.stripes.first && task.members > 1) wait_for_team();
             each(first, [&](auto bytes, const Stripe& stripe, T* table) {
-                pack<T, bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, table);
+                pack<A, bytes>(sum.x, sum.batch, wiring.parents, stripe, parents, table);
             });
             if (task.members > 1) wait_for_team();
             // Every member has gathered its weights by this point, and no flag is raised after it.
             if (wrong.raised()) continue;
             each(first, [&](auto bytes, const Stripe& stripe, const T* table) {
-                sum_stripe<T, Entry, bytes>(sum, stripe, table, weights, children);
+                sum_stripe<A, Entry, bytes>(sum, stripe, table, weights, children);
             });
         }
     });
     return !wrong.raised();
 }
 
-template <class T>
+template <class A>
 bool sum_of(const Sum& sum) {
+    using T = Sums<A>;
     if (!has_lists(sum.wiring)) return false;
-    if (sum.batch == 1 && !sum.by_child) return sum_single<T>(sum);
+    if (sum.batch == 1 && !sum.by_child) return sum_single<A>(sum);
     if (sum.batch > 0 && !sum.by_child && sum.batch * Index(sizeof(T)) <= few_bytes) {
         const Stripe stripe = Stripes(sum.batch, 1, sizeof(T))[0];
         if (stripe.bytes * sum.wiring.children <= table_bytes)
-            return with_bytes(stripe.bytes, [&](auto bytes) { return sum_few<T, bytes>(sum, stripe); });
+            return with_bytes(stripe.bytes, [&](auto bytes) { return sum_few<A, bytes>(sum, stripe); });
     }
-    return sum.order.wide ? sum_stripes<T, std::uint64_t>(sum) : sum_stripes<T, std::uint32_t>(sum);
+    return sum.order.wide ? sum_stripes<A, std::uint64_t>(sum) : sum_stripes<A, std::uint32_t>(sum);
 }
 
 }  // namespace

@@ -6,18 +6,10 @@
 
 #include <utility>
 
-#include "kernels.h"
-
-#define GRAPNET_INLINE __attribute__((always_inline)) inline
+#include "halves.h"
 
 namespace grapnet {
 namespace {
-
-template <class T, int Bytes>
-struct VectorOf {
-    typedef T type __attribute__((vector_size(Bytes)));
-    typedef T unaligned __attribute__((vector_size(Bytes), aligned(alignof(T)), may_alias));
-};
 
 // A row of `Bytes` bytes: `count` vectors of `lanes` numbers.
 template <class T, int Bytes>
@@ -31,6 +23,10 @@ struct Row {
 
     static Vector load(const T* from) { return *reinterpret_cast<const Unaligned*>(from); }
     static void store(T* to, Vector v) { *reinterpret_cast<Unaligned*>(to) = v; }
+    template <class Half>
+    static Vector load(const Half* from) { return widened<lanes>(from); }
+    template <class Half>
+    static void store(Half* to, Vector v) { narrow<lanes>(v, to); }
     static Vector splat(T value) { return value - Vector{}; }
 };
 

@@ -13,7 +13,7 @@ bool order_by_child(const Wiring& wiring, bool wide, std::int32_t* in_ptr, void*
 bool order_without(const Wiring& wiring, const ByChild& old, const std::int32_t* removed, Index n_removed,
                    std::int32_t* in_ptr, void* entries);
 
-// Copies one number of 4 or 8 bytes a relation from the order by parent into that by child. Of the wiring and of the
+// Copies one number of 2, 4 or 8 bytes a relation from the order by parent into that by child. Of the wiring and of the
 // order it reads ptr and entries alone.
 bool reorder(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int number_size, int threads);
 
