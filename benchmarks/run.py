@@ -6,8 +6,11 @@ import json
 import sys
 from pathlib import Path
 
+from grapnet.execution._native import use_variant
+
 # modules, each imported only when it runs
 BENCHMARKS = (
+    "auto",
     "capture",
     "compiled",
     "costs",
@@ -34,10 +37,22 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="TEXT", help="measure the rows of `capture` with this text in their names"
     )
+    parser.add_argument(
+        "--kernels", metavar="VARIANT", help="run a variant of the compiled kernels, such as avx2"
+    )
+    parser.add_argument("--points", type=int, metavar="N", help="auto: the first N points alone")
+    parser.add_argument("--seconds", type=float, metavar="S", help="costs: stop after S seconds")
     arguments = parser.parse_args()
+    if arguments.kernels:
+        use_variant(arguments.kernels)
     benchmark = importlib.import_module(f".{arguments.name}", __package__)
-    selected = {} if arguments.only is None else {"only": arguments.only}
-    result = benchmark.measure(fast=arguments.fast, **selected)
+    limits = {
+        "only": arguments.only,
+        "points": arguments.points,
+        "seconds": arguments.seconds,
+    }
+    given = {name: limit for name, limit in limits.items() if limit is not None}
+    result = benchmark.measure(fast=arguments.fast, **given)
     print(benchmark.table(result))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -14,7 +14,7 @@ import grapnet as gn
 from ._command import Command, CommandError, Outcome, first_line
 
 # Modules of this folder, each with one or more COMMANDS; none imports torch before it runs.
-MODULES = ("demo", "doctor", "inspect", "history", "plot", "edit", "export", "convert")
+MODULES = ("demo", "doctor", "tune", "inspect", "history", "plot", "edit", "export", "convert")
 WRONG = 2  # exit code: an error
 INTERRUPTED = 130  # exit code: Ctrl-C, or a closed pipe
 TRACEBACK = "GRAPNET_TRACEBACK"  # in the environment: unexpected errors show where they come from

@@ -27,7 +27,7 @@ from grapnet.core._sets import NodeSet
 from grapnet.core._transition import Topology, Transition
 
 from . import _native
-from ._costs import BATCHES, Shape, batch_class, fastest, in_words
+from ._costs import BATCHES, Shape, Why, batch_class, fastest, precision
 from ._exported import exported_steps
 from ._family import find_families
 from ._plan import Backend, Plan, Policy
@@ -39,14 +39,22 @@ from ._traced import Tracing, trace
 
 
 def fastest_that_runs(
-    shape: Shape, dtype: torch.dtype, names: Sequence[str], *, batch: int, training: bool
-) -> tuple[Backend, str | dict[str, float]]:
+    shape: Shape,
+    dtype: torch.dtype,
+    names: Sequence[str],
+    *,
+    precision: str,
+    batch: int,
+    training: bool,
+) -> tuple[Backend, Why]:
     """Returns the backend to run among those that do not refuse, and the reason."""
     topology = shape.topology
     device = topology.child.device.type
     names = list(names)
     while True:
-        name, why = fastest(shape, names, device=device, batch=batch, training=training)
+        name, why = fastest(
+            shape, names, device=device, precision=precision, batch=batch, training=training
+        )
         backend = BACKENDS[name]()
         if shape.full or not backend.refusals(topology, dtype):
             return backend, why
@@ -80,6 +88,10 @@ class Line:
     traced: bool = False  # whether torch.compile has read it, or the one that it comes after
 
 
+# a class of batch sizes, whether gradients are computed, and the precision of products
+Key = tuple[int, bool, str]
+
+
 @dataclass(eq=False)
 class Plans:
     """The plans of one wiring, and the lines of plans that forward passes run."""
@@ -92,10 +104,11 @@ class Plans:
     columns: Sequence[Mapping[str, Column]]
     made: dict[tuple[int, Backend], Plan] = field(default_factory=dict)
     shapes: dict[int, Shape] = field(default_factory=dict)
-    lines: dict[tuple[int, bool], Line] = field(default_factory=dict)
+    lines: dict[Key, Line] = field(default_factory=dict)
     is_chain: bool = field(init=False)
-    # whether another batch size may run other plans
+    # whether another batch size or precision may run other plans
     is_by_batch: bool = field(init=False)
+    device: str = field(init=False)  # its type
 
     def __post_init__(self) -> None:
         self.is_chain = list(self.view.ends) == chain_ends(len(self.view.rosters))
@@ -103,6 +116,7 @@ class Plans:
         for chosen, topology in zip(self.chosen, self.topologies, strict=True):
             if chosen is None and not topology.is_full:
                 self.is_by_batch = True
+        self.device = self.topologies[0].child.device.type
 
     @property
     def topologies(self) -> Sequence[Topology]:
@@ -127,16 +141,30 @@ class Plans:
         }
         return {name: found for name, found in reasons.items() if found}
 
-    def backend(self, t: int, batch: int, training: bool) -> tuple[Backend, str]:
-        """Returns the backend that runs a transition at a batch size, and why."""
-        backend, why = self._choice(t, batch, training)
-        return backend, in_words(why, batch)
+    def key(self, batch: int, training: bool, precise: str = "") -> Key:
+        """Returns the key in `lines` of what runs a batch.
 
-    def _choice(self, t: int, batch: int, training: bool) -> tuple[Backend, str | dict[str, float]]:
+        Args:
+            batch: the number of samples.
+            training: whether gradients are computed.
+            precise: the precision of products; the one that is set by default.
+        """
+        if not self.is_by_batch:
+            return BATCHES[-1], training, ""
+        return batch_class(batch), training, precise or precision(self.device, self.dtype)
+
+    def backend(self, t: int, key: Key) -> tuple[Backend, Why]:
+        """Returns the backend that runs a transition, and why."""
         if (chosen := self.chosen[t]) is not None:
-            return chosen, "chosen"
+            return chosen, Why("chosen")
+        batch, training, precise = key
         return fastest_that_runs(
-            self.shape(t), self.dtype, list(BACKENDS), batch=batch, training=training
+            self.shape(t),
+            self.dtype,
+            list(BACKENDS),
+            precision=precise,
+            batch=batch,
+            training=training,
         )
 
     def shape(self, t: int) -> Shape:
@@ -145,13 +173,7 @@ class Plans:
             self.shapes[t] = Shape.of(self.topologies[t])
         return self.shapes[t]
 
-    def key(self, batch: int, training: bool) -> tuple[int, bool]:
-        """Returns the key in `lines` of what runs a batch."""
-        if self.is_by_batch:
-            return batch_class(batch), training
-        return BATCHES[-1], training
-
-    def line(self, batch: int, training: bool) -> Line:
+    def line(self, key: Key) -> Line:
         """Makes what a forward pass runs; a result stays feature-major only where the next plan
         reads it so.
         """
@@ -164,15 +186,16 @@ class Plans:
         if peek_interpreter_stack() is not None or torch.is_inference_mode_enabled():
             # as if called alone
             with temporarily_clear_interpreter_stack(), torch.inference_mode(False):
-                plans = self._plans_for(batch, training)
+                plans = self._plans_for(key)
         else:
-            plans = self._plans_for(batch, training)
+            plans = self._plans_for(key)
         for t, plan in enumerate(plans):
             # a FeatureMajorPlan
             if hasattr(plan, "row_major") and not self._is_read_by_feature(t, plans):
                 plans[t] = plan.row_major()  # pyright: ignore[reportAttributeAccessIssue]
+        _, training, _ = key
         line = Line(self.steps(plans, training))
-        self.lines[batch, training] = line
+        self.lines[key] = line
         return line
 
     def _is_read_by_feature(self, t: int, plans: Sequence[Plan]) -> bool:
@@ -184,10 +207,10 @@ class Plans:
                 readers.append(hasattr(plan, "row_major"))
         return bool(readers) and all(readers)
 
-    def _plans_for(self, batch: int, training: bool) -> list[Plan]:
+    def _plans_for(self, key: Key) -> list[Plan]:
         found = []
         for t in range(len(self.topologies)):
-            backend, _ = self._choice(t, batch, training)
+            backend, _ = self.backend(t, key)
             found.append(self._plan(t, backend))
         return found
 
@@ -273,10 +296,10 @@ class Plans:
             before: the plans that these come after.
             used: whether to make lines in use, or to leave them to the next forward pass.
         """
-        for (batch, training), line in before.lines.items():
+        for key, line in before.lines.items():
             if line.traced or (used and line.used):
-                key = self.key(batch, training)
-                made = self.lines.get(key) or self.line(*key)
+                key = self.key(*key)
+                made = self.lines.get(key) or self.line(key)
                 made.traced |= line.traced
 
     def _keeps_rows(self, commit: Commit, t: int) -> bool:
@@ -490,13 +513,19 @@ class Execution:
         """Returns for every transition the backend that runs at a batch size, the reason, and the
         backends that cannot.
 
+        `costs` is where the expected times come from: a table that comes with the library,
+        measurements of this machine (`tune`), or none. They are those of the precision that is set,
+        by autocast or `torch.set_float32_matmul_precision`.
+
         Where `finite_only` is True, an infinite or NaN activation also reaches nodes that have no
         relation from it: absent relations are multiplied by 0.
         """
         plans = self._plans
         rows = []
+        key = plans.key(batch, training)
         for t, chosen in enumerate(self.choices()):
-            backend, why = plans.backend(t, batch_class(batch), training)
+            backend, reason = plans.backend(t, key)
+            why = reason.in_words(batch_class(batch))
             if t in self._unmet:
                 why = f"asked for {chosen!r}, which is not registered here; auto instead: {why}"
             topology = plans.topologies[t]
@@ -508,11 +537,44 @@ class Execution:
                     "chosen": chosen,
                     "runs": backend.name,
                     "why": why,
+                    "costs": reason.source,
                     "finite_only": finite_only and not topology.is_full,
                     "refused": plans.refused(t),
                 }
             )
         return rows
+
+    def tune(self, x: Tensor) -> list[dict[str, Any]]:
+        """Measures every backend with the transitions of the net and lets "auto" choose by that.
+
+        The measurements are for the batch size of x, with and without gradients, and for the
+        precision that is set, by autocast or `torch.set_float32_matmul_precision`. They are kept in
+        the cache folder of the system, or in `$GRAPNET_CACHE`, for this device and these versions
+        of torch and of the kernels, and also hold for other nets with a transition of these sizes
+        and about as many relations. They take a second or so for each transition.
+
+        Args:
+            x: an input of the net, [..., n_sensory].
+
+        Returns:
+            What `describe` returns for this batch size.
+
+        Raises:
+            OSError: the measurements cannot be written. They hold in this process.
+        """
+        from ._tune import tune_transitions
+
+        batch = x.numel() // max(1, x.shape[-1])
+        plans = self._plans
+        topologies = []
+        for chosen, topology in zip(plans.chosen, plans.topologies, strict=True):
+            if not hasattr(chosen, "not_a_sum") and not topology.is_full:
+                topologies.append(topology)
+        try:
+            tune_transitions(topologies, plans.dtype, batch)
+        finally:
+            plans.lines.clear()
+        return self.describe(batch)
 
     def families(self, transition: int) -> list[FamilyReport]:
         """Returns the nodes of a transition that share their children, the largest families
@@ -561,7 +623,7 @@ class Execution:
             trace(self._tracing.handle, *key)
         line = plans.lines.get(key)
         if line is None:
-            line = plans.line(*key)
+            line = plans.line(key)
         line.used = True  # only ever written here, so that torch.compile does not watch it
         return line.steps
 
@@ -583,7 +645,7 @@ class Execution:
         plans = self._plans
         line = plans.lines.get(key)
         if line is None:
-            line = plans.line(*key)
+            line = plans.line(key)
         line.traced = True
         return [line, plans.view.rosters[0]]
 

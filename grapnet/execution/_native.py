@@ -10,6 +10,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ DAMAGED = (
 )
 
 _native: ModuleType | None = None
+_variant = ""  # of the kernels, as chosen by use_variant
 missing = ""  # why the kernels cannot run; empty when they can
 
 try:
@@ -60,7 +62,21 @@ def variants() -> list[str]:
 
 def use_variant(name: str) -> None:
     """Runs one variant from now on, in the whole process: for tests and measurements."""
+    global _variant
     _loaded().use_variant(name)
+    _variant = name
+
+
+def variant() -> str:
+    """Returns the variant of the kernels that runs."""
+    return _variant or variants()[0]
+
+
+def path() -> Path | None:
+    """Returns the file of the compiled extension; None where it is missing."""
+    if _native is None or _native.__file__ is None:
+        return None
+    return Path(_native.__file__)
 
 
 class ByChild(NamedTuple):

@@ -33,16 +33,16 @@ from grapnet.core._transition import Topology
 
 from . import _native, _operators
 from ._convolution import Frame, Kernels, convolved
-from ._costs import BATCHES, Shape, batch_class, in_words
+from ._costs import BATCHES, Shape, batch_class, precision
 from ._dense import LARGE
 from ._family import FamilyPlan, find_families
-from ._manager import fastest_that_runs
+from ._manager import Key, fastest_that_runs
 from ._plan import Plan, needs_plain_operations
 from ._sparse import ByChildPlan, SparsePlan
 from ._traced import tensors_in
 
 RECTANGLE = "rectangle"
-_DTYPES = (torch.float32, torch.float64)
+_DTYPES = (torch.float32, torch.float64, *_native.HALVES)
 _CONVOLUTIONS: dict[Any, tuple[Callable[..., Tensor], int]] = {
     nn.Conv1d.forward: (F.conv1d, 1),
     nn.Conv2d.forward: (F.conv2d, 2),
@@ -83,9 +83,10 @@ class OpenedExecution(Execution):
         read = _dim_read(plain)
         if read is not None:
             plans = _matrix_plans(opened, read)
+            precise = precision("cpu", content.dtype)
             for batch in BATCHES:
                 for training in (False, True):
-                    plans.choose(batch, training)
+                    plans.choose((batch, training, precise))
             for tensor in tensors_in(plans.choices):
                 let_sizes_vary(tensor)
         elif plain.forward in _CONVOLUTIONS and _groups_of(opened, module) is None:
@@ -129,10 +130,11 @@ def describe(
     content = module._parameters[name]
     assert content is not None
     if name != "weight" or not content.is_cpu or content.dtype not in _DTYPES:
-        return RECTANGLE, "other ways are for weights in float32 or float64 on a CPU"
+        return RECTANGLE, "other ways are for weights in floating point on a CPU"
     read = _dim_read(plain)
     if read is not None:
-        choice = _matrix_plans(opened, read).choose(batch_class(batch), training)
+        key = batch_class(batch), training, precision("cpu", content.dtype)
+        choice = _matrix_plans(opened, read).choose(key)
         return choice.name, choice.why
     if plain.forward not in _CONVOLUTIONS:
         return RECTANGLE, f"other ways are for matrices and convolutions, not {plain.__name__}"
@@ -226,7 +228,7 @@ class MatrixPlans:
         self._opened = weakref.ref(opened)
         self._read = read
         self._made: dict[str, Plan] = {}
-        self.choices: dict[tuple[int, bool], Choice] = {}
+        self.choices: dict[Key, Choice] = {}
 
     @property
     def _live(self) -> np.ndarray:
@@ -250,16 +252,21 @@ class MatrixPlans:
     def _shape(self) -> Shape:
         return Shape.of(self._topology)
 
-    def choose(self, batch: int, training: bool) -> Choice:
+    def choose(self, key: Key) -> Choice:
         """Returns what runs at one of the measured batch sizes."""
-        key = batch, training
         if key not in self.choices:
+            batch, training, precise = key
             backend, why = fastest_that_runs(
-                self._shape, torch.float32, _BACKENDS, batch=batch, training=training
+                self._shape,
+                torch.float32,
+                _BACKENDS,
+                precision=precise,
+                batch=batch,
+                training=training,
             )
             self.choices[key] = Choice(
                 backend.name if backend.name in ("sparse", "family") else RECTANGLE,
-                in_words(why, batch),
+                f"{why.in_words(batch)} ({why.source})",
                 self._plan(backend.name),
             )
         return self.choices[key]
@@ -301,8 +308,8 @@ def _matrix_plans(opened: Opened, read: int) -> MatrixPlans:
 
 
 @untraced
-def _choose(opened: Opened, read: int, batch: int, training: bool) -> Choice:
-    return _matrix_plans(opened, read).choose(batch, training)
+def _choose(opened: Opened, read: int, key: Key) -> Choice:
+    return _matrix_plans(opened, read).choose(key)
 
 
 def _multiplied(module: Any, x: Tensor, read: int) -> Tensor | None:
@@ -319,7 +326,7 @@ def _multiplied(module: Any, x: Tensor, read: int) -> Tensor | None:
     if x.dim() == 0 or x.shape[-1] != parents or x.numel() == 0:
         return None
     batch = math.prod(x.shape[:-1])
-    key = batch_class(batch), torch.is_grad_enabled()
+    key = batch_class(batch), torch.is_grad_enabled(), precision("cpu", content.dtype)
     plans = opened.plans.get(("matrix", read))
     choice = None
     if plans is not None:
@@ -327,7 +334,7 @@ def _multiplied(module: Any, x: Tensor, read: int) -> Tensor | None:
     if choice is None:
         if torch.compiler.is_compiling():
             return None
-        choice = _choose(opened, read, *key)
+        choice = _choose(opened, read, key)
     if choice.plan is None:
         return None
     bias = module.bias
@@ -342,10 +349,17 @@ def _multiplied(module: Any, x: Tensor, read: int) -> Tensor | None:
 def _reads_alike(x: Tensor, content: Tensor) -> bool:
     """Returns whether plans of a CPU run these tensors, with nothing that wants to see plain
     operations.
+
+    Under autocast x can be in another precision than a weight in float32.
     """
-    if not (x.is_cpu and content.is_cpu) or x.dtype != content.dtype or x.dtype not in _DTYPES:
+    if not (x.is_cpu and content.is_cpu) or is_exporting():
         return False
-    if torch.is_autocast_enabled("cpu") or is_exporting():
+    if x.dtype not in _DTYPES or content.dtype not in _DTYPES:
+        return False
+    cast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in _native.HALVES
+    if cast and (content.dtype != torch.float32 or x.dtype == torch.float64):
+        return False
+    if not cast and x.dtype != content.dtype:
         return False
     if torch.compiler.is_compiling():
         return True
