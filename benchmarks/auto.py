@@ -149,11 +149,10 @@ def _row(point: Point, work: Work, fast: bool) -> dict[str, Any]:
     nets = {"dense": dense, "auto": net, "control": copy.deepcopy(dense)}
     x, target = replace(work, input_gradient=point.training).data()
     with _autocast(point, work.device):
-        target = target.to(net(x).dtype)
         cases: dict[str, Step] = {}
         for name, one in nets.items():
             if point.training:
-                cases[name] = transition_step(one, x, target)
+                cases[name] = transition_step(one, x, target.to(one(x).dtype))
             else:
                 cases[name] = forward_pass(one, x)
         found = []
