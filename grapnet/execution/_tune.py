@@ -64,7 +64,7 @@ FAMILIES = (1 / 32, 1 / 8, 1 / 2)  # the shares of as many equal families
 GRIDS = {
     "cpu": Grid(
         ((64, 64), (256, 256), (1024, 1024), (1024, 4096)),
-        (1, 8, 64, 512),
+        (1, 8, 32, 128, 512),
         {"sparse": (0.002, 0.01, 0.05, 0.1, 0.2, 0.35, 0.6), "family": FAMILIES},
     ),
     "cuda": Grid(

@@ -3,12 +3,9 @@ copies.
 """
 
 import copy
-import json
-import math
 import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,7 +15,6 @@ from torch import nn
 
 import grapnet as gn
 from grapnet.core._transition import Topology
-from grapnet.execution._costs import Shape, fastest
 from grapnet.execution._manager import BACKENDS
 from grapnet.execution._reference import Reference
 from tests.fingerprint import fingerprint
@@ -116,21 +112,6 @@ def test_describe_says_what_runs_and_why(net: gn.GrapNet, batch: int, training: 
         assert row["runs"] in set(BACKENDS)
         assert "cpu" in row["why"] or row["runs"] in row["why"]
     assert all(row["refused"].keys() <= {"sparse"} for row in rows)  # where its kernels are missing
-
-
-@pytest.mark.parametrize("mode", ["forward", "training"])
-def test_auto_reads_between_the_measured_batches(mode: str) -> None:
-    costs = json.loads(files("grapnet.execution").joinpath("costs.json").read_text())
-    low, high = costs["devices"]["cpu"][mode]["sparse"]["batches"][1:3]
-    shape = Shape.of(gn.GrapNet([64, 64], density=0.1).transitions[0].topology)
-    times = []
-    for batch in (low, math.sqrt(low * high), high):
-        _, expected = fastest(
-            shape, ["dense", "sparse"], device="cpu", batch=batch, training=mode == "training"
-        )
-        times.append(expected["sparse"])
-    # Times are read on logarithmic axes, so the middle is the geometric mean.
-    assert times[1] == pytest.approx(math.sqrt(times[0] * times[2]))
 
 
 @pytest.mark.sparse

@@ -166,26 +166,47 @@ def test_a_dense_matrix_and_other_types_run_as_rectangles() -> None:
     assert max(differences(module, inputs(512))) == 0
     cut(net, 0.9)
     assert runs(net) == "sparse"
-    net.model.to(torch.bfloat16)
-    x = inputs(64).bfloat16()
+    net.model.to(torch.complex64)
+    x = inputs(64).to(torch.complex64)
     assert runs(net) == "rectangle"
     assert torch.equal(module(x), by_rectangle(module, x))
-    net.model.to(torch.float32)
-    assert runs(net) == "sparse"
 
 
 @pytest.mark.sparse
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
-def test_autocast_runs_the_rectangle(kind: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_autocast_keeps_the_kernels(kind: str, dtype: torch.dtype) -> None:
     module, net = sparse_matrix(kind)
     net.model.float()
-    x = inputs(64).float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        z = module(x)
-        assert z.dtype == torch.bfloat16
-        assert torch.equal(z, by_rectangle(module, x))
-        assert DENSE & operators(lambda: module(x))
+    x = inputs(64).float().requires_grad_()
+    exact = module(x)
+    wanted = [x, *module.parameters()]
+    expected = torch.autograd.grad(exact.sum(), wanted)
+    for given in (x, x.to(dtype)):
+        with torch.autocast("cpu", dtype=dtype):
+            z = module(given)
+            assert not DENSE & operators(lambda given=given: module(given))
+        assert z.dtype == dtype
+        torch.testing.assert_close(z.float(), exact, rtol=0.01, atol=0.01)
+        found = torch.autograd.grad(z.sum(), wanted)
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == torch.float32
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.1)
     assert module(x).dtype == torch.float32
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("kind", ["Linear", "Conv1D"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_weights_in_half_precision_run_by_kernels(kind: str, dtype: torch.dtype) -> None:
+    module, net = sparse_matrix(kind)
+    net.model.to(dtype)
+    x = inputs(64).to(dtype)
+    assert not DENSE & operators(lambda: module(x))
+    z = module(x)
+    assert z.dtype == dtype
+    exact = by_rectangle(copy.deepcopy(module).double(), x.double())
+    torch.testing.assert_close(z.double(), exact, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.sparse
