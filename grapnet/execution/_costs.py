@@ -31,8 +31,8 @@ MODES = ("forward", "training")
 CACHE = "GRAPNET_CACHE"  # in the environment: the folder of what `tune` measures
 # a batch is treated like the next of these, a larger one like the last
 BATCHES = tuple(2**n for n in range(13))
-# another backend than dense must be expected to take less of its time than this: what is expected is
-# off by up to a sixth, since tables know no other properties of a transition than its shape
+# another backend than dense must be expected to take less of its time than this: what is expected
+# is off by up to a sixth, since tables know no other properties of a transition than its size
 MARGIN = {
     "cpu": 0.82,
     "cuda": 0.8,
