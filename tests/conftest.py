@@ -1,6 +1,7 @@
 """What all tests share: the compiled kernels that they run with, and quiet memory."""
 
 import gc
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -21,7 +22,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Chooses the variant of the compiled kernels, in every process that runs tests."""
+    """Chooses the variant of the compiled kernels, in every process that runs tests, and hides what
+    was tuned on this machine.
+    """
+    os.environ["GRAPNET_CACHE"] = os.devnull
     wanted = config.getoption("--kernels")
     if wanted == NONE:
         if not _native.missing:

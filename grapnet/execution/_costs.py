@@ -180,8 +180,13 @@ def kind_of(device: str) -> str:
         return device
     # What runs is limited by torch and by our kernels, whichever can do less.
     able = torch.backends.cpu.get_cpu_capability().lower()
-    if not _native.missing and able in ("avx512", "avx2"):
-        able = min(able, _native.variant(), key=("baseline", "avx2", "avx512").index)
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return f"cpu {platform.machine()} {able}"
+    vectors = ("baseline", "avx2", "avx512")
+    if able not in vectors:
+        able = "baseline"
+    if not _native.missing:
+        able = min(able, _native.variant(), key=vectors.index)
     return f"cpu {able}"
 
 

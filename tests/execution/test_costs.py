@@ -97,15 +97,19 @@ def test_the_precision_of_one_kind_of_device_is_read_too(matmul_precision: None)
 def test_the_kind_of_a_cpu_is_what_torch_and_the_kernels_can_both_do(
     able: str, variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_costs.platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", able.upper)
     order = ["default", "baseline", "avx2", "avx512"]
-    assert kind_of("cpu") == f"cpu {min(able, variant, key=order.index)}"
+    least = min(able, variant, key=order.index)
+    assert kind_of("cpu") == f"cpu {'baseline' if least == 'default' else least}"
     assert kind_of("cuda") == "cuda"
+    monkeypatch.setattr(_costs.platform, "machine", lambda: "aarch64")
+    assert kind_of("cpu") == f"cpu aarch64 {able}"
 
 
 def test_the_shipped_tables_are_whole() -> None:
     found = _costs.shipped()
-    kinds = {"cpu avx512", "cpu avx2"}
+    kinds = {"cpu avx512", "cpu avx2", "cpu baseline"}
     assert set(found) >= {(kind, name) for kind in kinds for name in ("float32", "bfloat16")}
     assert set(found) >= {("cuda", name) for name in ("float32", "tf32", "bfloat16", "float16")}
     for one in found.values():
