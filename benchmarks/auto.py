@@ -81,7 +81,7 @@ def measure(*, fast: bool, points: int | None = None) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     count = points or (4 if fast else POINTS)
     with threads(1 if device == "cpu" else torch.get_num_threads()):
-        rows = list(rows_of(drawn_points(device, count), device, fast=fast))
+        rows = list(rows_of(drawn_points(device, count), device, fast))
     return {
         "benchmark": "auto",
         "settings": {"device": device, "points": count, "fast": fast},
@@ -118,7 +118,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def rows_of(chosen: list[Point], device: str, *, fast: bool) -> Iterator[dict[str, Any]]:
+def rows_of(chosen: list[Point], device: str, fast: bool) -> Iterator[dict[str, Any]]:
     """Yields the comparison at every point; where `auto` picks dense there is nothing to
     compare.
     """

@@ -139,6 +139,23 @@ def training_step(
     return step
 
 
+def autocast_step(model: nn.Module, x: Tensor, target: Tensor) -> Step:
+    """Returns one step of Adam, the forward pass under autocast to bfloat16 on a CPU."""
+    optimizer = torch.optim.Adam(model.parameters())
+    if isinstance(model, gn.GrapNet):
+        gn.attach(optimizer, model)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        x.grad = None
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(x)
+        mse_loss(output.float(), target).backward()
+        optimizer.step()
+
+    return step
+
+
 def transition_step(model: nn.Module, x: Tensor, gradient: Tensor) -> Step:
     """Returns forward and backward alone, for a gradient of the output that is given."""
 

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
+from . import auto
 from .contenders import (
     CsrLinear,
     Step,
     Work,
+    autocast_step,
     captured_step,
     family_net,
     forward_pass,
@@ -29,13 +31,16 @@ from .contenders import (
 )
 from .timing import threads, times_faster
 
-DENSITIES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.8, 1.0)
-BATCHES = (1, 32, 256, 2048)
 # density: faster than dense with input gradient, the goal, and the bar without input gradient
 SPARSE_BARS = {
     0.1: (3.5, 5.0, 2.5),
     0.05: (6.0, 10.0, 4.5),
     0.01: (15.0, 40.0, 12.0),
+}
+# density: faster than dense under autocast to bfloat16, and than the same net in float32
+HALF_BARS = {
+    0.1: (2.5, 0.85),
+    0.01: (7.0, 0.9),
 }
 MOST_MESSAGES = 2**26  # batch × relations that a result is checked with
 LEVEL = 1 / 1.05  # "never slower by more than 5 %"
@@ -137,7 +142,8 @@ def _on_cpu(fast: bool) -> Iterator[Row]:
         yield from _dynamic_training(fast)
         yield from _sparse_against_reference(fast)
         yield from _snapshot(fast)
-        yield from _auto(Work(*_small(fast)), fast)
+        yield from _half_training(fast)
+        yield from _auto("cpu", fast)
 
 
 def _on_cuda(fast: bool) -> Iterator[Row]:
@@ -147,8 +153,7 @@ def _on_cuda(fast: bool) -> Iterator[Row]:
     yield from _full(small, fast)
     yield from _full(large, fast)
     yield from _families(large, {8: (5.5, None), 16: (9.0, None)}, fast)
-    yield from _auto(small, fast)
-    yield from _auto(replace(large, dtype=torch.float32), fast, batches=(large.batch,))
+    yield from _auto("cuda", fast)
 
 
 def _small(fast: bool) -> tuple[int, int]:
@@ -217,6 +222,26 @@ def _sparse_training(fast: bool, count: int) -> Iterator[Row]:
             yield Row(
                 name, "nn.utils.prune", times["net"] / times["nn.utils.prune"], 1.0, None, count
             )
+
+
+def _half_training(fast: bool) -> Iterator[Row]:
+    """Training under autocast to bfloat16, against dense and against the same net in float32."""
+    for density, (must, level) in HALF_BARS.items():
+        work = Work(*_small(fast), density=density)
+        x, target = work.data()
+        net = work.net("sparse")
+        half = x.detach().bfloat16().requires_grad_()
+        cases = {
+            "nn.Linear": autocast_step(linear(work), half, target),
+            "net": autocast_step(copy.deepcopy(net), half, target),
+            "float32": training_step(net, x, target),
+        }
+        times = times_faster(
+            cases, "nn.Linear", repeats=_repeats(fast, 9), seconds=0.01 if fast else 0.1
+        )
+        name = f"{_size(work)} under autocast to bfloat16, training step"
+        yield Row(name, "nn.Linear under autocast", times["net"], must)
+        yield Row(name, "the same net in float32", times["net"] / times["float32"], level)
 
 
 def _batch_of_one(fast: bool) -> Iterator[Row]:
@@ -331,33 +356,14 @@ def _snapshot(fast: bool) -> Iterator[Row]:
     yield Row(f"snapshot, full {_size(work)}, forward", "nn.Linear", ratio, LEVEL, 1.0)
 
 
-def _auto(work: Work, fast: bool, batches: tuple[int, ...] = BATCHES) -> Iterator[Row]:
-    """Auto against dense at every density and batch; where it picks dense there is nothing to
-    compare.
-    """
-    for density in DENSITIES[::4] if fast else DENSITIES:
-        net = replace(work, density=density).net()
-        dense = copy.deepcopy(net)
-        dense.execution.use("dense")
-        for batch in batches:
-            case = replace(work, density=density, batch=batch)
-            x, target = case.data()
-            _check(net, x)
-            forward = {"dense": forward_pass(dense, x), "auto": forward_pass(net, x)}
-            training = {
-                "dense": training_step(dense, x, target),
-                "auto": training_step(net, x, target),
-            }
-            must = 1.05 if case.cells_times_batch >= 2**38 and density == min(DENSITIES) else LEVEL
-            for mode, cases in {"forward": forward, "training": training}.items():
-                (runs,) = _runs(net, batch, training=mode == "training")
-                level = runs == "dense"
-                if level:
-                    ratio = 1.0
-                else:
-                    ratio = times_faster(cases, "dense", repeats=_repeats(fast, 7))["auto"]
-                note = "the same plan, not measured" if level else runs
-                yield Row(f"auto, {_size(case)}, {mode}", "dense backend", ratio, must, note=note)
+def _auto(device: str, fast: bool) -> Iterator[Row]:
+    """Auto against dense at seeded points; where it picks dense there is nothing to compare."""
+    for found in auto.rows_of(auto.drawn_points(device, 4 if fast else auto.POINTS), device, fast):
+        note = found["runs"]
+        if note == "dense":
+            note = "the same plan, not measured"
+        name = f"auto, {found['name']}"
+        yield Row(name, "dense backend", found["faster"], auto.LEVEL, 1.0, note=note)
 
 
 def _check(net: gn.GrapNet, x: Tensor) -> None:

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from benchmarks import (
+    auto,
     capture,
     compiled,
     costs,
@@ -108,8 +109,6 @@ def test_each_missed_bar_of_cuda_is_named():
 def test_the_execution_benchmark_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
     path = tmp_path / "execution.json"
     monkeypatch.setattr(sys, "argv", ["run", "execution", "--fast", "--check", "--json", str(path)])
-    monkeypatch.setattr(execution, "DENSITIES", (0.02, 1.0))
-    monkeypatch.setattr(execution, "BATCHES", (1, 32))
     assert run.main() == 1
     assert "small sizes" in capsys.readouterr().err
     rows = json.loads(path.read_text())["rows"]
@@ -153,15 +152,32 @@ def test_the_capture_benchmark_measures_selected_rows_and_its_check_can_fail(
 def test_the_costs_benchmark_writes_what_auto_reads(tmp_path, monkeypatch):
     path = tmp_path / "costs.json"
     monkeypatch.setattr(sys, "argv", ["run", "costs", "--fast", "--json", str(path)])
-    monkeypatch.setattr(costs, "SHARES", {"sparse": (0.05, 0.5), "family": (0.25, 0.5)})
     assert run.main() == 0
-    measured = json.loads(path.read_text())["devices"]
-    on_file = json.loads(costs.COSTS.read_text())["devices"]
-    assert set(measured) >= set(on_file) >= {"cpu", "cuda"}
-    for device in measured.values():
-        assert (
-            set(device["training"]) == set(device["forward"]) == {"sparse", "reference", "family"}
-        )
+    measured = json.loads(path.read_text())["tables"]
+    on_file = json.loads(costs.COSTS.read_text())["tables"]
+    places = [(one["kind"], one["precision"]) for one in measured]
+    assert set(places) >= {(one["kind"], one["precision"]) for one in on_file}
+    assert len(set(places)) == len(places)
+    for one in measured:
+        assert set(one["training"]) == set(one["forward"]) == {"sparse", "family"}
+
+
+@pytest.mark.sparse
+def test_the_benchmark_of_auto_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "auto.json"
+    arguments = ["run", "auto", "--fast", "--points", "3", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    assert run.main() == 0
+    result = json.loads(path.read_text())
+    assert [row["name"] for row in result["rows"]] == [
+        str(point) for point in auto.drawn_points("cpu", 3)
+    ]
+    for row in result["rows"]:
+        row["faster"] = 0.95
+    assert auto.missed(result) == []
+    result["rows"][1]["faster"] = 0.94
+    (line,) = auto.missed(result)
+    assert line.startswith(result["rows"][1]["name"])
 
 
 def test_the_benchmark_of_rules_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
