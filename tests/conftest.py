@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -25,7 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Chooses the variant of the compiled kernels, in every process that runs tests, and hides what
     was tuned on this machine.
     """
-    os.environ["GRAPNET_CACHE"] = os.devnull
+    folder = tempfile.TemporaryDirectory(prefix="grapnet-cache-")
+    os.environ["GRAPNET_CACHE"] = folder.name
+    config.add_cleanup(folder.cleanup)
     wanted = config.getoption("--kernels")
     if wanted == NONE:
         if not _native.missing:
