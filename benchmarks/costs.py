@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from grapnet.execution._tune import GRIDS, Grid, measured_tables
+from grapnet import execution
 
 from .timing import threads
 
@@ -18,7 +18,7 @@ PRECISIONS = {
     "cpu": ("float32", "bfloat16", "float16", "float64"),
     "cuda": ("float32", "tf32", "bfloat16", "float16"),
 }
-SMALL = Grid(((16, 16), (32, 32)), (1, 8), {"sparse": (0.05, 0.5), "family": (0.25, 0.5)})
+SMALL = {"sizes": ((16, 16), (32, 32)), "batches": (1, 8)}
 
 
 def measure(*, fast: bool, seconds: float = math.inf) -> dict[str, Any]:
@@ -26,11 +26,17 @@ def measure(*, fast: bool, seconds: float = math.inf) -> dict[str, Any]:
 
     What is not measured after some seconds is left to dense.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    grid = SMALL if fast else GRIDS[device.type]
-    precisions = PRECISIONS[device.type][:2] if fast else PRECISIONS[device.type]
-    with threads(1 if device.type == "cpu" else torch.get_num_threads()):
-        tables = measured_tables(device, precisions, grid, report=print, seconds=seconds)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    precisions = PRECISIONS[device]
+    sizes: dict[str, Any] = {}
+    if fast:
+        precisions = precisions[:2]
+        sizes = SMALL
+    with threads(1 if device == "cpu" else torch.get_num_threads()):
+        found = execution.tune(
+            device, precisions=precisions, is_kept=False, seconds=seconds, report=print, **sizes
+        )
+    tables = list(found.tables)
     measured = [_place(table) for table in tables]
     for table in json.loads(COSTS.read_text())["tables"]:
         if _place(table) not in measured:

@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-from grapnet.execution._native import use_variant
-
 # modules, each imported only when it runs
 BENCHMARKS = (
     "auto",
@@ -37,14 +35,9 @@ def main() -> int:
     parser.add_argument(
         "--only", metavar="TEXT", help="measure the rows of `capture` with this text in their names"
     )
-    parser.add_argument(
-        "--kernels", metavar="VARIANT", help="run a variant of the compiled kernels, such as avx2"
-    )
     parser.add_argument("--points", type=int, metavar="N", help="auto: the first N points alone")
     parser.add_argument("--seconds", type=float, metavar="S", help="costs: stop after S seconds")
     arguments = parser.parse_args()
-    if arguments.kernels:
-        use_variant(arguments.kernels)
     benchmark = importlib.import_module(f".{arguments.name}", __package__)
     limits = {
         "only": arguments.only,

@@ -41,9 +41,10 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(params=[NONE] if _native.missing else _native.variants())
 def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     """Runs a test with every variant of the compiled kernels that this machine can run."""
+    before = _native.variant()
     _native.use_variant(request.param)
     yield request.param
-    _native.use_variant(request.config.getoption("--kernels") or _native.variants()[0])
+    _native.use_variant(before)
 
 
 class OnlySparseIsSkipped:

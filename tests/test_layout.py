@@ -1,4 +1,4 @@
-"""The import rule: _torch ← core ← execution ← network ← {following, rules} ← continual.
+"""The import rule: {_torch, _atomic} ← core ← execution ← network ← {following, rules} ← continual.
 
 Nothing optional comes with `import grapnet`, and private parts of torch come through `_torch` only.
 """
@@ -14,7 +14,7 @@ import pytest
 import grapnet
 
 PACKAGE = Path(__file__).parent.parent / "grapnet"
-BELOW = {"_torch"}
+BELOW = {"_torch", "_atomic"}
 MAY_IMPORT = {
     "_torch": set(),
     "core": BELOW | {"core"},
@@ -39,6 +39,7 @@ PUBLIC = tuple(
         "convert",
         "following",
         "continual",
+        "execution",
         "plot",
         "spaces",
     )

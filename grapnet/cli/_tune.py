@@ -3,17 +3,9 @@
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ._command import Cell, Command, CommandError, Outcome, table
-
-if TYPE_CHECKING:
-    from grapnet.execution._tune import Grid
-
-_PRECISIONS = {
-    "cpu": ("float32", "bfloat16"),
-    "cuda": ("float32", "tf32", "bfloat16", "float16"),
-}
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -41,63 +33,45 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(given: argparse.Namespace) -> Outcome:
-    from grapnet.execution._tune import GRIDS, PRECISIONS, tune_grid
+    # Here, so that --help does not wait for torch.
+    from grapnet import execution
 
-    device = given.device
-    if device.type not in GRIDS:
-        raise CommandError(
-            f"the backends are not measured on {device.type}", "tune on cpu or on cuda"
-        )
-    precisions = given.precision or _PRECISIONS[device.type]
-    known = [name for name in PRECISIONS if name != "tf32" or device.type == "cuda"]
-    for name in precisions:
-        if name not in known:
-            raise CommandError(
-                f"--precision {name}: no such precision on {device.type}",
-                f"known are {', '.join(known)}",
-            )
-    grid = _grid(given, GRIDS[device.type])
     started = time.perf_counter()
 
     def report(size: str) -> None:
         taken = time.perf_counter() - started
         print(f"measured {size} after {taken:.0f} s", file=sys.stderr, flush=True)
 
-    path, tables = tune_grid(device, precisions, grid, report)
+    tuned = execution.tune(
+        given.device,
+        precisions=given.precision,
+        sizes=[_size(text) for text in given.size or ()],
+        batches=given.batch,
+        report=report,
+    )
     rows: list[list[Cell]] = []
-    for one in tables:
-        for backend in grid.shares:
+    for one in tuned.tables:
+        for backend in one["forward"]:
             shares = [_highest_share(one, mode, backend) for mode in ("forward", "training")]
             rows.append([one["precision"], backend, *shares])
-    titles = ["precision", "backend", "forward", "training"]
+    first = tuned.tables[0]
+    measured = first["forward"]["sparse"]
     lines = [
-        f"The share of relations up to which a backend is faster than dense on"
-        f" {tables[0]['device']}, {grid.sizes[-1][0]}×{grid.sizes[-1][1]},"
-        f" batch {grid.batches[-1]}:",
+        f"The share of the cells up to which a backend is faster than dense on {first['device']},"
+        f" at batch {measured['batches'][-1]}, {measured['cells'][-1]:,} cells:",
         "",
-        *table(titles, rows),
+        *table(["precision", "backend", "forward", "training"], rows),
         "",
-        f"written to {path}",
+        f"written to {tuned.path}",
     ]
-    return Outcome("\n".join(lines), {"path": str(path), "tables": tables})
+    return Outcome("\n".join(lines), {"path": str(tuned.path), "tables": tuned.tables})
 
 
-def _grid(given: argparse.Namespace, default: "Grid") -> "Grid":
-    from dataclasses import replace
-
-    sizes = []
-    for text in given.size or ():
-        parents, _, children = text.partition("x")
-        if not (parents.isdecimal() and children.isdecimal() and int(parents) and int(children)):
-            raise CommandError(f"--size {text}: not a size", "write it as 256x1024")
-        sizes.append((int(parents), int(children)))
-    if any(batch < 1 for batch in given.batch or ()):
-        raise CommandError("--batch: at least 1", "grapnet tune --batch 256")
-    return replace(
-        default,
-        sizes=sorted(set(sizes), key=lambda size: size[0] * size[1]) or default.sizes,
-        batches=sorted(set(given.batch or ())) or default.batches,
-    )
+def _size(text: str) -> tuple[int, int]:
+    parents, _, children = text.partition("x")
+    if not (parents.isdecimal() and children.isdecimal()):
+        raise CommandError(f"--size {text}: not a size", "write it as 256x1024")
+    return int(parents), int(children)
 
 
 def _highest_share(one: dict[str, Any], mode: str, backend: str) -> float | None:

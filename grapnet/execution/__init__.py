@@ -9,3 +9,5 @@ from ._plan import FeatureMajorPlan as FeatureMajorPlan
 from ._plan import MovablePlan as MovablePlan
 from ._plan import Plan as Plan
 from ._plan import Policy as Policy
+from ._tune import Tuned as Tuned
+from ._tune import tune as tune

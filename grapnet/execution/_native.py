@@ -55,6 +55,15 @@ def warn_missing() -> None:
     warnings.warn(f"a sparse transition runs slowly: {missing}", stacklevel=2)
 
 
+def _obey_torch() -> None:
+    """Limits the kernels to the vectors that torch may use, `$ATEN_CPU_CAPABILITY`."""
+    limit = torch.backends.cpu.get_cpu_capability().lower()
+    if limit == "default":
+        limit = "baseline"
+    if limit in variants():
+        use_variant(limit)
+
+
 def variants() -> list[str]:
     """Returns the variants of the kernels that this machine can run, the fastest first."""
     return _loaded().variants()
@@ -666,3 +675,7 @@ def _reused_activations(like: Tensor, batch: int, width: int, row_major: bool) -
     if row_major:
         return room(like.new_empty(0, width), batch)
     return room(like.new_empty(0, batch), width).t()
+
+
+if _native is not None:
+    _obey_torch()

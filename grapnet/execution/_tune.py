@@ -4,10 +4,10 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from ._sparse import Sparse
 
 BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Dense, Sparse, Family)}
 # how many rounds, and seconds of every case in each
-ROUNDS = {"cpu": 7, "cuda": 3}
-SECONDS = {"cpu": 0.005, "cuda": 0.002}
+ROUNDS = {"cpu": 5, "cuda": 3}
+SECONDS = {"cpu": 0.003, "cuda": 0.002}
 LOST = 3.0  # times the time of dense: denser transitions are not measured
 # seconds of a call: batches that are expected to take longer are not measured, and taken to cost
 # what smaller ones do
@@ -42,6 +42,11 @@ PRECISIONS = {
     "tf32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
+}
+
+_USUAL = {
+    "cpu": ("float32", "bfloat16"),
+    "cuda": ("float32", "tf32", "bfloat16", "float16"),
 }
 
 
@@ -102,15 +107,68 @@ def tune_transitions(topologies: Sequence[Topology], dtype: torch.dtype, batch: 
     keep(device.type, {}, points)
 
 
-def tune_grid(
-    device: torch.device,
-    precisions: Sequence[str],
-    grid: Grid | None = None,
+class Tuned(NamedTuple):
+    """What `tune` has measured.
+
+    Attributes:
+        tables: one per precision: by mode and backend the ratios of its times to those of dense,
+            [cells][share][batch].
+        path: the file that keeps them; None if they are not kept.
+    """
+
+    tables: list[dict[str, Any]]
+    path: Path | None
+
+
+def tune(
+    device: str | torch.device = "cpu",
+    *,
+    precisions: Sequence[str] | None = None,
+    sizes: Sequence[tuple[int, int]] | None = None,
+    batches: Sequence[int] | None = None,
+    is_kept: bool = True,
+    seconds: float = math.inf,
     report: Callable[[str], object] = lambda line: None,
-) -> tuple[Path, list[dict[str, Any]]]:
-    """Measures a grid of transitions and keeps the tables; returns the file and the tables."""
-    tables = measured_tables(device, precisions, grid or GRIDS[device.type], report=report)
-    return keep(device.type, {table["precision"]: table for table in tables}, []), tables
+) -> Tuned:
+    """Measures the backends over a grid of transitions, for "auto" to select by.
+
+    `net.execution.tune(x)` measures the transitions of one net instead.
+
+    Args:
+        device: cpu or cuda.
+        precisions: "float64", "float32", "tf32", "bfloat16" or "float16"; by default float32 and
+            bfloat16, on CUDA also tf32 and float16.
+        sizes: the numbers of parents and children of transitions.
+        batches: the numbers of samples.
+        is_kept: whether the answer replaces what is known of this machine, in this process and in
+            the cache folder.
+        seconds: when to stop; what is not measured then is left to dense.
+        report: receives a line when a size is done.
+
+    Raises:
+        ValueError: there is no such precision on the device, or nothing to measure there.
+        OSError: the answer cannot be written. It holds in this process.
+    """
+    device = torch.device(device)
+    if device.type not in GRIDS:
+        raise ValueError(f"backends are measured on {' and '.join(GRIDS)}, not on {device.type}")
+    grid = GRIDS[device.type]
+    chosen = precisions or _USUAL[device.type]
+    known = [name for name in PRECISIONS if name != "tf32" or device.type == "cuda"]
+    for name in chosen:
+        if name not in known:
+            raise ValueError(f"{name!r} is no precision of {device.type}: {', '.join(known)}")
+    if sizes:
+        grid = replace(grid, sizes=sorted(set(sizes), key=math.prod))
+    if batches:
+        grid = replace(grid, batches=sorted(set(batches)))
+    if min(grid.batches) < 1 or min(map(min, grid.sizes)) < 1:
+        raise ValueError("sizes and batches are at least 1")
+    tables = measured_tables(device, chosen, grid, report=report, seconds=seconds)
+    path = None
+    if is_kept:
+        path = keep(device.type, {table["precision"]: table for table in tables}, [])
+    return Tuned(tables, path)
 
 
 def measured_tables(
