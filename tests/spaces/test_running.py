@@ -156,7 +156,7 @@ def test_inputs_of_all_shapes(kind: str) -> None:
 
 
 @pytest.mark.sparse
-def test_a_dense_matrix_and_other_types_run_as_rectangles() -> None:
+def test_a_dense_matrix_runs_as_a_rectangle() -> None:
     torch.manual_seed(0)
     module = matrix("Linear")
     net = adopted(module, x=inputs(2))
@@ -166,10 +166,6 @@ def test_a_dense_matrix_and_other_types_run_as_rectangles() -> None:
     assert max(differences(module, inputs(512))) == 0
     cut(net, 0.9)
     assert runs(net) == "sparse"
-    net.model.to(torch.complex64)
-    x = inputs(64).to(torch.complex64)
-    assert runs(net) == "rectangle"
-    assert torch.equal(module(x), by_rectangle(module, x))
 
 
 @pytest.mark.sparse
@@ -177,8 +173,9 @@ def test_a_dense_matrix_and_other_types_run_as_rectangles() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_autocast_keeps_the_kernels(kind: str, dtype: torch.dtype) -> None:
     module, net = sparse_matrix(kind)
+    cut(net, 0.9, seed=1)
     net.model.float()
-    x = inputs(64).float().requires_grad_()
+    x = inputs(512).float().requires_grad_()
     exact = module(x)
     wanted = [x, *module.parameters()]
     expected = torch.autograd.grad(exact.sum(), wanted)
@@ -191,7 +188,7 @@ def test_autocast_keeps_the_kernels(kind: str, dtype: torch.dtype) -> None:
         found = torch.autograd.grad(z.sum(), wanted)
         for one, other in zip(found, expected, strict=True):
             assert one.dtype == torch.float32
-            torch.testing.assert_close(one, other, rtol=0.02, atol=0.1)
+            torch.testing.assert_close(one, other, rtol=0.02, atol=0.3)
     assert module(x).dtype == torch.float32
 
 
@@ -200,8 +197,9 @@ def test_autocast_keeps_the_kernels(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_weights_in_half_precision_run_by_kernels(kind: str, dtype: torch.dtype) -> None:
     module, net = sparse_matrix(kind)
+    cut(net, 0.9, seed=1)
     net.model.to(dtype)
-    x = inputs(64).to(dtype)
+    x = inputs(512).to(dtype)
     assert not DENSE & operators(lambda: module(x))
     z = module(x)
     assert z.dtype == dtype
