@@ -47,15 +47,19 @@ class Vector(NamedTuple):
     frozen_at: Tensor  # [n_frozen] int32, sorted positions
     order: Tensor | None  # of (trainable, frozen) laid end to end, int32; None if nothing is frozen
 
-    def values(self, shape: tuple[int, ...]) -> Tensor:
-        """Returns every coordinate in order, without gradients."""
+    def values(self, shape: tuple[int, ...] | None) -> Tensor:
+        """Returns every coordinate in order, without gradients; see `assemble`."""
         return assemble(self.content, self.frozen_values, self.order, shape)
 
 
 def assemble(
-    trainable: Tensor, frozen: Tensor, order: Tensor | None, shape: tuple[int, ...]
+    trainable: Tensor, frozen: Tensor, order: Tensor | None, shape: tuple[int, ...] | None
 ) -> Tensor:
-    """Returns the trainable and the frozen coordinates in their common order."""
+    """Returns the trainable and the frozen coordinates in their common order; without a shape the
+    trainable ones alone.
+    """
+    if shape is None:
+        return trainable.view(-1)
     if order is None:
         if trainable.dim() == len(shape) == 1:
             return trainable
@@ -283,9 +287,9 @@ class Coordinates(nn.Module):
             raise self._taken_away() from None
         return 0 if parameter is None else parameter.shape[0] + self.frozen_at.shape[0]
 
-    def values(self, shape: tuple[int, ...] = (-1,)) -> Tensor:
+    def values(self, shape: tuple[int, ...] | None = (-1,)) -> Tensor:
         """Returns every coordinate in order, live and differentiable, as a 1-D tensor or in another
-        shape.
+        shape; without a shape the trainable ones alone.
         """
         try:
             # past nn.Module's lookup
@@ -312,7 +316,7 @@ class Coordinates(nn.Module):
         else:
             note_read()
 
-    def _values_of(self, vector: Vector, shape: tuple[int, ...] = (-1,)) -> Tensor:
+    def _values_of(self, vector: Vector, shape: tuple[int, ...] | None = (-1,)) -> Tensor:
         """Returns the coordinates of one version, without gradients, also while an edit in another
         thread puts the next version in place.
 

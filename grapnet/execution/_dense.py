@@ -1,6 +1,7 @@
 """Dense: the live values written into a rectangle, and one matrix product."""
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,8 @@ from ._reference import require_wiring
 NARROW = 16
 # relations from which compiled kernels, which cost some microseconds to call, write a rectangle
 LARGE = 1 << 15
+# devices on which a rectangle is kept between forward passes
+KEPT_ON = {"cuda"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,16 @@ class Dense:
         narrow = topology.n_children <= NARROW
         if topology.is_full:
             return FullPlan(topology, narrow)
+        if is_live_on(topology.child.device.type):
+            from ._live import LivePlan  # with Triton, which only CUDA builds of torch bring
+
+            return LivePlan(topology)
         return RectanglePlan(topology, narrow)
+
+
+def is_live_on(device: str) -> bool:
+    """Returns whether rectangles on a kind of device are written by the kernels of `_live`."""
+    return device in KEPT_ON and (device != "cuda" or find_spec("triton") is not None)
 
 
 class FullPlan:

@@ -72,7 +72,7 @@ class Step(NamedTuple):
     layer: Layer
     ends: tuple[int, int]  # the numbers of the layers that the transition leads from and to
     plan: Plan
-    values_shape: tuple[int, ...]
+    values_shape: tuple[int, ...] | None  # None: the trainable values alone
     # of the version that the plan is for
     weights: Vector
     biases: Vector
@@ -167,6 +167,14 @@ class Plans:
             training=training,
         )
 
+    def kept_bytes(self, t: int) -> int:
+        """Returns the memory of what the plans of a transition keep of the weights."""
+        found = 0
+        for (number, _), plan in list(self.made.items()):
+            if number == t:
+                found += getattr(plan, "kept_bytes", 0)
+        return found
+
     def shape(self, t: int) -> Shape:
         """Returns the properties that determine the cost of a transition."""
         if t not in self.shapes:
@@ -218,8 +226,12 @@ class Plans:
         """Returns the steps of a forward pass that runs these plans."""
         found = []
         for t, plan in enumerate(plans):
-            # Of integers alone: torch takes half as long again to view a tensor as a torch.Size.
-            values_shape = tuple(getattr(plan, "values_shape", (-1,)))
+            if hasattr(plan, "reading"):  # a KeepingPlan
+                plan = plan.reading(self.modules[t][0], self.view.weights[t])  # pyright: ignore[reportAttributeAccessIssue]
+            values_shape = getattr(plan, "values_shape", (-1,))
+            if values_shape is not None:
+                # of integers alone: a view of a torch.Size takes half as long again
+                values_shape = tuple(values_shape)
             if self.columns[t]:
                 version = self.view.columns
                 if training:
@@ -518,7 +530,9 @@ class Execution:
         by autocast or `torch.set_float32_matmul_precision`.
 
         Where `finite_only` is True, an infinite or NaN activation also reaches nodes that have no
-        relation from it: absent relations are multiplied by 0.
+        relation from it: absent relations are multiplied by 0. `kept_bytes` is the memory that a
+        transition keeps between forward passes beside its weights and wiring: the matrices of
+        "dense" on CUDA, one for every dtype that it has run in.
         """
         plans = self._plans
         rows = []
@@ -539,6 +553,7 @@ class Execution:
                     "why": why,
                     "costs": reason.source,
                     "finite_only": finite_only and not topology.is_full,
+                    "kept_bytes": plans.kept_bytes(t),
                     "refused": plans.refused(t),
                 }
             )
@@ -575,6 +590,17 @@ class Execution:
         finally:
             plans.lines.clear()
         return self.describe(batch)
+
+    def refresh(self) -> None:
+        """Lets the next forward pass read the weights anew.
+
+        On CUDA "dense" keeps the weights as a matrix. A pass with gradients always writes it; one
+        without gradients does after changes that torch or an optimizer reports. Call this after
+        others, which write through `parameter.data` or from kernels of your own.
+        """
+        for plan in list(self._plans.made.values()):
+            if hasattr(plan, "refresh"):  # a KeepingPlan
+                plan.refresh()  # pyright: ignore[reportAttributeAccessIssue]
 
     def families(self, transition: int) -> list[FamilyReport]:
         """Returns the nodes of a transition that share their children, the largest families

@@ -5,7 +5,8 @@ the measurements of `costs.json` expect that to be faster. A convolution whose r
 blocks runs in groups, and one that has few relations left by the same kernels. Everything else runs
 as the module's own forward pass, with the weight written out.
 
-Plans are made with the commit, once per version of a weight. They are for a CPU.
+Plans are made with the commit, once per version of a weight. They are for a CPU; on a GPU a kernel
+of the dense backend writes the weight out.
 """
 
 import math
@@ -28,13 +29,23 @@ from grapnet._torch import (
     let_sizes_vary,
     untraced,
 )
-from grapnet.core._opened import CUT, Execution, Opened, is_watched, opened_of, plain_class, run_by
+from grapnet.core._opened import (
+    CUT,
+    FREE,
+    FROZEN,
+    Execution,
+    Opened,
+    is_watched,
+    opened_of,
+    plain_class,
+    run_by,
+)
 from grapnet.core._transition import Topology
 
-from . import _native, _operators
+from . import _dense, _native, _operators
 from ._convolution import Frame, Kernels, convolved
 from ._costs import BATCHES, Shape, batch_class, precision
-from ._dense import LARGE
+from ._dense import LARGE, is_live_on
 from ._family import FamilyPlan, find_families
 from ._manager import Key, fastest_that_runs
 from ._plan import Plan, needs_plain_operations
@@ -42,6 +53,9 @@ from ._sparse import ByChildPlan, SparsePlan
 from ._traced import tensors_in
 
 RECTANGLE = "rectangle"
+# cells from which a weight on a GPU pays for a call of the kernel that writes it: launches bound
+# smaller ones, unless compiled code or a CUDA graph makes them
+_LARGE_ON_DEVICE = 1 << 24
 _DTYPES = (torch.float32, torch.float64, *_native.HALVES)
 _CONVOLUTIONS: dict[Any, tuple[Callable[..., Tensor], int]] = {
     nn.Conv1d.forward: (F.conv1d, 1),
@@ -71,7 +85,9 @@ class OpenedExecution(Execution):
     """Runs opened weights by the backends of nets."""
 
     def write(self, opened: Opened, content: Tensor) -> Tensor | None:
-        """Returns the whole tensor, written by a compiled kernel; None where torch has to do it."""
+        """Returns the whole tensor, written by a kernel; None where torch has to do it."""
+        if content.device.type in _dense.KEPT_ON:
+            return _written_on_device(opened, content)
         if not _is_plain(content) or not _native.reads(content):
             return None
         if math.prod(opened.pattern.shape) < LARGE:
@@ -80,6 +96,9 @@ class OpenedExecution(Execution):
 
     def prepare(self, module: nn.Module, opened: Opened, content: Tensor) -> None:
         """Makes the plans of a module, for all sizes of batches."""
+        if content.device.type in _dense.KEPT_ON:
+            for tensor in tensors_in(_layout_of(opened, content.device)):
+                let_sizes_vary(tensor)
         if not content.is_cpu or content.dtype not in _DTYPES:
             return
         plain = plain_class(module)
@@ -181,6 +200,50 @@ def _live(opened: Opened) -> np.ndarray:
     """Returns one bool per row of a tensor, [rows of the first dimension, others]."""
     live = opened.pattern.kinds.numpy() != CUT
     return live.reshape(opened.pattern.shape[0], -1)
+
+
+def _written_on_device(opened: Opened, content: Tensor) -> Tensor | None:
+    """Returns the whole tensor, written by the kernel of the dense backend on a GPU; None where
+    torch has to do it.
+    """
+    # not that of the pattern, whose integers would be constants of compiled code
+    shape = opened.shape
+    cells = math.prod(shape)
+    layout = None
+    if torch.compiler.is_compiling() or _is_captured(content):
+        # made with the commit: neither a trace nor a CUDA graph can
+        layout = opened.plans.get(("layout", content.device))
+    elif cells >= _LARGE_ON_DEVICE:
+        layout = _layout_of(opened, content.device)
+    if layout is None or is_exporting():
+        return None
+    return layout.rectangle(content.view(-1), 1, cells, content.dtype).view(shape)
+
+
+def _is_captured(content: Tensor) -> bool:
+    """Returns whether a CUDA graph records this pass."""
+    return content.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _layout_of(opened: Opened, device: torch.device) -> Any:
+    """Returns where the cells of the Parameter and the frozen ones are in the whole tensor."""
+    key = ("layout", device)
+    if key not in opened.plans:
+        opened.plans[key] = None
+        if math.prod(opened.pattern.shape) >= LARGE and is_live_on(device.type):
+            from ._live import Cells, Layout  # with Triton, which only CUDA builds of torch bring
+
+            kinds = opened.pattern.kinds.to(device).repeat_interleave(opened.pattern.width)
+            layout = Layout(Cells.of((kinds == FREE).nonzero().view(-1).int(), len(kinds)))
+            if len(opened.frozen_values):
+                frozen_at = (kinds == FROZEN).nonzero().view(-1).int()
+                layout = Layout(
+                    layout.cells,
+                    opened.frozen_values.to(device).view(-1),
+                    Cells.of(frozen_at, len(kinds)),
+                )
+            opened.plans[key] = layout
+    return opened.plans[key]
 
 
 def _filled(opened: Opened, numbers: Tensor) -> Tensor:

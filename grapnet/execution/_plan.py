@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from grapnet._torch import in_forward_mode, is_legacy_batchedtensor, peek_interpreter_stack
+from grapnet.core._coordinates import Vector
 from grapnet.core._index_map import IndexMap
-from grapnet.core._transition import Topology
+from grapnet.core._transition import Topology, Transition
 
 Side = Literal["parents", "children"]
 
@@ -16,7 +17,8 @@ Side = Literal["parents", "children"]
 class Plan(Protocol):
     """A backend's analysis of one topology, to be run many times; it holds no weights.
 
-    A net passes the values flat, or in the shape of the plan's attribute `values_shape`.
+    A net passes the values flat, or in the shape of the plan's attribute `values_shape`; if that is
+    None, the trainable ones alone.
 
     `torch.compile` traces the call. It makes guards of the class of a plan and of its numbers and
     flags, and inputs of its tensors. Sizes that edits change are therefore read from tensors: from
@@ -74,6 +76,21 @@ class MovablePlan(Plan, Protocol):
         """Returns the plan after relations changed while both layers kept their rows; None to make
         it again.
         """
+        ...
+
+
+@runtime_checkable
+class KeepingPlan(Plan, Protocol):
+    """A plan that keeps something of the weights between forward passes."""
+
+    kept_bytes: int  # its memory
+
+    def reading(self, store: Transition, vector: Vector) -> Plan:
+        """Returns the plan that a net runs: it reads one version of a store's coordinates."""
+        ...
+
+    def refresh(self) -> None:
+        """Makes what is kept anew at the next forward pass."""
         ...
 
 

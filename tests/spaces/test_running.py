@@ -14,12 +14,14 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import grapnet as gn
+from grapnet.execution import _dense, _opened
 from grapnet.rules import RuleManager, rigl
 from grapnet.spaces import Adopted
 
 READS = 192
 WRITES = 256
 LARGEST = 1e-12
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def matrix(kind: str) -> nn.Module:
@@ -450,13 +452,19 @@ def test_small_groups_and_circular_padding_run_as_rectangles() -> None:
         assert max(differences(module, x)) == 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("live", [False, True], ids=["", "as on CUDA"])
 @pytest.mark.parametrize("frozen", [0.0, 0.25])
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_a_large_weight_is_written_as_a_mask_would(kernel: int, frozen: float) -> None:
+def test_a_large_weight_is_written_as_a_mask_would(
+    kernel: int, frozen: float, live: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_dense, "KEPT_ON", {"cpu", "cuda"} if live else {})
+    monkeypatch.setattr(_opened, "_LARGE_ON_DEVICE", 0)
     torch.manual_seed(0)
     channels = 192
-    module = nn.Conv2d(channels, channels, kernel, padding=kernel // 2).double()
-    x = inputs(2, channels, 4, 4)
+    module = nn.Conv2d(channels, channels, kernel, padding=kernel // 2).double().to(device)
+    x = inputs(2, channels, 4, 4).to(device)
     net = adopted(module, x=x)
     whole = module.weight.detach().clone()
     cut(net, 0.5)
