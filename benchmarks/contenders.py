@@ -80,6 +80,14 @@ def family_net(work: Work, families: int, backend: str = "auto") -> gn.GrapNet:
     return net
 
 
+def tile_net(work: Work, tile: int, backend: str = "tiles") -> gn.GrapNet:
+    """Returns a net of one transition whose relations come in tiles, drawn at random."""
+    sizes = [work.parents, work.children]
+    net = gn.GrapNet(sizes, density=work.density, tile=tile, device=work.device, dtype=work.dtype)
+    net.execution.use(backend)
+    return net
+
+
 def linear(work: Work) -> nn.Linear:
     """Returns the dense layer of the same size."""
     return nn.Linear(work.parents, work.children, device=work.device, dtype=work.dtype)

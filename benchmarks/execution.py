@@ -26,6 +26,7 @@ from .contenders import (
     grown_head,
     linear,
     pruned_linear,
+    tile_net,
     training_step,
     transition_step,
 )
@@ -41,6 +42,12 @@ SPARSE_BARS = {
 HALF_BARS = {
     0.1: (2.5, 0.85),
     0.01: (7.0, 0.9),
+}
+# density of tiles of 64: faster than dense on CUDA, forward and backward in a graph, and the goal
+TILE_BARS = {
+    0.2: (2.5, 3.3),
+    0.1: (4.5, 6.5),
+    0.05: (7.0, 10.0),
 }
 MOST_MESSAGES = 2**26  # batch × relations that a result is checked with
 LEVEL = 1 / 1.05  # "never slower by more than 5 %"
@@ -134,6 +141,7 @@ def _on_cpu(fast: bool) -> Iterator[Row]:
     for count in (1, 2):
         with threads(count):
             yield from _sparse_training(fast, count)
+            yield from _tiles(Work(*_small(fast)), fast, count)
     with threads(1):
         yield from _grown_head(fast)
         yield from _full(Work(*_small(fast)), fast)
@@ -153,6 +161,7 @@ def _on_cuda(fast: bool) -> Iterator[Row]:
     yield from _full(small, fast)
     yield from _full(large, fast)
     yield from _families(large, {8: (5.5, None), 16: (9.0, None)}, fast)
+    yield from _tiles(large, fast)
     yield from _auto("cuda", fast)
 
 
@@ -278,15 +287,43 @@ def _families(work: Work, bars: dict[int, tuple[float, float | None]], fast: boo
             yield _captured(name, dense, net, x, target, must)
 
 
+def _tiles(work: Work, fast: bool, count: int = 1) -> Iterator[Row]:
+    """Relations that come in tiles, drawn at random."""
+    x, target = work.data()
+    dense = linear(work)
+    for tile in (16,) if fast else (64, 128):
+        for density, (must, goal) in TILE_BARS.items():
+            case = replace(work, density=density)
+            net = tile_net(case, tile)
+            _check(net, x)
+            name = f"tiles of {tile}, {_size(case)}"
+            if work.device == "cuda":
+                bars = (must, goal) if tile == 64 else (None, None)
+                yield _captured(name, dense, net, x, target, *bars)
+                continue
+            times = {
+                "dense": training_step(dense, x, target),
+                "net": training_step(net, x, target),
+            }
+            ratio = times_faster(times, "dense", repeats=_repeats(fast, 9))["net"]
+            yield Row(f"{name}, training step", "nn.Linear", ratio, 1.0, threads=count)
+
+
 def _captured(
-    name: str, dense: nn.Module, net: gn.GrapNet, x: Tensor, target: Tensor, must: float | None
+    name: str,
+    dense: nn.Module,
+    net: gn.GrapNet,
+    x: Tensor,
+    target: Tensor,
+    must: float | None,
+    goal: float | None = None,
 ) -> Row:
     """The same without the time that Python takes to launch it, which on a GPU can be longer than
     the work itself.
     """
     times = {"dense": captured_step(dense, x, target), "net": captured_step(net, x, target)}
     ratio = times_faster(times, "dense", repeats=15, seconds=0.1)["net"]
-    return Row(f"{name}, forward and backward in a CUDA graph", "nn.Linear", ratio, must)
+    return Row(f"{name}, forward and backward in a CUDA graph", "nn.Linear", ratio, must, goal)
 
 
 def _dynamic_training(fast: bool) -> Iterator[Row]:

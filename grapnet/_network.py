@@ -22,7 +22,9 @@ from .core._transition import (
     Topology,
     Transition,
     erk_densities,
+    random_tiles,
     random_topology,
+    require_tile,
     topology_from_pairs,
 )
 from .execution._manager import Execution, Step
@@ -47,6 +49,9 @@ class GrapNet(Graph):
         density: the share of possible relations that exist at first.
         distribution: "uniform" gives every transition this density, "erk" gives small transitions
             more and large ones less.
+        tile: the size of the tiles in which the relations come at first, 16, 32, 64 or 128: blocks
+            of so many nodes are connected fully or not at all, which the `tiles` backend runs fast.
+            The last block of a layer may be smaller. By default relations are drawn one by one.
         device: where to put it.
         dtype: of the coordinates.
         generator: source of the random numbers; one on the CPU gives the same net on every device.
@@ -79,11 +84,13 @@ class GrapNet(Graph):
         activation: str | Sequence[str] = "relu",
         density: float = 1.0,
         distribution: Literal["uniform", "erk"] = "uniform",
+        tile: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         sizes = _checked_sizes(sizes)
+        require_tile(tile)
         if not 0 <= density <= 1:
             raise ValueError(f"density must be between 0 and 1, got {density}")
         if distribution not in ("uniform", "erk"):
@@ -99,10 +106,12 @@ class GrapNet(Graph):
             shares = erk_densities(pairs, density)
         else:
             shares = [density] * len(pairs)
-        topologies = [
-            random_topology(a, b, share, place, generator)
-            for (a, b), share in zip(pairs, shares, strict=True)
-        ]
+        topologies = []
+        for (a, b), share in zip(pairs, shares, strict=True):
+            if tile is None or a == 0 or b == 0:
+                topologies.append(random_topology(a, b, share, place, generator))
+            else:
+                topologies.append(random_tiles(a, b, share, tile, place, generator))
         example = torch.empty(0, device=place, dtype=dtype or torch.get_default_dtype())
         fan_in = _fan_in(ends, topologies)
         weights = []

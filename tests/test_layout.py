@@ -27,7 +27,8 @@ MAY_IMPORT = {
 }
 OUTSIDE = {"torch", "numpy"}
 # imported only where Triton is
-ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in ("_gpu", "_gpu_blocks", "_gpu_live")}
+_WITH_TRITON = ("_gpu", "_gpu_blocks", "_gpu_live", "_gpu_tiles")
+ONLY_IN = {f"grapnet.execution.{name}": {"triton"} for name in _WITH_TRITON}
 LAZY = {  # imported when a function is called
     "grapnet._network": {"grapnet.integrations.networkx", "networkx", "grapnet._show"},
 }

@@ -36,7 +36,9 @@ class Codeless(Adopted):
         """Raises EditError."""
         raise _without_code("run the model")
 
-    def _foreseen(self, change: Change) -> list[AttributeChange]:
+    def _foreseen(
+        self, change: Change, before: list[int], after: list[int]
+    ) -> list[AttributeChange]:
         raise _without_code("add or remove nodes")
 
     def _deepened(self, asked: Any) -> Change:

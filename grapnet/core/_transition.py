@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ._graph import Graph
 
 MOST_RELATIONS = 2**31 - 1  # of one transition: positions are int32
+# nodes of the blocks that a tile connects: what tensor cores multiply at once, and multiples
+TILES = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,6 +301,68 @@ def random_topology(
     return topology_from_pairs(
         keys // max(n_children, 1), keys % max(n_children, 1), n_parents, n_children, device
     )
+
+
+def require_tile(tile: int | None, error: type[Exception] = ValueError) -> None:
+    """Raises unless tiles can have this size; None stands for single relations."""
+    if tile is not None and (not isinstance(tile, int) or tile not in TILES):
+        raise error(f"a tile has {', '.join(map(str, TILES))} nodes a side, got {tile!r}")
+
+
+def block_sizes(nodes: int, tile: int) -> Tensor:
+    """Returns how many nodes each block of a layer has: `tile`, and what is left in the last."""
+    first = torch.arange(0, nodes, tile, device="cpu")
+    return (nodes - first).clamp_(max=tile)
+
+
+def random_tiles(
+    n_parents: int,
+    n_children: int,
+    density: float,
+    tile: int,
+    device: torch.device,
+    generator: torch.Generator | None,
+) -> Topology:
+    """Returns a random wiring in tiles, as near to density · parents · children relations as whole
+    tiles come, and at least one tile if the density is not 0.
+
+    Where the tiles suffice, every node has parents and children.
+    """
+    upper = block_sizes(n_parents, tile)
+    lower = block_sizes(n_children, tile)
+    possible = len(upper) * len(lower)
+    source = torch.device("cpu") if generator is None else generator.device
+    draws = []
+    for blocks in (len(upper), len(lower), possible):
+        draws.append(torch.randperm(blocks, generator=generator, device=source).cpu())
+    # The first tiles go through all blocks of both layers, then come any others.
+    numbers = torch.arange(max(len(upper), len(lower)), device="cpu")
+    cover = draws[0][numbers % len(upper)] * len(lower) + draws[1][numbers % len(lower)]
+    present = torch.zeros(possible, dtype=torch.bool, device="cpu")
+    present[cover] = True
+    order = torch.cat([cover, draws[2][~present[draws[2]]]])
+    areas = upper[order // len(lower)] * lower[order % len(lower)]
+    off = (areas.cumsum(0) - density * n_parents * n_children).abs()
+    count = 1 + int(off.argmin())
+    if density == 0:
+        count = 0
+    if count == possible:
+        require_countable(
+            n_parents * n_children, f"a transition from {n_parents:,} to {n_children:,} nodes"
+        )
+        return full_topology(n_parents, n_children, device)
+    present.zero_()
+    present[order[:count]] = True
+    rows = present.view(len(upper), len(lower)).repeat_interleave(upper, 0)
+    degrees = (rows * lower).sum(1)
+    relations = int(degrees.sum())
+    require_countable(
+        relations, f"a transition from {n_parents:,} to {n_children:,} nodes at density {density}"
+    )
+    block = rows.nonzero()[:, 1]
+    children = concatenate_ranges(block * tile, block * tile + lower[block])
+    parents = torch.arange(n_parents, device="cpu").repeat_interleave(degrees)
+    return topology_from_pairs(parents, children, n_parents, n_children, device)
 
 
 def topology_from_pairs(

@@ -27,6 +27,7 @@ from grapnet.core._transition import Topology
 
 from . import _native
 from ._family import group_members
+from ._tiles import find_tiles
 
 MODES = ("forward", "training")
 CACHE = "GRAPNET_CACHE"  # in the environment: the folder of what `tune` measures
@@ -89,7 +90,15 @@ class Shape:
 
     def share(self, backend: str) -> float:
         """Returns the share of the matrix that a backend computes; 0 if it is not an option."""
-        return (self.products if backend == "family" else self.n_relations) / max(self.cells, 1)
+        products = self.n_relations
+        if backend == "family":
+            products = self.products
+        elif backend == "tiles":
+            # The costs are those of tiles of 64; smaller ones are slower.
+            tiling = find_tiles(self.topology)
+            if tiling is None or tiling.size < 64:
+                products = 0
+        return products / max(self.cells, 1)
 
 
 def batch_class(batch: int) -> int:

@@ -35,6 +35,7 @@ from ._policy import ColumnPlan, column_places, present_columns, start_columns
 from ._registry import AUTO, BACKENDS, backend_called
 from ._registry import register_backend as register_backend
 from ._sparse import Sparse
+from ._tiles import find_tiles
 from ._traced import Tracing, trace
 
 
@@ -357,6 +358,14 @@ class FamilyReport:
         return len(self.members), len(self.children)
 
 
+@dataclass(frozen=True, eq=False)
+class TileReport:
+    """The tiles of a transition: blocks of nodes that are connected fully or not at all."""
+
+    size: int  # nodes of a block; the last one of a layer may have fewer
+    present: Tensor  # [blocks of parents, blocks of children] bool: which tiles exist
+
+
 class Execution:
     """`net.execution`: chooses a backend for every transition and keeps its plan until relations
     move. A transition that comes with a layer runs with "auto".
@@ -529,10 +538,11 @@ class Execution:
         measurements of this machine (`tune`), or none. They are those of the precision that is set,
         by autocast or `torch.set_float32_matmul_precision`.
 
-        Where `finite_only` is True, an infinite or NaN activation also reaches nodes that have no
-        relation from it: absent relations are multiplied by 0. `kept_bytes` is the memory that a
-        transition keeps between forward passes beside its weights and wiring: the matrices of
-        "dense" on CUDA, one for every dtype that it has run in.
+        `tile` is the size of the tiles that the relations come in, or None. Where `finite_only` is
+        True, an infinite or NaN activation also reaches nodes that have no relation from it: absent
+        relations are multiplied by 0. `kept_bytes` is the memory that a transition keeps between
+        forward passes beside its weights and wiring: the matrices of "dense" on CUDA, one for every
+        dtype that it has run in.
         """
         plans = self._plans
         rows = []
@@ -544,6 +554,7 @@ class Execution:
                 why = f"asked for {chosen!r}, which is not registered here; auto instead: {why}"
             topology = plans.topologies[t]
             finite_only = getattr(backend, "finite_only", False)
+            tiling = find_tiles(topology)
             rows.append(
                 {
                     "transition": t,
@@ -552,6 +563,7 @@ class Execution:
                     "runs": backend.name,
                     "why": why,
                     "costs": reason.source,
+                    "tile": None if tiling is None else tiling.size,
                     "finite_only": finite_only and not topology.is_full,
                     "kept_bytes": plans.kept_bytes(t),
                     "refused": plans.refused(t),
@@ -614,6 +626,16 @@ class Execution:
                 members = self._nodes(store.source, rows)
                 found.append(FamilyReport(members, self._nodes(store.target, children)))
         return sorted(found, key=lambda family: -family.block[0] * family.block[1])
+
+    def tiles(self, transition: int) -> TileReport | None:
+        """Returns the largest tiles that the relations of a transition come in, None if they do
+        not.
+        """
+        (t,) = self._numbers(transition)
+        tiling = find_tiles(self.graph.transitions[t].topology)
+        if tiling is None:
+            return None
+        return TileReport(tiling.size, torch.from_numpy(tiling.present.copy()))
 
     def plan(self, transition: int, batch: int = 256, *, training: bool = True) -> BoundPlan:
         """Returns the plan that runs a transition at a batch size; it refuses to run after an

@@ -12,9 +12,10 @@ from ._plan import Backend
 from ._policy import require_policy
 from ._reference import Reference
 from ._sparse import Sparse
+from ._tiles import Tiles
 
 BACKENDS: dict[str, type[Backend]] = {
-    backend.name: backend for backend in (Reference, Dense, Family, Sparse, Attention)
+    backend.name: backend for backend in (Reference, Dense, Family, Sparse, Tiles, Attention)
 }
 AUTO = "auto"
 

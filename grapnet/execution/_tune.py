@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from grapnet.core._transition import Topology
+from grapnet.core._transition import Topology, random_tiles
 
 from ._costs import (
     MODES,
@@ -27,8 +27,11 @@ from ._dense import Dense
 from ._family import Family
 from ._plan import Backend, Plan
 from ._sparse import Sparse
+from ._tiles import Tiles
 
-BACKENDS: dict[str, type[Backend]] = {backend.name: backend for backend in (Dense, Sparse, Family)}
+BACKENDS: dict[str, type[Backend]] = {
+    backend.name: backend for backend in (Dense, Sparse, Family, Tiles)
+}
 # how many rounds, and seconds of every case in each
 ROUNDS = {"cpu": 5, "cuda": 3}
 SECONDS = {"cpu": 0.003, "cuda": 0.002}
@@ -66,16 +69,21 @@ class Grid:
 
 
 FAMILIES = (1 / 32, 1 / 8, 1 / 2)  # the shares of as many equal families
+TILES = (0.05, 0.1, 0.2, 0.5)
 GRIDS = {
     "cpu": Grid(
         ((64, 64), (256, 256), (1024, 1024), (1024, 4096)),
         (1, 8, 32, 128, 512),
-        {"sparse": (0.002, 0.01, 0.05, 0.1, 0.2, 0.4, 0.9), "family": FAMILIES},
+        {
+            "sparse": (0.002, 0.01, 0.05, 0.1, 0.2, 0.4, 0.9),
+            "family": FAMILIES,
+            "tiles": TILES,
+        },
     ),
     "cuda": Grid(
         ((256, 256), (1024, 1024), (1024, 4096), (4096, 4096), (4096, 16384)),
         (1, 32, 256, 2048),
-        {"sparse": (0.002, 0.01, 0.05, 0.2, 0.5), "family": FAMILIES},
+        {"sparse": (0.002, 0.01, 0.05, 0.2, 0.5), "family": FAMILIES, "tiles": TILES},
     ),
 }
 
@@ -407,6 +415,12 @@ def _in_families(parents: int, children: int, share: float, device: torch.device
     return _from_lists(child.int(), children)
 
 
+def _in_tiles(parents: int, children: int, share: float, device: torch.device) -> Topology:
+    """Returns tiles of 64 at random places."""
+    generator = torch.Generator().manual_seed(0)
+    return random_tiles(parents, children, share, 64, device, generator)
+
+
 def _from_lists(child: Tensor, n_children: int) -> Topology:
     parents, each = child.shape
     ptr = torch.arange(parents + 1, device=child.device).mul_(each).int()
@@ -416,4 +430,5 @@ def _from_lists(child: Tensor, n_children: int) -> Topology:
 MAKERS: dict[str, Callable[[int, int, float, torch.device], Topology]] = {
     "sparse": _scattered,
     "family": _in_families,
+    "tiles": _in_tiles,
 }

@@ -91,7 +91,7 @@ def weakest_within(
         return relations.smallest(count=count, key=key)
     require_ranks(key)
     key = key.int() if key.dtype == torch.bool else key
-    return relations._at(_weakest_within(key, count, _sides(net, relations, budget)))
+    return relations._at(weakest_places(key, count, _sides(net, relations, budget)))
 
 
 def enforce(
@@ -140,7 +140,7 @@ def enforce(
 
 
 @dataclass(eq=False)
-class _Side:
+class Side:
     """One end of some relations: the number of each one's node, and how many of them each node can
     spare.
     """
@@ -151,7 +151,7 @@ class _Side:
 
 def _sides(
     net: Graph, cut: RelationSet, budget: Budget, among: RelationSet | None = None
-) -> list[_Side]:
+) -> list[Side]:
     """Returns the ends whose minimum matters.
 
     Args:
@@ -182,7 +182,7 @@ def _sides(
         spare = (total - least).clamp_(min=0)
         if among is not None and len(among) < len(cut):
             spare -= counted(_nodes(net, cut - among, end, offsets), len(spare))
-        sides.append(_Side(nodes, spare.clamp_(min=0)))
+        sides.append(Side(nodes, spare.clamp_(min=0)))
     return sides
 
 
@@ -202,7 +202,7 @@ def _nodes(net: Graph, relations: RelationSet, end: int, offsets: list[int]) -> 
     return torch.cat(found)
 
 
-def _weakest_within(key: Tensor, count: int, sides: list[_Side]) -> Tensor:
+def weakest_places(key: Tensor, count: int, sides: list[Side]) -> Tensor:
     """Returns the ascending places of the weakest `count` relations of which no node loses more
     than it can spare.
     """
@@ -215,7 +215,7 @@ def _weakest_within(key: Tensor, count: int, sides: list[_Side]) -> Tensor:
             chosen = free.index_select(0, some).int()
         losses = [counted(side.nodes[chosen.long()], len(side.spare)) for side in sides]
         short = [loss > side.spare for loss, side in zip(losses, sides, strict=True)]
-        if not bool(torch.cat(short).any()):
+        if not short or not bool(torch.cat(short).any()):
             return chosen
         # A node that would fall short keeps its strongest, so it falls short only once.
         stays = torch.zeros(len(key), dtype=torch.bool, device=key.device)

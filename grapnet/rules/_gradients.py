@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from grapnet._torch import current_graph_task_id
 from grapnet.core._errors import GrapNetError
@@ -21,7 +22,7 @@ from grapnet.core._index_map import (
     on_host,
 )
 from grapnet.core._opened import watch
-from grapnet.core._transition import Topology
+from grapnet.core._transition import Topology, block_sizes
 from grapnet.execution import _native
 from grapnet.execution._plan import in_transform
 from grapnet.spaces._adopted import Adopted
@@ -292,6 +293,13 @@ class GradientRecorder(BackwardRecorder[OuterProducts]):
         n_lower = max(1, absent.gradients.shape[1])
         return cells // n_lower, cells % n_lower, sizes
 
+    def of_tiles(self, tile: int) -> Tensor:
+        """Returns the root mean square of the gradients of every tile, [blocks of upper nodes,
+        blocks of lower nodes].
+        """
+        with plainly(self.net.device):
+            return _of_tiles(self._here(), tile)
+
     def _here(self) -> OuterProducts:
         """Returns the evidence where the net is."""
         return self._seen().to(self.net.device)
@@ -438,6 +446,16 @@ class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
         children = net.layers[weight.target].uid[cells % norms.shape[1]]
         return parents, children, sizes
 
+    def of_tiles(self, tile: int) -> Tensor:
+        """Returns the root mean square of the gradients of every tile, as
+        `GradientRecorder.of_tiles` does.
+        """
+        net = self.net
+        weight: Any = net.transitions[self.transition]
+        with plainly(net.device):
+            norms = weight.norms(self.gradient()).to(net.device)
+            return _of_tiles(Rectangle(norms), tile)
+
     def _watch(self, net: Any) -> list[Callable[[], None]]:
         parameter = net.transitions[self.transition].grid.parameter
         taps = _Taps(self)
@@ -567,6 +585,23 @@ class Absent:
                     upper = upper.index_select(0, inside)
                 sizes.view(-1).index_fill_(0, (child.long() - start) * n_upper + upper, PRESENT)
             yield rows, sizes
+
+
+def _of_tiles(gradients: OuterProducts | Rectangle, tile: int) -> Tensor:
+    """Returns the root mean square of every tile of a rectangle, some blocks of upper nodes at a
+    time.
+    """
+    n_upper, n_lower = gradients.shape
+    upper = block_sizes(n_upper, tile)
+    lower = block_sizes(n_lower, tile)
+    found = [gradients.parents(slice(0, 0)).new_zeros(0, len(lower))]
+    step = max(1, CELLS // max(1, n_lower * tile)) * tile
+    for start in range(0, n_upper, step):
+        squares = gradients.parents(slice(start, min(start + step, n_upper))).square_()
+        squares = pad(squares, (0, -n_lower % tile, 0, -len(squares) % tile))
+        found.append(squares.view(-1, tile, len(lower), tile).sum((1, 3)))
+    areas = (upper[:, None] * lower).to(found[0].device)
+    return (torch.cat(found) / areas).sqrt_()
 
 
 def _largest(

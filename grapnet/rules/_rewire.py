@@ -14,7 +14,7 @@ from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import contains, counted, moved, on_host, require_ranks
 from grapnet.core._sets import RelationSet
-from grapnet.core._transition import Topology
+from grapnet.core._transition import Topology, require_tile
 from grapnet.spaces._adopted import Adopted
 
 from ._budget import Budget, largest_of_each, positions_in, weakest_within
@@ -31,6 +31,7 @@ from ._rule import (
     seen_evidence,
     taken_pairs,
 )
+from ._tiles import TileGrid, weakest_tiles
 
 Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
 
@@ -57,6 +58,11 @@ class Rewire:
             child, which keeps its number of parents.
         weights: the initial weights of grown relations, "zero" or "linear".
         window: the number of steps over which gradients are averaged.
+        tile: drops and grows whole tiles of so many nodes a side, 16, 32, 64 or 128, by the root
+            mean square of their weights and of their gradients; the relations have to come in such
+            tiles, as in `GrapNet(…, density=, tile=)`. A dropped tile is replaced by one with as
+            many relations: one at the border of a layer by another one there. A tile with a frozen
+            relation is not dropped. Not with `fan_in="constant"`.
 
     Examples:
         >>> import grapnet as gn
@@ -74,6 +80,7 @@ class Rewire:
     fan_in: Literal["free", "constant"] = "free"
     weights: Literal["zero", "linear"] = "zero"
     window: int = 1
+    tile: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transitions", as_transitions(self.transitions))
@@ -85,6 +92,9 @@ class Rewire:
             raise EditError(f'grow is "random" or "gradient", got {self.grow!r}')
         if self.fan_in not in ("free", "constant"):
             raise EditError(f'fan_in is "free" or "constant", got {self.fan_in!r}')
+        require_tile(self.tile, EditError)
+        if self.tile is not None and self.fan_in == "constant":
+            raise EditError('with tile=, fan_in is "free"')
 
     def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns one recorder of gradients a transition, none for random growth."""
@@ -105,6 +115,9 @@ class Rewire:
     def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts and as many connections."""
         fraction = self.fraction_at(context.step)
+        if self.tile is not None:
+            self._rewire_tiles(net, edit, context, fraction, self.tile)
+            return
         taken = {t: taken_pairs(net, edit, t) for t in self._numbers(net)}
         candidates = {t: self._candidates(net, edit, t, fraction, taken[t]) for t in taken}
         shares = _shared_out([count for _, count in candidates.values()], context.budget.edits)
@@ -112,13 +125,82 @@ class Rewire:
         for (t, (relations, _)), count in zip(candidates.items(), shares, strict=True):
             if count == 0:
                 continue
-            within = context.budget
-            # An output keeps its last parent; with a constant fan-in it gets another one.
-            leads_to_outputs = net._is_output(net.transitions[t].target)
-            if leads_to_outputs and self.fan_in != "constant":
-                within = within.tightened(Budget(parents=1))
-            dropped = weakest_within(net, relations, count, _beside(earlier, within))
+            within = _beside(earlier, self._budget(net, context, t))
+            dropped = weakest_within(net, relations, count, within)
             self._rewire(net, edit, context, t, dropped, taken[t])
+
+    def _budget(self, net: Graph, context: RuleContext, t: int) -> Budget:
+        """Returns the limits of what is dropped in transition t."""
+        # An output keeps its last parent; with a constant fan-in it gets another one.
+        if net._is_output(net.transitions[t].target) and self.fan_in != "constant":
+            return context.budget.tightened(Budget(parents=1))
+        return context.budget
+
+    def _rewire_tiles(
+        self, net: Graph, edit: Edit, context: RuleContext, fraction: float, tile: int
+    ) -> None:
+        """Cuts the weakest tiles of every transition and connects as many absent ones."""
+        earlier = edit.cuts
+        touched = earlier | leaving_relations(edit)
+        grids = []
+        free = []
+        counts = []
+        for t in self._numbers(net):
+            grid = TileGrid.of(net, t, tile)
+            if not grid.is_whole:
+                raise EditError(
+                    f"the relations of transition {t} do not come in tiles of {tile}. Start with"
+                    f" GrapNet(…, density=, tile={tile}), or cut tiles first:"
+                    f" PruneWeakest(…, tile={tile})"
+                )
+            grids.append(grid)
+            spared = grid.is_frozen | grid.has(positions_in(touched, t, net.device))
+            free.append(grid.is_present & ~spared)
+            counts.append(round(fraction * int(free[-1].sum())))
+        # No tile has more relations than a full one.
+        most = None if context.budget.edits is None else context.budget.edits // tile**2
+        shares = _shared_out(counts, most)
+        for grid, candidates, count in zip(grids, free, shares, strict=True):
+            taken = taken_pairs(net, edit, grid.transition)
+            absent = ~grid.is_present & ~grid.has_pairs(taken)
+            within = _beside(earlier, self._budget(net, context, grid.transition))
+            dropped = _weakest_replaceable(grid, candidates, absent, count, within)
+            if len(dropped):
+                self._replace_tiles(net, edit, context, grid, dropped, absent)
+
+    def _replace_tiles(
+        self,
+        net: Graph,
+        edit: Edit,
+        context: RuleContext,
+        grid: TileGrid,
+        dropped: Tensor,
+        absent: Tensor,
+    ) -> None:
+        """Cuts tiles, given by number, and connects absent ones with as many relations."""
+        t = grid.transition
+        details = {"largest_dropped_weight": float(grid.strengths[dropped].max())}
+        if self.grow == "random":
+            draw = torch.rand(len(absent), generator=edit.generator, device=_source(edit.generator))
+            scores = draw.to(absent.device)
+        else:
+            recorder = seen_evidence(context, _evidence(t), 'Rewire(grow="gradient")')
+            scores = recorder.of_tiles(grid.tile).view(-1)
+        grown = _largest_absent(grid, scores, absent, dropped)
+        if self.grow == "gradient":
+            details["smallest_grown_gradient"] = float(scores[grown].min())
+        relations = RelationSet(net, {t: grid.relations(dropped)})
+        edit.cut(relations)
+        parents, children = grid.pairs(grown)
+        assert len(parents) == len(relations), "a tile is replaced by one of its area"
+        edit.connect(parents, children, pairs="aligned", weights=self.weights, transition=t)
+        edit.remark(
+            f"rewires tiles by {self.grow} growth",
+            transition=t,
+            relations=len(relations),
+            tiles=len(dropped),
+            **details,
+        )
 
     def _rewire(
         self,
@@ -198,18 +280,20 @@ def rigl(
     stop: float = 0.75,
     transitions: Transitions | None = None,
     fan_in: Literal["free", "constant"] = "free",
+    tile: int | None = None,
 ) -> Scheduled:
     """Returns RigL (Evci et al. 2020) for a training of `steps` steps: `manager.add(rigl(1000))`.
 
     It rewires every `every` steps, up to the share `stop` of the training, at which `fraction`
-    reaches 0 along a cosine. With `fan_in="constant"` it is SRigL.
+    reaches 0 along a cosine. With `fan_in="constant"` it is SRigL; with `tile` it moves whole
+    tiles.
 
     Examples:
         >>> rigl(steps=1000).schedule
         Every(steps=100, start=100, until=750)
     """
     end = max(1, int(stop * steps))
-    rule = Rewire(transitions, fraction, "gradient", decay_until=end, fan_in=fan_in)
+    rule = Rewire(transitions, fraction, "gradient", decay_until=end, fan_in=fan_in, tile=tile)
     return Scheduled(rule, Every(every, start=every, until=end))
 
 
@@ -220,18 +304,55 @@ def set_rewiring(
     fraction: float = 0.3,
     stop: float = 1.0,
     transitions: Transitions | None = None,
+    tile: int | None = None,
 ) -> Scheduled:
     """Returns SET (Mocanu et al. 2018) for a training of `steps` steps.
 
     It rewires the share `fraction` of the relations every `every` steps, up to the share `stop` of
-    the training.
+    the training; with `tile`, whole tiles.
 
     Examples:
         >>> set_rewiring(steps=1000).schedule
         Every(steps=100, start=100, until=1000)
     """
     schedule = Every(every, start=every, until=int(stop * steps))
-    return Scheduled(Rewire(transitions, fraction), schedule)
+    return Scheduled(Rewire(transitions, fraction, tile=tile), schedule)
+
+
+def _weakest_replaceable(
+    grid: TileGrid, free: Tensor, absent: Tensor, count: int, budget: Budget
+) -> Tensor:
+    """Returns the numbers of the weakest free tiles, at most `count`, that can be cut within a
+    budget and replaced by absent ones with as many relations.
+    """
+    order = grid.strengths.masked_fill(~free, torch.inf).argsort(stable=True)
+    relations = int(grid.counts[order[:count]].sum())
+    (dropped,) = weakest_tiles([grid], grid.strengths, free, relations, budget)
+    for area in grid.areas.unique().tolist():
+        of_area = dropped[grid.areas[dropped] == area]
+        room = int((absent & (grid.areas == area)).sum())
+        if len(of_area) > room:
+            strongest = of_area[grid.strengths[of_area].argsort()[room:]]
+            dropped = dropped[~torch.isin(dropped, strongest)]
+    return dropped
+
+
+def _largest_absent(grid: TileGrid, scores: Tensor, absent: Tensor, dropped: Tensor) -> Tensor:
+    """Returns the numbers of the absent tiles with the largest scores, as many of every area as
+    are dropped.
+    """
+    grown = []
+    for area in grid.areas[dropped].unique().tolist():
+        count = int((grid.areas[dropped] == area).sum())
+        there = (absent & (grid.areas == area)).nonzero().view(-1)
+        best = scores[there].argsort(descending=True, stable=True)[:count]
+        grown.append(there[best])
+    return torch.cat(grown)
+
+
+def _source(generator: torch.Generator | None) -> torch.device:
+    """Returns the device that random numbers are drawn on."""
+    return torch.device("cpu") if generator is None else generator.device
 
 
 def _evidence(t: int) -> str:
@@ -383,7 +504,7 @@ def _distinct(
     starts = sizes.cumsum() - sizes
     spared = 2 * quotas > sizes  # quicker to draw what is left out
     wanted = np.where(spared, sizes - quotas, quotas)
-    source = torch.device("cpu") if generator is None else generator.device
+    source = _source(generator)
     drawn = np.empty(0, dtype=np.int64)
     missing = wanted
     while missing.any():  # draw with repetition, keep the distinct ones, top up

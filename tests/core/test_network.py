@@ -106,6 +106,39 @@ def test_density_counts_exactly_and_erk_spends_the_same() -> None:
     assert net.transitions[0].density == 0.1
 
 
+def test_a_wiring_in_tiles_comes_near_to_the_density_and_reaches_every_node() -> None:
+    for sizes in ([64, 96, 32], [70, 100, 10], [784, 130]):
+        for density in (0.3, 0.5, 0.9):
+            net = gn.GrapNet(sizes, density=density, tile=16)
+            gn.check(net)
+            for t, (a, b) in enumerate(pairwise(sizes)):
+                found = net.execution.tiles(t)
+                assert found is not None
+                assert found.size >= 16
+                assert abs(net.transitions[t].size - density * a * b) <= 128
+                # as many tiles as the longer side has blocks reach both layers
+                if density * a * b >= 256 * max(found.present.shape):
+                    assert net.transitions[t].topology.fan_in().min() > 0
+                    assert net.transitions[t].topology.degrees.min() > 0
+    assert gn.GrapNet([64, 64], density=0.0, tile=16).count().relations == 0
+    assert gn.GrapNet([64, 64], density=0.001, tile=16).count().relations == 256
+    assert gn.GrapNet([64, 64], tile=16).transitions[0].topology.is_full
+    assert gn.GrapNet([64, 0, 64], density=0.5, tile=16).count().relations == 0
+
+
+def test_tiles_are_drawn_by_the_generator_and_have_a_size_that_is_known() -> None:
+    first, again, other = (
+        gn.GrapNet([70, 100], density=0.3, tile=16, generator=torch.Generator().manual_seed(seed))
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first.transitions[0].child, again.transitions[0].child)
+    assert torch.equal(first.transitions[0].weight, again.transitions[0].weight)
+    assert not torch.equal(first.transitions[0].child, other.transitions[0].child)
+    for tile in (0, 8, 48, 256, 16.0, "16"):
+        with pytest.raises(ValueError, match=re.escape(repr(tile))):
+            gn.GrapNet([70, 100], density=0.3, tile=tile)
+
+
 def test_random_wirings_are_uniform_over_cells() -> None:
     hits = torch.zeros(6, 5)
     for seed in range(300):

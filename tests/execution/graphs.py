@@ -15,7 +15,8 @@ from grapnet.execution._manager import BACKENDS
 
 DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 POLICIES = sorted(name for name, kind in BACKENDS.items() if hasattr(kind, "not_a_sum"))
-SUMS = sorted(set(BACKENDS) - set(POLICIES))
+# those that run every wiring; test_tiles.py has the contract of the other one
+SUMS = sorted(set(BACKENDS) - set(POLICIES) - {"tiles"})
 BACKEND_NAMES = [*sorted(set(SUMS) - {"reference"}), "auto"]
 
 Wires = list[list[int]]  # the children of every parent, in the order of its slots
@@ -72,6 +73,21 @@ def random_wires(n_parents: int, n_children: int, density: float, seed: int = 0)
     wires: Wires = [[] for _ in range(n_parents)]
     for cell in cells:
         wires[cell // n_children].append(cell % n_children)
+    return wires
+
+
+def tiles(n_parents: int, n_children: int, tile: int, density: float, seed: int = 0) -> Wires:
+    """Returns blocks of nodes that are connected fully or not at all, those of the children in any
+    order.
+    """
+    chance = Random(seed)
+    blocks = [list(range(n_children))[first : first + tile] for first in range(0, n_children, tile)]
+    wires: Wires = []
+    for first in range(0, n_parents, tile):
+        count = round(density * len(blocks) + chance.random() - 0.5)
+        chosen = chance.sample(blocks, count)
+        children = [child for block in chosen for child in block]
+        wires += [list(children) for _ in range(min(tile, n_parents - first))]
     return wires
 
 
@@ -138,6 +154,7 @@ SHAPES: dict[str, Shape] = {
     "random 1 %": Shape(
         [200, 300, 20], [random_wires(200, 300, 0.01), random_wires(300, 20, 0.05)]
     ),
+    "tiles": Shape([40, 70, 20], [tiles(40, 70, 16, 0.5), tiles(70, 20, 16, 0.5)]),
     "mixed activations": Shape(
         [7, 9, 4],
         [random_wires(7, 9, 0.6), random_wires(9, 4, 0.8)],

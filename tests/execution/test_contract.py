@@ -62,8 +62,8 @@ def test_every_backend_is_there_and_runs_on_this_cpu() -> None:
     """A machine that tests has the compiled extension: a backend without it is a failure, not a
     skip.
     """
-    assert set(BACKENDS) >= {"reference", "dense", "family", "sparse"}
-    topology = SHAPES["ragged"].build().transitions[0].topology
+    assert set(BACKENDS) >= {"reference", "dense", "family", "sparse", "tiles"}
+    topology = SHAPES["tiles"].build().transitions[0].topology
     refusals = {
         (n, d): BACKENDS[n]().refusals(topology, DTYPES[d]) for n in BACKENDS for d in DTYPES
     }

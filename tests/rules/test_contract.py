@@ -27,6 +27,7 @@ RULES: dict[str, Callable[[], Any]] = {
     "PruneWeakest gradually": lambda: rules.PruneWeakest(
         sparsity=rules.GradualSchedule(0.9, begin=0, end=10)
     ),
+    "PruneWeakest tiles": lambda: rules.PruneWeakest(0.3, tile=16),
     "PruneNodes": lambda: rules.PruneNodes(0.3),
     "PruneNodes by parameters": lambda: rules.PruneNodes(parameters=0.8, scope="model"),
     "PruneNodes by macs": lambda: rules.PruneNodes(macs=0.7, multiple=2),
@@ -35,6 +36,8 @@ RULES: dict[str, Callable[[], Any]] = {
     "Rewire SET": lambda: rules.Rewire(grow="random"),
     "Rewire RigL": lambda: rules.Rewire(grow="gradient", decay_until=100),
     "Rewire SRigL": lambda: rules.Rewire(grow="gradient", decay_until=100, fan_in="constant"),
+    "Rewire SET of tiles": lambda: rules.Rewire(tile=16),
+    "Rewire RigL of tiles": lambda: rules.Rewire(grow="gradient", decay_until=100, tile=16),
     "SplitIntoFamilies": lambda: rules.SplitIntoFamilies(0, families=2),
 }
 
@@ -198,7 +201,7 @@ def test_every_rule_is_here() -> None:
 
 @pytest.mark.parametrize("rule", [name for name, make in RULES.items() if recording(make())])
 def test_a_rule_without_its_evidence_is_refused(rule: str) -> None:
-    net = SHAPES["random 1 %"].build(torch.float64)
+    net = SHAPES["tiles"].build(torch.float64)
     made = RULES[rule]()
     for evidence in ({}, made.recorders(net)):
         with pytest.raises(gn.EditError, match="evidence"), net.edit() as edit:
@@ -224,6 +227,9 @@ def test_a_rule_without_its_evidence_is_refused(rule: str) -> None:
         (rules.PruneWeakest, {"sparsity": -0.5}),
         (rules.PruneWeakest, {"fraction": 0.5, "scope": "layer"}),
         (rules.PruneWeakest, {"fraction": 0.5, "score": "l1"}),
+        (rules.PruneWeakest, {"fraction": 0.5, "tile": 48}),
+        (rules.PruneWeakest, {"fraction": 0.5, "tile": 16.0}),
+        (rules.PruneWeakest, {"fraction": 0.5, "tile": 16, "scope": "node"}),
         (rules.GradualSchedule, {"final": 0.5, "begin": 0, "end": 9, "initial": 0.6}),
         (rules.GradualSchedule, {"final": 1.5, "begin": 0, "end": 9}),
         (rules.GradualSchedule, {"final": 0.5, "begin": 9, "end": 9}),
@@ -242,6 +248,8 @@ def test_a_rule_without_its_evidence_is_refused(rule: str) -> None:
         (rules.Rewire, {"grow": "magic"}),
         (rules.Rewire, {"fan_in": 3}),
         (rules.Rewire, {"decay_until": 0}),
+        (rules.Rewire, {"tile": 8}),
+        (rules.Rewire, {"tile": 16, "fan_in": "constant"}),
         (rules.SplitIntoFamilies, {"transitions": 0, "families": 0}),
     ],
 )
