@@ -229,6 +229,11 @@ def test_the_table_of_edits_is_the_committed_measurement():
     assert missed(result) == []
 
 
+def test_the_table_of_edits_on_cuda_is_the_committed_measurement():
+    result = json.loads((ROOT / "benchmarks/results/edits-cuda.json").read_text())
+    assert markdown(result) in (ROOT / "docs/performance.md").read_text()
+
+
 @pytest.mark.parametrize("name", ["soak", "soak-spaces"])
 def test_the_last_soak_ran_enough_programs_without_failure(name):
     report = json.loads((ROOT / f"results/{name}.json").read_text())

@@ -108,15 +108,21 @@ class Opened:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor.
 
-        It is that of a tensor without numbers, and not of the pattern, whose integers would be
+        A trace reads it from a tensor without numbers: the integers of the pattern would be
         constants of compiled code.
         """
-        if "shape" not in self._scratch:
+        if not torch.compiler.is_compiling():
+            return self.pattern.shape
+        return self._sizes().shape[:-1]
+
+    def _sizes(self) -> Tensor:
+        """Returns a tensor without numbers that has the shape and a dimension of size 0."""
+        if "sizes" not in self._scratch:
             sizes = torch.empty(*self.pattern.shape, 0, device="cpu")
-            # The first two are nodes, the others those of a kernel.
+            # The first two are those of nodes, the others those of a kernel.
             let_sizes_vary(sizes, dims=2)
-            self._scratch["shape"] = sizes
-        return self._scratch["shape"].shape[:-1]
+            self._scratch["sizes"] = sizes
+        return self._scratch["sizes"]
 
     def prepare(self, content: Tensor, modules: Iterable[nn.Module]) -> None:
         """Computes what forward passes keep, so that no compiled one traces it.
@@ -128,7 +134,7 @@ class Opened:
         let_sizes_vary(self.pattern.kinds)
         let_sizes_vary(self.free_at(content.device))
         let_sizes_vary(self.frozen_values, dims=1)
-        assert self.shape == self.pattern.shape
+        self._sizes()
         self._without_free(content)
         self.numbers(content)
         for tensor in self._scratch.values():

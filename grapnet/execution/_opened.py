@@ -206,18 +206,17 @@ def _written_on_device(opened: Opened, content: Tensor) -> Tensor | None:
     """Returns the whole tensor, written by the kernel of the dense backend on a GPU; None where
     torch has to do it.
     """
-    # not that of the pattern, whose integers would be constants of compiled code
-    shape = opened.shape
-    cells = math.prod(shape)
-    layout = None
     if torch.compiler.is_compiling() or _is_captured(content):
         # made with the commit: neither a trace nor a CUDA graph can
         layout = opened.plans.get(("layout", content.device))
-    elif cells >= _LARGE_ON_DEVICE:
+    elif math.prod(opened.pattern.shape) >= _LARGE_ON_DEVICE:
         layout = _layout_of(opened, content.device)
+    else:
+        return None
     if layout is None or is_exporting():
         return None
-    return layout.rectangle(content.view(-1), 1, cells, content.dtype).view(shape)
+    shape = opened.shape
+    return layout.rectangle(content.view(-1), 1, math.prod(shape), content.dtype).view(shape)
 
 
 def _is_captured(content: Tensor) -> bool:
