@@ -28,6 +28,7 @@ on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA devi
 @pytest.fixture(autouse=True)
 def _on_every_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dense, "KEPT_ON", {"cpu", "cuda"})
+    monkeypatch.setattr(_live, "SMALL", 0)  # the kernels write all matrices
     torch.manual_seed(0)
 
 
@@ -89,6 +90,25 @@ def test_a_pass_without_gradients_writes_only_after_a_change(
     require_current(net)
     assert len(writes) == 4
     assert len({written.data_ptr() for written in writes}) == 1
+
+
+@devices
+def test_plain_operations_write_a_small_matrix_and_keep_none(
+    device: str, writes: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = half_net(device)
+    x = inputs(net, 4)
+    net(x).sum().backward()
+    by_kernel = net.transitions[0].weight.grad
+    assert (len(writes), net.execution.describe()[0]["kept_bytes"] > 0) == (1, True)
+    net = half_net(device)
+    monkeypatch.setattr(_live, "SMALL", 9 * 40)
+    net(x).sum().backward()
+    torch.testing.assert_close(net.transitions[0].weight.grad, by_kernel)
+    require_current(net)
+    net.transitions[0].weight.data.mul_(2)  # nothing that is kept could be out of date
+    require_current(net)
+    assert (len(writes), net.execution.describe()[0]["kept_bytes"]) == (1, 0)
 
 
 @devices
