@@ -50,18 +50,18 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
 class OnlySparseIsSkipped:
     """Fails a run in which a test is skipped for another reason than the missing kernels.
 
-    Torch-Pruning, which some tests compare with, is not installed by default.
+    Torch-Pruning, which some tests compare with, is not installed by default; others need a GPU.
     """
 
     def __init__(self) -> None:
         self.others: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Notes a skip that names neither the sparse backend nor Torch-Pruning."""
+        """Notes a skip that names none of these."""
         if not report.skipped or hasattr(report, "wasxfail"):
             return
         reason = str(report.longrepr)
-        if "sparse" not in reason and "Torch-Pruning" not in reason:
+        if not any(name in reason for name in ("sparse", "Torch-Pruning", "CUDA")):
             self.others.append(report.nodeid)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:

@@ -144,7 +144,7 @@ class Why(NamedTuple):
         said = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ascending)
         if said:
             return f"times expected at batch {batch}, dense being 1: {said}"
-        return "it has no relations"
+        return "no other backend was measured that can run it"
 
 
 _NAMES = {

@@ -174,6 +174,7 @@ def test_a_full_net_has_one_line_whatever_the_precision() -> None:
     assert len(net.execution.plans.lines) == 1
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize("device", DEVICES)
 def test_tune_measures_this_net_and_keeps_the_answer(folder: Path, device: str) -> None:
     net = gn.GrapNet([64, 48, 4], density=0.3, device=device)
@@ -236,6 +237,7 @@ def test_a_net_runs_what_was_tuned_at_the_next_call(monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(net(x), expected)
 
 
+@pytest.mark.sparse
 @pytest.mark.parametrize(
     "damage",
     [
@@ -277,6 +279,7 @@ def test_other_versions_have_files_of_their_own(
     assert len(list(folder.iterdir())) == 2
 
 
+@pytest.mark.sparse
 def test_measurements_that_cannot_be_written_hold_in_the_process(folder: Path) -> None:
     folder.write_text("a file, not a folder")
     net = gn.GrapNet([64, 48], density=0.3)

@@ -22,7 +22,7 @@ from grapnet.rules import ActivationRecorder, Every, GradientRecorder, PruneWeak
 from tests.following.captured import FEATURES, Grafted, Twins, batch, plain_model, small_net
 
 if not torch.cuda.is_available():
-    pytest.skip("needs a GPU", allow_module_level=True)
+    pytest.skip("needs CUDA", allow_module_level=True)
 
 DEVICE = "cuda"
 # Kernels that add with atomic operations round differently every time.
