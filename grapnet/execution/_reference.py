@@ -80,15 +80,19 @@ def require_wiring(topology: Topology) -> None:
     """Raises PlanError if the lists of a topology are damaged or a child does not exist."""
     if _operators.is_watched(topology.ptr, topology.child):
         return
+    ptr = topology.ptr
+    child = topology.child
+    if len(ptr) == 0:
+        raise PlanError(_native.DAMAGED)
     # A transform of torch.func hides the numbers of every tensor.
     with temporarily_clear_interpreter_stack():
-        ptr = topology.ptr.cpu().numpy()
-    ends = ptr[:1].tolist() + ptr[-1:].tolist()
-    if ends != [0, topology.n_relations] or not bool((ptr[1:] >= ptr[:-1]).all()):
-        raise PlanError(_native.DAMAGED)
-    if topology.n_relations:
-        least, most = topology.child.aminmax()
-        if int(least) < 0 or int(most) >= topology.n_children:
+        is_damaged = (ptr[0] != 0) | (ptr[-1] != topology.n_relations)
+        is_damaged |= (ptr[1:] < ptr[:-1]).any()
+        if topology.n_relations:
+            least, most = child.aminmax()
+            is_damaged |= (least < 0) | (most >= topology.n_children)
+        # the only number that the host waits for
+        if bool(is_damaged):
             raise PlanError(_native.DAMAGED)
 
 
