@@ -24,8 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Chooses the variant of the compiled kernels, in every process that runs tests, and hides what
-    was tuned on this machine.
+    was tuned on this machine, or compiled by torch for other instructions than it may use now.
     """
+    if limit := os.environ.get("ATEN_CPU_CAPABILITY"):
+        # Code of inductor that was compiled without this limit gives NaN with it, and crashes.
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{tempfile.gettempdir()}/torchinductor_{limit}"
     folder = tempfile.TemporaryDirectory(prefix="grapnet-cache-")
     os.environ["GRAPNET_CACHE"] = folder.name
     config.add_cleanup(folder.cleanup)
