@@ -1,6 +1,5 @@
 """How fast captured training steps are: nets against dense layers, each step as one CUDA graph."""
 
-import platform
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import grapnet as gn
 
 from .contenders import Step, Work, grown_head, linear, training_step
-from .timing import times_faster
+from .timing import times_faster, versions
 
 CUTS = (0.5, 0.9)
 # parents, children, batch -> for each cut: the bar and the goal
@@ -63,11 +62,7 @@ def measure(*, fast: bool, only: str = "") -> dict[str, Any]:
             "fast": fast,
             "only": only,
         },
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": rows,
     }
 

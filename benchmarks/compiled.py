@@ -3,7 +3,6 @@ beside its compiled original, and how often edits compile it again.
 """
 
 import copy
-import platform
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import grapnet as gn
 from grapnet.spaces import dynamic_sizes
 
-from .timing import times_faster
+from .timing import times_faster, versions
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
     return {
         "benchmark": "compiled",
         "settings": {"device": device, **asdict(settings), "edits": EDITS},
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": rows,
     }
 

@@ -2,7 +2,6 @@
 what a commit costs there.
 """
 
-import platform
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,7 +14,7 @@ import grapnet as gn
 from grapnet import rules
 
 from .huge import measure_huge
-from .timing import Timed, interleaved
+from .timing import Timed, interleaved, versions
 
 BATCH = 256
 OUTPUTS = 16
@@ -91,11 +90,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "grapnet": gn.__version__,
-    }
+    return versions()
 
 
 def missed(result: dict[str, Any]) -> list[str]:

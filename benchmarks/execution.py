@@ -4,7 +4,6 @@ results.
 
 import copy
 import os
-import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -30,7 +29,7 @@ from .contenders import (
     training_step,
     transition_step,
 )
-from .timing import threads, times_faster
+from .timing import threads, times_faster, versions
 
 # density: faster than dense with input gradient, the goal, and the bar without input gradient
 SPARSE_BARS = {
@@ -78,11 +77,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
             "fast": fast,
             "omp_wait_policy": os.environ["OMP_WAIT_POLICY"],
         },
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": [asdict(row) for row in rows],
     }
 

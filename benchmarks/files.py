@@ -1,7 +1,6 @@
 """How large files are beside the nets in them, and what a long history costs."""
 
 import os
-import platform
 import tempfile
 import time
 import tracemalloc
@@ -11,6 +10,8 @@ from typing import Any
 import torch
 
 import grapnet as gn
+
+from .timing import versions
 
 SIZES = [784, 1024, 1024, 10]
 REWIRINGS = 60
@@ -51,11 +52,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
     return {
         "benchmark": "files",
         "settings": {"sizes": sizes, "rewirings": rewirings, "commits": list(commits)},
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": rows,
     }
 

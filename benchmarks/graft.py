@@ -4,7 +4,6 @@ it is cut.
 
 import copy
 import importlib.util
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import grapnet as gn
 
-from .timing import threads, times_faster
+from .timing import threads, times_faster, versions
 
 WIDTH = 768
 HIDDEN = 3072
@@ -61,11 +60,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
     return {
         "benchmark": "graft",
         "settings": settings,
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": rows,
     }
 

@@ -5,7 +5,6 @@ Torch-Pruning is measured where it is installed: `pip install --no-deps torch-pr
 
 import copy
 import importlib.util
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import grapnet as gn
 
-from .timing import Timed, finish, interleaved, threads, times_faster
+from .timing import Timed, finish, interleaved, threads, times_faster, versions
 
 BATCH = 32
 TOKENS = 512
@@ -85,11 +84,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
     return {
         "benchmark": "models",
         "settings": {"device": device, "batch": BATCH, "width": width, "threads": 1},
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": rows,
     }
 

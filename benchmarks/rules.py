@@ -2,7 +2,6 @@
 the optimizer.
 """
 
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import grapnet as gn
 from grapnet import rules
 
 from .contenders import training_step
-from .timing import Timed, interleaved
+from .timing import Timed, interleaved, versions
 
 BATCH = 256
 SIZES = (1024, 4096, 1024)
@@ -91,11 +90,7 @@ def measure(*, fast: bool) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "optimizer": "Adam",
         },
-        "versions": {
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "grapnet": gn.__version__,
-        },
+        "versions": versions(),
         "rows": rows,
         "optimizer_bytes": _optimizer_bytes(sizes),
     }

@@ -1,5 +1,6 @@
 """Timing several things in turn, so that a noisy machine disturbs all of them alike."""
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+
+import grapnet as gn
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,15 @@ def times_faster(
     return {
         name: statistics.median(b * counts[name] / t for b, t in zip(base, times, strict=True))
         for name, times in rounds.items()
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns what a result was measured with."""
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "grapnet": gn.__version__,
     }
 
 
