@@ -110,7 +110,8 @@ def test_describe_says_what_runs_and_why(net: gn.GrapNet, batch: int, training: 
     assert (rows[1]["runs"], rows[1]["why"]) == ("family", "chosen")
     for row in (rows[0], rows[2]):
         assert row["runs"] in set(BACKENDS)
-        assert row["why"]
+        # the last without kernels, where nothing else was measured
+        assert any(word in row["why"] for word in ("cpu", row["runs"], "no other backend"))
     # sparse where its kernels are missing
     assert all(row["refused"].keys() <= {"sparse", "tiles"} for row in rows)
 
