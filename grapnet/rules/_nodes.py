@@ -217,13 +217,15 @@ class PruneNodes:
                     ' scope="space"'
                 )
             return np.zeros(int(free.sum()))
+        if not free.any():
+            return np.empty(0)
         candidates: Any = layer
         if not free.all():
             candidates = layer[torch.from_numpy(free)]
         scores = scored(criterion, net, candidates, evidence).double()
         require_ranks(scores)
         how = self.compare or getattr(criterion, "comparison", "score")
-        if len(scores) and how == "mean":
+        if how == "mean":
             scores = by_mean(scores)
         elif how == "lamp":
             scores = layer_adaptive(scores)
