@@ -15,6 +15,8 @@ each with an input of its own.
 the same weights.
 """
 
+import copy
+import functools
 import hashlib
 import json
 import math
@@ -56,7 +58,7 @@ class Training:
     heads: int = 6  # of each layer
     length: int = 128  # of a sequence, in bytes
     batch: int = 8
-    steps: int = 1200
+    steps: int = 600
     warm_up: int = 100  # steps
     cool_down: int = 200  # steps at the end, in which the rate falls to 0
     lr: float = 1e-3  # between them
@@ -302,15 +304,22 @@ def stages(settings: Settings) -> list[list[str]]:
     return [["dense"], parts]
 
 
+@functools.cache
+def _prepared(training: Training, keeps: bool) -> tuple[Any, dict[str, Tensor], dict[str, Any]]:
+    """Returns the trained model, the texts, and a description of them, once a process."""
+    texts, about = load(training.most_bytes)
+    folder = None
+    if keeps:
+        folder = TRAINED
+    return trained(training, texts["train"], folder), texts, about
+
+
 def one_part(settings: Settings, seed: int, part: str, found: dict[str, Any]) -> dict[str, Any]:
     """Returns the perplexity of the trained model, or of one that a method has pruned."""
-    texts, about = load(settings.training.most_bytes)
+    model, texts, about = _prepared(settings.training, settings.keeps)
+    model = copy.deepcopy(model)
     text = texts[settings.reads]
     length = settings.training.length
-    folder = None
-    if settings.keeps:
-        folder = TRAINED
-    model = trained(settings.training, texts["train"], folder)
     if part == "dense":
         return {
             "data": about,
