@@ -20,7 +20,14 @@ from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
-from ._node_criteria import MeanActivation, NodeNorm, NodeTaylor, RandomNodes, Redundancy
+from ._node_criteria import (
+    ColumnSubset,
+    MeanActivation,
+    NodeNorm,
+    NodeTaylor,
+    RandomNodes,
+    Redundancy,
+)
 from ._nodes import PruneNodes
 from ._orphans import RemoveOrphans
 from ._preview import Preview
@@ -71,6 +78,7 @@ __all__ = [  # noqa: RUF022
     "NodeNorm",
     "MeanActivation",
     "NodeTaylor",
+    "ColumnSubset",
     "Redundancy",
     "RandomNodes",
     "Scored",
