@@ -18,10 +18,19 @@ from ._criteria import (
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
+from ._gram import GramRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
-from ._node_criteria import MeanActivation, NodeNorm, NodeTaylor, RandomNodes, Redundancy
+from ._node_criteria import (
+    ColumnSubset,
+    MeanActivation,
+    NodeNorm,
+    NodeTaylor,
+    RandomNodes,
+    Redundancy,
+)
 from ._nodes import PruneNodes
+from ._obs import OBS
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
@@ -66,11 +75,13 @@ __all__ = [  # noqa: RUF022
     "Wanda",
     "Taylor",
     "Fisher",
+    "OBS",
     "Correlation",
     "Random",
     "NodeNorm",
     "MeanActivation",
     "NodeTaylor",
+    "ColumnSubset",
     "Redundancy",
     "RandomNodes",
     "Scored",
@@ -94,6 +105,7 @@ __all__ = [  # noqa: RUF022
     "FisherRecorder",
     "TensorFisherRecorder",
     "SaliencyRecorder",
+    "GramRecorder",
     "Rule",
     "RecordingRule",
     "Recorder",

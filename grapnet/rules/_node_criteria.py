@@ -17,6 +17,7 @@ from grapnet.spaces._space import Space
 
 from ._activations import ActivationRecorder, CovarianceRecorder
 from ._criteria import WINDOW, Evidence, Random, Scored, seen
+from ._least_squares import column_subset
 from ._rule import Recorder
 from ._saliency import SaliencyRecorder, why_no_activations
 from ._scopes import Comparison
@@ -164,6 +165,28 @@ class _ByCovariance(NodeScored):
 
 
 @dataclass(frozen=True)
+class ColumnSubset(_ByCovariance):
+    """Which nodes describe what all of them send on best, chosen one by one.
+
+    Each is the one with the largest part that those before it do not explain: a pivoted Cholesky
+    factorisation of the covariance, weighted by the norms of the outgoing weights. Nodes that are
+    no candidates stay, and so explain others. Scores are ranks, the last chosen node has 1: in the
+    scope "model" all spaces lose about the same share.
+    """
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns in which order nodes are chosen, the first one with the largest number."""
+        layer, rows = place_of(net, candidates)
+        covariance = self._weighted(net, layer, evidence)
+        stays = torch.ones(len(covariance), dtype=torch.bool)
+        stays[rows] = False
+        order = column_subset(covariance, torch.ones(len(stays)), len(rows), held=stays, bias=False)
+        found = torch.zeros(len(stays), dtype=torch.float64)
+        found[order] = torch.arange(len(rows), 0, -1, dtype=torch.float64)
+        return found[rows]
+
+
+@dataclass(frozen=True)
 class Redundancy(_ByCovariance):
     """How much of what a node sends on the other nodes cannot make up for.
 
@@ -234,6 +257,11 @@ def _evidence(what: str, layer: Layer) -> str:
     return f"{what} of {name}"
 
 
+@dataclass(frozen=True)
+class RandomNodes(Random):
+    """Equal chances for all nodes: the control for every other criterion."""
+
+
 # What `by=` means for nodes.
 NODES: dict[str, Callable[[int], Any]] = {
     "norm": lambda window: NodeNorm(),
@@ -241,11 +269,7 @@ NODES: dict[str, Callable[[int], Any]] = {
     "outgoing": lambda window: NodeNorm("outgoing"),
     "activation": lambda window: MeanActivation(window=window),
     "taylor": NodeTaylor,
+    "subset": ColumnSubset,
     "redundancy": Redundancy,
     "random": lambda window: RandomNodes(),
 }
-
-
-@dataclass(frozen=True)
-class RandomNodes(Random):
-    """Equal chances for all nodes: the control for every other criterion."""
