@@ -58,9 +58,9 @@ class Training:
     heads: int = 6  # of each layer
     length: int = 128  # of a sequence, in bytes
     batch: int = 8
-    steps: int = 600
+    steps: int = 450
     warm_up: int = 100  # steps
-    cool_down: int = 200  # steps at the end, in which the rate falls to 0
+    cool_down: int = 50  # steps at the end, in which the rate falls to 0
     lr: float = 1e-3  # between them
     seed: int = 0
     most_bytes: int | None = None  # of every split; None takes all
@@ -73,7 +73,7 @@ class Settings:
 
     training: Training = field(default_factory=Training)
     calibration: int = 128  # sequences of the training files
-    windows: int = 512  # of the held-out files that perplexity is measured on
+    windows: int = 128  # of the held-out files that perplexity is measured on
     reads: str = "test"  # the split that is reported; "validation" to choose settings
     keeps: bool = True  # the trained model and its checkpoints in build/one_shot_gpt
     seeds: tuple[int, ...] = (0, 1, 2)  # of the calibration sequences and the random choice

@@ -26,8 +26,9 @@ import subprocess
 import sys
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -251,6 +252,10 @@ def failures(found: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _as_read(content: Any) -> Any:
+    return json.loads(json.dumps(content))
+
+
 def commit_of(folder: Path) -> str:
     """Returns the commit of a checkout, or "unknown" where there is no git."""
     command = ["git", "-C", str(folder), "rev-parse", "HEAD"]
@@ -281,8 +286,10 @@ class Comparison:
             self.settings.training.length,
         )
 
-    def rows(self, sparsegpt: Path, wanda: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yields the comparisons by name, the shorter ones first."""
+    def rows(
+        self, sparsegpt: Path, wanda: Path, done: Collection[str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yields the comparisons by name, except those that are done."""
         sides = {
             "SparseGPT": (OBS(published=True), published_sparsegpt, sparsegpt),
             "Wanda": (Wanda(), published_wanda, wanda),
@@ -292,28 +299,43 @@ class Comparison:
             for method, (criterion, published, folder) in sides.items():
                 for pattern, groups in study.PATTERNS.items():
                     name = f"{method}, {pattern}, {str(dtype).removeprefix('torch.')}"
-                    start = time.perf_counter()
-                    theirs = published(folder, model, self.tokens, groups)
-                    middle = time.perf_counter()
-                    mine = ours(criterion, model, self.tokens, groups)
-                    end = time.perf_counter()
-                    one = compared(mine, theirs)
-                    one["perplexity"] = {
-                        "ours": self.perplexity(mine),
-                        "published": self.perplexity(theirs),
-                    }
-                    one["seconds"] = {
-                        "ours": round(end - middle, 1),
-                        "published": round(middle - start, 1),
-                    }
-                    yield name, one
-                    if method == "SparseGPT" and dtype == torch.float32:
-                        other = published(folder, model, self.tokens.flip(0), groups)
-                        yield f"{name}, published in two orders", compared(other, theirs)
+                    if name not in done:
+                        run = partial(published, folder, model, self.tokens, groups)
+                        mine = partial(ours, criterion, model, self.tokens, groups)
+                        yield name, self._compared(mine, run)
+        for pattern, groups in study.PATTERNS.items():
+            name = f"SparseGPT, {pattern}, float32, published in two orders"
+            if name not in done:
+                one = published_sparsegpt(sparsegpt, self.model, self.tokens, groups)
+                other = published_sparsegpt(sparsegpt, self.model, self.tokens.flip(0), groups)
+                yield name, compared(one, other)
+
+    def _compared(
+        self, ours: Callable[[], dict[str, Tensor]], published: Callable[[], dict[str, Tensor]]
+    ) -> dict[str, Any]:
+        """Runs both sides, and returns how they differ and how long they took."""
+        start = time.perf_counter()
+        theirs = published()
+        middle = time.perf_counter()
+        mine = ours()
+        end = time.perf_counter()
+        found = compared(mine, theirs)
+        found["perplexity"] = {
+            "ours": self.perplexity(mine),
+            "published": self.perplexity(theirs),
+        }
+        found["seconds"] = {
+            "ours": round(end - middle, 1),
+            "published": round(middle - start, 1),
+        }
+        return found
 
 
 def main() -> int:
-    """Compares, writes the JSON after every comparison, and returns 1 where one fails."""
+    """Compares, and returns 1 where a comparison fails.
+
+    The JSON is written after each of them; a run that was interrupted goes on with the others.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sparsegpt", type=Path, required=True, metavar="DIR")
     parser.add_argument("--wanda", type=Path, required=True, metavar="DIR")
@@ -336,15 +358,21 @@ def main() -> int:
         "dense": comparison.perplexity({}),
         "compared": {},
     }
+    if given.json.exists():
+        kept = json.loads(given.json.read_text(encoding="utf-8"))
+        if all(kept[key] == _as_read(content[key]) for key in ("settings", "commits", "versions")):
+            content["compared"] = kept["compared"]
     given.json.parent.mkdir(parents=True, exist_ok=True)
-    for name, one in comparison.rows(given.sparsegpt, given.wanda):
+    done = set(content["compared"])
+    for name, one in comparison.rows(given.sparsegpt, given.wanda, done):
         content["compared"][name] = one
         content["failures"] = failures(content["compared"])
         given.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         print(f"{name}: {one}", flush=True)
-    for line in content["failures"]:
+    lines = failures(content["compared"])
+    for line in lines:
         print("FAILED", line)
-    return int(bool(content["failures"]))
+    return int(bool(lines))
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ class OBS:
         block: how many columns are chosen at a time.
         spread: how the relations of a transition that leave are shared out over the blocks:
             "matrix" by their costs before the sweep, "block" in equal shares.
-        published: compute as the published implementation does: in float32, without bias, with
-            `spread="block"`.
+        published: compute as the published implementation does: in the precision of the weights,
+            without bias, with `spread="block"`.
         window: the number of steps to record.
     """
 
@@ -121,8 +121,10 @@ class OBS:
                     " step, inside `with manager.recording(net):`"
                 )
             has_bias = self.bias and not self.published
-            dtype = torch.float32 if self.published else torch.float64
-            yield _Table.of(net, transitions, candidates, recorder.gram.to(dtype), has_bias)
+            gram = recorder.gram
+            if self.published:
+                gram = gram.to(net.transitions[transitions[0]].weight.dtype)
+            yield _Table.of(net, transitions, candidates, gram, has_bias)
 
     def _is_swept(self, quota: Quota, tables: list[_Table]) -> bool:
         """Returns whether the sweep itself can choose what leaves."""
