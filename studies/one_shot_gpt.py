@@ -201,7 +201,7 @@ class Projections(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList()
+        self.blocks: Any = nn.ModuleList()
         for block in model.transformer.h:
             matrices = [one for one in block.modules() if isinstance(one, transformers.Conv1D)]
             self.blocks.append(nn.ModuleList(matrices))

@@ -62,7 +62,7 @@ class AsLlama(nn.Module):
     def __init__(self, model: Any) -> None:
         super().__init__()
         self.gpt = model
-        self.model = nn.Module()
+        self.model: Any = nn.Module()
         self.model.layers = nn.ModuleList(Block(block) for block in model.transformer.h)
         self.config = model.config
         self.seqlen = model.config.n_positions
