@@ -15,7 +15,7 @@ from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._grid_map import CellMap, Parted, part_vectors
+from grapnet.core._grid_map import CellMap, Parted, cells_at, part_vectors, with_cells
 from grapnet.core._journal import Commit
 from grapnet.core._staging import stage, unstage
 
@@ -50,7 +50,8 @@ Survivors = Literal["keep", "renew"]
 Newborn = Literal["zero", "mean"]
 # Fewer coordinates than these are like the weights by chance.
 _ENOUGH = 4
-# Parameter name -> state entry -> the values of the coordinates that left
+# Parameter name -> state entry -> the values of the coordinates that left, and behind them those of
+# the assigned ones
 Slots = dict[str, dict[str, Tensor]]
 
 
@@ -553,8 +554,8 @@ class OptimizerFollower:
         return install
 
     def _take(self, held: dict[str, _Held], commit: Commit) -> dict[str, Any]:
-        """Returns what undo needs: the state of removed coordinates, or all state for the end of a
-        trial that renews it.
+        """Returns what undo needs: the state of removed and assigned coordinates, or all state for
+        the end of a trial that renews it.
         """
         if self._settings.survivors == "renew":
             if commit.kind != "trial":
@@ -563,12 +564,16 @@ class OptimizerFollower:
         taken: Slots = {}
         for name, one in held.items():
             index = commit.parameters[name]
+            assigned = commit.assigned.get(name)
             taken[name] = {}
             for entry, value in one.entries.items():
                 if id(value) in one.parted:
-                    taken[name][entry] = one.parted[id(value)].gone
+                    slots = one.parted[id(value)].gone
                 else:
-                    taken[name][entry] = index.take(value)
+                    slots = index.take(value)
+                if assigned is not None:
+                    slots = torch.cat([slots, cells_at(value, assigned)])
+                taken[name][entry] = slots
         return taken
 
     def _carry(self, held: dict[str, _Held], commit: Commit) -> dict[str, _Held]:
@@ -607,12 +612,46 @@ class OptimizerFollower:
     ) -> Tensor:
         """Returns one entry of the state of a Parameter after a commit."""
         index = commit.parameters[name]
+        assigned = commit.assigned.get(name)
+        kept = returning.get(entry)
+        if assigned is None or assigned.shape[0] == 0:
+            return self._moved_without(optimizer, held, name, entry, commit, kept)
+        places = index.new_positions(assigned)
+        slots = None
+        if kept is not None:
+            kept, slots = kept[: index.n_born], kept[index.n_born :]
+            if slots.shape != assigned.shape:
+                raise _other_length(entry, name)
+        moved = self._moved_without(optimizer, held, name, entry, commit, kept)
+        if slots is None and self._is_copy(optimizer, entry):
+            slots = cells_at(commit.view.content(name), places)
+        if slots is not None:
+            moved = with_cells(moved, places, slots)
+        return moved
+
+    def _moved_without(
+        self,
+        optimizer: Optimizer,
+        held: _Held,
+        name: str,
+        entry: str,
+        commit: Commit,
+        back: Tensor | None,
+    ) -> Tensor:
+        """Returns one entry of the state of a Parameter after a commit, whatever it assigns.
+
+        Args:
+            optimizer: the optimizer.
+            held: the Parameter and its state.
+            name: of the Parameter.
+            entry: the entry.
+            commit: the commit.
+            back: the slots that the coordinates have that come back; None if they are not known.
+        """
+        index = commit.parameters[name]
         value = held.entries[entry]
-        back = returning.get(entry)
         if back is not None and len(back) != index.n_born:
-            raise OptimizerError(
-                f"the {entry!r} that undo would restore for {name} has another length"
-            )
+            raise _other_length(entry, name)
         if self._is_copy(optimizer, entry):
             moved = _moved_copy(value, held.parameter, commit.view.content(name), index)
             if back is not None and index.n_born:
@@ -670,6 +709,10 @@ class OptimizerFollower:
                     f"gn.attach(optimizer, net, copies=({entry!r},)); if not:"
                     " gn.attach(optimizer, net, copies=())"
                 )
+
+
+def _other_length(entry: str, name: str) -> OptimizerError:
+    return OptimizerError(f"the {entry!r} that undo would restore for {name} has another length")
 
 
 def names_of(graph: Graph) -> dict[int, str]:
