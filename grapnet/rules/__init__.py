@@ -18,6 +18,7 @@ from ._criteria import (
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
+from ._gram import GramRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
 from ._node_criteria import (
@@ -102,6 +103,7 @@ __all__ = [  # noqa: RUF022
     "FisherRecorder",
     "TensorFisherRecorder",
     "SaliencyRecorder",
+    "GramRecorder",
     "Rule",
     "RecordingRule",
     "Recorder",
