@@ -3,6 +3,7 @@
 Weights are [children, columns], the bias in the last column, as in `_least_squares`.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -224,7 +225,8 @@ def elimination_costs(
     for _ in range(int(waiting.sum())):
         cost = torch.stack([part.costs() for part in left]).sum(0).cpu()
         node = int(cost.masked_fill(~waiting, torch.inf).argmin())
-        highest = max(highest, float(cost[node]))
+        # Larger than all before, so that the order is that of leaving.
+        highest = max(math.nextafter(highest, math.inf), float(cost[node]))
         found[node] = highest
         waiting[node] = False
         for part in left:
