@@ -30,6 +30,7 @@ from ._node_criteria import (
     Redundancy,
 )
 from ._nodes import PruneNodes
+from ._obs import OBS
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
@@ -74,6 +75,7 @@ __all__ = [  # noqa: RUF022
     "Wanda",
     "Taylor",
     "Fisher",
+    "OBS",
     "Correlation",
     "Random",
     "NodeNorm",

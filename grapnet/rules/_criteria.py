@@ -414,11 +414,20 @@ class Correlation(Scored):
 
 @dataclass(frozen=True)
 class Random(Scored):
-    """Equal chances for all relations, or nodes: the control for every other criterion."""
+    """Equal chances for all relations, or nodes: the control for every other criterion.
+
+    Attributes:
+        seed: of a generator of its own, with which every choice is the same; None to draw from the
+            generator of the evidence, which is that of the edit.
+    """
+
+    seed: int | None = None
 
     def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
-        """Returns random numbers from the generator of the evidence."""
+        """Returns random numbers."""
         generator = evidence.get("generator")
+        if self.seed is not None:
+            generator = torch.Generator(device="cpu").manual_seed(self.seed)
         device = torch.device("cpu") if generator is None else generator.device
         numbers = torch.rand(
             len(candidates), dtype=torch.float64, generator=generator, device=device

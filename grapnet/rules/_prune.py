@@ -22,6 +22,7 @@ from ._criteria import (
     refusal_of,
     scored,
 )
+from ._obs import OBS
 from ._rule import (
     Every,
     Recorder,
@@ -42,6 +43,9 @@ from ._scopes import (
     require_scope,
 )
 from ._tiles import TileGrid, strongest_of_children, weakest_tiles
+
+# What `by=` means.
+CRITERIA: dict[str, Any] = {**RELATIONS, "obs": lambda window: OBS(window=window)}
 
 
 @dataclass(frozen=True)
@@ -158,7 +162,7 @@ class PruneWeakest:
             raise EditError(
                 f"keep is a number of relations, or a share between 0 and 1, got {self.keep!r}"
             )
-        as_criterion(self.by, RELATIONS, self.window)
+        as_criterion(self.by, CRITERIA, self.window)
         require_scope(self.scope)
         require_comparison(self.compare)
         object.__setattr__(self, "pattern", as_pattern(self.pattern))
@@ -183,7 +187,7 @@ class PruneWeakest:
     @property
     def criterion(self) -> Any:
         """The criterion that `by` means."""
-        return as_criterion(self.by, RELATIONS, self.window)
+        return as_criterion(self.by, CRITERIA, self.window)
 
     @property
     def _scope(self) -> Scope:

@@ -578,7 +578,7 @@ def test_a_function_is_a_criterion() -> None:
     assert len(net.select().outgoing()) == 62
     assert net.select().outgoing().strengths.max() < strongest.min()
     rule = PruneWeakest(fraction=0.5, by=lambda net, relations, evidence: torch.ones(3))
-    with net.edit() as edit, pytest.raises(ValueError, match="3 .* 62"):
+    with net.edit() as edit, pytest.raises(ValueError, match=r"3 .* 62"):
         rule(net, edit, RuleContext())
 
 
