@@ -30,7 +30,7 @@ from ._node_criteria import (
     Redundancy,
 )
 from ._nodes import PruneNodes
-from ._obs import OBS
+from ._obs import OBS, Alternating
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
@@ -76,6 +76,7 @@ __all__ = [  # noqa: RUF022
     "Taylor",
     "Fisher",
     "OBS",
+    "Alternating",
     "Correlation",
     "Random",
     "NodeNorm",
