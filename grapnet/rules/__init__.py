@@ -1,6 +1,7 @@
 """Rules: what changes the structure of nets while they train."""
 
 from ._activations import ActivationRecorder, CovarianceRecorder
+from ._best import GrowBest, search_scale
 from ._budget import Budget, weakest_within
 from ._correlations import TensorCorrelationRecorder
 from ._families import SplitIntoFamilies
@@ -26,6 +27,7 @@ from ._rule import (
 )
 from ._sift import CovarianceSifter
 from ._steepest import SpaceGradientRecorder
+from ._tiny import BottleneckRecorder, OptimalNodes
 from ._widen import GrowWidth
 
 # The reference shows them in this order.
@@ -41,6 +43,8 @@ __all__ = [  # noqa: RUF022
     "Scheduled",
     "GrowForTask",
     "GrowWidth",
+    "GrowBest",
+    "search_scale",
     "FreezeOwner",
     "PruneWeakest",
     "PruneNodes",
@@ -59,6 +63,8 @@ __all__ = [  # noqa: RUF022
     "TensorGradientRecorder",
     "TensorCorrelationRecorder",
     "SpaceGradientRecorder",
+    "BottleneckRecorder",
+    "OptimalNodes",
     "Rule",
     "RecordingRule",
     "Recorder",

@@ -20,7 +20,6 @@ from grapnet._torch import current_graph_task_id
 from grapnet.core._activation import activation_function
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError, GrapNetError
-from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._space import Space
@@ -298,7 +297,7 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
         self._sources = sources_of(net, layer)
         self._targets = targets_of(net, layer)
         self._reads = [sources_of(net, target) for target in self._targets]
-        return sorted({*self._sources, *self._targets, *sum(self._reads, [])})
+        return sorted({*self._above(), *self._targets})
 
     def _look_at_space(self, net: Adopted, space: Space) -> list[int]:
         """Finds the modules beside a space; returns all spaces that moments are of."""
@@ -333,7 +332,7 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
 
     def _above(self) -> list[int]:
         """Returns the layers of a net whose outputs are recorded."""
-        return sorted({*self._sources, *sum(self._reads, [])})
+        return sorted(set(self._sources).union(*self._reads))
 
     def _forget(self) -> None:
         # outputs of layers of a net in the pass under way
@@ -351,12 +350,17 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
             self._outputs[above[place]] = output.detach().clone()
             return
         number = place - len(above)
-        parts = [[self._outputs.get(n) for n in own] for own in (self._sources, self._reads[number])]
-        if not output.requires_grad or any(part is None for own in parts for part in own):
-            return
-        x, b = (torch.cat([part for part in own if part is not None], 1) for own in parts)
-        if len(x) == len(output):
+        x = self._joined(self._sources)
+        b = self._joined(self._reads[number])
+        if output.requires_grad and x is not None and b is not None and len(x) == len(output):
             output.register_hook(self._receiver(number, x, b))
+
+    def _joined(self, layers: list[int]) -> Tensor | None:
+        """Returns the outputs of some layers beside each other; None if one is missing."""
+        parts = [self._outputs[number] for number in layers if number in self._outputs]
+        if len(parts) < len(layers):
+            return None
+        return torch.cat(parts, 1)
 
     def _tapped(self, place: int, tensor: Tensor) -> None:
         """Takes in the input of the writer, and then the input and output of each reader."""

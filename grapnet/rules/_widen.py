@@ -121,8 +121,7 @@ class GrowWidth:
             raise EditError(f"scale is a positive number, got {self.scale!r}")
 
     def recorders(self, net: GrapNet | Adopted) -> dict[str, Recorder]:
-        """Returns, for "gradmax" and "tiny", a recorder of what happens across each layer or space.
-        """
+        """Returns, for "gradmax" and "tiny", a recorder for each layer or space."""
         found: dict[str, Recorder] = {}
         if self.init == "tiny":
             for layer in self._grown(net):
