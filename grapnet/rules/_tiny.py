@@ -35,6 +35,8 @@ LEAST_EIGENVALUE = 1e-6
 LEAST_SINGULAR_VALUE = 1e-3
 # Eigenvalues of the second moment of a layer below which its nodes depend on each other.
 DEPENDENT = 1e-12
+# The share of the desired update that counts as nothing.
+ROUNDING = 1e-9
 # A number at which the slope of an activation is taken.
 NEAR_ZERO = 2.0**-100
 
@@ -173,15 +175,20 @@ def optimal_nodes(
         rest = moments.desired - moments.cross @ _expressible(moments, own.to(inputs.device))
         parts.append(rest / moments.rows)
     cross = torch.cat(parts, 1)  # N, [above, below]
+    desired = torch.cat([moments.desired / moments.rows for moments in readers], 1)
     mean = second[:, -1]
     if not has_bias:
         second = second[:-1, :-1]
         cross = cross[:-1]
+        desired = desired[:-1]
     values, vectors = torch.linalg.eigh(second)
     kept = values > LEAST_EIGENVALUE * values[-1]
     root = vectors[:, kept] * values[kept].rsqrt() @ vectors[:, kept].t()  # S^(-1/2)
     left, strength, right = torch.linalg.svd(root @ cross, full_matrices=False)
-    found = int((strength > LEAST_SINGULAR_VALUE * strength[:1].sum()).sum())
+    least = LEAST_SINGULAR_VALUE * strength[:1].sum()
+    # What is left of a desired update that the readers express is rounding.
+    least = torch.maximum(least, ROUNDING * torch.linalg.norm(root @ desired))
+    found = int((strength > least).sum())
     shares = strength[:found].sqrt()
     incoming = (root @ left[:, :found] * shares).t()
     outgoing = right[:found] * shares[:, None]
