@@ -28,6 +28,7 @@ from ._rule import (
 from ._sift import CovarianceSifter
 from ._steepest import SpaceGradientRecorder
 from ._tiny import BottleneckRecorder, OptimalNodes
+from ._untrained import SNIP, GraSP, SynFlow
 from ._widen import GrowWidth
 
 # The reference shows them in this order.
@@ -51,6 +52,9 @@ __all__ = [  # noqa: RUF022
     "gradual_pruning",
     "GradualSchedule",
     "lamp_scores",
+    "SNIP",
+    "GraSP",
+    "SynFlow",
     "CovarianceSifter",
     "RemoveOrphans",
     "Rewire",
