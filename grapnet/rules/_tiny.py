@@ -266,6 +266,8 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
             self.layer = layer
             layers = self._look_at_layer(net, layer)
         super().__init__(tuple(layers), window)
+        # what was computed last: from which moments, at which version of the net
+        self._known: tuple[Tensor, int, OptimalNodes] | None = None
         self._forget()
 
     def nodes(self) -> OptimalNodes:
@@ -283,6 +285,15 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
                 f" {self.layer!r} since nodes came or went beside it"
             )
         net: Any = self.net
+        if self._known is not None:
+            inputs, version, nodes = self._known
+            if inputs is seen.inputs and version == net.version:
+                return nodes
+        nodes = self._computed(net, seen.inputs, [seen.readers[n] for n in range(n_readers)])
+        self._known = (seen.inputs, net.version, nodes)
+        return nodes
+
+    def _computed(self, net: Any, inputs: Tensor, readers: Sequence[ReaderMoments]) -> OptimalNodes:
         has_bias = True
         if isinstance(net, Adopted):
             space = net.space(str(self.layer))
@@ -292,9 +303,8 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
         else:
             available = [_available_to(net, target) for target in self._targets]
             slope = _slope_of(net.layers[self.layer].default_activation)
-        readers = [seen.readers[number] for number in range(n_readers)]
-        with plainly(seen.inputs.device):
-            return optimal_nodes(seen.inputs, readers, available, has_bias=has_bias, slope=slope)
+        with plainly(inputs.device):
+            return optimal_nodes(inputs, readers, available, has_bias=has_bias, slope=slope)
 
     def _look_at_layer(self, net: GrapNet, layer: int) -> list[int]:
         """Finds the neighbours of a layer; returns all layers that moments are of."""
@@ -411,7 +421,12 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
 
     def __getstate__(self) -> dict[str, Any]:
         empty = [[] for _ in self._readers]
-        own = {"_outputs": {}, "_inputs": empty, "_own": [[] for _ in self._readers]}
+        own = {
+            "_outputs": {},
+            "_inputs": empty,
+            "_own": [[] for _ in self._readers],
+            "_known": None,
+        }
         return {**super().__getstate__(), **own}
 
 
