@@ -1,6 +1,7 @@
 """Rules: what changes the structure of nets while they train."""
 
 from ._activations import ActivationRecorder, CovarianceRecorder
+from ._best import GrowBest, search_scale
 from ._budget import Budget, weakest_within
 from ._correlations import TensorCorrelationRecorder
 from ._criteria import (
@@ -50,6 +51,8 @@ from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFi
 from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
 from ._steepest import SpaceGradientRecorder
+from ._tiny import BottleneckRecorder, OptimalNodes
+from ._untrained import SNIP, GraSP, SynFlow
 from ._widen import GrowWidth
 
 # The reference shows them in this order.
@@ -65,6 +68,8 @@ __all__ = [  # noqa: RUF022
     "Scheduled",
     "GrowForTask",
     "GrowWidth",
+    "GrowBest",
+    "search_scale",
     "FreezeOwner",
     "PruneWeakest",
     "PruneNodes",
@@ -90,6 +95,9 @@ __all__ = [  # noqa: RUF022
     "Assignment",
     "Quota",
     "Criterion",
+    "SNIP",
+    "GraSP",
+    "SynFlow",
     "CovarianceSifter",
     "RemoveOrphans",
     "Rewire",
@@ -107,6 +115,8 @@ __all__ = [  # noqa: RUF022
     "TensorFisherRecorder",
     "SaliencyRecorder",
     "GramRecorder",
+    "BottleneckRecorder",
+    "OptimalNodes",
     "Rule",
     "RecordingRule",
     "Recorder",
