@@ -16,6 +16,7 @@ from ._criteria import (
     Taylor,
     Wanda,
 )
+from ._elimination import Elimination
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
@@ -32,6 +33,7 @@ from ._node_criteria import (
 )
 from ._nodes import PruneNodes
 from ._obs import OBS, Alternating
+from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
@@ -88,8 +90,11 @@ __all__ = [  # noqa: RUF022
     "MeanActivation",
     "NodeTaylor",
     "ColumnSubset",
+    "Elimination",
     "Redundancy",
     "RandomNodes",
+    "Pruning",
+    "Stage",
     "Scored",
     "Choice",
     "Assignment",

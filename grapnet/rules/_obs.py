@@ -28,6 +28,29 @@ from ._saliency import why_no_inputs
 from ._scopes import Comparison, Quota, Scope, compared, narrowed
 
 
+def matrix_recorders(net: Any, relations: RelationSet, **settings: Any) -> dict[str, GramRecorder]:
+    """Returns a recorder of the Gram matrix of what each transition of some relations reads.
+
+    Args:
+        net: the net, or the adopted model.
+        relations: the relations.
+        settings: those of `GramRecorder`.
+    """
+    found: dict[str, GramRecorder] = {}
+    for t, _ in by_transition(relations):
+        name = _evidence(net, t)
+        if name in found:
+            continue
+        if isinstance(net, Adopted):
+            weight = net.transitions[t]
+            path = linear_of(net, weight.name).path
+            space = net.spaces[weight.source].name
+            found[name] = GramRecorder(space, at=path, **settings)
+        else:
+            found[name] = GramRecorder(net.ends[t][0], **settings)
+    return found
+
+
 @dataclass(frozen=True)
 class Surgeon:
     """Base of the criteria that choose relations by a Gram matrix, and assign those that stay.
@@ -48,19 +71,7 @@ class Surgeon:
 
     def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
         """Returns a recorder of the Gram matrix of what each transition reads."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            name = _evidence(net, t)
-            if name in found:
-                continue
-            if isinstance(net, Adopted):
-                weight = net.transitions[t]
-                path = linear_of(net, weight.name).path
-                space = net.spaces[weight.source].name
-                found[name] = GramRecorder(space, at=path, window=self.window, held_out=0.0)
-            else:
-                found[name] = GramRecorder(net.ends[t][0], window=self.window, held_out=0.0)
-        return found
+        return dict(matrix_recorders(net, candidates, window=self.window, held_out=0.0))
 
     def refusal(self, net: Any, number: int) -> str:
         """Returns why a tensor is not the weight of a Linear or convolution."""
