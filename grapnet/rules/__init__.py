@@ -37,6 +37,8 @@ from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
+from ._prune import GradualSchedule, PruneWeakest, gradual_pruning, lamp_scores
+from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
     At,
@@ -109,6 +111,9 @@ __all__ = [  # noqa: RUF022
     "rigl",
     "set_rewiring",
     "SplitIntoFamilies",
+    "repair",
+    "gram_recorders",
+    "Repaired",
     "ActivationRecorder",
     "CovarianceRecorder",
     "GradientRecorder",
