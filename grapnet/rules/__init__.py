@@ -49,6 +49,7 @@ from ._rule import (
 from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFisherRecorder
 from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
+from ._srigl import SRigL, srigl
 from ._steepest import SpaceGradientRecorder
 from ._widen import GrowWidth
 
@@ -94,6 +95,8 @@ __all__ = [  # noqa: RUF022
     "Rewire",
     "rigl",
     "set_rewiring",
+    "SRigL",
+    "srigl",
     "SplitIntoFamilies",
     "ActivationRecorder",
     "CovarianceRecorder",

@@ -195,8 +195,9 @@ def as_criterion(by: Any, known: Mapping[str, Callable[[int], Any]], window: int
         raise EditError(f"by is a criterion, {by.__name__}(…), not its class")
     if isinstance(by, Criterion):
         return by
-    if callable(by):
-        return ByFunction(by)
+    function: Any = by
+    if callable(function):
+        return ByFunction(function)
     raise EditError(f"by is a name, a criterion or a function, got {by!r}")
 
 
