@@ -18,6 +18,7 @@ from grapnet.spaces._costs import latency
 from grapnet.spaces._space import Space
 
 from ._criteria import WINDOW, Choice, as_criterion, refusal_of, scored
+from ._elimination import Elimination
 from ._node_criteria import NODES
 from ._prunable import frozen_tensor, multiple_of_nodes, prunable, size_at_adoption
 from ._rule import Layers, Recorder, RuleContext, as_names, gone_relations
@@ -25,6 +26,10 @@ from ._scopes import Comparison, by_mean, layer_adaptive, require_comparison, re
 
 # Of all blocks of nodes, the share to which a bisection by measured latency comes close.
 FINEST = 1 / 32
+
+
+# What `by=` means for nodes.
+CRITERIA: dict[str, Any] = {**NODES, "elimination": lambda window: Elimination(window=window)}
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class PruneNodes:
         keep: how many nodes of each space stay at least, as an int, or which share of the nodes at
             adoption, as a float. A layer of a net counts as it is at the call.
         by: the criterion: "norm", "incoming", "outgoing", "activation", "taylor", "subset",
-            "redundancy", "random", an object such as `MeanActivation("rms")`, or a function
-            `score(net, nodes, evidence)` that returns one number per node of a space; the smallest
-            go first.
+            "elimination", "redundancy", "random", an object such as `MeanActivation("rms")`, or a
+            function `score(net, nodes, evidence)` that returns one number per node of a space; the
+            smallest go first.
         compare: how scores of different spaces compare in the scope "model": "mean" divides by the
             mean of the space, "lamp" takes layer-adaptive magnitudes, "score" takes them as they
             are. By default that of the criterion: "mean", and "score" for functions.
@@ -102,7 +107,7 @@ class PruneNodes:
             raise EditError(f"{given[0]} is a share between 0 and 1, got {amount!r}")
         if self.multiple < 1:
             raise EditError(f"multiple is at least 1, got {self.multiple!r}")
-        as_criterion(self.by, NODES, self.window)
+        as_criterion(self.by, CRITERIA, self.window)
         require_scope(self.scope, nodes=True)
         require_comparison(self.compare)
         is_share = isinstance(self.keep, float)
@@ -120,7 +125,7 @@ class PruneNodes:
     @property
     def criterion(self) -> Any:
         """The criterion that `by` means."""
-        return as_criterion(self.by, NODES, self.window)
+        return as_criterion(self.by, CRITERIA, self.window)
 
     def recorders(self, net: Graph) -> dict[str, Recorder]:
         """Returns the recorders of the criterion, for every space or layer."""

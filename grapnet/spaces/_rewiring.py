@@ -163,17 +163,16 @@ def assignment_of(
         if len(twice):
             at = [int(place) for place in torch.unravel_index(twice[0], grid.shape)]
             raise EditError(f"this edit assigns {name}{at} twice")
-    is_used = torch.ones(len(cells), dtype=torch.bool)
+    leaving = index.take(torch.arange(index.old_size)).sort().values
     live = cells  # positions among the cells that exist
-    if grid.opened is not None:
+    if grid.opened is None:
+        is_used = ~contains(leaving, live)
+    else:
         pattern = grid.opened.pattern
         rows = cells // pattern.width
-        is_used = pattern.kinds[rows] != CUT
         ranks = (pattern.kinds != CUT).cumsum(0) - 1
         live = ranks[rows] * pattern.width + cells % pattern.width
-    leaving = index.take(torch.arange(index.old_size)).sort().values
-    is_used &= ~contains(leaving, live)
-    if grid.opened is not None:
+        is_used = (pattern.kinds[rows] != CUT) & ~contains(leaving, live)
         is_held = is_used & (pattern.kinds[rows] == FROZEN)
         if unfrozen is not None:
             is_held &= ~unfrozen[rows]
