@@ -53,6 +53,7 @@ from ._rule import (
 from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFisherRecorder
 from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
+from ._srigl import SRigL, srigl
 from ._steepest import SpaceGradientRecorder
 from ._tiny import BottleneckRecorder, OptimalNodes
 from ._untrained import SNIP, GraSP, SynFlow
@@ -109,6 +110,8 @@ __all__ = [  # noqa: RUF022
     "Rewire",
     "rigl",
     "set_rewiring",
+    "SRigL",
+    "srigl",
     "SplitIntoFamilies",
     "repair",
     "gram_recorders",

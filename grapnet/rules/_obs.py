@@ -440,7 +440,7 @@ class _Bias(NamedTuple):
     frozen: Tensor  # bool [children]
 
 
-def _bias(net: Graph, t: int) -> _Bias | None:
+def _bias(net: Any, t: int) -> _Bias | None:
     """Returns the biases of the children of a transition; None if there are none to assign."""
     transition = net.transitions[t]
     if not isinstance(net, Adopted):
