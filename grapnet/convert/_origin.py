@@ -284,12 +284,12 @@ def put_everywhere(model: nn.Module, present: nn.Module, module: nn.Module) -> N
 
 def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns every module that has this one, and under which name."""
-    return [
-        (owner, step)
-        for owner in model.modules()
-        for step, child in owner._modules.items()
-        if child is module
-    ]
+    found = []
+    for owner in model.modules():
+        for step, child in owner._modules.items():
+            if child is module:
+                found.append((owner, step))
+    return found
 
 
 def require_not_compiled(model: nn.Module, module: nn.Module, name: str) -> None:

@@ -123,12 +123,17 @@ class OuterProducts:
         """Returns them after rows moved; newborn nodes have gradients of 0."""
         upper, lower = indexes
         factors = [(_moved(h, upper), _moved(dz, lower)) for h, dz in self.factors]
-        matrix = self.matrix if upper is None or self.matrix is None else upper.carry(self.matrix)
-        matrix = None if matrix is None else _moved(matrix, lower)
-        sizes = [
-            size if i is None else i.new_size for size, i in zip(self.shape, indexes, strict=True)
-        ]
-        return OuterProducts((sizes[0], sizes[1]), self.count, self.task, factors, matrix)
+        matrix = self.matrix
+        if matrix is not None and upper is not None:
+            matrix = upper.carry(matrix)
+        if matrix is not None:
+            matrix = _moved(matrix, lower)
+        n_parents, n_children = self.shape
+        if upper is not None:
+            n_parents = upper.new_size
+        if lower is not None:
+            n_children = lower.new_size
+        return OuterProducts((n_parents, n_children), self.count, self.task, factors, matrix)
 
     def copied(self) -> "OuterProducts":
         """Returns an independent copy; factors are never written into."""

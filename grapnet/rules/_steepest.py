@@ -301,7 +301,8 @@ def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor
         return torch.cat([place.unsqueeze(dim), others], dim)
 
     def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        (x, *_) = (*args, *kwargs.values())
+        inputs = [*args, *kwargs.values()]
+        x = inputs[0]
         node = x.select(dim, 0)
         # Where positions are mixed, what comes back is no multiple of what goes in.
         sent = torch.linspace(1, 2, node.numel(), dtype=node.dtype).view_as(node)

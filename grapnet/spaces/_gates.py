@@ -495,7 +495,11 @@ def _descriptions(
             axes = typed.axes.get(names.get(id(tensor), ""))
             if axes is not None:
                 held[own] = axes
-        if any(atom in moved for axes in held.values() for axis in axes for atom in atoms_of(axis)):
+        here: set[int] = set()
+        for axes in held.values():
+            for axis in axes:
+                here.update(atoms_of(axis))
+        if here & moved:
             count = groups.get(path, 1)
             for attribute, value in _description(module, held, count, first, after).items():
                 found[path, attribute] = value

@@ -312,7 +312,7 @@ class _Writing:
             for call in calls:
                 if call.module is writer:
                     outputs = call.outputs
-                elif any(one is other for one in call.inputs[:1] for other in outputs):
+                elif call.inputs and any(call.inputs[0] is output for output in outputs):
                     outputs = call.outputs
                     if self._parameters(call.module):
                         last = call.module
@@ -355,7 +355,10 @@ def stream_of(typed: Typed, path: str) -> set[int]:
     writes = typed.outputs.get(path, ())
     if len(reads) != len(writes):
         return set()
-    held = {atom for axes in typed.axes.values() for axis in axes for atom in atoms_of(axis)}
+    held: set[int] = set()
+    for axes in typed.axes.values():
+        for axis in axes:
+            held.update(atoms_of(axis))
     found: set[int] = set()
     for read, written in zip(reads, writes, strict=True):
         atoms = {*atoms_of(read), *atoms_of(written)} & held
