@@ -61,7 +61,7 @@ def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
     return list(optimizer)
 
 
-@torch.inference_mode(False)  # the state is to be written on, whoever calls
+@torch.inference_mode(False)  # optimizers write into the state
 @torch.no_grad()
 def prepare_exchange(
     optimizer: Optimizer,

@@ -293,13 +293,13 @@ def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]
 
 
 def require_not_compiled(model: nn.Module, module: nn.Module, name: str) -> None:
-    """Raises ConversionError when `torch.compile` holds a module: it would go on with that,
-    whatever replaces it.
+    """Raises ConversionError when `torch.compile` holds a module: it would keep running that
+    module after a replacement.
     """
     if any(step == COMPILED for _, step in owners_of(model, module)):
         raise ConversionError(
-            f"{name!r} was compiled by torch.compile(part), which would go on with the module that"
-            " it was given; put the part itself there, and compile it afterwards"
+            f"{name!r} was compiled by torch.compile(part), which would keep running the"
+            " module that it was given; put the part itself there, and compile it afterwards"
         )
 
 

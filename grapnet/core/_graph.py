@@ -535,7 +535,7 @@ class Graph(nn.Module):
         return build
 
     def _completed_depth(self, change: DepthChange) -> DepthChange:
-        """Returns a change of depth with what its way back asks for."""
+        """Returns a change of depth with the operations that revert it."""
         self._own_build(change)
         return with_way_back(change)
 
@@ -640,7 +640,7 @@ class Graph(nn.Module):
                 layer._bind(self)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module` does; `parameters()` and its like read the modules through it."""
+        """Does what `nn.Module` does; `parameters()` and similar methods use it."""
         if unsettled:
             settle()
         return super().named_modules(*args, **kwargs)

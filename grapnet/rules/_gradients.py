@@ -389,9 +389,9 @@ class TensorGradients:
 class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
     """Records the gradient of a tensor of an adopted model, also where relations were cut.
 
-    It is averaged over the recorded backward passes. Nodes that come or go let it begin anew.
-    Forward passes from before an edit or before `arm` do not count, where relations were cut.
-    Gradients that are not finite are left out and counted (`left_out`).
+    It is averaged over the recorded backward passes, and starts over when nodes are added or
+    removed. Where relations were cut, forward passes from before an edit or before `arm` do not
+    count. Gradients that are not finite are left out and counted (`left_out`).
 
     Args:
         net: the adopted model.
@@ -504,7 +504,7 @@ class _Taps:
             recorder._record(gradient.detach())
 
     def see_whole(self, whole: Tensor) -> None:
-        """Waits for the gradient of a tensor that a module has computed."""
+        """Registers the recorder for the gradient of a tensor that a module has computed."""
         recorder = self._recorder()
         if recorder is None or not recorder.armed or in_transform():
             return

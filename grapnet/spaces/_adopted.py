@@ -489,7 +489,7 @@ class Adopted(Graph):
         return shapes
 
     def _other_places(self) -> str:
-        """Returns which tensors of the model are not where they were; empty if all are."""
+        """Returns how the tensors differ in place from those at adoption; empty if they do not."""
         present = named_grids(self.model)
         if present.keys() != self._grids_held.keys():
             other = sorted(present.keys() ^ self._grids_held.keys())

@@ -273,7 +273,7 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
 
 
 def kind_of(model: nn.Module, space: Space) -> frozenset[Any]:
-    """Returns where a space lies in which classes of modules; equal for equal layers."""
+    """Returns the classes of modules that hold a space, and where; equal for equal layers."""
     places = set()
     for (name, dim), axis in space._members.items():
         path, _, tensor = name.rpartition(".")

@@ -108,8 +108,8 @@ class Plan:
             first = first or problem
             self._set([(n.holder, n.name, n.before) for n in numbers])
         raise EditError(
-            "the model would not run, or not be the same, with these blocks, and no number was"
-            f" found that must follow: {first}"
+            "with these blocks the model would not run, or would not be the same, and no change of"
+            f" its numbers was found that prevents this: {first}"
         )
 
     def _set(self, numbers: Sequence[tuple[Any, str, Any]]) -> None:

@@ -102,7 +102,7 @@ def rewired(
             raise EditError(f"this edit freezes weights of {name} that it also assigns")
         whole = whole.clone()
         whole.view(-1, before.width)[assigned.rows.to(whole.device)] = assigned.cells.to(whole)
-        # They leave and come in one commit, so that optimizers begin anew with them.
+        # They leave and come in one commit, so that optimizers start over with them.
         origin[assigned.rows] = -1
     shape = before.shape
     if index is not None:
