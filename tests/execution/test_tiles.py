@@ -125,6 +125,9 @@ NOT_TILED = {
     ),
     "blocks that begin in between": [list(range(8, 40)) for _ in range(64)],
     "blocks of 8": [list(range(row // 8 * 8, row // 8 * 8 + 8)) for row in range(64)],
+    "half a block, which the next parents continue": [
+        list(range(row // 16 * 8, row // 16 * 8 + 8)) for row in range(64)
+    ],
     "an unsorted full one": shuffled(full(32, 96)),
 }
 

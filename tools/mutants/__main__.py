@@ -44,7 +44,8 @@ AREAS = {
     "core": Area(("grapnet/core/*.py",), ("tests/core/test_*.py",)),
     "execution": Area(
         ("grapnet/execution/*.py",),
-        ("tests/execution/test_*.py",),
+        # The second are the tests of opened weights, which only adopted models have.
+        ("tests/execution/test_*.py", "tests/spaces/test_running.py"),
         without=("grapnet/execution/_gpu*.py",),
     ),
     "following": Area(
