@@ -204,6 +204,20 @@ def test_tune_measures_this_net_and_keeps_the_answer(folder: Path, device: str) 
     assert len(json.loads(path.read_text())["points"]) == 2 * 2
 
 
+def test_auto_runs_no_tiles_below_the_size_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = table("float32", 0.1)
+    for mode in ("forward", "training"):
+        made.data[mode] = {"tiles": made.data[mode]["sparse"]}
+    monkeypatch.setattr(_costs, "shipped", lambda: {(made.data["kind"], "float32"): made})
+    for tile, runs in ((16, "dense"), (32, "dense"), (64, "tiles")):
+        generator = torch.Generator().manual_seed(0)
+        net = gn.GrapNet([256, 256], density=0.5, tile=tile, generator=generator)
+        (row,) = net.execution.describe()
+        assert (row["tile"], row["runs"]) == (tile, runs)
+
+
 def test_what_dense_cannot_run_is_not_measured() -> None:
     net = gn.GrapNet.from_relations([20_000, 20_000], [([0, 19_999], [19_999, 0])])
     (before,) = net.execution.describe(2)

@@ -144,6 +144,22 @@ def test_what_does_not_come_in_tiles_is_refused_by_name(wires: Wires) -> None:
     assert net.execution.choices() == ["auto"]
 
 
+@pytest.mark.sparse
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_the_kernels_run_up_to_a_share_of_the_rectangle(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "GATHERED", dict.fromkeys(_tiles.SIZES, share))
+    net = tiled_net((64, 64, 16), density=0.5)
+    x = inputs(net, 20)
+    net(x)
+    with torch.profiler.profile() as profiler:
+        net(x).sum().backward()
+    names = {event.name for event in profiler.events() or ()}
+    assert ("_RelationSum" in names) == (share > 0.5)
+    assert ("_TileSum" in names) == (share < 0.5)
+
+
 def test_damaged_wirings_have_no_tiles() -> None:
     topology = net_of(tiles(64, 96, 16, 0.5), 96).transitions[0].topology
     for position, value in ((0, -16), (17, 96), (5, 5000)):
