@@ -15,6 +15,8 @@ import grapnet as gn
 from grapnet._atomic import atomic_write
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from grapnet.checkpoint import Archive
     from grapnet.spaces import Adopted
 
@@ -258,6 +260,24 @@ def title(place: str, graph: object = None) -> str:
     if place:
         return f"net at {place!r}"
     return "net"
+
+
+def largest_difference(output: "Tensor", expected: "Tensor") -> float:
+    """Returns the largest |difference| between two outputs.
+
+    Raises:
+        CommandError: they differ by more than rounding explains.
+    """
+    import torch
+
+    wanted = expected.double()
+    largest = float((output.double() - wanted).abs().max())
+    limit = torch.finfo(expected.dtype).eps ** 0.5 * (1 + float(wanted.abs().max()))
+    if not largest <= limit:
+        raise CommandError(
+            f"the outputs differ by {largest:.3g}, more than rounding explains; nothing was written"
+        )
+    return largest
 
 
 def require_free(path: Path, *, force: bool) -> None:
