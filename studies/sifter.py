@@ -64,35 +64,52 @@ class Settings:
 FAST = replace(Settings(), data="made-up", per_class=60, before=2, after=1, seeds=(20, 21))
 
 
+Scores = Callable[[gn.GrapNet, int, torch.Generator], Tensor]
+
+
+def drawn(net: gn.GrapNet, transition: int, generator: torch.Generator) -> Tensor:
+    """Returns a random score for every pair of a transition, [parents, children]."""
+    source, target = net.ends[transition]
+    return torch.rand(net.sizes[source], net.sizes[target], generator=generator)
+
+
+def magnitudes(net: gn.GrapNet, transition: int, generator: torch.Generator) -> Tensor:
+    """Returns |weight| of every relation of a transition, 0 where there is none, [parents,
+    children].
+    """
+    linears = [part for part in net.snapshot() if isinstance(part, torch.nn.Linear)]
+    return linears[transition].weight.detach().t().abs()
+
+
 @dataclass(frozen=True)
-class RandomSifter:
-    """Cuts as a CovarianceSifter does, families, budget and orphans alike, by scores that are
-    drawn: the control.
+class ScoredSifter:
+    """Cuts as a CovarianceSifter does, families, budget and orphans alike, by other scores: a
+    control.
     """
 
     sifter: CovarianceSifter
+    scores: Scores = drawn
 
     def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         """Lets the sifter write its cuts."""
         watched: dict[str, Any] = dict(self.sifter.recorders(net))
-        drawn = {
-            name: _Drawn(
-                torch.rand(net.sizes[ends.upper], net.sizes[ends.lower], generator=edit.generator)
-            )
-            for name, ends in watched.items()
-        }
-        self.sifter(net, edit, replace(context, evidence=drawn))
+        evidence = {}
+        for name, recorder in watched.items():
+            ends = (recorder.upper, recorder.lower)
+            scores = self.scores(net, net.ends.index(ends), edit.generator)
+            evidence[name] = _Scored(scores)
+        self.sifter(net, edit, replace(context, evidence=evidence))
 
 
 @dataclass(frozen=True)
-class _Drawn:
+class _Scored:
     """Stands where the sifter expects what a recorder has seen."""
 
-    correlations: Tensor  # [n_upper, n_lower]
+    scores: Tensor  # [n_upper, n_lower]
     count: int = 1
 
     def correlation(self) -> Tensor:
-        return self.correlations
+        return self.scores
 
 
 def full_pairs(n_parents: int, n_children: int) -> tuple[Tensor, Tensor]:
@@ -189,10 +206,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Returns the accuracies and counts of every row, all from one net and one set of training
     images.
     """
-    (x, y), test = small_images(settings.data)
-    drawn = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    rows = torch.cat([drawn[y[drawn] == label][: settings.per_class] for label in range(10)])
-    train = (x[rows], y[rows])
+    train, test = images_of(settings, seed)
     budget = Budget(edits=settings.cuts, parents=1)
     sifter = CovarianceSifter(fraction=settings.fraction)
     plain = CovarianceSifter(fraction=0.2)
@@ -200,13 +214,13 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
         "none": keep,
         "renewed": renew,
         "covariance": sift(sifter, train[0], seed=seed, budget=budget),
-        "random": sift(RandomSifter(sifter), train[0], seed=seed, budget=budget),
+        "random": sift(ScoredSifter(sifter), train[0], seed=seed, budget=budget),
         "unbounded": sift(plain, train[0], seed=seed),
     }
     epochs = settings.before, settings.after
     return {
         row: trained_around(
-            _net(settings, seed),
+            family_net(settings, seed),
             train,
             test,
             change,
@@ -219,7 +233,16 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     }
 
 
-def _net(settings: Settings, seed: int) -> gn.GrapNet:
+def images_of(settings: Settings, seed: int) -> tuple[Images, Images]:
+    """Returns training images, as many of every class, and all test images."""
+    (x, y), test = small_images(settings.data)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    rows = torch.cat([order[y[order] == label][: settings.per_class] for label in range(10)])
+    return (x[rows], y[rows]), test
+
+
+def family_net(settings: Settings, seed: int) -> gn.GrapNet:
+    """Returns a net whose middle transition comes in families."""
     width = settings.width
     wiring = [
         full_pairs(49, width),
