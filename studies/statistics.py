@@ -74,7 +74,7 @@ def paired_splits(a: Sequence[float], b: Sequence[float], *, test: float) -> Pai
 
     Examples:
         >>> print(paired_splits([63.0, 62.0, 66.0, 61.0], [51.0, 50.0, 52.0, 51.0], test=0.3))
-        +12.00 [7.71, 16.29], p = 3.0e-03, n = 4
+        +12.00 [7.72, 16.28], p = 3.0e-03, n = 4
     """
     mean, std, n = summary([x - y for x, y in zip(a, b, strict=True)])
     if std == 0:
