@@ -202,7 +202,7 @@ def narrow_width(sizes: Sequence[int], density: float) -> int:
 
     Examples:
         >>> narrow_width([784, 1024, 1024, 10], 0.1)
-        195
+        190
     """
     relations = sum(inputs * outputs for inputs, outputs in pairwise(sizes))
     allowed = density * relations + sum(sizes[1:])
