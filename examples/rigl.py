@@ -219,7 +219,7 @@ def narrow_width(sizes: Sequence[int], density: float) -> int:
 
 
 def _optimizer(net: nn.Module, settings: Settings) -> torch.optim.SGD:
-    options = {
+    options: dict[str, Any] = {
         "lr": settings.learning_rate,
         "momentum": settings.momentum,
         "weight_decay": settings.weight_decay,

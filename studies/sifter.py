@@ -64,16 +64,16 @@ class Settings:
 FAST = replace(Settings(), data="made-up", per_class=60, before=2, after=1, seeds=(20, 21))
 
 
-Scores = Callable[[gn.GrapNet, int, torch.Generator], Tensor]
+Scores = Callable[[gn.GrapNet, int, torch.Generator | None], Tensor]
 
 
-def drawn(net: gn.GrapNet, transition: int, generator: torch.Generator) -> Tensor:
+def drawn(net: gn.GrapNet, transition: int, generator: torch.Generator | None) -> Tensor:
     """Returns a random score for every pair of a transition, [parents, children]."""
     source, target = net.ends[transition]
     return torch.rand(net.sizes[source], net.sizes[target], generator=generator)
 
 
-def magnitudes(net: gn.GrapNet, transition: int, generator: torch.Generator) -> Tensor:
+def magnitudes(net: gn.GrapNet, transition: int, generator: torch.Generator | None) -> Tensor:
     """Returns |weight| of every relation of a transition, 0 where there is none, [parents,
     children].
     """

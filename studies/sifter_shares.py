@@ -12,8 +12,11 @@ damping of the repair is chosen on training rows that it does not solve for.
 """
 
 import copy
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -127,6 +130,7 @@ def _curves(
     later: dict[str, list[float]] = {row: [] for row in ROWS}
     left = []
     for share in settings.shares:
+        cut = net
         for name in SCORES:
             cut = copy.deepcopy(net)
             rule = _rule(name, share)
@@ -352,3 +356,34 @@ def missed(result: dict[str, Any]) -> list[str]:
                     f"{name}: {contrast} is significant from {start}, the bar is {share:g} at most"
                 )
     return lines
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws accuracy right after the cut against the share, one picture a set; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    shares = [100 * share for share in result["settings"]["shares"]]
+    colours = dict(zip(SCORES, ("tab:blue", "tab:green", "tab:gray"), strict=True))
+    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    for axes, (name, one) in zip(
+        figure.subplots(1, len(SETS)), result["summary"]["sets"].items(), strict=True
+    ):
+        for row, words in ROWS.items():
+            style = "--"
+            if row.endswith(REPAIRED):
+                style = "-"
+            means = [mean for mean, _ in one["edited"][row]]
+            colour = colours[row.removesuffix(REPAIRED)]
+            axes.plot(shares, means, style, color=colour, label=words)
+        axes.axhline(one["before"][0], color="black", linewidth=0.5)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("relations of families cut, %")
+    figure.axes[0].set_ylabel("accuracy without training, %")
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right", fontsize=8)  # pyright: ignore[reportArgumentType]
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    source, target = sys.argv[1:]  # a result, and where to draw it
+    plot(json.loads(Path(source).read_text(encoding="utf-8")), Path(target))

@@ -1,6 +1,7 @@
 """Sifting of solved nodes by loss: the choice is the one that trying every removal makes."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -103,9 +104,7 @@ def test_children_with_other_parents_are_judged_over_their_own() -> None:
     assert readout.weakest(1).uids.tolist() == [net.layers[0].uids[expected]]
 
 
-def solved(
-    frozen: Sequence[int] = (), **options: object
-) -> tuple[ClosedFormReadout, Tensor, Tensor]:
+def solved(frozen: Sequence[int] = (), **options: Any) -> tuple[ClosedFormReadout, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     net = gn.GrapNet([5, 12, 3], activation="tanh", dtype=torch.float64, generator=generator)
     with net.edit(reason="fix") as edit:

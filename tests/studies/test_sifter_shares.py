@@ -4,6 +4,7 @@ misses are named.
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,3 +130,8 @@ def test_each_missed_bar_is_named(result):
 def test_the_summary_is_that_of_the_seeds(result):
     again = json.loads(json.dumps(summarise(FAST, result["seeds"])))
     assert again == result["summary"]
+
+
+def test_the_picture_is_drawn(result, tmp_path: Path):
+    sifter_shares.plot(result, tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").stat().st_size > 1000
