@@ -93,6 +93,7 @@ def main(settings: Settings, path: Path | None = None) -> dict[str, Any]:
             if path is not None:
                 path.write_text(json.dumps(outcome, indent=1) + "\n")
     images = len(train[0])
+    outcome["settings"]["seeds"] = max(map(len, accuracies.values()), default=0)
     outcome["parameters"] = {}
     for method in accuracies:
         net, _ = build(method, train[0].shape[1], 0, settings, images)
@@ -298,11 +299,12 @@ def table(result: dict[str, Any]) -> str:
     """Returns the result as the tables that the documentation shows: methods, then differences."""
     accuracy = result["accuracy"]
     faster = result.get("times_as_fast_as_dense", {})
-    lines = ["| method | parameters | epochs | test accuracy | training step, times as fast |"]
-    lines.append("|---|---:|---:|---:|---:|")
+    titles = "method | parameters | epochs | seeds | test accuracy | training step, times as fast"
+    lines = [f"| {titles} |", "|---|---:|---:|---:|---:|---:|"]
     for method, found in accuracy.items():
         spread = statistics.stdev(found) if len(found) > 1 else 0.0
         cells = [method, f"{result['parameters'][method]:,}", str(epochs_of(method, result))]
+        cells.append(str(len(found)))
         cells.append(f"{statistics.mean(found):.2f} ± {spread:.2f}")
         cells.append(f"{faster[method]:.2f}" if method in faster else "")
         lines.append(f"| {' | '.join(cells)} |")
