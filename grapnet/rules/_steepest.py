@@ -268,7 +268,7 @@ def rising_bias(net: Adopted, space: Space) -> float:
     if space.riders:
         dtype = net._grids()[space.riders[0]].tensor.dtype
         bias = max(2.0**-100, torch.finfo(dtype).tiny)
-    for value, slopes in _rises(net, space, bias):
+    for value, slopes in rises(net, space, bias):
         if value > 1e3 * bias or float(slopes.abs().max()) == 0:
             hint = ""
             if not space.riders:
@@ -285,7 +285,7 @@ def rising_bias(net: Adopted, space: Space) -> float:
     return bias
 
 
-def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor]]:
+def rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor]]:
     """Returns for each reader the largest number that it gets from a node whose writer returns
     `start`, and the slope there, position by position.
     """

@@ -60,7 +60,7 @@ def refresh_statistics(
                 norm.reset_running_stats()
         with torch.no_grad():
             for batch in batches:
-                args, kwargs = _call_of(batch, device)
+                args, kwargs = call_of(batch, device)
                 model(*args, **kwargs)
                 count += 1
         if count == 0:
@@ -80,7 +80,7 @@ def _has_statistics(part: nn.Module) -> bool:
     return isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is not None
 
 
-def _call_of(batch: Any, device: torch.device) -> Example:
+def call_of(batch: Any, device: torch.device) -> Example:
     """Returns the arguments of a model for one batch, on a device."""
     if isinstance(batch, Example):
         call = batch

@@ -193,14 +193,20 @@ class Weight:
         """Returns the gradients of relations, 0 where a number is frozen; None before the first
         backward pass.
         """
-        grid = self.grid
-        gradient = grid.tensor.grad
+        gradient = self.grid.tensor.grad
         if gradient is None:
             return None
-        if grid.opened is not None:
-            zero = torch.zeros_like(grid.opened.frozen_values)
-            gradient = type(grid.opened)(grid.opened.pattern, zero).whole(gradient)
-        return self._numbers(gradient.detach(), at)
+        return self._free_numbers(gradient.detach(), at)
+
+    def _free_numbers(self, content: Tensor, at: Tensor) -> Tensor:
+        """Returns what a tensor of the shape of the Parameter has for relations, 0 where a number
+        is frozen.
+        """
+        opened = self.grid.opened
+        if opened is not None:
+            zero = torch.zeros_like(opened.frozen_values)
+            content = type(opened)(opened.pattern, zero).whole(content)
+        return self._numbers(content, at)
 
     def _require_free(self, at: Tensor | slice) -> None:
         """Raises FrozenError if a number of one of the relations is frozen."""
