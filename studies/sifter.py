@@ -64,52 +64,35 @@ class Settings:
 FAST = replace(Settings(), data="made-up", per_class=60, before=2, after=1, seeds=(20, 21))
 
 
-Scores = Callable[[gn.GrapNet, int, torch.Generator | None], Tensor]
-
-
-def drawn(net: gn.GrapNet, transition: int, generator: torch.Generator | None) -> Tensor:
-    """Returns a random score for every pair of a transition, [parents, children]."""
-    source, target = net.ends[transition]
-    return torch.rand(net.sizes[source], net.sizes[target], generator=generator)
-
-
-def magnitudes(net: gn.GrapNet, transition: int, generator: torch.Generator | None) -> Tensor:
-    """Returns |weight| of every relation of a transition, 0 where there is none, [parents,
-    children].
-    """
-    linears = [part for part in net.snapshot() if isinstance(part, torch.nn.Linear)]
-    return linears[transition].weight.detach().t().abs()
-
-
 @dataclass(frozen=True)
-class ScoredSifter:
-    """Cuts as a CovarianceSifter does, families, budget and orphans alike, by other scores: a
-    control.
+class RandomSifter:
+    """Cuts as a CovarianceSifter does, families, budget and orphans alike, by scores that are
+    drawn: the control.
     """
 
     sifter: CovarianceSifter
-    scores: Scores = drawn
 
     def __call__(self, net: gn.GrapNet, edit: gn.Edit, context: RuleContext) -> None:
         """Lets the sifter write its cuts."""
         watched: dict[str, Any] = dict(self.sifter.recorders(net))
-        evidence = {}
-        for name, recorder in watched.items():
-            ends = (recorder.upper, recorder.lower)
-            scores = self.scores(net, net.ends.index(ends), edit.generator)
-            evidence[name] = _Scored(scores)
-        self.sifter(net, edit, replace(context, evidence=evidence))
+        drawn = {
+            name: _Drawn(
+                torch.rand(net.sizes[ends.upper], net.sizes[ends.lower], generator=edit.generator)
+            )
+            for name, ends in watched.items()
+        }
+        self.sifter(net, edit, replace(context, evidence=drawn))
 
 
 @dataclass(frozen=True)
-class _Scored:
+class _Drawn:
     """Stands where the sifter expects what a recorder has seen."""
 
-    scores: Tensor  # [n_upper, n_lower]
+    correlations: Tensor  # [n_upper, n_lower]
     count: int = 1
 
     def correlation(self) -> Tensor:
-        return self.scores
+        return self.correlations
 
 
 def full_pairs(n_parents: int, n_children: int) -> tuple[Tensor, Tensor]:
@@ -214,7 +197,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
         "none": keep,
         "renewed": renew,
         "covariance": sift(sifter, train[0], seed=seed, budget=budget),
-        "random": sift(ScoredSifter(sifter), train[0], seed=seed, budget=budget),
+        "random": sift(RandomSifter(sifter), train[0], seed=seed, budget=budget),
         "unbounded": sift(plain, train[0], seed=seed),
     }
     epochs = settings.before, settings.after

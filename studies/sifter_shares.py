@@ -29,7 +29,7 @@ from grapnet.rules import CovarianceSifter, Rule
 
 from . import sifter, tabular
 from .data import Images
-from .sifter import ScoredSifter, drawn, magnitudes, sift
+from .sifter import RandomSifter, sift
 from .statistics import paired, paired_splits, summary
 from .tables import grid, spread
 
@@ -154,12 +154,11 @@ def _curves(
 
 
 def _rule(name: str, share: float) -> Rule:
-    rule = CovarianceSifter(fraction=share)
     if name == "random":
-        return ScoredSifter(rule, drawn)
+        return RandomSifter(CovarianceSifter(fraction=share))
     if name == "weight":
-        return ScoredSifter(rule, magnitudes)
-    return rule
+        return CovarianceSifter(fraction=share, by="magnitude")
+    return CovarianceSifter(fraction=share)
 
 
 def _train(net: gn.GrapNet, plan: Plan, epochs: int) -> None:

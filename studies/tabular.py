@@ -15,7 +15,7 @@ from grapnet.rules import CovarianceSifter
 
 from .data import Images, standardise
 from .paper import published
-from .sifter import ScoredSifter, family_pairs, full_pairs, keep, renew, sift, trained_around
+from .sifter import RandomSifter, family_pairs, full_pairs, keep, renew, sift, trained_around
 from .statistics import paired, summary
 from .tables import grid, interval, spread
 
@@ -102,7 +102,7 @@ def _one_split(settings: Settings, layout: Layout, seed: int) -> dict[str, Any]:
         "none": keep,
         "renewed": renew,
         "covariance": sift(sifter, train[0], seed=seed),
-        "random": sift(ScoredSifter(sifter), train[0], seed=seed),
+        "random": sift(RandomSifter(sifter), train[0], seed=seed),
     }
     half = settings.epochs // 2
     return {

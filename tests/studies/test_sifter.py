@@ -77,7 +77,7 @@ def test_families_stay_families_and_seeds_matter_to_the_control_alone(random: bo
         whole = pairs(net)
         optimizer = torch.optim.Adam(net.parameters())
         change = sifter.sift(
-            sifter.ScoredSifter(rule) if random else rule,
+            sifter.RandomSifter(rule) if random else rule,
             x,
             seed=seed,
             budget=Budget(edits=200, parents=1),

@@ -11,7 +11,6 @@ import torch
 from scipy import stats
 
 import grapnet as gn
-from grapnet.rules import CovarianceSifter
 from studies import sifter, sifter_shares, tabular
 from studies.sifter_shares import FAST, ROWS, Received, missed, repair, summarise
 from studies.statistics import paired, paired_splits
@@ -40,13 +39,13 @@ def test_repair_loses_less_than_the_same_cut_without_it(result):
         assert one[f"{score} + repair"][1][0] > one[score][1][0]
 
 
-@pytest.mark.parametrize("scores", [sifter.drawn, sifter.magnitudes], ids=["drawn", "magnitudes"])
-def test_other_scores_cut_as_many_relations_and_other_ones(scores):
-    rule = CovarianceSifter(fraction=0.4)
+@pytest.mark.parametrize("score", ["random", "weight"])
+def test_other_scores_cut_as_many_relations_and_other_ones(score):
     left = []
-    for one in (rule, sifter.ScoredSifter(rule, scores)):
+    for name in ("covariance", score):
         net, x = made_up_net()
-        sifter.sift(one, x, seed=0)(net, torch.optim.SGD(net.parameters()))
+        rule = sifter_shares._rule(name, 0.4)
+        sifter.sift(rule, x, seed=0)(net, torch.optim.SGD(net.parameters()))
         assert net.sizes == [13, 30, 18, 18, 3]
         left.append(net.layers[2].uids.tolist())
     assert left[0] != left[1]
@@ -63,8 +62,9 @@ def test_magnitudes_cut_the_children_with_the_smallest_weights():
     )
     kept = means.topk(6, dim=1).indices.sort(1).values + 10 * torch.arange(3)[:, None]
     uids = net.layers[2].uids[kept.flatten()]
-    rule = sifter.ScoredSifter(CovarianceSifter(transitions=(1,), fraction=0.4), sifter.magnitudes)
-    sifter.sift(rule, x, seed=0)(net, torch.optim.SGD(net.parameters()))
+    sifter.sift(sifter_shares._rule("weight", 0.4), x, seed=0)(
+        net, torch.optim.SGD(net.parameters())
+    )
     assert torch.equal(net.layers[2].uids, uids)
 
 
