@@ -81,6 +81,10 @@ def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
             for pairs in () if wires is None else (wires.born, wires.gone):
                 rows = rows_after(graph, number, change, pairs.children.cpu().long()).long()
                 changed[rows[rows >= 0]] = True
+            if wires is not None and wires.weights.assigned is not None:
+                wiring = commit.wirings.get(t, transition.topology)
+                at = wires.index.new_positions(wires.weights.assigned.positions)
+                changed[wiring.child[at.long()].cpu().long()] = True
             above = found[transition.source]
             if bool(above.any()):
                 wiring = commit.wirings.get(t, transition.topology)
@@ -89,6 +93,9 @@ def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
             changed[change.activations.rows.cpu().long()] = True
         if change is not None and change.biases is not None and change.biases.shift is not None:
             changed[change.biases.shift.positions.cpu().long()] = True
+        if change is not None and change.biases is not None and change.biases.assigned is not None:
+            rows = change.biases.index.new_positions(change.biases.assigned.positions)
+            changed[rows.cpu().long()] = True
         found.append(changed)
     return found[layer]
 

@@ -5,16 +5,15 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grapnet.core._change import Change
+from grapnet.core._change import Change, GridChange, VectorChange
 from grapnet.core._commit import require_editable
-from grapnet.core._coordinates import VectorChange
 from grapnet.core._errors import EditError, HistoryError, StaleTopologyError, TopologyError
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
@@ -416,15 +415,18 @@ def _outgoing(commit: Commit) -> Commit:
     transitions = {}
     for number, transition in commit.change.transitions.items():
         transitions[number] = replace(transition, weights=_arriving(transition.weights))
-    tensors = {
-        name: replace(part, gone_values=None) for name, part in commit.change.tensors.items()
-    }
+    tensors = {name: _arriving(part) for name, part in commit.change.tensors.items()}
     change = replace(commit.change, layers=layers, transitions=transitions, tensors=tensors)
     return Commit(commit.version, commit.reason, change, commit.by, commit.operations)
 
 
-def _arriving(vector: VectorChange) -> VectorChange:
-    return replace(vector, gone_values=None)
+_Part = TypeVar("_Part", VectorChange, GridChange)
+
+
+def _arriving(part: _Part) -> _Part:
+    """Returns the change of a vector or tensor with its new values alone."""
+    assigned = part.assigned and replace(part.assigned, before=None)
+    return replace(part, gone_values=None, assigned=assigned)
 
 
 def _digest(graphs: Sequence[Graph]) -> str:

@@ -6,6 +6,7 @@ from ._correlations import TensorCorrelationRecorder
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
+from ._gram import GramRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
 from ._nodes import PruneNodes
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022
     "TensorGradientRecorder",
     "TensorCorrelationRecorder",
     "SpaceGradientRecorder",
+    "GramRecorder",
     "Rule",
     "RecordingRule",
     "Recorder",

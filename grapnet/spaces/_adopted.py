@@ -35,7 +35,7 @@ from ._discovery import Example, Twin, Typed, discover, discover_twin
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates, submodule
 from ._probe import probe
-from ._rewiring import Wish, rewired
+from ._rewiring import Wish, assignment_of, rewired
 from ._space import Space, spaces_of
 from ._weights import weights_of
 
@@ -375,7 +375,9 @@ class Adopted(Graph):
                 return name
             opened = grids[name].opened
             if isinstance(part.index, GridMap):
-                if opened is not None or name not in maps or not maps[name].equals(part.index):
+                # A tensor of which cells are assigned alone stays as it is.
+                still = GridMap(grids[name].shape, {})
+                if opened is not None or not maps.get(name, still).equals(part.index):
                     return name
             elif part.before is None:
                 if opened is not None:
@@ -572,7 +574,7 @@ class Adopted(Graph):
         Args:
             change: of the nodes.
             growths: how the weights of new nodes start, by space.
-            wishes: the relations to cut, connect, freeze and unfreeze, by tensor.
+            wishes: the relations to cut, connect, freeze, unfreeze and assign, by tensor.
             generator: source of random numbers.
 
         Raises:
@@ -591,10 +593,14 @@ class Adopted(Graph):
             if index is not None and index.n_born:
                 born = values_of_newborns(self, name, index, change.layers, growths, generator)
             grid = self._grids_held[name]
-            if index is not None and grid.opened is None and name not in wishes:
-                tensors[name] = GridChange(index, born_values=born)
+            wish = wishes.get(name, Wish())
+            if grid.opened is None and wish.moves_none:
+                moves = index or GridMap(grid.shape, {})
+                assigned = assignment_of(name, grid, moves, wish.assign)
+                if index is not None or assigned is not None:
+                    tensors[name] = GridChange(moves, born_values=born, assigned=assigned)
                 continue
-            found = rewired(self, name, wishes.get(name, Wish()), index, born, generator)
+            found = rewired(self, name, wish, index, born, generator)
             if found is not None:
                 tensors[name] = found
         return replace(change, tensors=tensors, attributes=tuple(attributes))

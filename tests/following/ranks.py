@@ -54,6 +54,8 @@ def state(net: gn.GrapNet, optimizer: Optimizer | None = None) -> str:
         for vector in vectors:
             found += [vector.born_values, vector.gone_values, vector.flips]
             found += [vector.index.removed, vector.index.inserted]
+            if vector.assigned is not None:
+                found += [vector.assigned.positions, vector.assigned.before, vector.assigned.after]
     if optimizer is not None:
         found += [optimizer.state[parameter] for parameter in net.parameters()]
     return hashlib.sha256(repr(plain(found)).encode()).hexdigest()
@@ -417,6 +419,9 @@ def adopted_model(rank: int) -> dict[str, Any]:
             if step == 3:
                 with net.edit(reason="grow") as edit:
                     edit.add_nodes(space, 3)
+                    edit.assign(host[4].weight, torch.randn(host[4].weight.shape))
+            if step == 6:
+                net.undo()
         model.synchronize()
         # Running statistics are those of each rank's own last batch, as with every DDP.
         found = [net.version, space.uids, dict(host.named_parameters())]
