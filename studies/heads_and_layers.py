@@ -301,15 +301,17 @@ class Removal:
         spaces = [layer.heads for layer in hf.layers(self._net)]
         total = sum(len(space) for space in spaces)
         rule = PruneNodes(
-            fraction=count / total, scope="model", spaces=spaces, keep=1, score=self._scores()
+            fraction=count / total, scope="model", spaces=spaces, keep=1, by=self._scores()
         )
         with self._net.edit(reason="heads") as edit:
             rule(self._net, edit, RuleContext())
 
-    def _scores(self) -> Callable[[Space], Tensor]:
+    def _scores(self) -> Callable[[Adopted, Space, Any], Tensor]:
+        """Returns the criterion: one number per head of a layer."""
         if not self._by_score:
-            return lambda space: torch.rand(len(space), generator=self._generator)
-        return hf.scores(self._net, self._tokens(), _loss).nodes.__getitem__
+            return lambda net, heads, evidence: torch.rand(len(heads), generator=self._generator)
+        scores = hf.scores(self._net, self._tokens(), _loss)
+        return lambda net, heads, evidence: scores.nodes[heads]
 
     def _tokens(self) -> list[Tensor]:
         return [next(self._batches) for _ in range(self._training.settings.scored)]

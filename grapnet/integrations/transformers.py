@@ -61,7 +61,7 @@ class Scores:
 
     Attributes:
         nodes: one number per node, [nodes], for every space of heads and of hidden units: what
-            `space.weakest(key=scores.nodes[space])` ranks by, and `PruneNodes(score=...)`.
+            `space.weakest(key=scores.nodes[space])` ranks by, and a criterion `PruneNodes(by=…)`.
         layers: one number per layer, in the order of `layers`.
     """
 

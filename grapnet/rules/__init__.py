@@ -3,16 +3,37 @@
 from ._activations import ActivationRecorder, CovarianceRecorder
 from ._budget import Budget, weakest_within
 from ._correlations import TensorCorrelationRecorder
+from ._criteria import (
+    Assignment,
+    Choice,
+    Correlation,
+    Criterion,
+    Fisher,
+    Magnitude,
+    Random,
+    Scored,
+    Taylor,
+    Wanda,
+)
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
 from ._gram import GramRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
+from ._node_criteria import (
+    ColumnSubset,
+    MeanActivation,
+    NodeNorm,
+    NodeTaylor,
+    RandomNodes,
+    Redundancy,
+)
 from ._nodes import PruneNodes
+from ._obs import OBS
 from ._orphans import RemoveOrphans
 from ._preview import Preview
-from ._prune import GradualSchedule, PruneWeakest, gradual_pruning, lamp_scores
+from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
     At,
@@ -25,6 +46,8 @@ from ._rule import (
     Schedule,
     Scheduled,
 )
+from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFisherRecorder
+from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
 from ._steepest import SpaceGradientRecorder
 from ._widen import GrowWidth
@@ -48,6 +71,24 @@ __all__ = [  # noqa: RUF022
     "gradual_pruning",
     "GradualSchedule",
     "lamp_scores",
+    "Magnitude",
+    "Wanda",
+    "Taylor",
+    "Fisher",
+    "OBS",
+    "Correlation",
+    "Random",
+    "NodeNorm",
+    "MeanActivation",
+    "NodeTaylor",
+    "ColumnSubset",
+    "Redundancy",
+    "RandomNodes",
+    "Scored",
+    "Choice",
+    "Assignment",
+    "Quota",
+    "Criterion",
     "CovarianceSifter",
     "RemoveOrphans",
     "Rewire",
@@ -60,6 +101,10 @@ __all__ = [  # noqa: RUF022
     "TensorGradientRecorder",
     "TensorCorrelationRecorder",
     "SpaceGradientRecorder",
+    "InputRecorder",
+    "FisherRecorder",
+    "TensorFisherRecorder",
+    "SaliencyRecorder",
     "GramRecorder",
     "Rule",
     "RecordingRule",

@@ -3,6 +3,10 @@
 Weights are [children, columns], the bias in the last column, as in `_least_squares`.
 """
 
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -181,53 +185,109 @@ def _solved(start: Tensor, gram: Tensor, kept: Tensor, frozen: Tensor, damping: 
     return found
 
 
-def eliminate(
-    weights: Tensor,
-    gram: Tensor,
-    count: int,
-    *,
-    held: Tensor | None = None,
-    damping: float = 1e-4,
-) -> Tensor:
-    """Returns the columns whose loss the others make up for best, chosen one by one.
+class Reader(NamedTuple):
+    """One matrix that reads the nodes of a layer.
 
-    It is the optimal brain surgeon for whole columns: each time the column leaves that adds the
-    least to the squared error of what the children receive, after the columns that stay have
-    compensated for it; weights and inverse are updated before the next. That takes as many steps as
-    columns leave, with one matrix of all columns each.
+    Attributes:
+        weights: [children, columns], the bias in the last column.
+        gram: the Gram matrix of what it reads.
+        columns: the columns of every node, int64 [nodes, k].
+    """
+
+    weights: Tensor
+    gram: Tensor
+    columns: Tensor
+
+
+def elimination_costs(
+    readers: Sequence[Reader], may_leave: Tensor, *, damping: float = 1e-4
+) -> Tensor:
+    """Returns what nodes cost that leave one after the other, each time the cheapest.
+
+    It is the optimal brain surgeon for whole nodes: a node costs the squared error that it adds to
+    what the children of all readers receive, after the columns that stay have compensated for it.
+    Weights and inverses are updated before the next node leaves. That takes as many steps as nodes
+    may leave, with all columns of the readers in each.
 
     Args:
-        weights: [children, columns].
-        gram: the Gram matrix.
-        count: how many columns leave.
-        held: columns that stay in any case, bool [n]; the bias always stays.
+        readers: what reads the nodes.
+        may_leave: bool [nodes].
         damping: added to the diagonal, as a share of its mean without the bias.
 
     Returns:
-        The columns that leave in the order of their choice, int64 [count].
+        The cost of every node as a running maximum in the order in which they leave, so that the
+        smallest are those that leave together; infinite for a node that stays. [nodes] float64.
     """
-    gram = gram.double()
-    width = len(gram) - 1
-    stays = torch.zeros(width, dtype=torch.bool, device=gram.device)
-    if held is not None:
-        stays |= held.to(gram.device)
-    if not 0 <= count <= width - int(stays.sum()):
-        raise ValueError(f"of {width - int(stays.sum())} columns {count} cannot leave")
-    system = gram.clone()
-    diagonal = system.diagonal()
-    mean = diagonal[:width].mean()
-    diagonal[:width] += damping * torch.where(mean > 0, mean, 1)
-    inverse = torch.linalg.inv(system)
-    work = weights.double().clone()
-    found = torch.empty(count, dtype=torch.int64, device=gram.device)
-    for number in range(count):
-        cost = work[:, :width].square().sum(0) / inverse.diagonal()[:width]
-        column = cost.masked_fill(stays, torch.inf).argmin()
-        row = inverse[column].clone()
-        work.addr_(work[:, column] / row[column], row, alpha=-1)
-        inverse.addr_(row, row / row[column], alpha=-1)
-        # It has left: no later step reads more than this one entry.
-        inverse[column, column] = 1
-        stays[column] = True
-        found[number] = column
+    left = [_Left(reader, damping) for reader in readers]
+    found = torch.full(may_leave.shape, torch.inf, dtype=torch.float64)
+    waiting = may_leave.cpu().clone()
+    highest = 0.0
+    for _ in range(int(waiting.sum())):
+        cost = torch.stack([part.costs() for part in left]).sum(0).cpu()
+        node = int(cost.masked_fill(~waiting, torch.inf).argmin())
+        # Larger than all before, so that the order is that of leaving.
+        highest = max(math.nextafter(highest, math.inf), float(cost[node]))
+        found[node] = highest
+        waiting[node] = False
+        for part in left:
+            part.eliminate(node)
     return found
+
+
+class _Left:
+    """What is left of a reader while nodes leave."""
+
+    def __init__(self, reader: Reader, damping: float) -> None:
+        gram = reader.gram.double()
+        system = gram.clone()
+        diagonal = system.diagonal()
+        mean = diagonal[:-1].mean()
+        diagonal[:-1] += damping * torch.where(mean > 0, mean, 1.0)
+        self.inverse = torch.linalg.inv(system)
+        self.weights = reader.weights.to(gram).clone()
+        self.columns = reader.columns.to(gram.device)
+        # the nodes that the rows of `columns` are about; some of them have left
+        self.count = len(self.columns)
+        self.nodes = torch.arange(self.count, device=gram.device)
+        self.is_gone = torch.zeros(self.count, dtype=torch.bool, device=gram.device)
+
+    def costs(self) -> Tensor:
+        """Returns what each node costs if it leaves next, [nodes]; 0 for one that has left."""
+        weights = self.weights[:, self.columns]  # [children, nodes, k]
+        if self.columns.shape[1] == 1:
+            depth = self.inverse.diagonal()[self.columns[:, 0]]
+            found = weights[:, :, 0].square().sum(0) / depth
+        else:
+            blocks = self.inverse[self.columns[:, :, None], self.columns[:, None, :]]
+            products = torch.einsum("cnk,cnl->nkl", weights, weights)
+            found = torch.linalg.solve(blocks, products).diagonal(dim1=1, dim2=2).sum(1)
+        found = found.masked_fill(self.is_gone, 0)
+        return found.new_zeros(self.count).index_copy(0, self.nodes, found)
+
+    def eliminate(self, node: int) -> None:
+        """Lets the columns of a node leave, and those that stay compensate."""
+        place = int((self.nodes == node).nonzero())
+        at = self.columns[place]
+        rows = self.inverse[at]  # [k, columns]
+        solved = torch.linalg.solve(rows[:, at], rows)
+        self.weights -= self.weights[:, at] @ solved
+        self.inverse -= rows.t() @ solved
+        # Rounding aside, they are 0; the blocks of nodes that have left must stay invertible.
+        self.weights[:, at] = 0
+        self.inverse[at] = 0
+        self.inverse[:, at] = 0
+        self.inverse[at, at] = 1
+        self.is_gone[place] = True
+        if 4 * int(self.is_gone.sum()) > len(self.nodes) > 64:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Leaves out the columns of nodes that have left, which later steps need not update."""
+        stays = torch.ones(len(self.inverse), dtype=torch.bool, device=self.inverse.device)
+        stays[self.columns[self.is_gone].reshape(-1)] = False
+        places = stays.cumsum(0) - 1
+        self.columns = places[self.columns[~self.is_gone]]
+        self.nodes = self.nodes[~self.is_gone]
+        self.is_gone = self.is_gone[~self.is_gone]
+        self.inverse = self.inverse[stays][:, stays]
+        self.weights = self.weights[:, stays]

@@ -156,7 +156,7 @@ def _moved(factor: Tensor, index: IndexMap | None) -> Tensor:
 class BackwardRecorder(NetRecorder[E]):
     """A recorder of backward passes, which leaves out gradients that are not finite."""
 
-    def __init__(self, layers: tuple[int, ...], window: int) -> None:
+    def __init__(self, layers: tuple[int | str, ...], window: int) -> None:
         super().__init__(layers, window)
         self.left_out = 0  # how many gradients, since clear(), were not finite
 

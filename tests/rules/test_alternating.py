@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from grapnet.rules._alternating import alternate, eliminate
+from grapnet.rules._alternating import Reader, alternate, elimination_costs
 from grapnet.rules._least_squares import error_of, obs_sweep, repaired
 
 
@@ -140,21 +140,72 @@ def error_without(weights, gram, leaving):
     return error_of(solved_by_hand(weights, gram, kept) - weights, gram)
 
 
+def leaving_nodes(readers, count, held=()):
+    may_leave = torch.ones(len(readers[0].columns), dtype=torch.bool)
+    may_leave[list(held)] = False
+    costs = elimination_costs(readers, may_leave, damping=1e-9)
+    assert bool(costs[list(held)].isinf().all())
+    return costs.argsort()[:count]
+
+
+def single(weights, gram):
+    """Returns a reader with one column for every node."""
+    return Reader(weights, gram, torch.arange(weights.shape[1] - 1)[:, None])
+
+
 def test_first_column_to_leave_is_the_best_of_all():
     for seed in range(5):
         weights, gram = problem(seed=seed)
-        leaving = eliminate(weights, gram, 1, damping=0.0)
+        leaving = leaving_nodes([single(weights, gram)], 1)
         error = error_without(weights, gram, leaving)
-        assert error == pytest.approx(best_columns(weights, gram, 1)[0], rel=1e-8)
+        assert error == pytest.approx(best_columns(weights, gram, 1)[0], rel=1e-6)
 
 
 def test_columns_that_leave_are_among_the_best_tenth():
     for seed in range(5):
         weights, gram = problem(seed=seed)
-        leaving = eliminate(weights, gram, 4, damping=1e-9)
-        assert len(leaving.unique()) == 4
+        leaving = leaving_nodes([single(weights, gram)], 4)
         errors = best_columns(weights, gram, 4)
         assert error_without(weights, gram, leaving) <= errors[len(errors) // 10]
+
+
+def test_first_cost_is_the_error_that_a_node_of_several_columns_adds():
+    """Two readers, in one of which each node has two columns; the costs add up."""
+    weights, gram = problem(columns=10)
+    others, second = problem(columns=5, seed=1)
+    pairs = Reader(weights, gram, torch.arange(10).view(5, 2))
+    readers = [pairs, single(others, second)]
+    sums = []
+    for node in range(5):
+        first = error_without(weights, gram, pairs.columns[node])
+        sums.append(first + error_without(others, second, torch.tensor([node])))
+    costs = elimination_costs(readers, torch.ones(5, dtype=torch.bool), damping=1e-12)
+    assert int(costs.argmin()) == int(torch.tensor(sums).argmin())
+    assert float(costs.min()) == pytest.approx(min(sums), rel=1e-6)
+
+
+def test_many_nodes_leave_as_by_solving_anew_each_time():
+    weights, gram = problem(children=4, columns=80, rows=300, seed=2)
+    costs = elimination_costs(
+        [single(weights, gram)], torch.ones(80, dtype=torch.bool), damping=1e-9
+    )
+    order = costs.argsort(stable=True).tolist()
+    kept = torch.ones_like(weights, dtype=torch.bool)
+    for node in order[:40]:
+        kept[:, node] = False
+    error = error_of(solved_by_hand(weights, gram, kept) - weights, gram)
+    random = torch.ones_like(kept)
+    random[:, :40] = False
+    assert error < 0.5 * error_of(solved_by_hand(weights, gram, random) - weights, gram)
+    # The last step of forty adds the least of all that remain.
+    before = kept.clone()
+    before[:, order[39]] = True
+    added = []
+    for node in order[39:]:
+        one = before.clone()
+        one[:, node] = False
+        added.append(error_of(solved_by_hand(weights, gram, one) - weights, gram))
+    assert min(added) == pytest.approx(added[0], rel=1e-6)
 
 
 def test_a_copy_of_a_column_leaves_first_and_held_columns_do_not():
@@ -164,9 +215,7 @@ def test_a_copy_of_a_column_leaves_first_and_held_columns_do_not():
     mixing[4, 4] = 0
     mixing[7, 4] = 1
     gram = mixing.t() @ gram @ mixing
-    assert int(eliminate(weights, gram, 1)[0]) in (4, 7)
-    held = torch.zeros(10, dtype=torch.bool)
-    held[[4, 7]] = True
-    assert not {4, 7} & set(eliminate(weights, gram, 8, held=held).tolist())
-    with pytest.raises(ValueError, match="8"):
-        eliminate(weights, gram, 9, held=held)
+    gram.diagonal()[:-1] += 1e-6
+    readers = [single(weights, gram)]
+    assert int(leaving_nodes(readers, 1)[0]) in (4, 7)
+    assert not {4, 7} & set(leaving_nodes(readers, 8, held=(4, 7)).tolist())
