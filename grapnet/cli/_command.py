@@ -94,7 +94,7 @@ def table(
     """
     columns: list[list[str]] = []
     for number, title in enumerate(titles):
-        cells = [_shown(row[number]) for row in rows]
+        cells = [shown(row[number]) for row in rows]
         if number < len(titles) - 1:
             cells = [_shortened(cell, longest) for cell in cells]
         if any(row[number] not in (0, "") for row in rows):
@@ -122,7 +122,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], *, longest: int = _LONGEST) -> l
     return table(titles, [list(row.values()) for row in rows], longest=longest)
 
 
-def _shown(cell: Cell) -> str:
+def shown(cell: Cell) -> str:
+    """Returns a cell of a table as text."""
     if cell is None:
         return "–"
     if isinstance(cell, str):
