@@ -1,6 +1,6 @@
-"""GrowWidth: wider hidden layers that compute what the narrow ones did."""
+"""GrowWidth: wider hidden layers that compute what the narrow ones did, or something better."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -33,11 +33,14 @@ from ._rule import (
     unavailable_relations,
 )
 from ._steepest import SpaceGradientRecorder, rising_bias, values_of_steepest
+from ._tiny import BottleneckRecorder, add_to_layer, add_to_space, require_no_removals
 
 
 @dataclass(frozen=True)
 class GrowWidth:
-    """Adds nodes to hidden layers, or to spaces of an adopted model, without changing its function.
+    """Adds nodes to hidden layers, or to spaces of an adopted model.
+
+    All but "tiny" leave the function as it is.
 
     - "zero_outgoing": the new nodes get random weights from every node above and weights 0 to every
       node below.
@@ -50,6 +53,10 @@ class GrowWidth:
       leading singular vectors of the recorded gradients. A bias too small to change a sum gives a
       ReLU a slope. The sign of a direction is the one that uses positive activations; the opposite
       signs follow when the directions are used up, and then no more nodes are added.
+    - "tiny" (Verbockhaven et al. 2024): the new nodes express what the nodes below want and cannot
+      get by changing their own weights: that part of the negative gradient is fitted best by the
+      product of their outgoing and incoming weights. They change the function by `scale` times this
+      fit, which `search_scale` chooses on data of yours. There are at most as many as nodes below.
 
     A budget of edits makes it add fewer nodes, each of them complete. Nodes that earlier rules
     remove in the same edit are neither connected nor copied, and copies do not get relations that
@@ -60,8 +67,8 @@ class GrowWidth:
     the original in biases, norms and running statistics, and all readers of a node share alike. A
     space of which a removal would not be exact (`Space.verdict`) raises EditError. "gradmax" is for
     spaces that one Linear or convolution writes, and that Linears or convolutions read, with an
-    activation and nothing else between them; kernels are unfolded, as in the paper. Others raise
-    EditError with the reason.
+    activation and nothing else between them; kernels are unfolded, as in the paper. "tiny" is for
+    such spaces between Linears. Others raise EditError with the reason.
 
     Attributes:
         layers: numbers of hidden layers; negative numbers count from the output. Of an adopted
@@ -72,7 +79,9 @@ class GrowWidth:
             shares get equal gradients, so copies remain copies of each other.
         split: for "net2net": with False the original keeps its weights, and the outgoing weights of
             its copies cancel out.
-        scale: for "gradmax": the norm of the outgoing weights of each new node.
+        scale: for "gradmax": the norm of the outgoing weights of each new node; for "tiny": the
+            amplitude, the length of the step along the negative gradient of the mean loss that the
+            new nodes stand for.
         owner: the owner of the new nodes; with None, copies have the owner of the original.
 
     Examples:
@@ -88,7 +97,7 @@ class GrowWidth:
 
     layers: Layers
     nodes: int
-    init: Literal["zero_outgoing", "net2net", "gradmax"] = "zero_outgoing"
+    init: Literal["zero_outgoing", "net2net", "gradmax", "tiny"] = "zero_outgoing"
     noise: float = 0.1
     split: bool = True
     scale: float = 1.0
@@ -98,18 +107,23 @@ class GrowWidth:
         object.__setattr__(self, "layers", as_names(self.layers))
         if self.nodes < 1:
             raise EditError(f"nodes is at least 1, got {self.nodes!r}")
-        if self.init not in ("zero_outgoing", "net2net", "gradmax"):
-            raise EditError(f'init is "zero_outgoing", "net2net" or "gradmax", got {self.init!r}')
+        if self.init not in ("zero_outgoing", "net2net", "gradmax", "tiny"):
+            raise EditError(
+                f'init is "zero_outgoing", "net2net", "gradmax" or "tiny", got {self.init!r}'
+            )
         if not 0 <= self.noise < 1:
             raise EditError(f"noise lies between 0 and 1, 1 excluded, got {self.noise!r}")
         if not 0 < self.scale < float("inf"):
             raise EditError(f"scale is a positive number, got {self.scale!r}")
 
     def recorders(self, net: GrapNet | Adopted) -> dict[str, Recorder]:
-        """Returns, for "gradmax", a recorder of the gradients across each layer or space."""
-        if self.init != "gradmax":
-            return {}
+        """Returns, for "gradmax" and "tiny", a recorder for each layer or space."""
         found: dict[str, Recorder] = {}
+        if self.init == "tiny":
+            for layer in self._grown(net):
+                found[evidence_of_bottleneck(layer)] = BottleneckRecorder(net, layer)
+        if self.init != "gradmax":
+            return found
         if isinstance(net, Adopted):
             for space in self._spaces(net):
                 found[_evidence(space.name)] = SpaceGradientRecorder(net, space)
@@ -134,6 +148,8 @@ class GrowWidth:
                 self._add_silent(net, edit, context, number)
             elif self.init == "net2net":
                 self._add_copies(net, edit, context, number)
+            elif self.init == "tiny":
+                self._add_optimal(net, edit, context, number)
             else:
                 self._add_steepest(net, edit, context, number)
             budget = context.budget
@@ -150,6 +166,12 @@ class GrowWidth:
         if not all(-last <= number <= last for number in given) or {0, last} & set(numbers):
             raise EditError(f"only hidden layers, 1 to {last - 1}, grow; got {self.layers}")
         return numbers
+
+    def _grown(self, net: GrapNet | Adopted) -> list[int] | list[str]:
+        """Returns the numbers of the layers, or the names of the spaces."""
+        if isinstance(net, Adopted):
+            return [space.name for space in self._spaces(net)]
+        return self._numbers(net)
 
     def _widen_spaces(self, net: Adopted, edit: Any, context: RuleContext) -> None:
         """Adds nodes to spaces of an adopted model."""
@@ -168,6 +190,9 @@ class GrowWidth:
             counts[space] = affordable(self.nodes, each, left)
             if left.edits is not None:
                 left = replace(left, edits=left.edits - each * counts[space])
+        if self.init == "tiny":
+            self._add_optimal_to_spaces(net, edit, context, counts)
+            return
         directions = {}
         if self.init == "gradmax":
             directions = self._directions(net, edit, context, counts)
@@ -200,16 +225,9 @@ class GrowWidth:
                 "GradMax grows a model as it is, and this edit removes nodes; let the rules be due"
                 " at different steps"
             )
+        require_apart(counts, "GradMax")
         found = {}
-        touched: set[str] = set()
         for space, count in counts.items():
-            tensors = {*space.writers, *space.readers}
-            if tensors & touched:
-                raise EditError(
-                    f"{space.name} is next to another space that GradMax grows in this edit; let"
-                    " them grow one after the other"
-                )
-            touched |= tensors
             seen = seen_evidence(context, _evidence(space.name), "GrowWidth")
             found[space] = steepest_directions(seen.matrix())[:count]
         return found
@@ -253,6 +271,23 @@ class GrowWidth:
             new = edit.add_nodes(number, count, owner=self.owner, bias=bias)
             edit.connect(upper, new, weights="zero")
             edit.connect(new, lower, weights=directions[:count] * self.scale)
+
+    def _add_optimal(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
+        require_no_removals(edit)
+        nodes = seen_evidence(context, evidence_of_bottleneck(number), "GrowWidth").nodes()
+        neighbours = [*sources_of(net, number), *targets_of(net, number)]
+        relations = sum(len(net.layers[n]) for n in neighbours)
+        count = affordable(self.nodes, relations, context.budget)
+        add_to_layer(net, edit, number, nodes.scaled(count, self.scale), self.owner)
+
+    def _add_optimal_to_spaces(
+        self, net: Adopted, edit: Any, context: RuleContext, counts: Mapping[Space, int]
+    ) -> None:
+        require_no_removals(edit)
+        require_apart(counts, "TINY")
+        for space, count in counts.items():
+            seen = seen_evidence(context, evidence_of_bottleneck(space.name), "GrowWidth")
+            add_to_space(net, edit, space, seen.nodes().scaled(count, self.scale), self.owner)
 
     def _add_copies(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
         rows = self._originals(net, edit, context, number)
@@ -330,6 +365,24 @@ class GrowWidth:
 
 def _evidence(layer: int | str) -> str:
     return f"gradients across layer {layer}"
+
+
+def evidence_of_bottleneck(layer: int | str) -> str:
+    """Returns the name of what rules that grow by TINY record of a layer or space."""
+    return f"bottleneck of layer {layer}"
+
+
+def require_apart(spaces: Iterable[Space], what: str) -> None:
+    """Raises EditError if a tensor has the nodes of two of the spaces."""
+    touched: set[str] = set()
+    for space in spaces:
+        tensors = {*space.writers, *space.readers}
+        if tensors & touched:
+            raise EditError(
+                f"{space.name} is next to another space that {what} grows in this edit; let them"
+                " grow one after the other"
+            )
+        touched |= tensors
 
 
 def steepest_directions(gradients: Tensor) -> Tensor:
