@@ -37,7 +37,6 @@ from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
-from ._prune import GradualSchedule, PruneWeakest, gradual_pruning, lamp_scores
 from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
