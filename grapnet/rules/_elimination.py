@@ -18,7 +18,7 @@ from ._criteria import WINDOW, Evidence, seen
 from ._gram import GramRecorder
 from ._node_criteria import NodeScored, place_of
 from ._obs import matrix_of
-from ._repair import gram_recorders, why_not_repaired
+from ._repair import gram_recorders, problem_of
 from ._rule import Recorder
 
 
@@ -49,7 +49,7 @@ class Elimination(NodeScored):
     def refusal(self, net: Any, number: int) -> str:
         """Returns why removals from a space cannot be made up for."""
         if isinstance(net, Adopted):
-            return why_not_repaired(net.spaces[number])
+            return problem_of(net, net.spaces[number])
         return ""
 
     def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:

@@ -214,8 +214,8 @@ class OBS(Surgeon):
         block: how many columns are chosen at a time.
         spread: how the relations of a transition that leave are shared out over the blocks:
             "matrix" by their costs before the sweep, "block" in equal shares.
-        published: compute as the published implementation does: in float32, without bias, with
-            `spread="block"`.
+        published: compute as the published implementation does: in the precision of the weights,
+            without bias, with `spread="block"`.
     """
 
     block: int = 128
@@ -226,7 +226,8 @@ class OBS(Surgeon):
         self, net: Any, transitions: list[int], candidates: RelationSet, gram: Tensor
     ) -> _Table:
         if self.published:
-            return _Table.of(net, transitions, candidates, gram.float(), has_bias=False)
+            gram = gram.to(net.transitions[transitions[0]].weight.dtype)
+            return _Table.of(net, transitions, candidates, gram, has_bias=False)
         return super()._table(net, transitions, candidates, gram)
 
     def _divides(self, width: int, group: int) -> bool:

@@ -218,7 +218,7 @@ def gram_recorders(
     else:
         spaces = [net.space(str(name)) for name in names]
     for space in spaces:
-        problem = _problem_of(net, space)
+        problem = problem_of(net, space)
         if problem and names is None:
             continue
         if problem:
@@ -350,7 +350,7 @@ class _Readers:
         names: dict[str, None] = {}
         for number, rows in self.edit.removals._rows_by_layer().items():
             space = self.net.spaces[number]
-            problem = _problem_of(self.net, space)
+            problem = problem_of(self.net, space)
             if problem:
                 raise EditError(problem)
             names.update(dict.fromkeys(space.readers))
@@ -484,7 +484,7 @@ def why_not_repaired(space: Space) -> str:
     return ""
 
 
-def _problem_of(net: Adopted, space: Space) -> str:
+def problem_of(net: Adopted, space: Space) -> str:
     """Returns the message for a space whose removals cannot be made up for; empty if they can."""
     problem = why_not_repaired(space)
     for name in space.readers:

@@ -21,6 +21,8 @@ RULES: dict[str, Callable[[], Any]] = {
     "GrowWidth": lambda: rules.GrowWidth(layers=1, nodes=2),
     "GrowWidth net2net": lambda: rules.GrowWidth(layers=1, nodes=2, init="net2net"),
     "GrowWidth gradmax": lambda: rules.GrowWidth(layers=1, nodes=2, init="gradmax"),
+    "GrowWidth tiny": lambda: rules.GrowWidth(layers=1, nodes=2, init="tiny", scale=1e-3),
+    "GrowBest": lambda: rules.GrowBest(nodes=2, scale=1e-3),
     "FreezeOwner": lambda: rules.FreezeOwner("half"),
     "PruneWeakest": lambda: rules.PruneWeakest(0.3),
     "PruneWeakest of every node": lambda: rules.PruneWeakest(0.5, scope="owner"),
