@@ -51,7 +51,7 @@ def cases() -> dict[str, Case]:
     gradual = rules.GradualSchedule(0.95, begin=-10, end=1000, initial=1 - DENSITY)
     return {
         "PruneWeakest 1 %": Case(rules.PruneWeakest(0.01)),
-        "PruneWeakest 1 % of every node": Case(rules.PruneWeakest(0.01, scope="node")),
+        "PruneWeakest 1 % of every node": Case(rules.PruneWeakest(0.01, scope="owner")),
         "PruneWeakest, gradual": Case(rules.PruneWeakest(sparsity=gradual)),
         "RemoveOrphans": Case(rules.RemoveOrphans()),
         "Rewire, SET": Case(rules.Rewire(grow="random")),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from grapnet.core._change import (
+    Assignment,
     AttributeChange,
     Change,
     GridChange,
@@ -26,7 +27,7 @@ from grapnet.core._coordinates import Shift, VectorChange
 from grapnet.core._errors import CheckpointError
 from grapnet.core._graph import Graph
 from grapnet.core._grid import Grid
-from grapnet.core._grid_map import GridMap, RowMap
+from grapnet.core._grid_map import CellMap, GridMap, RowMap
 from grapnet.core._index_map import IndexMap, contains
 from grapnet.core._journal import Commit, Journal, Outlines
 from grapnet.core._opened import CUT, FROZEN, Pattern
@@ -42,6 +43,7 @@ _RECORDS = (
     IndexMap,
     VectorChange,
     Shift,
+    Assignment,
     NodeRecord,
     Pairs,
     Relabel,
@@ -282,7 +284,9 @@ def _check_grid(grid: GridChange, store: Grid, where: str) -> None:
     if grid.born_values is None or grid.gone_values is None:
         both = grid.born_values is None and grid.gone_values is None
         _require(both, where, "holds one half of its values")
+        _check_assigned(grid.assigned, index, where, has_values=False)
         return
+    _check_assigned(grid.assigned, index, where, has_values=True)
     for found, size in (
         (grid.born_values, index.n_born),
         (grid.gone_values, index.old_size - index.n_survivors),
@@ -306,7 +310,7 @@ def _check_axes(grid: GridChange, index: GridMap, dims: int, where: str) -> None
 
 
 def _check_rows(grid: GridChange, index: RowMap, dims: int, where: str) -> None:
-    """Raises CheckpointError if the rows of a tensor of so many dimensions cannot move so."""
+    """Raises CheckpointError if a map cannot move the rows of a tensor with `dims` dimensions."""
     _check_index(index.rows, where)
     _require(index.width > 0, where, "a row has no cells")
     for pattern, shape, rows in (
@@ -414,13 +418,34 @@ def _check_vector(vector: VectorChange, index: IndexMap, where: str) -> None:
     if vector.born_values is None or vector.gone_values is None:
         both = vector.born_values is None and vector.gone_values is None
         _require(both and vector.shift is None, where, "holds one half of its values")
+        _check_assigned(vector.assigned, index, where, has_values=False)
         return
     _floats(vector.born_values, born, where)
     _floats(vector.gone_values, gone, where)
+    _check_assigned(vector.assigned, index, where, has_values=True)
     if vector.shift is not None:
         _check_survivors(vector.shift.positions, vector.index, f"{where}.shift")
         _floats(vector.shift.before, len(vector.shift.positions), f"{where}.shift")
         _floats(vector.shift.after, len(vector.shift.positions), f"{where}.shift")
+
+
+def _check_assigned(
+    assigned: Assignment | None, index: CellMap, where: str, *, has_values: bool
+) -> None:
+    """Raises CheckpointError unless coordinates that stay are assigned, with values or without."""
+    if assigned is None:
+        return
+    where = f"{where}.assigned"
+    positions = assigned.positions
+    size = positions.numel()
+    _numbers(positions, torch.int32, size, index.old_size, where, ascending=True)
+    # Those that leave in the same commit are not assigned.
+    leaving = index.take(torch.arange(index.old_size, dtype=torch.int32)).sort().values
+    _require(not bool(contains(leaving, positions).any()), where, "refers to what leaves")
+    for values in (assigned.before, assigned.after):
+        _require((values is not None) == has_values, where, "holds one half of its values")
+        if values is not None:
+            _floats(values, size, where)
 
 
 def _floats(found: Tensor, size: int, where: str) -> None:

@@ -39,7 +39,19 @@ _RELATIONS = ("transition", "module", "relation", "smallest")
 # Options that the journal repeats where --reason gives no other text.
 _REPEATED = (
     *("owner", "layer", "space", "node", "all", "childless", "side", "transition", "module"),
-    *("relation", "smallest", "fraction", "scope", "to", "none", "orphans"),
+    *(
+        "relation",
+        "smallest",
+        "fraction",
+        "pattern",
+        "by",
+        "scope",
+        "compare",
+        "seed",
+        "to",
+        "none",
+    ),
+    "orphans",
 )
 
 Act = Callable[["gn.GrapNet | Adopted", argparse.Namespace], None]
@@ -152,6 +164,14 @@ def _share(text: str) -> float:
     if not 0 <= share <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1")
     return share
+
+
+def _pattern(text: str) -> str:
+    """Reads a pattern on the command line."""
+    kept, _, of = text.partition(":")
+    if not (kept.isdigit() and of.isdigit() and int(kept) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text} is not a pattern KEPT:OF, such as 2:4")
+    return text
 
 
 def _chosen_nodes(net: "gn.GrapNet | Adopted", given: argparse.Namespace) -> "gn.NodeSet":
@@ -357,13 +377,32 @@ def _removal(given: argparse.Namespace) -> str:
 
 def _add_prune(parser: argparse.ArgumentParser) -> None:
     _add_shared(parser)
-    parser.add_argument(
-        "--fraction", type=_share, required=True, metavar="F", help="the share of relations to cut"
+    amount = parser.add_mutually_exclusive_group(required=True)
+    amount.add_argument(
+        "--fraction", type=_share, metavar="F", help="the share of relations to cut"
+    )
+    amount.add_argument(
+        "--pattern",
+        type=_pattern,
+        metavar="KEPT:OF",
+        help="keep so many of every OF successive parents of a node, as 2:4",
     )
     parser.add_argument(
+        "--by",
+        choices=("magnitude", "random"),
+        help="the criterion (default: magnitude); others need data: gn.rules.PruneWeakest",
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of --by random (default: 0)")
+    parser.add_argument(
         "--scope",
-        choices=("global", "transition", "node"),
-        help="what is ranked together (default: that of gn.rules.PruneWeakest)",
+        choices=("child", "owner", "transition", "model"),
+        help="what is ranked together: the parents of a node, the children of a node, a transition,"
+        " or everything (default: that of the criterion)",
+    )
+    parser.add_argument(
+        "--compare",
+        choices=("lamp", "mean", "score"),
+        help="how weights of several transitions compare (default: that of the criterion)",
     )
     parser.add_argument(
         "--transition", action="append", type=int, metavar="T", help="only here (repeatable)"
@@ -382,9 +421,16 @@ def _prune(net: "gn.GrapNet | Adopted", edit: "gn.Edit", given: argparse.Namespa
         for name in given.module:
             _relations_of(net, name)
         options["transitions"] = tuple(given.module)
-    if given.scope is not None:
-        options["scope"] = given.scope
-    rule = gn.rules.PruneWeakest(fraction=given.fraction, **options)
+    if given.pattern is not None:
+        options["pattern"] = tuple(map(int, given.pattern.split(":")))
+    for name in ("fraction", "by", "scope", "compare"):
+        if getattr(given, name) is not None:
+            options[name] = getattr(given, name)
+    if given.by == "random":
+        options["by"] = gn.rules.Random(given.seed or 0)
+    elif given.seed is not None:
+        raise CommandError("--seed is for --by random")
+    rule = gn.rules.PruneWeakest(**options)
     rule(net, edit, gn.rules.RuleContext())
     if given.orphans:
         edit.remove_orphans()
@@ -642,10 +688,11 @@ COMMANDS = (
     ),
     _command(
         "prune",
-        "cuts a share of the relations, those of smallest |weight|; frozen ones never",
+        "cuts the weakest relations, a share or a pattern of them; frozen ones never",
         _add_prune,
         partial(_transaction, write=_prune),
         "prune net.safetensors --fraction 0.5 --scope transition -o half.safetensors",
+        "prune net.safetensors --pattern 2:4 --by magnitude --in-place",
     ),
     _command(
         "set-owner",

@@ -105,13 +105,14 @@ def _commits(commits: "Sequence[gn.Commit]", ways: dict[int, str]) -> list[str]:
                 _signed(counts["relations_added"], counts["relations_removed"]),
                 _signed(counts["blocks_added"], counts["blocks_removed"]),
                 turned,
+                counts["coordinates_assigned"],
                 ways.get(commit.version, ""),
                 commit.by or "",
                 reason,
             ]
         )
-    titles = ["version", "time", "nodes", "relations", "blocks", "(un)frozen", "way back", "by"]
-    return table([*titles, "reason"], rows)
+    titles = ["version", "time", "nodes", "relations", "blocks", "(un)frozen", "assigned"]
+    return table([*titles, "way back", "by", "reason"], rows)
 
 
 def _words(net: "Adopted", commits: "Sequence[gn.Commit]") -> list[str]:

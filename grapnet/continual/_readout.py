@@ -17,10 +17,11 @@ from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap, ascending
 from grapnet.core._journal import Commit
+from grapnet.core._sets import NodeSet
 from grapnet.core._transition import rows_after
 from grapnet.execution._evaluating import evaluating
 
-from ._gram import GramStatistics, Solution, ridge_solution
+from ._gram import GramStatistics, Solution, ridge_solution, weakest_features
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,10 @@ def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
             for pairs in () if wires is None else (wires.born, wires.gone):
                 rows = rows_after(graph, number, change, pairs.children.cpu().long()).long()
                 changed[rows[rows >= 0]] = True
+            if wires is not None and wires.weights.assigned is not None:
+                wiring = commit.wirings.get(t, transition.topology)
+                at = wires.index.new_positions(wires.weights.assigned.positions)
+                changed[wiring.child[at.long()].cpu().long()] = True
             above = found[transition.source]
             if bool(above.any()):
                 wiring = commit.wirings.get(t, transition.topology)
@@ -89,6 +94,9 @@ def changed_rows(graph: Graph, commit: Commit, layer: int) -> Tensor:
             changed[change.activations.rows.cpu().long()] = True
         if change is not None and change.biases is not None and change.biases.shift is not None:
             changed[change.biases.shift.positions.cpu().long()] = True
+        if change is not None and change.biases is not None and change.biases.assigned is not None:
+            rows = change.biases.index.new_positions(change.biases.assigned.positions)
+            changed[rows.cpu().long()] = True
         found.append(changed)
     return found[layer]
 
@@ -301,18 +309,51 @@ class ClosedFormReadout:
             GrapNetError: nothing was seen, nodes lack a past, what leads to the layer has
                 changed, or a policy runs the transition; nothing was written.
         """
-        self._require_current()
-        t = self._transition
-        self.net.execution.require_sum("a closed form", [t])
-        wired = Wired.of(self.net, t, self.statistics.device)
-        gram = self.statistics.gram()
-        cross = self.statistics.cross()
-        solvable = wired.free & ~self._left_out(wired)
+        wired = self._wired()
         found = ridge_solution(
-            gram, cross, self.ridge, standardize=self.standardize, free=solvable, fixed=wired.held
+            self.statistics.gram(),
+            self.statistics.cross(),
+            self.ridge,
+            standardize=self.standardize,
+            free=wired.free & ~self._left_out(wired),
+            fixed=wired.held,
         )
-        wired.write(self.net, t, found)
+        wired.write(self.net, self._transition, found)
         return Solution(found[:-1].t().contiguous(), found[-1])
+
+    @torch.no_grad()
+    def weakest(self, count: int, *, steps: int = 8) -> NodeSet:
+        """Returns the nodes of the layer whose removal makes the loss of `solve` grow least.
+
+        Nothing changes: remove them in an edit, and solve again. Nodes with frozen outgoing
+        relations, and nodes that lack statistics, are not among them.
+
+        Args:
+            count: how many nodes.
+            steps: in how many steps they are chosen; after each, the others are judged as solved
+                without those of the steps before.
+
+        Raises:
+            ValueError: fewer than `count` nodes may leave.
+            GrapNetError: as for `solve`.
+        """
+        wired = self._wired()
+        left_out = self._left_out(wired)
+        exists = torch.zeros_like(wired.free)
+        exists[wired.parents, wired.children] = True
+        has_frozen = (exists & ~wired.free)[:-1].any(1)
+        rows = weakest_features(
+            self.statistics.gram(),
+            self.statistics.cross(),
+            self.ridge,
+            count,
+            steps=steps,
+            standardize=self.standardize,
+            free=wired.free & ~left_out,
+            fixed=wired.held,
+            candidates=~has_frozen & ~left_out[:-1].any(1),
+        )
+        return self.net.layers[self.layer][rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the statistics and the uids of the nodes, without what undo would restore."""
@@ -392,6 +433,12 @@ class ClosedFormReadout:
             device=self.net.device,
             dtype=self.dtype,
         )
+
+    def _wired(self) -> Wired:
+        """Returns the present wiring; raises if the statistics do not belong to it."""
+        self._require_current()
+        self.net.execution.require_sum("a closed form", [self._transition])
+        return Wired.of(self.net, self._transition, self.statistics.device)
 
     def _left_out(self, wired: Wired) -> Tensor:
         """Returns the coordinates that get weight 0 because their parent lacks statistics; raises

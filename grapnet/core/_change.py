@@ -118,6 +118,44 @@ def shifted(current: Tensor, before: Tensor, after: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
+class Assignment:
+    """Values that a commit assigns to coordinates that stay: those of a vector, or the cells of a
+    tensor.
+
+    Attributes:
+        positions: ascending positions in the vector before the commit, [n] int32. Of a tensor: in
+            the vector of its cells that exist, on the CPU.
+        after: the values after the commit; None after the journal has dropped them.
+        before: the values that the commit finds; None before it is prepared, and like `after`.
+    """
+
+    positions: Tensor
+    after: Tensor | None
+    before: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.positions.shape[0]
+
+    def inverse(self, positions: Tensor) -> "Assignment":
+        """Returns the assignment that leads back, given the positions after the commit."""
+        return Assignment(positions, self.before)
+
+    def to(self, device: torch.device) -> "Assignment":
+        """Returns the assignment on a device."""
+        after = self.after
+        before = self.before
+        if after is not None:
+            after = after.to(device)
+        if before is not None:
+            before = before.to(device)
+        return Assignment(moved(self.positions, device), after, before)
+
+    def without_values(self) -> "Assignment":
+        """Returns the assignment as the journal keeps it for ever."""
+        return Assignment(self.positions, None)
+
+
+@dataclass(frozen=True, eq=False)
 class VectorChange:
     """What one commit does to one vector, in both directions.
 
@@ -135,6 +173,7 @@ class VectorChange:
     gone_gradients: Tensor | None = None  # [removed]
     flip_gradients: Tensor | None = None  # [flips]
     shift: Shift | None = None
+    assigned: Assignment | None = None
 
     @classmethod
     def of_free(cls, index: IndexMap, born: Tensor | None = None) -> "VectorChange":
@@ -145,6 +184,9 @@ class VectorChange:
     def inverse(self) -> "VectorChange":
         """Returns the change that leads back."""
         shift = self.shift
+        assigned = self.assigned
+        if assigned is not None:
+            assigned = assigned.inverse(self.index.new_positions(assigned.positions))
         return VectorChange(
             self.index.inverse(),
             born_frozen=self.gone_frozen,
@@ -155,6 +197,7 @@ class VectorChange:
             flip_gradients=self.flip_gradients,
             shift=shift
             and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
+            assigned=assigned,
         )
 
     def to(self, device: torch.device) -> "VectorChange":
@@ -170,11 +213,18 @@ class VectorChange:
         shift = self.shift and Shift(
             *(getattr(self.shift, f.name).to(device) for f in fields(Shift))
         )
-        return VectorChange(**{**moved, "shift": shift})
+        assigned = self.assigned and self.assigned.to(device)
+        return VectorChange(**{**moved, "shift": shift, "assigned": assigned})
 
     def without_values(self) -> "VectorChange":
         """Returns the change as the journal keeps it for ever."""
-        return replace(self, born_values=None, gone_values=None)
+        assigned = self.assigned and self.assigned.without_values()
+        return replace(self, born_values=None, gone_values=None, assigned=assigned)
+
+    @property
+    def n_assigned(self) -> int:
+        """The number of coordinates that it assigns."""
+        return 0 if self.assigned is None else len(self.assigned)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,12 +271,14 @@ class LayerChange:
     @property
     def is_empty(self) -> bool:
         """True when nothing happens."""
-        turned = self.biases is not None and (
-            len(self.biases.flips) > 0 or self.biases.shift is not None
+        biases_stay = self.biases is None or (
+            len(self.biases.flips) == 0
+            and self.biases.shift is None
+            and self.biases.assigned is None
         )
         return (
             self.index.is_identity
-            and not turned
+            and biases_stay
             and self.owners is None
             and self.activations is None
         )
@@ -301,7 +353,8 @@ class TransitionChange:
     @property
     def is_empty(self) -> bool:
         """True when nothing happens."""
-        return self.index.is_identity and len(self.weights.flips) == 0
+        weights_stay = len(self.weights.flips) == 0 and self.weights.assigned is None
+        return self.index.is_identity and weights_stay
 
     def inverse(self) -> "TransitionChange":
         """Returns the change that leads back."""
@@ -333,6 +386,7 @@ class GridChange:
         before: which cells exist before the commit, and which are frozen; None if all are free.
         after: the same after it.
         relations: the relations that change, beside those of nodes that come or leave.
+        assigned: the cells that stay and get other values.
     """
 
     index: GridMap | RowMap
@@ -343,9 +397,13 @@ class GridChange:
     before: Pattern | None = None
     after: Pattern | None = None
     relations: Turned = NONE_TURNED
+    assigned: Assignment | None = None
 
     def inverse(self, index: GridMap | RowMap) -> "GridChange":
         """Returns the change that leads back, given the inverse of the map."""
+        assigned = self.assigned
+        if assigned is not None:
+            assigned = assigned.inverse(self.index.new_positions(assigned.positions))
         return GridChange(
             index,
             born_values=self.gone_values,
@@ -353,13 +411,23 @@ class GridChange:
             before=self.after,
             after=self.before,
             relations=Turned(self.relations.removed, self.relations.added, self.relations.turned),
+            assigned=assigned,
         )
 
     def without_values(self) -> "GridChange":
         """Returns the change as the journal keeps it for ever."""
         return GridChange(
-            self.index, before=self.before, after=self.after, relations=self.relations
+            self.index,
+            before=self.before,
+            after=self.after,
+            relations=self.relations,
+            assigned=self.assigned and self.assigned.without_values(),
         )
+
+    @property
+    def n_assigned(self) -> int:
+        """The number of cells that it assigns."""
+        return 0 if self.assigned is None else len(self.assigned)
 
 
 @dataclass(frozen=True)
@@ -566,6 +634,9 @@ class Change:
         for c in self.transitions.values():
             ends = (c.born.parents, c.born.children, c.gone.parents, c.gone.children)
             parts += [c.index.removed, c.index.inserted, c.weights.flips, *ends]
+        for c in (*self._vectors(), *self.tensors.values()):
+            if c.assigned is not None:
+                parts.append(c.assigned.positions)
         for c in self.tensors.values():
             parts += [pattern.kinds for pattern in (c.before, c.after) if pattern is not None]
             if isinstance(c.index, RowMap):
@@ -606,7 +677,7 @@ class Change:
 
     def counts(self) -> dict[str, int]:
         """Returns the numbers of nodes, relations and blocks added and removed, and of coordinates
-        frozen and unfrozen.
+        frozen, unfrozen and assigned.
         """
         layers = self.layers.values()
         transitions = self.transitions.values()
@@ -627,6 +698,9 @@ class Change:
             "relations_removed": sum(map(len, self.gone_relations()))
             + sum(part.removed for part in inside),
             "coordinates_turned": sum(map(len, turned)) + sum(part.turned for part in inside),
+            "coordinates_assigned": sum(
+                part.n_assigned for part in (*self._vectors(), *self.tensors.values())
+            ),
             "blocks_added": len(came),
             "blocks_removed": len(left),
         }

@@ -19,7 +19,7 @@ from grapnet._torch import (
     sequence_number,
 )
 
-from ._change import Shift, VectorChange
+from ._change import Assignment, Shift, VectorChange
 from ._errors import FrozenError, InvariantError, StaleTopologyError
 from ._index_map import IndexMap, ascending, contains, empty_positions, flatnonzero, on_host
 
@@ -76,6 +76,8 @@ class PreparedVector:
     # with what leaves filled in; None for a vector that the commit does not touch
     change: VectorChange | None = None
     parameter_index: IndexMap | None = None  # how the Parameter's own coordinates move
+    # where in the Parameter the assigned coordinates are that it has before and after the change
+    assigned: Tensor | None = None
 
 
 def prepare_vector(
@@ -97,6 +99,8 @@ def prepare_vector(
     else:
         gone_values = trainable.new_empty(0)
     change = replace(change, born_values=born.view(-1), gone_values=gone_values)
+    if change.assigned is not None:
+        change, trainable, frozen = _with_assigned(store, change, change.assigned)
     if keep_gradients:
         change = replace(change, gone_gradients=store._gradients(index.removed))
     if not (store.frozen_at.shape[0] or change.flips.shape[0] or _any_frozen(change.born_frozen)):
@@ -128,7 +132,41 @@ def prepare_vector(
         content = _shifted(content, change.shift, frozen_at)
     order = _assembly_order(len(content), frozen_at)
     vector = Vector(store.parameter, content, frozen, frozen_at, order)
-    return PreparedVector(vector, gradient, change, parameter_index)
+    places = None
+    if change.assigned is not None:
+        at = change.assigned.positions
+        at, _ = _parted(at, store._frozen_among(at))
+        places = _among_free(at, store.frozen_at)
+        # Coordinates that freeze leave the Parameter.
+        places, _ = _parted(places, contains(parameter_index.removed, places))
+    return PreparedVector(vector, gradient, change, parameter_index, places)
+
+
+def _with_assigned(
+    store: "Coordinates", change: VectorChange, assigned: Assignment
+) -> tuple[VectorChange, Tensor, Tensor]:
+    """Returns a change with the values that its assignment finds, and copies of the trainable and
+    the frozen coordinates with those that it assigns.
+    """
+    trainable = store.parameter.detach()
+    frozen = store.frozen_values
+    if assigned.after is None:
+        # A commit of which the journal has dropped the values repeats its structure alone.
+        return replace(change, assigned=None), trainable, frozen
+    at = assigned.positions
+    after = assigned.after.to(trainable)
+    before = store._read(at).detach()
+    assigned = Assignment(at, after, before)
+    held = store._frozen_among(at)
+    free_at, held_at = _parted(at, held)
+    free_values, held_values = _parted(after, held)
+    trainable = trainable.clone()
+    trainable.view(-1).index_copy_(0, _among_free(free_at, store.frozen_at).long(), free_values)
+    if held_at.shape[0]:
+        frozen = frozen.clone()
+        rank = torch.searchsorted(store.frozen_at, held_at)
+        frozen.view(-1).index_copy_(0, rank, held_values)
+    return replace(change, assigned=assigned), trainable, frozen
 
 
 class _Crossing:
@@ -710,6 +748,10 @@ def values_after(store: Coordinates, change: VectorChange | None) -> Tensor:
     values = store.values().detach()
     if change is None:
         return values
+    if change.assigned is not None and change.assigned.after is not None:
+        values = values.index_copy(
+            0, change.assigned.positions.long(), change.assigned.after.to(values)
+        )
     born = change.born_values
     if born is None:
         born = values.new_zeros(len(change.index.inserted))

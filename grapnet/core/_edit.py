@@ -28,6 +28,7 @@ from ._journal import Commit
 from ._layer import Layer
 from ._prepare import Intent
 from ._resolve import (
+    Assigned,
     Connection,
     Initial,
     Naming,
@@ -36,6 +37,7 @@ from ._resolve import (
     checked_activation,
     checked_initial,
     checked_owner,
+    checked_values,
     require_alive,
     resolve,
     union,
@@ -606,6 +608,59 @@ class Edit:
         """
         self._turn("unfreeze", what, incoming, outgoing, bias)
 
+    def assign(self, what: RelationSet | Nodes, values: Any) -> None:
+        """Gives relations other weights, or nodes other biases, when the edit commits.
+
+        Attached optimizers keep the state of assigned coordinates; entries that are copies of the
+        weights take the values, and so do averaged copies of the net. Gradients stay. Undo writes
+        the values from before the edit back, which drops what training has changed since, and
+        gives optimizers the state of these coordinates from then; its receipt counts them. Redo
+        writes back what undo has found. All other coordinates keep their training.
+
+        A relation or node that the same edit removes is not assigned. What orphans leave to a bias
+        (`remove_orphans`) is added to the value that it is assigned.
+
+        Args:
+            what: relations, or nodes.
+            values: one per relation, in the order of `relations.weights`, or one per node, in the
+                order in which the nodes are given; or one number for all.
+
+        Raises:
+            EditError: there are too few values or too many, one is not finite, or a node is sensory
+                or added in this edit. At the end of the edit: a coordinate is assigned twice.
+            FrozenError: at the end of the edit, if a coordinate is frozen and this edit does not
+                unfreeze it.
+
+        Examples:
+            >>> import grapnet as gn
+            >>> net = gn.GrapNet([2, 1])
+            >>> with net.edit(reason="start from a known function") as edit:
+            ...     edit.assign(net.layers[0].outgoing(), [0.5, -0.5])
+            ...     edit.assign(net.layers[1], 0.0)
+            >>> net(torch.tensor([[3.0, 1.0]])).item()
+            1.0
+        """
+        self._require_open()
+        example = self.graph.transitions[0].parameter.detach()
+        if isinstance(what, RelationSet):
+            found = self._positions(what)
+            numbers = checked_values(values, len(what), example, "relations")
+            counts = [len(at) for at in found.values()]
+            for (t, at), own in zip(found.items(), numbers.split(counts), strict=True):
+                self._note("assign", transition=t, relations=len(at))
+                self._requests.assign_relations[t].append(Assigned(at, own))
+            return
+        # In the order that they are given in, which a NodeSet of several layers does not keep.
+        uids = as_uids(self.graph, self._existing(what))
+        numbers = checked_values(values, len(uids), example, "biases")
+        for number, rows in self._rows(uids).items():
+            if self.graph.layers[number].is_sensory:
+                raise EditError("sensory nodes have no bias to assign")
+            is_here = self.graph.layers[number].rows(uids) >= 0
+            own = numbers[is_here.to(numbers.device)]
+            self._note("assign", layer=number, nodes=len(rows))
+            self._requests.assign_biases[number].append(Assigned(rows, own))
+
     def remove_orphans(self, layers: Any = None, *, fold_bias: bool = False) -> None:
         """Removes, when the edit commits, hidden nodes without parents, and those that this leaves
         without.
@@ -795,8 +850,8 @@ class Edit:
         uids = as_uids(self.graph, nodes)
         if bool(((uids >= self.graph._next_uid) & (uids < self._next_uid)).any()):
             raise EditError(
-                "nodes added in this edit cannot be frozen or unfrozen in it; do that in the"
-                " next one"
+                "nodes added in this edit cannot be frozen, unfrozen or assigned in it; do that in"
+                " the next one"
             )
         return nodes
 

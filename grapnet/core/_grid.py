@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ._change import GridChange
+from ._change import Assignment, GridChange
 from ._coordinates import Coordinates, Token, layout_of, replace_content
-from ._grid_map import CellMap, GridMap, Parted, RowMap, part_vectors
+from ._grid_map import CellMap, GridMap, Parted, RowMap, cells_at, part_vectors, with_cells
 from ._opened import Opened, Pattern, holders_of, opened_of, parameter_map, set_opened
 from ._staging import stage, unstage
 
@@ -105,6 +105,8 @@ class PreparedGrid(NamedTuple):
     holders: tuple[tuple[nn.Module, str], ...] = ()
     opened: Opened | None = None
     is_staged: bool = False
+    # where in the tensor the assigned cells are that it has before and after the change
+    assigned: Tensor | None = None
 
 
 class KeptContent(NamedTuple):
@@ -172,6 +174,14 @@ def _prepare(
     if opened is not None:
         held = opened.live(tensor)
     index = change.index
+    assigned = change.assigned
+    if assigned is not None:
+        # A commit of which the journal has dropped the values repeats its structure alone.
+        if assigned.after is None:
+            assigned = None
+        else:
+            before = cells_at(held, assigned.positions)
+            assigned = Assignment(assigned.positions, assigned.after.to(held), before)
     born = change.born_values
     if born is None:
         born = held.new_zeros(index.n_born)
@@ -180,8 +190,14 @@ def _prepare(
     else:
         moved = index.carry(held, born)
         gone = index.take(held)
+    if assigned is not None:
+        assert assigned.after is not None
+        moved = with_cells(moved, index.new_positions(assigned.positions), assigned.after)
     content = moved
     after = None
+    places = None
+    if assigned is not None:
+        places = assigned.positions
     if isinstance(index, RowMap):
         before = change.before or Pattern.full(grid.shape, index.width)
         pattern = change.after or Pattern.full(index.new_shape, index.width)
@@ -190,6 +206,8 @@ def _prepare(
             content = moved[is_free].view(pattern.content_shape)
             after = Opened(pattern, moved[~is_free])
             after.prepare(content, [module for module, name in grid.holders if name == "weight"])
+        if places is not None:
+            places = _free_places(places, before, pattern, index)
         index = parameter_map(before, pattern, index.rows)
     if content is tensor or content.data_ptr() == tensor.data_ptr():
         content = content.clone()
@@ -212,11 +230,31 @@ def _prepare(
         before=change.before,
         after=change.after,
         relations=change.relations,
+        assigned=assigned,
     )
     holders = ()
     if opened is not None or after is not None:
         holders = tuple(grid.holders)
-    return PreparedGrid(tensor, content, gradient, completed, index, holders, after)
+    return PreparedGrid(
+        tensor, content, gradient, completed, index, holders, after, assigned=places
+    )
+
+
+def _free_places(cells: Tensor, before: Pattern, after: Pattern, index: RowMap) -> Tensor:
+    """Returns where cells are in the Parameter, those that it has before a change and after it.
+
+    Args:
+        cells: positions among the cells that exist before the change.
+        before: which cells exist, and which are frozen.
+        after: the same after the change.
+        index: how the rows that exist move.
+    """
+    rows = (cells // before.width).long()
+    new_rows = (index.new_positions(cells) // after.width).long()
+    is_in_both = before.is_free[rows] & after.is_free[new_rows]
+    ranks = before.is_free.cumsum(0) - 1
+    places = ranks[rows] * before.width + cells % before.width
+    return places[is_in_both].int()
 
 
 def install_grid(prepared: PreparedGrid, layout: Token | None) -> None:
@@ -244,8 +282,8 @@ def install_content(
         tensor.data = content
         return
     replace_content(tensor, content, gradient)
-    # Operations of older forward passes have saved the Parameter itself, and would go on with the
-    # new content: torch compares versions.
+    # Operations of older forward passes have saved the Parameter itself, and would read the
+    # content that the edit wrote: torch compares versions.
     torch.autograd.graph.increment_version(tensor)
     install_layout(tensor, layout)
 

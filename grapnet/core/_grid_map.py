@@ -138,6 +138,24 @@ class GridMap:
             narrowed.append((dim, index.stays(new.device).long()))
             shape[dim] = index.n_survivors
 
+    def new_positions(self, old: Tensor) -> Tensor:
+        """Returns where cells that stay are in the vector of the cells after the commit.
+
+        Args:
+            old: their positions in the vector of the cells before it, int32, on the CPU.
+        """
+        if self.is_identity:
+            return old
+        places = list(torch.unravel_index(old.long(), self.shape))
+        new = torch.zeros_like(old, dtype=torch.int64)
+        for dim, size in enumerate(self.new_shape):
+            index = self.axes.get(dim)
+            place = places[dim]
+            if index is not None:
+                place = index.to(old.device).new_positions(place.int()).long()
+            new = new * size + place
+        return new.int()
+
     def equals(self, other: "GridMap | RowMap") -> bool:
         """Returns whether another map moves every cell in the same way."""
         if not isinstance(other, GridMap):
@@ -246,6 +264,15 @@ class RowMap:
         """Writes a vector of cells into a tensor that `carry` has made, where rows have come."""
         self.rows.give(new.view(self.rows.new_size, self.width), cells)
 
+    def new_positions(self, old: Tensor) -> Tensor:
+        """Returns where cells that stay are in the vector of the cells after the commit; see
+        `GridMap.new_positions`.
+        """
+        if self.rows.is_identity:
+            return old
+        rows = self.rows.to(old.device).new_positions(old // self.width)
+        return rows * self.width + old % self.width
+
     def equals(self, other: "GridMap | RowMap") -> bool:
         """Returns whether another map moves every cell in the same way."""
         if not isinstance(other, RowMap):
@@ -295,7 +322,9 @@ def part_vectors(pairs: "Iterable[tuple[CellMap, Tensor]]") -> dict[int, Parted]
     """
     groups: dict[tuple[GridMap, torch.dtype, torch.device], list[Tensor]] = {}
     for index, vector in pairs:
-        if not isinstance(index, GridMap) or len(index.shape) != 1 or index._growing:
+        if not isinstance(index, GridMap) or len(index.shape) != 1:
+            continue
+        if index._growing or not index._shrinking:
             continue
         if vector.shape == index.shape and index.shape[0] <= _SHORT:
             groups.setdefault((index, vector.dtype, vector.device), []).append(vector)
@@ -311,6 +340,25 @@ def part_vectors(pairs: "Iterable[tuple[CellMap, Tensor]]") -> dict[int, Parted]
         for vector, stays, leaves in zip(vectors, kept, gone, strict=True):
             found[id(vector)] = Parted(stays, leaves)
     return found
+
+
+def cells_at(tensor: Tensor, places: Tensor) -> Tensor:
+    """Returns the cells of a tensor at places in the vector of its cells, without gradients."""
+    return tensor.detach().reshape(-1).index_select(0, places.to(tensor.device))
+
+
+def with_cells(tensor: Tensor, places: Tensor, cells: Tensor) -> Tensor:
+    """Returns a copy of a tensor, in its memory format, with other cells at places in the vector of
+    its cells.
+    """
+    new = tensor.detach().clone()
+    at = places.to(tensor.device).long()
+    cells = cells.to(tensor)
+    if new.is_contiguous():
+        new.view(-1).index_copy_(0, at, cells)
+    else:
+        new[torch.unravel_index(at, new.shape)] = cells
+    return new
 
 
 # How the cells of a vector or of a tensor move.

@@ -65,6 +65,9 @@ class Commit:
         change: the resolved change.
         parameters: how the coordinates of each changed Parameter moved, by its name in the net.
             Emptied, like the values inside `change`, when the journal drops what undo needs.
+        assigned: the places, before the commit, of the assigned coordinates that each Parameter has
+            before and after it, ascending; of Parameters with several dimensions, in the vector of
+            their cells. Emptied like `parameters`.
         undoes: the version of the commit that this one reverts, for undo, redo and the end of a
             trial.
         joint: the part of a transaction over several nets, or None.
@@ -86,6 +89,7 @@ class Commit:
     by: str | None = None
     operations: tuple[dict[str, Any], ...] = ()
     parameters: dict[str, CellMap] = field(default_factory=dict)
+    assigned: dict[str, Tensor] = field(default_factory=dict)
     undoes: int | None = None
     joint: Joint | None = None
     wirings: dict[int, Topology] = field(default_factory=dict)
@@ -98,8 +102,8 @@ class Commit:
 
     @property
     def counts(self) -> dict[str, int]:
-        """The numbers of nodes, relations and blocks added and removed, and of coordinates frozen
-        and unfrozen.
+        """The numbers of nodes, relations and blocks added and removed, and of coordinates frozen,
+        unfrozen and assigned.
         """
         if self.outlined is not None:
             return self.outlined
@@ -122,7 +126,7 @@ class Commit:
 
     def summary(self) -> "Commit":
         """Returns the commit without the values that undo needs."""
-        return replace(self, change=self.change.without_values(), parameters={})
+        return replace(self, change=self.change.without_values(), parameters={}, assigned={})
 
     @property
     def has_details(self) -> bool:
@@ -167,6 +171,7 @@ class Outlines:
         "relations_added",
         "relations_removed",
         "coordinates_turned",
+        "coordinates_assigned",
         "blocks_added",
         "blocks_removed",
     )

@@ -221,21 +221,26 @@ def _completed(
         assert weights is not None
         transitions[t] = replace(part, weights=weights, wiring=None)
     maps: dict[str, CellMap] = {}
+    assigned: dict[str, torch.Tensor] = {}
     for name, (_, prepared) in vectors.items():
         if prepared.parameter_index is not None:
             maps[name] = prepared.parameter_index
+        if prepared.assigned is not None:
+            assigned[name] = prepared.assigned
     tensors = {}
     for name, prepared in grids.items():
         tensors[name] = prepared.change
         if isinstance(prepared.tensor, nn.Parameter):
             maps[name] = prepared.tensor_index
+        if prepared.assigned is not None:
+            assigned[name] = prepared.assigned
     depth = receipt.change.depth
     if depth is not None:
         depth = graph._completed_depth(depth)
     change = replace(
         receipt.change, layers=layers, transitions=transitions, tensors=tensors, depth=depth
     )
-    return replace(receipt, change=change, parameters=maps)
+    return replace(receipt, change=change, parameters=maps, assigned=assigned)
 
 
 def _view_after(

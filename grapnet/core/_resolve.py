@@ -1,20 +1,29 @@
 """Resolves the operations of an edit into one Change, or an error; nothing is modified."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import TYPE_CHECKING
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from grapnet.core._change import Shift, VectorChange
-
 from ._activation import activation_function
-from ._change import Change, Labels, LayerChange, NodeRecord, Pairs, Relabel, TransitionChange
+from ._change import (
+    Assignment,
+    Change,
+    Labels,
+    LayerChange,
+    NodeRecord,
+    Pairs,
+    Relabel,
+    Shift,
+    TransitionChange,
+    VectorChange,
+)
 from ._coordinates import Coordinates
-from ._errors import EditError
+from ._errors import EditError, FrozenError
 from ._index_map import (
     IndexMap,
     as_tensor,
@@ -71,6 +80,14 @@ class Naming:
     name: str | None
 
 
+@dataclass(frozen=True, eq=False)
+class Assigned:
+    """Values to assign to coordinates of one vector, or to the relations of one transition."""
+
+    positions: Tensor  # [n] int32
+    values: Tensor  # [n], or [n, numbers of a relation] for an adopted model
+
+
 @dataclass(eq=False)
 class Requests:
     """The operations of one edit, by layer or by transition; their order does not matter."""
@@ -83,6 +100,8 @@ class Requests:
     freeze_biases: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     unfreeze_relations: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     unfreeze_biases: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    assign_relations: dict[int, list[Assigned]] = field(default_factory=lambda: defaultdict(list))
+    assign_biases: dict[int, list[Assigned]] = field(default_factory=lambda: defaultdict(list))
     namings: dict[int, list[Naming]] = field(default_factory=lambda: defaultdict(list))
     orphans: dict[int, bool] = field(default_factory=dict)  # layer -> fold the bias
 
@@ -144,6 +163,22 @@ def checked_initial(initial: Initial, count: int, what: str) -> Initial:
     if not bool(torch.isfinite(values).all()):
         raise EditError(f"the values for new {what} must be finite")
     return values.reshape(-1).expand(count)
+
+
+def checked_values(values: Any, count: int, example: Tensor, what: str) -> Tensor:
+    """Returns the values to assign as a vector in the dtype and on the device of `example`.
+
+    Raises:
+        EditError: there are neither `count` values nor one for all, or one is not finite.
+    """
+    given = as_tensor(values).detach()
+    if given.numel() not in (1, count):
+        raise EditError(f"{count} {what} need {count} values (or one for all), got {given.numel()}")
+    # A copy, which the caller's tensor may not change any more.
+    numbers = given.reshape(-1).expand(count).to(example, copy=True)
+    if not bool(torch.isfinite(numbers).all()):
+        raise EditError(f"the values to assign to {what} must be finite")
+    return numbers
 
 
 def draw(
@@ -209,6 +244,7 @@ class LayerDraft:
             requests.namings,
             requests.freeze_biases,
             requests.unfreeze_biases,
+            requests.assign_biases,
             requests.orphans,
         )
         self._named = any(number in part for part in asked)
@@ -385,19 +421,33 @@ class LayerDraft:
             comes = moved(born - self.n_present, device)
             values = values.index_select(0, comes)
             frozen = None if frozen is None else frozen.index_select(0, comes)
+        assigned = assignment_of(
+            layer, index, flips, requests.assign_biases.get(self.number), self._name_of_bias
+        )
+        if assigned is not None and self.shift is not None:
+            # What orphans leave to an assigned bias comes on top of it.
+            assert assigned.after is not None
+            gained = self.shift[assigned.positions.long()]
+            assigned = replace(assigned, after=assigned.after + gained)
         return VectorChange(
             index,
             born_frozen=frozen,
             gone_frozen=layer._frozen_among(index.removed),
             flips=flips,
             born_values=values,
-            shift=self._shifted(index, flips),
+            shift=self._shifted(index, flips, assigned),
+            assigned=assigned,
         )
 
-    def _shifted(self, index: IndexMap, flips: Tensor) -> Shift | None:
+    def _name_of_bias(self, row: int) -> str:
+        return f"the bias of node {int(self.uids[row])} (layer {self.number})"
+
+    def _shifted(self, index: IndexMap, flips: Tensor, assigned: Assignment | None) -> Shift | None:
         if self.shift is None:
             return None
         rows = flatnonzero((self.shift != 0) & ~self.gone[: self.n_present].to(self.shift.device))
+        if assigned is not None:
+            rows = rows[~contains(assigned.positions, rows)]
         if len(rows) == 0:
             return None
         after_rows = index.new_positions(rows)
@@ -429,7 +479,11 @@ class TransitionDraft:
             leaving.append(self.topology.leading_to(rows))
         self.cuts = union(leaving, device)
         self.connections = requests.connections.get(t, [])
-        asked = (requests.freeze_relations, requests.unfreeze_relations)
+        asked = (
+            requests.freeze_relations,
+            requests.unfreeze_relations,
+            requests.assign_relations,
+        )
         self.is_touched = (
             len(self.cuts) > 0 or bool(self.connections) or any(t in part for part in asked)
         )
@@ -530,12 +584,20 @@ class TransitionDraft:
             requests.freeze_relations.get(self.t),
             requests.unfreeze_relations.get(self.t),
         )
+        assigned = assignment_of(
+            self.store,
+            index,
+            flips,
+            requests.assign_relations.get(self.t),
+            partial(self._name_at, upper, lower),
+        )
         weights = VectorChange(
             index,
             born_frozen=None,
             gone_frozen=self.store._frozen_among(self.cuts),
             flips=flips,
             born_values=values,
+            assigned=assigned,
         )
         wiring = None
         if not index.is_identity:
@@ -669,10 +731,20 @@ class TransitionDraft:
     def _refuse(
         self, upper: LayerDraft, lower: LayerDraft, parent: int, child: int, why: str
     ) -> None:
-        raise EditError(
-            f"the relation from node {int(upper.uids[parent])} (layer {upper.number}) to node"
-            f" {int(lower.uids[child])} (layer {lower.number}) {why}"
-        )
+        raise EditError(f"{_relation(upper, lower, parent, child)} {why}")
+
+    def _name_at(self, upper: LayerDraft, lower: LayerDraft, position: int) -> str:
+        """Returns the name of the relation at a position."""
+        at = torch.tensor([position], dtype=torch.int32, device=self.topology.child.device)
+        parent = int(self.topology.parents_at(at))
+        return _relation(upper, lower, parent, int(self.topology.child[position]))
+
+
+def _relation(upper: LayerDraft, lower: LayerDraft, parent: int, child: int) -> str:
+    return (
+        f"the relation from node {int(upper.uids[parent])} (layer {upper.number}) to node"
+        f" {int(lower.uids[child])} (layer {lower.number})"
+    )
 
 
 def _picked(vector: Tensor, places: Tensor | None) -> Tensor:
@@ -718,6 +790,55 @@ def flips_of(
         .values
     )
     return index.new_positions(turned[~contains(index.removed, turned)])
+
+
+def assignment_of(
+    store: Coordinates,
+    index: IndexMap,
+    flips: Tensor,
+    asked: "list[Assigned] | None",
+    name: Callable[[int], str],
+) -> Assignment | None:
+    """Returns what is assigned to the coordinates of a vector that stay; None if nothing is.
+
+    Args:
+        store: the vector.
+        index: how its coordinates move; cut wins over assign.
+        flips: the new positions whose frozen bit changes.
+        asked: the requests.
+        name: returns the name of the coordinate at a position, for errors.
+
+    Raises:
+        EditError: a coordinate is assigned twice.
+        FrozenError: a coordinate is frozen, and the edit does not unfreeze it.
+    """
+    if not asked:
+        return None
+    device = store.frozen_at.device
+    positions = torch.cat([moved(one.positions, device) for one in asked])
+    values = torch.cat([moved(one.values, device) for one in asked])
+    if not bool((positions[1:] > positions[:-1]).all()):
+        positions, order = positions.sort()
+        values = values.index_select(0, order)
+        twice = positions[1:][positions[1:] == positions[:-1]]
+        if len(twice):
+            raise EditError(f"this edit assigns {name(int(twice[0]))} twice")
+    if index.removed.shape[0]:
+        stays = ~contains(index.removed, positions)
+        positions = positions[stays]
+        values = values[stays]
+    if positions.shape[0] == 0:
+        return None
+    held = store._frozen_among(positions)
+    if held is not None:
+        held &= ~contains(flips, index.new_positions(positions))
+        if bool(held.any()):
+            first = int(positions[held][0])
+            raise FrozenError(
+                f"{int(held.sum())} of the {len(held)} coordinates to assign are frozen, such as"
+                f" {name(first)}; unfreeze them in the same edit or before"
+            )
+    return Assignment(positions, values)
 
 
 # relations to look at first for parents of outputs; four times as many each time after that

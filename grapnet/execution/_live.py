@@ -211,7 +211,7 @@ class Kept:
     Attributes:
         tensor: the rectangle.
         thread: the thread whose forward passes read it.
-        state: what `_state_of` returned before it was written; None if that is not known.
+        state: what `state_of` returned before it was written; None if that is not known.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -434,7 +434,7 @@ class StoredPlan:
             return _multiply(x, values, bias, layout)
         if self._plan.n_cells <= SMALL:
             return _multiply(x, values, bias, layout, plain=True)
-        source = Source(parameter, layout.frozen, _state_of(parameter, layout.frozen))
+        source = Source(parameter, layout.frozen, state_of(parameter, layout.frozen))
         matrix = self._current(values, layout, source.state, (x.shape[1], bias.shape[0]))
         x = x.to(matrix.dtype)
         bias = bias.to(matrix.dtype)
@@ -497,10 +497,7 @@ class StoredPlan:
         return own[dtype]
 
     def _make(self, dtype: torch.dtype, shape: tuple[int, int], device: torch.device) -> Kept:
-        _count_steps()
-        parameter: Any = self.vector.parameter
-        if not hasattr(parameter, "grapnet_steps"):
-            parameter.grapnet_steps = 0
+        count_steps(self.vector.parameter)
         # An inference tensor could not be used outside of inference mode.
         with torch.inference_mode(False):
             kept = Kept(torch.empty(shape, dtype=dtype, device=device))
@@ -517,7 +514,7 @@ class Source(NamedTuple):
 
     def is_unchanged(self) -> bool:
         """Returns whether nothing reports a write since the forward pass."""
-        return self.state is None or self.state == _state_of(self.parameter, self.frozen)
+        return self.state is None or self.state == state_of(self.parameter, self.frozen)
 
 
 def _can_keep(x: Tensor, values: Tensor, bias: Tensor) -> bool:
@@ -540,7 +537,7 @@ def _product_dtype(values: Tensor) -> torch.dtype:
     return values.dtype
 
 
-def _state_of(parameter: nn.Parameter, frozen: Tensor | None) -> State:
+def state_of(parameter: nn.Parameter, frozen: Tensor | None = None) -> State:
     """Returns numbers that differ once the coordinates may have changed; None if nothing tells."""
     if getattr(parameter, "grapnet_is_unreported", False) or parameter.is_inference():
         return None
@@ -551,9 +548,15 @@ def _state_of(parameter: nn.Parameter, frozen: Tensor | None) -> State:
     return *state, frozen.data_ptr(), frozen._version
 
 
+def count_steps(parameter: Any) -> None:
+    """Counts the steps of optimizers that hold a Parameter, for `state_of`."""
+    _watch_optimizers()
+    if not hasattr(parameter, "grapnet_steps"):
+        parameter.grapnet_steps = 0
+
+
 @cache
-def _count_steps() -> None:
-    """Counts the steps of optimizers from now on, for Parameters that rectangles are kept of."""
+def _watch_optimizers() -> None:
     register_optimizer_step_post_hook(_note_step)
 
 

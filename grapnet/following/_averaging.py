@@ -145,6 +145,9 @@ def _shifted(copy: Graph, number: int, change: LayerChange | None, shift: Tensor
     rows = rows[~contains(biases.index.removed, rows) & ~layer._frozen_bits(rows)]
     positions = biases.index.new_positions(rows)
     free = ~contains(biases.flips, positions)
+    if biases.assigned is not None:
+        # The value of the net has its constants.
+        free &= ~contains(biases.assigned.positions, rows)
     rows = rows[free]
     before = layer._read(rows).detach()
     own = None

@@ -5,16 +5,15 @@ import hashlib
 import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from grapnet.core._change import Change
+from grapnet.core._change import Change, GridChange, VectorChange
 from grapnet.core._commit import require_editable
-from grapnet.core._coordinates import VectorChange
 from grapnet.core._errors import EditError, HistoryError, StaleTopologyError, TopologyError
 from grapnet.core._graph import Graph
 from grapnet.core._journal import Commit
@@ -174,25 +173,24 @@ class Distributed(nn.Module):
         return ""
 
     def _require_ready(self, reports: list[dict[str, Any]]) -> None:
-        busy = [
-            f"rank {rank}: {report['trouble']}"
-            for rank, report in enumerate(reports)
-            if report["trouble"]
-        ]
+        busy = []
+        for rank, report in enumerate(reports):
+            if report["trouble"]:
+                busy.append(f"rank {rank}: {report['trouble']}")
         if busy:
             raise EditError(
                 f"the ranks cannot synchronize now, and nothing was changed ({'; '.join(busy)})"
             )
         counts = [report["commits"] for report in reports]
         if any(counts[1:]) and len(set(counts)) > 1:
-            edited = ", ".join(
-                f"{count} on rank {rank} (the last: {reports[rank]['last']!r})"
-                for rank, count in enumerate(counts)
-                if rank > 0 and count > 0
-            )
+            edited = []
+            for rank, count in enumerate(counts):
+                if rank > 0 and count > 0:
+                    last = reports[rank]["last"]
+                    edited.append(f"{count} on rank {rank} (the last: {last!r})")
             self._differ(
                 "edits belong on rank 0, and since the last synchronize() there were commits"
-                f" {edited}"
+                f" {', '.join(edited)}"
             )
 
     def _compare(self, trouble: str) -> None:
@@ -416,15 +414,18 @@ def _outgoing(commit: Commit) -> Commit:
     transitions = {}
     for number, transition in commit.change.transitions.items():
         transitions[number] = replace(transition, weights=_arriving(transition.weights))
-    tensors = {
-        name: replace(part, gone_values=None) for name, part in commit.change.tensors.items()
-    }
+    tensors = {name: _arriving(part) for name, part in commit.change.tensors.items()}
     change = replace(commit.change, layers=layers, transitions=transitions, tensors=tensors)
     return Commit(commit.version, commit.reason, change, commit.by, commit.operations)
 
 
-def _arriving(vector: VectorChange) -> VectorChange:
-    return replace(vector, gone_values=None)
+_Part = TypeVar("_Part", VectorChange, GridChange)
+
+
+def _arriving(part: _Part) -> _Part:
+    """Returns the change of a vector or tensor with its new values alone."""
+    assigned = part.assigned and replace(part.assigned, before=None)
+    return replace(part, gone_values=None, assigned=assigned)
 
 
 def _digest(graphs: Sequence[Graph]) -> str:

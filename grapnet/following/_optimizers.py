@@ -15,7 +15,7 @@ from grapnet.core._commit import Tracked, carry_out, unfit_parameters
 from grapnet.core._coordinates import Decision
 from grapnet.core._errors import OptimizerError
 from grapnet.core._graph import Column, Graph
-from grapnet.core._grid_map import CellMap, Parted, part_vectors
+from grapnet.core._grid_map import CellMap, Parted, cells_at, part_vectors, with_cells
 from grapnet.core._journal import Commit
 from grapnet.core._staging import stage, unstage
 
@@ -50,7 +50,8 @@ Survivors = Literal["keep", "renew"]
 Newborn = Literal["zero", "mean"]
 # Fewer coordinates than these are like the weights by chance.
 _ENOUGH = 4
-# Parameter name -> state entry -> the values of the coordinates that left
+# Parameter name -> state entry -> the values of the coordinates that left, and behind them those of
+# the assigned ones
 Slots = dict[str, dict[str, Tensor]]
 
 
@@ -553,8 +554,8 @@ class OptimizerFollower:
         return install
 
     def _take(self, held: dict[str, _Held], commit: Commit) -> dict[str, Any]:
-        """Returns what undo needs: the state of removed coordinates, or all state for the end of a
-        trial that renews it.
+        """Returns what undo needs: the state of removed and assigned coordinates, or all state for
+        the end of a trial that renews it.
         """
         if self._settings.survivors == "renew":
             if commit.kind != "trial":
@@ -563,12 +564,16 @@ class OptimizerFollower:
         taken: Slots = {}
         for name, one in held.items():
             index = commit.parameters[name]
+            assigned = commit.assigned.get(name)
             taken[name] = {}
             for entry, value in one.entries.items():
                 if id(value) in one.parted:
-                    taken[name][entry] = one.parted[id(value)].gone
+                    slots = one.parted[id(value)].gone
                 else:
-                    taken[name][entry] = index.take(value)
+                    slots = index.take(value)
+                if assigned is not None:
+                    slots = torch.cat([slots, cells_at(value, assigned)])
+                taken[name][entry] = slots
         return taken
 
     def _carry(self, held: dict[str, _Held], commit: Commit) -> dict[str, _Held]:
@@ -582,12 +587,14 @@ class OptimizerFollower:
                 state = first_state(optimizer, one.group, content)
                 carried[name] = one._replace(state=state)
             return carried
-        # What the commit that this one reverts has removed.
-        kept: Slots = {}
+        # What the commit that this one reverts has removed and assigned.
+        kept: Slots | None = None
         if commit.undoes is not None:
-            kept = self._tracked.kept.get(commit.undoes, {})
+            kept = self._tracked.kept.get(commit.undoes)
         for name, one in held.items():
-            returning = kept.get(name, {})
+            returning = None
+            if kept is not None:
+                returning = kept.get(name, {})
             moved = {}
             for entry in one.entries:
                 moved[entry] = self._moved(optimizer, one, name, entry, commit, returning)
@@ -603,16 +610,66 @@ class OptimizerFollower:
         name: str,
         entry: str,
         commit: Commit,
-        returning: Mapping[str, Tensor],
+        returning: Mapping[str, Tensor] | None,
     ) -> Tensor:
-        """Returns one entry of the state of a Parameter after a commit."""
+        """Returns one entry of the state of a Parameter after a commit.
+
+        Args:
+            optimizer: the optimizer.
+            held: the Parameter and its state.
+            name: of the Parameter.
+            entry: the entry.
+            commit: the commit.
+            returning: for a commit that reverts another one, what that one has taken, by entry;
+                None if it is not known.
+        """
+        index = commit.parameters[name]
+        assigned = commit.assigned.get(name)
+        kept = None
+        if returning is not None:
+            kept = returning.get(entry)
+        if assigned is None or assigned.shape[0] == 0:
+            return self._carried(optimizer, held, name, entry, commit, kept)
+        slots = None
+        if kept is not None:
+            slots = kept[index.n_born :]
+            kept = kept[: index.n_born]
+            if slots.shape != assigned.shape:
+                raise _other_length(entry, name)
+        places = index.new_positions(assigned)
+        if slots is None and self._is_copy(optimizer, entry):
+            slots = cells_at(commit.view.content(name), places)
+        elif slots is None and returning is not None:
+            # The reverted commit came before the first step.
+            slots = torch.full(assigned.shape, clean_value(optimizer, held.group, entry))
+        moved = self._carried(optimizer, held, name, entry, commit, kept)
+        if slots is not None:
+            moved = with_cells(moved, places, slots)
+        return moved
+
+    def _carried(
+        self,
+        optimizer: Optimizer,
+        held: _Held,
+        name: str,
+        entry: str,
+        commit: Commit,
+        back: Tensor | None,
+    ) -> Tensor:
+        """Returns one entry of the state of a Parameter after a commit, apart from what it assigns.
+
+        Args:
+            optimizer: the optimizer.
+            held: the Parameter and its state.
+            name: of the Parameter.
+            entry: the entry.
+            commit: the commit.
+            back: the slots that the coordinates have that come back; None if they are not known.
+        """
         index = commit.parameters[name]
         value = held.entries[entry]
-        back = returning.get(entry)
         if back is not None and len(back) != index.n_born:
-            raise OptimizerError(
-                f"the {entry!r} that undo would restore for {name} has another length"
-            )
+            raise _other_length(entry, name)
         if self._is_copy(optimizer, entry):
             moved = _moved_copy(value, held.parameter, commit.view.content(name), index)
             if back is not None and index.n_born:
@@ -670,6 +727,10 @@ class OptimizerFollower:
                     f"gn.attach(optimizer, net, copies=({entry!r},)); if not:"
                     " gn.attach(optimizer, net, copies=())"
                 )
+
+
+def _other_length(entry: str, name: str) -> OptimizerError:
+    return OptimizerError(f"the {entry!r} that undo would restore for {name} has another length")
 
 
 def names_of(graph: Graph) -> dict[int, str]:

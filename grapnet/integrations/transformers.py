@@ -40,7 +40,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 def layers(net: nn.Module, within: str = "") -> list[TransformerLayer]:
     """Returns the layers of an adopted transformer, in the order of its modules.
 
-    They are told from the axes of the tensors, for any family of models: a layer is a block that
+    They are found from the axes of the tensors, for any family of models: a layer is a block that
     writes the stream which it reads. Its `heads`, `kv_groups`, `queries`, `ffn` and `stream` are
     spaces, whose nodes an edit removes and adds; `edit.remove(layer.container, layer.index)`
     removes the layer.
@@ -61,7 +61,7 @@ class Scores:
 
     Attributes:
         nodes: one number per node, [nodes], for every space of heads and of hidden units: what
-            `space.weakest(key=scores.nodes[space])` ranks by, and `PruneNodes(score=...)`.
+            `space.weakest(key=scores.nodes[space])` ranks by, and a criterion `PruneNodes(by=…)`.
         layers: one number per layer, in the order of `layers`.
     """
 

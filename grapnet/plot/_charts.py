@@ -35,6 +35,7 @@ KINDS = {  # the marker and the colour of every kind of edit
     "rewire": ("D", "#cc79a7"),
     "freeze": ("s", "#0072b2"),
     "unfreeze": ("P", "#56b4e9"),
+    "assign": ("X", "#7a5195"),
     "undo": ("<", "#e69f00"),
     "redo": (">", "#b8a800"),
     "rename": ("o", "#8c8c8c"),
@@ -186,7 +187,7 @@ def degrees(
 
 
 def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) -> "Axes":
-    """Draws how many relations have which weight.
+    """Draws a histogram of the weights of relations.
 
     Args:
         net: the net to count in.
@@ -355,6 +356,8 @@ def _kind_of(commit: Commit) -> str:
         return "grow"
     if removed:
         return "cut"
+    if counts["coordinates_assigned"]:
+        return "assign"
     if not counts["coordinates_turned"]:
         return "rename"
     operations = {operation.get("operation") for operation in commit.operations}

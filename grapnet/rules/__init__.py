@@ -4,15 +4,40 @@ from ._activations import ActivationRecorder, CovarianceRecorder
 from ._best import GrowBest, search_scale
 from ._budget import Budget, weakest_within
 from ._correlations import TensorCorrelationRecorder
+from ._criteria import (
+    Assignment,
+    Choice,
+    Correlation,
+    Criterion,
+    Fisher,
+    Magnitude,
+    Random,
+    Scored,
+    Taylor,
+    Wanda,
+)
+from ._elimination import Elimination
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
+from ._gram import GramRecorder
 from ._grow import GrowForTask
 from ._manager import RuleError, RuleManager
+from ._node_criteria import (
+    ColumnSubset,
+    MeanActivation,
+    NodeNorm,
+    NodeTaylor,
+    RandomNodes,
+    Redundancy,
+)
 from ._nodes import PruneNodes
+from ._obs import OBS, Alternating
+from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
-from ._prune import GradualSchedule, PruneWeakest, gradual_pruning, lamp_scores
+from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
+from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
     At,
@@ -25,7 +50,10 @@ from ._rule import (
     Schedule,
     Scheduled,
 )
+from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFisherRecorder
+from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
+from ._srigl import SRigL, srigl
 from ._steepest import SpaceGradientRecorder
 from ._tiny import BottleneckRecorder, OptimalNodes
 from ._untrained import SNIP, GraSP, SynFlow
@@ -52,6 +80,28 @@ __all__ = [  # noqa: RUF022
     "gradual_pruning",
     "GradualSchedule",
     "lamp_scores",
+    "Magnitude",
+    "Wanda",
+    "Taylor",
+    "Fisher",
+    "OBS",
+    "Alternating",
+    "Correlation",
+    "Random",
+    "NodeNorm",
+    "MeanActivation",
+    "NodeTaylor",
+    "ColumnSubset",
+    "Elimination",
+    "Redundancy",
+    "RandomNodes",
+    "Pruning",
+    "Stage",
+    "Scored",
+    "Choice",
+    "Assignment",
+    "Quota",
+    "Criterion",
     "SNIP",
     "GraSP",
     "SynFlow",
@@ -60,13 +110,23 @@ __all__ = [  # noqa: RUF022
     "Rewire",
     "rigl",
     "set_rewiring",
+    "SRigL",
+    "srigl",
     "SplitIntoFamilies",
+    "repair",
+    "gram_recorders",
+    "Repaired",
     "ActivationRecorder",
     "CovarianceRecorder",
     "GradientRecorder",
     "TensorGradientRecorder",
     "TensorCorrelationRecorder",
     "SpaceGradientRecorder",
+    "InputRecorder",
+    "FisherRecorder",
+    "TensorFisherRecorder",
+    "SaliencyRecorder",
+    "GramRecorder",
     "BottleneckRecorder",
     "OptimalNodes",
     "Rule",

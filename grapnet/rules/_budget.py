@@ -91,7 +91,7 @@ def weakest_within(
         return relations.smallest(count=count, key=key)
     require_ranks(key)
     key = key.int() if key.dtype == torch.bool else key
-    return relations._at(weakest_places(key, count, _sides(net, relations, budget)))
+    return relations._at(weakest_places(key, count, sides_of(net, relations, budget)))
 
 
 def enforce(
@@ -128,7 +128,7 @@ def enforce(
     if (budget.parents or budget.children) and len(asked):
         key = asked.strengths.nan_to_num(nan=torch.inf)
         taken_back = torch.zeros(len(asked), dtype=torch.bool, device=key.device)
-        for side in _sides(net, everything, budget, among=asked):
+        for side in sides_of(net, everything, budget, among=asked):
             standing = torch.bincount(side.nodes[~taken_back], minlength=len(side.spare))
             # What is taken back for its child counts for its parent, too.
             left = key.masked_fill(taken_back, -torch.inf)
@@ -149,7 +149,7 @@ class Side:
     spare: Tensor  # [n_nodes] int64
 
 
-def _sides(
+def sides_of(
     net: Graph, cut: RelationSet, budget: Budget, among: RelationSet | None = None
 ) -> list[Side]:
     """Returns the ends whose minimum matters.

@@ -65,7 +65,7 @@ def why_not_linear(net: Adopted, name: str) -> str:
         return f"{name} belongs to several modules: {', '.join(paths)}"
     module: Any = net.model.get_submodule(paths[0])
     kind = type(module).__name__
-    if not name.endswith("weight") or not (_is_matrix(module) or _is_convolution(module)):
+    if not name.endswith("weight") or not (_is_matrix(module) or is_convolution(module)):
         return f"{name} belongs to a {kind}, which is neither a Linear nor a convolution"
     if getattr(module, "groups", 1) != 1:
         return f"{paths[0]} is a convolution of {module.groups} groups"
@@ -90,7 +90,7 @@ def _is_matrix(module: nn.Module) -> bool:
     return is_other or kind.forward is nn.Linear.forward
 
 
-def _is_convolution(module: nn.Module) -> bool:
+def is_convolution(module: nn.Module) -> bool:
     kind: Any = plain_class(module)
     return kind.forward in _CONVOLUTIONS
 
@@ -99,7 +99,7 @@ def laid_out(module: nn.Module, x: Tensor) -> Tensor:
     """Returns the input of a module as its cells are taken from: [rows, in] of a Linear, [batch,
     in, *image] of a convolution, with its padding.
     """
-    if not _is_convolution(module):
+    if not is_convolution(module):
         return x.reshape(-1, x.shape[-1])
     convolution: Any = module
     x = with_batch(convolution, x)
@@ -113,7 +113,7 @@ def with_batch(module: nn.Module, tensor: Tensor) -> Tensor:
     """Returns an input or output of a module with one dimension of samples: [rows, nodes] of a
     Linear, [batch, nodes, *image] of a convolution.
     """
-    if not _is_convolution(module):
+    if not is_convolution(module):
         return tensor.reshape(-1, tensor.shape[-1])
     convolution: Any = module
     if tensor.dim() == len(convolution.kernel_size) + 1:
@@ -131,7 +131,7 @@ def cells(module: nn.Module, x: Tensor) -> Iterator[Tensor]:
         x: its input.
     """
     x = laid_out(module, x)
-    if not _is_convolution(module):
+    if not is_convolution(module):
         yield x
         return
     convolution: Any = module
@@ -161,7 +161,7 @@ def unfolded(module: nn.Module, x: Tensor) -> Tensor:
         x: its input.
     """
     x = laid_out(module, x)
-    if not _is_convolution(module):
+    if not is_convolution(module):
         return x
     convolution: Any = module
     kernels = _unit_kernels(convolution, x)  # [kernel, 1, *kernel]
@@ -193,7 +193,7 @@ def spread(module: nn.Module, gradient: Tensor, image: Sequence[int]) -> Tensor:
         gradient: of its output, as `with_batch` returns it.
         image: the size of the image that a convolution reads, without its padding.
     """
-    if not _is_convolution(module):
+    if not is_convolution(module):
         return gradient
     convolution: Any = module
     kernels = _unit_kernels(convolution, gradient).transpose(0, 1)  # [1, kernel, *kernel]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from grapnet.core._errors import EditError
-from grapnet.core._grid_map import GridMap
+from grapnet.core._grid_map import GridMap, cells_at
 from grapnet.core._index_map import IndexMap
 from grapnet.core._opened import FROZEN
 from grapnet.spaces._adopted import Adopted
@@ -62,19 +62,40 @@ def copy_nodes(
         for space, own in copies.items():
             for dim in _dims_of(space, name):
                 whole = own.widened(whole, name, dim, grid_map, before, after)
-        for space, own in copies.items():
+        for space in copies:
             for dim in _dims_of(space, name):
                 inserted = grid_map.axes[dim].inserted.long().to(whole.device)
                 values[space][name] = whole.index_select(dim, inserted)
-                if net._role(space, name, dim) == "reader":
-                    at = own.places[name, dim][own.is_shared].reshape(-1)
-                    edit._assign(name, _present(whole, grid_map), dim, at)
+        _assign_shared(net, edit, name, _present(whole, grid_map), copies)
     for space, own in copies.items():
         nodes = edit.add_nodes(
             space, len(own.rows), owner=owner, readers="alike", values=values[space]
         )
         if owner is None:
             _give_owners(edit, space, own.rows, nodes)
+
+
+def _assign_shared(
+    net: Adopted, edit: Any, name: str, whole: Tensor, copies: "Mapping[Space, _Copies]"
+) -> None:
+    """Gives the entries of a tensor that read originals of copies their share.
+
+    Args:
+        net: the model.
+        edit: the open edit.
+        name: the tensor.
+        whole: its present entries, those that read originals with their share.
+        copies: the spaces that grow.
+    """
+    is_shared = torch.zeros(whole.shape, dtype=torch.bool)
+    for space, own in copies.items():
+        for dim in _dims_of(space, name):
+            if net._role(space, name, dim) == "reader":
+                at = own.places[name, dim][own.is_shared].reshape(-1)
+                is_shared.index_fill_(dim, at.cpu(), True)
+    cells = is_shared.reshape(-1).nonzero().flatten()
+    if len(cells):
+        edit._assign(name, cells, cells_at(whole, cells))
 
 
 def _dims_of(space: Space, name: str) -> list[int]:

@@ -4,11 +4,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
@@ -16,15 +14,22 @@ from grapnet.core._graph import Graph
 from grapnet.core._index_map import require_ranks
 from grapnet.core._layer import Layer
 from grapnet.spaces._adopted import Adopted
-from grapnet.spaces._axes import ProductOf, SumOf, atoms_of
 from grapnet.spaces._costs import latency
-from grapnet.spaces._gates import kind_of
 from grapnet.spaces._space import Space
 
-from ._rule import Layers, RuleContext, as_names, gone_relations
+from ._criteria import WINDOW, Choice, as_criterion, refusal_of, scored
+from ._elimination import Elimination
+from ._node_criteria import NODES
+from ._prunable import frozen_tensor, multiple_of_nodes, prunable, size_at_adoption
+from ._rule import Layers, Recorder, RuleContext, as_names, gone_relations
+from ._scopes import Comparison, by_mean, layer_adaptive, require_comparison, require_scope
 
 # Of all blocks of nodes, the share to which a bisection by measured latency comes close.
 FINEST = 1 / 32
+
+
+# What `by=` means for nodes.
+CRITERIA: dict[str, Any] = {**NODES, "elimination": lambda window: Elimination(window=window)}
 
 
 @dataclass(frozen=True)
@@ -51,16 +56,20 @@ class PruneNodes:
             entries of a tensor, such as heads, other numbers of nodes can stay than of channels.
         scope: "space" removes the same share of every space. For a budget that is a share of the
             nodes at adoption, so that many small cuts lead to the sizes of one large cut. "model"
-            ranks the nodes of all spaces together, by their scores divided by the mean of their
-            space.
+            ranks the nodes of all spaces together.
         spaces: names of spaces, or spaces; for a net, numbers of hidden layers. By default all free
             spaces of which a removal is exact (see `Space.verdict`), but none that lies inside the
             nodes of another one, such as the width of heads and the channels of a group.
         keep: how many nodes of each space stay at least, as an int, or which share of the nodes at
             adoption, as a float. A layer of a net counts as it is at the call.
-        score: `score(space)` returns one number per node; the smallest go first. By default the
-            norm of all weights of the node. Numbers of one's own are ranked as they are, also in
-            the scope "model".
+        by: the criterion: "norm", "incoming", "outgoing", "activation", "taylor", "subset",
+            "elimination", "redundancy", "random", an object such as `MeanActivation("rms")`, or a
+            function `score(net, nodes, evidence)` that returns one number per node of a space; the
+            smallest go first.
+        compare: how scores of different spaces compare in the scope "model": "mean" divides by the
+            mean of the space, "lamp" takes layer-adaptive magnitudes, "score" takes them as they
+            are. By default that of the criterion: "mean", and "score" for functions.
+        window: the number of steps that a criterion which is given by its name records.
 
     Examples:
         >>> import grapnet as gn
@@ -81,7 +90,9 @@ class PruneNodes:
     scope: Literal["space", "model"] = "space"
     spaces: Layers | None = None
     keep: float = 0.1
-    score: Callable[[Any], Tensor] | None = None
+    by: Any = "norm"
+    compare: Comparison | None = None
+    window: int = WINDOW
 
     def __post_init__(self) -> None:
         given = [name for name in _AMOUNTS if getattr(self, name) is not None]
@@ -96,8 +107,9 @@ class PruneNodes:
             raise EditError(f"{given[0]} is a share between 0 and 1, got {amount!r}")
         if self.multiple < 1:
             raise EditError(f"multiple is at least 1, got {self.multiple!r}")
-        if self.scope not in ("space", "model"):
-            raise EditError(f'scope is "space" or "model", got {self.scope!r}')
+        as_criterion(self.by, CRITERIA, self.window)
+        require_scope(self.scope, nodes=True)
+        require_comparison(self.compare)
         is_share = isinstance(self.keep, float)
         if self.keep < 0 or (is_share and self.keep > 1):
             raise EditError(
@@ -110,10 +122,25 @@ class PruneNodes:
             )
         object.__setattr__(self, "spaces", as_names(self.spaces))
 
+    @property
+    def criterion(self) -> Any:
+        """The criterion that `by` means."""
+        return as_criterion(self.by, CRITERIA, self.window)
+
+    def recorders(self, net: Graph) -> dict[str, Recorder]:
+        """Returns the recorders of the criterion, for every space or layer."""
+        found: dict[str, Recorder] = {}
+        criterion = self.criterion
+        if hasattr(criterion, "recorders"):
+            for layer in self._chosen(net):
+                found |= criterion.recorders(net, layer)
+        return found
+
     def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
-        """Asks the edit to remove them."""
+        """Asks the edit to remove them, and to assign what the criterion assigns."""
         gone = {number: rows.numpy() for number, rows in edit.removals._rows_by_layer().items()}
-        ranks = [self._ranked(net, layer, gone) for layer in self._chosen(net)]
+        evidence = {**context.evidence, "generator": edit.generator}
+        ranks = [self._ranked(net, layer, gone, evidence) for layer in self._chosen(net)]
         order = _Order(ranks, self.scope)
         if self.fraction is not None:
             counts = self._counts(ranks, order, self.fraction)
@@ -122,8 +149,7 @@ class PruneNodes:
             counts, budget = self._counts_within(net, edit, ranks, order, gone)
         for rank, count in zip(ranks, counts, strict=True):
             if count:
-                rows = torch.from_numpy(np.sort(rank.rows[:count]))
-                edit.remove_nodes(net.layers[rank.number][rows])
+                self._choice(net, rank, count, evidence).write(edit)
         changed = sum(count > 0 for count in counts)
         edit.remark(
             f"prunes the {sum(counts)} weakest nodes of {changed} spaces",
@@ -140,18 +166,22 @@ class PruneNodes:
         if not isinstance(net, Adopted):
             return self._hidden(net)
         if self.spaces is None:
-            found = _prunable(net)
+            found = []
+            for space in prunable(net):
+                if not refusal_of(self.criterion, net, space.index):
+                    found.append(space)
             if not found:
                 raise EditError(
                     "no space of this model can be pruned: all are pinned, frozen, under a norm, or"
-                    " have a size that is also a number in the formula; print(net) lists them"
+                    " have a size that is also a number in the formula, or the criterion cannot"
+                    " score them; print(net) lists them"
                 )
             return list(found)
         found = [net.space(str(name)) for name in as_names(self.spaces) or ()]
         for space in found:
             if space.pins:
                 raise EditError(f"the nodes of {space.name} cannot be removed: {space.pins[0]}")
-            frozen = _frozen_tensor(net, space)
+            frozen = frozen_tensor(net, space)
             if frozen is not None:
                 raise EditError(
                     f"the nodes of {space.name} cannot be removed: {frozen} does not require"
@@ -169,41 +199,73 @@ class PruneNodes:
             raise EditError(f"only hidden layers, 1 to {len(hidden)}, are pruned; got {outside}")
         return [net.layers[number] for number in numbers]
 
-    def _ranked(self, net: Graph, layer: Layer, gone: Mapping[int, np.ndarray]) -> "_Rank":
-        """Returns the nodes of a space that may go, the weakest first."""
-        score = self.score
-        if score is None:
-            score = _norms
-        scores = score(layer).detach().cpu().double().reshape(-1)
-        if len(scores) != len(layer):
-            raise ValueError(f"score has {len(scores)} entries for {len(layer)} nodes")
+    def _choice(self, net: Graph, rank: "_Rank", count: int, evidence: Mapping[str, Any]) -> Choice:
+        """Returns the nodes of a space that go."""
+        layer = net.layers[rank.number]
+        criterion = self.criterion
+        if not hasattr(criterion, "score"):
+            candidates = layer[torch.from_numpy(np.sort(rank.rows))]
+            return criterion.choose(net, candidates, evidence, count)
+        return Choice(layer[torch.from_numpy(np.sort(rank.rows[:count]))])
+
+    def _scores(
+        self, net: Graph, layer: Layer, free: np.ndarray, evidence: Mapping[str, Any]
+    ) -> np.ndarray:
+        """Returns the scores of the nodes that may go, in numbers that compare."""
+        criterion = self.criterion
+        if not hasattr(criterion, "score"):
+            if self.scope == "model":
+                raise EditError(
+                    f'{type(criterion).__name__} has no scores, which scope="model" compares; use'
+                    ' scope="space"'
+                )
+            return np.zeros(int(free.sum()))
+        if not free.any():
+            return np.empty(0)
+        candidates: Any = layer
+        if not free.all():
+            candidates = layer[torch.from_numpy(free)]
+        scores = scored(criterion, net, candidates, evidence).double()
         require_ranks(scores)
-        if self.score is None:
-            scores = scores / scores.mean().clamp(min=torch.finfo(scores.dtype).tiny)
-        scores = scores.numpy()
+        how = self.compare or getattr(criterion, "comparison", "score")
+        if how == "mean":
+            scores = by_mean(scores)
+        elif how == "lamp":
+            scores = layer_adaptive(scores)
+        return scores.numpy()
+
+    def _ranked(
+        self,
+        net: Graph,
+        layer: Layer,
+        gone: Mapping[int, np.ndarray],
+        evidence: Mapping[str, Any],
+    ) -> "_Rank":
+        """Returns the nodes of a space that may go, the weakest first."""
         present = np.ones(len(layer), bool)
         if layer.index in gone:
             present[gone[layer.index]] = False
         free = present
         if not isinstance(layer, Space):
             free = present & ~_has_frozen_relations(net, layer)
-        rows = np.flatnonzero(free)
-        rows = rows[np.argsort(scores[rows], kind="stable")]
+        scores = self._scores(net, layer, free, evidence)
+        order = np.argsort(scores, kind="stable")
+        rows = np.flatnonzero(free)[order]
         size = int(present.sum())
         whole = size
         if isinstance(layer, Space):
-            whole = max(size, _size_at_adoption(layer))
+            whole = max(size, size_at_adoption(layer))
         least = self.keep
         if isinstance(least, float):
             least = math.ceil(least * whole - 1e-9)
         multiple = self.multiple
         if isinstance(layer, Space):
-            multiple = _multiple_of_nodes(layer, multiple)
+            multiple = multiple_of_nodes(layer, multiple)
         # What may be removed: so many nodes that a multiple stays, and at least one.
         first = size % multiple or multiple
         most = min(len(rows), size - max(1, least))
         stops = np.arange(first, most + 1, multiple)
-        return _Rank(layer.index, size, whole, rows, scores[rows], stops)
+        return _Rank(layer.index, size, whole, rows, scores[order], stops)
 
     def _counts(self, ranks: "Sequence[_Rank]", order: "_Order", fraction: float) -> list[int]:
         """Returns how many nodes of every space go, for a share of nodes."""
@@ -355,102 +417,6 @@ def _layer(net: Graph, number: str | int) -> Any:
     if isinstance(number, int) and number < 0:
         return number + len(net.layers)
     return number
-
-
-# For every model the kinds of its spaces, and whether the model runs with fewer nodes in one.
-_kinds: "WeakKeyDictionary[Adopted, dict[Any, bool]]" = WeakKeyDictionary()
-
-
-def _prunable(net: Adopted) -> list[Space]:
-    """Returns the spaces of a model that are pruned by default."""
-    free = {space._atom for space in net.spaces if not space.pins}
-    runs = _kinds.setdefault(net, {})
-    candidates = []
-    for space in net.spaces:
-        if space._atom not in free or len(space) < 2 or _frozen_tensor(net, space) is not None:
-            continue
-        outermost = _outermost_of_products(space, free)
-        if any(space._atom not in atoms for atoms in outermost):
-            continue
-        # A factor of an axis, as heads are, may need numbers of the model to follow, which are
-        # looked for long if there are none. So one space of a kind tells for all.
-        if outermost and space.verdict == "unproved":
-            kind = kind_of(net.model, space)
-            if kind not in runs:
-                runs[kind] = _runs_with_fewer(net, space)
-            if not runs[kind]:
-                continue
-        candidates.append(space)
-    net.prove(candidates)
-    return [space for space in candidates if space.verdict in ("exact", "unproved")]
-
-
-def _outermost_of_products(space: Space, free: set[int]) -> list[list[int]]:
-    """Returns, for every product of which a space is a factor, the atoms of its outermost factor
-    that can be edited.
-    """
-    found = []
-    for axis in space._members.values():
-        terms = axis.parts if isinstance(axis, SumOf) else (axis,)
-        for term in terms:
-            if isinstance(term, ProductOf) and space._atom in atoms_of(term):
-                outermost = next(part for part in term.parts if free & set(atoms_of(part)))
-                found.append(atoms_of(outermost))
-    return found
-
-
-def _runs_with_fewer(net: Adopted, space: Space) -> bool:
-    """Returns whether the model runs with one node less in a space."""
-    sizes = net._atom_sizes()
-    fewer = list(sizes)
-    fewer[space._atom] -= 1
-    try:
-        net._gates.foresee(net.model, [space], sizes, fewer)
-    except EditError:
-        return False
-    return True
-
-
-def _size_at_adoption(space: Space) -> int:
-    net = space.graph
-    assert isinstance(net, Adopted)
-    return net._typed.sizes()[space._atom]
-
-
-def _frozen_tensor(net: Adopted, space: Space) -> str | None:
-    """Returns the name of a Parameter of a space that does not require gradients."""
-    stores = net._stores()
-    for name, _ in space._members:
-        if name in stores and not stores[name].parameter.requires_grad:
-            return name
-    return None
-
-
-def _multiple_of_nodes(space: Space, multiple: int) -> int:
-    """Returns the smallest number of nodes whose entries are a multiple in every tensor."""
-    needed = 1
-    if multiple > 1:
-        for at in space.places().values():
-            needed = math.lcm(needed, multiple // math.gcd(multiple, at.shape[1]))
-    return needed
-
-
-def _norms(layer: Any) -> Tensor:
-    """Returns the norm of all weights of each node."""
-    if isinstance(layer, Space):
-        return layer.norms()
-    net = layer.graph
-    total = layer.parameter.new_zeros(len(layer), dtype=torch.float64)
-    total += layer.values().detach().double().square()
-    for t in net.entering(layer.index):
-        transition = net.transitions[t]
-        squares = transition.values().detach().double().square()
-        total.index_add_(0, transition.child.long(), squares)
-    for t in net.leaving(layer.index):
-        transition = net.transitions[t]
-        squares = transition.values().detach().double().square()
-        total.index_add_(0, transition.topology.parents().long(), squares)
-    return total.sqrt()
 
 
 def _has_frozen_relations(net: Graph, layer: Layer) -> np.ndarray:

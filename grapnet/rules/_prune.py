@@ -1,7 +1,7 @@
-"""PruneWeakest: cuts the weakest relations, at once or along a ramp."""
+"""PruneWeakest: cuts the relations that a criterion finds weakest, at once or along a ramp."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,20 +9,47 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import require_ranks
 from grapnet.core._sets import RelationSet
-from grapnet.core._transition import Topology, require_tile
+from grapnet.core._transition import require_tile
 
-from ._budget import Budget, largest_of_each, weakest_within
+from ._budget import Budget
+from ._criteria import (
+    RELATIONS,
+    WINDOW,
+    Choice,
+    as_criterion,
+    free_of,
+    refusal_of,
+    scored,
+)
+from ._obs import OBS, Alternating
 from ._rule import (
     Every,
+    Recorder,
     RuleContext,
     Scheduled,
     Transitions,
     as_transitions,
     chosen_transitions,
 )
+from ._scopes import (
+    Amount,
+    Comparison,
+    Scope,
+    as_pattern,
+    compared,
+    quota_of,
+    require_comparison,
+    require_scope,
+)
 from ._tiles import TileGrid, strongest_of_children, weakest_tiles
+
+# What `by=` means.
+CRITERIA: dict[str, Any] = {
+    **RELATIONS,
+    "obs": lambda window: OBS(window=window),
+    "alternating": lambda window: Alternating(window=window),
+}
 
 
 @dataclass(frozen=True)
@@ -70,98 +97,169 @@ class GradualSchedule:
 
 @dataclass(frozen=True)
 class PruneWeakest:
-    """Cuts the weakest relations; frozen relations are never cut.
+    """Cuts the relations that a criterion finds weakest; frozen relations are never cut.
 
-    A relation of an adopted model counts as one, whatever the number of its weights, and their norm
-    is its |weight|. Tensors that do not require gradients are left out.
+    Say how much with one of `fraction`, `sparsity` and `pattern`. A relation of an adopted model
+    counts as one, whatever the number of its weights. Tensors that do not require gradients are
+    left out, and by default those that the criterion cannot score. A criterion that gives the
+    relations which stay other weights, as `OBS` does, assigns them in the same edit.
 
     Attributes:
         fraction: the share of the present relations to cut at every call; or
         sparsity: the share of all possible relations that is absent afterwards, a number or a
-            `GradualSchedule`. A net that is sparser already does not change.
+            `GradualSchedule`. A net that is sparser already does not change; or
+        pattern: `(kept, of)`: of every `of` successive parents of a child, in the order of their
+            rows, at most `kept` stay: (2, 4) or (4, 8). Absent relations count as cut, and frozen
+            ones as kept. The last parents make up a smaller group.
+        by: the criterion: "magnitude", "wanda", "taylor", "fisher", "obs", "alternating",
+            "correlation", "random", an object such as `Fisher(window=50)`, or a function
+            `score(net, candidates, evidence)` that returns one number per relation; the smallest go
+            first.
         transitions: numbers of the transitions, or names of modules and tensors of an adopted
             model; all by default.
-        scope: "global" ranks all relations together; "transition" and "node" cut the same share,
-            rounded, of each transition or of the relations that each node owns. With "node", a
-            relation that the budget protects is not replaced by the next one.
-        score: how relations of different transitions compare. "lamp" ranks by `lamp_scores`, which
-            do not depend on the scale of a transition, and cuts the strongest parent of each output
-            last. "magnitude" ranks by |weight|. It has no effect with the scope "node".
+        scope: what is ranked together. "child" cuts the same share, rounded, of the relations that
+            lead to each node, "owner" of those that each node owns, and "transition" of each
+            transition; "model" ranks all relations together. By default that of the criterion:
+            "child" for Wanda, "transition" for OBS and Alternating, and "model" for the others.
+            With "child", "owner" and a pattern, a relation that a limit protects is not replaced by
+            the next one.
+        compare: how scores of different transitions compare in the scope "model". "lamp" takes
+            layer-adaptive magnitudes (`lamp_scores`), which do not depend on the scale of a
+            transition, and cuts the strongest parent of each output last. "mean" divides by the
+            mean of the transition, and "score" takes scores as they are. By default that of the
+            criterion: "lamp" for magnitude and Wanda, "score" for the others, which estimate losses
+            already.
+        keep: how many relations of each transition stay at least, as an int, or which share of the
+            possible ones, as a float.
         tile: cuts whole tiles of so many nodes a side, 16, 32, 64 or 128, by the root mean square
-            of their weights, and as many as come near to the share. The `tiles` backend runs what
-            is left fast. A tile with a frozen relation is not cut. Not with the scope "node".
+            of the scores of their relations, and as many as come near to the share. The `tiles`
+            backend runs what is left fast. A tile with a frozen relation is not cut. With the scope
+            "model" or "transition", and a criterion that scores relations one by one.
+        window: the number of steps that a criterion which is given by its name records.
 
     Examples:
         >>> import grapnet as gn
         >>> net = gn.GrapNet([8, 10, 5])
         >>> with net.edit() as edit:
-        ...     PruneWeakest(sparsity=0.6, scope="node")(net, edit, RuleContext())
+        ...     PruneWeakest(sparsity=0.6, scope="owner")(net, edit, RuleContext())
         >>> net.layers[0][3].degree, net.layers[1][7].degree, net.count().relations
         (4, 2, 52)
     """
 
     fraction: float | None = None
     sparsity: float | GradualSchedule | None = None
+    pattern: tuple[int, int] | None = None
+    by: Any = "magnitude"
     transitions: Transitions | None = None
-    scope: Literal["global", "transition", "node"] = "global"
-    score: Literal["lamp", "magnitude"] = "lamp"
+    scope: Scope | None = None
+    compare: Comparison | None = None
+    keep: float = 0
     tile: int | None = None
+    window: int = WINDOW
 
     def __post_init__(self) -> None:
-        if (self.fraction is None) == (self.sparsity is None):
-            raise EditError("say how much to prune: either fraction= or sparsity=")
+        amounts = (self.fraction, self.sparsity, self.pattern)
+        if sum(amount is not None for amount in amounts) != 1:
+            raise EditError("say how much to prune: one of fraction=, sparsity= and pattern=")
         for share in (self.fraction, self.sparsity):
             if isinstance(share, int | float) and not 0 <= share <= 1:
                 raise EditError(f"fraction and sparsity lie between 0 and 1, got {share!r}")
-        if self.scope not in ("global", "transition", "node"):
-            raise EditError(f'scope is "global", "transition" or "node", got {self.scope!r}')
-        if self.score not in ("lamp", "magnitude"):
-            raise EditError(f'score is "lamp" or "magnitude", got {self.score!r}')
-        require_tile(self.tile, EditError)
-        if self.tile is not None and self.scope == "node":
+        if self.keep < 0 or (isinstance(self.keep, float) and self.keep > 1):
             raise EditError(
-                'tiles belong to many nodes: with tile=, scope is "global" or "transition"'
+                f"keep is a number of relations, or a share between 0 and 1, got {self.keep!r}"
             )
+        as_criterion(self.by, CRITERIA, self.window)
+        require_scope(self.scope)
+        require_comparison(self.compare)
+        object.__setattr__(self, "pattern", as_pattern(self.pattern))
+        if self.pattern is not None and self.scope not in (None, "child"):
+            raise EditError(f'with pattern=, scope is "child", got {self.scope!r}')
+        require_tile(self.tile, EditError)
+        if self.tile is not None:
+            self._require_tiles()
         object.__setattr__(self, "transitions", as_transitions(self.transitions))
 
+    def _require_tiles(self) -> None:
+        if self.pattern is not None or self._scope not in ("transition", "model"):
+            raise EditError(
+                'tiles belong to many nodes: with tile=, scope is "model" or "transition", and'
+                " there is no pattern="
+            )
+        if self.keep or not hasattr(self.criterion, "score"):
+            raise EditError(
+                "with tile=, there is no keep=, and a criterion scores relations one by one"
+            )
+
+    @property
+    def criterion(self) -> Any:
+        """The criterion that `by` means."""
+        return as_criterion(self.by, CRITERIA, self.window)
+
+    @property
+    def _scope(self) -> Scope:
+        if self.pattern is not None:
+            return "child"
+        return self.scope or getattr(self.criterion, "scope", "transition")
+
+    def recorders(self, net: Graph) -> dict[str, Recorder]:
+        """Returns the recorders of the criterion."""
+        criterion = self.criterion
+        if not hasattr(criterion, "recorders"):
+            return {}
+        return dict(criterion.recorders(net, RelationSet.of(net, self._numbers(net))))
+
     def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
-        """Asks the edit to cut them."""
-        numbers = chosen_transitions(net, self.transitions)
-        groups = [[t] for t in numbers]
-        if self.scope == "global":
-            groups = [numbers]
+        """Asks the edit to cut them, and to assign what the criterion assigns."""
+        evidence = {**context.evidence, "generator": edit.generator}
         if self.tile is not None:
-            weakest = self._weakest_tiles(net, groups, self.tile, context)
+            choice = self._weakest_tiles(net, self.tile, evidence, context)
         else:
-            weakest = self._weakest(net, groups, context)
+            candidates = free_of(RelationSet.of(net, self._numbers(net)))
+            amount = self._amount(context.step)
+            quota = quota_of(net, candidates, amount, self._scope, context.budget, self.keep)
+            quota = replace(quota, compare=self.compare)
+            choice = self.criterion.choose(net, candidates, evidence, quota)
+        weakest = choice.leaving
         largest = 0.0
         if len(weakest):
-            edit.cut(weakest)
+            choice.write(edit)
             largest = float(weakest.strengths.max())
         edit.remark(
             f"prunes the {len(weakest)} weakest relations", relations=len(weakest), largest=largest
         )
 
-    def _weakest(self, net: Graph, groups: list[list[int]], context: RuleContext) -> RelationSet:
-        """Returns what to cut of groups of transitions, each of which is ranked together."""
-        found: dict[int, Tensor | range] = {}
-        for group in groups:
-            found |= self._weakest_of(net, group, context)._positions_by_transition()
-        weakest = RelationSet(net, found)
-        if context.budget.edits is not None and len(weakest) > context.budget.edits:
-            weakest = weakest.smallest(count=context.budget.edits, key=self._scores(weakest))
-        return weakest
+    def _numbers(self, net: Graph) -> list[int]:
+        criterion = self.criterion
+        default = []
+        if self.transitions is None:
+            for t in net._trainable_transitions():
+                if not refusal_of(criterion, net, t):
+                    default.append(t)
+        return chosen_transitions(net, self.transitions, default)
+
+    def _amount(self, step: int) -> Amount:
+        sparsity = self.sparsity
+        if isinstance(sparsity, GradualSchedule):
+            sparsity = sparsity.sparsity(step)
+        return Amount(self.fraction, sparsity, self.pattern)
 
     def _weakest_tiles(
-        self, net: Graph, groups: list[list[int]], tile: int, context: RuleContext
-    ) -> RelationSet:
+        self, net: Graph, tile: int, evidence: dict[str, Any], context: RuleContext
+    ) -> Choice:
         """Returns the tiles to cut of groups of transitions, each of which is ranked together."""
+        numbers = self._numbers(net)
+        groups = [[t] for t in numbers]
+        if self._scope == "model":
+            groups = [numbers]
         budget = context.budget
         left = budget.edits
         found: dict[int, Tensor | range] = {}
         for group in groups:
-            grids = [TileGrid.of(net, t, tile) for t in group]
-            count = self._count(net, group, context.step)
+            grids = []
+            for t in group:
+                scores = scored(self.criterion, net, RelationSet.of(net, [t]), evidence)
+                grids.append(TileGrid.of(net, t, tile, scores))
+            count = int(self._amount(context.step).total(net, group))
             keys = self._tile_scores(grids)
             free = torch.cat([grid.is_present & ~grid.is_frozen for grid in grids])
             budget = Budget(left, budget.parents, budget.children)
@@ -171,83 +269,21 @@ class PruneWeakest:
                 found[grid.transition] = grid.relations(tiles)
                 if left is not None:
                     left -= len(found[grid.transition])
-        return RelationSet(net, found)
+        return Choice(RelationSet(net, found))
 
     def _tile_scores(self, grids: list[TileGrid]) -> Tensor:
         """Returns one number for each tile of some transitions; the smallest go first."""
-        parts = [grid.strengths for grid in grids]
-        if self.score == "lamp":
-            for n, grid in enumerate(grids):
-                parts[n] = grid.strengths.clone() if len(grids) == 1 else _lamp(grid.strengths)
-                if grid.net._is_output(grid.net.ends[grid.transition][1]):
-                    parts[n][strongest_of_children(grid)] = torch.inf
-        return torch.cat(parts)
-
-    def _weakest_of(self, net: Graph, transitions: list[int], context: RuleContext) -> RelationSet:
-        """Returns what to cut in some transitions, which are ranked together."""
-        relations = RelationSet.of(net, transitions)
-        if self.scope == "node":
-            weakest = self._of_each_node(net, relations, transitions[0], context.step)
-            if context.budget.parents or context.budget.children:
-                weakest = weakest_within(net, weakest, len(weakest), context.budget)
-            return weakest
-        count = self._count(net, transitions, context.step)
-        if count == 0:
-            return RelationSet(net, {})
-        scores = self._scores(relations)
-        if self.score == "lamp":
-            first = 0
-            for t in transitions:
-                transition = net.transitions[t]
-                if net._is_output(transition.target):
-                    strengths = RelationSet.of(net, [t]).strengths
-                    strongest = _strongest_parents(transition.topology, strengths)
-                    scores[first + strongest] = torch.inf
-                first += transition.size
-        return weakest_within(net, relations, count, context.budget, scores)
-
-    def _count(self, net: Graph, transitions: list[int], step: int) -> int:
-        """Returns how many relations of some transitions to cut."""
-        sizes = net.sizes
-        present = 0
-        possible = 0
-        for t in transitions:
-            source, target = net.ends[t]
-            present += net.transitions[t].size
-            possible += sizes[source] * sizes[target]
-        return int(self._quota(torch.tensor(present), possible, step))
-
-    def _scores(self, relations: RelationSet) -> Tensor:
-        """Returns one number a relation; the smallest go first."""
-        # Within one transition the order is that of |weight|, which needs no sorting here.
-        if self.score == "lamp" and len(relations._positions_by_transition()) > 1:
-            return lamp_scores(relations)
-        return relations.strengths
-
-    def _quota(self, present: Tensor, possible: int, step: int) -> Tensor:
-        """Returns how many of the present relations to cut, where so many are possible."""
-        if self.fraction is not None:
-            return (self.fraction * present.double()).round().long()
-        sparsity = self.sparsity
-        if isinstance(sparsity, GradualSchedule):
-            sparsity = sparsity.sparsity(step)
-        kept = possible - round(float(sparsity or 0) * possible)
-        return (present - kept).clamp(min=0)
-
-    def _of_each_node(self, net: Graph, relations: RelationSet, t: int, step: int) -> RelationSet:
-        """Returns the weakest free relations of every parent in transition t, as many as it is to
-        lose.
-        """
-        topology = net.transitions[t].topology
-        quota = self._quota(topology.degrees.long(), topology.n_children, step)
-        owners = topology.parents().long()
-        frozen = relations.frozen
-        if bool(frozen.any()):
-            relations = relations[~frozen]
-            owners = owners[~frozen]
-        keys = relations.strengths
-        require_ranks(keys)
-        return relations[largest_of_each(-keys, owners, quota)]
+        how: Any = self.compare or getattr(self.criterion, "comparison", "score")
+        scores = torch.cat([grid.strengths for grid in grids])
+        keys = compared(scores, [len(grid.counts) for grid in grids], how).clone()
+        if how != "lamp":
+            return keys
+        start = 0
+        for grid in grids:
+            if grid.net._is_output(grid.net.ends[grid.transition][1]):
+                keys[start + strongest_of_children(grid)] = torch.inf
+            start += len(grid.counts)
+        return keys
 
 
 def gradual_pruning(
@@ -278,57 +314,3 @@ def gradual_pruning(
     ramp = GradualSchedule(sparsity, begin=start, end=end, initial=initial)
     rule = PruneWeakest(sparsity=ramp, transitions=transitions, tile=tile)
     return Scheduled(rule, Every(every, start=start, until=end))
-
-
-def _strongest_parents(topology: Topology, strengths: Tensor) -> Tensor:
-    """Returns the position of the strongest relation that leads to each child, where one does."""
-    child = topology.child.long()
-    strongest = strengths.new_zeros(topology.n_children)
-    strongest.scatter_reduce_(0, child, strengths, "amax")
-    # several of one child where weights are equal
-    equals = (strengths == strongest[child]).nonzero().view(-1)
-    places = torch.full_like(strongest, -1, dtype=torch.int64)
-    places.scatter_reduce_(0, child[equals], equals, "amax")
-    return places[places >= 0]
-
-
-def lamp_scores(relations: RelationSet) -> Tensor:
-    """Returns the layer-adaptive magnitude of every relation (Lee et al., 2021).
-
-    The score is w² divided by the sum of w² over those relations of the set, in the same
-    transition, that are not smaller. It does not depend on the scale of a transition, and the
-    strongest relation of each transition has the score 1: pruning by these scores empties no
-    transition before the others.
-
-    Examples:
-        >>> import grapnet as gn
-        >>> net = gn.GrapNet([16, 64, 4])
-        >>> relations = net.select().outgoing()
-        >>> with net.edit(reason="prune") as edit:
-        ...     edit.cut(relations.smallest(fraction=0.9, key=lamp_scores(relations)))
-    """
-    weights = relations.strengths
-    found = torch.empty(len(weights), dtype=torch.float64, device=weights.device)
-    sizes = [len(at) for at in relations._positions_by_transition().values()]
-    for part, place in zip(weights.split(sizes), found.split(sizes), strict=True):
-        place.copy_(_lamp(part))
-    return found
-
-
-def _lamp(strengths: Tensor) -> Tensor:
-    """Returns the layer-adaptive magnitudes of the relations, or tiles, of one transition."""
-    if len(strengths) == 0:
-        return strengths.double()
-    tiny = torch.finfo(torch.float64).tiny
-    ascending, order = strengths.sort(stable=True)
-    ascending = ascending.double()
-    largest = ascending[-1]
-    # Divided by the largest, so that no square overflows; the smallest divisor is for zeros.
-    squares = (ascending / largest.clamp(min=tiny)) ** 2
-    not_smaller = squares.flip(0).cumsum(0).flip(0)
-    scores = squares / not_smaller.clamp(min=tiny)
-    if not bool(largest.isnan()):
-        scores[-1] = 1.0
-    found = torch.empty_like(scores)
-    found[order] = scores
-    return found

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from grapnet._torch import untraced
+from grapnet.core._change import Change
 from grapnet.core._commit import Tracked
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph
@@ -42,6 +43,15 @@ class Evidence(Protocol):
         ...
 
 
+@runtime_checkable
+class Dependent(Protocol):
+    """Evidence that a commit can make worthless, without moving its rows."""
+
+    def after(self, change: Change) -> Self:
+        """Returns the evidence after a change of the net, its rows as they were."""
+        ...
+
+
 E = TypeVar("E", bound=Evidence)
 
 
@@ -58,6 +68,8 @@ def _after(layers: tuple[int, ...], seen: Seen[E] | None, commit: Commit) -> See
     # A recorder that came inside a trial has no state from before it.
     if seen is None or commit.kind == "end":
         return None
+    if isinstance(seen.evidence, Dependent):
+        seen = Seen(seen.evidence.after(commit.change), seen.uids)
     changes = [commit.change.layers.get(n) for n in layers]
     if all(change is None or change.index.is_identity for change in changes):
         return seen
@@ -92,6 +104,24 @@ class _Evidence(Tracked[Seen[E] | None, Seen[E] | None]):
         """True if nothing depends on the numbers of the layers."""
         recorder = self._recorder()
         return self.state is None and (recorder is None or not recorder.armed)
+
+    def prepare(self, graph: Graph, commit: Commit) -> Callable[[], None]:
+        """Computes what was seen after a commit; returns the assignments that install it."""
+        install = super().prepare(graph, commit)
+        recorder = self._recorder()
+        if recorder is None:
+            return install
+        recorder._before_commit()
+        return partial(_install_and_note, install, self._recorder)
+
+
+def _install_and_note(
+    install: Callable[[], None], reference: "weakref.ref[NetRecorder[Any]]"
+) -> None:
+    install()
+    recorder = reference()
+    if recorder is not None:
+        recorder._after_commit()
 
 
 class NetRecorder(ABC, Generic[E]):
@@ -226,6 +256,12 @@ class NetRecorder(ABC, Generic[E]):
             loaded = Seen(self._restored(state["evidence"], [len(own) for own in uids]), uids)
         self.clear()
         self._track(loaded, net)
+
+    def _before_commit(self) -> None:
+        """Is called while a commit is prepared."""
+
+    def _after_commit(self) -> None:
+        """Is called when a commit has changed the net."""
 
     @abstractmethod
     def _modules(self, net: Graph) -> Sequence[nn.Module]:
@@ -423,7 +459,7 @@ class RecorderSet:
                     f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this net"
                     f"{left_out}. Call manager.start(net) before the first step, or run data"
                     " through the net inside `with manager.recording(net):`. Give start() and"
-                    " apply() all nets at once: going over to other nets discards what was recorded"
+                    " apply() all nets at once: switching to other nets discards what was recorded"
                 )
         return dict(self._rules[name])
 

@@ -137,6 +137,18 @@ def following_tap(net: Adopted, space: Space, path: str) -> Tap | None:
     return own
 
 
+def called_before(net: Adopted, path: str) -> frozenset[str]:
+    """Returns the names of the tensors whose modules are called before a module, or not as modules:
+    those that its input may depend on.
+    """
+    limit = _order(net, path)
+    found = []
+    for name in net._grids():
+        if any(_order(net, holder) < limit for holder in paths_of(net, [name])):
+            found.append(name)
+    return frozenset(found)
+
+
 def paths_of(net: Adopted, tensors: Iterable[str]) -> list[str]:
     """Returns the modules that hold some tensors, several for a tied one."""
     found: dict[str, None] = {}

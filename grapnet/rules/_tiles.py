@@ -22,7 +22,8 @@ class TileGrid:
     """All tiles of one transition, present or not, numbered parent block by parent block.
 
     A tile is present if one of its relations is. Its strength is the root mean square of its
-    weights, so that the smaller tiles at the borders of a layer compare with the others.
+    weights, or of other scores of its relations, so that the smaller tiles at the borders of a
+    layer compare with the others.
     """
 
     net: Graph
@@ -35,8 +36,8 @@ class TileGrid:
     strengths: Tensor  # [n_tiles] float64
 
     @classmethod
-    def of(cls, net: Graph, transition: int, tile: int) -> "TileGrid":
-        """Returns the tiles of a transition."""
+    def of(cls, net: Graph, transition: int, tile: int, scores: Tensor | None = None) -> "TileGrid":
+        """Returns the tiles of a transition; without scores, |weight| is the score."""
         topology = net.transitions[transition].topology
         upper = block_sizes(topology.n_parents, tile)
         lower = block_sizes(topology.n_children, tile)
@@ -44,7 +45,9 @@ class TileGrid:
         cells = topology.parents().long() // tile * blocks[1] + topology.child // tile
         count = blocks[0] * blocks[1]
         counts = torch.bincount(cells, minlength=count)
-        strengths = RelationSet.of(net, [transition]).strengths.double()
+        if scores is None:
+            scores = RelationSet.of(net, [transition]).strengths
+        strengths = scores.double()
         require_ranks(strengths)
         total = strengths.new_zeros(count).index_add_(0, cells, strengths.square())
         areas = (upper[:, None] * lower).view(-1).to(counts.device)

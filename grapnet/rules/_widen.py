@@ -16,7 +16,6 @@ from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._space import Space
 
-from ._budget import positions_in, weakest_within
 from ._copies import copy_nodes
 from ._gradients import GradientRecorder
 from ._grow import affordable
@@ -26,7 +25,6 @@ from ._rule import (
     RuleContext,
     as_names,
     gone_relations,
-    leaving_relations,
     only,
     seen_evidence,
     sources_of,
@@ -47,11 +45,9 @@ class GrowWidth:
     - "zero_outgoing": the new nodes get random weights from every node above and weights 0 to every
       node below.
     - "net2net" (Chen et al. 2016): the new nodes are copies of nodes drawn at random, with their
-      parents, bias, activation and owner. A node and its copies share its outgoing weights. An edit
-      cannot assign a weight, so shared relations are cut and connected again: they move to the end
-      of their owner's list, and attached optimizers start them afresh. The incoming relations of
-      the original keep their optimizer state. A relation that is frozen or protected by the budget
-      is not shared; the weights of its copies cancel out.
+      parents, bias, activation and owner. A node and its copies share its outgoing weights; the
+      relations of the original keep their slots and optimizer state. A relation that is frozen is
+      not shared; the weights of its copies cancel out.
     - "gradmax" (Evci et al. 2022): the new nodes get weights 0 from every node above. Their
       outgoing weights are the directions in which the gradient of those weights is largest: the
       leading singular vectors of the recorded gradients. A bias too small to change a sum gives a
@@ -81,8 +77,8 @@ class GrowWidth:
         init: one of the above.
         noise: for "net2net": how unevenly weights are shared, from 0 (evenly) to below 1. Even
             shares get equal gradients, so copies remain copies of each other.
-        split: for "net2net": with False the original keeps its weights, slots and optimizer state,
-            and the outgoing weights of its copies cancel out.
+        split: for "net2net": with False the original keeps its weights, and the outgoing weights of
+            its copies cancel out.
         scale: for "gradmax": the norm of the outgoing weights of each new node; for "tiny": the
             amplitude, the length of the step along the negative gradient of the mean loss that the
             new nodes stand for.
@@ -147,7 +143,6 @@ class GrowWidth:
             if self.init == "net2net":
                 touched = net.entering(number) + touched
             net.execution.require_sum(f"GrowWidth({self.init!r})", touched)
-            cuts = len(edit.cuts)
             connections = edit.n_connections
             if self.init == "zero_outgoing":
                 self._add_silent(net, edit, context, number)
@@ -159,7 +154,7 @@ class GrowWidth:
                 self._add_steepest(net, edit, context, number)
             budget = context.budget
             if budget.edits is not None:
-                used = max(len(edit.cuts) - cuts, edit.n_connections - connections)
+                used = edit.n_connections - connections
                 budget = replace(budget, edits=budget.edits - used)
                 context = replace(context, budget=budget)
 
@@ -304,14 +299,11 @@ class GrowWidth:
             for t in net.entering(number):
                 _copy_incoming(net, edit, t, rows, copies)
             for t in net.leaving(number):
-                self._share_outgoing(net, edit, context, t, rows, copies)
+                self._share_outgoing(net, edit, t, rows, copies)
 
     def _originals(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> Tensor:
         """Returns the rows to copy, drawn from the nodes with children: ascending, each as often as
         it is copied.
-
-        A copy costs its own relations, and the first one of a node also those that are connected
-        again.
         """
         # of each node of the layer
         fan_in = torch.zeros(net.sizes[number], dtype=torch.int64, device="cpu")
@@ -333,39 +325,28 @@ class GrowWidth:
             return candidates
         drawn = candidates[(_uniform(self.nodes, edit.generator) * len(candidates)).long()]
         if context.budget.edits is not None:
-            degrees = fan_out[drawn]
-            ranked, order = drawn.sort(stable=True)
-            first = torch.ones(len(drawn), dtype=torch.bool, device="cpu")
-            first[order[1:]] = ranked[1:] != ranked[:-1]
-            costs = fan_in[drawn] + degrees + degrees * first
+            costs = fan_in[drawn] + fan_out[drawn]
             drawn = drawn[: int((costs.cumsum(0) <= context.budget.edits).sum())]
         return drawn.sort().values
 
     def _share_outgoing(
-        self, net: GrapNet, edit: Edit, context: RuleContext, t: int, rows: Tensor, copies: Tensor
+        self, net: GrapNet, edit: Edit, t: int, rows: Tensor, copies: Tensor
     ) -> None:
-        """Connects the copies, and the originals again, to their children in transition t, each
-        relation with its share of the original's weight.
+        """Connects the copies to the children of their originals in transition t; each relation
+        gets its share of the weight of the original.
         """
         store = net.transitions[t]
         topology = store.topology
-        owned = RelationSet(net, {t: topology.owned_by(rows.unique().to(net.device))})
-        owned -= edit.cuts | leaving_relations(edit)
-        # Whatever may be cut; beside the cuts of another rule it is unknown what nodes can spare.
-        uncertain = (context.budget.parents or context.budget.children) and len(edit.cuts)
-        shared = weakest_within(
-            net, owned, len(owned) if self.split and not uncertain else 0, context.budget
-        )
         unavailable = unavailable_relations(net, edit, t)
-        edit.cut(shared)
-        again = positions_in(shared, t, net.device).long()
+        owned = topology.owned_by(rows.unique().to(net.device))
+        split = owned[:0]
+        if self.split:
+            split = owned[~contains(unavailable, owned) & ~store._frozen_bits(owned)]
         copied = topology.owned_by(rows.to(net.device))
         free = ~contains(unavailable, copied)
-        positions = torch.cat([again, copied[free].long()])  # one for each that has a share
-        degrees = topology.degrees.cpu()[rows].long()
-        parents = torch.cat([shared.parents, copies.repeat_interleave(degrees)[free.cpu()]])
-        split = torch.zeros(topology.n_relations, dtype=torch.bool, device=net.device)
-        split[again] = True
+        positions = torch.cat([split, copied[free]]).long()  # one for each that has a share
+        is_split = torch.zeros(topology.n_relations, dtype=torch.bool, device=net.device)
+        is_split[split.long()] = True
         shares = (1 + self.noise * (2 * _uniform(len(positions), edit.generator) - 1)).to(
             net.device
         )
@@ -373,10 +354,13 @@ class GrowWidth:
         times = torch.bincount(positions, minlength=topology.n_relations)[positions]
         # Shares of a whole that add up to 1; beside a relation that stays as it is they add up to
         # 0.
-        shares = torch.where(split[positions], shares / whole, shares - whole / times)
-        children = net.layers[store.target].uid[topology.child[positions].cpu().long()]
+        shares = torch.where(is_split[positions], shares / whole, shares - whole / times)
         weights = store._read(positions.int()).detach() * shares
-        edit.connect(parents, children, pairs="aligned", weights=weights)
+        edit.assign(RelationSet(net, {t: split}), weights[: len(split)])
+        degrees = topology.degrees.cpu()[rows].long()
+        parents = copies.repeat_interleave(degrees)[free.cpu()]
+        children = net.layers[store.target].uid[topology.child[copied[free].long()].cpu().long()]
+        edit.connect(parents, children, pairs="aligned", weights=weights[len(split) :])
 
 
 def _evidence(layer: int | str) -> str:

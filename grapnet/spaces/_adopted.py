@@ -35,7 +35,7 @@ from ._discovery import Example, Twin, Typed, discover, discover_twin
 from ._edit import Growth, SpaceEdit, values_of_newborns
 from ._gates import Gates, submodule
 from ._probe import probe
-from ._rewiring import Wish, rewired
+from ._rewiring import Wish, assignment_of, rewired
 from ._space import Space, spaces_of
 from ._weights import weights_of
 
@@ -115,7 +115,10 @@ class Adopted(Graph):
         if own and side == "out":
             return own[0]
         typed = self._typed
-        axes = (typed.outputs if side == "out" else typed.inputs).get(name)
+        if side == "out":
+            axes = typed.outputs.get(name)
+        else:
+            axes = typed.inputs.get(name)
         if axes is None:
             axes = typed.axes.get(name)
         if axes is None:
@@ -124,7 +127,9 @@ class Adopted(Graph):
                 " examples with one output"
             )
         by_atom = {space._atom: space for space in self.spaces}
-        found = [by_atom[a] for axis in axes for a in atoms_of(axis) if a in by_atom]
+        found = []
+        for axis in axes:
+            found += [by_atom[atom] for atom in atoms_of(axis) if atom in by_atom]
         # The nodes that can be edited come first, then the outermost.
         found.sort(key=lambda space: bool(space.pins))
         if not found:
@@ -375,7 +380,9 @@ class Adopted(Graph):
                 return name
             opened = grids[name].opened
             if isinstance(part.index, GridMap):
-                if opened is not None or name not in maps or not maps[name].equals(part.index):
+                # A tensor of which cells are assigned alone stays as it is.
+                still = GridMap(grids[name].shape, {})
+                if opened is not None or not maps.get(name, still).equals(part.index):
                     return name
             elif part.before is None:
                 if opened is not None:
@@ -484,7 +491,7 @@ class Adopted(Graph):
         return shapes
 
     def _other_places(self) -> str:
-        """Returns which tensors of the model are not where they were; empty if all are."""
+        """Returns how the tensors differ in place from those at adoption; empty if they do not."""
         present = named_grids(self.model)
         if present.keys() != self._grids_held.keys():
             other = sorted(present.keys() ^ self._grids_held.keys())
@@ -572,7 +579,7 @@ class Adopted(Graph):
         Args:
             change: of the nodes.
             growths: how the weights of new nodes start, by space.
-            wishes: the relations to cut, connect, freeze and unfreeze, by tensor.
+            wishes: the relations to cut, connect, freeze, unfreeze and assign, by tensor.
             generator: source of random numbers.
 
         Raises:
@@ -591,10 +598,14 @@ class Adopted(Graph):
             if index is not None and index.n_born:
                 born = values_of_newborns(self, name, index, change.layers, growths, generator)
             grid = self._grids_held[name]
-            if index is not None and grid.opened is None and name not in wishes:
-                tensors[name] = GridChange(index, born_values=born)
+            wish = wishes.get(name, Wish())
+            if grid.opened is None and wish.moves_none:
+                moves = index or GridMap(grid.shape, {})
+                assigned = assignment_of(name, grid, moves, wish.assign)
+                if index is not None or assigned is not None:
+                    tensors[name] = GridChange(moves, born_values=born, assigned=assigned)
                 continue
-            found = rewired(self, name, wishes.get(name, Wish()), index, born, generator)
+            found = rewired(self, name, wish, index, born, generator)
             if found is not None:
                 tensors[name] = found
         return replace(change, tensors=tensors, attributes=tuple(attributes))
@@ -689,7 +700,9 @@ def table(spaces: Iterable[Space]) -> str:
         if space.rows_per_node > 1:
             nodes += f" × {space.rows_per_node}"
         rows.append((space.name, nodes, flow, str(len(space.riders)), verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = []
+    for column in range(4):
+        widths.append(max(len(row[column]) for row in rows))
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]

@@ -6,20 +6,21 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from grapnet.core._change import Change, LayerChange
 from grapnet.core._commit import Draws, uid_after
 from grapnet.core._edit import Edit, layer_number, rows_of
 from grapnet.core._errors import EditError
 from grapnet.core._grid_map import GridMap
+from grapnet.core._index_map import as_tensor
 from grapnet.core._node import GrapNode
-from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
+from grapnet.core._opened import CUT, FROZEN, Pattern
 from grapnet.core._resolve import LayerDraft, Requests, checked_owner, union
 from grapnet.core._sets import Nodes, NodeSet, RelationSet
 
 from ._blocks import Asked, Insertion, Removal, container_of, place_in
-from ._rewiring import Assigned, Joined, Wish
+from ._rewiring import CellValues, Joined, Wish
 from ._weights import leading_shape
 
 if TYPE_CHECKING:
@@ -360,17 +361,77 @@ class SpaceEdit(Edit):
                     getattr(wish, verb).append(chosen)
                     wish.count(turned=len(rows))
 
-    def _assign(self, name: str, whole: Tensor, dim: int, at: Tensor) -> None:
-        """Gives the free cells of a tensor at some positions of an axis the numbers that another
-        tensor has there; optimizers begin anew with them.
+    def assign(self, what: nn.Parameter | RelationSet, values: Any) -> None:
+        """Gives a Parameter of the model, or relations, other numbers when the edit commits.
+
+        Optimizers, copies, undo and redo follow as for nets, see `Edit.assign`. Numbers of nodes
+        and relations that leave in the same edit are not used; new nodes get none.
+
+        Args:
+            what: a Parameter of the model, tied ones as any of their modules has them; or
+                relations. Where relations were cut or frozen, `module.weight` is computed:
+                `dict(model.named_parameters())[name]` is the Parameter.
+            values: a tensor of the present shape of the Parameter. Where relations were cut, of the
+                shape of `module.weight`, in which the numbers of missing ones are not used, and
+                those of frozen ones have to stay as they are. For relations [n] or [n, numbers of a
+                relation], in the order of `relations.weights`; or one number for all.
+
+        Raises:
+            EditError: the values have another shape, or the Parameter is not in the model. At the
+                end of the edit: a number is assigned twice, or a value is not finite.
+            FrozenError: at the end of the edit, if a frozen number would change and this edit does
+                not unfreeze it.
         """
-        pattern = self.graph._pattern_of(name)
-        table = torch.arange(len(pattern.kinds)).view(leading_shape(pattern))
-        rows = table.index_select(dim, at.cpu()).reshape(-1)
-        rows = rows[pattern.kinds[rows] == FREE]
-        cells = whole.reshape(-1, pattern.width)[rows.to(whole.device)]
-        self._note("assign", tensor=name, cells=cells.numel())
-        self._wish(name).assign.append(Assigned(rows, cells))
+        self._require_open()
+        if isinstance(what, nn.Parameter):
+            name = self._name_of(what)
+            shape = self.graph._grids()[name].shape
+            numbers = as_tensor(values).detach()
+            if tuple(numbers.shape) != shape:
+                raise EditError(
+                    f"the values for {name} have the shape {list(shape)}, got {list(numbers.shape)}"
+                )
+            self._assign(name, torch.arange(numbers.numel()), numbers.reshape(-1).clone())
+            return
+        if not isinstance(what, RelationSet):
+            raise TypeError(
+                "assign takes a Parameter of the model, as model.named_parameters() returns it, or"
+                f" a RelationSet, not {type(what).__name__}"
+            )
+        found = self._positions(what)
+        cells = {}
+        for t, at in found.items():
+            weight = self.graph.transitions[t]
+            width = weight._pattern().width
+            # [relations, rows per relation, cells per row]
+            rows = weight.rows(*weight._ends(at.cpu()))[:, :, None]
+            cells[t] = (rows * width + torch.arange(width)).reshape(-1)
+        counts = [len(own) for own in cells.values()]
+        numbers = as_tensor(values).detach().reshape(-1)
+        if len(numbers) not in (1, sum(counts)):
+            raise EditError(
+                f"these {len(what)} relations need {sum(counts)} values (or one for all), got"
+                f" {len(numbers)}"
+            )
+        for (t, own), part in zip(
+            cells.items(), numbers.expand(sum(counts)).split(counts), strict=True
+        ):
+            self._assign(self.graph.transitions[t].name, own, part.clone())
+
+    def _assign(self, name: str, cells: Tensor, values: Tensor) -> None:
+        """Gives cells of a tensor, by their positions in the vector of all of them, other
+        numbers.
+        """
+        self._note("assign", tensor=name, cells=len(cells))
+        device = self.graph._grids()[name].tensor.device
+        self._wish(name).assign.append(CellValues(cells, values.to(device)))
+
+    def _name_of(self, parameter: nn.Parameter) -> str:
+        """Returns the name of a Parameter of the model; raises EditError if there is none."""
+        for name, grid in self.graph._stores().items():
+            if grid.parameter is parameter:
+                return name
+        raise EditError("the Parameter to assign is not one of this model")
 
     def _fill(self, name: str, pattern: Pattern) -> None:
         """Connects all cells of a tensor that are cut, with 0, and makes frozen ones free."""

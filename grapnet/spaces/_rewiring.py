@@ -1,4 +1,4 @@
-"""How a commit cuts, connects, freezes and unfreezes the relations inside a tensor."""
+"""How a commit cuts, connects, freezes, unfreezes and assigns the relations inside a tensor."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from grapnet.core._change import NONE_TURNED, GridChange, Turned
-from grapnet.core._errors import EditError
-from grapnet.core._grid_map import GridMap, RowMap
-from grapnet.core._index_map import IndexMap, map_of_sources
+from grapnet.core._change import NONE_TURNED, Assignment, GridChange, Turned
+from grapnet.core._errors import EditError, FrozenError
+from grapnet.core._grid import Grid
+from grapnet.core._grid_map import GridMap, RowMap, cells_at
+from grapnet.core._index_map import IndexMap, contains, map_of_sources
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
 
 from ._weights import leading_shape
@@ -29,11 +30,11 @@ class Joined:
 
 
 @dataclass(frozen=True, eq=False)
-class Assigned:
-    """Free rows of a tensor that get other numbers."""
+class CellValues:
+    """Numbers for cells of a tensor; those of cells that are cut or leave are not used."""
 
-    rows: Tensor  # [n] int64
-    cells: Tensor  # [n, width]
+    cells: Tensor  # [n] int64, positions in the vector of all cells
+    values: Tensor  # [n]
 
 
 @dataclass(eq=False)
@@ -45,10 +46,15 @@ class Wish:
 
     cut: list[Tensor] = field(default_factory=list)
     connect: list[Joined] = field(default_factory=list)
-    assign: list[Assigned] = field(default_factory=list)
+    assign: list[CellValues] = field(default_factory=list)
     freeze: list[Tensor] = field(default_factory=list)
     unfreeze: list[Tensor] = field(default_factory=list)
     relations: Turned = NONE_TURNED
+
+    @property
+    def moves_none(self) -> bool:
+        """True if it asks for nothing but to assign."""
+        return not (self.cut or self.connect or self.freeze or self.unfreeze)
 
     def count(self, *, added: int = 0, removed: int = 0, turned: int = 0) -> None:
         """Counts relations for the journal."""
@@ -76,7 +82,8 @@ def rewired(
         generator: source of random numbers.
 
     Raises:
-        EditError: a relation to connect exists, or cells to assign are frozen in the same edit.
+        EditError: a relation to connect exists, or a cell is assigned twice.
+        FrozenError: a cell to assign is frozen and stays so.
     """
     grid = net._grids()[name]
     before = net._pattern_of(name)
@@ -91,19 +98,14 @@ def rewired(
         kinds[joined.rows[before.kinds[joined.rows] == CUT]] = FREE
     for rows in wish.cut:
         kinds[rows] = CUT
-    if index is None and not wish.assign and torch.equal(kinds, before.kinds):
+    is_still = index is None and torch.equal(kinds, before.kinds)
+    if is_still and not wish.assign:
         return None
     whole = grid.whole.contiguous()
     if wish.connect:
         whole = _with_connected(whole.clone(), before, wish.connect, generator)
     origin = torch.arange(len(kinds))
-    for assigned in wish.assign:
-        if bool((kinds[assigned.rows] == FROZEN).any()):
-            raise EditError(f"this edit freezes weights of {name} that it also assigns")
-        whole = whole.clone()
-        whole.view(-1, before.width)[assigned.rows.to(whole.device)] = assigned.cells.to(whole)
-        # They leave and come in one commit, so that optimizers begin anew with them.
-        origin[assigned.rows] = -1
+    unfrozen = (before.kinds == FROZEN) & (kinds == FREE)
     shape = before.shape
     if index is not None:
         leading = leading_shape(before)
@@ -116,13 +118,87 @@ def rewired(
     live = _live_map(before, after, origin)
     come = np.flatnonzero(kinds.numpy() != CUT)[live.inserted.numpy()]
     cells = whole.reshape(-1, before.width)[torch.from_numpy(come).to(whole.device)]
+    moves = RowMap(_live_shape(before), _live_shape(after), before.width, live)
+    assigned = assignment_of(name, grid, moves, wish.assign, unfrozen)
+    if is_still and assigned is None:
+        return None
     return GridChange(
-        RowMap(_live_shape(before), _live_shape(after), before.width, live),
+        moves,
         born_values=cells.reshape(-1),
         before=None if before.is_full else before,
         after=None if after.is_full else after,
         relations=wish.relations,
+        assigned=assigned,
     )
+
+
+def assignment_of(
+    name: str,
+    grid: Grid,
+    index: GridMap | RowMap,
+    asked: list[CellValues],
+    unfrozen: Tensor | None = None,
+) -> Assignment | None:
+    """Returns what an edit assigns to the cells of a tensor that stay; None if nothing is.
+
+    Args:
+        name: of the tensor.
+        grid: the tensor.
+        index: how the cells that exist move.
+        asked: the cells to assign.
+        unfrozen: the rows that the edit unfreezes, [rows] bool; none by default.
+
+    Raises:
+        EditError: a cell is assigned twice, or a value is not finite.
+        FrozenError: a cell that is frozen would get another value.
+    """
+    if not asked:
+        return None
+    cells = torch.cat([one.cells for one in asked])
+    values = torch.cat([one.values for one in asked])
+    if not bool((cells[1:] > cells[:-1]).all()):
+        cells, order = cells.sort()
+        values = values[order.to(values.device)]
+        twice = cells[1:][cells[1:] == cells[:-1]]
+        if len(twice):
+            at = [int(place) for place in torch.unravel_index(twice[0], grid.shape)]
+            raise EditError(f"this edit assigns {name}{at} twice")
+    leaving = index.take(torch.arange(index.old_size)).sort().values
+    live = cells  # positions among the cells that exist
+    if grid.opened is None:
+        is_used = ~contains(leaving, live)
+    else:
+        pattern = grid.opened.pattern
+        rows = cells // pattern.width
+        ranks = (pattern.kinds != CUT).cumsum(0) - 1
+        live = ranks[rows] * pattern.width + cells % pattern.width
+        is_used = (pattern.kinds[rows] != CUT) & ~contains(leaving, live)
+        is_held = is_used & (pattern.kinds[rows] == FROZEN)
+        if unfrozen is not None:
+            is_held &= ~unfrozen[rows]
+        _require_unchanged(name, grid, cells[is_held], values[is_held.to(values.device)])
+        is_used &= ~is_held
+    cells = live[is_used]
+    values = values[is_used.to(values.device)]
+    if len(cells) == 0:
+        return None
+    values = values.to(grid.tensor)
+    if not bool(torch.isfinite(values).all()):
+        raise EditError(f"the values to assign to {name} must be finite")
+    return Assignment(cells.int(), values)
+
+
+def _require_unchanged(name: str, grid: Grid, cells: Tensor, values: Tensor) -> None:
+    """Raises FrozenError if cells that are frozen would get other values."""
+    if len(cells) == 0:
+        return
+    present = cells_at(grid.whole, cells)
+    others = int((present != values.to(present)).sum())
+    if others:
+        raise FrozenError(
+            f"{others} of the numbers of {name} to assign are frozen; unfreeze them in the same"
+            " edit or before"
+        )
 
 
 def _live_shape(pattern: Pattern) -> tuple[int, ...]:

@@ -105,16 +105,20 @@ class Space(Layer):
                 return occurrences(axis, self._atom, sizes)
         return 1
 
-    def norms(self) -> Tensor:
-        """Returns the norm of all weights of each node, in writers, readers and riders together,
-        [n] on the CPU.
+    def norms(self, side: Literal["both", "incoming", "outgoing"] = "both") -> Tensor:
+        """Returns the norm of the weights of each node, [n] on the CPU.
+
+        Args:
+            side: "incoming" for writers and riders, "outgoing" for readers, "both" for all of them.
         """
         net = cast("Adopted", self.graph)
         total = torch.zeros(len(self), dtype=torch.float64)
         grids = net._grids()
+        reads = net._typed.readers.get(self._atom, ())
         for (name, dim), at in self.places().items():
             grid = grids[name]
-            if not grid.is_parameter:
+            is_outgoing = (name, dim) in reads
+            if not grid.is_parameter or side == ("incoming" if is_outgoing else "outgoing"):
                 continue
             squares = grid.whole.double().square()
             others = [d for d in range(squares.dim()) if d != dim]

@@ -84,6 +84,14 @@ EDITS = {
     "prune --fraction 0.3 --scope transition": lambda net, edit: gn.rules.PruneWeakest(
         fraction=0.3, scope="transition"
     )(net, edit, gn.rules.RuleContext()),
+    "prune --transition 0 --pattern 1:2": lambda net, edit: gn.rules.PruneWeakest(
+        pattern=(1, 2), transitions=0
+    )(net, edit, gn.rules.RuleContext()),
+    "prune --fraction 0.3 --by random --scope child --seed 3": lambda net, edit: (
+        gn.rules.PruneWeakest(fraction=0.3, by=gn.rules.Random(3), scope="child")(
+            net, edit, gn.rules.RuleContext()
+        )
+    ),
     "set-owner --owner task-1 --to x": lambda net, edit: edit.set_owner(task_1(net), "x"),
     "set-owner --owner task-1 --none": lambda net, edit: edit.set_owner(task_1(net), None),
 }

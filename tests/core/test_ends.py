@@ -379,7 +379,7 @@ def test_rules_work_on_every_transition() -> None:
     net = net_with([3, 4, 3, 2], MANY)
     count = net.count().relations
     with net.edit() as edit:
-        PruneWeakest(fraction=0.5, score="lamp")(net, edit, RuleContext())
+        PruneWeakest(fraction=0.5, compare="lamp")(net, edit, RuleContext())
     assert net.count().relations == count - round(0.5 * count)
     manager = RuleManager()
     manager.add(Rewire(fraction=0.5, grow="gradient"), schedule=Every(1))

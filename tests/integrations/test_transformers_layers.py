@@ -484,7 +484,11 @@ def test_rules_remove_heads_of_all_layers_by_score() -> None:
     manager = RuleManager()
     manager.add(
         PruneNodes(
-            fraction=1 / 3, scope="model", spaces=spaces, keep=1, score=found.nodes.__getitem__
+            fraction=1 / 3,
+            scope="model",
+            spaces=spaces,
+            keep=1,
+            by=lambda net, heads, evidence: found.nodes[heads],
         )
     )
     ranked = torch.cat([found.nodes[space] for space in spaces])

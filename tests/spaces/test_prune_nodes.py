@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import grapnet as gn
 from grapnet.rules import Every, PruneNodes, RuleContext, RuleManager
-from grapnet.spaces import Adopted, Space
+from grapnet.spaces import Adopted
 from tests.spaces import oracle, zoo
 
 # Grouped and depthwise convolutions, concatenation, transposed ones, heads, tied weights.
@@ -190,12 +190,12 @@ def test_scores_of_ones_own_are_ranked_as_they_are() -> None:
     net = wide_net()
     first = net.space("0")
 
-    def score(space: Space) -> Tensor:
+    def score(net: Adopted, space: Any, evidence: Any) -> Tensor:
         offset = 0.0 if space is first else 100.0
         return torch.arange(len(space)) + offset
 
     kept = first.uid[10:]
-    prune(net, PruneNodes(10 / 148, scope="model", score=score))
+    prune(net, PruneNodes(10 / 148, scope="model", by=score))
     assert torch.equal(net.space("0").uid, kept)
     assert [len(net.space(name)) for name in ("3", "5")] == [48, 36]
 
@@ -360,8 +360,11 @@ def test_spaces_that_are_pinned_frozen_or_under_a_norm_stay() -> None:
         (PruneNodes(0.5, spaces="5"), gn.EditError),
         (PruneNodes(0.5, spaces="nothing"), KeyError),
         (PruneNodes(macs=0.01, multiple=16), gn.EditError),
-        (PruneNodes(0.5, score=lambda space: torch.ones(3)), ValueError),
-        (PruneNodes(0.5, score=lambda space: torch.full((len(space),), torch.nan)), ValueError),
+        (PruneNodes(0.5, by=lambda net, space, evidence: torch.ones(3)), ValueError),
+        (
+            PruneNodes(0.5, by=lambda net, space, evidence: torch.full((len(space),), torch.nan)),
+            ValueError,
+        ),
     ],
     ids=["pinned", "frozen", "unknown", "too little", "short score", "NaN"],
 )

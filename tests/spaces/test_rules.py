@@ -107,17 +107,17 @@ def test_strengths_are_the_norms_of_all_numbers_of_a_relation(found: Subject) ->
         torch.testing.assert_close(half.strengths, expected[::2])
 
 
-@pytest.mark.parametrize("score", ["lamp", "magnitude"])
-def test_a_model_is_pruned_to_a_sparsity_over_all_of_it(found: Subject, score: Any) -> None:
+@pytest.mark.parametrize("compare", ["lamp", "score"])
+def test_a_model_is_pruned_to_a_sparsity_over_all_of_it(found: Subject, compare: Any) -> None:
     total = sum(sizes(found))
     strengths = every_relation(found).strengths
     before = states(found)
-    rule = PruneWeakest(sparsity=0.4, score=score)
+    rule = PruneWeakest(sparsity=0.4, compare=compare)
     commit = managed(rule).apply(found.net, 0)
     assert commit is not None
     assert sum(sizes(found)) == total - round(0.4 * total)
     assert commit.counts["relations_removed"] == round(0.4 * total)
-    if score == "magnitude":
+    if compare == "score":
         left = every_relation(found).strengths
         limit = strengths.sort().values[round(0.4 * total)]
         assert left.min() >= limit
@@ -129,13 +129,16 @@ def test_a_model_is_pruned_to_a_sparsity_over_all_of_it(found: Subject, score: A
     assert managed(rule).apply(found.net, 1) is None
 
 
-@pytest.mark.parametrize("scope", ["transition", "node"])
+@pytest.mark.parametrize("scope", ["transition", "owner", "child"])
 def test_every_tensor_or_node_loses_its_share(found: Subject, scope: Any) -> None:
     before = sizes(found)
     managed(PruneWeakest(fraction=0.5, scope=scope)).apply(found.net, 0)
     for t, (size, weight) in enumerate(zip(before, found.net.transitions, strict=True)):
         if scope == "transition":
             assert weight.size == size - round(0.5 * size), t
+        elif scope == "child":
+            parents = weight.n_parents
+            assert set(weight.topology.fan_in().tolist()) == {parents - round(0.5 * parents)}, t
         else:
             children = weight.n_children
             degrees = weight.topology.degrees
@@ -194,7 +197,7 @@ def test_the_last_relation_of_a_space_stays_unless_it_may_go(found: Subject) -> 
     outputs = [n for n in range(len(found.net.spaces)) if found.net._is_output(n)]
     (number,) = outputs
     (t,) = found.net.entering(number)
-    rule = PruneWeakest(fraction=1.0, transitions=t, score="magnitude")
+    rule = PruneWeakest(fraction=1.0, transitions=t, compare="score")
     with pytest.raises(gn.errors.EditError):
         managed(rule).apply(found.net, 0)
     assert oracle.same(before, found.snapshot()) == []

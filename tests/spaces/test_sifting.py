@@ -375,7 +375,7 @@ def test_nodes_without_children_leave_the_function_as_it_is(name: str) -> None:
 def test_a_sparse_model_loses_what_nothing_writes_or_reads() -> None:
     found = made("resnet")
     manager = RuleManager()
-    manager.add(PruneWeakest(sparsity=0.8, score="magnitude"))
+    manager.add(PruneWeakest(sparsity=0.8, compare="score"))
     manager.add(RemoveOrphans(childless=True))
     nodes = found.net.count().nodes
     manager.apply(found.net, 0)

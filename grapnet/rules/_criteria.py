@@ -1,0 +1,465 @@
+"""Criteria for relations: which of them leave, and what becomes of those that stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
+from grapnet.core._index_map import as_positions
+from grapnet.core._sets import NodeSet, RelationSet
+from grapnet.spaces._adopted import Adopted
+from grapnet.spaces._weights import Weight
+
+from ._activations import ActivationRecorder, CovarianceRecorder
+from ._correlations import TensorCorrelationRecorder, why_not_recorded
+from ._gradients import gradient_recorder
+from ._rule import Recorder, RuleContext, seen_evidence
+from ._saliency import FisherRecorder, InputRecorder, TensorFisherRecorder, why_no_inputs
+from ._scopes import Comparison, Quota, Scope, compared, last_parents
+
+Candidates = RelationSet | NodeSet
+Evidence = Mapping[str, Any]
+# The steps that a criterion which is given by its name records.
+WINDOW = 16
+
+
+class Assignment(NamedTuple):
+    """Numbers for `edit.assign(what, values)`."""
+
+    what: Any
+    values: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Choice:
+    """What a criterion has chosen.
+
+    Attributes:
+        leaving: the relations to cut, or the nodes to remove.
+        assigned: the numbers that those which stay get in the same edit; None if they keep theirs.
+    """
+
+    leaving: Any
+    assigned: tuple[Assignment, ...] | None = None
+
+    def write(self, edit: Any) -> None:
+        """Writes the choice into an open edit."""
+        if len(self.leaving) == 0:
+            return
+        if isinstance(self.leaving, RelationSet):
+            edit.cut(self.leaving)
+        else:
+            edit.remove_nodes(self.leaving)
+        for part in self.assigned or ():
+            edit.assign(part.what, part.values)
+
+
+@runtime_checkable
+class Criterion(Protocol):
+    """Chooses relations or nodes that leave.
+
+    Candidates are a RelationSet, or a NodeSet of one layer or space. `Scored` turns a score into a
+    criterion; a plain function `score(net, candidates, evidence)` is one as well wherever a rule
+    takes `by=`. A criterion that needs evidence also has `recorders(net, candidates)`, as a rule
+    has; rules arm them.
+    """
+
+    def choose(
+        self, net: Any, candidates: Any, evidence: Evidence, count: int | Quota, /
+    ) -> Choice:
+        """Returns which candidates leave.
+
+        Args:
+            net: the net or the adopted model.
+            candidates: the relations or nodes to choose from; none of them is frozen.
+            evidence: the recorders by name, and a torch.Generator as "generator".
+            count: how many of the candidates leave. A rule that ranks relations in groups gives a
+                `Quota`.
+        """
+        ...
+
+
+class Scored:
+    """A criterion that scores candidates one by one: those with the smallest scores leave.
+
+    One that needs evidence also has `recorders(net, candidates)`, which returns recorders by the
+    names under which `score` finds them in the evidence.
+
+    Attributes:
+        scope: what rules rank together by default.
+        comparison: how the scores of several transitions or spaces compare: "lamp" divides the
+            square of each by the sum of the squares that are not smaller in its transition, "mean"
+            divides by the mean, "score" takes them as they are.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> class Largest(Scored):
+        ...     def score(self, net, candidates, evidence):
+        ...         return -candidates.strengths
+        >>> net = gn.GrapNet([4, 3])
+        >>> relations = net.layers[0].outgoing()
+        >>> choice = Largest().choose(net, relations, {}, 2)
+        >>> choice.leaving.strengths.min() == relations.strengths.sort().values[-2]
+        tensor(True)
+    """
+
+    scope: ClassVar[Scope] = "model"
+    comparison: ClassVar[Comparison] = "score"
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns one number per candidate; the larger ones stay."""
+        raise NotImplementedError
+
+    def refusal(self, net: Any, number: int) -> str:
+        """Returns why a transition, or a layer, cannot be scored; empty if it can."""
+        return ""
+
+    def choose(
+        self, net: Any, candidates: Any, evidence: Evidence, count: int | Quota, /
+    ) -> Choice:
+        """Returns the candidates with the smallest scores."""
+        quota = Quota.of(count)
+        if isinstance(candidates, NodeSet):
+            scores = scored(self, net, candidates, evidence)
+            order = scores.argsort(stable=True)[: quota.total]
+            return Choice(candidates[order.sort().values])
+        candidates = free_of(candidates)
+        scores = scored(self, net, candidates, evidence)
+        how = quota.compare or self.comparison
+        sizes = [len(at) for at in candidates._positions_by_transition().values()]
+        key = scores
+        # Within one transition the order is that of the scores.
+        if quota.groups is None or quota.most is not None:
+            key = compared(scores, sizes, how)
+        if how == "lamp" and quota.scope in ("transition", "model"):
+            # The strongest parent of each output goes last.
+            last = last_parents(net, candidates, scores)
+            if len(last):
+                key = key.index_fill(0, last, torch.inf)
+        return Choice(candidates._at(quota.places(key)))
+
+
+def free_of(relations: RelationSet) -> RelationSet:
+    """Returns the relations that are not frozen."""
+    stores = relations.graph.transitions
+    if not any(len(stores[t].frozen_at) for t in relations._positions_by_transition()):
+        return relations
+    return relations[~relations.frozen]
+
+
+def scored(criterion: Any, net: Any, candidates: Any, evidence: Evidence) -> Tensor:
+    """Returns the scores of a criterion, checked; those of nodes are on the CPU."""
+    scores = criterion.score(net, candidates, evidence).detach().reshape(-1)
+    if len(scores) != len(candidates):
+        raise ValueError(f"score has {len(scores)} entries for {len(candidates)} candidates")
+    if scores.dtype == torch.bool:
+        scores = scores.int()
+    if isinstance(candidates, NodeSet):
+        return scores.cpu()
+    return scores.to(net.device)
+
+
+@dataclass(frozen=True)
+class ByFunction(Scored):
+    """A function `score(net, candidates, evidence)` as a criterion."""
+
+    function: Callable[[Any, Any, Evidence], Tensor]
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns what the function does."""
+        return self.function(net, candidates, evidence)
+
+
+def as_criterion(by: Any, known: Mapping[str, Callable[[int], Any]], window: int) -> Any:
+    """Returns the criterion that a setting `by` means.
+
+    Args:
+        by: a name, a criterion, or a function `score(net, candidates, evidence)`.
+        known: makes criteria of names and a window.
+        window: the number of steps that a criterion which is given by its name records.
+
+    Raises:
+        EditError: it is none of these.
+    """
+    if isinstance(by, str):
+        if by not in known:
+            raise EditError(f"by is one of {', '.join(known)}, or a criterion, got {by!r}")
+        return known[by](window)
+    if isinstance(by, type):
+        raise EditError(f"by is a criterion, {by.__name__}(…), not its class")
+    if isinstance(by, Criterion):
+        return by
+    if callable(by):
+        return ByFunction(cast(Any, by))
+    raise EditError(f"by is a name, a criterion or a function, got {by!r}")
+
+
+def refusal_of(criterion: Any, net: Graph, number: int) -> str:
+    """Returns why a criterion cannot score a transition or layer; empty if it can."""
+    if not hasattr(criterion, "refusal"):
+        return ""
+    return criterion.refusal(net, number)
+
+
+def by_transition(candidates: RelationSet) -> Iterator[tuple[int, Tensor]]:
+    """Yields transitions, and the int32 positions of the candidates there."""
+    device = candidates.graph.device
+    for t, at in candidates._positions_by_transition().items():
+        yield t, as_positions(at, device)
+
+
+def seen(evidence: Evidence, name: str, criterion: object) -> Any:
+    """Returns a recorder; raises EditError if it is missing or empty."""
+    return seen_evidence(RuleContext(evidence=evidence), name, type(criterion).__name__)
+
+
+def _numbers(weight: Weight, whole: Tensor, at: Tensor) -> Tensor:
+    """Returns the numbers of relations in a tensor of the shape of a weight, [n, payload]."""
+    return weight._numbers(whole, at).reshape(len(at), -1)
+
+
+def _joined(parts: list[Tensor], net: Graph) -> Tensor:
+    nothing = torch.empty(0, device=net.device)
+    return torch.cat([nothing, *(part.to(net.device) for part in parts)])
+
+
+@dataclass(frozen=True)
+class Magnitude(Scored):
+    """|w|; the norm, where a relation has several numbers."""
+
+    comparison: ClassVar[Comparison] = "lamp"
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns |w| of every relation."""
+        return candidates.strengths
+
+
+@dataclass(frozen=True)
+class Wanda(Scored):
+    """|w|·‖x‖, the weight times the root mean square of what it is multiplied with (Sun et al.,
+    2024).
+
+    It is ranked per child, as published. Of a relation with several numbers, as a kernel has, it is
+    the norm of these products, and ‖x‖ is taken for each place of the kernel.
+
+    Attributes:
+        window: the number of steps to record.
+    """
+
+    window: int = WINDOW
+    scope: ClassVar[Scope] = "child"
+    comparison: ClassVar[Comparison] = "lamp"
+
+    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
+        """Returns a recorder of what each transition reads."""
+        found: dict[str, Recorder] = {}
+        for t, _ in by_transition(candidates):
+            if isinstance(net, Adopted):
+                found[_inputs(net, t)] = InputRecorder(net, t, window=self.window)
+            elif _inputs(net, t) not in found:
+                layer = net.ends[t][0]
+                found[_inputs(net, t)] = ActivationRecorder(layer, window=self.window)
+        return found
+
+    def refusal(self, net: Any, number: int) -> str:
+        """Returns why a tensor is not the weight of a Linear or convolution."""
+        return why_no_inputs(net, number)
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns |w|·‖x‖ of every relation."""
+        parts = []
+        for t, at in by_transition(candidates):
+            recorder = seen(evidence, _inputs(net, t), self)
+            transition = net.transitions[t]
+            if isinstance(net, Adopted):
+                whole = transition.grid.whole
+                scale = recorder.mean_squares().sqrt().to(whole.device)
+                parts.append(_numbers(transition, whole * scale, at).norm(dim=1))
+                continue
+            scale = (recorder.mean.square() + recorder.variance).sqrt().to(at.device)
+            parents = transition.topology.parents_at(at).long()
+            parts.append(transition._strengths(at) * scale[parents])
+        return _joined(parts, net)
+
+
+@dataclass(frozen=True)
+class Taylor(Scored):
+    """|w·g|: how much the loss changes, in first order, if the relation is cut.
+
+    Of a relation with several numbers it is |Σ w·g|. The gradient is averaged over the recorded
+    backward passes.
+
+    Attributes:
+        window: the number of steps to record.
+    """
+
+    window: int = WINDOW
+
+    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
+        """Returns a recorder of the gradients of each transition."""
+        found: dict[str, Recorder] = {}
+        for t, _ in by_transition(candidates):
+            found[_gradients(t)] = gradient_recorder(net, t, self.window)
+        return found
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns |w·g| of every relation."""
+        parts = []
+        for t, at in by_transition(candidates):
+            recorder = seen(evidence, _gradients(t), self)
+            part = RelationSet(net, {t: at})
+            if isinstance(net, Adopted):
+                weight = net.transitions[t]
+                product = weight.grid.whole * recorder.gradient()
+                parts.append(_numbers(weight, product, at).sum(1).abs())
+                continue
+            gradients = recorder.of(part.parents, part.children)
+            parts.append((part.weights.detach() * gradients).abs())
+        return _joined(parts, net)
+
+
+@dataclass(frozen=True)
+class Fisher(Scored):
+    """w²·F: the diagonal of the Fisher information in place of the Hessian of optimal brain damage
+    (LeCun et al., 1990).
+
+    F is the sum over samples of the squared gradient of the sample's loss. A sample is a row of the
+    batch; in an adopted model, an entry of the first dimension of what the module receives, with
+    all its positions and tokens. Of a relation with several numbers it is Σ w²·F.
+
+    Attributes:
+        window: the number of steps to record.
+    """
+
+    window: int = WINDOW
+
+    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
+        """Returns a recorder of the squared gradients of each transition."""
+        found: dict[str, Recorder] = {}
+        for t, _ in by_transition(candidates):
+            if isinstance(net, Adopted):
+                found[_squares(t)] = TensorFisherRecorder(net, t, window=self.window)
+            else:
+                found[_squares(t)] = FisherRecorder(*net.ends[t], window=self.window)
+        return found
+
+    def refusal(self, net: Any, number: int) -> str:
+        """Returns why a tensor is not the weight of a Linear or convolution."""
+        return why_no_inputs(net, number)
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns w²·F of every relation."""
+        parts = []
+        for t, at in by_transition(candidates):
+            recorder = seen(evidence, _squares(t), self)
+            part = RelationSet(net, {t: at})
+            if isinstance(net, Adopted):
+                weight = net.transitions[t]
+                product = weight.grid.whole.square() * recorder.fisher()
+                parts.append(_numbers(weight, product, at).sum(1))
+                continue
+            squares = recorder.of(part.parents, part.children)
+            parts.append(part.weights.detach().square() * squares)
+        return _joined(parts, net)
+
+
+@dataclass(frozen=True)
+class Correlation(Scored):
+    """|correlation| between the activations of parent and child, 0 where one is constant.
+
+    `CovarianceSifter` uses it. Of a relation with several numbers it is the root of the mean square
+    of theirs: of what each of them is multiplied with, and of the child where it is read next.
+
+    Attributes:
+        window: the number of steps to record.
+    """
+
+    window: int = WINDOW
+
+    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
+        """Returns one recorder of the two ends of each transition."""
+        found: dict[str, Recorder] = {}
+        for t, _ in by_transition(candidates):
+            if isinstance(net, Adopted):
+                found[_correlation(t)] = TensorCorrelationRecorder(net, t, window=self.window)
+            else:
+                found[_correlation(t)] = CovarianceRecorder(*net.ends[t], window=self.window)
+        return found
+
+    def refusal(self, net: Any, number: int) -> str:
+        """Returns why there are no correlations across a tensor."""
+        return why_not_recorded(net, number) if isinstance(net, Adopted) else ""
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns the |correlation| of every relation."""
+        parts = []
+        for t, at in by_transition(candidates):
+            recorder = seen(evidence, _correlation(t), self)
+            if isinstance(net, Adopted):
+                strengths = recorder.strengths()
+            else:
+                strengths = recorder.correlation().abs()
+            topology = net.transitions[t].topology
+            parents = topology.parents_at(at).long().to(strengths.device)
+            children = topology.child[at.long()].long().to(strengths.device)
+            parts.append(strengths[parents, children])
+        return _joined(parts, net)
+
+
+@dataclass(frozen=True)
+class Random(Scored):
+    """Equal chances for all relations, or nodes: the control for every other criterion.
+
+    Attributes:
+        seed: of a generator of its own, with which every choice is the same; None to draw from the
+            generator of the evidence, which is that of the edit.
+    """
+
+    seed: int | None = None
+
+    def score(self, net: Any, candidates: Any, evidence: Evidence, /) -> Tensor:
+        """Returns random numbers."""
+        generator = evidence.get("generator")
+        if self.seed is not None:
+            generator = torch.Generator(device="cpu").manual_seed(self.seed)
+        device = torch.device("cpu") if generator is None else generator.device
+        numbers = torch.rand(
+            len(candidates), dtype=torch.float64, generator=generator, device=device
+        )
+        return numbers
+
+
+def _inputs(net: Graph, t: int) -> str:
+    """Returns the name of the evidence about what a transition reads."""
+    if isinstance(net, Adopted):
+        return f"inputs of transition {t}"
+    return f"activations of layer {net.ends[t][0]}"
+
+
+def _gradients(t: int) -> str:
+    return f"gradients of transition {t}"
+
+
+def _squares(t: int) -> str:
+    return f"squared gradients of transition {t}"
+
+
+def _correlation(t: int) -> str:
+    return f"correlation of transition {t}"
+
+
+# What `by=` means for relations.
+RELATIONS: dict[str, Callable[[int], Any]] = {
+    "magnitude": lambda window: Magnitude(),
+    "wanda": Wanda,
+    "taylor": Taylor,
+    "fisher": Fisher,
+    "correlation": Correlation,
+    "random": lambda window: Random(),
+}

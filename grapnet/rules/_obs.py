@@ -1,0 +1,515 @@
+"""OBS and Alternating: relations leave where the others make up for them, and assign these."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from grapnet.core._errors import EditError
+from grapnet.core._graph import Graph
+from grapnet.core._index_map import flatnonzero
+from grapnet.core._opened import CUT, FROZEN
+from grapnet.core._sets import RelationSet
+from grapnet.spaces._adopted import Adopted
+
+from ._alternating import alternate
+from ._budget import positions_in, weakest_places
+from ._cells import linear_of
+from ._criteria import WINDOW, Assignment, Choice, Evidence, by_transition, free_of, seen
+from ._gram import GramRecorder
+from ._least_squares import Sweep, obs_sweep, repaired
+from ._rule import Recorder
+from ._saliency import why_no_inputs
+from ._scopes import Comparison, Quota, Scope, compared, narrowed
+
+
+def matrix_recorders(net: Any, relations: RelationSet, **settings: Any) -> dict[str, GramRecorder]:
+    """Returns a recorder of the Gram matrix of what each transition of some relations reads.
+
+    Args:
+        net: the net, or the adopted model.
+        relations: the relations.
+        settings: those of `GramRecorder`.
+    """
+    found: dict[str, GramRecorder] = {}
+    for t, _ in by_transition(relations):
+        name = _evidence(net, t)
+        if name in found:
+            continue
+        if isinstance(net, Adopted):
+            weight = net.transitions[t]
+            path = linear_of(net, weight.name).path
+            space = net.spaces[weight.source].name
+            found[name] = GramRecorder(space, at=path, **settings)
+        else:
+            found[name] = GramRecorder(net.ends[t][0], **settings)
+    return found
+
+
+@dataclass(frozen=True)
+class Surgeon:
+    """Base of the criteria that choose relations by a Gram matrix, and assign those that stay.
+
+    Attributes:
+        bias: let biases compensate, too, where they are free.
+        damping: added to the diagonal of the Gram matrix, as a share of its mean.
+        window: the number of steps to record.
+    """
+
+    bias: bool = True
+    damping: float = 0.01
+    window: int = WINDOW
+    scope: ClassVar[Scope] = "transition"
+    comparison: ClassVar[Comparison] = "score"
+    # rules and gn.prune need no repair behind it
+    assigns: ClassVar[bool] = True
+
+    def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
+        """Returns a recorder of the Gram matrix of what each transition reads."""
+        return dict(matrix_recorders(net, candidates, window=self.window, held_out=0.0))
+
+    def refusal(self, net: Any, number: int) -> str:
+        """Returns why a tensor is not the weight of a Linear or convolution."""
+        return why_no_inputs(net, number)
+
+    def choose(
+        self, net: Any, candidates: Any, evidence: Evidence, count: int | Quota, /
+    ) -> Choice:
+        """Returns the relations that leave, and the weights of those that stay."""
+        candidates = free_of(candidates)
+        if len(candidates) == 0:
+            return Choice(candidates)
+        quota = Quota.of(count)
+        tables = list(self._tables(net, candidates, evidence))
+        sweeps: list[Sweep | None] = [None] * len(tables)
+        if self._is_swept(quota, tables):
+            sweeps = [self._swept(table, n, quota) for n, table in enumerate(tables)]
+            parts = []
+            for table, sweep in zip(tables, sweeps, strict=True):
+                assert sweep is not None
+                parts.append(~sweep.kept[:, : table.width].reshape(-1)[table.cells[:, 0]])
+            marks = _limited(torch.cat(parts), tables, quota, self.damping)
+        else:
+            costs = [table.costs(self.damping) for table in tables]
+            how = quota.compare or self.comparison
+            key = compared(torch.cat(costs), [len(part) for part in costs], how)
+            marks = torch.zeros(len(candidates), dtype=torch.bool, device=key.device)
+            marks[quota.places(key).long()] = True
+        assigned = self._assigned(tables, sweeps, marks)
+        return Choice(candidates[marks.to(net.device)], tuple(assigned))
+
+    def _tables(self, net: Any, candidates: RelationSet, evidence: Evidence) -> Iterator[_Table]:
+        """Yields one table for each weight matrix; candidates of one follow each other."""
+        by_matrix: dict[Any, list[int]] = {}
+        for t, _ in by_transition(candidates):
+            matrix = net.transitions[t].name if isinstance(net, Adopted) else t
+            by_matrix.setdefault(matrix, []).append(t)
+        for transitions in by_matrix.values():
+            recorder = seen(evidence, _evidence(net, transitions[0]), self)
+            if recorder.is_stale:
+                raise EditError(
+                    f"{type(self).__name__} needs {_evidence(net, transitions[0])} as it is, and"
+                    f" what was recorded is stale: {recorder.stale_reason}. Run data through the"
+                    " net after the last step, inside `with manager.recording(net):`"
+                )
+            yield self._table(net, transitions, candidates, recorder.gram)
+
+    def _table(
+        self, net: Any, transitions: list[int], candidates: RelationSet, gram: Tensor
+    ) -> _Table:
+        return _Table.of(net, transitions, candidates, gram, self.bias)
+
+    def _is_swept(self, quota: Quota, tables: list[_Table]) -> bool:
+        """Returns whether the sweep itself can choose what leaves."""
+        for table in tables:
+            if table.cells.shape[1] != 1 or len(table.transitions) > 1:
+                return False
+            if quota.pattern is not None and not self._divides(table.width, quota.pattern[1]):
+                return False
+        if quota.groups is None:
+            return len(tables) == 1
+        return quota.scope in ("child", "transition")
+
+    def _divides(self, width: int, group: int) -> bool:
+        """Returns whether so many columns are whole groups."""
+        return width % group == 0
+
+    def _swept(self, table: _Table, number: int, quota: Quota) -> Sweep:
+        """Returns what a sweep makes of one matrix, the table of a number."""
+        # Relations that are no candidates stay, as frozen ones do.
+        may_leave = table.is_candidate
+        options: dict[str, Any] = {}
+        if quota.pattern is not None:
+            options["pattern"] = quota.pattern
+        elif quota.scope == "child" and quota.groups is not None:
+            n_children = len(table.weights)
+            counts = quota.counts[number * n_children : (number + 1) * n_children]
+            options["count"] = torch.minimum(counts.to(may_leave.device), may_leave.sum(1))
+        else:
+            options["count"] = min(int(quota.counts[number]), int(may_leave.sum()))
+        return self._sweep(table, ~may_leave & ~table.absent, **options)
+
+    def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
+        """Returns what stays of a matrix, and its weights.
+
+        Args:
+            table: the matrix.
+            frozen: the cells that keep their values.
+            options: which cells leave: `count`, `pattern` or `leaving`, as for `obs_sweep`.
+        """
+        raise NotImplementedError
+
+    def _assigned(
+        self, tables: list[_Table], sweeps: list[Sweep | None], marks: Tensor
+    ) -> list[Assignment]:
+        """Returns the numbers of all that stays and changes."""
+        found: list[Assignment] = []
+        # of a layer of a net, into which several transitions may lead
+        changes: dict[int, Tensor] = {}
+        start = 0
+        for table, sweep in zip(tables, sweeps, strict=True):
+            leaving = table.marked(marks[start : start + len(table.cells)])
+            start += len(table.cells)
+            if not bool(leaving.any()):
+                continue
+            chosen = sweep is not None and bool((~sweep.kept & ~table.absent == leaving).all())
+            others = ~(table.is_candidate | table.absent | table.frozen)
+            if sweep is None or not chosen or bool(others[:, : table.width].any()):
+                sweep = self._sweep(table, table.frozen, leaving=leaving)
+            found += table.assignments(sweep.weights, leaving)
+            if table.has_bias:
+                change = sweep.weights[:, -1] - table.weights[:, -1]
+                table.add_bias(change, changes, found)
+        for layer, change in changes.items():
+            at = change.nonzero().view(-1)
+            nodes = tables[0].net.layers[layer]
+            values = nodes.values().detach().double() + change.to(nodes.values().device)
+            found.append(Assignment(nodes[at.cpu()], values[at]))
+        return [part for part in found if len(part.values)]
+
+
+@dataclass(frozen=True)
+class OBS(Surgeon):
+    """The optimal brain surgeon (Hassibi and Stork, 1993) in the sweep over columns of SparseGPT
+    (Frantar and Alistarh, 2023).
+
+    A relation leaves if it costs its child little once all others have made up for it, and those
+    that stay get the weights that do so: the choice assigns them. It needs the Gram matrix of what
+    each transition reads, recorded after the last training step: a stale one is refused.
+
+    Relations of one number are chosen block by block, while the columns behind compensate. It ranks
+    the relations of a transition together by default; the scopes "child" and a pattern are swept
+    alike. In other scopes, and where a relation has several numbers, relations are chosen by
+    Σ w²/[H⁻¹]ᵢᵢ at once, and the sweep compensates all of them.
+
+    Attributes:
+        bias: let biases compensate, too, where they are free.
+        damping: added to the diagonal of the Gram matrix, as a share of its mean.
+        window: the number of steps to record.
+        block: how many columns are chosen at a time.
+        spread: how the relations of a transition that leave are shared out over the blocks:
+            "matrix" by their costs before the sweep, "block" in equal shares.
+        published: compute as the published implementation does: in the precision of the weights,
+            without bias, with `spread="block"`.
+    """
+
+    block: int = 128
+    spread: Literal["matrix", "block"] = "matrix"
+    published: bool = False
+
+    def _table(
+        self, net: Any, transitions: list[int], candidates: RelationSet, gram: Tensor
+    ) -> _Table:
+        if self.published:
+            gram = gram.to(net.transitions[transitions[0]].weight.dtype)
+            return _Table.of(net, transitions, candidates, gram, has_bias=False)
+        return super()._table(net, transitions, candidates, gram)
+
+    def _divides(self, width: int, group: int) -> bool:
+        return width % group == 0 and self.block % group == 0
+
+    def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
+        if self.published and isinstance(options.get("count"), int):
+            room = int(table.is_candidate.sum())
+            options = {"share": options["count"] / max(1, room)}
+        return obs_sweep(
+            table.weights,
+            table.gram,
+            absent=table.absent,
+            frozen=table.with_own_bias(frozen),
+            bias=table.has_bias,
+            block=self.block,
+            damping=self.damping,
+            spread="block" if self.published else self.spread,
+            published=self.published,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class Alternating(Surgeon):
+    """Alternating steps of least squares and of keeping the largest weights (ALPS, Meng et al.,
+    2024).
+
+    It needs what `OBS` needs, and assigns as it does. A relation that left in one round can return
+    in a later one, so that more of the function is kept where few relations stay. It takes longer.
+    Relations of several numbers, and those of scopes other than "transition" and "child", are
+    chosen as by `OBS`; the weights of those that stay are solved for.
+
+    Attributes:
+        bias: let biases compensate, too, where they are free.
+        damping: added to the diagonal of the Gram matrix, as a share of its mean.
+        window: the number of steps to record.
+        rounds: the number of rounds.
+    """
+
+    rounds: int = 100
+
+    def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
+        weights = table.weights
+        gram = table.gram
+        absent = table.absent
+        frozen = table.with_own_bias(frozen)
+        columns = weights.shape[1]
+        leaving = options.pop("leaving", None)
+        if not table.has_bias:
+            # An absent bias, which the solvers expect in the last column.
+            weights = pad(weights, (0, 1))
+            gram = pad(gram, (0, 1, 0, 1))
+            gram[-1, -1] = 1
+            absent = pad(absent, (0, 1), value=True)
+            frozen = pad(frozen, (0, 1))
+        if leaving is not None:
+            leaving = pad(leaving, (0, weights.shape[1] - columns))
+            solved = repaired(weights, gram, leaving, self.damping, absent=absent, frozen=frozen)
+            found = Sweep(~(leaving | absent), solved)
+        else:
+            found = alternate(
+                weights,
+                gram,
+                absent=absent,
+                frozen=frozen,
+                damping=self.damping,
+                rounds=self.rounds,
+                **options,
+            )
+        return Sweep(found.kept[:, :columns], found.weights[:, :columns])
+
+
+@dataclass(frozen=True, eq=False)
+class _Table:
+    """One weight matrix, with the bias as its last column if it is to compensate.
+
+    Attributes:
+        net: the net.
+        transitions: the transitions whose relations it has.
+        weights: [children, columns].
+        gram: [columns, columns].
+        cells: the numbers of the candidates as child · width + column, [n, k] int64.
+        absent: the cells that do not exist, bool [children, columns].
+        frozen: the cells that keep their values.
+        width: the number of columns without the bias.
+    """
+
+    net: Any
+    transitions: list[int]
+    weights: Tensor
+    gram: Tensor
+    cells: Tensor
+    absent: Tensor
+    frozen: Tensor
+    width: int
+
+    @classmethod
+    def of(
+        cls,
+        net: Any,
+        transitions: list[int],
+        candidates: RelationSet,
+        gram: Tensor,
+        has_bias: bool,
+    ) -> _Table:
+        """Returns the table of some transitions, all of one matrix."""
+        device = gram.device
+        weights, absent, frozen = matrix_of(net, transitions[0])
+        width = weights.shape[1]
+        bias = _bias(net, transitions[0]) if has_bias else None
+        if bias is None:
+            gram = gram[:width, :width]
+        else:
+            weights = torch.cat([weights, bias.values[:, None].to(weights)], 1)
+            absent = torch.cat([absent, torch.zeros_like(absent[:, :1])], 1)
+            frozen = torch.cat([frozen, bias.frozen[:, None].to(frozen.device)], 1)
+        cells = []
+        for t in transitions:
+            cells.append(_cells_of(net, t, positions_in(candidates, t, net.device)))
+        return cls(
+            net,
+            transitions,
+            weights.to(gram),
+            gram,
+            torch.cat(cells).to(device),
+            absent.to(device),
+            frozen.to(device),
+            width,
+        )
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the last column is the bias."""
+        return self.weights.shape[1] > self.width
+
+    def with_own_bias(self, frozen: Tensor) -> Tensor:
+        """Returns frozen cells with the biases that are frozen themselves, and no others: a bias is
+        never chosen, and compensates where it is free.
+        """
+        if not self.has_bias:
+            return frozen
+        frozen = frozen.clone()
+        frozen[:, -1] = self.frozen[:, -1]
+        return frozen
+
+    @property
+    def is_candidate(self) -> Tensor:
+        """Which cells may leave, bool [children, columns]."""
+        return self.marked(torch.ones(len(self.cells), dtype=torch.bool, device=self.cells.device))
+
+    def marked(self, marks: Tensor) -> Tensor:
+        """Returns the cells of the candidates that are marked, bool [children, columns]."""
+        found = torch.zeros_like(self.absent)
+        at = self.cells[marks.to(self.cells.device)].reshape(-1)
+        found[at // self.width, at % self.width] = True
+        return found
+
+    def at(self, table: Tensor, cells: Tensor) -> Tensor:
+        """Returns the entries of a table at some cells, of the same shape."""
+        return table[cells // self.width, cells % self.width]
+
+    def costs(self, damping: float) -> Tensor:
+        """Returns what each candidate costs if it alone leaves: Σ w²/[H⁻¹]ᵢᵢ."""
+        system = self.gram.double().clone()
+        diagonal = system.diagonal()
+        is_dead = diagonal == 0
+        mean = diagonal[: self.width].mean()
+        diagonal[is_dead] = torch.where(mean > 0, mean, 1.0)
+        diagonal[: self.width] += damping * mean
+        root, failed = torch.linalg.cholesky_ex(system)
+        if int(failed):
+            raise EditError(
+                f"the Gram matrix of {len(system)} columns is not positive definite; choose a"
+                " larger damping=, or record more rows"
+            )
+        depth = torch.cholesky_inverse(root).diagonal()
+        # What was 0 in all rows costs nothing.
+        cost = self.weights.double().square() / depth.masked_fill(is_dead, torch.inf)
+        return self.at(cost, self.cells).sum(1)
+
+    def assignments(self, weights: Tensor, leaving: Tensor) -> list[Assignment]:
+        """Returns the weights that have changed, of relations that stay, one entry a transition."""
+        found = []
+        for t in self.transitions:
+            every = torch.arange(self.net.transitions[t].size, dtype=torch.int32)
+            every = every.to(self.net.device)
+            cells = _cells_of(self.net, t, every).to(self.cells.device)
+            changed = (self.at(weights, cells) != self.at(self.weights, cells)).any(1)
+            changed &= ~self.at(leaving, cells).any(1)
+            at = flatnonzero(changed.to(self.net.device))
+            values = self.at(weights, cells[changed])
+            found.append(Assignment(RelationSet(self.net, {t: at}), values))
+        return found
+
+    def add_bias(self, change: Tensor, changes: dict[int, Tensor], found: list[Assignment]) -> None:
+        """Adds what biases change by: to that of a layer, or as an assignment of a Parameter."""
+        transition = self.net.transitions[self.transitions[0]]
+        if isinstance(self.net, Adopted):
+            module = linear_of(self.net, transition.name).module(self.net)
+            found.append(Assignment(module.bias, module.bias.detach().double() + change))
+            return
+        earlier = changes.get(transition.target)
+        changes[transition.target] = change if earlier is None else earlier + change
+
+
+class _Bias(NamedTuple):
+    """The biases of the children of a matrix."""
+
+    values: Tensor  # [children]
+    frozen: Tensor  # bool [children]
+
+
+def _bias(net: Any, t: int) -> _Bias | None:
+    """Returns the biases of the children of a transition; None if there are none to assign."""
+    transition = net.transitions[t]
+    if not isinstance(net, Adopted):
+        layer = net.layers[transition.target]
+        rows = torch.arange(len(layer), dtype=torch.int32, device=net.device)
+        return _Bias(layer.values().detach(), layer._frozen_bits(rows))
+    bias = getattr(linear_of(net, transition.name).module(net), "bias", None)
+    if bias is None or not bias.requires_grad:
+        return None
+    return _Bias(bias.detach(), torch.zeros(len(bias), dtype=torch.bool, device=bias.device))
+
+
+def matrix_of(net: Any, t: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the weights of a transition as children × columns, and which cells are absent and
+    frozen, all [children, columns].
+    """
+    transition = net.transitions[t]
+    if isinstance(net, Adopted):
+        linear = linear_of(net, transition.name)
+        whole = transition.grid.whole
+        kinds = transition._pattern().kinds
+        kinds = kinds[:, None].expand(-1, transition._pattern().width).reshape(whole.shape)
+        parts = (whole, kinds == CUT, kinds == FROZEN)
+        weights, absent, frozen = (linear.canonical(part).flatten(1) for part in parts)
+        return weights, absent.to(weights.device), frozen.to(weights.device)
+    topology = transition.topology
+    values = transition.values().detach().view(-1)
+    parents = topology.parents().long()
+    children = topology.child.long()
+    weights = values.new_zeros(topology.n_children, topology.n_parents)
+    weights[children, parents] = values
+    absent = torch.ones_like(weights, dtype=torch.bool)
+    absent[children, parents] = False
+    frozen = torch.zeros_like(absent)
+    held = transition.frozen_at.long()
+    frozen[children[held], parents[held]] = True
+    return weights, absent, frozen
+
+
+def _cells_of(net: Any, t: int, at: Tensor) -> Tensor:
+    """Returns the cells of relations as child · width + column, [n, k] int64."""
+    transition = net.transitions[t]
+    if isinstance(net, Adopted):
+        linear = linear_of(net, transition.name)
+        shape = linear.canonical(transition.grid.whole).shape
+        numbers = torch.arange(shape.numel()).view(shape)
+        return transition._numbers(linear.native(numbers), at).reshape(len(at), -1)
+    topology = transition.topology
+    parents = topology.parents_at(at).long()
+    return (topology.child[at.long()].long() * topology.n_parents + parents)[:, None]
+
+
+def _limited(marks: Tensor, tables: list[_Table], quota: Quota, damping: float) -> Tensor:
+    """Returns marks without those that limits spare."""
+    at = flatnonzero(marks)
+    is_within = quota.most is None or len(at) <= quota.most
+    if is_within and not quota.limits:
+        return marks
+    key = torch.cat([table.costs(damping) for table in tables])[at.long()]
+    most = len(at) if quota.most is None else min(len(at), quota.most)
+    some = weakest_places(key, most, narrowed(quota.limits, at))
+    found = torch.zeros_like(marks)
+    found[at[some.long()].long()] = True
+    return found
+
+
+def _evidence(net: Graph, t: int) -> str:
+    """Returns the name of the evidence about what a transition reads."""
+    if isinstance(net, Adopted):
+        return f"Gram matrix of {linear_of(net, net.transitions[t].name).path}"
+    return f"Gram matrix of layer {net.ends[t][0]}"
