@@ -96,7 +96,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Returns the perplexities of all arms, and whether undo and `generate` hold."""
     start = time.perf_counter()
     device = _device(settings)
-    data, about = load(settings)
+    data, about = load(settings.most_bytes)
     data = {split: text.to(device) for split, text in data.items()}
     trained = _trained(settings, data, seed, device)
     found: dict[str, Any] = {
@@ -114,9 +114,9 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     return found
 
 
-def load(settings: Settings) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def load(most_bytes: int | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Returns the bytes of the training, validation and test files as [n] uint8, and a description
-    of them.
+    of them: at most so many of each.
 
     The name of a file decides where it belongs, so that a machine with another version of Python
     holds out the same files.
@@ -132,7 +132,7 @@ def load(settings: Settings) -> tuple[dict[str, Tensor], dict[str, Any]]:
     about: dict[str, Any] = {"source": "the standard library of Python, PSF licence"}
     texts = {}
     for split, files in parts.items():
-        text = b"\n".join(files)[: settings.most_bytes]
+        text = b"\n".join(files)[:most_bytes]
         texts[split] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         digest = hashlib.sha256(text).hexdigest()
         about[split] = {"files": len(files), "bytes": len(text), "sha256": digest}

@@ -63,6 +63,8 @@ FURTHER = (
     "rigl_cifar",
     "heads_and_layers",
     "growth",
+    "one_shot",
+    "one_shot_gpt",
 )
 CACHE = Path("build/studies")
 INTERRUPTED = 130  # the exit code of Ctrl-C

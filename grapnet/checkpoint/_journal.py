@@ -310,7 +310,7 @@ def _check_axes(grid: GridChange, index: GridMap, dims: int, where: str) -> None
 
 
 def _check_rows(grid: GridChange, index: RowMap, dims: int, where: str) -> None:
-    """Raises CheckpointError if the rows of a tensor of so many dimensions cannot move so."""
+    """Raises CheckpointError if a map cannot move the rows of a tensor with `dims` dimensions."""
     _check_index(index.rows, where)
     _require(index.width > 0, where, "a row has no cells")
     for pattern, shape, rows in (

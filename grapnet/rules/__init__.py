@@ -16,6 +16,7 @@ from ._criteria import (
     Taylor,
     Wanda,
 )
+from ._elimination import Elimination
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
@@ -32,9 +33,11 @@ from ._node_criteria import (
 )
 from ._nodes import PruneNodes
 from ._obs import OBS, Alternating
+from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
+from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
     At,
@@ -50,6 +53,7 @@ from ._rule import (
 from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFisherRecorder
 from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
+from ._srigl import SRigL, srigl
 from ._steepest import SpaceGradientRecorder
 from ._tiny import BottleneckRecorder, OptimalNodes
 from ._untrained import SNIP, GraSP, SynFlow
@@ -88,8 +92,11 @@ __all__ = [  # noqa: RUF022
     "MeanActivation",
     "NodeTaylor",
     "ColumnSubset",
+    "Elimination",
     "Redundancy",
     "RandomNodes",
+    "Pruning",
+    "Stage",
     "Scored",
     "Choice",
     "Assignment",
@@ -103,7 +110,12 @@ __all__ = [  # noqa: RUF022
     "Rewire",
     "rigl",
     "set_rewiring",
+    "SRigL",
+    "srigl",
     "SplitIntoFamilies",
+    "repair",
+    "gram_recorders",
+    "Repaired",
     "ActivationRecorder",
     "CovarianceRecorder",
     "GradientRecorder",

@@ -91,6 +91,7 @@ class GrowBest:
             if isinstance(net, Adopted):
                 add_to_space(net, edit, net.space(str(layer)), nodes, self.owner)
             else:
+                net.execution.require_sum("GrowBest", net.leaving(int(layer)))
                 add_to_layer(net, edit, int(layer), nodes, self.owner)
 
     def _candidates(self, net: GrapNet | Adopted) -> list[int | str]:

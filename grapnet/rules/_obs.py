@@ -28,6 +28,29 @@ from ._saliency import why_no_inputs
 from ._scopes import Comparison, Quota, Scope, compared, narrowed
 
 
+def matrix_recorders(net: Any, relations: RelationSet, **settings: Any) -> dict[str, GramRecorder]:
+    """Returns a recorder of the Gram matrix of what each transition of some relations reads.
+
+    Args:
+        net: the net, or the adopted model.
+        relations: the relations.
+        settings: those of `GramRecorder`.
+    """
+    found: dict[str, GramRecorder] = {}
+    for t, _ in by_transition(relations):
+        name = _evidence(net, t)
+        if name in found:
+            continue
+        if isinstance(net, Adopted):
+            weight = net.transitions[t]
+            path = linear_of(net, weight.name).path
+            space = net.spaces[weight.source].name
+            found[name] = GramRecorder(space, at=path, **settings)
+        else:
+            found[name] = GramRecorder(net.ends[t][0], **settings)
+    return found
+
+
 @dataclass(frozen=True)
 class Surgeon:
     """Base of the criteria that choose relations by a Gram matrix, and assign those that stay.
@@ -48,19 +71,7 @@ class Surgeon:
 
     def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
         """Returns a recorder of the Gram matrix of what each transition reads."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            name = _evidence(net, t)
-            if name in found:
-                continue
-            if isinstance(net, Adopted):
-                weight = net.transitions[t]
-                path = linear_of(net, weight.name).path
-                space = net.spaces[weight.source].name
-                found[name] = GramRecorder(space, at=path, window=self.window, held_out=0.0)
-            else:
-                found[name] = GramRecorder(net.ends[t][0], window=self.window, held_out=0.0)
-        return found
+        return dict(matrix_recorders(net, candidates, window=self.window, held_out=0.0))
 
     def refusal(self, net: Any, number: int) -> str:
         """Returns why a tensor is not the weight of a Linear or convolution."""
@@ -203,8 +214,8 @@ class OBS(Surgeon):
         block: how many columns are chosen at a time.
         spread: how the relations of a transition that leave are shared out over the blocks:
             "matrix" by their costs before the sweep, "block" in equal shares.
-        published: compute as the published implementation does: in float32, without bias, with
-            `spread="block"`.
+        published: compute as the published implementation does: in the precision of the weights,
+            without bias, with `spread="block"`.
     """
 
     block: int = 128
@@ -215,7 +226,8 @@ class OBS(Surgeon):
         self, net: Any, transitions: list[int], candidates: RelationSet, gram: Tensor
     ) -> _Table:
         if self.published:
-            return _Table.of(net, transitions, candidates, gram.float(), has_bias=False)
+            gram = gram.to(net.transitions[transitions[0]].weight.dtype)
+            return _Table.of(net, transitions, candidates, gram, has_bias=False)
         return super()._table(net, transitions, candidates, gram)
 
     def _divides(self, width: int, group: int) -> bool:
@@ -429,7 +441,7 @@ class _Bias(NamedTuple):
     frozen: Tensor  # bool [children]
 
 
-def _bias(net: Graph, t: int) -> _Bias | None:
+def _bias(net: Any, t: int) -> _Bias | None:
     """Returns the biases of the children of a transition; None if there are none to assign."""
     transition = net.transitions[t]
     if not isinstance(net, Adopted):

@@ -273,7 +273,7 @@ class PruneWeakest:
 
     def _tile_scores(self, grids: list[TileGrid]) -> Tensor:
         """Returns one number for each tile of some transitions; the smallest go first."""
-        how = self.compare or getattr(self.criterion, "comparison", "score")
+        how: Any = self.compare or getattr(self.criterion, "comparison", "score")
         scores = torch.cat([grid.strengths for grid in grids])
         keys = compared(scores, [len(grid.counts) for grid in grids], how).clone()
         if how != "lamp":

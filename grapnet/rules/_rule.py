@@ -126,7 +126,7 @@ class Every:
         return self.may_be_due(step, step)
 
     def may_be_due(self, first: int, last: int) -> bool:
-        """Returns whether one of its steps lies between."""
+        """Returns whether one of its steps is in the range from first to last."""
         following = max(first, self.start)
         following += (self.start - following) % self.steps
         if self.until is not None:
@@ -159,7 +159,7 @@ class At:
         return self.may_be_due(step, step)
 
     def may_be_due(self, first: int, last: int) -> bool:
-        """Returns whether one of its steps lies between."""
+        """Returns whether one of its steps is in the range from first to last."""
         place = bisect_left(self.steps, first)
         return place < len(self.steps) and self.steps[place] <= last
 

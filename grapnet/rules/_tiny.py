@@ -402,7 +402,10 @@ class BottleneckRecorder(BackwardRecorder[Bottleneck]):
 
     def _record(self, gradient: Tensor, *seen: Any) -> None:
         number, x, b = seen
-        x, b, gradient = (part.reshape(-1, part.shape[-1]) for part in (x, b, gradient))
+        if gradient.dim() > 1:
+            x, b, gradient = (part.flatten(0, -2) for part in (x, b, gradient))
+        else:
+            x, b, gradient = (part[None] for part in (x, b, gradient))
         with plainly(gradient.device):
             if not has_finite_product(torch.cat([x, b], 1), gradient):
                 self.left_out += 1

@@ -355,10 +355,12 @@ def _outer_atoms(expression: Expression, numbers: dict[int, int]) -> list[int]:
     for term in terms:
         inside.append([atom for atom in atoms_of(term) if atom in numbers])
     first = dict.fromkeys(atoms[0] for atoms in inside if atoms)
-    widest = sorted(first, key=lambda atom: -sum(atom in atoms for atoms in inside))
-    found: list[int] = []
-    for atom in widest:
-        mine = [atoms for atoms in inside if atom in atoms]
-        if not any(other in atoms for other in found for atoms in mine):
-            found.append(atom)
+    # The terms that each atom is part of; an atom of many terms is taken first.
+    mine: dict[int, list[list[int]]] = {}
+    for atom in first:
+        mine[atom] = [atoms for atoms in inside if atom in atoms]
+    found: set[int] = set()
+    for atom in sorted(first, key=lambda atom: len(mine[atom]), reverse=True):
+        if all(found.isdisjoint(atoms) for atoms in mine[atom]):
+            found.add(atom)
     return [atom for atom in first if atom in found]

@@ -361,7 +361,7 @@ def test_an_averaged_copy_takes_the_values_and_gets_its_own_back(net: gn.GrapNet
     averaged.update_parameters(net)
     train(net, optimizer)
     averaged.update_parameters(net)
-    copied = averaged.module
+    copied: Any = averaged.module
     before = snapshot(copied)
     with net.edit() as edit:
         edit.assign(net.layers[1], 3.0)

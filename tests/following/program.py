@@ -64,11 +64,9 @@ def assign(net: gn.GrapNet, edit: gn.Edit, step: int) -> None:
 PROGRAM = [
     assign,
     "train",
-    cut,
-    "undo",
     "undo",
     "redo",
-    assign,
+    cut,
     "undo",
     connect,
     add,

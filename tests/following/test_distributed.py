@@ -121,7 +121,7 @@ def test_the_spaces_of_an_adopted_model_are_edited_on_all_ranks(ranks):
     first, second = both(ranks, "adopted_model")
     assert first == second
     assert len(set(first["states"])) == 8
-    assert first["sizes"] == [7, 7 * 9]
+    assert first["sizes"] == [6, 6 * 9]
 
 
 def test_a_stale_model_raises_until_it_is_synchronized(ranks):
