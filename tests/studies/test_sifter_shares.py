@@ -106,11 +106,15 @@ def test_the_corrected_test_is_the_plain_one_where_no_rows_are_shared():
 
 def test_significance_counts_from_the_share_after_which_it_holds_to_the_end():
     shares = (0.1, 0.5, 0.9)
-    good = {"mean": 1.0, "p": 0.001}
+    good = {"mean": 1.0, "p": 0.001, "corrected_p": 0.02}
     bad = {"mean": 1.0, "p": 0.02}
     behind = {"mean": -1.0, "p": 0.001}
-    start = sifter_shares._significant_from
+
+    def start(shares, right, p="p"):
+        return sifter_shares._significant_from(shares, right, p)
+
     assert start(shares, [good, good, good]) == 0.1
+    assert start(shares, [good, good, good], "corrected_p") is None
     assert start(shares, [good, bad, good]) == 0.9
     assert start(shares, [good, good, bad]) is None
     assert start(shares, [behind, good, good]) == 0.5
