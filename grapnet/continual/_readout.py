@@ -13,11 +13,12 @@ from grapnet._network import GrapNet
 from grapnet.core._change import Change
 from grapnet.core._commit import Tracked
 from grapnet.core._coordinates import Coordinates, values_after
+from grapnet.core._edit import Edit
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap, ascending
 from grapnet.core._journal import Commit
-from grapnet.core._sets import NodeSet
+from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.core._transition import rows_after
 from grapnet.execution._evaluating import evaluating
 
@@ -160,6 +161,27 @@ class Wired(NamedTuple):
         free[-1] = _free_bits(children).to(device)
         return cls(parent, child, free, held.masked_fill_(free, 0.0))
 
+    def without(self, leaves: Tensor) -> "Wired":
+        """Returns the wiring as if some relations, given by bools, were absent."""
+        leaves = leaves.to(self.free.device)
+        parents = self.parents[leaves]
+        children = self.children[leaves]
+        free = self.free.clone()
+        held = self.held.clone()
+        free[parents, children] = False
+        held[parents, children] = 0.0
+        return Wired(self.parents, self.children, free, held)
+
+    def assign(self, graph: Graph, t: int, found: Tensor, edit: Edit) -> None:
+        """Lets an edit assign everything that is free from a rectangle like `held`."""
+        is_free = self.free[self.parents, self.children]
+        at = is_free.nonzero().squeeze(1)
+        relations = RelationSet(graph, {t: at.int().to(graph.device)})
+        edit.assign(relations, found[self.parents[at], self.children[at]])
+        rows = self.free[-1].nonzero().squeeze(1)
+        children = graph.layers[graph.transitions[t].target]
+        edit.assign(children[rows.cpu()], found[-1][rows])
+
     def write(self, graph: Graph, t: int, found: Tensor) -> None:
         """Assigns everything that is not frozen from a rectangle like `held`."""
         relations = graph.transitions[t]
@@ -299,17 +321,23 @@ class ClosedFormReadout:
         return f"ClosedFormReadout(layer {self.layer}, ridge={self.ridge:g}, {self.statistics})"
 
     @torch.no_grad()
-    def solve(self) -> Solution:
+    def solve(self, edit: Edit | None = None) -> Solution:
         """Writes the weights of the layer's outgoing relations and the children's biases, and
         returns them dense.
 
         Absent relations have weight 0.
+
+        Args:
+            edit: an open edit of the net, after its removals and cuts. It assigns what is solved
+                for the nodes and relations that stay, and commits it with them.
 
         Raises:
             GrapNetError: nothing was seen, nodes lack a past, what leads to the layer has
                 changed, or a policy runs the transition; nothing was written.
         """
         wired = self._wired()
+        if edit is not None:
+            wired = wired.without(edit._leaving_relations(self._transition))
         found = ridge_solution(
             self.statistics.gram(),
             self.statistics.cross(),
@@ -318,7 +346,10 @@ class ClosedFormReadout:
             free=wired.free & ~self._left_out(wired),
             fixed=wired.held,
         )
-        wired.write(self.net, self._transition, found)
+        if edit is None:
+            wired.write(self.net, self._transition, found)
+        else:
+            wired.assign(self.net, self._transition, found, edit)
         return Solution(found[:-1].t().contiguous(), found[-1])
 
     @torch.no_grad()

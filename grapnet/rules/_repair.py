@@ -13,7 +13,6 @@ from torch import Tensor
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError, GrapNetError, StaleError
 from grapnet.core._graph import Graph
-from grapnet.core._index_map import as_positions
 from grapnet.core._layer import Layer
 from grapnet.core._opened import CUT, FROZEN
 from grapnet.core._sets import RelationSet
@@ -248,16 +247,11 @@ class _Transitions:
     def cases(self) -> dict[int, Case]:
         """Returns those that lose something, by number."""
         removed = self.edit.removals._rows_by_layer()
-        cuts = self.edit.cuts._positions_by_transition()
         found = {}
-        for t, (source, target) in enumerate(self.net.ends):
-            parents, children = self._ends(t)
-            gone = _bits(len(self.net.layers[source]), removed.get(source), parents.device)
-            leaves = gone[parents]
-            if t in cuts:
-                leaves[as_positions(cuts[t], leaves.device).long()] = True
-            left = _bits(len(self.net.layers[target]), removed.get(target), parents.device)
-            leaves &= ~left[children]
+        for t, (_, target) in enumerate(self.net.ends):
+            leaves = self.edit._leaving_relations(t)
+            left = _bits(len(self.net.layers[target]), removed.get(target), leaves.device)
+            leaves &= ~left[self._ends(t)[1]]
             if bool(leaves.any()):
                 self.net.execution.require_sum("repair", [t])
                 found[t] = self._case(t, leaves)

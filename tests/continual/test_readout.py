@@ -477,3 +477,25 @@ def test_nodes_that_were_trained_below_it_may_leave_again() -> None:
         net.layers[1][0].incoming().weights = net.layers[1][0].incoming().weights + 1
     with pytest.raises(gn.GrapNetError):
         readout.solve()
+
+
+@pytest.mark.parametrize("density", [1.0, 0.6])
+def test_an_edit_assigns_what_is_solved_for_those_that_stay(density: float) -> None:
+    nets = [make_net(density=density), make_net(density=density)]
+    before = nets[0](batch()[0])
+    for inside, net in zip((True, False), nets, strict=True):
+        with net.edit() as edit:
+            edit.freeze(net.layers[1][[2]].outgoing())
+        readout = watching(net)
+        with net.edit(reason="narrow") as edit:
+            edit.remove_nodes(net.layers[1][[0, 5, 7]])
+            edit.cut(net.layers[1][[1, 3]].outgoing().smallest(count=3))
+            if inside:
+                readout.solve(edit)
+        if not inside:
+            readout.solve()
+    one, other = nets
+    torch.testing.assert_close(matrix(one, 1), matrix(other, 1), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(one.layers[2].biases, other.layers[2].biases)
+    one.undo()
+    assert torch.equal(one(batch()[0]), before)
