@@ -101,7 +101,7 @@ class Pruning:
     def __repr__(self) -> str:
         lines = []
         for stage in self.stages:
-            lines.append(f"  {stage.name}: {stage.leaving:,} of {stage.present:,} left")
+            lines.append(f"  {stage.name}: {stage.leaving:,} of {stage.present:,} removed")
         if self.before is not None and self.after is not None:
             lines.append(f"  score: {self.before:.4g} before, {self.after:.4g} afterwards")
         return "\n".join(["Pruning(", *lines, ")"])
@@ -386,6 +386,7 @@ class _Run:
         """Returns the recorders that a repair needs."""
         if step.layer is not None:
             return dict(gram_recorders(step.net, [step.net.layers[step.layer]], rows=self.rows))
+        assert step.transition is not None
         relations = RelationSet.of(step.net, [step.transition])
         return dict(matrix_recorders(step.net, relations, rows=self.rows))
 
