@@ -376,7 +376,8 @@ def missed(result: dict[str, Any]) -> list[str]:
             start = result["summary"]["sets"][name]["contrasts"][contrast]["from"]
             if start is None or start > share:
                 lines.append(
-                    f"{name}: {contrast} is significant from {start}, the bar is {share:g} at most"
+                    f"{name}: {contrast} is significant from: {_start(start)}, the bar is"
+                    f" {_start(share)} at most"
                 )
     return lines
 
