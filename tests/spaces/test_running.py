@@ -123,6 +123,30 @@ def test_a_sparse_matrix_equals_its_rectangle_through_edits(kind: str, batch: in
     assert DENSE & operators(lambda: module(x))
 
 
+class Conv1D(nn.Module):
+    """Has the name of the class in transformers, and computes twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(READS, WRITES, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(WRITES, dtype=torch.float64))
+        self.nf = WRITES
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * (x @ self.weight) + self.bias
+
+
+def test_a_class_with_a_known_name_runs_its_own_forward_pass() -> None:
+    torch.manual_seed(0)
+    module = Conv1D()
+    net = adopted(module, x=inputs(2))
+    cut(net, 0.9)
+    assert runs(net) == "rectangle"
+    x = inputs(64)
+    expected = 2 * by_rectangle(module, x) - module.bias
+    torch.testing.assert_close(module(x), expected)
+
+
 @pytest.mark.sparse
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_are_what_runs(kind: str) -> None:
