@@ -512,6 +512,16 @@ def test_a_large_weight_is_written_as_a_mask_would(
     assert torch.allclose(content.grad.view(-1), gradient, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sparse
+@pytest.mark.parametrize(("channels", "by_kernel"), [(16, False), (192, True)])
+def test_a_compiled_kernel_writes_large_weights_alone(channels: int, by_kernel: bool) -> None:
+    module = nn.Conv2d(channels, channels, 3).double()
+    net = adopted(module, x=inputs(2, channels, 4, 4))
+    cut(net, 0.5)
+    names = operators(lambda: module.weight.sum().backward())
+    assert ("_Fill" in names) == by_kernel
+
+
 SCATTERED = {
     "1d": (nn.Conv1d(64, 96, 5, padding=2), (500,)),
     "2d": (nn.Conv2d(64, 64, 3, padding=1), (16, 16)),
