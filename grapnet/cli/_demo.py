@@ -49,7 +49,7 @@ class Images(NamedTuple):
     x: Tensor
     y: Tensor
 
-    def where(self, rows: Tensor) -> Images:
+    def where(self, rows: Tensor | slice) -> Images:
         """Returns some of the images."""
         return Images(self.x[rows], self.y[rows])
 
@@ -126,9 +126,9 @@ def prune(net: gn.GrapNet, images: Tensor, share: float, *, repair: bool) -> Non
 
 
 def localise(net: gn.GrapNet, images: Tensor, digit: int) -> gn.RelationSet:
-    """Returns the fewest relations without which no image of a digit is recognised.
+    """Returns relations without which no image of a digit is recognised.
 
-    They are taken by what they add to the logit of the digit, on average over its images.
+    They are as many as needed of those that add most to the logit of the digit, on average.
     """
     recorder = gn.rules.ActivationRecorder(2)
     recorder.arm(net)
@@ -184,7 +184,9 @@ def tell(story: Story, learn: Images, test: Images) -> None:
     tell_saving(story, net, optimizer, learn, test)
 
 
-def tell_training(story: Story, seen: Images, held: Images) -> Any:
+def tell_training(
+    story: Story, seen: Images, held: Images
+) -> tuple[nn.Module, gn.GrapNet, Optimizer]:
     """Trains plain modules, and makes a net of them; returns both and the optimizer."""
     import torch
     from torch import nn
@@ -252,7 +254,7 @@ def tell_pruning(
         prune(pair[0], seen.x, share, repair=False)
         prune(pair[1], seen.x, share, repair=True)
         found.append([accuracy(pruned, held) for pruned in pair])
-        rows[f"{share:.0%} removed".replace("%", " %")] = _pruned(pair[1], *found[-1])
+        rows[f"{100 * share:.0f} % removed"] = _pruned(pair[1], *found[-1])
     prune(net, seen.x, SHARES[0], repair=True)
     repaired = found[0][1]
     story.chapter(
@@ -294,8 +296,8 @@ def tell_pruning(
         after=small,
         step_seconds=seconds,
     )
-    story.tile(rows["parameters"]["ratio"], "fewer parameters")
-    story.tile(rows["training step"]["ratio"], "as fast in a training step")
+    story.tile(str(rows["parameters"]["ratio"]), "fewer parameters")
+    story.tile(str(rows["training step"]["ratio"]), "as fast in a training step")
     moments = sum(optimizer.state[parameter]["exp_avg"].numel() for parameter in net.parameters())
     story.check("AdamW has moments for exactly the weights left", moments == small["parameters"])
     for name in ("optimizer state", "file with optimizer"):
@@ -387,9 +389,9 @@ def tell_cutting(
         shown_rows[label] = {**row, "change of other logits": change}
     story.chapter(
         "Find one class, cut it, undo it",
-        f"The net trains one more epoch. Trials then find the {count} relations, of"
-        f" {len(relations):,} to the outputs, without which no training image of {name} is"
-        f" recognised, and an edit cuts them. The controls cut {count} random relations of the"
+        f"The net trains one more epoch. Of the {len(relations):,} relations to the outputs, trials"
+        f" then find {count} without which no training image of {name} is recognised, and an edit"
+        " cuts them. The controls cut as many random relations of the"
         f" output of {name}, and of all outputs (means of {DRAWS} trials). This suppresses an"
         f" answer; the hidden layers still know {name}.",
         shown_rows,
@@ -398,12 +400,14 @@ def tell_cutting(
     )
     story.tile(
         f"{100 * before[name]:.1f} → {shown(cut[name])}",
-        f"{name} recognised after a cut of {count} relations; the others exactly as before",
+        f"of {name} are recognised, before and after a cut of {count} relations",
     )
     exact = cut["change of other logits"] == 0
     story.check(f"fewer than 10 % of the images of {name} are recognised", cut[name] < 0.1)
     story.check("the logits of all other digits stay the same, bit for bit", exact)
-    story.check("random cuts leave more than half", min(same[name], anywhere[name]) > 0.5)
+    story.check(
+        "random cuts of that size leave more than half", min(same[name], anywhere[name]) > 0.5
+    )
     with torch.no_grad():
         restored = torch.equal(net(held.x), start)
     for old, new in zip(kept, state(), strict=True):
@@ -451,7 +455,7 @@ def tell_growing(
     )
     story.tile(
         f"0 → {shown(after[name])}",
-        f"{name} recognised, a class grown later; the logits of the others exactly as before",
+        f"of {name}, a class that is grown later",
     )
     unchanged = torch.equal(old_logits(), start)
     story.check(f"more than 80 % of the images of {name} are recognised", after[name] > 0.8)
