@@ -10,6 +10,7 @@ The loss on the test images is reported before the growth, right after it and af
 - "GradMax": incoming weights of 0, outgoing ones along the steepest gradient;
 - "random": random weights on both sides;
 - "TINY": the nodes that express what the layer below wants and cannot get by its own weights;
+- "TINY, second layer": as many such nodes as there are for the second hidden layer, at most 16;
 - "TINY, best place": such nodes in the layer where they promise most per parameter, with as many
   parameters as 16 nodes of the first layer have.
 
@@ -32,7 +33,16 @@ from .data import Images, downsample, fashion_images, normalise
 from .statistics import paired, summary
 from .tables import grid
 
-ARMS = ("none", "zero", "Net2Net", "GradMax", "random", "TINY", "TINY, best place")
+ARMS = (
+    "none",
+    "zero",
+    "Net2Net",
+    "GradMax",
+    "random",
+    "TINY",
+    "TINY, second layer",
+    "TINY, best place",
+)
 SAME = ("none", "zero", "Net2Net", "GradMax")  # leave the function as it is
 TIMES = ("grown", "trained")
 ROUNDING = 1e-4  # of a loss
@@ -164,6 +174,8 @@ def _growths(
     if arm == "TINY, best place":
         each = net.sizes[0] + net.sizes[2] + 1
         return [_ruled(settings, GrowBest(parameters=settings.nodes * each), parts, seed)]
+    if arm == "TINY, second layer":
+        return [_ruled(settings, GrowWidth(2, settings.nodes, init="tiny"), parts, seed)]
     init: Any = forms[arm]
     scales = [1.0]
     if arm == "GradMax":

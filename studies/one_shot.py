@@ -213,10 +213,11 @@ def table(result: dict[str, Any]) -> str:
     parts = [f"Dense: {_spread(found['dense'])}"]
     for kind in ("nodes", "relations"):
         lines = []
+        criteria: list[str] = []
         for share, row in found[kind].items():
+            criteria = list(row)
             cells = [_spread(one["accuracy"]) for one in row.values()]
             lines.append([f"{float(share):.0%}", *cells])
-            criteria = list(row)
         parts.append(grid([f"{kind} that leave", *criteria], lines))
     after = found["trained on"]
     difference = after["difference"]

@@ -1,10 +1,11 @@
 """Table 2: matched one-pass Split Fashion-MNIST, and beside it the controls that say what the gain
 is made of.
 
-The paper leaves its settings out. Two regimes fit its numbers: plain SGD 0.03, which is nearer to
-them in every row and therefore comes first; and Adam 2e-3, in which dense heads start from what
-nn.Linear draws and keep one Adam while the grown ones renew theirs with every task. Ten seeds that
-served to find neither of them are used. The controls, with Adam, give every topology both
+The paper leaves its settings out. Two regimes fit its numbers: plain SGD 0.03, whose seen-class
+accuracy is nearer to the paper's in five of six rows (not for the dense head of 64 nodes) and which
+therefore comes first; and Adam 2e-3, in which dense heads start from what nn.Linear draws and keep
+one Adam while the grown ones renew theirs with every task. Ten seeds that served to find neither of
+them are used. The controls, with Adam, give every topology both
 initialisations, with the optimizer kept and renewed; and one more table chooses the learning rate
 of every head on training images that the stream leaves out.
 """

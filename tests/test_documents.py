@@ -19,7 +19,7 @@ from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli._main import main
 from grapnet.execution._manager import BACKENDS
-from studies import run
+from studies import run, sifter_shares
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -279,6 +279,12 @@ def test_the_guide_shows_the_committed_runs_of_rigl():
 def test_the_performance_page_shows_the_committed_costs_of_repair():
     result = json.loads((RESULTS / "repair.json").read_text())
     assert repair.table(result) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_guide_shows_the_committed_curves_of_cuts():
+    result = json.loads((ROOT / "results/sifter_shares.json").read_text())
+    curves = sifter_shares.curves(result, "Wine")
+    assert curves in (ROOT / "docs/guides/prune.md").read_text()
 
 
 def test_the_performance_page_shows_the_committed_costs_of_rules():

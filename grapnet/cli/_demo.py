@@ -7,27 +7,19 @@ and checks what must hold. `Story` writes the report.
 from __future__ import annotations
 
 import argparse
-import base64
 import copy
-import html
-import inspect
-import json
-import os
 import platform
-import re
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from string import Template
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import grapnet as gn
 
-from ._command import Cell, Command, Outcome, shown, table
+from ._command import Cell, Command, Outcome, shown
+from ._report import Story
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -40,17 +32,10 @@ RATE = 1e-3  # learning rate of AdamW
 BATCH = 64
 EPOCHS = 20
 STEPS = 100  # training steps of which the fastest counts
+SHARES = (0.75, 0.9)  # of the hidden nodes that leave; the net goes on with the first
 DRAWS = 10  # random cuts that are compared
 SUPPRESSED = 3  # the digit whose relations are cut
 UNSEEN = 9  # the digit that comes later
-# What to read next, and where.
-GUIDES = (
-    ("Prune a model of your own", "guides/prune.md"),
-    ("Edit a whole model: channels, heads, blocks", "guides/whole-models.md"),
-    ("Rules that prune, rewire and grow while a model trains", "guides/rules.md"),
-    ("Save, resume, undo", "guides/save-resume-undo.md"),
-    ("Export plain modules for serving", "guides/deploy.md"),
-)
 
 
 class Images(NamedTuple):
@@ -134,35 +119,9 @@ def step_seconds(models: Sequence[nn.Module], images: Images) -> list[float]:
     return found
 
 
-def prune(net: gn.GrapNet, x: Tensor, *, repair: bool) -> None:
-    """Removes three of four hidden nodes, with a few images to look at."""
-    import torch
-
-    from grapnet.rules import GramRecorder
-    from grapnet.rules._least_squares import choose_damping, column_subset, repaired
-
-    for layer in (1, 2):
-        r = GramRecorder(layer)
-        r.arm(net)
-        with torch.no_grad():
-            net(x)
-        r.disarm()
-        rel = net.layers[layer].outgoing()
-        P = len(net.layers[layer])
-        C = len(net.layers[layer + 1])
-        w = rel.weights.detach().double().reshape(P, C).t()
-        b = net.layers[layer + 1].biases.detach().double()
-        w = torch.cat([w, b[:, None]], 1)
-        stay = torch.zeros(P, dtype=torch.bool)
-        stay[column_subset(r.gram, w[:, :-1].norm(dim=0), P // 4)] = True
-        gone = torch.cat([~stay, torch.tensor([False])])
-        with net.edit("prune", by="demo") as edit:
-            edit.remove_nodes(net.layers[layer][(~stay).nonzero().squeeze(1)])
-            if repair:
-                d = choose_damping(w, r.gram, r.held_out_gram, gone)
-                new = repaired(w, r.gram, gone, d)
-                edit.assign(rel, new[:, :-1].t().reshape(-1, 1).float())
-                edit.assign(net.layers[layer + 1], new[:, -1].float())
+def prune(net: gn.GrapNet, images: Tensor, share: float, *, repair: bool) -> None:
+    """Removes a share of the hidden nodes: those that the others can best make up for."""
+    gn.prune(net, images.split(256), nodes=share, by="elimination", repair=repair)
 
 
 def localise(net: gn.GrapNet, images: Tensor, digit: int) -> gn.RelationSet:
@@ -272,11 +231,6 @@ def tell_pruning(
 ) -> None:
     """Removes most hidden nodes, with repair and without, and measures what that saves."""
 
-    def look(net: gn.GrapNet) -> dict[str, Any]:
-        count = net.count().parameters
-        hidden = sum(net.sizes[1:-1])
-        return {"hidden nodes": hidden, "parameters": count, "accuracy": accuracy(net, held)}
-
     def measure() -> dict[str, int]:
         path = story.folder / "size.safetensors"
         gn.save(path, net, optimizer=optimizer)
@@ -288,24 +242,34 @@ def tell_pruning(
         path.unlink()
         return found
 
-    before = look(net)
+    before = accuracy(net, held)
     large = measure()
-    unrepaired = copy.deepcopy(net)
-    prune(unrepaired, seen.x, repair=False)
-    prune(net, seen.x, repair=True)
-    cut = look(unrepaired)
-    repaired = look(net)
+    rows = {"before": _pruned(net, before, before)}
+    found = []
+    for share in SHARES:
+        pair = [copy.deepcopy(net), copy.deepcopy(net)]
+        prune(pair[0], seen.x, share, repair=False)
+        prune(pair[1], seen.x, share, repair=True)
+        found.append([accuracy(pruned, held) for pruned in pair])
+        rows[f"{share:.0%} removed".replace("%", " %")] = _pruned(pair[1], *found[-1])
+    prune(net, seen.x, SHARES[0], repair=True)
+    cut, repaired = found[0]
     story.chapter(
         "Remove 75 % of its hidden nodes",
         "Three of four nodes leave each hidden layer, and nothing is trained afterwards. Without"
         " repair the other weights stay as they are. With repair the same edit gives them the"
-        " values that keep best, by least squares, what the next layer received.",
-        {"before": before, "removed, no repair": cut, "removed and repaired": repaired},
+        " values that keep best, by least squares, what the next layer received. The net goes on"
+        " with 75 % removed and repaired; the last row is a copy.",
+        rows,
         code=prune,
+        accuracy=[before, *found],
     )
-    kept = repaired["accuracy"] >= before["accuracy"] - 0.02
-    story.check("with repair, 75 % of the nodes cost at most 2 points of accuracy", kept)
-    story.check("without repair, they cost more", cut["accuracy"] < repaired["accuracy"])
+    story.tile(
+        f"{100 * before:.1f} → {shown(repaired)}",
+        "accuracy after removing 75 % of the hidden nodes, without training",
+    )
+    story.check("with repair, 75 % of the nodes cost at most 2 points", repaired >= before - 0.02)
+    story.check("without repair, they cost more", cut < repaired)
 
     small = measure()
     seconds = step_seconds([plain, copy.deepcopy(net)], seen.where(slice(BATCH)))
@@ -323,11 +287,22 @@ def tell_pruning(
         rows,
         step_seconds=seconds,
     )
+    story.tile(rows["parameters"]["ratio"], "fewer parameters")
+    story.tile(rows["training step"]["ratio"], "as fast in a training step")
     moments = sum(optimizer.state[parameter]["exp_avg"].numel() for parameter in net.parameters())
     story.check("AdamW has moments for exactly the weights left", moments == small["parameters"])
     for name in ("optimizer state", "file with optimizer"):
         story.check(f"{name}: less than a fifth", small[name] < large[name] / 5)
     story.check("the training step takes less time", seconds[1] < seconds[0])
+
+
+def _pruned(net: gn.GrapNet, cut: float, repaired: float) -> dict[str, Cell]:
+    return {
+        "hidden nodes": sum(net.sizes[1:-1]),
+        "parameters": net.count().parameters,
+        "not repaired": cut,
+        "repaired": repaired,
+    }
 
 
 def _compared(before: float, after: float, unit: str) -> dict[str, str]:
@@ -349,78 +324,84 @@ def tell_cutting(
     of_digit = held.y == SUPPRESSED
     others = [digit for digit in range(9) if digit != SUPPRESSED]
 
-    def logits() -> Tensor:
-        # A walk adds up relation by relation; a matrix product may add in another order once the
-        # wiring is another.
+    def look(run: Callable[[Tensor], Tensor], start: Tensor) -> dict[str, Any]:
         with torch.no_grad():
-            return net.walk(held.x)
-
-    start = logits()
-
-    def look() -> dict[str, Any]:
-        right = logits().argmax(1) == held.y
+            logits = run(held.x)
+        right = logits.argmax(1) == held.y
         return {
             name: float(right[of_digit].float().mean()),
             "other digits": float(right[~of_digit].float().mean()),
-            "change of other logits": float((logits() - start)[:, others].abs().max()),
+            "change of other logits": float((logits - start)[:, others].abs().max()),
         }
 
+    def tried(relations: gn.RelationSet, start: Tensor) -> dict[str, Any]:
+        found = []
+        for _ in range(DRAWS):
+            drawn = torch.randperm(len(relations))[: len(chosen)]
+            with net.edit("a random cut", trial=True) as edit:
+                edit.cut(relations[drawn])
+                edit.commit()
+                found.append(look(net, start))
+        return {key: sum(row[key] for row in found) / DRAWS for key in found[0]}
+
     def state() -> list[Tensor]:
-        tensors = [logits(), *net.parameters()]
+        tensors = list(net.parameters())
         for parameter in net.parameters():
             tensors += optimizer.state[parameter].values()
         return [tensor.detach().clone() for tensor in tensors]
 
-    def tried(relations: gn.RelationSet, count: int) -> dict[str, Any]:
-        found = []
-        for _ in range(DRAWS):
-            with net.edit("a random cut", trial=True) as edit:
-                edit.cut(relations[torch.randperm(len(relations))[:count]])
-                edit.commit()
-                found.append(look())
-        return {key: sum(row[key] for row in found) / DRAWS for key in found[0]}
-
-    before = look()
+    with torch.no_grad():
+        start = net(held.x)
+        # A walk adds up relation by relation. A matrix product may add in another order once the
+        # wiring is another.
+        walked = net.walk(held.x)
     kept = state()
     chosen = localise(net, seen.x[seen.y == SUPPRESSED], SUPPRESSED)
     count = len(chosen)
     relations = net.layers[3].incoming()
-    same = tried(net.layers[3][SUPPRESSED].incoming(), count)
-    anywhere = tried(relations, count)
+    before = look(net, start)
+    same = tried(net.layers[3][SUPPRESSED].incoming(), start)
+    anywhere = tried(relations, start)
     with net.edit(f"suppress {name}", by="demo") as edit:
         edit.cut(chosen)
-    cut = look()
+    cut = look(net.walk, walked)
     net.undo()
+    undone = look(net, start)
     rows = {
         "before": before,
-        f"the {count} of {name}": cut,
-        f"{count} random ones to {name}": same,
-        f"{count} random ones": anywhere,
-        "after undo": look(),
+        f"{count} localised": cut,
+        f"{count} random, of {name}": same,
+        f"{count} random, of all": anywhere,
+        "after undo": undone,
     }
     shown_rows = {}
     for label, row in rows.items():
-        change = f"{row['change of other logits']:.3g}"
+        change = f"{row['change of other logits']:.2g}"
         shown_rows[label] = {**row, "change of other logits": change}
     story.chapter(
         "Find one class, cut it, undo it",
-        f"The net trained one more epoch. Trials then found the {count} of the"
-        f" {len(relations):,} relations to the outputs without which no training image of"
-        f" {name} is recognised. They are cut. As controls, as many random relations are cut, to"
-        f" the output of {name} and to any output (means of {DRAWS} trials). This suppresses an"
+        f"The net trains one more epoch. Trials then find the {count} relations, of"
+        f" {len(relations):,} to the outputs, without which no training image of {name} is"
+        f" recognised, and an edit cuts them. The controls cut {count} random relations of the"
+        f" output of {name}, and of all outputs (means of {DRAWS} trials). This suppresses an"
         f" answer; the hidden layers still know {name}.",
         shown_rows,
         code=localise,
         relations=count,
     )
-    restored = all(torch.equal(old, new) for old, new in zip(kept, state(), strict=True))
-    story.check(f"without its {count} relations, {name} is not recognised", cut[name] < 0.1)
-    story.check(
-        "the logits of all other digits are the same, bit for bit",
-        cut["change of other logits"] == 0,
+    story.tile(
+        f"{100 * before[name]:.1f} → {shown(cut[name])}",
+        f"{name} recognised after a cut of {count} relations; the others exactly as before",
     )
-    story.check("as many random relations do not do that", min(same[name], anywhere[name]) > 0.5)
-    story.check("undo brought logits, weights and AdamW's moments back bit for bit", restored)
+    exact = cut["change of other logits"] == 0
+    story.check(f"fewer than 10 % of the images of {name} are recognised", cut[name] < 0.1)
+    story.check("the logits of all other digits stay the same, bit for bit", exact)
+    story.check("random cuts leave more than half", min(same[name], anywhere[name]) > 0.5)
+    with torch.no_grad():
+        restored = torch.equal(net(held.x), start)
+    for old, new in zip(kept, state(), strict=True):
+        restored = restored and torch.equal(old, new)
+    story.check("undo restores logits, weights and AdamW's moments, bit for bit", restored)
 
 
 def tell_growing(
@@ -428,8 +409,6 @@ def tell_growing(
 ) -> None:
     """Grows an output for a digit that the net has never seen."""
     import torch
-
-    from grapnet import plot
 
     name = f"digit {UNSEEN}"
     known = test.where(test.y != UNSEEN)
@@ -463,14 +442,14 @@ def tell_growing(
         {"before": before, "grown": grown, "trained": after},
         code=grow,
     )
+    story.tile(
+        f"0 → {shown(after[name])}",
+        f"{name} recognised, a class grown later; the logits of the others exactly as before",
+    )
     unchanged = torch.equal(old_logits(), start)
     story.check(f"more than 80 % of the images of {name} are recognised", after[name] > 0.8)
     story.check("the logits of the old digits are the same, bit for bit", unchanged)
-    story.draw(
-        "graph",
-        lambda: plot.graph(net),
-        "The net: a box is a group of nodes, a band their relations. What is frozen is hatched.",
-    )
+    story.draw(net, "A box is a group of nodes, a band their relations; hatched ones are frozen.")
 
 
 def tell_saving(
@@ -480,7 +459,7 @@ def tell_saving(
     import torch
 
     path = story.folder / "digits.safetensors"
-    gn.save(path, net, optimizer=optimizer, undo=True)
+    gn.save(path, net, optimizer=optimizer)
     again, follower = resume(path, test.x.device)
     with torch.no_grad():
         equal = torch.equal(again(test.x), net(test.x))
@@ -499,9 +478,9 @@ def tell_saving(
         }
     story.chapter(
         "Save and resume",
-        f"One file without code, {path.stat().st_size:,} bytes, has the net, AdamW's {moments:,}"
-        " bytes of state, and what undo needs. A net and an AdamW made from it train on beside the"
-        " originals. The table is the journal in the file.",
+        f"One file of {path.stat().st_size:,} bytes, without code, holds the net, the state of"
+        f" AdamW ({moments:,} bytes, only of what is not frozen) and the journal below. A net and"
+        " an AdamW made from it train on beside the originals.",
         rows,
         code=resume,
         bytes=path.stat().st_size,
@@ -510,232 +489,15 @@ def tell_saving(
     story.check("after one more epoch both have the same weights, bit for bit", resumed)
 
 
-PAGE = Template("""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>GrapNet: the demonstration</title>
-<style>
-:root { color-scheme: light dark; --ground: #fff; --card: #f4f6f8; --ink: #1f2328; --soft: #59636e;
-  --line: #d1d9e0; --bar: #bfe0f5; --good: #1a7f37; --bad: #cf222e; --link: #0969da; }
-@media (prefers-color-scheme: dark) { :root { --ground: #14171c; --card: #1d222a; --ink: #e6e8eb;
-  --soft: #9aa4b0; --line: #39424e; --bar: #1d4a68; --good: #4ac26b; --bad: #ff7a70;
-  --link: #6cb6ff; } }
-* { box-sizing: border-box; }
-body { max-width: 80rem; margin: 0 auto; padding: 1.5rem; font: 16px/1.5 system-ui, sans-serif;
-  background: var(--ground); color: var(--ink); }
-h1 { line-height: 1.2; margin: 0 0 .5rem; }
-h2 { line-height: 1.25; margin: 0 0 .5rem; }
-p { margin: 0 0 .75rem; }
-a { color: var(--link); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: 1rem;
-  margin: 1.25rem 0; }
-.tiles div { background: var(--card); border-radius: .5rem; padding: .75rem 1rem; color: var(--soft);
-  font-size: .9rem; }
-.tiles b { display: block; font-size: 1.5rem; line-height: 1.3; color: var(--ink); }
-section { display: grid; grid-template-columns: minmax(0, 1fr); gap: .5rem 2.5rem;
-  border-top: 1px solid var(--line); padding: 1.5rem 0; }
-@media (min-width: 60rem) { section { grid-template-columns: minmax(0, 5fr) minmax(0, 6fr); } }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
-th { font-weight: 600; vertical-align: bottom; color: var(--soft); font-size: .9rem; }
-th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
-th:first-child, td:first-child, .words { text-align: left; }
-.share { background: linear-gradient(var(--bar) 0 0) no-repeat left / var(--share) 70%; }
-ul.checks { list-style: none; padding: 0; margin: 0 0 .75rem; }
-.checks li { padding-left: 1.5rem; text-indent: -1.5rem; }
-.checks b { display: inline-block; width: 1.5rem; text-indent: 0; color: var(--good); }
-.checks .failed b { color: var(--bad); }
-summary { cursor: pointer; color: var(--link); }
-pre { overflow-x: auto; background: var(--card); border-radius: .5rem; padding: .75rem 1rem;
-  font-size: .85rem; line-height: 1.45; margin: .5rem 0 0; }
-figure { margin: 1rem 0 0; }
-img { width: 100%; height: auto; border-radius: .5rem; }
-figcaption { color: var(--soft); font-size: .9rem; }
-@media (max-width: 30rem) { body { padding: 1rem; } th, td { padding: .3rem .25rem; }
-  table { font-size: .85rem; } th { font-size: .8rem; } }
-</style>
-</head>
-<body>
-<h1>A network that is edited while it learns</h1>
-<p>GrapNet on the 1,797 handwritten digits that come with scikit-learn. Every number was measured
-in this run, $seconds s on $machine, and every claim is a check that can fail.</p>
-<div class="tiles">$tiles</div>
-$chapters
-<section><div><h2>What to try next</h2><ul>$next</ul></div>
-<div><p>The file of this run, from the shell:</p><pre>$commands</pre></div></section>
-</body>
-</html>
-""")
-
-
-@dataclass
-class Chapter:
-    """One thing that is done to the net.
-
-    Attributes:
-        title: its title.
-        text: what is done.
-        rows: a table: what each row has under each title of a column.
-        code: the function that does it; None if there is none worth reading.
-        numbers: further numbers of `demo.json`.
-        checks: what must hold, and whether it did.
-        picture: HTML of a picture, or nothing.
-    """
-
-    title: str
-    text: str
-    rows: dict[str, dict[str, Cell]]
-    code: Callable[..., Any] | None
-    numbers: dict[str, Any]
-    checks: dict[str, bool] = field(default_factory=dict)
-    picture: str = ""
-
-    def lines(self) -> list[str]:
-        """Returns it for a terminal."""
-        titles = list(next(iter(self.rows.values())))
-        cells = [[label, *row.values()] for label, row in self.rows.items()]
-        marked = [f"  {_mark(held)} {claim}" for claim, held in self.checks.items()]
-        return [self.title, *textwrap.wrap(self.text, 98), *table(["", *titles], cells), *marked]
-
-    def html(self, number: int) -> str:
-        """Returns it for the page: words on the left, the table on the right."""
-        left = [f"<h2>{number}. {_escaped(self.title)}</h2>", f"<p>{_escaped(self.text)}</p>"]
-        left.append('<ul class="checks">')
-        for claim, held in self.checks.items():
-            kind = "held" if held else "failed"
-            left.append(f'<li class="{kind}"><b>{_mark(held)}</b>{_escaped(claim)}</li>')
-        left.append("</ul>")
-        if self.code is not None:
-            source = html.escape(inspect.getsource(self.code))
-            left.append(f"<details><summary>The code</summary><pre>{source}</pre></details>")
-        right = ['<div class="scroll"><table>', "<tr><th></th>"]
-        right += [f"<th>{_escaped(title)}</th>" for title in next(iter(self.rows.values()))]
-        for label, row in self.rows.items():
-            right.append(f"</tr><tr><td>{_escaped(label)}</td>")
-            right += [_html_cell(cell) for cell in row.values()]
-        right.append(f"</tr></table></div>{self.picture}")
-        return f"<section><div>{''.join(left)}</div><div>{''.join(right)}</div></section>"
-
-
-def _mark(held: bool) -> str:
-    return "✓" if held else "✗"
-
-
-def _escaped(text: str) -> str:
-    """Returns HTML in which a number and its unit stay on one line."""
-    return re.sub(r"(?<=\d) (?=[%×]|bytes|µs|points|s )", "\u00a0", html.escape(text))
-
-
-def _html_cell(cell: Cell) -> str:
-    """Returns a cell of a table; a share has a bar behind it."""
-    text = _escaped(shown(cell)).replace(" ", "\u00a0")
-    if isinstance(cell, float):
-        return f'<td class="share" style="--share: {cell:.1%}">{text}</td>'
-    if isinstance(cell, str) and not cell[:1].isdigit():
-        return f'<td class="words">{_escaped(cell)}</td>'
-    return f"<td>{text}</td>"
-
-
-class Story:
-    """The chapters, as text, as HTML and as the numbers of `demo.json`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.chapters: list[Chapter] = []
-        self.tiles: list[str] = []
-
-    @property
-    def checks(self) -> dict[str, bool]:
-        """What must hold, and whether it did."""
-        found = {}
-        for chapter in self.chapters:
-            found.update(chapter.checks)
-        return found
-
-    def chapter(
-        self,
-        title: str,
-        text: str,
-        rows: dict[str, dict[str, Cell]],
-        code: Callable[..., Any] | None = None,
-        **numbers: Any,
-    ) -> None:
-        """Adds a chapter with a table."""
-        self.chapters.append(Chapter(title, text, rows, code, numbers))
-        print(f"{title}: done", file=sys.stderr)
-
-    def check(self, claim: str, held: bool) -> None:
-        """Records whether a claim of the last chapter held."""
-        self.chapters[-1].checks[claim] = held
-
-    def tile(self, number: str, meaning: str) -> None:
-        """Adds a number to the top of the page."""
-        self.tiles.append(f"<div><b>{_escaped(number)}</b>{_escaped(meaning)}</div>")
-
-    def draw(self, name: str, drawn: Callable[[], Any], caption: str) -> None:
-        """Adds a picture to the last chapter, for light and for dark screens."""
-        from grapnet import plot
-
-        sources = {}
-        for theme in ("light", "dark"):
-            with plot.theme(theme):
-                path = plot.save(drawn(), self.folder / f"{name}-{theme}.png")
-            data = base64.b64encode(path.read_bytes()).decode()
-            sources[theme] = f"data:image/png;base64,{data}"
-        self.chapters[-1].picture = (
-            '<figure><picture><source media="(prefers-color-scheme: dark)"'
-            f' srcset="{sources["dark"]}"><img src="{sources["light"]}" alt="">'
-            f"</picture><figcaption>{_escaped(caption)}</figcaption></figure>"
-        )
-
-    def data(self) -> dict[str, Any]:
-        """Returns all numbers."""
-        found = {}
-        for chapter in self.chapters:
-            found[chapter.title] = {"rows": chapter.rows, **chapter.numbers}
-        return {"checks": self.checks, "chapters": found}
-
-    def write(self, data: dict[str, Any]) -> None:
-        """Writes `report.html` and `demo.json`."""
-        checks = self.checks.values()
-        self.tile(f"{sum(checks)} of {len(checks)}", "checks held")
-        chapters = [chapter.html(n) for n, chapter in enumerate(self.chapters, 1)]
-        page = PAGE.substitute(
-            seconds=f"{data['seconds']:.0f}",
-            machine=f"{os.cpu_count()} cores",
-            tiles="".join(self.tiles),
-            chapters="\n".join(chapters),
-            next=self._guides(),
-            commands=html.escape("\n".join(_commands(self.folder))),
-        )
-        (self.folder / "report.html").write_text(page, encoding="utf-8")
-        text = json.dumps(data, indent=1, allow_nan=False)
-        (self.folder / "demo.json").write_text(text + "\n", encoding="utf-8")
-
-    def _guides(self) -> str:
-        """Returns links to the documentation beside the library, or the names of its pages."""
-        documents = Path(__file__).resolve().parents[2] / "docs"
-        items = []
-        for title, name in GUIDES:
-            item = f"{title}: docs/{name}"
-            if (documents / name).is_file():
-                place = os.path.relpath(documents / name, self.folder.resolve())
-                item = f'<a href="{html.escape(Path(place).as_posix())}">{title}</a>'
-            items.append(f"<li>{item}</li>")
-        return "".join(items)
-
-
 def _commands(folder: Path) -> list[str]:
     """Returns what to run next."""
-    program = f"{sys.executable} -m grapnet"
+    program = Path(sys.executable)
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
     path = folder / "digits.safetensors"
-    return [
-        f"{program} inspect {path}",
-        f"{program} history {path} --details",
-        f"{program} undo {path} -o {folder / 'nine-digits.safetensors'}",
-    ]
+    cut = f"cut {path} --owner 'digit {UNSEEN}' --dry-run -o {folder / 'cut.safetensors'}"
+    words = (f"inspect {path}", f"history {path}", cut)
+    return [f"{program} -m grapnet {word}" for word in words]
 
 
 def run(given: argparse.Namespace) -> Outcome:
@@ -761,7 +523,8 @@ def run(given: argparse.Namespace) -> Outcome:
     }
     data["settings"] = {"seed": given.seed, "device": str(given.device)}
     data["seconds"] = time.perf_counter() - began
-    story.write(data)
+    commands = _commands(given.out)
+    story.write(data, commands)
     lines = []
     for chapter in story.chapters:
         lines += [*chapter.lines(), ""]
@@ -769,7 +532,7 @@ def run(given: argparse.Namespace) -> Outcome:
     lines += [
         f"{sum(held)} of {len(held)} checks held",
         f"{given.out / 'report.html'} shows it all",
-        f"next: {_commands(given.out)[0]}",
+        f"next: {commands[0]}",
     ]
     return Outcome("\n".join(lines), data, code=int(not all(held)))
 

@@ -386,6 +386,7 @@ class _Run:
         """Returns the recorders that a repair needs."""
         if step.layer is not None:
             return dict(gram_recorders(step.net, [step.net.layers[step.layer]], rows=self.rows))
+        assert step.transition is not None
         relations = RelationSet.of(step.net, [step.transition])
         return dict(matrix_recorders(step.net, relations, rows=self.rows))
 

@@ -3,10 +3,9 @@
 Each makes passes of its own and returns one score per relation; the larger ones stay.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,31 +20,21 @@ from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._probe import copy_in_double, floating_leaves
 
+from ._criteria import Choice, Evidence, Scored
+from ._scopes import Quota
+
 # Returns the loss of a model on a batch.
 Loss = Callable[[Any, Any], Tensor]
 Gradients = dict[nn.Parameter, Tensor]
 
 
-class _Untrained(ABC):
-    """A criterion that makes its own passes; rules call it as a function."""
-
-    @abstractmethod
-    def score(self, net: Any, candidates: RelationSet, evidence: Any = None) -> Tensor:
-        """Returns one number per relation; the larger ones stay, frozen ones are infinite."""
-
-    def __call__(self, net: Any, candidates: RelationSet, evidence: Any = None) -> Tensor:
-        """Returns `score`."""
-        return self.score(net, candidates, evidence)
-
-
-@dataclass(frozen=True)
-class SNIP(_Untrained):
+class SNIP(Scored):
     """Scores relations by |weight · gradient| (Lee et al. 2019): how much the loss depends on them.
 
     The gradient is the sum over the batches. A relation of an adopted model that has several
     numbers has the sum of their scores. Gradients, buffers and weights stay as they are.
 
-    Attributes:
+    Args:
         batches: what `loss` takes, one after the other.
         loss: `loss(model, batch)` returns the loss of the net, or of the model that was adopted.
 
@@ -62,8 +51,9 @@ class SNIP(_Untrained):
         96
     """
 
-    batches: Iterable[Any]
-    loss: Loss
+    def __init__(self, batches: Iterable[Any], loss: Loss) -> None:
+        self.batches = batches
+        self.loss = loss
 
     def score(self, net: Graph, candidates: RelationSet, evidence: Any = None) -> Tensor:
         """Returns one number per relation; the larger ones stay, frozen ones are infinite."""
@@ -76,8 +66,7 @@ class SNIP(_Untrained):
         return _by_relation(candidates, products)
 
 
-@dataclass(frozen=True)
-class GraSP(_Untrained):
+class GraSP(Scored):
     """Scores relations by weight · (H · gradient) (Wang et al. 2020): what the norm of the gradient
     would lose without them.
 
@@ -86,13 +75,14 @@ class GraSP(_Untrained):
     200 before the loss. A relation of an adopted model that has several numbers has the sum of
     their scores. Gradients, buffers and weights stay as they are.
 
-    Attributes:
+    Args:
         batches: what `loss` takes; they can be gone through several times.
         loss: `loss(model, batch)` returns the loss of the net, or of the model that was adopted.
     """
 
-    batches: Iterable[Any]
-    loss: Loss
+    def __init__(self, batches: Iterable[Any], loss: Loss) -> None:
+        self.batches = batches
+        self.loss = loss
 
     def score(self, net: Graph, candidates: RelationSet, evidence: Any = None) -> Tensor:
         """Returns one number per relation; the larger ones stay, frozen ones are infinite."""
@@ -115,7 +105,7 @@ class GraSP(_Untrained):
 
 
 @dataclass(frozen=True)
-class SynFlow(_Untrained):
+class SynFlow(Scored):
     """Scores relations by the synaptic flow through them (Tanaka et al. 2020), without data.
 
     The flow through a relation is the part of the sum of all outputs that passes it, for inputs of
@@ -129,21 +119,32 @@ class SynFlow(_Untrained):
     numbers has the sum of their scores.
 
     Attributes:
-        fraction: the share of the candidates that is to be cut.
+        fraction: the share of the candidates that is to be cut; a rule that cuts by this criterion
+            gives its own.
         rounds: in how many rounds they leave.
     """
 
-    fraction: float
+    fraction: float | None = None
     rounds: int = 100
 
     def __post_init__(self) -> None:
-        if not 0 <= self.fraction < 1:
-            raise EditError(f"fraction lies between 0 and 1, 1 excluded, got {self.fraction!r}")
+        if self.fraction is not None and not 0 <= self.fraction <= 1:
+            raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
         if self.rounds < 1:
             raise EditError(f"rounds is at least 1, got {self.rounds!r}")
 
+    def choose(
+        self, net: Any, candidates: Any, evidence: Evidence, count: int | Quota, /
+    ) -> Choice:
+        """Returns the relations that leave in rounds until so many are gone."""
+        share = Quota.of(count).total / max(1, len(candidates))
+        rounds = replace(self, fraction=share)
+        return Scored.choose(rounds, net, candidates, evidence, count)
+
     def score(self, net: Graph, candidates: RelationSet, evidence: Any = None) -> Tensor:
         """Returns one number per relation; the larger ones stay, frozen ones are infinite."""
+        if self.fraction is None:
+            raise EditError("say what share is to be cut, SynFlow(fraction=…): rounds depend on it")
         flows: _NetFlows | _ModelFlows
         if isinstance(net, Adopted):
             flows = _ModelFlows(net, candidates)

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -440,3 +441,37 @@ def test_the_journal_forgets_values_and_keeps_the_count(net: gn.GrapNet) -> None
     other.replay(net.history)
     assert other.version == net.version
     assert other.layers[2].biases.tolist() != biases, "values that are gone are not repeated"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"positions": torch.tensor([0, 3], dtype=torch.int32)},  # the first one leaves
+        {"positions": torch.tensor([3, 2], dtype=torch.int32)},
+        {"positions": torch.tensor([2, 99], dtype=torch.int32)},
+        {"positions": torch.tensor([2], dtype=torch.int32)},
+        {"positions": torch.tensor([2, 3])},
+        {"before": None},
+    ],
+    ids=["leaves", "order", "range", "count", "type", "half"],
+)
+def test_a_file_with_an_impossible_assignment_is_refused(
+    net: gn.GrapNet, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    path = tmp_path / "net.safetensors"
+    relations = net.layers[0].outgoing()
+    with net.edit() as edit:
+        edit.cut(relations[:1])
+        edit.assign(relations[2:4], 1.0)
+    gn.save(path, net, undo=True)
+    gn.load(path).undo()
+    (place,) = net.journal.undoable
+    commit = net.journal._details[place]
+    wires = commit.change.transitions[0]
+    assert wires.weights.assigned is not None
+    forged = replace(wires.weights, assigned=replace(wires.weights.assigned, **wrong))
+    change = replace(commit.change, transitions={0: replace(wires, weights=forged)})
+    net.journal._details[place] = replace(commit, change=change)
+    gn.save(path, net, undo=True)
+    with pytest.raises(gn.errors.CheckpointError):
+        gn.load(path)

@@ -218,6 +218,18 @@ def test_auto_runs_no_tiles_below_the_size_that_was_measured(
         assert (row["tile"], row["runs"]) == (tile, runs)
 
 
+@pytest.mark.sparse
+def test_the_reason_lists_the_fastest_backend_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = table("float32", 0.5)
+    tiled = table("float32", 0.1)
+    for mode in ("forward", "training"):
+        made.data[mode]["tiles"] = tiled.data[mode]["sparse"]
+    monkeypatch.setattr(_costs, "shipped", lambda: {(made.data["kind"], "float32"): made})
+    net = gn.GrapNet([256, 256], density=0.5, tile=64)
+    (row,) = net.execution.describe()
+    assert row["why"].index("tiles 0.10") < row["why"].index("sparse 0.50")
+
+
 def test_what_dense_cannot_run_is_not_measured() -> None:
     net = gn.GrapNet.from_relations([20_000, 20_000], [([0, 19_999], [19_999, 0])])
     (before,) = net.execution.describe(2)

@@ -5,6 +5,8 @@ import itertools
 import pytest
 import torch
 
+import grapnet as gn
+from grapnet.rules import PruneNodes, PruneWeakest, RuleContext
 from grapnet.rules._alternating import Reader, alternate, elimination_costs
 from grapnet.rules._least_squares import error_of, obs_sweep, repaired
 
@@ -219,3 +221,92 @@ def test_a_copy_of_a_column_leaves_first_and_held_columns_do_not():
     readers = [single(weights, gram)]
     assert int(leaving_nodes(readers, 1)[0]) in (4, 7)
     assert not {4, 7} & set(leaving_nodes(readers, 8, held=(4, 7)).tolist())
+
+
+def recorded(rule, net, x):
+    """Returns a context with the evidence of a rule."""
+    recorders = rule.recorders(net)
+    for recorder in recorders.values():
+        recorder.arm(net)
+    with torch.no_grad():
+        net(x)
+    for recorder in recorders.values():
+        recorder.disarm()
+    return RuleContext(evidence=recorders)
+
+
+def net_and_rows():
+    net = gn.GrapNet([8, 12, 3], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mixing = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(100, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    return net, x @ mixing
+
+
+def test_a_net_gets_the_weights_that_the_matrices_give():
+    net, x = net_and_rows()
+    rule = PruneWeakest(fraction=0.5, by="alternating", transitions=0)
+    context = recorded(rule, net, x)
+    weights = net.transitions[0].weight.detach().view(8, 12).t()
+    whole = torch.cat([weights, net.layers[1].biases.detach()[:, None]], 1)
+    rows = torch.cat([x, x.new_ones(100, 1)], 1)
+    expected = alternate(whole, rows.t() @ rows, count=48)
+    with net.edit() as edit:
+        rule(net, edit, context)
+    dense = torch.zeros(12, 8, dtype=torch.float64)
+    topology = net.transitions[0].topology
+    dense[topology.child.long(), topology.parents().long()] = net.transitions[0].values().detach()
+    torch.testing.assert_close(dense, expected.weights[:, :8], rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        net.layers[1].biases.detach(), expected.weights[:, 8], rtol=1e-9, atol=1e-12
+    )
+    net.undo()
+    assert torch.equal(net.transitions[0].weight.detach().view(8, 12).t(), weights)
+
+
+def test_frozen_relations_stay_to_the_bit():
+    net, x = net_and_rows()
+    with net.edit() as edit:
+        edit.freeze(net.layers[0][2].outgoing())
+    before = net.layers[0][2].W_alloc.detach().clone()
+    rule = PruneWeakest(fraction=0.5, by="alternating", transitions=0)
+    context = recorded(rule, net, x)
+    with net.edit() as edit:
+        rule(net, edit, context)
+    assert torch.equal(net.layers[0][2].W_alloc.detach(), before)
+    assert net.transitions[0].size == 48
+
+
+@pytest.mark.parametrize(
+    ("rule", "layer"),
+    [
+        (PruneWeakest(fraction=0.5, by="alternating", transitions=1), 0),
+        (PruneNodes(fraction=0.5, by="elimination"), 0),
+    ],
+    ids=["alternating", "elimination"],
+)
+def test_stale_evidence_is_refused(rule, layer):
+    net, x = net_and_rows()
+    context = recorded(rule, net, x)
+    with torch.no_grad():
+        net.transitions[layer].weight.mul_(1.5)
+    version = net.version
+    with pytest.raises((gn.EditError, gn.StaleError)), net.edit() as edit:
+        rule(net, edit, context)
+    assert net.version == version
+
+
+def test_elimination_removes_the_copy_of_a_node():
+    """With two nodes that compute the same, one leaves and costs next to nothing after repair."""
+    errors = {}
+    for has_copy in (True, False):
+        net, x = net_and_rows()
+        if has_copy:
+            with torch.no_grad():
+                incoming = net.transitions[0].weight.view(8, 12)
+                incoming[:, 7] = incoming[:, 3]
+                net.layers[1].bias[7] = net.layers[1].bias[3]
+        expected = net(x).detach()
+        gn.prune(net, [x], nodes=1 / 12, by="elimination")
+        assert net.sizes == [8, 11, 3]
+        errors[has_copy] = float((net(x).detach() - expected).square().mean())
+    assert errors[True] < 1e-3 * errors[False]

@@ -1,6 +1,7 @@
 """SNIP, GraSP and SynFlow, beside plain torch with the formulas of the papers."""
 
 import copy
+from itertools import product
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import grapnet as gn
-from grapnet.rules import SNIP, GraSP, SynFlow
+from grapnet.rules import SNIP, GraSP, PruneWeakest, RuleContext, RuleManager, SynFlow
 
 BACKENDS = ["reference", "dense", "family", "sparse", "auto"]
 
@@ -86,12 +87,15 @@ def test_snip_is_the_size_of_weight_times_gradient(backend: str) -> None:
     assert all(parameter.grad is None for parameter in net.parameters())
     part = net.layers[1].outgoing()
     assert torch.equal(
-        SNIP(data, loss)(net, part), found[torch.isin(relations.parents, part.parents)]
+        SNIP(data, loss).score(net, part), found[torch.isin(relations.parents, part.parents)]
     )
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("density", [0.7, 1.0])
+# Tiles of so few nodes are full.
+@pytest.mark.parametrize(
+    ("backend", "density"),
+    [*product(BACKENDS, [0.7, 1.0]), ("tiles", 1.0)],
+)
 def test_grasp_is_weight_times_hessian_times_gradient(backend: str, density: float) -> None:
     net = net_of(density, activation="tanh")
     net.execution.use(backend)
@@ -291,6 +295,28 @@ def test_synflow_of_a_model_runs_on_absolute_values_in_evaluation_mode() -> None
     assert torch.equal(again.sort().values, torch.arange(len(rest), dtype=torch.float64))
 
 
+@pytest.mark.parametrize("name", ["SNIP", "GraSP", "SynFlow"])
+def test_a_rule_cuts_by_them(name: str) -> None:
+    data = batches(6)
+    net = net_of(1.0)
+    relations = net.select().outgoing()
+    criteria: dict[str, Any] = {"SNIP": SNIP(data, loss), "GraSP": GraSP(data, loss)}
+    scored = criteria.get(name, SynFlow(0.8))
+    expected = relations.smallest(fraction=0.8, key=scored.score(net, relations))
+    manager = RuleManager()
+    rule = PruneWeakest(fraction=0.8, by=criteria.get(name, SynFlow()))
+    manager.add(rule)
+    with net.edit(trial=True, allow_dead=True) as edit:
+        rule(net, edit, RuleContext())
+        assert set(pairs(edit.cuts)) == set(pairs(expected))
+    # Batches are no part of a checkpoint.
+    assert len(str(manager.state_dict())) < 5000
+
+
+def pairs(relations: gn.RelationSet) -> list[tuple[int, int]]:
+    return list(zip(relations.parents.tolist(), relations.children.tolist(), strict=True))
+
+
 def test_frozen_relations_stay() -> None:
     net = net_of(activation="tanh")
     with net.edit() as edit:
@@ -308,7 +334,9 @@ def test_tokens_and_wrong_settings_are_refused() -> None:
     net = gn.adopt(model, torch.zeros(2, 3, dtype=torch.int64))
     with pytest.raises(gn.EditError):
         SynFlow(0.5).score(net, all_relations(net))
-    for given in ({"fraction": 1.0}, {"fraction": -0.1}, {"fraction": 0.5, "rounds": 0}):
+    with pytest.raises(gn.EditError):
+        SynFlow().score(net_of(), net_of().select().outgoing())
+    for given in ({"fraction": 1.1}, {"fraction": -0.1}, {"fraction": 0.5, "rounds": 0}):
         with pytest.raises(gn.EditError):
             SynFlow(**given)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="batch"):

@@ -11,11 +11,13 @@ def test_arms_start_alike_and_grow_as_many_parameters(result):
         assert list(numbers) == list(ARMS)
         assert len({numbers[arm]["before"] for arm in ARMS}) == 1
         each = 49 + FAST.hidden[1] + 1
-        for arm in ARMS[1:-1]:
+        for arm in ARMS[1:-2]:
             assert numbers[arm]["parameters"] == FAST.nodes * each
             assert numbers[arm]["sizes"][1] == FAST.hidden[0] + FAST.nodes
         assert 0 < numbers["TINY, best place"]["parameters"] <= FAST.nodes * each
         assert numbers["none"]["parameters"] == 0
+        assert numbers["TINY, second layer"]["sizes"][1] == FAST.hidden[0]
+        assert FAST.hidden[1] < numbers["TINY, second layer"]["sizes"][2] < FAST.hidden[1] + 10
         assert len({numbers[arm]["trained"] for arm in ARMS[:-1]}) == len(ARMS) - 1
 
 

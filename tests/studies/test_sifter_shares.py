@@ -11,6 +11,8 @@ import torch
 from scipy import stats
 
 import grapnet as gn
+from grapnet.rules import gram_recorders
+from grapnet.rules import repair as library_repair
 from studies import sifter, sifter_shares, tabular
 from studies.sifter_shares import FAST, ROWS, Received, missed, repair, summarise
 from studies.statistics import paired, paired_splits
@@ -106,11 +108,15 @@ def test_the_corrected_test_is_the_plain_one_where_no_rows_are_shared():
 
 def test_significance_counts_from_the_share_after_which_it_holds_to_the_end():
     shares = (0.1, 0.5, 0.9)
-    good = {"mean": 1.0, "p": 0.001}
+    good = {"mean": 1.0, "p": 0.001, "corrected_p": 0.02}
     bad = {"mean": 1.0, "p": 0.02}
     behind = {"mean": -1.0, "p": 0.001}
-    start = sifter_shares._significant_from
+
+    def start(shares, right, p="p"):
+        return sifter_shares._significant_from(shares, right, p)
+
     assert start(shares, [good, good, good]) == 0.1
+    assert start(shares, [good, good, good], "corrected_p") is None
     assert start(shares, [good, bad, good]) == 0.9
     assert start(shares, [good, good, bad]) is None
     assert start(shares, [behind, good, good]) == 0.5
@@ -135,3 +141,23 @@ def test_the_summary_is_that_of_the_seeds(result):
 def test_the_picture_is_drawn(result, tmp_path: Path):
     sifter_shares.plot(result, tmp_path / "shares.png")
     assert (tmp_path / "shares.png").stat().st_size > 1000
+
+
+def test_where_one_layer_loses_nodes_it_is_the_repair_of_the_library():
+    net, x = made_up_net()
+    net = net.double()
+    x = x.double()
+    received = Received.of(net, x)
+    by_study = copy.deepcopy(net)
+    with by_study.edit(reason="cut") as edit:
+        edit.remove_nodes(by_study.layers[3][::2])
+    repair(by_study, received, [1e-10])
+    recorders = gram_recorders(net, layers=(3,), held_out=0)
+    for recorder in recorders.values():
+        recorder.arm(net)
+    with torch.no_grad():
+        net(x)
+    with net.edit(reason="cut") as edit:
+        edit.remove_nodes(net.layers[3][::2])
+        library_repair(net, edit, recorders, damping=1e-10)
+    assert torch.allclose(net(x), by_study(x), atol=1e-5)

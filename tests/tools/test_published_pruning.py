@@ -85,7 +85,7 @@ def test_rounding_of_the_published_code_is_no_failure():
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("SparseGPT, 2:4, float32", {"share that agrees": 0.99}),
+        ("SparseGPT, 2:4, float32", {"share that agrees": 0.989}),
         ("SparseGPT, 2:4, float64", {"share that agrees": 0.999}),
         ("SparseGPT, 2:4, float64", {"perplexity": {"ours": 7.12, "published": 7.18}}),
     ],
