@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import grapnet as gn
-from benchmarks import execution, files, graft, rules
+from benchmarks import execution, files, graft, repair, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli._main import main
@@ -274,6 +274,11 @@ def test_the_guide_shows_the_committed_runs_of_rigl():
     assert mean["dense"] - 1 < mean["RigL"]
     assert mean["RigL"] > mean["static"]
     assert result["times_as_fast_as_dense"]["RigL"] > 1
+
+
+def test_the_performance_page_shows_the_committed_costs_of_repair():
+    result = json.loads((RESULTS / "repair.json").read_text())
+    assert repair.table(result) in (ROOT / "docs/performance.md").read_text()
 
 
 def test_the_guide_shows_the_committed_curves_of_cuts():
