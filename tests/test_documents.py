@@ -266,6 +266,14 @@ def test_the_performance_page_shows_the_committed_measurements(name):
     assert execution.markdown(result) in (ROOT / "docs/performance.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["rigl_fashion_98", "rigl_fashion_99"])
+def test_the_guide_shows_the_committed_runs_of_rigl_at_higher_sparsities(name):
+    result = json.loads((ROOT / f"results/{name}.json").read_text())
+    assert result["settings"]["density"] == round(1 - int(name[-2:]) / 100, 2)
+    assert {*rigl.CONTRASTS[0], *rigl.CONTRASTS[1], rigl.LONGER} == set(result["accuracy"])
+    assert rigl.table(result) in (ROOT / "docs/guides/sparse-training.md").read_text()
+
+
 def test_the_guide_shows_the_committed_runs_of_rigl():
     result = json.loads((ROOT / "results/rigl_fashion.json").read_text())
     assert rigl.table(result) in (ROOT / "docs/guides/sparse-training.md").read_text()
