@@ -20,6 +20,7 @@ import grapnet as gn
 
 from ._command import Cell, shown, table
 
+SHORT = 12  # lines of code that the page shows unfolded
 # What to read next.
 GUIDES = (
     ("Prune a model of your own without training", "guides/one-shot.md"),
@@ -51,9 +52,9 @@ p { margin: 0 0 .75rem; }
 a { color: var(--link); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(10rem, 1fr)); gap: 1rem;
   margin: 1.25rem 0; }
-.tiles div { background: var(--card); border-radius: .5rem; padding: .75rem 1rem;
+.tiles div { background: var(--card); border-radius: .5rem; padding: .75rem;
   color: var(--soft); font-size: .9rem; }
-.tiles b { display: block; font-size: 1.5rem; line-height: 1.3; color: var(--ink); }
+.tiles b { display: block; font-size: 1.2rem; white-space: nowrap; color: var(--ink); }
 section { display: grid; grid-template-columns: minmax(0, 1fr); gap: .5rem 2.5rem;
   border-top: 1px solid var(--line); padding: 1.5rem 0; }
 @media (min-width: 60rem) { section { grid-template-columns: minmax(0, 5fr) minmax(0, 6fr); } }
@@ -62,13 +63,13 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 th { font-weight: 600; vertical-align: bottom; color: var(--soft); font-size: .9rem; }
 th, td { padding: .35rem .5rem; border-bottom: 1px solid var(--line); text-align: right; }
 th:first-child, td:first-child, .words { text-align: left; }
-.number { white-space: nowrap; }
-td.share { white-space: nowrap;
-  background: linear-gradient(var(--bar) 0 0) no-repeat left / var(--share) 70%; }
+td.number, td.share { white-space: nowrap; }
+td.share { background: linear-gradient(var(--bar) 0 0) no-repeat left / var(--share) 70%; }
 ul.checks { list-style: none; padding: 0; margin: 0 0 .75rem; }
 .checks li { padding-left: 1.5rem; text-indent: -1.5rem; }
 .checks b { display: inline-block; width: 1.5rem; text-indent: 0; color: var(--good); }
 .checks .failed b { color: var(--bad); }
+details { margin-top: .75rem; }
 summary { cursor: pointer; color: var(--link); }
 pre { overflow-x: auto; background: var(--card); border-radius: .5rem; padding: .75rem 1rem;
   font-size: .85rem; line-height: 1.45; margin: .5rem 0 0; }
@@ -77,7 +78,8 @@ figure { margin: 1rem 0 0; }
 img { width: 100%; height: auto; border-radius: .5rem; }
 figcaption { color: var(--soft); font-size: .9rem; }
 @media (max-width: 30rem) { body { padding: 1rem; } th, td { padding: .3rem .25rem; }
-  table { font-size: .85rem; } th { font-size: .8rem; } }
+  table { font-size: .85rem; } th { font-size: .8rem; } .tiles { gap: .75rem; }
+  .tiles b { font-size: 1.1rem; } }
 </style>
 </head>
 <body>
@@ -123,23 +125,23 @@ class Chapter:
         return [self.title, *textwrap.wrap(self.text, 98), *table(["", *titles], cells), *marked]
 
     def html(self, number: int) -> str:
-        """Returns it for the page: words on the left, the table on the right."""
+        """Returns it for the page: words on the left, table and code on the right."""
         left = [f"<h2>{number}. {_escaped(self.title)}</h2>", f"<p>{_escaped(self.text)}</p>"]
         left.append('<ul class="checks">')
         for claim, held in self.checks.items():
             kind = "held" if held else "failed"
             left.append(f'<li class="{kind}"><b>{_mark(held)}</b>{_escaped(claim)}</li>')
         left.append("</ul>")
-        if self.code is not None:
-            source = html.escape(inspect.getsource(self.code))
-            left.append(f"<details><summary>The code</summary><pre>{source}</pre></details>")
+        left.append(self.picture)
         right = ['<div class="scroll"><table>', "<tr><th></th>"]
         for title, cell in next(iter(self.rows.values())).items():
             right.append(f'<th class="{_kind(cell)}">{_escaped(title)}</th>')
         for label, row in self.rows.items():
             right.append(f"</tr><tr><td>{_escaped(label)}</td>")
             right += [_html_cell(cell) for cell in row.values()]
-        right.append(f"</tr></table></div>{self.picture}")
+        right.append("</tr></table></div>")
+        if self.code is not None:
+            right.append(_folded(self.code))
         return f"<section><div>{''.join(left)}</div><div>{''.join(right)}</div></section>"
 
 
@@ -149,7 +151,15 @@ def _mark(held: bool) -> str:
 
 def _escaped(text: str) -> str:
     """Returns HTML in which a number and its unit stay on one line."""
-    return re.sub(r"(?<=\d) (?=[%×]|bytes|µs|points|s )", "\u00a0", html.escape(text))
+    return re.sub(r"(?<=\d) (?=[%×]|→|kB|bytes|µs|points|s )", "\u00a0", html.escape(text))
+
+
+def _folded(code: Callable[..., Any]) -> str:
+    """Returns the body of a function that has a docstring; a long one is folded."""
+    body = textwrap.dedent(inspect.getsource(code).split('"""', 2)[2]).strip()
+    is_open = " open" if body.count("\n") < SHORT else ""
+    source = html.escape(body)
+    return f"<details{is_open}><summary>The code</summary><pre>{source}</pre></details>"
 
 
 def _kind(cell: Cell) -> str:
@@ -214,8 +224,9 @@ class Story:
         sources = {}
         for theme in ("light", "dark"):
             with plot.theme(theme):
-                axes = Figure((7, 4), layout="constrained").subplots()
-                path = plot.save(plot.graph(net, ax=axes), self.folder / f"graph-{theme}.png")
+                axes = plot.graph(net, ax=Figure((5.5, 4), layout="constrained").subplots())
+                axes.set_title("")  # the caption says it
+                path = plot.save(axes, self.folder / f"graph-{theme}.png")
             data = base64.b64encode(path.read_bytes()).decode()
             sources[theme] = f"data:image/png;base64,{data}"
         self.chapters[-1].picture = (
