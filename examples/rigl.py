@@ -302,21 +302,27 @@ def table(result: dict[str, Any]) -> str:
     titles = "method | parameters | epochs | seeds | test accuracy | training step, times as fast"
     lines = [f"| {titles} |", "|---|---:|---:|---:|---:|---:|"]
     for method, found in accuracy.items():
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
+        shown = f"{statistics.mean(found):.2f}"
+        if len(found) > 1:
+            shown += f" ± {statistics.stdev(found):.2f}"
         cells = [method, f"{result['parameters'][method]:,}", str(epochs_of(method, result))]
         cells.append(str(len(found)))
-        cells.append(f"{statistics.mean(found):.2f} ± {spread:.2f}")
+        cells.append(shown)
         cells.append(f"{faster[method]:.2f}" if method in faster else "")
         lines.append(f"| {' | '.join(cells)} |")
-    lines += ["", "| difference in points | mean [95 %], p, seeds |", "|---|---:|"]
+    differences = []
     for one, other in CONTRASTS:
         if one not in accuracy or other not in accuracy:
             continue
         count = min(len(accuracy[one]), len(accuracy[other]))
         if count > 1:
-            difference = paired(accuracy[one][:count], accuracy[other][:count])
-            lines.append(f"| {one} − {other} | {difference} |")
-    return "\n".join(lines)
+            difference = str(paired(accuracy[one][:count], accuracy[other][:count]))
+        else:
+            difference = f"{accuracy[one][0] - accuracy[other][0]:+.2f}, n = 1"
+        differences.append(f"| {one} − {other} | {difference} |")
+    if differences:
+        lines += ["", "| difference in points | mean [95 %], p, seeds |", "|---|---:|"]
+    return "\n".join(lines + differences)
 
 
 def plot(result: dict[str, object], path: Path) -> None:

@@ -543,6 +543,15 @@ class Edit:
                 self._requests.cuts[t] = [asked[~kept]]
 
     @property
+    def assigned_relations(self) -> RelationSet:
+        """The relations that this edit assigns so far."""
+        self._require_open()
+        found = {}
+        for t, asked in self._requests.assign_relations.items():
+            found[t] = union([one.positions for one in asked], self.graph.device)
+        return RelationSet(self.graph, found)
+
+    @property
     def n_connections(self) -> int:
         """The number of relations that this edit connects so far."""
         return sum(len(c.parents) for asked in self._requests.connections.values() for c in asked)

@@ -125,7 +125,7 @@ def prune(
     preview: bool = False,
     resume: bool = False,
     most_undo_bytes: int | None = None,
-    progress: bool = False,
+    progress: Callable[[list[Any]], Iterable[Any]] | None = None,
     generator: torch.Generator | None = None,
 ) -> Pruning:
     """Prunes a trained model in one shot: layer by layer, each repaired before the next.
@@ -161,7 +161,7 @@ def prune(
         resume: whether stages that an earlier call with the same settings committed last are left
             out.
         most_undo_bytes: raise GrapNetError before anything changes if undo could keep more.
-        progress: whether to show a progress bar; needs tqdm.
+        progress: wraps the list of stages, as `tqdm.tqdm` does, which shows a progress bar.
         generator: source of random numbers.
 
     Returns:
@@ -208,10 +208,13 @@ def prune(
     done = run.earlier(pruning) if resume else {}
     if probe is not None:
         pruning.before = probe()
+    shown: Iterable[_Step] = steps
     for place, net in enumerate(nets.values()):
         limit = len(net.journal.undoable) + len(steps)
         net.journal.undo_limit = max(pruning._limits[place], limit)
-    for step in _shown(steps, progress):
+    if progress is not None:
+        shown = progress(steps)
+    for step in shown:
         stage = done.get(step.name)
         if stage is None:
             stage = run.carry_out(step)
@@ -424,12 +427,3 @@ def _evaluated(model: nn.Module) -> Iterator[None]:
             part.training = training
         for parameter, gradient in gradients:
             parameter.grad = gradient
-
-
-def _shown(steps: list[_Step], progress: bool) -> Iterable[_Step]:
-    """Returns the steps, with a progress bar if that is wanted."""
-    if not progress:
-        return steps
-    from tqdm.auto import tqdm
-
-    return tqdm(steps, "prune", unit=" layers")

@@ -438,7 +438,8 @@ def gone_relations(net: Graph, edit: Edit, t: int) -> Tensor:
 
 
 def unavailable_relations(net: GrapNet, edit: Edit, t: int) -> Tensor:
-    """Returns the ascending positions of the relations that the edit cuts or that leave with a
-    node, connected again or not.
+    """Returns the ascending positions of the relations that the edit cuts or assigns, or that leave
+    with a node, connected again or not.
     """
-    return positions_in(edit.cuts | leaving_relations(edit), t, net.device)
+    taken = edit.cuts | edit.assigned_relations | leaving_relations(edit)
+    return positions_in(taken, t, net.device)

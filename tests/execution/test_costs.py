@@ -79,6 +79,16 @@ def test_the_precision_is_the_one_that_is_set(matmul_precision: None) -> None:
     assert precision("cpu", torch.float32) == "bf32"
 
 
+def test_compiled_code_reads_tf32_for_cuda_alone(matmul_precision: None) -> None:
+    torch.set_float32_matmul_precision("high")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def is_tf32(x: torch.Tensor, device: str) -> torch.Tensor:
+        return x + (precision(device, torch.float32) == "tf32")
+
+    assert [int(is_tf32(torch.zeros(()), device)) for device in ("cpu", "cuda")] == [0, 1]
+
+
 @pytest.mark.skipif(
     not hasattr(torch.backends.cuda.matmul, "fp32_precision"), reason="came with torch 2.9"
 )
