@@ -490,8 +490,8 @@ def tell_saving(
     story.chapter(
         "Save and resume",
         f"One file of {path.stat().st_size:,} bytes, without code, holds the net, the state of"
-        f" AdamW ({moments:,} bytes, only of what is not frozen) and the journal of the table. A net"
-        " and an AdamW made from it train on beside the originals.",
+        f" AdamW ({moments:,} bytes, only of what is not frozen) and the journal shown here. A"
+        " net and an AdamW made from it train on beside the originals.",
         rows,
         code=resume,
         bytes=path.stat().st_size,
