@@ -61,11 +61,12 @@ readers: .venv/.test ## read nets in several threads beside 10,000 edits per bac
 interrupts: .venv/.test ## interrupt edits, trials, grafts and restores 11,000 times and write tools/results/interrupts.json
 	$(BIN)/python -m tools.interrupts 10000 --signals 1000 --jobs 2 --json tools/results/interrupts.json
 
-bench: .venv/.test ## measure edits, execution, rules, files, grafts and models, checking their results, and write benchmarks/results/
+bench: .venv/.test ## measure edits, execution, rules, repair, files, grafts and models, checking their results, and write benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.run edits --check --json benchmarks/results/edits.json
 	$(BIN)/python -m benchmarks.run execution --check --json benchmarks/results/execution.json
 	$(BIN)/python -m benchmarks.run rules --check --json benchmarks/results/rules.json
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run repair --check --json benchmarks/results/repair.json
 	$(BIN)/python -m benchmarks.run files --check --json benchmarks/results/files.json
 	$(BIN)/python -m benchmarks.run graft --check --json benchmarks/results/graft.json
 	$(BIN)/python -m benchmarks.run models --check --json benchmarks/results/models.json

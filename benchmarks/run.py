@@ -17,6 +17,7 @@ BENCHMARKS = (
     "files",
     "graft",
     "models",
+    "repair",
     "rules",
 )
 

@@ -1,19 +1,25 @@
-"""Dynamic sparse training: RigL and SET at 90 % sparsity beside static random wiring and a dense
-network, and RigL on tiles of 64 nodes a side beside static tiles.
+"""Dynamic sparse training: RigL and SET at 90 % sparsity beside static random wiring and dense
+networks, and RigL on tiles of 64 nodes a side beside static tiles.
 
 `python -m examples.rigl` trains all of them on Fashion-MNIST (on the digits of scikit-learn with
-`--data digits`) and prints a table; `--methods` names some of them, `--json FILE` keeps the
-numbers, and `--time` measures a training step of each, in turns, as well.
+`--data digits`) and prints a table; `--methods` names some of them, `--density` sets the share of
+the relations, and `--time` measures a training step of each, in turns, as well. `--json FILE` keeps
+the numbers after every run: the same command goes on with what is missing there.
+
+Two controls have as many parameters as the sparse networks, in layers of fewer nodes without a
+sparse wiring: "narrow dense" trains for as many epochs, "narrow dense, equal time" for as long as
+RigL takes.
 """
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +28,13 @@ from torch.nn.functional import cross_entropy
 import grapnet as gn
 from grapnet.rules import RuleManager, rigl, set_rewiring
 from studies.data import load_fashion
+from studies.statistics import paired
 
-METHODS = ("dense", "static", "SET", "RigL", "static tiles", "RigL tiles")
+LONGER = "narrow dense, equal time"
+METHODS = ("dense", "narrow dense", LONGER, "static", "SET", "RigL", "static tiles", "RigL tiles")
+CONTRASTS = (("RigL", "static"), ("RigL", "narrow dense"), ("RigL", LONGER))
+# settings that may change from one run to the next that is kept in the same file
+FREE = ("seeds", "device", "methods", "tile")
 Split = tuple[Tensor, Tensor]
 
 
@@ -49,15 +60,78 @@ class Settings:
     methods: tuple[str, ...] = METHODS
 
 
-def main(settings: Settings) -> dict[str, object]:
-    """Trains every method with every seed and returns the test accuracies in per cent."""
+def main(settings: Settings, path: Path | None = None) -> dict[str, Any]:
+    """Trains every method with every seed and returns the test accuracies in per cent.
+
+    Args:
+        settings: of all runs.
+        path: of a JSON file with the runs that are finished; it is written after each run.
+
+    Raises:
+        ValueError: if the file was made with other settings.
+    """
     train, test = read(settings.data, settings.device)
-    accuracies: dict[str, list[float]] = {method: [] for method in settings.methods}
+    outcome: dict[str, Any] = {"settings": asdict(settings), "accuracy": {}}
+    if path is not None and path.exists():
+        outcome = json.loads(path.read_text())
+        _refuse_other(outcome["settings"], settings)
+    accuracies = outcome["accuracy"]
+    devices = outcome.setdefault("devices", {})
+    for method in accuracies:
+        devices.setdefault(method, outcome["settings"]["device"])
+    if LONGER in settings.methods and "narrow_epochs" not in outcome:
+        outcome["narrow_epochs"] = epochs_of_equal_time(settings, train, test)
     for seed in range(settings.seeds):
         for method in settings.methods:
-            accuracies[method].append(run(method, seed, train, test, settings))
-            print(f"seed {seed} {method:>12}: {accuracies[method][-1]:.2f}", flush=True)
-    return {"settings": asdict(settings), "accuracy": accuracies}
+            found = accuracies.setdefault(method, [])
+            if len(found) > seed:
+                continue
+            devices[method] = settings.device
+            epochs = epochs_of(method, outcome)
+            found.append(run(method, seed, train, test, replace(settings, epochs=epochs)))
+            print(f"seed {seed} {method:>24}: {found[-1]:.2f}", flush=True)
+            if path is not None:
+                path.write_text(json.dumps(outcome, indent=1) + "\n")
+    images = len(train[0])
+    outcome["settings"]["seeds"] = max(map(len, accuracies.values()), default=0)
+    outcome["parameters"] = {}
+    for method in accuracies:
+        net, _ = build(method, train[0].shape[1], 0, settings, images)
+        outcome["parameters"][method] = sum(part.numel() for part in net.parameters())
+    return outcome
+
+
+def _refuse_other(found: dict[str, Any], settings: Settings) -> None:
+    """Raises if runs of a file differ from others in more than seeds, device and methods."""
+    wanted = json.loads(json.dumps(asdict(settings)))
+    other = [key for key in wanted if key not in FREE and found[key] != wanted[key]]
+    if other:
+        raise ValueError(f"the file was made with other settings of {', '.join(other)}")
+
+
+def epochs_of(method: str, outcome: dict[str, Any]) -> int:
+    """Returns for how many epochs a method trains."""
+    if method == LONGER:
+        return outcome["narrow_epochs"]
+    return outcome["settings"]["epochs"]
+
+
+def epochs_of_equal_time(settings: Settings, train: Split, test: Split, turns: int = 5) -> int:
+    """Returns how many epochs the narrow dense network trains in the time of RigL's.
+
+    Both train for two epochs in every turn. The time is the processor's, which depends less on
+    other work of the machine than the clock.
+    """
+    short = replace(settings, epochs=2)
+    ratios = []
+    for seed in range(turns):
+        seconds = {}
+        for method in ("narrow dense", "RigL"):
+            start = time.process_time()
+            run(method, seed, train, test, short)
+            seconds[method] = time.process_time() - start
+        ratios.append(seconds["RigL"] / seconds["narrow dense"])
+    return max(1, round(settings.epochs * statistics.median(ratios)))
 
 
 def run(method: str, seed: int, train: Split, test: Split, settings: Settings) -> float:
@@ -96,8 +170,11 @@ def build(
     sizes = [inputs, *settings.hidden, 10]
     manager = RuleManager(seed=seed)
     if method == "dense":
-        layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
-        return nn.Sequential(*layers[:-1]).to(settings.device), manager
+        return _dense(sizes).to(settings.device), manager
+    if method.startswith("narrow"):
+        width = narrow_width(sizes, settings.density)
+        narrow = [inputs, *[width] * len(settings.hidden), 10]
+        return _dense(narrow).to(settings.device), manager
     tile = None
     if method.endswith("tiles"):
         tile = settings.tile
@@ -113,8 +190,37 @@ def build(
     return net, manager
 
 
+def _dense(sizes: Sequence[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(sizes):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def narrow_width(sizes: Sequence[int], density: float) -> int:
+    """Returns how many nodes a hidden layer of a dense network has that has at most as many
+    parameters, biases included, as the sparse one; all its hidden layers are equal.
+
+    Examples:
+        >>> narrow_width([784, 1024, 1024, 10], 0.1)
+        190
+    """
+    relations = sum(inputs * outputs for inputs, outputs in pairwise(sizes))
+    allowed = density * relations + sum(sizes[1:])
+    hidden = len(sizes) - 2
+
+    def parameters(width: int) -> int:
+        narrow = [sizes[0], *[width] * hidden, sizes[-1]]
+        return sum((inputs + 1) * outputs for inputs, outputs in pairwise(narrow))
+
+    width = 1
+    while parameters(width + 1) <= allowed:
+        width += 1
+    return width
+
+
 def _optimizer(net: nn.Module, settings: Settings) -> torch.optim.SGD:
-    options = {
+    options: dict[str, Any] = {
         "lr": settings.learning_rate,
         "momentum": settings.momentum,
         "weight_decay": settings.weight_decay,
@@ -189,18 +295,34 @@ def _step(method: str, train: Split, settings: Settings) -> Callable[[], None]:
     return step
 
 
-def table(result: dict[str, object]) -> str:
-    """Returns the result as the table that the documentation shows."""
-    faster = result.get("times_as_fast_as_dense")
-    lines = ["| method | test accuracy | training step, times as fast |"]
-    lines.append("|---|---:|---:|")
-    for method, found in result["accuracy"].items():  # pyright: ignore[reportAttributeAccessIssue]
-        spread = statistics.stdev(found) if len(found) > 1 else 0.0
-        ratio = ""
-        if faster and method in faster:  # pyright: ignore[reportOperatorIssue]
-            ratio = f"{faster[method]:.2f}"  # pyright: ignore[reportIndexIssue]
-        lines.append(f"| {method} | {statistics.mean(found):.2f} ± {spread:.2f} | {ratio} |")
-    return "\n".join(lines)
+def table(result: dict[str, Any]) -> str:
+    """Returns the result as the tables that the documentation shows: methods, then differences."""
+    accuracy = result["accuracy"]
+    faster = result.get("times_as_fast_as_dense", {})
+    titles = "method | parameters | epochs | seeds | test accuracy | training step, times as fast"
+    lines = [f"| {titles} |", "|---|---:|---:|---:|---:|---:|"]
+    for method, found in accuracy.items():
+        shown = f"{statistics.mean(found):.2f}"
+        if len(found) > 1:
+            shown += f" ± {statistics.stdev(found):.2f}"
+        cells = [method, f"{result['parameters'][method]:,}", str(epochs_of(method, result))]
+        cells.append(str(len(found)))
+        cells.append(shown)
+        cells.append(f"{faster[method]:.2f}" if method in faster else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    differences = []
+    for one, other in CONTRASTS:
+        if one not in accuracy or other not in accuracy:
+            continue
+        count = min(len(accuracy[one]), len(accuracy[other]))
+        if count > 1:
+            difference = str(paired(accuracy[one][:count], accuracy[other][:count]))
+        else:
+            difference = f"{accuracy[one][0] - accuracy[other][0]:+.2f}, n = 1"
+        differences.append(f"| {one} − {other} | {difference} |")
+    if differences:
+        lines += ["", "| difference in points | mean [95 %], p, seeds |", "|---|---:|"]
+    return "\n".join(lines + differences)
 
 
 def plot(result: dict[str, object], path: Path) -> None:
@@ -231,6 +353,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data", choices=("fashion", "digits"), default="fashion")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--density", type=float, default=Settings.density)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=Settings.epochs)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
@@ -238,21 +361,19 @@ if __name__ == "__main__":
     parser.add_argument(
         "--json",
         type=Path,
-        help="where to write the result; accuracies there are kept with --seeds 0",
+        help="where to write the result; runs that are there already are not repeated",
     )
     parser.add_argument("--plot", type=Path, help="where to draw the result")
     given = parser.parse_args()
     chosen = Settings(
         data=given.data,
         device=given.device,
+        density=given.density,
         seeds=given.seeds,
         epochs=given.epochs,
         methods=tuple(given.methods),
     )
-    earlier = None
-    if given.json and given.json.exists() and not given.seeds:
-        earlier = json.loads(given.json.read_text())
-    outcome = earlier or main(chosen)
+    outcome = main(chosen, given.json)
     if given.time:
         outcome["times_as_fast_as_dense"] = times(chosen)
         outcome["times_on"] = {

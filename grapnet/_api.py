@@ -32,6 +32,7 @@ from .following._capture import capture as capture
 from .following._optimizers import attach as attach
 from .following._optimizers import detach as detach
 from .following._tensors import follow as follow
+from .rules._one_shot import prune as prune
 from .spaces import adopt as adopt
 from .spaces import adopted as adopted
 from .spaces import refresh_statistics as refresh_statistics

@@ -77,7 +77,7 @@ def in_forward_mode() -> bool:
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """Lets a scaler unscale the gradients of an optimizer that did not step with those before."""
+    """Allows a scaler to unscale gradients again although the optimizer has made no step since."""
     scaler._per_optimizer_states.pop(id(optimizer), None)
 
 

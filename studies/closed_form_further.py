@@ -250,11 +250,10 @@ def _sifted(setup: Setup, ridge: float, *, at_random: bool) -> dict[str, Any]:
         )
         if at_random:
             rows = torch.randperm(sums.n_features, generator=generator)[:count].sort().values
+            nodes = readout.net.layers[1][rows]
         else:
-            rows = heads.weakest(
-                sums.gram(), sums.cross(), ridge, count, steps=setup.settings.steps
-            )
-        heads.remove(readout.net, rows)
+            nodes = readout.weakest(count, steps=setup.settings.steps)
+        heads.remove(readout.net, nodes)
 
     return _learnt(setup, _plain_net(setup, setup.start), ridge, between)[1]
 

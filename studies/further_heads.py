@@ -134,7 +134,8 @@ def compressed(
 
 
 def weakest(gram: Tensor, cross: Tensor, ridge: float, count: int, *, steps: int) -> Tensor:
-    """Returns the rows of the nodes, ascending, whose removal makes the ridge loss grow least.
+    """Returns the rows of the nodes, ascending, whose removal makes the ridge loss grow least, as
+    `GramStatistics.weakest` does, also for guessed sums that are those of no data.
 
     The loss grows by |w|² / [(gram + ridge)⁻¹]ᵢᵢ when node i goes and the others are solved for
     again. After every step inverse and weights become exactly those without the nodes that went.
@@ -170,12 +171,12 @@ def weakest(gram: Tensor, cross: Tensor, ridge: float, count: int, *, steps: int
     return torch.cat(gone).sort().values if gone else left[:0]
 
 
-def remove(net: gn.GrapNet, rows: Tensor) -> None:
+def remove(net: gn.GrapNet, nodes: gn.NodeSet) -> None:
     """Removes nodes of the hidden layer; what follows the net carries the statistics of the others
     over.
     """
     with net.edit(reason="sift the random nodes") as edit:
-        edit.remove_nodes(net.layers[1][rows])
+        edit.remove_nodes(nodes)
 
 
 def replace(net: gn.GrapNet, rows: Tensor, weights: Tensor, biases: Tensor) -> None:

@@ -56,7 +56,16 @@ STUDIES = (  # in the order of the paper
     "tiny_transformer",
 )
 # not of the paper, and run only if named
-FURTHER = ("prune_cifar", "rigl_cifar", "heads_and_layers", "one_shot_gpt")
+FURTHER = (
+    "sifter_shares",
+    "closed_form_features",
+    "prune_cifar",
+    "rigl_cifar",
+    "heads_and_layers",
+    "growth",
+    "one_shot",
+    "one_shot_gpt",
+)
 CACHE = Path("build/studies")
 INTERRUPTED = 130  # the exit code of Ctrl-C
 PLACES = ("features",)  # settings that say where a machine keeps its data

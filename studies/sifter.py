@@ -189,10 +189,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     """Returns the accuracies and counts of every row, all from one net and one set of training
     images.
     """
-    (x, y), test = small_images(settings.data)
-    drawn = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    rows = torch.cat([drawn[y[drawn] == label][: settings.per_class] for label in range(10)])
-    train = (x[rows], y[rows])
+    train, test = images_of(settings, seed)
     budget = Budget(edits=settings.cuts, parents=1)
     sifter = CovarianceSifter(fraction=settings.fraction)
     plain = CovarianceSifter(fraction=0.2)
@@ -206,7 +203,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     epochs = settings.before, settings.after
     return {
         row: trained_around(
-            _net(settings, seed),
+            family_net(settings, seed),
             train,
             test,
             change,
@@ -219,7 +216,16 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     }
 
 
-def _net(settings: Settings, seed: int) -> gn.GrapNet:
+def images_of(settings: Settings, seed: int) -> tuple[Images, Images]:
+    """Returns training images, as many of every class, and all test images."""
+    (x, y), test = small_images(settings.data)
+    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
+    rows = torch.cat([order[y[order] == label][: settings.per_class] for label in range(10)])
+    return (x[rows], y[rows]), test
+
+
+def family_net(settings: Settings, seed: int) -> gn.GrapNet:
+    """Returns a net whose middle transition comes in families."""
     width = settings.width
     wiring = [
         full_pairs(49, width),

@@ -1,11 +1,13 @@
 """Table 2: matched one-pass Split Fashion-MNIST, and beside it the controls that say what the gain
 is made of.
 
-The paper leaves its settings out. Two regimes fit its numbers: Adam 2e-3, in which dense heads
-start from what nn.Linear draws and keep one Adam while the grown ones renew theirs with every task;
-and plain SGD 0.03. Ten seeds that served to find neither of them are used. The controls give every
-topology both initialisations, with the optimizer kept and renewed; and one more table chooses the
-learning rate of every head on training images that the stream leaves out.
+The paper leaves its settings out. Two regimes fit its numbers: plain SGD 0.03, whose seen-class
+accuracy is nearer to the paper's in five of six rows (not for the dense head of 64 nodes) and which
+therefore comes first; and Adam 2e-3, in which dense heads start from what nn.Linear draws and keep
+one Adam while the grown ones renew theirs with every task. Ten seeds that served to find neither of
+them are used. The controls, with Adam, give every topology both
+initialisations, with the optimizer kept and renewed; and one more table chooses the learning rate
+of every head on training images that the stream leaves out.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -40,8 +42,8 @@ from .tables import grid, spread
 class Regime:
     """What all heads of a table share."""
 
-    optimizer: Literal["adam", "sgd"] = "adam"
-    lr: float = 2e-3
+    optimizer: Literal["adam", "sgd"] = "sgd"
+    lr: float = 0.03
     batch: int = 64
     replay_batch: int = 64
     capacity: int = 500  # images in the memory
@@ -112,6 +114,11 @@ WAYS: dict[str, tuple[Literal["linear", "grapnet"], bool]] = {
     "GrapNet init, kept": ("grapnet", False),
     "GrapNet init, renewed": ("grapnet", True),
 }
+# SGD without momentum has nothing to renew
+INITIALS: dict[Literal["linear", "grapnet"], str] = {
+    "linear": "linear init, SGD",
+    "grapnet": "GrapNet init, SGD",
+}
 KEPT = "linear init, Adam kept"
 RENEWED = "GrapNet init, renewed"
 SAME = "topology: GrapNet − dense-256, both GrapNet's way"
@@ -129,7 +136,7 @@ class Settings:
     seeds: tuple[int, ...] = tuple(range(20, 30))  # not used in finding the regime
     per_class: int = 500  # images of every class, shown once
     regime: Regime = field(default_factory=Regime)  # what all heads share
-    sgd: float = 0.03  # learning rate of the second regime
+    adam: float = 2e-3  # learning rate of the second regime, which has the controls and the times
     # to choose from, for every head alike
     rates: tuple[float, ...] = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2)
     turns: int = 20  # runs in which the training time is compared
@@ -158,26 +165,32 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
         return learned(head, shared, stream, test, seed)
 
     rows = {name: reached(head) for name, head in ROWS.items()}
-    known = {ROWS[name]: row["seen_class"] for name, row in rows.items()}
+    adam = replace(regime, optimizer="adam", lr=settings.adam)
+    second = {name: reached(head, adam) for name, head in ROWS.items()}
+    known = {ROWS[name]: row["seen_class"] for name, row in second.items()}
     controls: dict[str, dict[str, float]] = {name: {} for name in TOPOLOGIES}
     for name, topology in TOPOLOGIES.items():
         for way, (initial, renewed) in WAYS.items():
             head = Head(topology, initial=initial, renewed=renewed)
             if head not in known:
-                known[head] = reached(head)["seen_class"]
+                known[head] = reached(head, adam)["seen_class"]
             controls[name][way] = known[head]
-    plain = replace(regime, optimizer="sgd", lr=settings.sgd)
     return {
         "rows": rows,
-        "controls": controls,
-        "sgd": {
-            name: reached(ROWS[name], plain)["seen_class"] for name in (DENSE, FROZEN, PLASTIC)
+        "initials": {
+            name: {
+                initial: reached(Head(topology, initial=initial))["seen_class"]
+                for initial in INITIALS
+            }
+            for name, topology in TOPOLOGIES.items()
         },
+        "adam": second,
+        "controls": controls,
         "tuned": {
-            name: by_rate(head, regime, settings.rates, stream, test, seed)
+            name: by_rate(head, adam, settings.rates, stream, test, seed)
             for name, head in TUNED.items()
         },
-        "time": in_turns((ROWS[DENSE], ROWS[PLASTIC]), regime, stream, seed, settings.turns),
+        "time": in_turns((ROWS[DENSE], ROWS[PLASTIC]), adam, stream, seed, settings.turns),
     }
 
 
@@ -190,27 +203,40 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
     def over(*path: str) -> list[float]:
         return [_at(run, path) for run in runs]
 
-    rows: dict[str, dict[str, Any]] = {}
-    for name in ROWS:
-        rows[name] = {"parameters": sorted(set(over("rows", name, "parameters")))}
-        rows[name]["drift"] = max(over("rows", name, "drift"))
-        for kind in (*KINDS, "seconds"):
-            rows[name][kind] = summary(over("rows", name, kind))[:2]
-    contrasts = {}
-    for memory in ("reservoir", "balanced"):
-        for kind in ("seen_class", "forgetting"):
-            plastic = over("rows", f"GrapNet-48 plastic, {memory}", kind)
-            dense = over("rows", f"Dense ER-256, {memory}", kind)
-            contrasts[f"{KINDS[kind]}, {memory}"] = paired(plastic, dense)._asdict()
+    tables: dict[str, dict[str, dict[str, Any]]] = {}
+    contrasts: dict[str, dict[str, Any]] = {}
+    for which in ("rows", "adam"):
+        tables[which] = {}
+        for name in ROWS:
+            row: dict[str, Any] = {"parameters": sorted(set(over(which, name, "parameters")))}
+            row["drift"] = max(over(which, name, "drift"))
+            for kind in (*KINDS, "seconds"):
+                row[kind] = summary(over(which, name, kind))[:2]
+            tables[which][name] = row
+        contrasts[which] = {}
+        for memory in ("reservoir", "balanced"):
+            for kind in ("seen_class", "forgetting"):
+                plastic = over(which, f"GrapNet-48 plastic, {memory}", kind)
+                dense = over(which, f"Dense ER-256, {memory}", kind)
+                contrasts[which][f"{KINDS[kind]}, {memory}"] = paired(plastic, dense)._asdict()
     result = {
-        "rows": rows,
-        "contrasts": contrasts,
+        "rows": tables["rows"],
+        "contrasts": contrasts["rows"],
+        "adam": tables["adam"],
+        "adam_contrasts": contrasts["adam"],
+        "nearer": _nearer(tables),
+        "initials": {
+            name: {initial: summary(over("initials", name, initial))[:2] for initial in INITIALS}
+            for name in TOPOLOGIES
+        },
+        "same_initial": paired(
+            over("initials", "GrapNet", "grapnet"), over("initials", "dense-256", "grapnet")
+        )._asdict(),
         "controls": {
             name: {way: summary(over("controls", name, way))[:2] for way in WAYS}
             for name in TOPOLOGIES
         },
         "parts": _parts(lambda topology, way: over("controls", topology, way)),
-        "sgd": {name: summary(over("sgd", name))[:2] for name in (DENSE, FROZEN, PLASTIC)},
         "tuned": _chosen(runs),
         "time": {
             "tasks": [
@@ -226,6 +252,17 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
         },
     }
     return {**result, "sentence": sentence(result)}
+
+
+def _nearer(tables: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, float]]:
+    """Returns how far the seen-class accuracy of every row is from the paper's, by regime."""
+    found: dict[str, dict[str, float]] = {}
+    for name in ROWS:
+        printed = PAPER[f"{name}: seen-class"]
+        found[name] = {}
+        for regime, which in (("SGD", "rows"), ("Adam", "adam")):
+            found[name][regime] = abs(tables[which][name]["seen_class"][0] - printed)
+    return found
 
 
 def sentence(result: dict[str, Any]) -> str:
@@ -261,32 +298,39 @@ def table(result: dict[str, Any]) -> str:
     """Sets the result beside the paper's."""
     found = result["summary"]
     count = len(result["settings"]["seeds"])
-    contrasts = [
-        (name, str(Paired(**one)), PAPER_CONTRASTS[name])
-        for name, one in found["contrasts"].items()
+    settings = result["settings"]
+    contrasts = []
+    for name, one in found["contrasts"].items():
+        second = found["adam_contrasts"][name]
+        contrasts.append((name, str(Paired(**one)), str(Paired(**second)), PAPER_CONTRASTS[name]))
+    nearer = [
+        (name, f"{far['SGD']:.2f}", f"{far['Adam']:.2f}") for name, far in found["nearer"].items()
     ]
-    controls = [
-        (name, *(spread(by_way[way]) for way in WAYS)) for name, by_way in found["controls"].items()
-    ]
+    controls = []
+    for name, by_way in found["controls"].items():
+        initials = [spread(found["initials"][name][initial]) for initial in INITIALS]
+        controls.append((name, *initials, *(spread(by_way[way]) for way in WAYS)))
     parts = [(name, str(Paired(**one))) for name, one in found["parts"].items()]
     tuned = [
         (name, f"{row['rate']:g}", spread(row["seen_class"]))
         for name, row in found["tuned"].items()
     ]
-    sgd = [
-        (name, spread(pair), f"{PAPER[f'{name}: seen-class']:.2f}")
-        for name, pair in found["sgd"].items()
-    ]
+    sgd = f"plain SGD {settings['regime']['lr']:g}"
+    adam = f"Adam {settings['adam']:g}"
     return "\n\n".join(
         [
-            f"Split Fashion-MNIST at 7×7, one pass, {count} seeds. In brackets: the paper.",
-            _rows_table(found),
-            grid(("plastic − dense-256", "difference [95 %]", "paper"), contrasts),
+            f"Split Fashion-MNIST at 7×7, one pass, {count} seeds, {sgd}. In brackets: the paper.",
+            _rows_table(found["rows"]),
+            f"The same with {adam}, which the controls below have too:",
+            _rows_table(found["adam"]),
+            grid(("seen-class, points from the paper's", sgd, adam), nearer),
+            grid(("plastic − dense-256", f"{sgd} [95 %]", f"{adam} [95 %]", "paper"), contrasts),
             f"**What the controls teach.** {found['sentence']}",
-            grid(("topology", *WAYS), controls),
+            grid(("topology", *INITIALS.values(), *WAYS), controls),
+            "GrapNet − dense-256, both with GrapNet's initial weights and SGD:"
+            f" {Paired(**found['same_initial'])}.",
             grid(("what the gain is made of", "difference [95 %]"), parts),
             grid(("learning rate chosen on images left out", "rate", "seen-class"), tuned),
-            grid((f"plain SGD {result['settings']['sgd']:g}", "seen-class", "paper"), sgd),
             _time_line(found["time"]),
         ]
     )
@@ -365,7 +409,7 @@ def _at(numbers: Any, path: Sequence[str]) -> float:
 
 def _rows_table(found: dict[str, Any]) -> str:
     rows = []
-    for name, row in found["rows"].items():
+    for name, row in found.items():
         cells = [name, f"{row['parameters'][0]:,}"]
         for kind, words in KINDS.items():
             printed = PAPER.figures[f"{name}: {words}"]
@@ -380,7 +424,8 @@ def _rows_table(found: dict[str, Any]) -> str:
 def _time_line(time: dict[str, Any]) -> str:
     tasks = " / ".join(f"{ratio:.2f}" for ratio in time["tasks"])
     return (
-        "Training time of GrapNet plastic, times dense-256's (in turns, one process, one thread):"
+        "Training time of GrapNet plastic with Adam, times dense-256's (in turns, one process, one"
+        " thread):"
         f" {tasks} at tasks 1 to {len(time['tasks'])}, {time['stream']:.2f} over the stream (worst"
         f" seed {time['worst']:.2f}; paper 13.73): {time['milliseconds']['grown']:.1f} ms against"
         f" {time['milliseconds']['dense']:.1f} ms."

@@ -96,7 +96,7 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
 
 def _one_split(settings: Settings, layout: Layout, seed: int) -> dict[str, Any]:
     """Returns the accuracies and counts of every row, all from one net on one split."""
-    train, test = _split(settings, layout, seed)
+    train, test = split(settings, layout, seed)
     sifter = CovarianceSifter(fraction=settings.fraction)
     changes = {
         "none": keep,
@@ -107,7 +107,7 @@ def _one_split(settings: Settings, layout: Layout, seed: int) -> dict[str, Any]:
     half = settings.epochs // 2
     return {
         row: trained_around(
-            _net(layout, train, seed),
+            family_net(layout, train, seed),
             train,
             test,
             change,
@@ -120,7 +120,7 @@ def _one_split(settings: Settings, layout: Layout, seed: int) -> dict[str, Any]:
     }
 
 
-def _split(settings: Settings, layout: Layout, seed: int) -> tuple[Images, Images]:
+def split(settings: Settings, layout: Layout, seed: int) -> tuple[Images, Images]:
     """Returns rows to train on and to test on, standardised by the former."""
     content = getattr(datasets, layout.loader)()
     parts = train_test_split(
@@ -135,7 +135,7 @@ def _split(settings: Settings, layout: Layout, seed: int) -> tuple[Images, Image
     return (x_train, y_train.long()), (x_test, y_test.long())
 
 
-def _net(layout: Layout, train: Images, seed: int) -> gn.GrapNet:
+def family_net(layout: Layout, train: Images, seed: int) -> gn.GrapNet:
     """Returns a net that runs its hidden to hidden transitions family by family, before the edit
     and after it.
     """

@@ -130,7 +130,7 @@ class Operations(RuleBasedStateMachine):
             # The first verbs are drawn most often.
             verbs = (self.remove_skip, self.remove_layer, self.insert_skip, self.insert_layer)
             most = 2
-        twice = [self.connect, self.cut, self.turn] * 2
+        twice = [self.connect, self.cut, self.turn, self.write] * 2
         verbs = verbs or (self.add, self.remove, self.orphans, self.name, *twice)
         for verb in self.draw(st.lists(st.sampled_from(verbs), min_size=1, max_size=most)):
             self.counts["operations"] += 1
@@ -218,6 +218,18 @@ class Operations(RuleBasedStateMachine):
             getattr(edit, verb)(self.nodes(uids), **parts)
             keys = draft.belonging(uids, **parts)
         draft.turn(verb, keys)
+
+    def write(self, edit: gn.Edit, draft: Draft) -> None:
+        """Assigns weights or biases."""
+        later = [node.uid for layer in self.oracle.state.layers[1:] for node in layer]
+        if self.draw(st.booleans()):
+            found, keys = self.relations()
+        else:
+            keys = self.some(later)
+            found = self.nodes(keys)
+        given = self.draw(st.lists(WEIGHTS, min_size=len(keys), max_size=len(keys)))
+        edit.assign(found, torch.tensor(given, dtype=torch.float64))
+        draft.assign(keys, given)
 
     def orphans(self, edit: gn.Edit, draft: Draft) -> None:
         hidden = list(range(1, len(self.default) - 1))
@@ -333,6 +345,8 @@ class Operations(RuleBasedStateMachine):
                 edit.set_owner(new, name) for new in [edit.add_nodes(1, 1)] for name in "ab"
             ],
             lambda edit: edit.set_activation([10**6], "relu"),
+            lambda edit: edit.assign([10**6], 1.0),
+            lambda edit: edit.assign(edit.add_nodes(1, 1), 1.0),
             lambda edit: edit.remove_orphans(0),
             lambda edit: net.edit().__enter__(),
             lambda edit: net.undo(),
@@ -353,4 +367,7 @@ class Operations(RuleBasedStateMachine):
             parent, child = next(iter(state.relations))
             found.append(lambda edit: edit.cut(copy.deepcopy(net).node(parent).outgoing()))
             found.append(lambda edit: (edit.connect(parent, child), edit.connect(parent, child)))
+            owned = net.node(parent).outgoing()
+            found.append(lambda edit: edit.assign(owned, float("nan")))
+            found.append(lambda edit: (edit.assign(owned, 1.0), edit.assign(owned[:1], 1.0)))
         return self.draw(st.sampled_from(found))

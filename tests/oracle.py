@@ -16,7 +16,8 @@ PHI = {"identity": lambda z: z, "relu": torch.relu, "tanh": torch.tanh, "gelu": 
 Pair = tuple[int, int]  # uids of parent and child
 Key = Pair | int  # a relation, or the bias of the node with this uid
 Initial = str | float
-Shift = dict[int, tuple[float, float]]  # biases that an edit changes: value before and after
+# Coordinates that an edit changes: the value of a bias before and after, None for what is assigned.
+Shift = dict[Key, tuple[float, float] | None]
 _births = count()
 
 
@@ -236,6 +237,7 @@ class Draft:
         self.cut: set[Pair] = set()
         self.frozen: set[Key] = set()
         self.thawed: set[Key] = set()
+        self.assigned: list[tuple[Key, float]] = []
         self.names: dict[tuple[str, int], set[str | None]] = {}
         self.orphans: dict[int, bool] = {}
         self.inserted: list[Inserted] = []
@@ -264,6 +266,10 @@ class Draft:
         """Freezes or unfreezes coordinates."""
         (self.frozen if verb == "freeze" else self.thawed).update(keys)
 
+    def assign(self, keys: Iterable[Key], values: Iterable[float]) -> None:
+        """Gives coordinates other values."""
+        self.assigned += zip(keys, values, strict=True)
+
     def belonging(
         self, uids: Iterable[int], incoming: bool, outgoing: bool, bias: bool
     ) -> set[Key]:
@@ -290,6 +296,8 @@ class Draft:
             raise Refused("connects a node that it removes")
         if len(set(pairs)) < len(pairs) or any(len(names) > 1 for names in self.names.values()):
             raise Refused("asks twice for a relation, or for two names")
+        if len(dict(self.assigned)) < len(self.assigned):
+            raise Refused("assigns a coordinate twice")
         after = self.state.copy()
         for number, node, _ in self.added:
             after.layers[number].append(replace(node, bias=node.bias and replace(node.bias)))
@@ -309,6 +317,7 @@ class Draft:
                     after.relations[pair] = Coordinate()
         self._turn(after)
         self._shift(after, left)
+        self._assign(after, left)
         for node in (node for layer in after.layers for node in layer):
             for kind in ("activation", "owner"):
                 for name in self.names.get((kind, node.uid), ()):
@@ -421,12 +430,26 @@ class Draft:
         coordinates = after.coordinates()
         before = self.state.coordinates()
         for uid, amount in left.items():
-            if uid in coordinates and amount != 0:
+            if uid in coordinates and amount != 0 and uid not in dict(self.assigned):
                 bias = coordinates[uid]
                 if bias.frozen or before[uid].frozen:
                     raise Refused("folds into a frozen bias")
                 self.shift[uid] = bias.value, bias.value + amount
                 bias.value += amount
+
+    def _assign(self, after: State, left: dict[int, float]) -> None:
+        before = self.state.coordinates()
+        coordinates = after.coordinates()
+        for key, value in self.assigned:
+            found = coordinates.get(key)
+            if found is None or found.birth != before[key].birth:
+                continue
+            if before[key].frozen and found.frozen:
+                raise Refused("assigns a frozen coordinate")
+            found.value = value
+            if isinstance(key, int):
+                found.value += left.get(key, 0.0)
+            self.shift[key] = None
 
     def _bound(self, after: State) -> None:
         asked = dict(self.connected) | {
@@ -464,7 +487,7 @@ class Oracle:
 
     def commit(self, after: State, shift: Shift) -> bool:
         """Makes `after` the present graph; says whether that changes anything."""
-        if after.outline() == self.state.outline():
+        if after.outline() == self.state.outline() and None not in shift.values():
             return False
         self.undoable = [*self.undoable, (self.state, shift)][-self.limit :]
         self.redoable = []
@@ -490,15 +513,17 @@ class Oracle:
         self.state, left = earlier.copy(), self.state
         for key, coordinate in self.state.coordinates().items():
             alive = current.get(coordinate.birth)
-            (before, after) = shift.get(key, (0.0, 0.0))
+            (before, after) = shift.get(key) or (0.0, 0.0)
             survives = alive is not None
-            if survives:
+            is_assigned = key in shift and shift[key] is None
+            if survives and not is_assigned:
                 returns = key in shift and alive.value == after
                 coordinate.value = before if returns else alive.value + (before - after)
             stays = survives and alive.frozen == coordinate.frozen  # in the optimizer, or out of it
             coordinate.grad = alive.grad if stays else 0.0
-            coordinate.moments = alive.moments if stays else coordinate.moments
-        other.append((left, {uid: (after, before) for uid, (before, after) in shift.items()}))
+            if stays and not is_assigned:
+                coordinate.moments = alive.moments
+        other.append((left, {key: pair and pair[::-1] for key, pair in shift.items()}))
         self.version += 1
 
     def keep_in_file(self) -> None:

@@ -14,12 +14,12 @@ import pytest
 from torch import nn
 
 import grapnet as gn
-from benchmarks import execution, files, graft, rules
+from benchmarks import execution, files, graft, repair, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli._main import main
 from grapnet.execution._manager import BACKENDS
-from studies import run
+from studies import run, sifter_shares
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -266,6 +266,14 @@ def test_the_performance_page_shows_the_committed_measurements(name):
     assert execution.markdown(result) in (ROOT / "docs/performance.md").read_text()
 
 
+@pytest.mark.parametrize("name", ["rigl_fashion_98", "rigl_fashion_99"])
+def test_the_guide_shows_the_committed_runs_of_rigl_at_higher_sparsities(name):
+    result = json.loads((ROOT / f"results/{name}.json").read_text())
+    assert result["settings"]["density"] == round(1 - int(name[-2:]) / 100, 2)
+    assert {*rigl.CONTRASTS[0], *rigl.CONTRASTS[1], rigl.LONGER} == set(result["accuracy"])
+    assert rigl.table(result) in (ROOT / "docs/guides/sparse-training.md").read_text()
+
+
 def test_the_guide_shows_the_committed_runs_of_rigl():
     result = json.loads((ROOT / "results/rigl_fashion.json").read_text())
     assert rigl.table(result) in (ROOT / "docs/guides/sparse-training.md").read_text()
@@ -274,6 +282,17 @@ def test_the_guide_shows_the_committed_runs_of_rigl():
     assert mean["dense"] - 1 < mean["RigL"]
     assert mean["RigL"] > mean["static"]
     assert result["times_as_fast_as_dense"]["RigL"] > 1
+
+
+def test_the_performance_page_shows_the_committed_costs_of_repair():
+    result = json.loads((RESULTS / "repair.json").read_text())
+    assert repair.table(result) in (ROOT / "docs/performance.md").read_text()
+
+
+def test_the_guide_shows_the_committed_curves_of_cuts():
+    result = json.loads((ROOT / "results/sifter_shares.json").read_text())
+    curves = sifter_shares.curves(result, "Wine")
+    assert curves in (ROOT / "docs/guides/prune.md").read_text()
 
 
 def test_the_performance_page_shows_the_committed_costs_of_rules():

@@ -494,7 +494,7 @@ def save(
     _file.write(path, *_pack(model, extras, undo=undo, history=history))
 
 
-@torch.inference_mode(False)  # what is made from it is to be trained, whoever calls
+@torch.inference_mode(False)  # the tensors can be trained
 def open(source: str | os.PathLike[str] | bytes, /) -> Archive:
     """Returns a checkpoint in memory, from a file or its bytes.
 

@@ -310,7 +310,7 @@ def _check_axes(grid: GridChange, index: GridMap, dims: int, where: str) -> None
 
 
 def _check_rows(grid: GridChange, index: RowMap, dims: int, where: str) -> None:
-    """Raises CheckpointError if the rows of a tensor of so many dimensions cannot move so."""
+    """Raises CheckpointError if a map cannot move the rows of a tensor with `dims` dimensions."""
     _check_index(index.rows, where)
     _require(index.width > 0, where, "a row has no cells")
     for pattern, shape, rows in (
@@ -439,9 +439,7 @@ def _check_assigned(
     positions = assigned.positions
     size = positions.numel()
     _numbers(positions, torch.int32, size, index.old_size, where, ascending=True)
-    # Those that leave in the same commit are not assigned.
-    leaving = index.take(torch.arange(index.old_size, dtype=torch.int32)).sort().values
-    _require(not bool(contains(leaving, positions).any()), where, "refers to what leaves")
+    _require(not bool(index.are_gone(positions).any()), where, "refers to what leaves")
     for values in (assigned.before, assigned.after):
         _require((values is not None) == has_values, where, "holds one half of its values")
         if values is not None:

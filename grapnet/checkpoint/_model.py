@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -127,8 +128,10 @@ def put_into(
         CheckpointError: something does not fit; nothing changes.
     """
     saved = read_places(document)
-    here = match_places([name for names in saved for name in names], model)
-    places = [[here[name] for name in names] for names in saved]
+    here = match_places(list(chain.from_iterable(saved)), model)
+    places = []
+    for names in saved:
+        places.append([here[name] for name in names])
     nets: dict[GrapNet, list[str]] = {}
     steps: list[Callable[[], None]] = []
     for n, (part, names) in enumerate(zip(document["nets"], places, strict=True)):
@@ -140,7 +143,7 @@ def put_into(
     for net in nets:
         warn_of_unmet_choices(net)
     leaving = dict(model.named_parameters())
-    taken = [name for names in places for name in names]
+    taken = list(chain.from_iterable(places))
     undo = [remember_structure(model.modules())]
     decision = Decision()
     try:

@@ -15,6 +15,8 @@ import grapnet as gn
 from grapnet._atomic import atomic_write
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from grapnet.checkpoint import Archive
     from grapnet.spaces import Adopted
 
@@ -92,7 +94,7 @@ def table(
     """
     columns: list[list[str]] = []
     for number, title in enumerate(titles):
-        cells = [_shown(row[number]) for row in rows]
+        cells = [shown(row[number]) for row in rows]
         if number < len(titles) - 1:
             cells = [_shortened(cell, longest) for cell in cells]
         if any(row[number] not in (0, "") for row in rows):
@@ -120,7 +122,8 @@ def table_of(rows: Sequence[Mapping[str, Any]], *, longest: int = _LONGEST) -> l
     return table(titles, [list(row.values()) for row in rows], longest=longest)
 
 
-def _shown(cell: Cell) -> str:
+def shown(cell: Cell) -> str:
+    """Returns a cell of a table as text."""
     if cell is None:
         return "–"
     if isinstance(cell, str):
@@ -258,6 +261,24 @@ def title(place: str, graph: object = None) -> str:
     if place:
         return f"net at {place!r}"
     return "net"
+
+
+def largest_difference(output: "Tensor", expected: "Tensor") -> float:
+    """Returns the largest |difference| between two outputs.
+
+    Raises:
+        CommandError: they differ by more than rounding explains.
+    """
+    import torch
+
+    wanted = expected.double()
+    largest = float((output.double() - wanted).abs().max())
+    limit = torch.finfo(expected.dtype).eps ** 0.5 * (1 + float(wanted.abs().max()))
+    if not largest <= limit:
+        raise CommandError(
+            f"the outputs differ by {largest:.3g}, more than rounding explains; nothing was written"
+        )
+    return largest
 
 
 def require_free(path: Path, *, force: bool) -> None:

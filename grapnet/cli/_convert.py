@@ -16,10 +16,10 @@ from ._command import (
     add_output,
     counted,
     few,
+    largest_difference,
     require_free,
     writing,
 )
-from ._export import largest_difference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

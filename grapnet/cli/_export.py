@@ -21,6 +21,7 @@ from ._command import (
     add_output,
     add_place,
     first_line,
+    largest_difference,
     open_file,
     place_of,
     require_free,
@@ -103,24 +104,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-def largest_difference(output: "Tensor", expected: "Tensor") -> float:
-    """Returns the largest |difference| between two outputs.
-
-    Raises:
-        CommandError: they differ by more than rounding explains.
-    """
-    import torch
-
-    wanted = expected.double()
-    largest = float((output.double() - wanted).abs().max())
-    limit = torch.finfo(expected.dtype).eps ** 0.5 * (1 + float(wanted.abs().max()))
-    if not largest <= limit:
-        raise CommandError(
-            f"the outputs differ by {largest:.3g}, more than rounding explains; nothing was written"
-        )
-    return largest
 
 
 def _write_onnx(net: "gn.GrapNet", example: "Tensor", path: Path) -> "Run":

@@ -85,7 +85,7 @@ def _opened(net: "Adopted") -> list[dict[str, Any]]:
 
 
 def owner_rows(net: "Adopted", wanted: str | None = None) -> list[dict[str, Any]]:
-    """Returns which nodes have which owner, or one owner, a row for each space."""
+    """Returns the number of nodes of every owner, or of one owner, a row for each space."""
     rows = []
     for space in net.spaces:
         for owner, count in Counter(space.owners).items():

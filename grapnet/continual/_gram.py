@@ -206,27 +206,155 @@ def ridge_solution(
     Raises:
         GrapNetError: there are no samples, or the matrix cannot be factorized.
     """
+    free = torch.ones_like(cross, dtype=torch.bool) if free is None else free
+    found = torch.zeros_like(cross) if fixed is None else torch.where(free, 0.0, fixed)
+    for part in _systems(gram, cross, ridge, free, found, standardize=standardize):
+        found[part.rows[:, None], part.columns] = solve_positive(part.matrix, part.right)
+    return found
+
+
+class _System(NamedTuple):
+    """The normal equations of outputs that have the same free coordinates."""
+
+    rows: Tensor  # [n] of these coordinates, ascending
+    columns: Tensor  # [m] of the outputs
+    matrix: Tensor  # [n, n] the Gram matrix with the penalty on its diagonal
+    right: Tensor  # [n, m] what it is to give
+
+
+def _systems(
+    gram: Tensor, cross: Tensor, ridge: float, free: Tensor, held: Tensor, *, standardize: bool
+) -> list[_System]:
+    """Returns one system for every group of outputs with the same free coordinates, if any.
+
+    Args:
+        gram: Σ [h, 1] [h, 1]ᵀ.
+        cross: Σ [h, 1] yᵀ.
+        ridge: the penalty on the weights; the bias has none.
+        free: which coordinates to solve for, bool of the shape of `cross`.
+        held: the values of the others, 0 where coordinates are free.
+        standardize: multiply the penalty by the variance of each feature.
+
+    Raises:
+        GrapNetError: there are no samples.
+    """
     if round(float(gram[-1, -1])) < 1:
         raise GrapNetError("there are no samples to solve for; add samples first")
+    if not cross.numel():
+        return []
     penalty = torch.full_like(gram[0], ridge)
     if standardize:
         variance, mean_square = _variances(gram)
         penalty[:-1] *= torch.where(variance > 1e-12 * mean_square, variance, 1.0)
     penalty[-1] = 0.0
-    free = torch.ones_like(cross, dtype=torch.bool) if free is None else free
-    found = torch.zeros_like(cross) if fixed is None else torch.where(free, 0.0, fixed)
-    if not cross.numel():
-        return found
     patterns, group = free.unique(dim=1, return_inverse=True)
+    found = []
     for number, pattern in enumerate(patterns.t()):
         rows = pattern.nonzero().squeeze(1)
+        if not len(rows):
+            continue
         columns = (group == number).nonzero().squeeze(1)
-        if len(rows):
-            system = gram[rows][:, rows]
-            system.diagonal().add_(penalty[rows])
-            rest = cross[rows][:, columns] - gram[rows] @ found[:, columns]
-            found[rows[:, None], columns] = solve_positive(system, rest)
+        matrix = gram[rows][:, rows]
+        matrix.diagonal().add_(penalty[rows])
+        right = cross[rows][:, columns] - gram[rows] @ held[:, columns]
+        found.append(_System(rows, columns, matrix, right))
     return found
+
+
+def weakest_features(
+    gram: Tensor,
+    cross: Tensor,
+    ridge: float,
+    count: int,
+    *,
+    steps: int = 8,
+    standardize: bool = False,
+    free: Tensor | None = None,
+    fixed: Tensor | None = None,
+    candidates: Tensor | None = None,
+) -> Tensor:
+    """Returns the features, ascending, whose removal makes the ridge loss grow least.
+
+    The loss is that of a readout solved again without them. When feature i leaves, it grows by
+    Σ w_io² / [(gram + ridge)⁻¹]_ii over the outputs o, which is exact for one feature. They leave
+    in `steps`, and weights and inverse are those without them after each. With as many steps as
+    features every choice is the best single one.
+
+    Args:
+        gram: Σ [h, 1] [h, 1]ᵀ.
+        cross: Σ [h, 1] yᵀ.
+        ridge: the penalty on the weights; the bias has none.
+        count: how many features leave.
+        steps: in how many steps.
+        standardize: multiply the ridge by the variance of each feature.
+        free: which coordinates are solved for, bool of the shape of `cross`; all by default.
+        fixed: the values of the others, 0 by default.
+        candidates: which features may leave, [n_features] bool; all by default.
+
+    Raises:
+        ValueError: there are fewer candidates than `count`, or `steps` is not positive.
+        GrapNetError: there are no samples, or the matrix cannot be factorized.
+
+    """
+    n_features = len(gram) - 1
+    leaves = torch.zeros(n_features, dtype=torch.bool, device=gram.device)
+    if candidates is None:
+        candidates = ~leaves
+    if not 0 <= count <= int(candidates.sum()):
+        raise ValueError(
+            f"count lies between 0 and the {int(candidates.sum())} features that may leave, got"
+            f" {count}"
+        )
+    if steps < 1:
+        raise ValueError(f"steps are at least 1, got {steps}")
+    free = torch.ones_like(cross, dtype=torch.bool) if free is None else free
+    held = torch.zeros_like(cross) if fixed is None else torch.where(free, 0.0, fixed)
+    parts = []
+    for system in _systems(gram, cross, ridge, free, held, standardize=standardize):
+        identity = torch.eye(len(system.rows), dtype=gram.dtype, device=gram.device)
+        inverse = solve_positive(system.matrix, identity)
+        parts.append(_Solved(system.rows, inverse, inverse @ system.right))
+    at_a_time = -(-count // steps)
+    left = count
+    while left > 0:
+        growth = torch.zeros(n_features + 1, dtype=gram.dtype, device=gram.device)
+        for part in parts:
+            growth[part.rows] += part.growth()
+        possible = torch.where(candidates & ~leaves, growth[:-1], torch.inf)
+        out = possible.argsort(stable=True)[: min(left, at_a_time)]
+        leaves[out] = True
+        parts = [part.without(leaves) for part in parts]
+        left -= len(out)
+    return leaves.nonzero().squeeze(1)
+
+
+class _Solved(NamedTuple):
+    """A solved system, from which coordinates can leave without another factorization."""
+
+    rows: Tensor  # [n]
+    inverse: Tensor  # [n, n] of the system's matrix
+    weights: Tensor  # [n, m]
+
+    def growth(self) -> Tensor:
+        """Returns by how much the loss grows if one coordinate leaves, [n]."""
+        return self.weights.square().sum(1) / self.inverse.diagonal()
+
+    def without(self, leaves: Tensor) -> "_Solved":
+        """Returns the solution without some features, [n_features] bool."""
+        bias = leaves.new_zeros(1)
+        gone = torch.cat([leaves, bias])[self.rows]
+        if not bool(gone.any()):
+            return self
+        # Block inversion: the inverse without some rows is its Schur complement.
+        right = torch.cat([self.inverse[gone][:, ~gone], self.weights[gone]], 1)
+        share = torch.linalg.solve(self.inverse[gone][:, gone], right)
+        lost = self.inverse[~gone][:, gone] @ share
+        stay = int((~gone).sum())
+        return _Solved(
+            self.rows[~gone],
+            self.inverse[~gone][:, ~gone] - lost[:, :stay],
+            self.weights[~gone] - lost[:, stay:],
+        )
 
 
 def nearest_class_mean(statistics: "GramStatistics", *, standardize: bool = False) -> Solution:
@@ -459,7 +587,9 @@ class GramStatistics:
         self._drop_empty()
 
     def forget(self, label: int) -> None:
-        """Removes a class; the result is bit-identical to never having seen it.
+        """Removes a class; the sums are bit-identical to those of the same features without it.
+
+        Features that a net computes depend in their last digits on what else is in a batch.
 
         Raises:
             GrapNetError: the statistics are not per class.
@@ -504,6 +634,37 @@ class GramStatistics:
         """
         found = ridge_solution(self.gram(), self.cross(), ridge, standardize=standardize)
         return Solution(found[:-1].t().contiguous(), found[-1])
+
+    def weakest(
+        self, count: int, *, ridge: float = 1.0, standardize: bool = False, steps: int = 8
+    ) -> Tensor:
+        """Returns the positions of the features, ascending, whose removal makes the loss of `solve`
+        grow least.
+
+        The loss is that of a readout solved again without them: a feature whose work others can do
+        leaves before one with a smaller weight. Nothing changes; `rearranged` removes features.
+
+        Args:
+            count: how many features.
+            ridge: the penalty of `solve`.
+            standardize: that of `solve`.
+            steps: in how many steps they are chosen; after each, the others are judged as solved
+                without those of the steps before.
+
+        Raises:
+            ValueError: `count` or `steps` is out of range.
+            GrapNetError: nothing was seen yet.
+
+        Examples:
+            >>> h = torch.tensor([[1.0, 0.0, 0.1], [0.0, 1.0, 0.0], [1.0, 1.0, 0.0]])
+            >>> statistics = GramStatistics(3, 1)
+            >>> statistics.add(h, h[:, :1] - h[:, 1:2])  # the last feature is not needed
+            >>> statistics.weakest(1, ridge=1e-3)
+            tensor([2])
+        """
+        gram = self.gram()
+        cross = self.cross()
+        return weakest_features(gram, cross, ridge, count, steps=steps, standardize=standardize)
 
     def rearranged(self, features: Tensor, outputs: Tensor | None = None) -> "GramStatistics":
         """Returns the statistics of other features and outputs, each given by its current position,

@@ -202,7 +202,9 @@ class ERACE:
 
 def _among(logits: Tensor, targets: Tensor, seen: Classes) -> tuple[Tensor, Tensor]:
     """Returns the columns of the seen classes, and the position of every target among them."""
-    classes = [int(number) for number in (seen.tolist() if isinstance(seen, Tensor) else seen)]
+    if isinstance(seen, Tensor):
+        seen = seen.tolist()
+    classes = [int(number) for number in seen]
     if (
         not classes
         or len(set(classes)) < len(classes)

@@ -130,9 +130,11 @@ class AccuracyMatrix:
         if len(self.rows) < 2:
             return 0.0
         final = self._last.seen
-        return fmean(
-            max(row.seen[n] for row in self.rows[n:-1]) - final[n] for n in range(len(final) - 1)
-        )
+        lost = []
+        for n in range(len(final) - 1):
+            best = max(row.seen[n] for row in self.rows[n:-1])
+            lost.append(best - final[n])
+        return fmean(lost)
 
     def table(self, kind: Literal["seen", "local"] = "seen") -> Tensor:
         """Returns the accuracies [tasks, tasks], float64; NaN for future tasks."""
@@ -181,19 +183,27 @@ def structural_drift(before: Tensor | Iterable[Tensor], after: Tensor | Iterable
         >>> structural_drift(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
         Drift(largest=0.5, mean=0.25, coordinates=2)
     """
-    then, since = (
-        [given] if isinstance(given, Tensor) else list(given) for given in (before, after)
-    )
-    shapes = [[list(part.shape) for part in parts] for parts in (then, since)]
-    if shapes[0] != shapes[1] or not sum(part.numel() for part in then):
+    then = _as_list(before)
+    since = _as_list(after)
+    shapes_then = [list(part.shape) for part in then]
+    shapes_since = [list(part.shape) for part in since]
+    if shapes_then != shapes_since or not sum(part.numel() for part in then):
         raise ValueError(
-            f"drift compares the same coordinates, got {shapes[0]} before and {shapes[1]} after"
+            f"drift compares the same coordinates, got {shapes_then} before and"
+            f" {shapes_since} after"
         )
-    pairs = zip(then, since, strict=True)
-    change = torch.cat(
-        [(b.detach().double() - a.detach().double()).abs().flatten().cpu() for a, b in pairs]
-    )
+    changes = []
+    for a, b in zip(then, since, strict=True):
+        moved = b.detach().double() - a.detach().double()
+        changes.append(moved.abs().flatten().cpu())
+    change = torch.cat(changes)
     return Drift(float(change.max()), float(change.mean()), len(change))
+
+
+def _as_list(given: Tensor | Iterable[Tensor]) -> list[Tensor]:
+    if isinstance(given, Tensor):
+        return [given]
+    return list(given)
 
 
 def _logits(model: nn.Module | Callable[[Tensor], Tensor], x: Tensor, batch: int) -> Tensor:

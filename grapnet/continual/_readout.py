@@ -13,14 +13,16 @@ from grapnet._network import GrapNet
 from grapnet.core._change import Change
 from grapnet.core._commit import Tracked
 from grapnet.core._coordinates import Coordinates, values_after
+from grapnet.core._edit import Edit
 from grapnet.core._errors import CheckpointError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap, ascending
 from grapnet.core._journal import Commit
+from grapnet.core._sets import NodeSet, RelationSet
 from grapnet.core._transition import rows_after
 from grapnet.execution._evaluating import evaluating
 
-from ._gram import GramStatistics, Solution, ridge_solution
+from ._gram import GramStatistics, Solution, ridge_solution, weakest_features
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +160,27 @@ class Wired(NamedTuple):
         free[parent, child] = _free_bits(relations).to(device)
         free[-1] = _free_bits(children).to(device)
         return cls(parent, child, free, held.masked_fill_(free, 0.0))
+
+    def without(self, leaves: Tensor) -> "Wired":
+        """Returns the wiring as if some relations, given by bools, were absent."""
+        leaves = leaves.to(self.free.device)
+        parents = self.parents[leaves]
+        children = self.children[leaves]
+        free = self.free.clone()
+        held = self.held.clone()
+        free[parents, children] = False
+        held[parents, children] = 0.0
+        return Wired(self.parents, self.children, free, held)
+
+    def assign(self, graph: Graph, t: int, found: Tensor, edit: Edit) -> None:
+        """Lets an edit assign everything that is free from a rectangle like `held`."""
+        is_free = self.free[self.parents, self.children]
+        at = is_free.nonzero().squeeze(1)
+        relations = RelationSet(graph, {t: at.int().to(graph.device)})
+        edit.assign(relations, found[self.parents[at], self.children[at]])
+        rows = self.free[-1].nonzero().squeeze(1)
+        children = graph.layers[graph.transitions[t].target]
+        edit.assign(children[rows.cpu()], found[-1][rows])
 
     def write(self, graph: Graph, t: int, found: Tensor) -> None:
         """Assigns everything that is not frozen from a rectangle like `held`."""
@@ -298,28 +321,70 @@ class ClosedFormReadout:
         return f"ClosedFormReadout(layer {self.layer}, ridge={self.ridge:g}, {self.statistics})"
 
     @torch.no_grad()
-    def solve(self) -> Solution:
+    def solve(self, edit: Edit | None = None) -> Solution:
         """Writes the weights of the layer's outgoing relations and the children's biases, and
         returns them dense.
 
         Absent relations have weight 0.
 
+        Args:
+            edit: an open edit of the net, after its removals and cuts. It assigns what is solved
+                for the nodes and relations that stay, and commits it with them.
+
         Raises:
             GrapNetError: nothing was seen, nodes lack a past, what leads to the layer has
                 changed, or a policy runs the transition; nothing was written.
         """
-        self._require_current()
-        t = self._transition
-        self.net.execution.require_sum("a closed form", [t])
-        wired = Wired.of(self.net, t, self.statistics.device)
-        gram = self.statistics.gram()
-        cross = self.statistics.cross()
-        solvable = wired.free & ~self._left_out(wired)
+        wired = self._wired()
+        if edit is not None:
+            wired = wired.without(edit._leaving_relations(self._transition))
         found = ridge_solution(
-            gram, cross, self.ridge, standardize=self.standardize, free=solvable, fixed=wired.held
+            self.statistics.gram(),
+            self.statistics.cross(),
+            self.ridge,
+            standardize=self.standardize,
+            free=wired.free & ~self._left_out(wired),
+            fixed=wired.held,
         )
-        wired.write(self.net, t, found)
+        if edit is None:
+            wired.write(self.net, self._transition, found)
+        else:
+            wired.assign(self.net, self._transition, found, edit)
         return Solution(found[:-1].t().contiguous(), found[-1])
+
+    @torch.no_grad()
+    def weakest(self, count: int, *, steps: int = 8) -> NodeSet:
+        """Returns the nodes of the layer whose removal makes the loss of `solve` grow least.
+
+        Nothing changes: remove them in an edit, and solve again. Nodes with frozen outgoing
+        relations, and nodes that lack statistics, are not among them.
+
+        Args:
+            count: how many nodes.
+            steps: in how many steps they are chosen; after each, the others are judged as solved
+                without those of the steps before.
+
+        Raises:
+            ValueError: fewer than `count` nodes may leave.
+            GrapNetError: as for `solve`.
+        """
+        wired = self._wired()
+        left_out = self._left_out(wired)
+        exists = torch.zeros_like(wired.free)
+        exists[wired.parents, wired.children] = True
+        has_frozen = (exists & ~wired.free)[:-1].any(1)
+        rows = weakest_features(
+            self.statistics.gram(),
+            self.statistics.cross(),
+            self.ridge,
+            count,
+            steps=steps,
+            standardize=self.standardize,
+            free=wired.free & ~left_out,
+            fixed=wired.held,
+            candidates=~has_frozen & ~left_out[:-1].any(1),
+        )
+        return self.net.layers[self.layer][rows]
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the statistics and the uids of the nodes, without what undo would restore."""
@@ -399,6 +464,12 @@ class ClosedFormReadout:
             device=self.net.device,
             dtype=self.dtype,
         )
+
+    def _wired(self) -> Wired:
+        """Returns the present wiring; raises if the statistics do not belong to it."""
+        self._require_current()
+        self.net.execution.require_sum("a closed form", [self._transition])
+        return Wired.of(self.net, self._transition, self.statistics.device)
 
     def _left_out(self, wired: Wired) -> Tensor:
         """Returns the coordinates that get weight 0 because their parent lacks statistics; raises

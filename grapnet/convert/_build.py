@@ -251,7 +251,9 @@ def read_weights(module: nn.Module, where: str, *, transposed: bool) -> LinearWe
 
 def build_transition(weights: LinearWeights, drop_zeros: bool) -> tuple[Transition, Carry]:
     """Returns the relations of a matrix, and what carries whatever has the shape of its weight."""
-    matrix, kept = weights.matrix, weights.kept  # [in, out]
+    # Both are [in, out].
+    matrix = weights.matrix
+    kept = weights.kept
     n_parents, n_children = matrix.shape
     if drop_zeros:
         parents, children = (rows.cpu() for rows in matrix.nonzero(as_tuple=True))
@@ -260,7 +262,9 @@ def build_transition(weights: LinearWeights, drop_zeros: bool) -> tuple[Transiti
     else:
         topology = full_topology(n_parents, n_children, matrix.device)
         cells = None
-    values = matrix.reshape(-1) if cells is None else matrix.reshape(-1)[cells]
+    values = matrix.reshape(-1)
+    if cells is not None:
+        values = values[cells]
     transition = Transition(topology, values.clone())
     if cells is None and kept is not None:
         transition._hold(flatnonzero(~kept.reshape(-1)))
@@ -269,8 +273,12 @@ def build_transition(weights: LinearWeights, drop_zeros: bool) -> tuple[Transiti
     transposed = weights.transposed
 
     def carry(tensor: Tensor, rest: float = 0.0) -> Tensor:
-        flat = (tensor if transposed else tensor.t()).reshape(-1)
-        return (flat.clone() if cells is None else flat[cells]).view(-1, 1)
+        if not transposed:
+            tensor = tensor.t()
+        flat = tensor.reshape(-1)
+        if cells is None:
+            return flat.clone().view(-1, 1)
+        return flat[cells].view(-1, 1)
 
     _carry_gradient(transition.weight, weights.weight, carry)
     return transition, carry

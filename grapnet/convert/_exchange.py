@@ -61,7 +61,7 @@ def as_optimizers(optimizer: Optimizers) -> list[Optimizer]:
     return list(optimizer)
 
 
-@torch.inference_mode(False)  # the state is to be written on, whoever calls
+@torch.inference_mode(False)  # optimizers write into the state
 @torch.no_grad()
 def prepare_exchange(
     optimizer: Optimizer,
@@ -190,10 +190,7 @@ def _gather_vectors(
     again.
     """
     added = {id(arrival.parameter) for exchange in exchanges for arrival in exchange.arrivals[1:]}
-    only = [
-        all(p.dim() < 2 for p in group["params"]) and bool(group["params"])
-        for group in optimizer.param_groups
-    ]
+    only = [_holds_vectors_alone(group["params"]) for group in optimizer.param_groups]
     if not any(only):
         return
     home = members[only.index(True)]
@@ -202,9 +199,13 @@ def _gather_vectors(
             moved = [member for member in group if id(member.parameter) in added]
             group[:] = [member for member in group if id(member.parameter) not in added]
             for member in moved:
-                home.insert(
-                    next((n for n, m in enumerate(home) if m.rank > member.rank), len(home)), member
-                )
+                behind = [n for n, other in enumerate(home) if other.rank > member.rank]
+                home.insert(min(behind, default=len(home)), member)
+
+
+def _holds_vectors_alone(parameters: Sequence[nn.Parameter]) -> bool:
+    """Returns whether Parameters, at least one, all have fewer than two dimensions."""
+    return bool(parameters) and all(parameter.dim() < 2 for parameter in parameters)
 
 
 def _sort(members: list[_Member], homes: Sequence[Sequence[nn.Parameter]]) -> None:

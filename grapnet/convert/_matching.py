@@ -60,11 +60,8 @@ def matches(
 
 def matching_nets(model: nn.Module, where: Where | None) -> dict[str, GrapNet]:
     """Returns the nets of a model that match `where`, all of them for None, by name."""
-    nets = {
-        name: module
-        for name, module in _outside_of_nets(model).items()
-        if isinstance(module, GrapNet)
-    }
+    there = _outside_of_nets(model)
+    nets = {name: module for name, module in there.items() if isinstance(module, GrapNet)}
     found = nets
     if where is not None:
         found = {name: net for name, net in nets.items() if _matches(where, name, net)}

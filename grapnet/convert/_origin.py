@@ -284,22 +284,22 @@ def put_everywhere(model: nn.Module, present: nn.Module, module: nn.Module) -> N
 
 def owners_of(model: nn.Module, module: nn.Module) -> list[tuple[nn.Module, str]]:
     """Returns every module that has this one, and under which name."""
-    return [
-        (owner, step)
-        for owner in model.modules()
-        for step, child in owner._modules.items()
-        if child is module
-    ]
+    found = []
+    for owner in model.modules():
+        for step, child in owner._modules.items():
+            if child is module:
+                found.append((owner, step))
+    return found
 
 
 def require_not_compiled(model: nn.Module, module: nn.Module, name: str) -> None:
-    """Raises ConversionError when `torch.compile` holds a module: it would go on with that,
-    whatever replaces it.
+    """Raises ConversionError when `torch.compile` holds a module: it would keep running that
+    module after a replacement.
     """
     if any(step == COMPILED for _, step in owners_of(model, module)):
         raise ConversionError(
-            f"{name!r} was compiled by torch.compile(part), which would go on with the module that"
-            " it was given; put the part itself there, and compile it afterwards"
+            f"{name!r} was compiled by torch.compile(part), which would keep running the"
+            " module that it was given; put the part itself there, and compile it afterwards"
         )
 
 

@@ -123,7 +123,7 @@ def ungraft(
 
 
 def _end_adoption(net: Adopted) -> nn.Module:
-    """Makes an adopted model one that knows nothing of its graph, and returns it."""
+    """Removes the graph from an adopted model, and returns the model."""
     net._require_no_edit("ungraft")
     sync_config(net)
     net._close_tensors()

@@ -516,17 +516,23 @@ def exchange_columns(graph: "Graph", wanted: "Sequence[Column]", then: Sequence[
     `then`.
     """
     present = list(graph.columns.values())
-    leaving = [column for column in present if all(column is not other for other in wanted)]
-    coming = [column for column in wanted if all(column is not other for other in present)]
+    leaving = _without(present, wanted)
+    coming = _without(wanted, present)
     installs: list[Install] = []
     if leaving or coming:
         graph._require_no_edit("change the columns of the graph")
         require_editable(graph)
         installs = graph._followers.prepare_columns(graph, coming, leaving)
-        stay = [column for column in present if all(column is not other for other in leaving)]
+        stay = _without(present, leaving)
         columns = {column.name: column for column in (*stay, *coming)}
         installs.append(partial(graph._install_columns, columns))
     carry_out([*installs, *then], Decision())
+
+
+def _without(columns: "Sequence[Column]", others: "Sequence[Column]") -> "list[Column]":
+    """Returns the columns that are none of the others."""
+    known = {id(other) for other in others}
+    return [column for column in columns if id(column) not in known]
 
 
 def require_editable(graph: "Graph") -> None:

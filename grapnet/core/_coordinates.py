@@ -424,11 +424,17 @@ class Coordinates(nn.Module):
             gradient = gradient.detach()
         if gradient is None:
             return None if len(self.parameter) else self.frozen_values.new_zeros(len(positions))
+        return self._free_numbers(gradient, positions)
+
+    def _free_numbers(self, content: Tensor, positions: Tensor) -> Tensor:
+        """Returns what a tensor of the shape of the Parameter has at `positions`, 0 where they are
+        frozen.
+        """
         if len(self.frozen_at) == 0:
-            return gradient.view(-1).index_select(0, positions)
-        found = gradient.new_zeros(len(positions))
+            return content.view(-1).index_select(0, positions)
+        found = content.new_zeros(len(positions))
         free = ~self._frozen_bits(positions)
-        found[free] = gradient.view(-1)[self._place(positions[free]).long()]
+        found[free] = content.view(-1)[self._place(positions[free]).long()]
         return found
 
     def _frozen_bits(self, positions: Tensor) -> Tensor:

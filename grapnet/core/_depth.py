@@ -79,7 +79,7 @@ class LayerInsertion:
         )
 
     def without_values(self) -> "LayerInsertion":
-        """Returns the insertion as the journal keeps it for ever."""
+        """Returns the insertion without values, as the journal keeps it."""
         return replace(self, biases=None, weights=None)
 
     def modules(self, graph: "Graph") -> tuple[Layer, Transition]:
@@ -97,7 +97,7 @@ class LayerInsertion:
 
 
 class LayerBefore(NamedTuple):
-    """What a layer that an edit inserts receives."""
+    """The properties of the layer before one that an edit inserts."""
 
     activations: Labels  # one per node
     default: str  # the activation of nodes that are added later
@@ -105,7 +105,7 @@ class LayerBefore(NamedTuple):
 
     @classmethod
     def of(cls, layer: Layer) -> "LayerBefore":
-        """Returns what a layer gives to the next one."""
+        """Returns the properties of a layer."""
         return cls(layer._activation_names, layer.default_activation, layer.dropout > 0)
 
     @property
@@ -250,7 +250,7 @@ class SkipInsertion:
         return cls(source, target, topology, None, empty_positions())
 
     def without_values(self) -> "SkipInsertion":
-        """Returns the insertion as the journal keeps it for ever."""
+        """Returns the insertion without values, as the journal keeps it."""
         return replace(self, weights=None)
 
     def module(self, graph: "Graph") -> Transition:
@@ -436,7 +436,7 @@ def deepened(graph: "Graph", asked: Sequence[Asked]) -> DepthChange:
 
 
 def with_way_back(change: DepthChange) -> DepthChange:
-    """Returns the change of a net with what its way back asks for, as the layers are at present."""
+    """Returns a change of depth with the operations that revert it, in `back`."""
     before = change.before
     after = change.after
     found: list[Asked] = [LayerRemoval(n) for n in _others(after.layers, before.layers)]

@@ -543,6 +543,15 @@ class Edit:
                 self._requests.cuts[t] = [asked[~kept]]
 
     @property
+    def assigned_relations(self) -> RelationSet:
+        """The relations that this edit assigns so far."""
+        self._require_open()
+        found = {}
+        for t, asked in self._requests.assign_relations.items():
+            found[t] = union([one.positions for one in asked], self.graph.device)
+        return RelationSet(self.graph, found)
+
+    @property
     def n_connections(self) -> int:
         """The number of relations that this edit connects so far."""
         return sum(len(c.parents) for asked in self._requests.connections.values() for c in asked)
@@ -568,6 +577,23 @@ class Edit:
         """The nodes that this edit removes so far, without orphans and nodes that it adds."""
         self._require_open()
         return NodeSet(self.graph, self._requests.removed_uids(self.graph.layers))
+
+    def _leaving_relations(self, t: int) -> Tensor:
+        """Returns which relations of a transition this edit cuts so far, or removes with a node,
+        bool.
+        """
+        topology = self.graph.transitions[t].topology
+        leaves = torch.zeros(topology.n_relations, dtype=torch.bool, device=topology.child.device)
+        removed = self.removals._rows_by_layer()
+        for number, ends in zip(
+            self.graph.ends[t], (topology.parents(), topology.child), strict=True
+        ):
+            if number in removed:
+                leaves |= contains(removed[number].to(ends.device), ends)
+        cuts = self.cuts._positions_by_transition()
+        if t in cuts:
+            leaves[as_positions(cuts[t], leaves.device).long()] = True
+        return leaves
 
     def remark(self, text: str, **details: str | float | bool | None) -> None:
         """Writes a remark into the journal, such as the rule and its scores. It changes nothing

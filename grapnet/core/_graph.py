@@ -322,26 +322,30 @@ class Graph(nn.Module):
             ValueError: the layer does not exist, or no node has the tag (`net.owners` lists them).
         """
         count = len(self.layers)
-        numbers = (
-            range(count)
-            if layer is None
-            else [layer]
-            if isinstance(layer, int | np.integer)
-            else list(layer)
-        )
+        if layer is None:
+            numbers = range(count)
+        elif isinstance(layer, int | np.integer):
+            numbers = [layer]
+        else:
+            numbers = list(layer)
         if any(not -count <= n < count for n in numbers):
             raise ValueError(f"the graph has layers 0 to {count - 1}, got layer={layer!r}")
         if isinstance(owner, str) and owner not in self.owners:
-            told = ", ".join(map(repr, self.owners[:12])) + (", …" if len(self.owners) > 12 else "")
-            raise ValueError(f"no node has the owner {owner!r}; owners are: {told or 'none'}")
+            listed = ", ".join(map(repr, self.owners[:12]))
+            if len(self.owners) > 12:
+                listed += ", …"
+            raise ValueError(f"no node has the owner {owner!r}; owners are: {listed or 'none'}")
         found = {}
         for number in sorted({n % count for n in numbers}):
             chosen = self.layers[number]
-            found[int(number)] = (
-                chosen.uid if owner is ... else chosen.uid[chosen._owner_names.where(owner).long()]
-            )
+            uids = chosen.uid
+            if owner is not ...:
+                uids = uids[chosen._owner_names.where(owner).long()]
+            found[int(number)] = uids
         nodes = NodeSet(self, found)
-        return nodes if where is None else nodes[as_tensor(where(nodes)).to("cpu", torch.bool)]
+        if where is None:
+            return nodes
+        return nodes[as_tensor(where(nodes)).to("cpu", torch.bool)]
 
     def edit(
         self,
@@ -531,7 +535,7 @@ class Graph(nn.Module):
         return build
 
     def _completed_depth(self, change: DepthChange) -> DepthChange:
-        """Returns a change of depth with what its way back asks for."""
+        """Returns a change of depth with the operations that revert it."""
         self._own_build(change)
         return with_way_back(change)
 
@@ -574,15 +578,11 @@ class Graph(nn.Module):
         biased = [layer for layer in self.layers if not layer.is_sensory]
         biases = sum(layer.size for layer in biased)
         frozen = sum(len(store.frozen_at) for store in (*self.transitions, *biased))
-        tensors = [
-            x
-            for t in self.transitions
-            for x in (t.weight, t.frozen_values, t.frozen_at, t.ptr, t.child)
-        ]
-        tensors += [
-            x for layer in biased for x in (layer.parameter, layer.frozen_values, layer.frozen_at)
-        ]
-        tensors += [column.value for column in self.columns.values()]
+        tensors = [column.value for column in self.columns.values()]
+        for t in self.transitions:
+            tensors += [t.weight, t.frozen_values, t.frozen_at, t.ptr, t.child]
+        for layer in biased:
+            tensors += [layer.parameter, layer.frozen_values, layer.frozen_at]
         return Count(
             nodes=sum(self.sizes),
             relations=relations,
@@ -640,7 +640,7 @@ class Graph(nn.Module):
                 layer._bind(self)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """As `nn.Module` does; `parameters()` and its like read the modules through it."""
+        """Does what `nn.Module` does; `parameters()` and similar methods use it."""
         if unsettled:
             settle()
         return super().named_modules(*args, **kwargs)

@@ -282,8 +282,8 @@ def install_content(
         tensor.data = content
         return
     replace_content(tensor, content, gradient)
-    # Operations of older forward passes have saved the Parameter itself, and would go on with the
-    # new content: torch compares versions.
+    # Operations of older forward passes have saved the Parameter itself, and would read the
+    # content that the edit wrote: torch compares versions.
     torch.autograd.graph.increment_version(tensor)
     install_layout(tensor, layout)
 

@@ -138,6 +138,18 @@ class GridMap:
             narrowed.append((dim, index.stays(new.device).long()))
             shape[dim] = index.n_survivors
 
+    def are_gone(self, old: Tensor) -> Tensor:
+        """Returns one bool per cell, by its position in the vector of the cells before the commit:
+        True if it leaves.
+        """
+        gone = torch.zeros(old.shape, dtype=torch.bool, device=old.device)
+        if not self._shrinking:
+            return gone
+        places = torch.unravel_index(old.long(), self.shape)
+        for dim, index in self._shrinking:
+            gone |= index.are_gone(places[dim].int())
+        return gone
+
     def new_positions(self, old: Tensor) -> Tensor:
         """Returns where cells that stay are in the vector of the cells after the commit.
 
@@ -263,6 +275,10 @@ class RowMap:
     def give(self, new: Tensor, cells: Tensor) -> None:
         """Writes a vector of cells into a tensor that `carry` has made, where rows have come."""
         self.rows.give(new.view(self.rows.new_size, self.width), cells)
+
+    def are_gone(self, old: Tensor) -> Tensor:
+        """Returns one bool per cell; see `GridMap.are_gone`."""
+        return self.rows.are_gone((old // self.width).int())
 
     def new_positions(self, old: Tensor) -> Tensor:
         """Returns where cells that stay are in the vector of the cells after the commit; see

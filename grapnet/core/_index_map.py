@@ -265,6 +265,10 @@ class IndexMap:
         ordinal = old - _count_below(self.removed, old)
         return ordinal + _count_below(_counted_below(self.inserted), ordinal, including=True)
 
+    def are_gone(self, old: Tensor) -> Tensor:
+        """Returns one bool per old position: True if it was removed."""
+        return contains(self.gone(old.device), old)
+
     def old_positions(self, new: Tensor) -> Tensor:
         """Returns where the surviving new positions `new` were in the old vector."""
         return self.inverse().new_positions(new)

@@ -90,13 +90,11 @@ class RelationSet:
         """
         found = self._positions_by_transition().items()
         parts = [self._store(t)._weights_at(at) for t, at in found]
-        return (
-            torch.cat(parts)
-            if len(parts) > 1
-            else parts[0]
-            if parts
-            else self._store(0).weight.new_empty(0)
-        )
+        if not parts:
+            return self._store(0).weight.new_empty(0)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts)
 
     @weights.setter
     def weights(self, values: Tensor) -> None:
@@ -369,20 +367,18 @@ class NodeSet:
     @property
     def owners(self) -> list[str | None]:
         """One owner per node."""
-        return [
-            n
-            for layer, rows in self._rows_by_layer().items()
-            for n in self.graph.layers[layer]._owner_names.select(rows)
-        ]
+        found: list[str | None] = []
+        for layer, rows in self._rows_by_layer().items():
+            found += self.graph.layers[layer]._owner_names.select(rows)
+        return found
 
     @property
     def activations(self) -> list[str]:
         """One activation name per node."""
-        return [
-            str(n)
-            for layer, rows in self._rows_by_layer().items()
-            for n in self.graph.layers[layer]._activation_names.select(rows)
-        ]
+        found: list[str] = []
+        for layer, rows in self._rows_by_layer().items():
+            found += map(str, self.graph.layers[layer]._activation_names.select(rows))
+        return found
 
     @property
     def frozen(self) -> Tensor:

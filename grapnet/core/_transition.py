@@ -122,13 +122,14 @@ class Topology:
         exists.
         """
         owners = parents.unique()
-        # None: everybody's
-        slots = None if len(owners) == self.n_parents else self.owned_by(owners)
-        rows, child = (
-            (self.parents(), self.child)
-            if slots is None
-            else (self.parents_at(slots), self.child[slots.long()])
-        )
+        if len(owners) == self.n_parents:
+            slots = None
+            rows = self.parents()
+            child = self.child
+        else:
+            slots = self.owned_by(owners)
+            rows = self.parents_at(slots)
+            child = self.child[slots.long()]
         owned = rows.long() * self.n_children + child
         wanted = parents.long() * self.n_children + children
         if len(owned) == 0:
@@ -136,7 +137,9 @@ class Topology:
         owned, order = sorted_nearly(owned)
         place = positions_in(owned, wanted).clamp_(max=len(owned) - 1)
         at = order[place]
-        return torch.where(owned[place] == wanted, at if slots is None else slots[at].long(), -1)
+        if slots is not None:
+            at = slots[at].long()
+        return torch.where(owned[place] == wanted, at, -1)
 
     def fan_in(self) -> Tensor:
         """Returns how many parents each child has, [n_children]."""
@@ -382,16 +385,27 @@ def erk_densities(sizes: Sequence[tuple[int, int]], density: float) -> list[floa
     matches `density`. Sizes are the numbers of parents and of children.
     """
     cells = [a * b for a, b in sizes]
-    raw = [(a + b) / (a * b) if a * b else 0.0 for a, b in sizes]
+    raw = []
+    for parents, children in sizes:
+        share = 0.0
+        if parents * children:
+            share = (parents + children) / (parents * children)
+        raw.append(share)
     full: set[int] = set()
     while True:
         open_cells = [t for t in range(len(cells)) if t not in full and cells[t]]
         wanted = density * sum(cells) - sum(cells[t] for t in full)
-        scale = wanted / sum(raw[t] * cells[t] for t in open_cells) if open_cells else 0.0
+        scale = 0.0
+        if open_cells:
+            scale = wanted / sum(raw[t] * cells[t] for t in open_cells)
         over = {t for t in open_cells if scale * raw[t] > 1}
         if not over:
-            return [1.0 if t in full else scale * raw[t] for t in range(len(cells))]
+            break
         full |= over
+    densities = [scale * share for share in raw]
+    for t in full:
+        densities[t] = 1.0
+    return densities
 
 
 def wirings_after(graph: "Graph", change: Change) -> dict[int, Topology]:

@@ -120,7 +120,7 @@ def _parts_of_one(nets: "Sequence[Graph]", verb: Verb) -> list[Joint | None]:
     """Returns the joint parts of undo or redo; raises HistoryError unless they revert one
     transaction.
     """
-    told = []
+    listed = []
     joints = []
     for n, net in enumerate(nets):
         try:
@@ -129,14 +129,14 @@ def _parts_of_one(nets: "Sequence[Graph]", verb: Verb) -> list[Joint | None]:
             raise HistoryError(
                 f"net {n + 1} of {len(nets)}: {error}; nothing was changed"
             ) from None
-        told.append(f"  net {n + 1}: {commit!r}")
+        listed.append(f"  net {n + 1}: {commit!r}")
         joints.append(commit.joint)
     whole = Joint.of(len(nets), joints[0] and joints[0].name)
     if set(joints) != set(whole):
         raise HistoryError(
             f"gn.{verb} needs the last commits of all nets of one transaction; nothing was"
             " changed:\n"
-            + "\n".join(told)
+            + "\n".join(listed)
             + "\nPass exactly the nets that it changed, or revert each alone:"
             f" net.{verb}(alone=True)"
         )

@@ -1,4 +1,4 @@
-"""gn.capture: training steps as CUDA graphs, which are recorded anew after every edit."""
+"""gn.capture: training steps as CUDA graphs, which are recorded again after every edit."""
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
@@ -41,7 +41,7 @@ def capture(
     after_backward: Callable[[], object] | None = None,
     scaler: GradScaler | None = None,
 ) -> "CapturedStep[P, R]":
-    """Returns a training step that runs as one CUDA graph, and is recorded anew after every edit.
+    """Returns a training step that runs as one CUDA graph, recorded again after every edit.
 
     `step(*batch)` clears the gradients, computes `function(*batch)`, its backward pass and a step
     of the optimizer, and returns what the function returns, detached. On a GPU the first call with
@@ -159,7 +159,7 @@ class CapturedStep(Generic[P, R]):
         """Makes one training step with a batch, and returns the loss.
 
         An exception of the function leaves the weights, the gradients and the state of the
-        optimizer as they were, and the next call starts anew.
+        optimizer as they were, and the next call starts over.
 
         Raises:
             CaptureError: the step cannot be recorded; it was not made.

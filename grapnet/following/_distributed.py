@@ -173,25 +173,24 @@ class Distributed(nn.Module):
         return ""
 
     def _require_ready(self, reports: list[dict[str, Any]]) -> None:
-        busy = [
-            f"rank {rank}: {report['trouble']}"
-            for rank, report in enumerate(reports)
-            if report["trouble"]
-        ]
+        busy = []
+        for rank, report in enumerate(reports):
+            if report["trouble"]:
+                busy.append(f"rank {rank}: {report['trouble']}")
         if busy:
             raise EditError(
                 f"the ranks cannot synchronize now, and nothing was changed ({'; '.join(busy)})"
             )
         counts = [report["commits"] for report in reports]
         if any(counts[1:]) and len(set(counts)) > 1:
-            edited = ", ".join(
-                f"{count} on rank {rank} (the last: {reports[rank]['last']!r})"
-                for rank, count in enumerate(counts)
-                if rank > 0 and count > 0
-            )
+            edited = []
+            for rank, count in enumerate(counts):
+                if rank > 0 and count > 0:
+                    last = reports[rank]["last"]
+                    edited.append(f"{count} on rank {rank} (the last: {last!r})")
             self._differ(
                 "edits belong on rank 0, and since the last synchronize() there were commits"
-                f" {edited}"
+                f" {', '.join(edited)}"
             )
 
     def _compare(self, trouble: str) -> None:

@@ -587,12 +587,14 @@ class OptimizerFollower:
                 state = first_state(optimizer, one.group, content)
                 carried[name] = one._replace(state=state)
             return carried
-        # What the commit that this one reverts has removed.
-        kept: Slots = {}
+        # What the commit that this one reverts has removed and assigned.
+        kept: Slots | None = None
         if commit.undoes is not None:
-            kept = self._tracked.kept.get(commit.undoes, {})
+            kept = self._tracked.kept.get(commit.undoes)
         for name, one in held.items():
-            returning = kept.get(name, {})
+            returning = None
+            if kept is not None:
+                returning = kept.get(name, {})
             moved = {}
             for entry in one.entries:
                 moved[entry] = self._moved(optimizer, one, name, entry, commit, returning)
@@ -608,28 +610,44 @@ class OptimizerFollower:
         name: str,
         entry: str,
         commit: Commit,
-        returning: Mapping[str, Tensor],
+        returning: Mapping[str, Tensor] | None,
     ) -> Tensor:
-        """Returns one entry of the state of a Parameter after a commit."""
+        """Returns one entry of the state of a Parameter after a commit.
+
+        Args:
+            optimizer: the optimizer.
+            held: the Parameter and its state.
+            name: of the Parameter.
+            entry: the entry.
+            commit: the commit.
+            returning: for a commit that reverts another one, what that one has taken, by entry;
+                None if it is not known.
+        """
         index = commit.parameters[name]
         assigned = commit.assigned.get(name)
-        kept = returning.get(entry)
+        kept = None
+        if returning is not None:
+            kept = returning.get(entry)
         if assigned is None or assigned.shape[0] == 0:
-            return self._moved_without(optimizer, held, name, entry, commit, kept)
-        places = index.new_positions(assigned)
+            return self._carried(optimizer, held, name, entry, commit, kept)
         slots = None
         if kept is not None:
-            kept, slots = kept[: index.n_born], kept[index.n_born :]
+            slots = kept[index.n_born :]
+            kept = kept[: index.n_born]
             if slots.shape != assigned.shape:
                 raise _other_length(entry, name)
-        moved = self._moved_without(optimizer, held, name, entry, commit, kept)
+        places = index.new_positions(assigned)
         if slots is None and self._is_copy(optimizer, entry):
             slots = cells_at(commit.view.content(name), places)
+        elif slots is None and returning is not None:
+            # The reverted commit came before the first step.
+            slots = torch.full(assigned.shape, clean_value(optimizer, held.group, entry))
+        moved = self._carried(optimizer, held, name, entry, commit, kept)
         if slots is not None:
             moved = with_cells(moved, places, slots)
         return moved
 
-    def _moved_without(
+    def _carried(
         self,
         optimizer: Optimizer,
         held: _Held,
@@ -638,7 +656,7 @@ class OptimizerFollower:
         commit: Commit,
         back: Tensor | None,
     ) -> Tensor:
-        """Returns one entry of the state of a Parameter after a commit, whatever it assigns.
+        """Returns one entry of the state of a Parameter after a commit, apart from what it assigns.
 
         Args:
             optimizer: the optimizer.

@@ -87,8 +87,8 @@ def inside_of(optimizer: Optimizer) -> list[Optimizer]:
     inside = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
     if not inside:
         return []
-    held = {id(parameter) for parameter in parameters_of(optimizer)}
-    return [one for one in inside if any(id(p) in held for p in parameters_of(one))]
+    held = set(map(id, parameters_of(optimizer)))
+    return [one for one in inside if not held.isdisjoint(map(id, parameters_of(one)))]
 
 
 def held_by(optimizer: Optimizer, net: Graph) -> dict[str, nn.Parameter]:

@@ -136,8 +136,8 @@ class Watch:
             return False
 
     def _changed(self) -> str:
-        """Returns what the first dict or list belongs to that is not what it was; empty if there
-        are equal constants in the place of others.
+        """Returns the name of the first dict or list whose content has changed; empty if constants
+        were only replaced by equal ones.
         """
         held = iter(self._held)
         for view, (name, length) in zip(self._views, self._owners, strict=True):

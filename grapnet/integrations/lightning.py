@@ -136,10 +136,9 @@ class RulesCallback(L.Callback):
     def on_fit_start(self, trainer: "L.Trainer", pl_module: "L.LightningModule") -> None:
         """Attaches the optimizers to the nets whose Parameters they hold."""
         self.managers(pl_module)  # raises before anything is trained
-        held = [
-            {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for optimizer in trainer.optimizers
-        ]
+        held = []
+        for optimizer in trainer.optimizers:
+            held.append({id(p) for group in optimizer.param_groups for p in group["params"]})
         strangers = set().union(*held) - {id(parameter) for parameter in pl_module.parameters()}
         for name, net in nets_in(pl_module).items():
             mine = {id(parameter) for parameter in net.parameters() if parameter.requires_grad}

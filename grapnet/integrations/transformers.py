@@ -40,7 +40,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 def layers(net: nn.Module, within: str = "") -> list[TransformerLayer]:
     """Returns the layers of an adopted transformer, in the order of its modules.
 
-    They are told from the axes of the tensors, for any family of models: a layer is a block that
+    They are found from the axes of the tensors, for any family of models: a layer is a block that
     writes the stream which it reads. Its `heads`, `kv_groups`, `queries`, `ffn` and `stream` are
     spaces, whose nodes an edit removes and adds; `edit.remove(layer.container, layer.index)`
     removes the layer.

@@ -187,7 +187,7 @@ def degrees(
 
 
 def weights(net: GrapNet, *, by: By = "transition", ax: "Axes | None" = None) -> "Axes":
-    """Draws how many relations have which weight.
+    """Draws a histogram of the weights of relations.
 
     Args:
         net: the net to count in.

@@ -117,7 +117,7 @@ def _write_heads(net: GrapNet, ax: "Axes") -> None:
 
 
 def _cut_entries(scene: Scene) -> list[tuple[str, Any]]:
-    """Returns the entries of cut relations in the legend; none without."""
+    """Returns the entries of cut relations in the legend; empty if none were cut."""
     color = canvas.cut_color(scene.ax)
     lost = scene.cuts.lost
     entries = []

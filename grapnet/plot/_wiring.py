@@ -12,7 +12,7 @@ from grapnet import Commit, GrapNet, GrapNode, NodeSet, RelationSet
 ColorBy = Literal["owner", "activation"]
 Marked = NodeSet | RelationSet | GrapNode
 MOST_GROUPS = 10  # boxes of one layer
-FEW_FAMILIES = 8  # families that are told apart in a layer without owners
+FEW_FAMILIES = 8  # families that are distinguished in a layer without owners
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,7 @@
 """Rules: what changes the structure of nets while they train."""
 
 from ._activations import ActivationRecorder, CovarianceRecorder
+from ._best import GrowBest, search_scale
 from ._budget import Budget, weakest_within
 from ._correlations import TensorCorrelationRecorder
 from ._criteria import (
@@ -15,6 +16,7 @@ from ._criteria import (
     Taylor,
     Wanda,
 )
+from ._elimination import Elimination
 from ._families import SplitIntoFamilies
 from ._freeze import FreezeOwner
 from ._gradients import GradientRecorder, TensorGradientRecorder
@@ -30,10 +32,12 @@ from ._node_criteria import (
     Redundancy,
 )
 from ._nodes import PruneNodes
-from ._obs import OBS
+from ._obs import OBS, Alternating
+from ._one_shot import Pruning, Stage
 from ._orphans import RemoveOrphans
 from ._preview import Preview
 from ._prune import GradualSchedule, PruneWeakest, gradual_pruning
+from ._repair import Repaired, gram_recorders, repair
 from ._rewire import Rewire, rigl, set_rewiring
 from ._rule import (
     At,
@@ -49,7 +53,10 @@ from ._rule import (
 from ._saliency import FisherRecorder, InputRecorder, SaliencyRecorder, TensorFisherRecorder
 from ._scopes import Quota, lamp_scores
 from ._sift import CovarianceSifter
+from ._srigl import SRigL, srigl
 from ._steepest import SpaceGradientRecorder
+from ._tiny import BottleneckRecorder, OptimalNodes
+from ._untrained import SNIP, GraSP, SynFlow
 from ._widen import GrowWidth
 
 # The reference shows them in this order.
@@ -65,6 +72,8 @@ __all__ = [  # noqa: RUF022
     "Scheduled",
     "GrowForTask",
     "GrowWidth",
+    "GrowBest",
+    "search_scale",
     "FreezeOwner",
     "PruneWeakest",
     "PruneNodes",
@@ -76,25 +85,37 @@ __all__ = [  # noqa: RUF022
     "Taylor",
     "Fisher",
     "OBS",
+    "Alternating",
     "Correlation",
     "Random",
     "NodeNorm",
     "MeanActivation",
     "NodeTaylor",
     "ColumnSubset",
+    "Elimination",
     "Redundancy",
     "RandomNodes",
+    "Pruning",
+    "Stage",
     "Scored",
     "Choice",
     "Assignment",
     "Quota",
     "Criterion",
+    "SNIP",
+    "GraSP",
+    "SynFlow",
     "CovarianceSifter",
     "RemoveOrphans",
     "Rewire",
     "rigl",
     "set_rewiring",
+    "SRigL",
+    "srigl",
     "SplitIntoFamilies",
+    "repair",
+    "gram_recorders",
+    "Repaired",
     "ActivationRecorder",
     "CovarianceRecorder",
     "GradientRecorder",
@@ -106,6 +127,8 @@ __all__ = [  # noqa: RUF022
     "TensorFisherRecorder",
     "SaliencyRecorder",
     "GramRecorder",
+    "BottleneckRecorder",
+    "OptimalNodes",
     "Rule",
     "RecordingRule",
     "Recorder",

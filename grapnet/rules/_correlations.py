@@ -179,8 +179,8 @@ class TensorCorrelationRecorder(NetRecorder[Covariations]):
     That is the correlation between what the number is multiplied with, and the child where it is
     read next, behind norms and activations. Where it is pooled or flattened before, the output of
     the module counts instead. Every position that a kernel comes to, and every token, is a sample.
-    Relations that were cut are recorded like the others. Evidence follows the removal of nodes;
-    added nodes let it begin anew.
+    Relations that were cut are recorded like the others. Evidence follows the removal of nodes,
+    and starts over when nodes are added.
 
     Args:
         net: the adopted model.

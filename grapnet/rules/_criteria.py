@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -196,7 +196,7 @@ def as_criterion(by: Any, known: Mapping[str, Callable[[int], Any]], window: int
     if isinstance(by, Criterion):
         return by
     if callable(by):
-        return ByFunction(by)
+        return ByFunction(cast(Any, by))
     raise EditError(f"by is a name, a criterion or a function, got {by!r}")
 
 

@@ -123,12 +123,17 @@ class OuterProducts:
         """Returns them after rows moved; newborn nodes have gradients of 0."""
         upper, lower = indexes
         factors = [(_moved(h, upper), _moved(dz, lower)) for h, dz in self.factors]
-        matrix = self.matrix if upper is None or self.matrix is None else upper.carry(self.matrix)
-        matrix = None if matrix is None else _moved(matrix, lower)
-        sizes = [
-            size if i is None else i.new_size for size, i in zip(self.shape, indexes, strict=True)
-        ]
-        return OuterProducts((sizes[0], sizes[1]), self.count, self.task, factors, matrix)
+        matrix = self.matrix
+        if matrix is not None and upper is not None:
+            matrix = upper.carry(matrix)
+        if matrix is not None:
+            matrix = _moved(matrix, lower)
+        n_parents, n_children = self.shape
+        if upper is not None:
+            n_parents = upper.new_size
+        if lower is not None:
+            n_children = lower.new_size
+        return OuterProducts((n_parents, n_children), self.count, self.task, factors, matrix)
 
     def copied(self) -> "OuterProducts":
         """Returns an independent copy; factors are never written into."""
@@ -384,9 +389,9 @@ class TensorGradients:
 class TensorGradientRecorder(BackwardRecorder[TensorGradients]):
     """Records the gradient of a tensor of an adopted model, also where relations were cut.
 
-    It is averaged over the recorded backward passes. Nodes that come or go let it begin anew.
-    Forward passes from before an edit or before `arm` do not count, where relations were cut.
-    Gradients that are not finite are left out and counted (`left_out`).
+    It is averaged over the recorded backward passes, and starts over when nodes are added or
+    removed. Where relations were cut, forward passes from before an edit or before `arm` do not
+    count. Gradients that are not finite are left out and counted (`left_out`).
 
     Args:
         net: the adopted model.
@@ -499,7 +504,7 @@ class _Taps:
             recorder._record(gradient.detach())
 
     def see_whole(self, whole: Tensor) -> None:
-        """Waits for the gradient of a tensor that a module has computed."""
+        """Registers the recorder for the gradient of a tensor that a module has computed."""
         recorder = self._recorder()
         if recorder is None or not recorder.armed or in_transform():
             return

@@ -150,7 +150,7 @@ class LayerOrigin:
 
 def _is_assigned(change: VectorChange) -> bool:
     """Returns whether a change gives coordinates that stay other values."""
-    return change.shift is not None or getattr(change, "assigned", None) is not None
+    return change.shift is not None or change.assigned is not None
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ class ReaderOrigin:
                 continue
             if part.relations.added or part.relations.removed:
                 return f"relations of {name} were cut or connected"
-            if getattr(part, "assigned", None) is not None:
+            if part.assigned is not None:
                 return f"{name} was assigned"
         return ""
 

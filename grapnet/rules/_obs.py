@@ -1,4 +1,4 @@
-"""OBS: relations leave where the others can make up for them, and these get the weights for it."""
+"""OBS and Alternating: relations leave where the others make up for them, and assign these."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
@@ -16,65 +17,61 @@ from grapnet.core._opened import CUT, FROZEN
 from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 
+from ._alternating import alternate
 from ._budget import positions_in, weakest_places
 from ._cells import linear_of
 from ._criteria import WINDOW, Assignment, Choice, Evidence, by_transition, free_of, seen
 from ._gram import GramRecorder
-from ._least_squares import Sweep, obs_sweep
+from ._least_squares import Sweep, obs_sweep, repaired
 from ._rule import Recorder
 from ._saliency import why_no_inputs
 from ._scopes import Comparison, Quota, Scope, compared, narrowed
 
 
+def matrix_recorders(net: Any, relations: RelationSet, **settings: Any) -> dict[str, GramRecorder]:
+    """Returns a recorder of the Gram matrix of what each transition of some relations reads.
+
+    Args:
+        net: the net, or the adopted model.
+        relations: the relations.
+        settings: those of `GramRecorder`.
+    """
+    found: dict[str, GramRecorder] = {}
+    for t, _ in by_transition(relations):
+        name = _evidence(net, t)
+        if name in found:
+            continue
+        if isinstance(net, Adopted):
+            weight = net.transitions[t]
+            path = linear_of(net, weight.name).path
+            space = net.spaces[weight.source].name
+            found[name] = GramRecorder(space, at=path, **settings)
+        else:
+            found[name] = GramRecorder(net.ends[t][0], **settings)
+    return found
+
+
 @dataclass(frozen=True)
-class OBS:
-    """The optimal brain surgeon (Hassibi and Stork, 1993) in the sweep over columns of SparseGPT
-    (Frantar and Alistarh, 2023).
-
-    A relation leaves if it costs its child little once all others have made up for it, and those
-    that stay get the weights that do so: the choice assigns them. It needs the Gram matrix of what
-    each transition reads, recorded after the last training step: a stale one is refused.
-
-    Relations of one number are chosen block by block, while the columns behind compensate. It ranks
-    the relations of a transition together by default; the scopes "child" and a pattern are swept
-    alike. In other scopes, and where a relation has several numbers, relations are chosen by
-    Σ w²/[H⁻¹]ᵢᵢ at once, and the sweep compensates all of them.
+class Surgeon:
+    """Base of the criteria that choose relations by a Gram matrix, and assign those that stay.
 
     Attributes:
         bias: let biases compensate, too, where they are free.
         damping: added to the diagonal of the Gram matrix, as a share of its mean.
-        block: how many columns are chosen at a time.
-        spread: how the relations of a transition that leave are shared out over the blocks:
-            "matrix" by their costs before the sweep, "block" in equal shares.
-        published: compute as the published implementation does: in the precision of the weights,
-            without bias, with `spread="block"`.
         window: the number of steps to record.
     """
 
     bias: bool = True
     damping: float = 0.01
-    block: int = 128
-    spread: Literal["matrix", "block"] = "matrix"
-    published: bool = False
     window: int = WINDOW
     scope: ClassVar[Scope] = "transition"
     comparison: ClassVar[Comparison] = "score"
+    # rules and gn.prune need no repair behind it
+    assigns: ClassVar[bool] = True
 
     def recorders(self, net: Any, candidates: Any) -> dict[str, Recorder]:
         """Returns a recorder of the Gram matrix of what each transition reads."""
-        found: dict[str, Recorder] = {}
-        for t, _ in by_transition(candidates):
-            name = _evidence(net, t)
-            if name in found:
-                continue
-            if isinstance(net, Adopted):
-                weight = net.transitions[t]
-                path = linear_of(net, weight.name).path
-                space = net.spaces[weight.source].name
-                found[name] = GramRecorder(space, at=path, window=self.window, held_out=0.0)
-            else:
-                found[name] = GramRecorder(net.ends[t][0], window=self.window, held_out=0.0)
-        return found
+        return dict(matrix_recorders(net, candidates, window=self.window, held_out=0.0))
 
     def refusal(self, net: Any, number: int) -> str:
         """Returns why a tensor is not the weight of a Linear or convolution."""
@@ -116,28 +113,31 @@ class OBS:
             recorder = seen(evidence, _evidence(net, transitions[0]), self)
             if recorder.is_stale:
                 raise EditError(
-                    f"OBS needs {_evidence(net, transitions[0])} as it is, and what was recorded is"
-                    f" stale: {recorder.stale_reason}. Run data through the net after the last"
-                    " step, inside `with manager.recording(net):`"
+                    f"{type(self).__name__} needs {_evidence(net, transitions[0])} as it is, and"
+                    f" what was recorded is stale: {recorder.stale_reason}. Run data through the"
+                    " net after the last step, inside `with manager.recording(net):`"
                 )
-            has_bias = self.bias and not self.published
-            gram = recorder.gram
-            if self.published:
-                gram = gram.to(net.transitions[transitions[0]].weight.dtype)
-            yield _Table.of(net, transitions, candidates, gram, has_bias)
+            yield self._table(net, transitions, candidates, recorder.gram)
+
+    def _table(
+        self, net: Any, transitions: list[int], candidates: RelationSet, gram: Tensor
+    ) -> _Table:
+        return _Table.of(net, transitions, candidates, gram, self.bias)
 
     def _is_swept(self, quota: Quota, tables: list[_Table]) -> bool:
         """Returns whether the sweep itself can choose what leaves."""
         for table in tables:
             if table.cells.shape[1] != 1 or len(table.transitions) > 1:
                 return False
-            if quota.pattern is not None:
-                of = quota.pattern[1]
-                if table.width % of or self.block % of:
-                    return False
+            if quota.pattern is not None and not self._divides(table.width, quota.pattern[1]):
+                return False
         if quota.groups is None:
             return len(tables) == 1
         return quota.scope in ("child", "transition")
+
+    def _divides(self, width: int, group: int) -> bool:
+        """Returns whether so many columns are whole groups."""
+        return width % group == 0
 
     def _swept(self, table: _Table, number: int, quota: Quota) -> Sweep:
         """Returns what a sweep makes of one matrix, the table of a number."""
@@ -151,32 +151,18 @@ class OBS:
             counts = quota.counts[number * n_children : (number + 1) * n_children]
             options["count"] = torch.minimum(counts.to(may_leave.device), may_leave.sum(1))
         else:
-            room = int(may_leave.sum())
-            count = min(int(quota.counts[number]), room)
-            if self.published:
-                options["share"] = count / max(1, room)
-            else:
-                options["count"] = count
+            options["count"] = min(int(quota.counts[number]), int(may_leave.sum()))
         return self._sweep(table, ~may_leave & ~table.absent, **options)
 
     def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
-        if table.has_bias:
-            # The bias is never chosen, and compensates where it is free.
-            frozen = frozen.clone()
-            frozen[:, -1] = table.frozen[:, -1]
-        spread = "block" if self.published else self.spread
-        return obs_sweep(
-            table.weights,
-            table.gram,
-            absent=table.absent,
-            frozen=frozen,
-            bias=table.has_bias,
-            block=self.block,
-            damping=self.damping,
-            spread=spread,
-            published=self.published,
-            **options,
-        )
+        """Returns what stays of a matrix, and its weights.
+
+        Args:
+            table: the matrix.
+            frozen: the cells that keep their values.
+            options: which cells leave: `count`, `pattern` or `leaving`, as for `obs_sweep`.
+        """
+        raise NotImplementedError
 
     def _assigned(
         self, tables: list[_Table], sweeps: list[Sweep | None], marks: Tensor
@@ -205,6 +191,114 @@ class OBS:
             values = nodes.values().detach().double() + change.to(nodes.values().device)
             found.append(Assignment(nodes[at.cpu()], values[at]))
         return [part for part in found if len(part.values)]
+
+
+@dataclass(frozen=True)
+class OBS(Surgeon):
+    """The optimal brain surgeon (Hassibi and Stork, 1993) in the sweep over columns of SparseGPT
+    (Frantar and Alistarh, 2023).
+
+    A relation leaves if it costs its child little once all others have made up for it, and those
+    that stay get the weights that do so: the choice assigns them. It needs the Gram matrix of what
+    each transition reads, recorded after the last training step: a stale one is refused.
+
+    Relations of one number are chosen block by block, while the columns behind compensate. It ranks
+    the relations of a transition together by default; the scopes "child" and a pattern are swept
+    alike. In other scopes, and where a relation has several numbers, relations are chosen by
+    Σ w²/[H⁻¹]ᵢᵢ at once, and the sweep compensates all of them.
+
+    Attributes:
+        bias: let biases compensate, too, where they are free.
+        damping: added to the diagonal of the Gram matrix, as a share of its mean.
+        window: the number of steps to record.
+        block: how many columns are chosen at a time.
+        spread: how the relations of a transition that leave are shared out over the blocks:
+            "matrix" by their costs before the sweep, "block" in equal shares.
+        published: compute as the published implementation does: in the precision of the weights,
+            without bias, with `spread="block"`.
+    """
+
+    block: int = 128
+    spread: Literal["matrix", "block"] = "matrix"
+    published: bool = False
+
+    def _table(
+        self, net: Any, transitions: list[int], candidates: RelationSet, gram: Tensor
+    ) -> _Table:
+        if self.published:
+            gram = gram.to(net.transitions[transitions[0]].weight.dtype)
+            return _Table.of(net, transitions, candidates, gram, has_bias=False)
+        return super()._table(net, transitions, candidates, gram)
+
+    def _divides(self, width: int, group: int) -> bool:
+        return width % group == 0 and self.block % group == 0
+
+    def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
+        if self.published and isinstance(options.get("count"), int):
+            room = int(table.is_candidate.sum())
+            options = {"share": options["count"] / max(1, room)}
+        return obs_sweep(
+            table.weights,
+            table.gram,
+            absent=table.absent,
+            frozen=table.with_own_bias(frozen),
+            bias=table.has_bias,
+            block=self.block,
+            damping=self.damping,
+            spread="block" if self.published else self.spread,
+            published=self.published,
+            **options,
+        )
+
+
+@dataclass(frozen=True)
+class Alternating(Surgeon):
+    """Alternating steps of least squares and of keeping the largest weights (ALPS, Meng et al.,
+    2024).
+
+    It needs what `OBS` needs, and assigns as it does. A relation that left in one round can return
+    in a later one, so that more of the function is kept where few relations stay. It takes longer.
+    Relations of several numbers, and those of scopes other than "transition" and "child", are
+    chosen as by `OBS`; the weights of those that stay are solved for.
+
+    Attributes:
+        bias: let biases compensate, too, where they are free.
+        damping: added to the diagonal of the Gram matrix, as a share of its mean.
+        window: the number of steps to record.
+        rounds: the number of rounds.
+    """
+
+    rounds: int = 100
+
+    def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
+        weights = table.weights
+        gram = table.gram
+        absent = table.absent
+        frozen = table.with_own_bias(frozen)
+        columns = weights.shape[1]
+        leaving = options.pop("leaving", None)
+        if not table.has_bias:
+            # An absent bias, which the solvers expect in the last column.
+            weights = pad(weights, (0, 1))
+            gram = pad(gram, (0, 1, 0, 1))
+            gram[-1, -1] = 1
+            absent = pad(absent, (0, 1), value=True)
+            frozen = pad(frozen, (0, 1))
+        if leaving is not None:
+            leaving = pad(leaving, (0, weights.shape[1] - columns))
+            solved = repaired(weights, gram, leaving, self.damping, absent=absent, frozen=frozen)
+            found = Sweep(~(leaving | absent), solved)
+        else:
+            found = alternate(
+                weights,
+                gram,
+                absent=absent,
+                frozen=frozen,
+                damping=self.damping,
+                rounds=self.rounds,
+                **options,
+            )
+        return Sweep(found.kept[:, :columns], found.weights[:, :columns])
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +336,7 @@ class _Table:
     ) -> _Table:
         """Returns the table of some transitions, all of one matrix."""
         device = gram.device
-        weights, absent, frozen = _matrix(net, transitions[0])
+        weights, absent, frozen = matrix_of(net, transitions[0])
         width = weights.shape[1]
         bias = _bias(net, transitions[0]) if has_bias else None
         if bias is None:
@@ -269,6 +363,16 @@ class _Table:
     def has_bias(self) -> bool:
         """Whether the last column is the bias."""
         return self.weights.shape[1] > self.width
+
+    def with_own_bias(self, frozen: Tensor) -> Tensor:
+        """Returns frozen cells with the biases that are frozen themselves, and no others: a bias is
+        never chosen, and compensates where it is free.
+        """
+        if not self.has_bias:
+            return frozen
+        frozen = frozen.clone()
+        frozen[:, -1] = self.frozen[:, -1]
+        return frozen
 
     @property
     def is_candidate(self) -> Tensor:
@@ -337,7 +441,7 @@ class _Bias(NamedTuple):
     frozen: Tensor  # bool [children]
 
 
-def _bias(net: Graph, t: int) -> _Bias | None:
+def _bias(net: Any, t: int) -> _Bias | None:
     """Returns the biases of the children of a transition; None if there are none to assign."""
     transition = net.transitions[t]
     if not isinstance(net, Adopted):
@@ -350,7 +454,7 @@ def _bias(net: Graph, t: int) -> _Bias | None:
     return _Bias(bias.detach(), torch.zeros(len(bias), dtype=torch.bool, device=bias.device))
 
 
-def _matrix(net: Any, t: int) -> tuple[Tensor, Tensor, Tensor]:
+def matrix_of(net: Any, t: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the weights of a transition as children × columns, and which cells are absent and
     frozen, all [children, columns].
     """

@@ -22,7 +22,7 @@ from ._criteria import (
     refusal_of,
     scored,
 )
-from ._obs import OBS
+from ._obs import OBS, Alternating
 from ._rule import (
     Every,
     Recorder,
@@ -45,7 +45,11 @@ from ._scopes import (
 from ._tiles import TileGrid, strongest_of_children, weakest_tiles
 
 # What `by=` means.
-CRITERIA: dict[str, Any] = {**RELATIONS, "obs": lambda window: OBS(window=window)}
+CRITERIA: dict[str, Any] = {
+    **RELATIONS,
+    "obs": lambda window: OBS(window=window),
+    "alternating": lambda window: Alternating(window=window),
+}
 
 
 @dataclass(frozen=True)
@@ -107,16 +111,18 @@ class PruneWeakest:
         pattern: `(kept, of)`: of every `of` successive parents of a child, in the order of their
             rows, at most `kept` stay: (2, 4) or (4, 8). Absent relations count as cut, and frozen
             ones as kept. The last parents make up a smaller group.
-        by: the criterion: "magnitude", "wanda", "taylor", "fisher", "obs", "correlation", "random",
-            an object such as `Fisher(window=50)`, or a function `score(net, candidates, evidence)`
-            that returns one number per relation; the smallest go first.
+        by: the criterion: "magnitude", "wanda", "taylor", "fisher", "obs", "alternating",
+            "correlation", "random", an object such as `Fisher(window=50)`, or a function
+            `score(net, candidates, evidence)` that returns one number per relation; the smallest go
+            first.
         transitions: numbers of the transitions, or names of modules and tensors of an adopted
             model; all by default.
         scope: what is ranked together. "child" cuts the same share, rounded, of the relations that
             lead to each node, "owner" of those that each node owns, and "transition" of each
             transition; "model" ranks all relations together. By default that of the criterion:
-            "child" for Wanda, "transition" for OBS, and "model" for the others. With "child",
-            "owner" and a pattern, a relation that a limit protects is not replaced by the next one.
+            "child" for Wanda, "transition" for OBS and Alternating, and "model" for the others.
+            With "child", "owner" and a pattern, a relation that a limit protects is not replaced by
+            the next one.
         compare: how scores of different transitions compare in the scope "model". "lamp" takes
             layer-adaptive magnitudes (`lamp_scores`), which do not depend on the scale of a
             transition, and cuts the strongest parent of each output last. "mean" divides by the
@@ -267,7 +273,7 @@ class PruneWeakest:
 
     def _tile_scores(self, grids: list[TileGrid]) -> Tensor:
         """Returns one number for each tile of some transitions; the smallest go first."""
-        how = self.compare or getattr(self.criterion, "comparison", "score")
+        how: Any = self.compare or getattr(self.criterion, "comparison", "score")
         scores = torch.cat([grid.strengths for grid in grids])
         keys = compared(scores, [len(grid.counts) for grid in grids], how).clone()
         if how != "lamp":

@@ -459,7 +459,7 @@ class RecorderSet:
                     f"rule {name!r} is due, and its recorder {key!r} has seen nothing of this net"
                     f"{left_out}. Call manager.start(net) before the first step, or run data"
                     " through the net inside `with manager.recording(net):`. Give start() and"
-                    " apply() all nets at once: going over to other nets discards what was recorded"
+                    " apply() all nets at once: switching to other nets discards what was recorded"
                 )
         return dict(self._rules[name])
 

@@ -1,4 +1,4 @@
-"""Rewire: drops weak relations and grows as many others (SET, RigL, SRigL)."""
+"""Rewire: drops weak relations and grows as many others (SET, RigL)."""
 
 import math
 from dataclasses import dataclass
@@ -40,8 +40,9 @@ Pairs = tuple[Tensor, Tensor]  # uids of parents and of their children
 class Rewire:
     """Drops the weakest relations of each transition and grows as many absent ones.
 
-    SET is `Rewire()`, RigL is `Rewire(grow="gradient", decay_until=T)`, and SRigL adds
-    `fan_in="constant"`; `set_rewiring` and `rigl` return rule and schedule together. Frozen
+    SET is `Rewire()`, RigL is `Rewire(grow="gradient", decay_until=T)`; `set_rewiring` and `rigl`
+    return rule and schedule together. `fan_in="constant"` keeps the numbers of parents; `SRigL`
+    also makes them equal and removes nodes. Frozen
     relations are never dropped and do not count, an output keeps its last parent, and a dropped
     relation does not come back in the same call. Relations and nodes that earlier rules cut,
     connect or remove in the same edit are not touched. Where a relation of an adopted model has
@@ -107,10 +108,7 @@ class Rewire:
 
     def fraction_at(self, step: int) -> float:
         """Returns the fraction that is dropped at a step."""
-        if self.decay_until is None:
-            return self.fraction
-        progress = min(step, self.decay_until) / self.decay_until
-        return self.fraction / 2 * (1 + math.cos(math.pi * progress))
+        return cosine_fraction(self.fraction, step, self.decay_until)
 
     def __call__(self, net: Graph, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts and as many connections."""
@@ -235,7 +233,7 @@ class Rewire:
         edit.cut(dropped)
         # Pairs that are chosen beside others come in the order of their gradients.
         ascends = self.grow == "random" or len(taken) == 0
-        _connect(net, edit, t, parents, children, self.weights, absent=ascends)
+        connect_rows(net, edit, t, parents, children, self.weights, absent=ascends)
         edit.remark(
             f"rewires by {self.grow} growth", transition=t, relations=len(dropped), **details
         )
@@ -272,6 +270,13 @@ class Rewire:
         return chosen_transitions(net, self.transitions)
 
 
+def cosine_fraction(fraction: float, step: int, until: int | None) -> float:
+    """Returns a fraction that goes down to 0 along a cosine; constant without an end."""
+    if until is None:
+        return fraction
+    return fraction / 2 * (1 + math.cos(math.pi * min(step, until) / until))
+
+
 def rigl(
     steps: int,
     *,
@@ -285,8 +290,8 @@ def rigl(
     """Returns RigL (Evci et al. 2020) for a training of `steps` steps: `manager.add(rigl(1000))`.
 
     It rewires every `every` steps, up to the share `stop` of the training, at which `fraction`
-    reaches 0 along a cosine. With `fan_in="constant"` it is SRigL; with `tile` it moves whole
-    tiles.
+    reaches 0 along a cosine. With `fan_in="constant"` every node keeps its number of parents; with
+    `tile` it moves whole tiles.
 
     Examples:
         >>> rigl(steps=1000).schedule
@@ -424,7 +429,7 @@ def _steepest_absent(
     return upper[free], rows[free], gradients[free.to(gradients.device)]
 
 
-def _connect(
+def connect_rows(
     net: Graph,
     edit: Edit,
     t: int,

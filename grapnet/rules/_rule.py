@@ -126,7 +126,7 @@ class Every:
         return self.may_be_due(step, step)
 
     def may_be_due(self, first: int, last: int) -> bool:
-        """Returns whether one of its steps lies between."""
+        """Returns whether one of its steps is in the range from first to last."""
         following = max(first, self.start)
         following += (self.start - following) % self.steps
         if self.until is not None:
@@ -159,7 +159,7 @@ class At:
         return self.may_be_due(step, step)
 
     def may_be_due(self, first: int, last: int) -> bool:
-        """Returns whether one of its steps lies between."""
+        """Returns whether one of its steps is in the range from first to last."""
         place = bisect_left(self.steps, first)
         return place < len(self.steps) and self.steps[place] <= last
 
@@ -438,7 +438,8 @@ def gone_relations(net: Graph, edit: Edit, t: int) -> Tensor:
 
 
 def unavailable_relations(net: GrapNet, edit: Edit, t: int) -> Tensor:
-    """Returns the ascending positions of the relations that the edit cuts or that leave with a
-    node, connected again or not.
+    """Returns the ascending positions of the relations that the edit cuts or assigns, or that leave
+    with a node, connected again or not.
     """
-    return positions_in(edit.cuts | leaving_relations(edit), t, net.device)
+    taken = edit.cuts | edit.assigned_relations | leaving_relations(edit)
+    return positions_in(taken, t, net.device)

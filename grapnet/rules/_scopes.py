@@ -63,13 +63,16 @@ class Quota:
         require_ranks(key)
         if self.groups is None:
             return weakest_places(key, self._within(int(self.counts[0])), list(self.limits))
+        limits: list[Side] = []
         if self.scope == "transition":
             found = self._places_of_each(key, self.groups)
         else:
             marks = largest_of_each(-key, self.groups, self.counts.to(key.device))
             found = flatnonzero(marks)
+            limits = narrowed(self.limits, found)
+        if not limits and self._within(len(found)) == len(found):
+            return found
         # A relation that is spared here is not replaced by another one.
-        limits = narrowed(self.limits, found)
         some = weakest_places(key[found.long()], self._within(len(found)), limits)
         return found[some.long()]
 
@@ -83,15 +86,15 @@ class Quota:
         sizes = torch.bincount(groups, minlength=len(self.counts)).tolist()
         start = 0
         for size, count in zip(sizes, self.counts.tolist(), strict=True):
-            at = torch.arange(start, start + size, device=key.device)
+            some = slice(start, start + size)
+            sides = [Side(side.nodes[some], side.spare) for side in limits]
+            found.append(weakest_places(key[some], count, sides) + start)
             start += size
-            some = weakest_places(key[at], count, narrowed(limits, at))
-            found.append(at[some.long()].int())
             # What one group takes from a node, the next ones cannot take.
             for place, side in enumerate(limits):
                 lost = torch.bincount(side.nodes[found[-1].long()], minlength=len(side.spare))
                 limits[place] = Side(side.nodes, side.spare - lost)
-        return torch.cat(found)
+        return torch.cat(found).int()
 
 
 def narrowed(limits: Sequence[Side], at: Tensor) -> list[Side]:

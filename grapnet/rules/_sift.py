@@ -1,7 +1,7 @@
-"""CovarianceSifter: cuts the children whose activations hardly vary with those of a family."""
+"""CovarianceSifter: cuts the children that a criterion finds weakest for a whole family."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,21 +11,20 @@ from grapnet._network import GrapNet
 from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
+from grapnet.core._index_map import require_ranks
 from grapnet.core._sets import RelationSet
 from grapnet.core._transition import Topology
 from grapnet.execution._family import find_families
 from grapnet.spaces._adopted import Adopted
 
-from ._activations import CovarianceRecorder
 from ._budget import Budget, largest_of_each
-from ._correlations import TensorCorrelationRecorder, why_not_recorded
+from ._criteria import RELATIONS, as_criterion, refusal_of, scored
 from ._rule import (
     Recorder,
     RuleContext,
     Transitions,
     as_transitions,
     chosen_transitions,
-    seen_evidence,
 )
 
 NO_NODES = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -37,9 +36,10 @@ class CovarianceSifter:
     parents.
 
     A family is a group of nodes with the same children, or a single node. The score of a child is
-    the mean |correlation| between its activation and those of the members, 0 where one is constant.
-    A child is cut from all members or from none, so that a family remains one: a child with a
-    frozen relation to the family stays, and a budget spares the strongest children first.
+    the mean score of its relations to the members: by default the |correlation| between its
+    activation and theirs, 0 where one is constant. A child is cut from all members or from none, so
+    that a family remains one: a child with a frozen relation to the family stays, and a budget
+    spares the strongest children first.
 
     In an adopted model a relation may have several numbers, such as a kernel. Its correlation is
     the root of the mean square of theirs: of what each of them is multiplied with, and of the child
@@ -51,7 +51,10 @@ class CovarianceSifter:
             model, names of modules; by default all Linears and convolutions that do not read the
             input, and whose children are not pinned.
         fraction: the share of each family's children to cut, rounded down to a whole number.
-        window: the number of steps over which activations are recorded.
+        window: the number of steps that a criterion which is given by its name records.
+        by: the criterion of relations: "correlation", "magnitude", "wanda", "taylor", "fisher",
+            "random", an object, or a function, as for `PruneWeakest`; it scores relations one by
+            one.
 
     Examples:
         >>> net = GrapNet([4, 6, 6, 2])
@@ -69,27 +72,37 @@ class CovarianceSifter:
     transitions: Transitions | None = None
     fraction: float = 0.5
     window: int = 50
+    by: Any = "correlation"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "transitions", as_transitions(self.transitions))
+        if not hasattr(self.criterion, "score"):
+            raise EditError(f"a family is sifted by scores, and {self.by!r} has none")
         if not 0 <= self.fraction <= 1:
             raise EditError(f"fraction lies between 0 and 1, got {self.fraction!r}")
 
+    @property
+    def criterion(self) -> Any:
+        """The criterion that `by` means."""
+        return as_criterion(self.by, RELATIONS, self.window)
+
     def recorders(self, net: Graph) -> dict[str, Recorder]:
-        """Returns one recorder of the two ends of each transition."""
-        recorders: dict[str, Recorder] = {}
-        for t in self._numbers(net):
-            if isinstance(net, Adopted):
-                recorders[_evidence(t)] = TensorCorrelationRecorder(net, t, window=self.window)
-                continue
-            source, target = net.ends[t]
-            recorders[_evidence(t)] = CovarianceRecorder(source, target, window=self.window)
-        return recorders
+        """Returns the recorders of the criterion; by default one of the two ends of each
+        transition.
+        """
+        criterion = self.criterion
+        if not hasattr(criterion, "recorders"):
+            return {}
+        return dict(criterion.recorders(net, RelationSet.of(net, self._numbers(net))))
 
     def __call__(self, net: GrapNet | Adopted, edit: Edit, context: RuleContext) -> None:
         """Writes the cuts and the removal of orphans."""
         numbers = self._numbers(net)
-        targets = {t: _scored(net, t, context) for t in numbers}
+        evidence = {**context.evidence, "generator": edit.generator}
+        targets = {}
+        for t in numbers:
+            scores = scored(self.criterion, net, RelationSet.of(net, [t]), evidence)
+            targets[t] = _targets(net, t, scores)
         weak = _within(
             net,
             targets,
@@ -132,7 +145,7 @@ class CovarianceSifter:
             source, target = (net.spaces[number] for number in net.ends[t])
             # The model computes both, and returns no child.
             is_hidden = len(source.writers) > 0 and not target.pins
-            if is_hidden and not why_not_recorded(net, t):
+            if is_hidden and not refusal_of(self.criterion, net, t):
                 between.append(t)
         return chosen_transitions(net, self.transitions, between)
 
@@ -161,8 +174,10 @@ class _Targets(NamedTuple):
     of_relation: np.ndarray  # [relations] the number of the target of each
 
 
-def _scored(net: Graph, t: int, context: RuleContext) -> _Targets:
-    """Returns the targets of a transition's families and their scores."""
+def _targets(net: Graph, t: int, strengths: Tensor) -> _Targets:
+    """Returns the targets of a transition's families and their scores, the means of those of their
+    relations.
+    """
     topology = net.transitions[t].topology
     relations = RelationSet.of(net, [t])
     parent = topology.parents().cpu().long()
@@ -183,13 +198,8 @@ def _scored(net: Graph, t: int, context: RuleContext) -> _Targets:
     number[pairs[at]] = np.arange(len(at), dtype=np.int32)
     of_relation = number[pairs]
     family, target = np.divmod(pairs[at], max(topology.n_children, 1))
-    seen = seen_evidence(context, _evidence(t), "CovarianceSifter")
-    if isinstance(net, Adopted):
-        strengths = seen.strengths()
-    else:
-        strengths = seen.correlation().abs()
-    correlation = strengths[parent, child].cpu().numpy()
-    scores = np.bincount(of_relation, correlation, len(at)) / sizes[family]
+    require_ranks(strengths)
+    scores = np.bincount(of_relation, strengths.cpu().double().numpy(), len(at)) / sizes[family]
     scores[of_relation[relations.frozen.cpu().numpy()]] = np.inf
     return _Targets(
         family,
@@ -209,10 +219,6 @@ def _families(topology: Topology) -> list[Tensor]:
             found.append((members.cpu(), len(children)))
     found.sort(key=lambda family: -len(family[0]) * family[1])
     return [members for members, _ in found]
-
-
-def _evidence(t: int) -> str:
-    return f"correlation of transition {t}"
 
 
 def _within(

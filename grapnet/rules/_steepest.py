@@ -34,8 +34,9 @@ class SpaceGradientRecorder(BackwardRecorder[TensorGradients]):
     the outgoing weights of the node. A cell above is what an incoming weight is multiplied with, at
     a position that the writer computes; a cell below is a number of the weight of a reader. Of a
     Linear the cells are its inputs and outputs, of a convolution each with all places of the
-    kernel. The matrix is averaged over the recorded backward passes. Nodes that come or go above or
-    below let it begin anew. Gradients that are not finite are left out and counted (`left_out`).
+    kernel. The matrix is averaged over the recorded backward passes, and starts over when
+    nodes above or below are added or removed. Gradients that are not finite are left out and
+    counted (`left_out`).
 
     Args:
         net: the adopted model.
@@ -268,7 +269,7 @@ def rising_bias(net: Adopted, space: Space) -> float:
     if space.riders:
         dtype = net._grids()[space.riders[0]].tensor.dtype
         bias = max(2.0**-100, torch.finfo(dtype).tiny)
-    for value, slopes in _rises(net, space, bias):
+    for value, slopes in rises(net, space, bias):
         if value > 1e3 * bias or float(slopes.abs().max()) == 0:
             hint = ""
             if not space.riders:
@@ -285,7 +286,7 @@ def rising_bias(net: Adopted, space: Space) -> float:
     return bias
 
 
-def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor]]:
+def rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor]]:
     """Returns for each reader the largest number that it gets from a node whose writer returns
     `start`, and the slope there, position by position.
     """
@@ -301,7 +302,8 @@ def _rises(net: Adopted, space: Space, start: float) -> list[tuple[float, Tensor
         return torch.cat([place.unsqueeze(dim), others], dim)
 
     def take(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        (x, *_) = (*args, *kwargs.values())
+        inputs = [*args, *kwargs.values()]
+        x = inputs[0]
         node = x.select(dim, 0)
         # Where positions are mixed, what comes back is no multiple of what goes in.
         sent = torch.linspace(1, 2, node.numel(), dtype=node.dtype).view_as(node)

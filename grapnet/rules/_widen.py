@@ -1,6 +1,6 @@
-"""GrowWidth: wider hidden layers that compute what the narrow ones did."""
+"""GrowWidth: wider hidden layers that compute what the narrow ones did, or something better."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,6 @@ from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._space import Space
 
-from ._budget import positions_in, weakest_within
 from ._copies import copy_nodes
 from ._gradients import GradientRecorder
 from ._grow import affordable
@@ -26,7 +25,6 @@ from ._rule import (
     RuleContext,
     as_names,
     gone_relations,
-    leaving_relations,
     only,
     seen_evidence,
     sources_of,
@@ -35,25 +33,30 @@ from ._rule import (
     unavailable_relations,
 )
 from ._steepest import SpaceGradientRecorder, rising_bias, values_of_steepest
+from ._tiny import BottleneckRecorder, add_to_layer, add_to_space, require_no_removals
 
 
 @dataclass(frozen=True)
 class GrowWidth:
-    """Adds nodes to hidden layers, or to spaces of an adopted model, without changing its function.
+    """Adds nodes to hidden layers, or to spaces of an adopted model.
+
+    All but "tiny" leave the function as it is.
 
     - "zero_outgoing": the new nodes get random weights from every node above and weights 0 to every
       node below.
     - "net2net" (Chen et al. 2016): the new nodes are copies of nodes drawn at random, with their
-      parents, bias, activation and owner. A node and its copies share its outgoing weights. An edit
-      cannot assign a weight, so shared relations are cut and connected again: they move to the end
-      of their owner's list, and attached optimizers start them afresh. The incoming relations of
-      the original keep their optimizer state. A relation that is frozen or protected by the budget
-      is not shared; the weights of its copies cancel out.
+      parents, bias, activation and owner. A node and its copies share its outgoing weights; the
+      relations of the original keep their slots and optimizer state. A relation that is frozen is
+      not shared; the weights of its copies cancel out.
     - "gradmax" (Evci et al. 2022): the new nodes get weights 0 from every node above. Their
       outgoing weights are the directions in which the gradient of those weights is largest: the
       leading singular vectors of the recorded gradients. A bias too small to change a sum gives a
       ReLU a slope. The sign of a direction is the one that uses positive activations; the opposite
       signs follow when the directions are used up, and then no more nodes are added.
+    - "tiny" (Verbockhaven et al. 2024): the new nodes express what the nodes below want and cannot
+      get by changing their own weights: that part of the negative gradient is fitted best by the
+      product of their outgoing and incoming weights. They change the function by `scale` times this
+      fit, which `search_scale` chooses on data of yours. There are at most as many as nodes below.
 
     A budget of edits makes it add fewer nodes, each of them complete. Nodes that earlier rules
     remove in the same edit are neither connected nor copied, and copies do not get relations that
@@ -64,8 +67,8 @@ class GrowWidth:
     the original in biases, norms and running statistics, and all readers of a node share alike. A
     space of which a removal would not be exact (`Space.verdict`) raises EditError. "gradmax" is for
     spaces that one Linear or convolution writes, and that Linears or convolutions read, with an
-    activation and nothing else between them; kernels are unfolded, as in the paper. Others raise
-    EditError with the reason.
+    activation and nothing else between them; kernels are unfolded, as in the paper. "tiny" is for
+    such spaces between Linears. Others raise EditError with the reason.
 
     Attributes:
         layers: numbers of hidden layers; negative numbers count from the output. Of an adopted
@@ -74,9 +77,11 @@ class GrowWidth:
         init: one of the above.
         noise: for "net2net": how unevenly weights are shared, from 0 (evenly) to below 1. Even
             shares get equal gradients, so copies remain copies of each other.
-        split: for "net2net": with False the original keeps its weights, slots and optimizer state,
-            and the outgoing weights of its copies cancel out.
-        scale: for "gradmax": the norm of the outgoing weights of each new node.
+        split: for "net2net": with False the original keeps its weights, and the outgoing weights of
+            its copies cancel out.
+        scale: for "gradmax": the norm of the outgoing weights of each new node; for "tiny": the
+            amplitude, the length of the step along the negative gradient of the mean loss that the
+            new nodes stand for.
         owner: the owner of the new nodes; with None, copies have the owner of the original.
 
     Examples:
@@ -92,7 +97,7 @@ class GrowWidth:
 
     layers: Layers
     nodes: int
-    init: Literal["zero_outgoing", "net2net", "gradmax"] = "zero_outgoing"
+    init: Literal["zero_outgoing", "net2net", "gradmax", "tiny"] = "zero_outgoing"
     noise: float = 0.1
     split: bool = True
     scale: float = 1.0
@@ -102,18 +107,23 @@ class GrowWidth:
         object.__setattr__(self, "layers", as_names(self.layers))
         if self.nodes < 1:
             raise EditError(f"nodes is at least 1, got {self.nodes!r}")
-        if self.init not in ("zero_outgoing", "net2net", "gradmax"):
-            raise EditError(f'init is "zero_outgoing", "net2net" or "gradmax", got {self.init!r}')
+        if self.init not in ("zero_outgoing", "net2net", "gradmax", "tiny"):
+            raise EditError(
+                f'init is "zero_outgoing", "net2net", "gradmax" or "tiny", got {self.init!r}'
+            )
         if not 0 <= self.noise < 1:
             raise EditError(f"noise lies between 0 and 1, 1 excluded, got {self.noise!r}")
         if not 0 < self.scale < float("inf"):
             raise EditError(f"scale is a positive number, got {self.scale!r}")
 
     def recorders(self, net: GrapNet | Adopted) -> dict[str, Recorder]:
-        """Returns, for "gradmax", a recorder of the gradients across each layer or space."""
-        if self.init != "gradmax":
-            return {}
+        """Returns, for "gradmax" and "tiny", a recorder for each layer or space."""
         found: dict[str, Recorder] = {}
+        if self.init == "tiny":
+            for layer in self._grown(net):
+                found[evidence_of_bottleneck(layer)] = BottleneckRecorder(net, layer)
+        if self.init != "gradmax":
+            return found
         if isinstance(net, Adopted):
             for space in self._spaces(net):
                 found[_evidence(space.name)] = SpaceGradientRecorder(net, space)
@@ -133,17 +143,18 @@ class GrowWidth:
             if self.init == "net2net":
                 touched = net.entering(number) + touched
             net.execution.require_sum(f"GrowWidth({self.init!r})", touched)
-            cuts = len(edit.cuts)
             connections = edit.n_connections
             if self.init == "zero_outgoing":
                 self._add_silent(net, edit, context, number)
             elif self.init == "net2net":
                 self._add_copies(net, edit, context, number)
+            elif self.init == "tiny":
+                self._add_optimal(net, edit, context, number)
             else:
                 self._add_steepest(net, edit, context, number)
             budget = context.budget
             if budget.edits is not None:
-                used = max(len(edit.cuts) - cuts, edit.n_connections - connections)
+                used = edit.n_connections - connections
                 budget = replace(budget, edits=budget.edits - used)
                 context = replace(context, budget=budget)
 
@@ -155,6 +166,12 @@ class GrowWidth:
         if not all(-last <= number <= last for number in given) or {0, last} & set(numbers):
             raise EditError(f"only hidden layers, 1 to {last - 1}, grow; got {self.layers}")
         return numbers
+
+    def _grown(self, net: GrapNet | Adopted) -> list[int] | list[str]:
+        """Returns the numbers of the layers, or the names of the spaces."""
+        if isinstance(net, Adopted):
+            return [space.name for space in self._spaces(net)]
+        return self._numbers(net)
 
     def _widen_spaces(self, net: Adopted, edit: Any, context: RuleContext) -> None:
         """Adds nodes to spaces of an adopted model."""
@@ -173,6 +190,9 @@ class GrowWidth:
             counts[space] = affordable(self.nodes, each, left)
             if left.edits is not None:
                 left = replace(left, edits=left.edits - each * counts[space])
+        if self.init == "tiny":
+            self._add_optimal_to_spaces(net, edit, context, counts)
+            return
         directions = {}
         if self.init == "gradmax":
             directions = self._directions(net, edit, context, counts)
@@ -205,16 +225,9 @@ class GrowWidth:
                 "GradMax grows a model as it is, and this edit removes nodes; let the rules be due"
                 " at different steps"
             )
+        require_apart(counts, "GradMax")
         found = {}
-        touched: set[str] = set()
         for space, count in counts.items():
-            tensors = {*space.writers, *space.readers}
-            if tensors & touched:
-                raise EditError(
-                    f"{space.name} is next to another space that GradMax grows in this edit; let"
-                    " them grow one after the other"
-                )
-            touched |= tensors
             seen = seen_evidence(context, _evidence(space.name), "GrowWidth")
             found[space] = steepest_directions(seen.matrix())[:count]
         return found
@@ -259,6 +272,23 @@ class GrowWidth:
             edit.connect(upper, new, weights="zero")
             edit.connect(new, lower, weights=directions[:count] * self.scale)
 
+    def _add_optimal(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
+        require_no_removals(edit)
+        nodes = seen_evidence(context, evidence_of_bottleneck(number), "GrowWidth").nodes()
+        neighbours = [*sources_of(net, number), *targets_of(net, number)]
+        relations = sum(len(net.layers[n]) for n in neighbours)
+        count = affordable(self.nodes, relations, context.budget)
+        add_to_layer(net, edit, number, nodes.scaled(count, self.scale), self.owner)
+
+    def _add_optimal_to_spaces(
+        self, net: Adopted, edit: Any, context: RuleContext, counts: Mapping[Space, int]
+    ) -> None:
+        require_no_removals(edit)
+        require_apart(counts, "TINY")
+        for space, count in counts.items():
+            seen = seen_evidence(context, evidence_of_bottleneck(space.name), "GrowWidth")
+            add_to_space(net, edit, space, seen.nodes().scaled(count, self.scale), self.owner)
+
     def _add_copies(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> None:
         rows = self._originals(net, edit, context, number)
         edit.remark(
@@ -269,14 +299,11 @@ class GrowWidth:
             for t in net.entering(number):
                 _copy_incoming(net, edit, t, rows, copies)
             for t in net.leaving(number):
-                self._share_outgoing(net, edit, context, t, rows, copies)
+                self._share_outgoing(net, edit, t, rows, copies)
 
     def _originals(self, net: GrapNet, edit: Edit, context: RuleContext, number: int) -> Tensor:
         """Returns the rows to copy, drawn from the nodes with children: ascending, each as often as
         it is copied.
-
-        A copy costs its own relations, and the first one of a node also those that are connected
-        again.
         """
         # of each node of the layer
         fan_in = torch.zeros(net.sizes[number], dtype=torch.int64, device="cpu")
@@ -298,39 +325,28 @@ class GrowWidth:
             return candidates
         drawn = candidates[(_uniform(self.nodes, edit.generator) * len(candidates)).long()]
         if context.budget.edits is not None:
-            degrees = fan_out[drawn]
-            ranked, order = drawn.sort(stable=True)
-            first = torch.ones(len(drawn), dtype=torch.bool, device="cpu")
-            first[order[1:]] = ranked[1:] != ranked[:-1]
-            costs = fan_in[drawn] + degrees + degrees * first
+            costs = fan_in[drawn] + fan_out[drawn]
             drawn = drawn[: int((costs.cumsum(0) <= context.budget.edits).sum())]
         return drawn.sort().values
 
     def _share_outgoing(
-        self, net: GrapNet, edit: Edit, context: RuleContext, t: int, rows: Tensor, copies: Tensor
+        self, net: GrapNet, edit: Edit, t: int, rows: Tensor, copies: Tensor
     ) -> None:
-        """Connects the copies, and the originals again, to their children in transition t, each
-        relation with its share of the original's weight.
+        """Connects the copies to the children of their originals in transition t; each relation
+        gets its share of the weight of the original.
         """
         store = net.transitions[t]
         topology = store.topology
-        owned = RelationSet(net, {t: topology.owned_by(rows.unique().to(net.device))})
-        owned -= edit.cuts | leaving_relations(edit)
-        # Whatever may be cut; beside the cuts of another rule it is unknown what nodes can spare.
-        uncertain = (context.budget.parents or context.budget.children) and len(edit.cuts)
-        shared = weakest_within(
-            net, owned, len(owned) if self.split and not uncertain else 0, context.budget
-        )
         unavailable = unavailable_relations(net, edit, t)
-        edit.cut(shared)
-        again = positions_in(shared, t, net.device).long()
+        owned = topology.owned_by(rows.unique().to(net.device))
+        split = owned[:0]
+        if self.split:
+            split = owned[~contains(unavailable, owned) & ~store._frozen_bits(owned)]
         copied = topology.owned_by(rows.to(net.device))
         free = ~contains(unavailable, copied)
-        positions = torch.cat([again, copied[free].long()])  # one for each that has a share
-        degrees = topology.degrees.cpu()[rows].long()
-        parents = torch.cat([shared.parents, copies.repeat_interleave(degrees)[free.cpu()]])
-        split = torch.zeros(topology.n_relations, dtype=torch.bool, device=net.device)
-        split[again] = True
+        positions = torch.cat([split, copied[free]]).long()  # one for each that has a share
+        is_split = torch.zeros(topology.n_relations, dtype=torch.bool, device=net.device)
+        is_split[split.long()] = True
         shares = (1 + self.noise * (2 * _uniform(len(positions), edit.generator) - 1)).to(
             net.device
         )
@@ -338,14 +354,35 @@ class GrowWidth:
         times = torch.bincount(positions, minlength=topology.n_relations)[positions]
         # Shares of a whole that add up to 1; beside a relation that stays as it is they add up to
         # 0.
-        shares = torch.where(split[positions], shares / whole, shares - whole / times)
-        children = net.layers[store.target].uid[topology.child[positions].cpu().long()]
+        shares = torch.where(is_split[positions], shares / whole, shares - whole / times)
         weights = store._read(positions.int()).detach() * shares
-        edit.connect(parents, children, pairs="aligned", weights=weights)
+        edit.assign(RelationSet(net, {t: split}), weights[: len(split)])
+        degrees = topology.degrees.cpu()[rows].long()
+        parents = copies.repeat_interleave(degrees)[free.cpu()]
+        children = net.layers[store.target].uid[topology.child[copied[free].long()].cpu().long()]
+        edit.connect(parents, children, pairs="aligned", weights=weights[len(split) :])
 
 
 def _evidence(layer: int | str) -> str:
     return f"gradients across layer {layer}"
+
+
+def evidence_of_bottleneck(layer: int | str) -> str:
+    """Returns the name of what rules that grow by TINY record of a layer or space."""
+    return f"bottleneck of layer {layer}"
+
+
+def require_apart(spaces: Iterable[Space], what: str) -> None:
+    """Raises EditError if a tensor has the nodes of two of the spaces."""
+    touched: set[str] = set()
+    for space in spaces:
+        tensors = {*space.writers, *space.readers}
+        if tensors & touched:
+            raise EditError(
+                f"{space.name} is next to another space that {what} grows in this edit; let them"
+                " grow one after the other"
+            )
+        touched |= tensors
 
 
 def steepest_directions(gradients: Tensor) -> Tensor:

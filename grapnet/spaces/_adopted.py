@@ -115,7 +115,10 @@ class Adopted(Graph):
         if own and side == "out":
             return own[0]
         typed = self._typed
-        axes = (typed.outputs if side == "out" else typed.inputs).get(name)
+        if side == "out":
+            axes = typed.outputs.get(name)
+        else:
+            axes = typed.inputs.get(name)
         if axes is None:
             axes = typed.axes.get(name)
         if axes is None:
@@ -124,7 +127,9 @@ class Adopted(Graph):
                 " examples with one output"
             )
         by_atom = {space._atom: space for space in self.spaces}
-        found = [by_atom[a] for axis in axes for a in atoms_of(axis) if a in by_atom]
+        found = []
+        for axis in axes:
+            found += [by_atom[atom] for atom in atoms_of(axis) if atom in by_atom]
         # The nodes that can be edited come first, then the outermost.
         found.sort(key=lambda space: bool(space.pins))
         if not found:
@@ -486,7 +491,7 @@ class Adopted(Graph):
         return shapes
 
     def _other_places(self) -> str:
-        """Returns which tensors of the model are not where they were; empty if all are."""
+        """Returns how the tensors differ in place from those at adoption; empty if they do not."""
         present = named_grids(self.model)
         if present.keys() != self._grids_held.keys():
             other = sorted(present.keys() ^ self._grids_held.keys())
@@ -695,7 +700,9 @@ def table(spaces: Iterable[Space]) -> str:
         if space.rows_per_node > 1:
             nodes += f" × {space.rows_per_node}"
         rows.append((space.name, nodes, flow, str(len(space.riders)), verdict))
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    widths = []
+    for column in range(4):
+        widths.append(max(len(row[column]) for row in rows))
     lines = []
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]

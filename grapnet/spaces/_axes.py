@@ -1,10 +1,10 @@
 """Axes of tensors as expressions over atoms: sums for concatenation, products for flattening.
 
 The first half of the file serves while a model is typed. An axis is a `Leaf` (n indices that no
-operation has told apart), a `Sum` (axes laid end to end) or a `Product` (axes multiplied, the outer
-one first). `unify` makes two axes the same by refining leaves: 768 ~ 12·64 turns one leaf into a
-product of two. The second half holds the immutable result: expressions over numbered atoms, and
-the arithmetic that finds the positions of an atom on an axis.
+operation has distinguished), a `Sum` (axes laid end to end) or a `Product` (axes multiplied, the
+outer one first). `unify` makes two axes the same by refining leaves: 768 ~ 12·64 turns one leaf
+into a product of two. The second half holds the immutable result: expressions over numbered atoms,
+and the arithmetic that finds the positions of an atom on an axis.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Stuck(Exception):
 
 
 class Leaf:
-    """A set of indices that no operation has told apart; `bound` is what it was found to be.
+    """A set of indices that no operation has distinguished; `bound` is the axis that replaced it.
 
-    Leaves of size 1 are never bound: they broadcast, so being equal in size says nothing of them.
+    Leaves of size 1 are never bound: they broadcast, so equal sizes do not make them the same axis.
     """
 
     __slots__ = ("bound", "marks", "number", "pins", "size")
@@ -176,14 +176,14 @@ def _bind(leaf: Leaf, axis: Axis) -> None:
             member.marks = member.marks | leaf.marks
 
 
-def _told(axis: Axis) -> str:
+def _sizes_of(axis: Axis) -> str:
     """Returns the sizes of an axis: 12·64, (8 + 4)."""
     axis = find(axis)
     if isinstance(axis, Leaf):
         return str(axis.size)
     if isinstance(axis, Sum):
-        return "(" + " + ".join(_told(part) for part in axis.parts) + ")"
-    return "·".join(_told(part) for part in axis.parts)
+        return "(" + " + ".join(_sizes_of(part) for part in axis.parts) + ")"
+    return "·".join(_sizes_of(part) for part in axis.parts)
 
 
 def unify(a: Axis, b: Axis) -> None:
@@ -198,7 +198,7 @@ def unify(a: Axis, b: Axis) -> None:
     if a is b:
         return
     if a.size != b.size:
-        raise Stuck(f"{_told(a)} is not {_told(b)}")
+        raise Stuck(f"{_sizes_of(a)} is not {_sizes_of(b)}")
     if a.size <= 1:
         return
     if isinstance(a, Leaf):
@@ -237,7 +237,7 @@ def _unify_products(a: Product, b: Product) -> None:
             break
         shared = gcd(left.parts[0].size, right.parts[0].size)
         if shared == 1:
-            raise Stuck(f"{_told(left)} and {_told(right)} share no outer factor")
+            raise Stuck(f"{_sizes_of(left)} and {_sizes_of(right)} share no outer factor")
         outer_left, left = factored(left, shared)
         # Factoring the left may have refined leaves of the right.
         outer_right, right = factored(right, shared)
@@ -257,7 +257,7 @@ def factored(axis: Axis, outer: int) -> tuple[Axis, Axis]:
     if outer == 1:
         return UNIT, axis
     if outer == 0 or axis.size % outer:
-        raise Stuck(f"{_told(axis)} is no multiple of {outer}")
+        raise Stuck(f"{_sizes_of(axis)} is no multiple of {outer}")
     inner = axis.size // outer
     if isinstance(axis, Leaf):
         first = Leaf(outer)
@@ -273,13 +273,13 @@ def factored(axis: Axis, outer: int) -> tuple[Axis, Axis]:
         if head.size % outer == 0:
             first, rest = factored(head, outer)
             return find(first), product_of((rest, tail))
-        raise Stuck(f"{_told(axis)} has no outer factor of {outer}")
+        raise Stuck(f"{_sizes_of(axis)} has no outer factor of {outer}")
     # A sum: every part is a multiple of the inner factor, and all share the same inner factor.
     shared: Axis = Leaf(inner)
     outers: list[Axis] = []
     for part in axis.parts:
         if part.size % inner:
-            raise Stuck(f"{_told(axis)} has no outer factor of {outer}")
+            raise Stuck(f"{_sizes_of(axis)} has no outer factor of {outer}")
         first, second = factored(part, part.size // inner)
         unify(second, shared)
         outers.append(first)
@@ -298,7 +298,7 @@ def cut(axis: Axis, size: int) -> tuple[Axis, Axis]:
     if size == axis.size:
         return axis, EMPTY
     if size > axis.size:
-        raise Stuck(f"{_told(axis)} has no {size} indices")
+        raise Stuck(f"{_sizes_of(axis)} has no {size} indices")
     if isinstance(axis, Leaf):
         first = Leaf(size)
         second = Leaf(axis.size - size)
@@ -307,7 +307,7 @@ def cut(axis: Axis, size: int) -> tuple[Axis, Axis]:
     if isinstance(axis, Product):
         inner = product_of(axis.parts[1:])
         if size % inner.size:
-            raise Stuck(f"{size} is no boundary of {_told(axis)}")
+            raise Stuck(f"{size} is no boundary of {_sizes_of(axis)}")
         left, right = cut(axis.parts[0], size // inner.size)
         return product_of((left, inner)), product_of((right, inner))
     # A sum: the cut falls between two parts, or into the part at `index`.

@@ -36,7 +36,7 @@ def collector_paused() -> Iterator[None]:
     """Pauses Python's cyclic garbage collector.
 
     Twins and copies of a model are many objects without cycles, gone when their function returns.
-    Meanwhile the collector would look at them, and at everything else in the process, in vain.
+    The collector would scan them, and everything else in the process, and find nothing to free.
     """
     was_on = gc.isenabled()
     try:

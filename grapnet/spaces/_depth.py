@@ -1,7 +1,8 @@
-"""Depth: the change of a graph whose model gets other blocks.
+"""Depth: the change of a graph when blocks of its model are added or removed.
 
-A `Plan` shows that the model runs with them, and which of its numbers follow. What the graph knows
-of the model is then made anew; spaces that stay keep their nodes, names and verdicts.
+A `Plan` shows that the model runs with its blocks after the edit, and which of its numbers change.
+The description of the model is then built again; spaces that stay keep their nodes, names and
+verdicts.
 """
 
 import weakref

@@ -273,7 +273,7 @@ def submodule(model: nn.Module, path: str) -> nn.Module:
 
 
 def kind_of(model: nn.Module, space: Space) -> frozenset[Any]:
-    """Returns where a space lies in which classes of modules; equal for equal layers."""
+    """Returns the classes of modules that hold a space, and where; equal for equal layers."""
     places = set()
     for (name, dim), axis in space._members.items():
         path, _, tensor = name.rpartition(".")
@@ -495,7 +495,11 @@ def _descriptions(
             axes = typed.axes.get(names.get(id(tensor), ""))
             if axes is not None:
                 held[own] = axes
-        if any(atom in moved for axes in held.values() for axis in axes for atom in atoms_of(axis)):
+        here: set[int] = set()
+        for axes in held.values():
+            for axis in axes:
+                here.update(atoms_of(axis))
+        if here & moved:
             count = groups.get(path, 1)
             for attribute, value in _description(module, held, count, first, after).items():
                 found[path, attribute] = value

@@ -108,8 +108,8 @@ class Plan:
             first = first or problem
             self._set([(n.holder, n.name, n.before) for n in numbers])
         raise EditError(
-            "the model would not run, or not be the same, with these blocks, and no number was"
-            f" found that must follow: {first}"
+            "with these blocks the model would not run, or would not be the same, and no change of"
+            f" its numbers was found that prevents this: {first}"
         )
 
     def _set(self, numbers: Sequence[tuple[Any, str, Any]]) -> None:
@@ -312,7 +312,7 @@ class _Writing:
             for call in calls:
                 if call.module is writer:
                     outputs = call.outputs
-                elif any(one is other for one in call.inputs[:1] for other in outputs):
+                elif call.inputs and any(call.inputs[0] is output for output in outputs):
                     outputs = call.outputs
                     if self._parameters(call.module):
                         last = call.module
@@ -355,7 +355,10 @@ def stream_of(typed: Typed, path: str) -> set[int]:
     writes = typed.outputs.get(path, ())
     if len(reads) != len(writes):
         return set()
-    held = {atom for axes in typed.axes.values() for axis in axes for atom in atoms_of(axis)}
+    held: set[int] = set()
+    for axes in typed.axes.values():
+        for axis in axes:
+            held.update(atoms_of(axis))
     found: set[int] = set()
     for read, written in zip(reads, writes, strict=True):
         atoms = {*atoms_of(read), *atoms_of(written)} & held

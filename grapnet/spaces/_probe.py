@@ -135,10 +135,14 @@ class _Copy:
         found = []
         for args, kwargs in _doubled(self._net._gates.examples):
             output = self.model(*args, **kwargs)
-            for leaf in pytree.tree_leaves(_plain(output)):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                    found.append(leaf.clone())
+            found += [leaf.clone() for leaf in floating_leaves(output)]
         return found
+
+
+def floating_leaves(output: Any) -> list[Tensor]:
+    """Returns the tensors of real numbers that a model returns."""
+    leaves = pytree.tree_leaves(_plain(output))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def run_copy(net: "Adopted", prepare: Callable[[nn.Module], None]) -> None:
@@ -148,11 +152,18 @@ def run_copy(net: "Adopted", prepare: Callable[[nn.Module], None]) -> None:
         net: the adopted model.
         prepare: is called with the copy first, to register hooks.
     """
-    model, _, _ = copy_without(net, {}, _like, search=False)
-    prepare(model.eval())
-    args, kwargs = _doubled(net._gates.examples)[0]
+    model, _, example = copy_in_double(net)
+    prepare(model)
     with torch.random.fork_rng(devices=[]):
-        model(*args, **kwargs)
+        model(*example.args, **example.kwargs)
+
+
+def copy_in_double(net: "Adopted") -> tuple[nn.Module, dict[str, Tensor], Example]:
+    """Returns a copy of the model in float64, in evaluation mode, its tensors by name, and the
+    first example.
+    """
+    model, tensors, _ = copy_without(net, {}, _like, search=False)
+    return model.eval(), tensors, _doubled(net._gates.examples)[0]
 
 
 def copy_without(

@@ -1,4 +1,4 @@
-"""What common operators return for tensors without contents, told from the shapes of their inputs.
+"""The results of common operators for tensors without contents, from the shapes of their inputs.
 
 torch itself answers for every other operator, and wherever a rule here returns None: for layouts
 that are not standard, for mixed types and for shapes that do not fit. It answers for these too, but

@@ -11,7 +11,7 @@ from grapnet.core._change import NONE_TURNED, Assignment, GridChange, Turned
 from grapnet.core._errors import EditError, FrozenError
 from grapnet.core._grid import Grid
 from grapnet.core._grid_map import GridMap, RowMap, cells_at
-from grapnet.core._index_map import IndexMap, contains, map_of_sources
+from grapnet.core._index_map import IndexMap, map_of_sources
 from grapnet.core._opened import CUT, FREE, FROZEN, Pattern
 
 from ._weights import leading_shape
@@ -163,17 +163,15 @@ def assignment_of(
         if len(twice):
             at = [int(place) for place in torch.unravel_index(twice[0], grid.shape)]
             raise EditError(f"this edit assigns {name}{at} twice")
-    is_used = torch.ones(len(cells), dtype=torch.bool)
     live = cells  # positions among the cells that exist
-    if grid.opened is not None:
+    if grid.opened is None:
+        is_used = ~index.are_gone(live)
+    else:
         pattern = grid.opened.pattern
         rows = cells // pattern.width
-        is_used = pattern.kinds[rows] != CUT
         ranks = (pattern.kinds != CUT).cumsum(0) - 1
         live = ranks[rows] * pattern.width + cells % pattern.width
-    leaving = index.take(torch.arange(index.old_size)).sort().values
-    is_used &= ~contains(leaving, live)
-    if grid.opened is not None:
+        is_used = (pattern.kinds[rows] != CUT) & ~index.are_gone(live)
         is_held = is_used & (pattern.kinds[rows] == FROZEN)
         if unfrozen is not None:
             is_held &= ~unfrozen[rows]

@@ -1,4 +1,4 @@
-"""refresh_statistics: the running statistics of BatchNorm, estimated anew after a cut."""
+"""refresh_statistics: the running statistics of BatchNorm, estimated again after a cut."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,11 +16,11 @@ _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 def refresh_statistics(
     model: nn.Module, batches: Iterable[Any], *, momentum: float | None = None
 ) -> None:
-    """Estimates the running statistics of all BatchNorm layers of a model anew.
+    """Estimates the running statistics of all BatchNorm layers of a model again.
 
     The model runs on every batch without gradients. Only BatchNorm is in training mode: dropout is
-    off, and other layers do not change. Afterwards every module has its mode and its momentum
-    again. If a batch raises, the statistics are as before, too.
+    off, and other layers do not change. Afterwards every module has its
+    previous mode and momentum. If a batch raises, the statistics are unchanged.
 
     Args:
         model: any model; it need not be adopted.
@@ -60,7 +60,7 @@ def refresh_statistics(
                 norm.reset_running_stats()
         with torch.no_grad():
             for batch in batches:
-                args, kwargs = _call_of(batch, device)
+                args, kwargs = call_of(batch, device)
                 model(*args, **kwargs)
                 count += 1
         if count == 0:
@@ -80,7 +80,7 @@ def _has_statistics(part: nn.Module) -> bool:
     return isinstance(part, nn.modules.batchnorm._BatchNorm) and part.running_mean is not None
 
 
-def _call_of(batch: Any, device: torch.device) -> Example:
+def call_of(batch: Any, device: torch.device) -> Example:
     """Returns the arguments of a model for one batch, on a device."""
     if isinstance(batch, Example):
         call = batch

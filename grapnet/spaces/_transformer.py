@@ -1,4 +1,4 @@
-"""Layers of transformers: their heads, hidden units and stream, told from the axes of tensors.
+"""Layers of transformers: their heads, hidden units and stream, found from the axes of tensors.
 
 No table of model families is needed. A layer is a block that writes the space which it reads. Of
 its tensors, those that write the stream read either heads, which are factors of a product of heads

@@ -274,7 +274,7 @@ class Typing(TorchDispatchMode):
         self._origins[id(tensor)] = (name, after)
 
     def holds_indices(self, tensor: Tensor, axis: Axis) -> None:
-        """Notes that the values of a tensor are indices on an axis; whoever reads it pins that."""
+        """Notes that a tensor holds indices on an axis; operations that read it pin the axis."""
         self._indices[id(tensor)] = axis
 
     def seen(self) -> set[Leaf]:

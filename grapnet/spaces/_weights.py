@@ -193,14 +193,20 @@ class Weight:
         """Returns the gradients of relations, 0 where a number is frozen; None before the first
         backward pass.
         """
-        grid = self.grid
-        gradient = grid.tensor.grad
+        gradient = self.grid.tensor.grad
         if gradient is None:
             return None
-        if grid.opened is not None:
-            zero = torch.zeros_like(grid.opened.frozen_values)
-            gradient = type(grid.opened)(grid.opened.pattern, zero).whole(gradient)
-        return self._numbers(gradient.detach(), at)
+        return self._free_numbers(gradient.detach(), at)
+
+    def _free_numbers(self, content: Tensor, at: Tensor) -> Tensor:
+        """Returns what a tensor of the shape of the Parameter has for relations, 0 where a number
+        is frozen.
+        """
+        opened = self.grid.opened
+        if opened is not None:
+            zero = torch.zeros_like(opened.frozen_values)
+            content = type(opened)(opened.pattern, zero).whole(content)
+        return self._numbers(content, at)
 
     def _require_free(self, at: Tensor | slice) -> None:
         """Raises FrozenError if a number of one of the relations is frozen."""
@@ -349,10 +355,12 @@ def _outer_atoms(expression: Expression, numbers: dict[int, int]) -> list[int]:
     for term in terms:
         inside.append([atom for atom in atoms_of(term) if atom in numbers])
     first = dict.fromkeys(atoms[0] for atoms in inside if atoms)
-    widest = sorted(first, key=lambda atom: -sum(atom in atoms for atoms in inside))
-    found: list[int] = []
-    for atom in widest:
-        mine = [atoms for atoms in inside if atom in atoms]
-        if not any(other in atoms for other in found for atoms in mine):
-            found.append(atom)
+    # The terms that each atom is part of; an atom of many terms is taken first.
+    mine: dict[int, list[list[int]]] = {}
+    for atom in first:
+        mine[atom] = [atoms for atoms in inside if atom in atoms]
+    found: set[int] = set()
+    for atom in sorted(first, key=lambda atom: len(mine[atom]), reverse=True):
+        if all(found.isdisjoint(atoms) for atoms in mine[atom]):
+            found.add(atom)
     return [atom for atom in first if atom in found]

@@ -15,6 +15,7 @@ from benchmarks import (
     files,
     graft,
     models,
+    repair,
     rules,
     run,
 )
@@ -191,6 +192,19 @@ def test_the_benchmark_of_rules_runs_and_its_check_can_fail(tmp_path, monkeypatc
     assert all(row["seconds"] > 0 for row in result["rows"])
     first, frozen, cut = result["optimizer_bytes"].values()
     assert first > frozen > cut
+
+
+def test_the_benchmark_of_repair_runs_and_its_check_can_fail(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "repair.json"
+    monkeypatch.setattr(sys, "argv", ["run", "repair", "--fast", "--check", "--json", str(path)])
+    assert run.main() == 1
+    assert "the bar is for 3,072" in capsys.readouterr().err
+    result = json.loads(path.read_text())
+    assert all(row["seconds"] > 0 for row in result["rows"])
+    reached = {"what": "a pass", "columns": 3072, "seconds": 9.0, "times": 2.1, "bar": 2.2}
+    assert repair.missed({"rows": [reached]}) == []
+    assert len(repair.missed({"rows": [{**reached, "times": 2.3}]})) == 1
+    assert len(repair.missed({"rows": [{**reached, "times": None}]})) == 1
 
 
 @pytest.mark.parametrize(("recurring", "key"), [(True, "dense_steps"), (False, "seconds")])

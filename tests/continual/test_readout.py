@@ -189,6 +189,38 @@ def test_samples_and_classes_that_leave_were_never_seen(per_class: bool) -> None
     assert is_solved(net, h[30:][others], y[30:][others])
 
 
+@pytest.mark.parametrize("way", ["own batches", "kept features", "mixed batches"])
+def test_a_forgotten_class_leaves_no_bit_where_features_do_not_depend_on_it(way: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    net = gn.GrapNet([49, 120, 5], activation="silu", generator=generator)  # float32
+    x = torch.randn(300, 49, generator=generator)
+    y = torch.randint(5, (300,), generator=generator)
+    solutions = []
+    for sees_it in (True, False):
+        readout = ClosedFormReadout(net, ridge=1e-2, per_class=True)
+        features = readout.features(x)
+        groups = torch.arange(300).split(37)
+        if way == "own batches":
+            groups = [(y == label).nonzero().squeeze(1) for label in range(5)]
+        for rows in groups:
+            chosen = rows if sees_it else rows[y[rows] != 2]
+            if way == "kept features":
+                readout.add(features[chosen], y[chosen])
+            elif len(chosen):
+                readout.update(x[chosen], y[chosen])
+        if sees_it:
+            saw = readout.solve().weight.clone()
+            readout.forget(2)
+        solutions.append(readout.solve())
+    apart = max(float((a - b).abs().max()) for a, b in zip(*solutions, strict=True))
+    assert float((saw - solutions[0].weight).abs().max()) > 0.01  # it was there
+    if way == "mixed batches":
+        # A product of fewer rows may round differently.
+        assert apart < 1e-6
+    else:
+        assert apart == 0
+
+
 def test_features_that_have_changed_are_refused() -> None:
     net = make_net()
     (x, y) = batch()
@@ -445,3 +477,25 @@ def test_nodes_that_were_trained_below_it_may_leave_again() -> None:
         net.layers[1][0].incoming().weights = net.layers[1][0].incoming().weights + 1
     with pytest.raises(gn.GrapNetError):
         readout.solve()
+
+
+@pytest.mark.parametrize("density", [1.0, 0.6])
+def test_an_edit_assigns_what_is_solved_for_those_that_stay(density: float) -> None:
+    nets = [make_net(density=density), make_net(density=density)]
+    before = nets[0](batch()[0])
+    for inside, net in zip((True, False), nets, strict=True):
+        with net.edit() as edit:
+            edit.freeze(net.layers[1][[2]].outgoing())
+        readout = watching(net)
+        with net.edit(reason="narrow") as edit:
+            edit.remove_nodes(net.layers[1][[0, 5, 7]])
+            edit.cut(net.layers[1][[1, 3]].outgoing().smallest(count=3))
+            if inside:
+                readout.solve(edit)
+        if not inside:
+            readout.solve()
+    one, other = nets
+    torch.testing.assert_close(matrix(one, 1), matrix(other, 1), atol=1e-10, rtol=1e-10)
+    torch.testing.assert_close(one.layers[2].biases, other.layers[2].biases)
+    one.undo()
+    assert torch.equal(one(batch()[0]), before)

@@ -88,6 +88,10 @@ def freeze(net: gn.GrapNet, edit: gn.Edit) -> None:
     edit.freeze(net.layers[1][0])
 
 
+def assign(net: gn.GrapNet, edit: gn.Edit) -> None:
+    edit.assign(net.layers[1].outgoing(), 0.5)
+
+
 KINDS: dict[str, Kind] = {
     "cut": Kind(edited(cut)),
     "exchange": Kind(edited(exchange)),
@@ -99,6 +103,7 @@ KINDS: dict[str, Kind] = {
         edited(lambda net, edit: edit.unfreeze(net.layers[1][0])), before=edited(freeze)
     ),
     "set activation": Kind(edited(lambda net, edit: edit.set_activation(net.layers[1][0], "tanh"))),
+    "assign": Kind(edited(assign)),
     "set owner": Kind(edited(lambda net, edit: edit.set_owner(net.layers[1], "task"))),
     "fold orphans": Kind(edited(fold_orphans)),
     "remove an output": Kind(

@@ -203,6 +203,9 @@ def edit_model(world: World, edit: Any = None) -> None:
     edit.set_owner(net.space("3")[2], "other")
     edit.cut(net.relations("3")[::3])
     edit.freeze(net.space("0")[1])
+    for name, parameter in net.named_parameters():
+        if name in ("3.weight", "5.weight"):
+            edit.assign(parameter, torch.full(parameter.shape, 0.25))
 
 
 # What is seen of a world
@@ -413,6 +416,13 @@ def fold_orphans(net: gn.GrapNet, edit: gn.Edit) -> None:
     edit.remove_orphans(fold_bias=True)
 
 
+def assign(net: gn.GrapNet, edit: gn.Edit) -> None:
+    edit.assign(net.layers[0].outgoing(), 0.25)
+    edit.assign(net.layers[1][1:], 0.5)
+    edit.unfreeze(net.layers[0].outgoing())
+    edit.unfreeze(net.layers[1], incoming=False, outgoing=False)
+
+
 def remove_output(net: gn.GrapNet, edit: gn.Edit) -> None:
     edit.remove_nodes(net.layers[-1][0], interface=True)
 
@@ -436,6 +446,7 @@ EDITS: dict[str, Body] = {
     "set activation": set_activation,
     "set owner": set_owner,
     "fold orphans": fold_orphans,
+    "assign": assign,
     "remove output": remove_output,
     "prune and grow": prune_and_grow,
 }

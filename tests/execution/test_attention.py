@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import grapnet as gn
 from grapnet.execution import _reference
@@ -94,6 +95,30 @@ def test_in_pieces_it_is_the_same(cells: int, monkeypatch: pytest.MonkeyPatch) -
     net.execution._refresh()
     for name, value in results(net, x).items():
         assert torch.allclose(value, whole[name], rtol=1e-12, atol=1e-14), name
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most numbers that a result with one row per sample has."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch = batch
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.dim() == 2 and len(out) == self.batch:
+            self.numbers = max(self.numbers, out.numel())
+        return out
+
+
+def test_a_piece_bounds_the_memory_of_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_reference, "CELLS", 100)
+    net = attended([20, 30])
+    with torch.no_grad(), Largest(3) as largest:
+        net(inputs(net, 3))
+    # inputs [3, 20], outputs [3, 30], and pieces of 33 of the 600 relations
+    assert largest.numbers == 3 * 33
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,16 @@ def test_the_precision_is_the_one_that_is_set(matmul_precision: None) -> None:
     torch.set_float32_matmul_precision("medium")
     assert precision("cuda", torch.float32) == "tf32"
     assert precision("cpu", torch.float32) == "bf32"
+
+
+def test_compiled_code_reads_tf32_for_cuda_alone(matmul_precision: None) -> None:
+    torch.set_float32_matmul_precision("high")
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def is_tf32(x: torch.Tensor, device: str) -> torch.Tensor:
+        return x + (precision(device, torch.float32) == "tf32")
+
+    assert [int(is_tf32(torch.zeros(()), device)) for device in ("cpu", "cuda")] == [0, 1]
 
 
 @pytest.mark.skipif(
@@ -203,6 +214,56 @@ def test_tune_measures_this_net_and_keeps_the_answer(folder: Path, device: str) 
     assert len(json.loads(path.read_text())["points"]) == 2 * 2
 
 
+def test_auto_runs_no_tiles_below_the_size_that_was_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = table("float32", 0.1)
+    for mode in ("forward", "training"):
+        made.data[mode] = {"tiles": made.data[mode]["sparse"]}
+    monkeypatch.setattr(_costs, "shipped", lambda: {(made.data["kind"], "float32"): made})
+    for tile, runs in ((16, "dense"), (32, "dense"), (64, "tiles")):
+        generator = torch.Generator().manual_seed(0)
+        net = gn.GrapNet([256, 256], density=0.5, tile=tile, generator=generator)
+        (row,) = net.execution.describe()
+        assert (row["tile"], row["runs"]) == (tile, runs)
+
+
+@pytest.mark.sparse
+def test_the_reason_lists_the_fastest_backend_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = table("float32", 0.5)
+    tiled = table("float32", 0.1)
+    for mode in ("forward", "training"):
+        made.data[mode]["tiles"] = tiled.data[mode]["sparse"]
+    monkeypatch.setattr(_costs, "shipped", lambda: {(made.data["kind"], "float32"): made})
+    net = gn.GrapNet([256, 256], density=0.5, tile=64)
+    (row,) = net.execution.describe()
+    assert row["why"].index("tiles 0.10") < row["why"].index("sparse 0.50")
+
+
+def test_what_dense_cannot_run_is_not_measured() -> None:
+    net = gn.GrapNet.from_relations([20_000, 20_000], [([0, 19_999], [19_999, 0])])
+    (before,) = net.execution.describe(2)
+    (row,) = net.execution.tune(torch.randn(2, 20_000))
+    assert "dense" in row["refused"]
+    assert row == before
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_measurement_is_what_the_clock_gains(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+
+    def step() -> None:
+        nonlocal now
+        now += 2.0
+
+    clocks = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now)
+    monkeypatch.setattr(_tune, "time", clocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert _tune._seconds(step, 3, torch.device("cpu")) == 6.0
+
+
 @pytest.mark.sparse
 def test_what_is_tuned_counts_more_than_tables(folder: Path) -> None:
     net = gn.GrapNet([256, 256], density=0.05)
@@ -300,6 +361,9 @@ def test_a_grid_becomes_the_table_of_its_precision(folder: Path, device: str) ->
     assert found.path is not None
     assert found.path.parent == folder
     assert [one["precision"] for one in found.tables] == names
+    for table in found.tables:
+        assert table["forward"]["sparse"]["cells"] == [16 * 16, 32 * 64]
+        assert table["forward"]["sparse"]["batches"] == [2, 8]
     _costs._known.clear()
     for dtype in (torch.float32, torch.bfloat16):
         net = gn.GrapNet([32, 32], density=0.3, device=device, dtype=dtype)

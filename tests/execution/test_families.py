@@ -35,6 +35,18 @@ def test_a_product_written_in_place_is_the_product(
         require_reference(net, inputs(net, batch))
 
 
+def test_a_full_transition_to_few_children_is_one_product_without_a_copy() -> None:
+    net = gn.GrapNet([64, 4])
+    net.execution.use("family")
+    x = torch.randn(8, 64)
+    net(x)
+    with torch.profiler.profile() as profiler:
+        net(x)
+    names = {event.name for event in profiler.events() or ()}
+    assert "aten::addmm" in names
+    assert not {"aten::linear", "aten::contiguous", "aten::clone"} & names
+
+
 # torch says so of the first backward of a process
 @pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.mark.parametrize("device", DEVICES)

@@ -89,6 +89,16 @@ OWN_ORDER = "sum over own wiring by child"
 OTHERS = {"family_hashes", "largest_of_rows", "order_without", "reorder", OWN_ORDER}
 CHILDREN = sorted({*KERNELS} - OTHERS)
 BY_CHILD = ["relation_sum", "sum_over_own_wiring"]
+WITHOUT_VALUES = {
+    "family_hashes",
+    "order_by_child",
+    "order_without",
+    "pick columns",
+    "pick kernels",
+    "pick rows",
+    "weight_gradient",
+    "weights_of_shifted",
+}
 DAMAGES = [
     *((name, "ptr", damage) for name in LISTS for damage in (falling, too_long)),
     *((name, "child", damage) for name in CHILDREN for damage in (negative, too_large)),
@@ -129,6 +139,16 @@ def test_a_kernel_refuses_what_leads_out_of_its_buffers(
         with pytest.raises(PlanError):
             KERNELS[name](case)
     else:
+        KERNELS[name](case)
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("name", sorted({*KERNELS} - WITHOUT_VALUES))
+def test_a_kernel_refuses_fewer_values_than_relations(name: str) -> None:
+    case = sound_case(9)
+    KERNELS[name](case)
+    case.values = case.values[:-1]
+    with pytest.raises(PlanError):
         KERNELS[name](case)
 
 

@@ -359,6 +359,27 @@ def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -
             moved = values[by_child]
 
 
+@pytest.mark.parametrize("batch", [1, 20])
+@pytest.mark.parametrize("places", [[0], [1], [2], [0, 2], [1, 2]], ids=str)
+def test_gradients_in_the_order_of_children_do_not_need_each_other(
+    places: list[int], batch: int
+) -> None:
+    topology = opposite(opposite(ragged(9, 6)))
+    order = wiring(topology)
+    back = wiring(opposite(topology))
+    *inputs, dz = draw(topology, batch)
+    everything = [one.clone().requires_grad_() for one in inputs]
+    z = _operators.sum_by_child(*everything, order, back, True)
+    wanted = torch.autograd.grad(z, everything, dz)
+    some = list(inputs)
+    for place in places:
+        some[place] = everything[place]
+    z = _operators.sum_by_child(*some, order, back, True)
+    found = torch.autograd.grad(z, [some[place] for place in places], dz)
+    for place, gradient in zip(places, found, strict=True):
+        torch.testing.assert_close(gradient, wanted[place])
+
+
 def test_a_plan_writes_the_layout_it_says() -> None:
     topology = ragged(9, 6)
     x, values, bias, _ = draw(topology, 5)

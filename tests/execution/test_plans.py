@@ -201,3 +201,17 @@ def test_a_plan_after_edits_holds_what_a_fresh_one_holds(
 
 def contents(execution: object) -> list[tuple[Any, ...]]:
     return sorted((str(t.dtype), tuple(t.shape), t.cpu().tolist()) for t in held_by(execution))
+
+
+@pytest.mark.sparse
+def test_kernels_hand_activations_on_feature_by_feature() -> None:
+    net = gn.GrapNet([20, 16, 5], density=0.5)
+    seen = []
+    net.layers[1].register_forward_hook(lambda layer, args, h: seen.append(h))
+    net.execution.use("sparse")
+    net(torch.randn(8, 20))
+    # A reader that is no kernel takes rows.
+    net.execution.use("dense", 1)
+    net(torch.randn(8, 20))
+    assert [h.is_contiguous() for h in seen] == [False, True]
+    assert seen[0].t().is_contiguous()

@@ -89,6 +89,13 @@ def test_module_trains_on_its_own(build):
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
+def test_a_net_that_skips_layers_is_refused_and_its_skips_are_named():
+    net = gn.GrapNet([3, 4, 5, 2], skips=[(0, 2), (1, 3)])
+    for make in (net.snapshot, net.to_module):
+        with pytest.raises(gn.errors.PlanError, match=r"\[\(0, 2\), \(1, 3\)\]"):
+            make()
+
+
 def test_large_matrix_is_refused_unless_allowed():
     net = gn.GrapNet([3, 2, 10])
     for make in (net.snapshot, net.to_module):

@@ -125,6 +125,9 @@ NOT_TILED = {
     ),
     "blocks that begin in between": [list(range(8, 40)) for _ in range(64)],
     "blocks of 8": [list(range(row // 8 * 8, row // 8 * 8 + 8)) for row in range(64)],
+    "half a block, which the next parents continue": [
+        list(range(row // 16 * 8, row // 16 * 8 + 8)) for row in range(64)
+    ],
     "an unsorted full one": shuffled(full(32, 96)),
 }
 
@@ -139,6 +142,22 @@ def test_what_does_not_come_in_tiles_is_refused_by_name(wires: Wires) -> None:
     with pytest.raises(gn.errors.PlanError, match=re.escape(reason)):
         net.execution.use("tiles")
     assert net.execution.choices() == ["auto"]
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize("share", [0.4, 0.6])
+def test_the_kernels_run_up_to_a_share_of_the_rectangle(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tiles, "GATHERED", dict.fromkeys(_tiles.SIZES, share))
+    net = tiled_net((64, 64, 16), density=0.5)
+    x = inputs(net, 20)
+    net(x)
+    with torch.profiler.profile() as profiler:
+        net(x).sum().backward()
+    names = {event.name for event in profiler.events() or ()}
+    assert ("_RelationSum" in names) == (share > 0.5)
+    assert ("_TileSum" in names) == (share < 0.5)
 
 
 def test_damaged_wirings_have_no_tiles() -> None:

@@ -52,7 +52,20 @@ def unfreeze(net: gn.GrapNet, edit: gn.Edit, step: int) -> None:
     edit.set_activation(net.layers[2][0], ["relu", "tanh"][step % 2])
 
 
+def assign(net: gn.GrapNet, edit: gn.Edit, step: int) -> None:
+    relations = net.layers[step % 3].outgoing()
+    relations = relations[~relations.frozen]
+    random = torch.Generator().manual_seed(step)
+    edit.assign(relations, torch.randn(len(relations), generator=random))
+    edit.unfreeze(net.layers[2], incoming=False, outgoing=False)
+    edit.assign(net.layers[2], step / 1000)
+
+
 PROGRAM = [
+    assign,
+    "train",
+    "undo",
+    "redo",
     cut,
     "undo",
     connect,

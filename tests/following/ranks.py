@@ -54,6 +54,8 @@ def state(net: gn.GrapNet, optimizer: Optimizer | None = None) -> str:
         for vector in vectors:
             found += [vector.born_values, vector.gone_values, vector.flips]
             found += [vector.index.removed, vector.index.inserted]
+            if vector.assigned is not None:
+                found += [vector.assigned.positions, vector.assigned.before, vector.assigned.after]
     if optimizer is not None:
         found += [optimizer.state[parameter] for parameter in net.parameters()]
     return hashlib.sha256(repr(plain(found)).encode()).hexdigest()
@@ -85,7 +87,7 @@ def a_hundred_edits(rank: int) -> dict[str, Any]:
             seen.append(state(net, optimizer))
         elif rank == 0:
             kinds[perform(net, action, step)] += 1
-        if action == "train" and net.version >= 100:
+        if action == "train" and net.version >= 130:
             break
     gn.check(net)
     return {
@@ -417,6 +419,9 @@ def adopted_model(rank: int) -> dict[str, Any]:
             if step == 3:
                 with net.edit(reason="grow") as edit:
                     edit.add_nodes(space, 3)
+                    edit.assign(host[4].weight, torch.randn(host[4].weight.shape))
+            if step in (6, 7):
+                net.undo()
         model.synchronize()
         # Running statistics are those of each rank's own last batch, as with every DDP.
         found = [net.version, space.uids, dict(host.named_parameters())]

@@ -21,6 +21,8 @@ RULES: dict[str, Callable[[], Any]] = {
     "GrowWidth": lambda: rules.GrowWidth(layers=1, nodes=2),
     "GrowWidth net2net": lambda: rules.GrowWidth(layers=1, nodes=2, init="net2net"),
     "GrowWidth gradmax": lambda: rules.GrowWidth(layers=1, nodes=2, init="gradmax"),
+    "GrowWidth tiny": lambda: rules.GrowWidth(layers=1, nodes=2, init="tiny", scale=1e-3),
+    "GrowBest": lambda: rules.GrowBest(nodes=2, scale=1e-3),
     "FreezeOwner": lambda: rules.FreezeOwner("half"),
     "PruneWeakest": lambda: rules.PruneWeakest(0.3),
     "PruneWeakest of every node": lambda: rules.PruneWeakest(0.5, scope="owner"),
@@ -28,14 +30,20 @@ RULES: dict[str, Callable[[], Any]] = {
         sparsity=rules.GradualSchedule(0.9, begin=0, end=10)
     ),
     "PruneWeakest tiles": lambda: rules.PruneWeakest(0.3, tile=16),
+    "PruneWeakest by Wanda": lambda: rules.PruneWeakest(0.4, by="wanda"),
+    "PruneWeakest by Fisher": lambda: rules.PruneWeakest(0.3, by="fisher", keep=2),
+    "PruneWeakest at random": lambda: rules.PruneWeakest(0.3, by="random"),
+    "PruneWeakest 1:2": lambda: rules.PruneWeakest(pattern=(1, 2)),
     "PruneNodes": lambda: rules.PruneNodes(0.3),
+    "PruneNodes by Taylor": lambda: rules.PruneNodes(0.3, by="taylor"),
     "PruneNodes by parameters": lambda: rules.PruneNodes(parameters=0.8, scope="model"),
     "PruneNodes by macs": lambda: rules.PruneNodes(macs=0.7, multiple=2),
     "CovarianceSifter": lambda: rules.CovarianceSifter(transitions=(0, 1)),
     "RemoveOrphans": lambda: rules.RemoveOrphans(),
     "Rewire SET": lambda: rules.Rewire(grow="random"),
     "Rewire RigL": lambda: rules.Rewire(grow="gradient", decay_until=100),
-    "Rewire SRigL": lambda: rules.Rewire(grow="gradient", decay_until=100, fan_in="constant"),
+    "Rewire constant": lambda: rules.Rewire(grow="gradient", decay_until=100, fan_in="constant"),
+    "SRigL": lambda: rules.SRigL(decay_until=100),
     "Rewire SET of tiles": lambda: rules.Rewire(tile=16),
     "Rewire RigL of tiles": lambda: rules.Rewire(grow="gradient", decay_until=100, tile=16),
     "SplitIntoFamilies": lambda: rules.SplitIntoFamilies(0, families=2),
@@ -284,7 +292,7 @@ def test_a_transition_that_is_not_there_is_refused(rule: Any) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    ["PruneWeakest", "PruneWeakest of every node", "Rewire SET", "Rewire RigL", "Rewire SRigL"],
+    ["PruneWeakest", "PruneWeakest of every node", "Rewire SET", "Rewire RigL", "Rewire constant"],
 )
 def test_a_weight_that_is_no_number_is_refused_and_nothing_is_cut(rule: str) -> None:
     run = Run("random 1 %", rule)

@@ -157,6 +157,7 @@ class TestFollowing:
             edit.cut(net.layers[2].outgoing().smallest(count=3))
             edit.freeze(net.layers[0].outgoing().smallest(count=3))
             edit.set_owner(net.layers[1], "somebody")
+            edit.assign(net.layers[3], 0.25)
         net.layers[3].biases = net.layers[3].biases + 1
         assert not recorder.is_stale
 
@@ -192,7 +193,24 @@ def activate(net: gn.GrapNet) -> None:
         edit.set_activation(net.layers[1][[0]], "tanh")
 
 
+def assign_weights(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.assign(net.layers[1].outgoing(to=net.layers[2]).smallest(count=1), [0.5])
+
+
+def assign_biases(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.assign(net.layers[1][[2]], [0.5])
+
+
+def fold(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.cut(net.layers[1][[0]].incoming())
+        edit.remove_orphans(fold_bias=True)
+
+
 EDITS = [grow, grow_before, shrink_before, cut_before, cut_into, activate]
+EDITS += [assign_weights, assign_biases, fold]
 
 
 def step(net: gn.GrapNet, **settings) -> None:

@@ -72,6 +72,7 @@ class Record:
     attributes: Attributes
     nodes: list[list[tuple[int, str | None]]]  # uid and owner, by space
     kinds: Tensors
+    assigned: Tensors  # by parameter: masks of the cells that get their values and states back
 
 
 @dataclass
@@ -86,13 +87,15 @@ class Mirror:
     undoable: list[Record] = field(default_factory=list)
     redoable: list[Record] = field(default_factory=list)
 
-    def record(self, moves: Moves, attributes: Attributes) -> Record:
-        """Returns what leads back from the edit with these moves, before it is made."""
+    def record(self, moves: Moves, attributes: Attributes, assigned: Tensors) -> Record:
+        """Returns what leads back from the edit with these moves and assigned cells, before it is
+        made.
+        """
         back = {place: (inserted, removed) for place, (removed, inserted) in moves.items()}
         values = {name: t.detach().clone() for name, t in oracle.tensors_of(self.model).items()}
         nodes = copy.deepcopy(self.nodes)
         kinds = {name: kind.clone() for name, kind in self.kinds.items()}
-        return Record(back, values, self.states(), attributes, nodes, kinds)
+        return Record(back, values, self.states(), attributes, nodes, kinds, assigned)
 
     def step(self) -> None:
         """Makes a step; cells that are cut or frozen stay as they are, without state."""
@@ -172,8 +175,21 @@ class Mirror:
         present = []
         for path, name, _ in record.attributes:
             present.append((path, name, getattr(self.model.get_submodule(path), name)))
-        other = self.record(record.moves, present)
+        back = {place: (inserted, removed) for place, (removed, inserted) in record.moves.items()}
+        assigned = {}
+        for name, cells in record.assigned.items():
+            nothing = torch.zeros(self.kinds[name].shape, dtype=torch.bool)
+            assigned[name] = moved(cells, name, back, nothing)
+        other = self.record(record.moves, present, assigned)
         self.apply(record.moves, record.values, record.states, record.attributes, record.kinds)
+        parameters = dict(self.model.named_parameters())
+        for name, cells in record.assigned.items():
+            parameter = parameters[name]
+            parameter.data[cells] = record.values[name][cells]
+            for key, value in self.optimizer.state[parameter].items():
+                if value.shape == parameter.shape:
+                    value[cells] = record.states[name][key][cells]
+            self.clear(parameter, record.kinds[name] != FREE)
         self.nodes = record.nodes
         return other
 
@@ -355,19 +371,24 @@ class SpaceMachine(RuleBasedStateMachine):
         """Edits both."""
         asked = self.plan()
         turns = self.plan_turns()
+        written = self.plan_values()
         outputs = self.run(self.model)
         with self.net.edit(reason="program", allow_dead=True) as edit:
             before = places_of(asked)
             wanted = self.turned(turns)
-            self.ask(edit, asked, turns)
+            self.ask(edit, asked, turns, written)
         if edit.receipt is None:
             assert not asked
             return
         self.version += 1
-        record = self.follow(asked, before, edit.receipt, wanted)
+        record = self.follow(asked, before, edit.receipt, wanted, written)
         self.mirror.undoable.append(record)
         self.mirror.redoable.clear()
-        if not turns and all(not rows and space.verdict == "exact" for space, rows, _, _ in asked):
+        if (
+            not turns
+            and not written
+            and all(not rows and space.verdict == "exact" for space, rows, _, _ in asked)
+        ):
             after = self.run(self.model)
             assert oracle.largest_difference(after, outputs) < CLOSE
 
@@ -418,6 +439,23 @@ class SpaceMachine(RuleBasedStateMachine):
                 turns.append(Turn(verb, space, torch.tensor(sorted(rows))))
         return turns
 
+    def plan_values(self) -> Tensors:
+        """Draws parameters to assign, with values for all of their cells."""
+        if self.draw(st.integers(0, 2)) > 0:
+            return {}
+        names = self.draw(
+            st.lists(st.sampled_from(sorted(self.mirror.kinds)), max_size=2, unique=True)
+        )
+        random = torch.Generator().manual_seed(self.draw(st.integers(0, 99)))
+        present = contents_of(self.net)
+        found = {}
+        for name in names:
+            values = torch.randn(present[name].shape, dtype=torch.float64, generator=random)
+            kinds = self.mirror.kinds[name]
+            found[name] = torch.where(kinds == FROZEN, present[name], values.to(present[name]))
+            found[name][kinds == CUT] = torch.nan
+        return found
+
     def turned(self, turns: "Sequence[Turn]") -> Tensors:
         """Returns the kinds of all cells after some turns, before any node moves."""
         kinds = {name: kind.clone() for name, kind in self.mirror.kinds.items()}
@@ -439,8 +477,12 @@ class SpaceMachine(RuleBasedStateMachine):
         edit: Any,
         asked: Sequence[tuple[Space, list[int], int, str | None]],
         turns: "Sequence[Turn]" = (),
+        written: Tensors | None = None,
     ) -> None:
         """Asks an edit for everything that was planned."""
+        for name, values in (written or {}).items():
+            self.counts["operations"] += 1
+            edit.assign(dict(self.model.named_parameters())[name], values)
         for turn in turns:
             self.counts["operations"] += 1
             turn.ask(edit, self.net)
@@ -461,6 +503,7 @@ class SpaceMachine(RuleBasedStateMachine):
         before: Mapping[int, Mapping[tuple[str, int], Tensor]],
         receipt: gn.Commit,
         wanted: Tensors,
+        written: Tensors,
     ) -> Record:
         """Makes an edit of the library by hand; returns what leads back."""
         moves: Moves = {}
@@ -473,13 +516,22 @@ class SpaceMachine(RuleBasedStateMachine):
         attributes = receipt.change.attributes
         back = [(one.module, one.name, one.before) for one in attributes]
         ahead = [(one.module, one.name, one.after) for one in attributes]
-        record = self.mirror.record(moves, back)
+        assigned = {}
+        for name in written:
+            present = self.mirror.kinds[name]
+            thaws = (present == FROZEN) & (wanted[name] == FREE)
+            assigned[name] = ((present == FREE) | thaws) & (wanted[name] != CUT)
+        record = self.mirror.record(moves, back, assigned)
         values = contents_of(self.net)
         kinds = {}
         for name, kind in wanted.items():
             filler = torch.ones(values[name].shape, dtype=torch.uint8)
             kinds[name] = moved(kind, name, moves, filler)
         self.mirror.apply(moves, values, self.states(), ahead, kinds)
+        for name, numbers in written.items():
+            parameter = dict(self.mirror.model.named_parameters())[name]
+            cells = moved(assigned[name], name, moves, torch.zeros_like(parameter) > 0)
+            parameter.data[cells] = moved(numbers, name, moves, torch.zeros_like(parameter))[cells]
         self.name_nodes(asked)
         return record
 
@@ -511,15 +563,16 @@ class SpaceMachine(RuleBasedStateMachine):
         """Makes a trial, perhaps trains in it: what left comes back, survivors stay trained."""
         asked = self.plan()
         turns = self.plan_turns()
+        written = self.plan_values()
         history = list(self.net.history)
         with self.net.edit(trial=True) as edit:
             before = places_of(asked)
             wanted = self.turned(turns)
-            self.ask(edit, asked, turns)
+            self.ask(edit, asked, turns, written)
             receipt = edit.commit()
             record = None
             if receipt is not None:
-                record = self.follow(asked, before, receipt, wanted)
+                record = self.follow(asked, before, receipt, wanted, written)
                 self.compare()
                 if self.draw(st.booleans()):
                     self.train()

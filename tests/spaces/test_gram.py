@@ -164,7 +164,14 @@ def test_growth_and_edits_before_make_it_stale_and_undo_does_not():
     assert recorder.is_stale
     net.undo()
     assert not recorder.is_stale
+    parameters = dict(model.named_parameters())
     with net.edit() as edit:
+        edit.assign(parameters["2.bias"], torch.zeros(6))
+    assert recorder.is_stale
+    net.undo()
+    assert not recorder.is_stale
+    with net.edit() as edit:
+        edit.assign(parameters["4.bias"], torch.zeros(3))
         edit.cut(net.space("2").outgoing().smallest(count=2))
     assert not recorder.is_stale
     assert torch.equal(recorder.gram, before)

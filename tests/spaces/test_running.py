@@ -123,6 +123,30 @@ def test_a_sparse_matrix_equals_its_rectangle_through_edits(kind: str, batch: in
     assert DENSE & operators(lambda: module(x))
 
 
+class Conv1D(nn.Module):
+    """Has the name of the class in transformers, and computes twice as much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(READS, WRITES, dtype=torch.float64))
+        self.bias = nn.Parameter(torch.randn(WRITES, dtype=torch.float64))
+        self.nf = WRITES
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * (x @ self.weight) + self.bias
+
+
+def test_a_class_with_a_known_name_runs_its_own_forward_pass() -> None:
+    torch.manual_seed(0)
+    module = Conv1D()
+    net = adopted(module, x=inputs(2))
+    cut(net, 0.9)
+    assert runs(net) == "rectangle"
+    x = inputs(64)
+    expected = 2 * by_rectangle(module, x) - module.bias
+    torch.testing.assert_close(module(x), expected)
+
+
 @pytest.mark.sparse
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_kernels_are_what_runs(kind: str) -> None:
@@ -486,6 +510,16 @@ def test_a_large_weight_is_written_as_a_mask_would(
     assert torch.equal(module.weight, whole * there)
     gradient = masked.grad[was_free]
     assert torch.allclose(content.grad.view(-1), gradient, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.sparse
+@pytest.mark.parametrize(("channels", "by_kernel"), [(16, False), (192, True)])
+def test_a_compiled_kernel_writes_large_weights_alone(channels: int, by_kernel: bool) -> None:
+    module = nn.Conv2d(channels, channels, 3).double()
+    net = adopted(module, x=inputs(2, channels, 4, 4))
+    cut(net, 0.5)
+    names = operators(lambda: module.weight.sum().backward())
+    assert ("_Fill" in names) == by_kernel
 
 
 SCATTERED = {

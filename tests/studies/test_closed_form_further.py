@@ -81,6 +81,7 @@ def test_the_nodes_that_go_are_those_whose_removal_makes_the_loss_grow_least(rea
     assert gone.tolist() == sorted(set(range(12)) - set(left))
     assert weakest(gram, cross, 0.5, 0, steps=5).tolist() == []
     assert len(weakest(gram, cross, 0.5, 5, steps=2)) == 5
+    assert readout.statistics.weakest(5, ridge=0.5, steps=5).tolist() == gone.tolist()
 
 
 @pytest.mark.parametrize("draw", [windows, differences, half_learned, compressed])

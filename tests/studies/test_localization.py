@@ -8,20 +8,40 @@ import json
 import pytest
 import torch
 
+import grapnet as gn
 from studies import localization
 from studies.localization import FAST, ROWS, missed, summarise
 
 
-def test_the_cut_takes_96_relations_from_storage_and_only_its_own_pair_falls_to_chance(result):
+def test_the_cut_takes_96_relations_from_storage_and_only_its_own_pair_loses(result):
     found = result["summary"]
     assert found["relations"] == [[49 * 240 + 5 * 96, 49 * 240 + 1440]]
     # references, coordinates, weights of a snapshot
     assert found["rows"]["owned"]["removed"] == [[96, 96, 96]]
-    assert found["target_after"] == [50.0]
+    assert found["target_after"] == [[50.0, 50.0]]
     assert found["rows"]["owned"]["other_largest"] == 0
     # no logit of another pair either, but for rounding
     assert found["rows"]["owned"]["moved"] < 1e-4
     assert found["rows"]["owned"]["base"][0] > 75  # there was something to lose
+
+
+def test_on_an_unbalanced_test_set_the_target_falls_to_the_share_of_one_class(result):
+    after = result["summary"]["unbalanced_after"]
+    assert len(after) > 1
+    assert all(accuracy == share for accuracy, share in after)
+    assert 50.0 not in [accuracy for accuracy, _ in after]
+    # an odd class has about a quarter of the images of its partner
+    assert all(min(abs(share - 80), abs(share - 20)) < 5 for _, share in after)
+
+
+def test_the_shares_are_those_of_the_test_set_and_the_larger_bias():
+    torch.manual_seed(0)
+    net = gn.GrapNet([3, 4, 10])
+    with torch.no_grad():
+        net.layers[-1].biases = torch.tensor([1.0, 0, 0, 1, 1, 0, 0, 1, 1, 0])
+    y = torch.arange(10).repeat_interleave(torch.arange(1, 11))
+    found = localization._shares(net, (torch.zeros(len(y), 3), y))
+    assert found == pytest.approx([100 / 3, 400 / 7, 500 / 11, 800 / 15, 900 / 19])
 
 
 def test_the_controls_cut_as_much_and_do_not_isolate(result):
@@ -73,6 +93,14 @@ def test_each_missed_bar_is_named(result, cut, figure, value, named):
     worse["summary"] = json.loads(json.dumps(summarise(FAST, worse["seeds"])))
     (line,) = missed(worse)
     assert line.startswith(named)
+
+
+def test_a_target_that_misses_its_share_on_the_unbalanced_set_is_named(result):
+    worse = copy.deepcopy(result)
+    worse["seeds"]["20"]["unbalanced"]["after"][2][2] += 0.05
+    worse["summary"] = json.loads(json.dumps(summarise(FAST, worse["seeds"])))
+    (line,) = missed(worse)
+    assert line.startswith("unbalanced target")
 
 
 def test_the_smallest_change_of_another_pair_is_a_miss(result):

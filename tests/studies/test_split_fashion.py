@@ -46,13 +46,26 @@ def test_a_fast_run_has_all_that_the_tables_show_and_the_exact_parameter_counts(
     assert list(found["rows"]) == list(study.ROWS)
     assert {len(ways) for ways in found["controls"].values()} == {4}
     assert len(found["controls"]) == 4
-    assert found["controls"]["dense-256"][study.KEPT] == found["rows"][study.DENSE]["seen_class"]
-    assert found["controls"]["GrapNet"][study.RENEWED] == found["rows"][study.PLASTIC]["seen_class"]
+    assert found["controls"]["dense-256"][study.KEPT] == found["adam"][study.DENSE]["seen_class"]
+    assert found["controls"]["GrapNet"][study.RENEWED] == found["adam"][study.PLASTIC]["seen_class"]
+    assert found["initials"]["dense-256"]["linear"] == found["rows"][study.DENSE]["seen_class"]
+    assert found["initials"]["GrapNet"]["grapnet"] == found["rows"][study.PLASTIC]["seen_class"]
+    assert found["rows"][study.DENSE]["seen_class"] != found["adam"][study.DENSE]["seen_class"]
     assert list(found["contrasts"]) == list(study.PAPER_CONTRASTS)
     assert len(found["time"]["tasks"]) == 5
     text = study.table(result)
     assert found["sentence"] in text
     assert "(63.16 ± 3.20)" in text
+
+
+def test_the_first_table_is_of_plain_sgd_and_the_regime_that_is_nearer_is_counted(result):
+    assert result["settings"]["regime"]["optimizer"] == "sgd"
+    found = result["summary"]
+    assert list(found["nearer"]) == list(study.ROWS)
+    for name, far in found["nearer"].items():
+        printed = study.PAPER[f"{name}: seen-class"]
+        assert far["SGD"] == pytest.approx(abs(found["rows"][name]["seen_class"][0] - printed))
+        assert far["Adam"] == pytest.approx(abs(found["adam"][name]["seen_class"][0] - printed))
 
 
 def test_frozen_nodes_do_not_move_and_plastic_ones_do(result):
@@ -93,8 +106,9 @@ def test_the_controls_have_the_relations_that_their_names_say(stream):
 
 @pytest.mark.parametrize("topology", ["dense", "final", "related", "grown"])
 def test_a_kept_adam_counts_on_and_a_renewed_one_starts_again_with_every_task(stream, topology):
+    adam = Regime(optimizer="adam", lr=2e-3)
     for renewed, steps in ((False, 10), (True, 2)):
-        learner = Learner(Head(topology, renewed=renewed), Regime(), 0)
+        learner = Learner(Head(topology, renewed=renewed), adam, 0)
         learner.learn(stream)  # 5 tasks of 2 batches
         assert {int(state["step"]) for state in learner.optimizer.state.values()} == {steps}
 

@@ -69,7 +69,14 @@ def install() -> None:
     if REACHED in os.environ:
         import builtins
 
-        builtins.__reached__ = _Reached(os.environ[REACHED])  # pyright: ignore
+        reached = _Reached(os.environ[REACHED])
+
+        def note(function: str) -> None:
+            reached(function)
+
+        # torch.compile then calls it while it traces, instead of tracing into it.
+        note._dynamo_marked_constant = True  # pyright: ignore
+        builtins.__reached__ = note  # pyright: ignore
 
 
 install()

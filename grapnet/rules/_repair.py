@@ -1,0 +1,488 @@
+"""Repair: the weights that let readers receive what they received when nodes or relations leave."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from grapnet.core._edit import Edit
+from grapnet.core._errors import EditError, GrapNetError, StaleError
+from grapnet.core._graph import Graph
+from grapnet.core._layer import Layer
+from grapnet.core._opened import CUT, FROZEN
+from grapnet.core._sets import RelationSet
+from grapnet.spaces._adopted import Adopted
+from grapnet.spaces._axes import covered
+from grapnet.spaces._edit import SpaceEdit
+from grapnet.spaces._space import Space
+from grapnet.spaces._typing import CONTRACTED
+
+from ._cells import Linear, linear_of, why_not_linear
+from ._gram import GramRecorder
+from ._least_squares import choose_damping, error_of, repaired
+from ._rule import as_names
+
+# Where no rows are held out to choose by.
+DAMPING = 1e-4
+# Children of a reader that the report is measured on.
+MEASURED = 64
+
+
+class Repaired(NamedTuple):
+    """What `repair` did to one reader.
+
+    Attributes:
+        reader: the transition as "layer 1 → layer 2", or the weight of a module.
+        children: the number of children that lose something.
+        damping: the damping that was chosen or given.
+        lost: the share of the squares of what the children received that leaves, over all recorded
+            rows; of many children, some are measured.
+        left: the share that is still missing after the repair.
+    """
+
+    reader: str
+    children: int
+    damping: float
+    lost: float
+    left: float
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """The cells of the children of one reader that lose something, the bias last.
+
+    Attributes:
+        name: the reader, for messages.
+        recorder: what it receives.
+        children: the rows of the children, int64.
+        weights: [children, columns + 1] float64.
+        leaving: bool, like the weights, and so are the others.
+        absent: cells that do not exist.
+        frozen: cells that keep their value.
+    """
+
+    name: str
+    recorder: GramRecorder
+    children: Tensor
+    weights: Tensor
+    leaving: Tensor
+    absent: Tensor
+    frozen: Tensor
+
+    @property
+    def free(self) -> Tensor:
+        """The cells that can get other values."""
+        return ~(self.leaving | self.absent | self.frozen)
+
+    def solve(self, damping: float | None) -> tuple[Tensor, Repaired]:
+        """Returns the weights that keep what the children received, and how well they do."""
+        seen = self.recorder
+        total = seen.total
+        if len(total) != self.weights.shape[1]:
+            raise GrapNetError(
+                f"the Gram matrix for {self.name} has {len(total) - 1} columns, and"
+                f" {self.weights.shape[1] - 1} are read"
+            )
+        device = total.device
+        weights = self.weights.to(device)
+        leaving = self.leaving.to(device)
+        absent = self.absent.to(device)
+        frozen = self.frozen.to(device)
+        if damping is None:
+            damping = DAMPING
+            held = seen.held_out_gram
+            if held is not None and float(held[-1, -1]) > 0:
+                damping = choose_damping(
+                    weights, seen.gram, held, leaving, absent=absent, frozen=frozen
+                )
+        try:
+            found = repaired(weights, total, leaving, damping, absent=absent, frozen=frozen)
+        except GrapNetError as error:
+            error.add_note(f"raised for {self.name}")
+            raise
+        some = torch.arange(0, len(weights), max(1, len(weights) // MEASURED), device=device)
+        before = weights[some]
+        whole = max(error_of(before, total), torch.finfo(torch.float64).tiny)
+        lost = error_of(torch.where(leaving[some], before, 0), total) / whole
+        left = error_of(found[some] - before, total) / whole
+        return found, Repaired(self.name, len(weights), damping, lost, left)
+
+
+def repair(
+    net: Graph,
+    edit: Edit,
+    evidence: GramRecorder | Iterable[GramRecorder] | Mapping[str, Any],
+    *,
+    damping: float | None = None,
+) -> tuple[Repaired, ...]:
+    """Gives the readers of what an open edit removes and cuts the weights that make up for it.
+
+    Call it inside the edit, after all removals and cuts. Readers then receive what they received,
+    as closely as least squares over the recorded rows allow: weights of relations that stay, and
+    biases, are assigned in the same edit. No relation is created, frozen coordinates keep their
+    values, and children that lose nothing are not touched. Orphans that the end of the edit
+    removes are not known yet and are not made up for.
+
+    Readers of an adopted model are Linears and convolutions, also those of gated blocks and of
+    attention. What lies under a norm over the nodes is refused, because other nodes change with
+    those that leave; cuts of relations behind a norm are not.
+
+    Args:
+        net: the net, or the adopted model.
+        edit: its open edit.
+        evidence: recorders of every layer, or of every reader of a space, that loses nodes or
+            relations; other recorders are left out of account.
+        damping: how strongly weights are held where they are, as a share of the mean square of the
+            columns. By default the one of 1e-6, 1e-5, …, 0.1 with the smallest error on the
+            rows that were held out, or 1e-4 if none were; all rows are solved for then.
+
+    Returns:
+        What was done, one entry for each reader.
+
+    Raises:
+        StaleError: a recorder is stale.
+        EditError: nothing was recorded for a reader, or what leaves cannot be made up for.
+        GrapNetError: a matrix is not positive definite.
+
+    Nothing is written into the edit if it raises.
+
+    Examples:
+        >>> import grapnet as gn
+        >>> net = gn.GrapNet([4, 16, 3])
+        >>> recorder = GramRecorder(1)
+        >>> recorder.arm(net)
+        >>> _ = net(torch.randn(256, 4))
+        >>> with net.edit() as edit:
+        ...     edit.remove_nodes(net.layers[1][:8])
+        ...     (done,) = repair(net, edit, recorder)
+        >>> done.children, done.left < done.lost
+        (3, True)
+    """
+    recorders = _recorders(evidence)
+    if isinstance(net, Adopted):
+        assert isinstance(edit, SpaceEdit)
+        readers: Any = _Readers(net, edit, recorders)
+    else:
+        readers = _Transitions(net, edit, recorders)
+    cases = readers.cases()
+    for case in cases.values():
+        reason = case.recorder.stale_reason
+        if reason:
+            raise StaleError(
+                f"the Gram matrix for {case.name} is stale: {reason}. Run data through the net"
+                " while the recorder is armed; nothing was repaired"
+            )
+    found = {}
+    done = []
+    for key, case in cases.items():
+        weights, report = case.solve(damping)
+        found[key] = weights.to(case.weights.device)
+        done.append(report)
+    readers.write(cases, found)
+    if done:
+        edit.remark(f"repairs {len(done)} readers", children=sum(one.children for one in done))
+    return tuple(done)
+
+
+def gram_recorders(
+    net: Graph, layers: int | str | Layer | Iterable[Any] | None = None, **settings: Any
+) -> dict[str, GramRecorder]:
+    """Returns the recorders that `repair` needs when nodes of some layers leave.
+
+    Args:
+        net: the net, or the adopted model.
+        layers: numbers of hidden layers, all by default; of an adopted model spaces or their names,
+            by default all whose removals can be made up for.
+        settings: those of `GramRecorder`.
+
+    Returns:
+        By the name of the layer, or of the module that reads the space.
+
+    Raises:
+        EditError: removals from one of the spaces cannot be made up for.
+    """
+    names = as_names(layers)
+    if not isinstance(net, Adopted):
+        if names is None:
+            names = tuple(range(1, len(net.layers) - 1))
+        return {f"layer {name}": GramRecorder(name, **settings) for name in names}
+    found = {}
+    if names is None:
+        spaces = [space for space in net.spaces if not space.pins and not why_not_repaired(space)]
+    else:
+        spaces = [net.space(str(name)) for name in names]
+    for space in spaces:
+        problem = problem_of(net, space)
+        if problem and names is None:
+            continue
+        if problem:
+            raise EditError(problem)
+        for name in space.readers:
+            path = linear_of(net, name).path
+            found[path] = GramRecorder(space.name, at=path, **settings)
+    return found
+
+
+def _recorders(evidence: Any) -> list[GramRecorder]:
+    if isinstance(evidence, Mapping):
+        evidence = evidence.values()
+    if isinstance(evidence, GramRecorder):
+        evidence = [evidence]
+    return [one for one in evidence if isinstance(one, GramRecorder)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Transitions:
+    """The transitions of a net, as what reads layers."""
+
+    net: Any
+    edit: Edit
+    recorders: list[GramRecorder]
+
+    def cases(self) -> dict[int, Case]:
+        """Returns those that lose something, by number."""
+        removed = self.edit.removals._rows_by_layer()
+        found = {}
+        for t, (_, target) in enumerate(self.net.ends):
+            leaves = self.edit._leaving_relations(t)
+            left = _bits(len(self.net.layers[target]), removed.get(target), leaves.device)
+            leaves &= ~left[self._ends(t)[1]]
+            if bool(leaves.any()):
+                self.net.execution.require_sum("repair", [t])
+                found[t] = self._case(t, leaves)
+        return found
+
+    def _ends(self, t: int) -> tuple[Tensor, Tensor]:
+        """Returns the rows of the parent and of the child of every relation, int64."""
+        topology = self.net.transitions[t].topology
+        return topology.parents().long(), topology.child.long()
+
+    def _case(self, t: int, leaves: Tensor) -> Case:
+        """Returns the children of a transition that lose relations, given by bools."""
+        source, target = self.net.ends[t]
+        name = f"layer {source} → layer {target}"
+        recorder = next((one for one in self.recorders if one.layer == source), None)
+        if recorder is None:
+            raise EditError(
+                f"nothing was recorded for {name}: pass a GramRecorder({source}) that has seen data"
+            )
+        transition = self.net.transitions[t]
+        layer = self.net.layers[target]
+        touched = self._ends(t)[1][leaves].unique()
+        own, rows, columns = self._cells(t, touched)
+        shape = (len(touched), len(self.net.layers[source]) + 1)
+        weights = torch.zeros(shape, dtype=torch.float64, device=leaves.device)
+        weights[rows, columns] = transition.values().detach().reshape(-1).double()[own]
+        weights[:, -1] = layer.biases.detach().double()[touched]
+        leaving = torch.zeros(shape, dtype=torch.bool, device=leaves.device)
+        leaving[rows, columns] = leaves[own]
+        absent = torch.ones_like(leaving)
+        absent[rows, columns] = False
+        absent[:, -1] = False
+        frozen = torch.zeros_like(leaving)
+        frozen[rows, columns] = _bits(len(leaves), transition.frozen_at, leaves.device)[own]
+        frozen[:, -1] = _bits(len(layer), layer.frozen_at, leaves.device)[touched]
+        return Case(name, recorder, touched, weights, leaving, absent, frozen)
+
+    def _cells(self, t: int, touched: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the positions of the relations of some children, and the cells that they are in
+        [children, parents].
+        """
+        parents, children = self._ends(t)
+        places = torch.full((len(self.net.layers[self.net.ends[t][1]]),), -1).to(touched.device)
+        places[touched] = torch.arange(len(touched), device=touched.device)
+        own = (places[children] >= 0).nonzero().squeeze(1)
+        return own, places[children[own]], parents[own]
+
+    def write(self, cases: dict[int, Case], found: dict[int, Tensor]) -> None:
+        """Assigns the weights and biases of transitions.
+
+        What several transitions add to the bias of one child is added up.
+        """
+        added: dict[int, Tensor] = {}
+        for t, case in cases.items():
+            own, rows, columns = self._cells(t, case.children)
+            free = case.free[rows, columns]
+            relations = RelationSet(self.net, {t: own[free].int()})
+            self.edit.assign(relations, found[t][rows, columns][free])
+            target = self.net.ends[t][1]
+            biases = self.net.layers[target].biases.detach().double()
+            total = added.setdefault(target, torch.zeros_like(biases))
+            total[case.children] += found[t][:, -1] - case.weights[:, -1]
+        for target, change in added.items():
+            layer = self.net.layers[target]
+            # Frozen ones did not change.
+            chosen = (change != 0).nonzero().squeeze(1)
+            values = (layer.biases.detach().double() + change)[chosen]
+            self.edit.assign(layer[chosen.cpu()], values)
+
+
+def _bits(count: int, positions: Tensor | None, device: torch.device) -> Tensor:
+    """Returns bools, True at some positions."""
+    found = torch.zeros(count, dtype=torch.bool, device=device)
+    if positions is not None:
+        found[positions.long().to(device)] = True
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class _Readers:
+    """The modules of an adopted model that read spaces."""
+
+    net: Adopted
+    edit: SpaceEdit
+    recorders: list[GramRecorder]
+
+    def cases(self) -> dict[str, Case]:
+        """Returns those that lose something, by the names of their weights."""
+        gone: dict[int, np.ndarray] = {}
+        names: dict[str, None] = {}
+        for number, rows in self.edit.removals._rows_by_layer().items():
+            space = self.net.spaces[number]
+            problem = problem_of(self.net, space)
+            if problem:
+                raise EditError(problem)
+            names.update(dict.fromkeys(space.readers))
+            gone[space._atom] = _bits(len(space), rows, torch.device("cpu")).numpy()
+        wishes = self.edit._all_wishes()
+        for name, wish in wishes.items():
+            if wish.cut:
+                names[name] = None
+        found = {}
+        for name in names:
+            cut = []
+            if name in wishes:
+                cut = wishes[name].cut
+            case = self._case(name, gone, cut)
+            if case is not None:
+                found[name] = case
+        return found
+
+    def _case(self, name: str, gone: dict[int, np.ndarray], cut: list[Tensor]) -> Case | None:
+        """Returns the children of a weight that lose something; None if there are none.
+
+        Args:
+            name: the weight.
+            gone: the nodes that leave, bools by the atom of their space.
+            cut: the rows of the weight that are cut, see `Pattern`.
+        """
+        net = self.net
+        problem = why_not_linear(net, name)
+        if problem:
+            raise EditError(f"what {name} loses cannot be made up for: {problem}")
+        linear = linear_of(net, name)
+        recorder = None
+        for one in self.recorders:
+            if one.reader is not None and one.reader.name == name:
+                recorder = one
+        pattern = net._pattern_of(name)
+        cuts = torch.zeros(len(pattern.kinds), dtype=torch.bool)
+        for rows in cut:
+            cuts[rows] = True
+        leaving = self._table(linear, cuts)
+        axes = net._typed.axes[name]
+        sizes = net._atom_sizes()
+        columns = torch.from_numpy(covered(axes[1 - linear.out_dim], gone, sizes))
+        kernel = leaving.shape[1] // len(columns)
+        leaving |= columns.repeat_interleave(kernel)
+        absent = self._table(linear, pattern.kinds == CUT)
+        leaving &= ~absent
+        left = torch.from_numpy(covered(axes[linear.out_dim], gone, sizes))
+        touched = (leaving.any(1) & ~left).nonzero().squeeze(1)
+        if len(touched) == 0:
+            return None
+        if recorder is None:
+            space = next(one.name for one in net.spaces if name in one.readers)
+            raise EditError(
+                f"nothing was recorded for {name}: pass a GramRecorder({space!r},"
+                f" at={linear.path!r}) that has seen data"
+            )
+        grid = net._grids()[name]
+        weights = linear.canonical(grid.whole).flatten(1).double().cpu()
+        frozen = self._table(linear, pattern.kinds == FROZEN)
+        if not grid.parameter.requires_grad:
+            frozen = ~absent
+        bias, no_bias, held = self._bias(linear, len(weights))
+        return Case(
+            name,
+            recorder,
+            touched,
+            torch.cat([weights, bias[:, None]], 1)[touched],
+            torch.cat([leaving, torch.zeros_like(no_bias)[:, None]], 1)[touched],
+            torch.cat([absent, no_bias[:, None]], 1)[touched],
+            torch.cat([frozen, held[:, None]], 1)[touched],
+        )
+
+    def _table(self, linear: Linear, of_rows: Tensor) -> Tensor:
+        """Returns one bool per row of a weight as [out, in · kernel]."""
+        pattern = self.net._pattern_of(linear.name)
+        whole = of_rows.repeat_interleave(pattern.width).view(pattern.shape)
+        return linear.canonical(whole).flatten(1)
+
+    def _bias(self, linear: Linear, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the biases of a module, which of them are absent, and which are frozen."""
+        name = _bias_of(linear)
+        none = torch.zeros(count, dtype=torch.bool)
+        if name not in self.net._grids():
+            return torch.zeros(count, dtype=torch.float64), ~none, none
+        grid = self.net._grids()[name]
+        kinds = self.net._pattern_of(name).kinds
+        held = kinds == FROZEN
+        if not grid.parameter.requires_grad:
+            held = ~none
+        return grid.whole.double().cpu(), kinds == CUT, held
+
+    def write(self, cases: dict[str, Case], found: dict[str, Tensor]) -> None:
+        """Assigns the weights and biases of modules."""
+        grids = self.net._grids()
+        for name, case in cases.items():
+            linear = linear_of(self.net, name)
+            whole = linear.canonical(grids[name].whole)
+            table = whole.flatten(1).to("cpu", torch.float64, copy=True)
+            table[case.children] = torch.where(
+                case.free[:, :-1], found[name][:, :-1], table[case.children]
+            )
+            if bool(case.free[:, :-1].any()):
+                values = linear.native(table.view(whole.shape)).to(whole)
+                self.edit.assign(grids[name].parameter, values)
+            if bool(case.free[:, -1].any()):
+                bias = grids[_bias_of(linear)]
+                values = bias.whole.to("cpu", torch.float64, copy=True)
+                values[case.children] = torch.where(
+                    case.free[:, -1], found[name][:, -1], values[case.children]
+                )
+                self.edit.assign(bias.parameter, values.to(bias.whole))
+
+
+def _bias_of(linear: Linear) -> str:
+    """Returns the name that the bias of a module has, if there is one."""
+    return linear.name.removesuffix("weight") + "bias"
+
+
+def why_not_repaired(space: Space) -> str:
+    """Returns why removals from a space cannot be made up for by its readers; empty if they can."""
+    for mark in space._marks:
+        if mark.startswith("normalised"):
+            return "a norm is taken over its nodes, so that all of them change with those that stay"
+    if space.verdict == "differs":
+        return "its size is also a number in the formula"
+    if CONTRACTED in space._marks:
+        return "activations read it, and not tensors alone"
+    if not space.readers:
+        return "no tensor reads it"
+    return ""
+
+
+def problem_of(net: Adopted, space: Space) -> str:
+    """Returns the message for a space whose removals cannot be made up for; empty if they can."""
+    problem = why_not_repaired(space)
+    for name in space.readers:
+        problem = problem or why_not_linear(net, name)
+    if not problem:
+        return ""
+    return f"removals from {space.name} cannot be repaired: {problem}"

@@ -1,0 +1,413 @@
+"""How much a sifter may cut: accuracy against the share of the relations that go, from 10 to 95 %.
+
+The rule of the paper cuts the children that a family hardly moves with. Beside it stand two other
+scores for the same cuts, the magnitude of the weights and random numbers, each with repair and
+without: repair gives the relations that are left, layer by layer, the weights that best keep what
+the children received from the training rows before the cut. Where one layer loses nodes, that is
+`grapnet.rules.repair`. Here several do, and orphans leave at the end of an edit, so layers are
+solved one after the other when the cut is over, always for what the uncut net had.
+
+The nets on Breast Cancer and Wine are those of Table 4 with 20 nodes in a family instead of 8 and
+6, so that every share is a whole number of a family's children; on 7×7 Fashion-MNIST it is the net
+of the sifter study. Settings are those of these two studies; splits and seeds are others. The
+damping of the repair is chosen on training rows that it does not solve for.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import grapnet as gn
+from grapnet.continual import ClosedFormReadout
+from grapnet.rules import CovarianceSifter, Rule
+
+from . import sifter, tabular
+from .data import Images
+from .sifter import RandomSifter, sift
+from .statistics import paired, paired_splits, summary
+from .tables import grid, spread
+
+SCORES = {"covariance": "covariance (the paper's)", "weight": "magnitude", "random": "random"}
+REPAIRED = " + repair"
+ROWS = {  # in the order of the tables
+    **SCORES,
+    **{f"{name}{REPAIRED}": f"{title}{REPAIRED}" for name, title in SCORES.items()},
+}
+CONTRASTS = (  # which of two rows
+    ("random + repair", "random"),
+    ("covariance + repair", "random"),
+    ("covariance + repair", "covariance"),
+    ("weight + repair", "weight"),
+    ("covariance + repair", "random + repair"),
+    ("covariance", "random"),
+    ("weight", "random"),
+)
+FASHION = "7×7 Fashion-MNIST"
+SETS = (*tabular.LAYOUTS, FASHION)
+SIGNIFICANT = 0.01  # the largest p that counts as one
+REACHED = dict.fromkeys(tabular.LAYOUTS, 0.9)  # share from which repair has to be ahead
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Sifters with and without repair, in the middle of training."""
+
+    shares: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
+    trained: tuple[float, ...] = (0.5, 0.8, 0.95)  # shares after which training goes on
+    size: int = 20  # nodes of a family on the tabular sets, and its children
+    # to choose from, times the mean square of a feature, summed over the samples
+    dampings: tuple[float, ...] = (1e-6, 1e-4, 1e-3, 1e-2, 1e-1)
+    # splits beside each seed's own; only after that one training goes on
+    further: int = 4
+    table: tabular.Settings = field(default_factory=tabular.Settings)
+    images: sifter.Settings = field(default_factory=sifter.Settings)
+    seeds: tuple[int, ...] = tuple(range(100, 110))
+
+
+FAST = replace(
+    Settings(),
+    shares=(0.2, 0.8),
+    trained=(0.8,),
+    further=1,
+    table=tabular.FAST,
+    images=sifter.FAST,
+    seeds=(100, 101),
+)
+
+
+def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
+    """Returns for every set the accuracies without an edit, and those of all rows by share."""
+    found: dict[str, Any] = {}
+    count = len(Settings().seeds)
+    for name, layout in tabular.LAYOUTS.items():
+        wide = replace(layout, size=settings.size)
+        splits = []
+        for number in range(settings.further + 1):
+            split = seed + count * number
+            train, test = tabular.split(settings.table, wide, split)
+            net = tabular.family_net(wide, train, split)
+            half = settings.table.epochs // 2
+            plan = Plan(train, test, settings.table.batch, settings.table.lr, split)
+            later = settings.table.epochs - half if number == 0 else 0
+            splits.append(_curves(settings, net, plan, half, later))
+        found[name] = splits
+    train, test = sifter.images_of(settings.images, seed)
+    plan = Plan(train, test, settings.images.batch, settings.images.lr, seed)
+    net = sifter.family_net(settings.images, seed)
+    found[FASHION] = [_curves(settings, net, plan, settings.images.before, settings.images.after)]
+    return found
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a net is trained and tested on, and how."""
+
+    train: Images
+    test: Images
+    batch: int
+    lr: float
+    seed: int
+
+
+def _curves(
+    settings: Settings, net: gn.GrapNet, plan: Plan, before: int, after: int
+) -> dict[str, Any]:
+    """Returns accuracies in per cent before the edit and, by row and share, right after it and
+    after training on.
+    """
+    _train(net, plan, before)
+    trained = copy.deepcopy(net)
+    _train(trained, plan, after)
+    whole = net.count().relations
+    received = Received.of(net, plan.train[0])
+    edited: dict[str, list[float]] = {row: [] for row in ROWS}
+    later: dict[str, list[float]] = {row: [] for row in ROWS}
+    left = []
+    for share in settings.shares:
+        cut = net
+        for name in SCORES:
+            cut = copy.deepcopy(net)
+            rule = _rule(name, share)
+            sift(rule, plan.train[0], seed=plan.seed)(cut, torch.optim.SGD(cut.parameters()))
+            mended = copy.deepcopy(cut)
+            repair(mended, received, settings.dampings)
+            for row, one in ((name, cut), (f"{name}{REPAIRED}", mended)):
+                edited[row].append(accuracy(one, plan.test))
+                if after and share in settings.trained:
+                    _train(one, plan, after)
+                    later[row].append(accuracy(one, plan.test))
+        left.append(cut.count().relations / whole)
+    found = {
+        "before": accuracy(net, plan.test),
+        "edited": edited,
+        "relations_left": left,
+    }
+    if after:
+        found |= {"none": accuracy(trained, plan.test), "after": later}
+    return found
+
+
+def _rule(name: str, share: float) -> Rule:
+    if name == "random":
+        return RandomSifter(CovarianceSifter(fraction=share))
+    if name == "weight":
+        return CovarianceSifter(fraction=share, by="magnitude")
+    return CovarianceSifter(fraction=share)
+
+
+def _train(net: gn.GrapNet, plan: Plan, epochs: int) -> None:
+    """Trains with an Adam of its own, as after an edit of the paper."""
+    optimizer = torch.optim.Adam(net.parameters(), lr=plan.lr)
+    order = torch.Generator().manual_seed(plan.seed)
+    x, y = plan.train
+    for _ in range(epochs):
+        for rows in torch.randperm(len(y), generator=order).split(plan.batch):
+            optimizer.zero_grad()
+            cross_entropy(net(x[rows]), y[rows]).backward()
+            optimizer.step()
+
+
+def accuracy(net: gn.GrapNet, test: Images) -> float:
+    """Returns the accuracy in per cent."""
+    with torch.no_grad():
+        return 100 * float((net(test[0]).argmax(1) == test[1]).double().mean())
+
+
+@dataclass(frozen=True)
+class Received:
+    """What every node receives for some rows before its activation, layer by layer."""
+
+    x: Tensor  # [rows, sensory nodes]
+    sums: list[Tensor]  # [rows, nodes] of every layer but the first
+    uids: list[Tensor]  # of these nodes
+
+    @classmethod
+    def of(cls, net: gn.GrapNet, x: Tensor) -> "Received":
+        """Records a net."""
+        sums = []
+        h = x
+        with torch.no_grad():
+            for part in net.snapshot():
+                h = part(h)
+                if isinstance(part, nn.Linear):
+                    sums.append(h)
+        return cls(x, sums, [layer.uids.clone() for layer in net.layers[1:]])
+
+    def of_nodes(self, layer: int, uids: Tensor) -> Tensor:
+        """Returns the columns of the nodes that a layer still has, [rows, nodes]."""
+        known = self.uids[layer - 1]
+        columns = torch.searchsorted(known, uids)
+        assert torch.equal(known[columns], uids)
+        return self.sums[layer - 1][:, columns]
+
+
+def repair(net: gn.GrapNet, received: Received, dampings: Sequence[float]) -> None:
+    """Gives relations and biases the weights that best keep what nodes received before an edit.
+
+    Layers are solved one after the other, each with the outputs of those before it as they are.
+    """
+    for layer in range(1, len(net.layers) - 1):
+        wanted = received.of_nodes(layer + 1, net.layers[layer + 1].uids)
+        held_out = torch.arange(len(wanted)) % 4 == 0
+        trial = ClosedFormReadout(net, layer)
+        features = trial.features(received.x)
+        scale = float(features.square().mean()) * len(features)
+        trial.add(features[~held_out], wanted[~held_out])
+        best = dampings[0]
+        least = float("inf")
+        for damping in dampings:
+            trial.ridge = damping * scale
+            error = trial.solve()(features[held_out]) - wanted[held_out]
+            lost = float(error.square().mean())
+            if lost < least:
+                best = damping
+                least = lost
+        readout = ClosedFormReadout(net, layer, ridge=best * scale)
+        readout.add(features, wanted)
+        readout.solve()
+
+
+def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Returns means of every row by share, the differences of rows, and from which share on they
+    are significant.
+    """
+    found: dict[str, Any] = {"n": len(seeds), "sets": {}}
+    for name in SETS:
+        splits = [split for numbers in seeds.values() for split in numbers[name]]
+        first = [numbers[name][0] for numbers in seeds.values()]
+        one: dict[str, Any] = {
+            "splits": len(splits),
+            "before": summary([split["before"] for split in splits])[:2],
+            "none": summary([split["none"] for split in first])[:2],
+            "edited": _means(splits, "edited", len(settings.shares)),
+            "after": _means(first, "after", len(settings.trained)),
+            "left": [
+                sum(split["relations_left"][place] for split in splits) / len(splits)
+                for place in range(len(settings.shares))
+            ],
+        }
+        test = None if name == FASHION else settings.table.test
+        one["contrasts"] = {}
+        for a, b in CONTRASTS:
+            right = [
+                _compared(splits, "edited", a, b, place, test)
+                for place in range(len(settings.shares))
+            ]
+            later = [
+                _compared(first, "after", a, b, place, test)
+                for place in range(len(settings.trained))
+            ]
+            one["contrasts"][f"{a} − {b}"] = {
+                "edited": right,
+                "after": later,
+                "from": _significant_from(settings.shares, right, "p"),
+                "corrected_from": _significant_from(settings.shares, right, "corrected_p"),
+            }
+        found["sets"][name] = one
+    return found
+
+
+def _means(splits: Sequence[dict[str, Any]], when: str, count: int) -> dict[str, Any]:
+    return {
+        row: [summary([split[when][row][place] for split in splits])[:2] for place in range(count)]
+        for row in ROWS
+    }
+
+
+def _compared(
+    splits: Sequence[dict[str, Any]], when: str, a: str, b: str, place: int, test: float | None
+) -> dict[str, Any]:
+    ours = [split[when][a][place] for split in splits]
+    other = [split[when][b][place] for split in splits]
+    found = paired(ours, other)
+    corrected = found
+    if test is not None:
+        corrected = paired_splits(ours, other, test=test)
+    return found._asdict() | {"corrected_p": corrected.p}
+
+
+def _significant_from(
+    shares: Sequence[float], right: Sequence[dict[str, Any]], p: str
+) -> float | None:
+    """Returns the smallest share from which on all differences are positive and significant."""
+    found = None
+    for share, one in zip(reversed(shares), reversed(right), strict=True):
+        if not (one["mean"] > 0 and one[p] < SIGNIFICANT):
+            break
+        found = share
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    """Returns the curves right after the edit, what training on makes of them, and from where
+    differences are significant.
+    """
+    shares = _percentages(result["settings"]["shares"])
+    trained = _percentages(result["settings"]["trained"])
+    parts = []
+    verdicts = []
+    for name, one in result["summary"]["sets"].items():
+        title = f"{name}, {one['splits']} runs, before {spread(one['before'])}"
+        parts += [f"**{title}.** Accuracy right after the cut:", curves(result, name)]
+        rows = []
+        for row, words in ROWS.items():
+            rows.append((words, *(spread(pair) for pair in one["after"][row])))
+        count = result["summary"]["n"]
+        parts += [
+            f"After training on, {count} runs; without a cut {spread(one['none'])}:",
+            grid(("cut", *trained), rows),
+        ]
+        for contrast, found in one["contrasts"].items():
+            cells = [
+                f"{found['edited'][place]['mean']:+.1f} (p = {found['edited'][place]['p']:.0e})"
+                for place in _shown(result["settings"])
+            ]
+            starts = [_start(found[key]) for key in ("from", "corrected_from")]
+            verdicts.append((name, contrast, *starts, *cells))
+    at = [shares[place] for place in _shown(result["settings"])]
+    starts = (f"p < {SIGNIFICANT:g} from", "corrected, from")
+    titles = ("set", "difference in points", *starts, *at)
+    parts.append(grid(titles, verdicts, left=2))
+    parts.append(
+        "Tests are paired t-tests over the runs. They are about these data sets: splits are drawn"
+        " from the same rows. The corrected resampled t-test (Nadeau and Bengio) is about other"
+        " rows of their kind, and counts all that differs between runs as if it came from the"
+        " rows they share, initial weights and drawn cuts as well; no number of splits makes its p"
+        " small."
+    )
+    return "\n\n".join(parts)
+
+
+def _start(share: float | None) -> str:
+    return "nowhere" if share is None else f"{100 * share:g} %"
+
+
+def curves(result: dict[str, Any], name: str) -> str:
+    """Returns the accuracies of a set right after the cut, by share."""
+    edited = result["summary"]["sets"][name]["edited"]
+    rows = []
+    for row, words in ROWS.items():
+        rows.append((words, *(f"{mean:.1f}" for mean, _ in edited[row])))
+    return grid(("cut", *_percentages(result["settings"]["shares"])), rows)
+
+
+def _percentages(shares: Sequence[float]) -> list[str]:
+    return [f"{100 * share:g} %" for share in shares]
+
+
+def _shown(settings: dict[str, Any]) -> list[int]:
+    """Returns the places of the shares whose differences the table shows."""
+    return [place for place, share in enumerate(settings["shares"]) if share in settings["trained"]]
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """Returns one line for every bar that the result misses."""
+    lines = []
+    for name, share in REACHED.items():
+        for contrast in ("random + repair − random", "covariance + repair − covariance"):
+            start = result["summary"]["sets"][name]["contrasts"][contrast]["from"]
+            if start is None or start > share:
+                lines.append(
+                    f"{name}: {contrast} is significant from: {_start(start)}, the bar is"
+                    f" {_start(share)} at most"
+                )
+    return lines
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Draws accuracy right after the cut against the share, one picture a set; needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    shares = [100 * share for share in result["settings"]["shares"]]
+    colours = dict(zip(SCORES, ("tab:blue", "tab:green", "tab:gray"), strict=True))
+    figure = Figure(figsize=(9, 2.9), layout="constrained")
+    for axes, (name, one) in zip(
+        figure.subplots(1, len(SETS)), result["summary"]["sets"].items(), strict=True
+    ):
+        for row, words in ROWS.items():
+            style = "--"
+            if row.endswith(REPAIRED):
+                style = "-"
+            means = [mean for mean, _ in one["edited"][row]]
+            colour = colours[row.removesuffix(REPAIRED)]
+            axes.plot(shares, means, style, color=colour, label=words)
+        axes.axhline(one["before"][0], color="black", linewidth=0.5)
+        axes.set_title(name, fontsize=9)
+        axes.set_xlabel("relations of families cut, %")
+    figure.axes[0].set_ylabel("accuracy without training, %")
+    lines = figure.axes[0].get_legend_handles_labels()
+    figure.legend(*lines, loc="outside right", fontsize=8)  # pyright: ignore[reportArgumentType]
+    figure.savefig(path, dpi=90)
+
+
+if __name__ == "__main__":
+    source, target = sys.argv[1:]  # a result, and where to draw it
+    plot(json.loads(Path(source).read_text(encoding="utf-8")), Path(target))

@@ -1,0 +1,286 @@
+"""gn.prune: layer by layer, repaired, undone, resumed."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import grapnet as gn
+from grapnet.rules import Random
+
+
+def rows(count=256, width=8, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(width, width, generator=generator)
+    return torch.randn(count, width, generator=generator) @ mixing
+
+
+def trained_net(sizes=(8, 24, 16, 4)):
+    """Returns a net with an attached Adam that has taken some steps."""
+    net = gn.GrapNet(list(sizes), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.Adam(net.parameters(), 0.01)
+    gn.attach(optimizer, net)
+    train(net, optimizer)
+    return net, optimizer
+
+
+def train(net, optimizer, steps=5):
+    for step in range(steps):
+        optimizer.zero_grad()
+        net(rows(64, seed=step)).square().mean().backward()
+        optimizer.step()
+
+
+def error(net, expected, x):
+    with torch.no_grad():
+        return float((net(x) - expected).square().mean())
+
+
+@pytest.mark.parametrize("by", ["norm", "subset", "elimination"])
+def test_nodes_leave_every_hidden_layer_and_repair_helps(by):
+    errors = {}
+    for repair in (False, True):
+        net, _ = trained_net()
+        x = rows()
+        expected = net(x).detach()
+        pruning = gn.prune(net, [x[:128], x[128:]], nodes=0.5, by=by, repair=repair)
+        assert net.sizes == [8, 12, 8, 4]
+        assert [stage.leaving for stage in pruning.stages] == [12, 8]
+        assert [stage.present for stage in pruning.stages] == [24, 16]
+        assert all((stage.assigned > 0) == repair for stage in pruning.stages)
+        errors[repair] = error(net, expected, x)
+    assert errors[True] < 0.8 * errors[False]
+
+
+@pytest.mark.parametrize("by", ["obs", "alternating"])
+def test_relations_leave_every_transition_and_those_that_stay_are_assigned(by):
+    errors = {}
+    for name in (by, "magnitude"):
+        net, _ = trained_net()
+        x = rows()
+        expected = net(x).detach()
+        before = [t.size for t in net.transitions]
+        gn.prune(net, [x], relations=0.75, by=name, repair=False, transitions=(0, 1))
+        after = [t.size for t in net.transitions]
+        assert after == [before[0] // 4, before[1] // 4, before[2]]
+        errors[name] = error(net, expected, x)
+    assert errors[by] < 0.5 * errors["magnitude"]
+
+
+def test_magnitude_with_repair_is_better_than_without():
+    errors = {}
+    for repair in (False, True):
+        net, _ = trained_net()
+        x = rows()
+        expected = net(x).detach()
+        gn.prune(net, [x], relations=0.5, by="magnitude", repair=repair)
+        errors[repair] = error(net, expected, x)
+    assert errors[True] < 0.7 * errors[False]
+
+
+def test_a_pattern_keeps_two_of_four():
+    net, _ = trained_net()
+    gn.prune(net, [rows()], pattern=(2, 4), by="wanda")
+    for transition in net.transitions:
+        dense = torch.zeros(transition.n_children, transition.topology.n_parents)
+        dense[transition.child.long(), transition.topology.parents().long()] = 1
+        assert bool((dense.unflatten(1, (-1, 4)).sum(2) <= 2).all())
+
+
+def test_each_layer_sees_the_layers_before_it_pruned():
+    """The second stage equals a stage of its own on the net that the first one left."""
+    net, _ = trained_net()
+    other = copy.deepcopy(net)
+    x = rows()
+    gn.prune(net, [x], nodes=0.5)
+    gn.prune(other, [x], nodes=0.5, spaces=1)
+    gn.prune(other, [x], nodes=0.5, spaces=2)
+    assert torch.equal(net(x), other(x))
+    # The other way round it sees other rows.
+    third, _ = trained_net()
+    gn.prune(third, [x], nodes=0.5, spaces=2)
+    gn.prune(third, [x], nodes=0.5, spaces=1)
+    assert not torch.allclose(net(x), third(x))
+
+
+def test_undo_gives_everything_back_whatever_the_limit():
+    net, optimizer = trained_net()
+    net.journal.undo_limit = 1
+    x = rows()
+    before = net(x).detach()
+    state = copy.deepcopy(optimizer.state_dict())
+    pruning = gn.prune(net, [x], nodes=0.5)
+    assert len(pruning.stages) == 2
+    assert not torch.equal(net(x), before)
+    pruning.undo()
+    assert torch.equal(net(x), before)
+    assert net.journal.undo_limit == 1
+    for key, kept in state["state"].items():
+        for name, value in kept.items():
+            assert torch.equal(optimizer.state_dict()["state"][key][name], value)
+
+
+def test_undo_after_another_edit_is_refused_and_changes_nothing():
+    net, _ = trained_net()
+    pruning = gn.prune(net, [rows()], nodes=0.5)
+    with net.edit(reason="another") as edit:
+        edit.cut(net.layers[0].outgoing().smallest(count=1))
+    version = net.version
+    with pytest.raises(gn.errors.HistoryError, match="another"):
+        pruning.undo()
+    assert net.version == version
+    net.undo()
+    pruning.undo()
+    assert net.sizes == [8, 24, 16, 4]
+
+
+def test_accept_lets_go_of_what_undo_keeps():
+    net, _ = trained_net()
+    net.journal.undo_limit = 1
+    pruning = gn.prune(net, [rows()], nodes=0.5)
+    assert len(net.journal.undoable) == 2
+    pruning.accept()
+    assert len(net.journal.undoable) == 1
+
+
+def test_preview_returns_the_scores_and_changes_nothing():
+    net, _ = trained_net()
+    x = rows()
+    before = net(x).detach()
+    scores = iter([3.0, 2.0])
+    pruning = gn.prune(net, [x], nodes=0.5, probe=lambda: next(scores), preview=True)
+    assert (pruning.before, pruning.after) == (3.0, 2.0)
+    assert [stage.leaving for stage in pruning.stages] == [12, 8]
+    assert torch.equal(net(x), before)
+
+
+class Stop(Exception):
+    pass
+
+
+class Interrupting(list):
+    """Batches that raise when they are run the second time."""
+
+    runs = 0
+
+    def __iter__(self):
+        self.runs += 1
+        if self.runs == 2:
+            raise Stop
+        return super().__iter__()
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    x = rows()
+    whole, _ = trained_net()
+    gn.prune(whole, [x], nodes=0.5)
+    net, _ = trained_net()
+    with pytest.raises(Stop):
+        gn.prune(net, Interrupting([x]), nodes=0.5)
+    assert net.sizes == [8, 12, 16, 4]
+    gn.save(tmp_path / "net.safetensors", net, undo=True)
+    net = gn.load(tmp_path / "net.safetensors")
+    pruning = gn.prune(net, [x], nodes=0.5, resume=True)
+    assert [stage.leaving for stage in pruning.stages] == [12, 8]
+    assert torch.equal(net(x), whole(x))
+    # Another call with the same settings prunes on unless it resumes.
+    again = gn.prune(net, [x], nodes=0.5, resume=True)
+    assert net.sizes == whole.sizes
+    assert [stage.seconds for stage in again.stages] == [0.0, 0.0]
+    gn.prune(net, [x], nodes=0.5)
+    assert net.sizes == [8, 6, 4, 4]
+
+
+def test_a_failing_stage_leaves_that_layer_as_it_was():
+    net, _ = trained_net()
+
+    class Failing(Random):
+        def score(self, net, candidates, evidence, /):
+            raise Stop
+
+    before = net(rows()).detach()
+    with pytest.raises(Stop):
+        gn.prune(net, [rows()], relations=0.5, by=Failing())
+    assert torch.equal(net(rows()), before)
+
+
+def test_gradients_and_modes_are_as_before():
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(), gn.GrapNet([16, 12, 4]))
+    model.train()
+    model[1].eval()
+    model(rows()).sum().backward()
+    gradient = model[0].weight.grad.clone()
+
+    def loss(model, batch):
+        return model(batch).square().mean()
+
+    gn.prune(model, [rows()], relations=0.5, by="taylor", loss=loss, repair=False)
+    assert model.training
+    assert not model[1].training
+    assert torch.equal(model[0].weight.grad, gradient)
+
+
+def test_too_large_an_undo_is_refused_first():
+    net, _ = trained_net()
+    with pytest.raises(gn.GrapNetError, match="100"):
+        gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=100)
+    assert net.version == 0
+    assert gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=10**6).undo_bytes > 100
+
+
+def test_an_iterator_is_refused():
+    net, _ = trained_net()
+    with pytest.raises(TypeError):
+        gn.prune(net, iter([rows()]), nodes=0.5)
+
+
+@pytest.mark.parametrize("amounts", [{}, {"nodes": 0.5, "relations": 0.5}])
+def test_exactly_one_amount_is_given(amounts):
+    net, _ = trained_net()
+    with pytest.raises(gn.EditError):
+        gn.prune(net, [rows()], **amounts)
+
+
+def conv_model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 12, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(12 * 36, 4),
+    )
+
+
+@pytest.mark.parametrize("by", ["norm", "elimination"])
+def test_a_plain_model_is_adopted_and_its_channels_leave(by):
+    x = torch.randn(128, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    # Neighbouring pixels are alike.
+    x = torch.nn.functional.avg_pool2d(x, 3, 1, 1)
+    errors = {}
+    for repair in (False, True):
+        model = conv_model()
+        expected = model(x).detach()
+        pruning = gn.prune(model, [x[:64], x[64:]], nodes=0.5, by=by, repair=repair)
+        assert model[0].weight.shape == (8, 3, 3, 3)
+        assert model[5].weight.shape == (4, 6 * 36)
+        errors[repair] = error(model, expected, x)
+        pruning.undo()
+        assert torch.equal(model(x), expected)
+    assert errors[True] < 0.5 * errors[False]
+
+
+def test_relations_of_an_adopted_model_leave():
+    x = torch.randn(128, 8, generator=torch.Generator().manual_seed(0))
+    errors = {}
+    for by in ("magnitude", "alternating"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 24), nn.GELU(), nn.Linear(24, 4))
+        expected = model(x).detach()
+        pruning = gn.prune(model, [x], relations=0.5, by=by, repair=False)
+        errors[by] = error(model, expected, x)
+        pruning.undo()
+        assert torch.equal(model(x), expected)
+    assert errors["alternating"] < errors["magnitude"]

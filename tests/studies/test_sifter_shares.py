@@ -1,0 +1,163 @@
+"""The study of shares: cuts are of the same size whatever scores them, repair is least squares, and
+misses are named.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+import grapnet as gn
+from grapnet.rules import gram_recorders
+from grapnet.rules import repair as library_repair
+from studies import sifter, sifter_shares, tabular
+from studies.sifter_shares import FAST, ROWS, Received, missed, repair, summarise
+from studies.statistics import paired, paired_splits
+
+
+def made_up_net() -> tuple[gn.GrapNet, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(120, 13, generator=generator)
+    layout = tabular.Layout("load_wine", 3, 10)
+    return tabular.family_net(layout, (x, torch.arange(120) % 3), 5), x
+
+
+def test_a_fast_run_has_every_row_at_every_share(result):
+    for name in sifter_shares.SETS:
+        one = result["summary"]["sets"][name]
+        assert list(one["edited"]) == list(ROWS)
+        assert {len(means) for means in one["edited"].values()} == {len(FAST.shares)}
+        assert {len(means) for means in one["after"].values()} == {len(FAST.trained)}
+        # more leaves where more is to be cut
+        assert one["left"][1] < one["left"][0] < 1
+
+
+def test_repair_loses_less_than_the_same_cut_without_it(result):
+    one = result["summary"]["sets"]["Wine"]["edited"]
+    for score in sifter_shares.SCORES:
+        assert one[f"{score} + repair"][1][0] > one[score][1][0]
+
+
+@pytest.mark.parametrize("score", ["random", "weight"])
+def test_other_scores_cut_as_many_relations_and_other_ones(score):
+    left = []
+    for name in ("covariance", score):
+        net, x = made_up_net()
+        rule = sifter_shares._rule(name, 0.4)
+        sifter.sift(rule, x, seed=0)(net, torch.optim.SGD(net.parameters()))
+        assert net.sizes == [13, 30, 18, 18, 3]
+        left.append(net.layers[2].uids.tolist())
+    assert left[0] != left[1]
+
+
+def test_magnitudes_cut_the_children_with_the_smallest_weights():
+    net, x = made_up_net()
+    weights = net.transitions[1].topology.parents().long(), net.transitions[1].child.long()
+    dense = torch.zeros(30, 30)
+    dense[weights] = net.transitions[1].weight.detach().squeeze(1).abs()
+    # [family, child of it]
+    means = torch.stack(
+        [dense[10 * f : 10 * f + 10, 10 * f : 10 * f + 10].mean(0) for f in range(3)]
+    )
+    kept = means.topk(6, dim=1).indices.sort(1).values + 10 * torch.arange(3)[:, None]
+    uids = net.layers[2].uids[kept.flatten()]
+    sifter.sift(sifter_shares._rule("weight", 0.4), x, seed=0)(
+        net, torch.optim.SGD(net.parameters())
+    )
+    assert torch.equal(net.layers[2].uids, uids)
+
+
+def test_repair_of_an_uncut_net_changes_nothing_and_of_a_cut_one_is_least_squares():
+    net, x = made_up_net()
+    net = net.double()
+    x = x.double()
+    received = Received.of(net, x)
+    logits = net(x).detach()
+    repair(net, received, [1e-12])
+    assert torch.allclose(net(x), logits, atol=1e-6)
+    with net.edit(reason="cut") as edit:
+        edit.remove_nodes(net.layers[3][::2])
+    assert not torch.allclose(net(x), logits, atol=1e-3)
+    repair(net, received, [1e-12])
+    # the last layer is full: plain least squares of its sums on the outputs of the survivors
+    h = x
+    for part in list(net.snapshot())[:-1]:
+        h = part(h)
+    columns = torch.cat([h, torch.ones(len(h), 1, dtype=h.dtype)], 1).detach()
+    best = columns @ torch.linalg.lstsq(columns, received.sums[-1], driver="gelsd").solution
+    least = float((best - received.sums[-1]).square().sum())
+    lost = float((net(x).detach() - received.sums[-1]).square().sum())
+    assert lost == pytest.approx(least, rel=1e-4)
+
+
+def test_the_corrected_test_is_the_plain_one_where_no_rows_are_shared():
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(12, generator=generator).tolist()
+    b = torch.randn(12, generator=generator).tolist()
+    assert paired_splits(a, b, test=0.0) == pytest.approx(paired(a, b))
+    wider = paired_splits(a, b, test=0.3)
+    differences = torch.tensor(a).double() - torch.tensor(b).double()
+    error = float(differences.std()) * (1 / 12 + 0.3 / 0.7) ** 0.5
+    expected = 2 * stats.t.sf(abs(float(differences.mean())) / error, 11)
+    assert wider.p == pytest.approx(expected, rel=1e-5)
+    assert wider.high - wider.low > paired(a, b).high - paired(a, b).low
+
+
+def test_significance_counts_from_the_share_after_which_it_holds_to_the_end():
+    shares = (0.1, 0.5, 0.9)
+    good = {"mean": 1.0, "p": 0.001, "corrected_p": 0.02}
+    bad = {"mean": 1.0, "p": 0.02}
+    behind = {"mean": -1.0, "p": 0.001}
+
+    def start(shares, right, p="p"):
+        return sifter_shares._significant_from(shares, right, p)
+
+    assert start(shares, [good, good, good]) == 0.1
+    assert start(shares, [good, good, good], "corrected_p") is None
+    assert start(shares, [good, bad, good]) == 0.9
+    assert start(shares, [good, good, bad]) is None
+    assert start(shares, [behind, good, good]) == 0.5
+
+
+def test_each_missed_bar_is_named(result):
+    worse = copy.deepcopy(result)
+    for name in sifter_shares.REACHED:
+        for one in worse["summary"]["sets"][name]["contrasts"].values():
+            one["from"] = 0.9
+    assert missed(worse) == []
+    worse["summary"]["sets"]["Wine"]["contrasts"]["random + repair − random"]["from"] = 0.95
+    (line,) = missed(worse)
+    assert line.startswith("Wine")
+
+
+def test_the_summary_is_that_of_the_seeds(result):
+    again = json.loads(json.dumps(summarise(FAST, result["seeds"])))
+    assert again == result["summary"]
+
+
+def test_the_picture_is_drawn(result, tmp_path: Path):
+    sifter_shares.plot(result, tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").stat().st_size > 1000
+
+
+def test_where_one_layer_loses_nodes_it_is_the_repair_of_the_library():
+    net, x = made_up_net()
+    net = net.double()
+    x = x.double()
+    received = Received.of(net, x)
+    by_study = copy.deepcopy(net)
+    with by_study.edit(reason="cut") as edit:
+        edit.remove_nodes(by_study.layers[3][::2])
+    repair(by_study, received, [1e-10])
+    recorders = gram_recorders(net, layers=(3,), held_out=0)
+    for recorder in recorders.values():
+        recorder.arm(net)
+    with torch.no_grad():
+        net(x)
+    with net.edit(reason="cut") as edit:
+        edit.remove_nodes(net.layers[3][::2])
+        library_repair(net, edit, recorders, damping=1e-10)
+    assert torch.allclose(net(x), by_study(x), atol=1e-5)
