@@ -19,6 +19,9 @@ SLOW_GROWTH = 1.1
 # The rounds between two looks at the choice, and the share of cells that may still change.
 ROUNDS = 3
 SETTLED = 1e-3
+# A column that varies less than this share of its mean square is constant: products of float32
+# rows are not more accurate.
+CONSTANT = 1e-5
 
 
 def alternate(
@@ -69,12 +72,23 @@ def alternate(
     choice = _Choice(absent[:, :width], frozen[:, :width], count, pattern)
     moments = gram[:width, :width]
     if not bool((absent | frozen)[:, width].any()):
-        # A free bias makes up for the means, so that only deviations from them count.
-        means = gram[:width, width]
-        moments = moments - torch.outer(means, means) / gram[width, width]
+        moments = _deviations(gram)
     kept = ~absent
     kept[:, :width] = _settled_choice(start[:, :width], moments, choice, damping, rounds)
     return Sweep(kept, _solved(start, gram, kept, frozen, damping))
+
+
+def _deviations(gram: Tensor) -> Tensor:
+    """Returns the moments of the deviations from the means, [columns, columns] without the bias.
+
+    A free bias makes up for the means, so that only deviations count. Those of a constant column
+    are rounding, which would be taken for signals once columns are scaled.
+    """
+    moments = gram[:-1, :-1]
+    means = gram[:-1, -1]
+    found = moments - torch.outer(means, means) / gram[-1, -1]
+    is_constant = found.diagonal() <= CONSTANT * moments.diagonal()
+    return found.masked_fill(is_constant, 0).masked_fill(is_constant[:, None], 0)
 
 
 class _Choice:
@@ -128,12 +142,15 @@ def _settled_choice(
     start: Tensor, moments: Tensor, choice: _Choice, damping: float, rounds: int
 ) -> Tensor:
     """Returns the cells that stay after so many rounds, [children, columns] bool."""
-    # In units of the columns' own size, so that one penalty fits all.
-    size = moments.diagonal()
-    size = torch.where(size > 0, size, 1).sqrt()
-    system = moments / size / size[:, None]
+    # In units of the columns' own size, so that one penalty fits all. A column without any counts
+    # for nothing.
+    size = moments.diagonal().clamp(min=0).sqrt()
+    inverse = torch.where(size > 0, 1 / size, 0)
+    system = moments * inverse * inverse[:, None]
     system.diagonal().add_(damping)
     values, vectors = torch.linalg.eigh(system)
+    # Rounding may leave eigenvalues below those of the damping.
+    values = values.clamp(min=damping)
     target = start * size
     pull = target @ system
     present = target.clone()

@@ -118,6 +118,22 @@ def test_columns_of_zeros_leave_first():
     assert bool(torch.isfinite(found.weights).all())
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_constant_columns_in_float32_rows_leave_first(seed):
+    """Products in float32 leave rounding where constant columns have no variance."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(500, 30, generator=generator) @ torch.randn(30, 30, generator=generator)
+    rows[:, ::3] = 3.7 * torch.rand(10, generator=generator) - 1
+    rows = torch.cat([rows, torch.ones(500, 1)], 1)
+    gram = (rows.t() @ rows).double()
+    weights = torch.randn(8, 31, generator=generator)
+    found = alternate(weights, gram, count=80)
+    assert not bool(found.kept[:, :30:3].any())
+    exact = rows.double()
+    missing = exact @ (found.weights - weights).t()
+    assert float(missing.square().mean()) < 1e-4 * float((exact @ weights.t().double()).var())
+
+
 @pytest.mark.parametrize("count", [-1, 61])
 def test_more_cells_than_there_are_cannot_leave(count):
     weights, gram = problem()
