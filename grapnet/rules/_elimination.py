@@ -16,8 +16,8 @@ from ._alternating import Reader, elimination_costs
 from ._cells import linear_of
 from ._criteria import WINDOW, Evidence, seen
 from ._gram import GramRecorder
+from ._matrices import Matrix, matrix_of
 from ._node_criteria import NodeScored, place_of
-from ._obs import matrix_of
 from ._repair import gram_recorders, problem_of
 from ._rule import Recorder
 
@@ -71,34 +71,30 @@ class Elimination(NodeScored):
 
 def _readers(net: Any, layer: Any, recorder: GramRecorder, gram: Tensor) -> list[Reader]:
     """Returns the matrices that read what a recorder records."""
+    found = []
     if not isinstance(layer, Space):
         columns = torch.arange(len(layer))[:, None]
-        found = []
         for t in net.leaving(layer.index):
-            weights, _, _ = matrix_of(net, t)
-            found.append(_reader(weights, gram, columns, has_bias=True))
+            found.append(_reader(matrix_of(net, t), gram, columns))
         return found
     places = layer.places()
-    found = []
     for name in layer.readers:
         linear = linear_of(net, name)
-        if linear.path != recorder.at:
-            continue
-        whole = linear.canonical(net._grids()[name].whole)
-        kernel = whole[0, 0].numel()
-        at = places[name, 1 - linear.out_dim]
-        columns = (at[:, :, None] * kernel + torch.arange(kernel)).flatten(1)
-        has_bias = getattr(linear.module(net), "bias", None) is not None
-        found.append(_reader(whole.flatten(1), gram, columns, has_bias=has_bias))
+        if linear.path == recorder.at:
+            matrix = matrix_of(net, name)
+            at = places[name, 1 - linear.out_dim]
+            # [nodes, positions, cells of the kernel]
+            kernel = linear.canonical(net._grids()[name].whole)[0, 0].numel()
+            columns = (at[:, :, None] * kernel + torch.arange(kernel)).flatten(1)
+            found.append(_reader(matrix, gram, columns))
     return found
 
 
-def _reader(weights: Tensor, gram: Tensor, columns: Tensor, *, has_bias: bool) -> Reader:
-    """Returns a reader whose bias, in the last column, compensates if there is one."""
-    if not has_bias:
+def _reader(matrix: Matrix, gram: Tensor, columns: Tensor) -> Reader:
+    """Returns a reader whose biases, in the last column, compensate if there are any."""
+    if bool(matrix.absent[:, -1].all()):
         gram = gram.clone()
         gram[-1] = 0
         gram[:, -1] = 0
         gram[-1, -1] = 1
-    weights = torch.cat([weights, torch.zeros_like(weights[:, :1])], 1)
-    return Reader(weights.detach(), gram, columns)
+    return Reader(matrix.weights, gram, columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 from grapnet.core._errors import EditError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import flatnonzero
-from grapnet.core._opened import CUT, FROZEN
 from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 
@@ -23,6 +22,7 @@ from ._cells import linear_of
 from ._criteria import WINDOW, Assignment, Choice, Evidence, by_transition, free_of, seen
 from ._gram import GramRecorder
 from ._least_squares import Sweep, obs_sweep, repaired
+from ._matrices import cells_of, key_of, matrix_of
 from ._rule import Recorder
 from ._saliency import why_no_inputs
 from ._scopes import Comparison, Quota, Scope, compared, narrowed
@@ -107,8 +107,7 @@ class Surgeon:
         """Yields one table for each weight matrix; candidates of one follow each other."""
         by_matrix: dict[Any, list[int]] = {}
         for t, _ in by_transition(candidates):
-            matrix = net.transitions[t].name if isinstance(net, Adopted) else t
-            by_matrix.setdefault(matrix, []).append(t)
+            by_matrix.setdefault(key_of(net, t), []).append(t)
         for transitions in by_matrix.values():
             recorder = seen(evidence, _evidence(net, transitions[0]), self)
             if recorder.is_stale:
@@ -336,18 +335,17 @@ class _Table:
     ) -> _Table:
         """Returns the table of some transitions, all of one matrix."""
         device = gram.device
-        weights, absent, frozen = matrix_of(net, transitions[0])
-        width = weights.shape[1]
-        bias = _bias(net, transitions[0]) if has_bias else None
-        if bias is None:
+        weights, absent, frozen = matrix_of(net, key_of(net, transitions[0]))
+        width = weights.shape[1] - 1
+        free = ~(absent | frozen)[:, -1]
+        if not has_bias or not bool(free.any()):
+            weights = weights[:, :width]
+            absent = absent[:, :width]
+            frozen = frozen[:, :width]
             gram = gram[:width, :width]
-        else:
-            weights = torch.cat([weights, bias.values[:, None].to(weights)], 1)
-            absent = torch.cat([absent, torch.zeros_like(absent[:, :1])], 1)
-            frozen = torch.cat([frozen, bias.frozen[:, None].to(frozen.device)], 1)
         cells = []
         for t in transitions:
-            cells.append(_cells_of(net, t, positions_in(candidates, t, net.device)))
+            cells.append(cells_of(net, t, positions_in(candidates, t, net.device)))
         return cls(
             net,
             transitions,
@@ -415,7 +413,7 @@ class _Table:
         for t in self.transitions:
             every = torch.arange(self.net.transitions[t].size, dtype=torch.int32)
             every = every.to(self.net.device)
-            cells = _cells_of(self.net, t, every).to(self.cells.device)
+            cells = cells_of(self.net, t, every).to(self.cells.device)
             changed = (self.at(weights, cells) != self.at(self.weights, cells)).any(1)
             changed &= ~self.at(leaving, cells).any(1)
             at = flatnonzero(changed.to(self.net.device))
@@ -432,66 +430,6 @@ class _Table:
             return
         earlier = changes.get(transition.target)
         changes[transition.target] = change if earlier is None else earlier + change
-
-
-class _Bias(NamedTuple):
-    """The biases of the children of a matrix."""
-
-    values: Tensor  # [children]
-    frozen: Tensor  # bool [children]
-
-
-def _bias(net: Any, t: int) -> _Bias | None:
-    """Returns the biases of the children of a transition; None if there are none to assign."""
-    transition = net.transitions[t]
-    if not isinstance(net, Adopted):
-        layer = net.layers[transition.target]
-        rows = torch.arange(len(layer), dtype=torch.int32, device=net.device)
-        return _Bias(layer.values().detach(), layer._frozen_bits(rows))
-    bias = getattr(linear_of(net, transition.name).module(net), "bias", None)
-    if bias is None or not bias.requires_grad:
-        return None
-    return _Bias(bias.detach(), torch.zeros(len(bias), dtype=torch.bool, device=bias.device))
-
-
-def matrix_of(net: Any, t: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the weights of a transition as children × columns, and which cells are absent and
-    frozen, all [children, columns].
-    """
-    transition = net.transitions[t]
-    if isinstance(net, Adopted):
-        linear = linear_of(net, transition.name)
-        whole = transition.grid.whole
-        kinds = transition._pattern().kinds
-        kinds = kinds[:, None].expand(-1, transition._pattern().width).reshape(whole.shape)
-        parts = (whole, kinds == CUT, kinds == FROZEN)
-        weights, absent, frozen = (linear.canonical(part).flatten(1) for part in parts)
-        return weights, absent.to(weights.device), frozen.to(weights.device)
-    topology = transition.topology
-    values = transition.values().detach().view(-1)
-    parents = topology.parents().long()
-    children = topology.child.long()
-    weights = values.new_zeros(topology.n_children, topology.n_parents)
-    weights[children, parents] = values
-    absent = torch.ones_like(weights, dtype=torch.bool)
-    absent[children, parents] = False
-    frozen = torch.zeros_like(absent)
-    held = transition.frozen_at.long()
-    frozen[children[held], parents[held]] = True
-    return weights, absent, frozen
-
-
-def _cells_of(net: Any, t: int, at: Tensor) -> Tensor:
-    """Returns the cells of relations as child · width + column, [n, k] int64."""
-    transition = net.transitions[t]
-    if isinstance(net, Adopted):
-        linear = linear_of(net, transition.name)
-        shape = linear.canonical(transition.grid.whole).shape
-        numbers = torch.arange(shape.numel()).view(shape)
-        return transition._numbers(linear.native(numbers), at).reshape(len(at), -1)
-    topology = transition.topology
-    parents = topology.parents_at(at).long()
-    return (topology.child[at.long()].long() * topology.n_parents + parents)[:, None]
 
 
 def _limited(marks: Tensor, tables: list[_Table], quota: Quota, damping: float) -> Tensor:

@@ -14,7 +14,6 @@ from grapnet.core._edit import Edit
 from grapnet.core._errors import EditError, GrapNetError, StaleError
 from grapnet.core._graph import Graph
 from grapnet.core._layer import Layer
-from grapnet.core._opened import CUT, FROZEN
 from grapnet.core._sets import RelationSet
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import covered
@@ -22,9 +21,10 @@ from grapnet.spaces._edit import SpaceEdit
 from grapnet.spaces._space import Space
 from grapnet.spaces._typing import CONTRACTED
 
-from ._cells import Linear, linear_of, why_not_linear
+from ._cells import linear_of, why_not_linear
 from ._gram import GramRecorder
 from ._least_squares import choose_damping, error_of, repaired
+from ._matrices import Matrix, bias_of, matrix_of, spread_rows
 from ._rule import as_names
 
 # Where no rows are held out to choose by.
@@ -73,6 +73,22 @@ class Case:
     leaving: Tensor
     absent: Tensor
     frozen: Tensor
+
+    @classmethod
+    def of(
+        cls, name: str, recorder: GramRecorder, matrix: Matrix, leaving: Tensor, children: Tensor
+    ) -> Case:
+        """Returns the case of some children of a matrix, given the cells of all that leave."""
+        rows = children.to(matrix.weights.device)
+        return cls(
+            name,
+            recorder,
+            children,
+            matrix.weights[rows].to(leaving.device),
+            leaving[children],
+            matrix.absent[rows].to(leaving.device),
+            matrix.frozen[rows].to(leaving.device),
+        )
 
     @property
     def free(self) -> Tensor:
@@ -271,23 +287,11 @@ class _Transitions:
             raise EditError(
                 f"nothing was recorded for {name}: pass a GramRecorder({source}) that has seen data"
             )
-        transition = self.net.transitions[t]
-        layer = self.net.layers[target]
-        touched = self._ends(t)[1][leaves].unique()
-        own, rows, columns = self._cells(t, touched)
-        shape = (len(touched), len(self.net.layers[source]) + 1)
-        weights = torch.zeros(shape, dtype=torch.float64, device=leaves.device)
-        weights[rows, columns] = transition.values().detach().reshape(-1).double()[own]
-        weights[:, -1] = layer.biases.detach().double()[touched]
-        leaving = torch.zeros(shape, dtype=torch.bool, device=leaves.device)
-        leaving[rows, columns] = leaves[own]
-        absent = torch.ones_like(leaving)
-        absent[rows, columns] = False
-        absent[:, -1] = False
-        frozen = torch.zeros_like(leaving)
-        frozen[rows, columns] = _bits(len(leaves), transition.frozen_at, leaves.device)[own]
-        frozen[:, -1] = _bits(len(layer), layer.frozen_at, leaves.device)[touched]
-        return Case(name, recorder, touched, weights, leaving, absent, frozen)
+        parents, children = self._ends(t)
+        matrix = matrix_of(self.net, t)
+        leaving = torch.zeros_like(matrix.absent)
+        leaving[children[leaves], parents[leaves]] = True
+        return Case.of(name, recorder, matrix, leaving, children[leaves].unique())
 
     def _cells(self, t: int, touched: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the positions of the relations of some children, and the cells that they are in
@@ -384,14 +388,14 @@ class _Readers:
         cuts = torch.zeros(len(pattern.kinds), dtype=torch.bool)
         for rows in cut:
             cuts[rows] = True
-        leaving = self._table(linear, cuts)
+        leaving = spread_rows(net, linear, cuts)
         axes = net._typed.axes[name]
         sizes = net._atom_sizes()
         columns = torch.from_numpy(covered(axes[1 - linear.out_dim], gone, sizes))
         kernel = leaving.shape[1] // len(columns)
         leaving |= columns.repeat_interleave(kernel)
-        absent = self._table(linear, pattern.kinds == CUT)
-        leaving &= ~absent
+        matrix = matrix_of(net, name)
+        leaving &= ~matrix.absent[:, :-1].cpu()
         left = torch.from_numpy(covered(axes[linear.out_dim], gone, sizes))
         touched = (leaving.any(1) & ~left).nonzero().squeeze(1)
         if len(touched) == 0:
@@ -402,40 +406,8 @@ class _Readers:
                 f"nothing was recorded for {name}: pass a GramRecorder({space!r},"
                 f" at={linear.path!r}) that has seen data"
             )
-        grid = net._grids()[name]
-        weights = linear.canonical(grid.whole).flatten(1).double().cpu()
-        frozen = self._table(linear, pattern.kinds == FROZEN)
-        if not grid.parameter.requires_grad:
-            frozen = ~absent
-        bias, no_bias, held = self._bias(linear, len(weights))
-        return Case(
-            name,
-            recorder,
-            touched,
-            torch.cat([weights, bias[:, None]], 1)[touched],
-            torch.cat([leaving, torch.zeros_like(no_bias)[:, None]], 1)[touched],
-            torch.cat([absent, no_bias[:, None]], 1)[touched],
-            torch.cat([frozen, held[:, None]], 1)[touched],
-        )
-
-    def _table(self, linear: Linear, of_rows: Tensor) -> Tensor:
-        """Returns one bool per row of a weight as [out, in · kernel]."""
-        pattern = self.net._pattern_of(linear.name)
-        whole = of_rows.repeat_interleave(pattern.width).view(pattern.shape)
-        return linear.canonical(whole).flatten(1)
-
-    def _bias(self, linear: Linear, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the biases of a module, which of them are absent, and which are frozen."""
-        name = _bias_of(linear)
-        none = torch.zeros(count, dtype=torch.bool)
-        if name not in self.net._grids():
-            return torch.zeros(count, dtype=torch.float64), ~none, none
-        grid = self.net._grids()[name]
-        kinds = self.net._pattern_of(name).kinds
-        held = kinds == FROZEN
-        if not grid.parameter.requires_grad:
-            held = ~none
-        return grid.whole.double().cpu(), kinds == CUT, held
+        leaving = torch.cat([leaving, torch.zeros_like(leaving[:, :1])], 1)
+        return Case.of(name, recorder, matrix, leaving, touched)
 
     def write(self, cases: dict[str, Case], found: dict[str, Tensor]) -> None:
         """Assigns the weights and biases of modules."""
@@ -451,17 +423,12 @@ class _Readers:
                 values = linear.native(table.view(whole.shape)).to(whole)
                 self.edit.assign(grids[name].parameter, values)
             if bool(case.free[:, -1].any()):
-                bias = grids[_bias_of(linear)]
+                bias = grids[bias_of(linear)]
                 values = bias.whole.to("cpu", torch.float64, copy=True)
                 values[case.children] = torch.where(
                     case.free[:, -1], found[name][:, -1], values[case.children]
                 )
                 self.edit.assign(bias.parameter, values.to(bias.whole))
-
-
-def _bias_of(linear: Linear) -> str:
-    """Returns the name that the bias of a module has, if there is one."""
-    return linear.name.removesuffix("weight") + "bias"
 
 
 def why_not_repaired(space: Space) -> str:
