@@ -41,6 +41,9 @@ FASHION_LAYOUTS = ("FashionMNIST/raw", "fashion-mnist")
 FASHION_MEAN = 0.2860
 FASHION_SPREAD = 0.3530
 
+# Where packages of the system install data sets.
+SYSTEM = Path("/usr/share/datasets")
+
 Images = tuple[Tensor, Tensor]  # uint8 images and their classes [n] int64
 StrPath = str | Path
 
@@ -306,7 +309,7 @@ def _find(title: str, folder: StrPath | None, layouts: Sequence[str], files: Seq
         candidates += [root, *(root / layout for layout in layouts)]
     if not folder:
         guessed = [Path("data"), Path("datasets"), Path.home() / "data", Path.home() / "datasets"]
-        guessed += [pooch.os_cache("grapnet"), Path("/usr/share/datasets")]
+        guessed += [pooch.os_cache("grapnet"), SYSTEM]
         candidates += [root / layout for root in guessed for layout in layouts]
     for candidate in candidates:
         if all(_present(candidate, name) for name in files):

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from grapnet.core._activation import is_activation
 from grapnet.core._change import (
     Assignment,
     AttributeChange,
@@ -355,6 +356,7 @@ def _check_layer(layer: LayerChange, n_uids: int, where: str) -> None:
         _numbers(nodes.uids, torch.int64, len(rows), n_uids, where)
         _check_labels(nodes.owners, len(rows), f"{where}.owners")
         _check_labels(nodes.activations, len(rows), f"{where}.activations")
+        _check_activations(nodes.activations, f"{where}.activations")
     if layer.biases is not None:
         _check_vector(layer.biases, layer.index, f"{where}.biases")
     for name, vector in layer.columns.items():
@@ -364,6 +366,9 @@ def _check_layer(layer: LayerChange, n_uids: int, where: str) -> None:
             _check_survivors(relabel.rows, layer.index, where)
             _check_labels(relabel.before, len(relabel.rows), where)
             _check_labels(relabel.after, len(relabel.rows), where)
+    if layer.activations is not None:
+        _check_activations(layer.activations.before, f"{where}.activations")
+        _check_activations(layer.activations.after, f"{where}.activations")
 
 
 def _require(holds: bool, where: str, otherwise: str) -> None:
@@ -454,6 +459,12 @@ def _floats(found: Tensor, size: int, where: str) -> None:
 def _check_labels(labels: Labels, size: int, where: str) -> None:
     _numbers(labels.codes, torch.int32, size, len(labels.names), where)
     _require(len(set(labels.names)) == len(labels.names), where, "a name occurs twice")
+
+
+def _check_activations(labels: Labels, where: str) -> None:
+    """Raises CheckpointError for an unknown activation, which undo would give to nodes."""
+    for name in labels.names:
+        _require(is_activation(name), where, f"{str(name)[:40]!r} is unknown")
 
 
 def _bytes(content: bytearray) -> Tensor:

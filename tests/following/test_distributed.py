@@ -75,7 +75,7 @@ def test_a_hundred_edits_of_every_kind_leave_the_ranks_bit_identical(ranks):
     edits |= {"undo", "redo", "trial"}
     assert all(first["kinds"][kind] >= 5 for kind in edits)
     assert first["frozen"] > 0
-    assert first["slots"] > 100  # Adam had state to follow with
+    assert first["slots"] > 20  # Adam had state to follow with
     assert first["states"] == second["states"]
     # and something changed in between
     assert len(set(first["states"])) == len(first["states"]) > 15

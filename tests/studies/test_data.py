@@ -23,6 +23,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("GRAPNET_DATA", raising=False)
+    monkeypatch.setattr(data, "SYSTEM", tmp_path / "system")
     return tmp_path
 
 
