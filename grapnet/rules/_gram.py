@@ -341,7 +341,7 @@ def _symmetric(sums: Tensor) -> Tensor:
 class GramRecorder(NetRecorder[Products]):
     """Records the Gram matrix of what the readers of a layer or of a space receive.
 
-    That is Σ [h, 1] [h, 1]ᵀ over rows h, with a constant 1 for the bias: all that least squares
+    That is `Σ [h, 1]ᵀ [h, 1]` over rows h, with a constant 1 for the bias: all that least squares
     need to know of the rows. A share of the rows goes to a second matrix instead, by which a
     damping can be chosen. The two are 2·(n + 1)² numbers of 8 bytes. Products of float32 rows are
     float32 and are added up in float64.
