@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+import uuid
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +30,8 @@ from ._rule import Layers, RuleContext, Transitions, nets_of
 
 # What commits of one run have in common in the journal.
 REMARK = "gn.prune"
+# Bytes of positions and uids that undo keeps of a relation.
+POSITIONS = 24
 
 
 class Stage(NamedTuple):
@@ -56,7 +60,7 @@ class Pruning:
         stages: what left, layer by layer.
         before: the score of the probe before; None without a probe.
         after: the score of the probe afterwards.
-        undo_bytes: how many bytes undo keeps at most.
+        undo_bytes: an upper estimate of the bytes that undo keeps.
     """
 
     def __init__(self, nets: dict[str, Graph], undo_bytes: int) -> None:
@@ -65,29 +69,31 @@ class Pruning:
         self.before: float | None = None
         self.after: float | None = None
         self.undo_bytes = undo_bytes
-        self._nets = list(nets.values())
-        # the versions that each net has to go back to, and its undo limit before
-        self._start = [net.version for net in self._nets]
-        self._limits = [net.journal.undo_limit for net in self._nets]
+        self._limits = {name: net.journal.undo_limit for name, net in nets.items()}
+        # the versions that stages have led to, by net
+        self._versions: dict[str, list[int]] = {name: [] for name in nets}
 
     def undo(self) -> None:
         """Reverts all of it, the last stage first, and gives the nets their undo limits back.
 
         Raises:
-            HistoryError: a net was edited since, or the journal has dropped a stage; nothing is
-                changed in that net.
+            HistoryError: a net was edited or undone since, or its journal has dropped a stage;
+                nothing was changed.
         """
-        for place in reversed(range(len(self._nets))):
-            net = self._nets[place]
-            commits = _since(net, self._start[place])
-            for commit in commits:
-                if _remark_of(commit) is None:
-                    raise HistoryError(
-                        f"version {commit.version} ({commit.reason!r}) was committed after the"
-                        " pruning; undo it first"
-                    )
-            for _ in commits:
+        for name, net in self.nets.items():
+            versions = self._versions[name]
+            places = net.journal.undoable[len(net.journal.undoable) - len(versions) :]
+            last = [net.journal.commits[place].version for place in places]
+            if last != versions:
+                raise HistoryError(
+                    f"the last commits that undo can revert lead to versions {last}, and those of"
+                    f" this pruning to {versions}: the net was edited or undone since, or"
+                    " accept() let go of some"
+                )
+        for name, net in reversed(self.nets.items()):
+            for _ in self._versions[name]:
                 net.undo()
+            self._versions[name] = []
         self.accept()
 
     def accept(self) -> None:
@@ -95,8 +101,8 @@ class Pruning:
 
         What undo needs of stages beyond the limit is dropped.
         """
-        for net, limit in zip(self._nets, self._limits, strict=True):
-            net.journal.undo_limit = limit
+        for name, net in self.nets.items():
+            net.journal.undo_limit = self._limits[name]
 
     def __repr__(self) -> str:
         lines = []
@@ -121,6 +127,8 @@ def prune(
     multiple: int = 1,
     rows: int | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    allow_dead: bool | None = None,
     probe: Callable[[], float] | None = None,
     preview: bool = False,
     resume: bool = False,
@@ -156,8 +164,12 @@ def prune(
         rows: how many rows of a pass are recorded for the repair, evenly spaced; all by default.
         loss: `loss(model, batch)` returns the loss, for criteria that record gradients. Gradients
             of Parameters are as before afterwards.
-        probe: a function that returns a score, called before and afterwards.
-        preview: whether everything is undone at the end; the result has the scores.
+        optimizer: an optimizer that follows a model which is adopted here. One of a model that was
+            adopted before, or of a net, is attached already.
+        allow_dead: whether an output may lose its last parent, as for `net.edit`.
+        probe: a function that returns a score, called before and afterwards, in evaluation mode.
+        preview: whether everything is undone at the end, or after an error; the result has the
+            scores.
         resume: whether stages that an earlier call with the same settings committed last are left
             out.
         most_undo_bytes: raise GrapNetError before anything changes if undo could keep more.
@@ -185,7 +197,15 @@ def prune(
             "say how much to prune, by one of nodes=, relations= and pattern=; got"
             f" {', '.join(asked) or 'none'}"
         )
-    model, nets = _model_and_nets(model, batches)
+    if nodes is not None and transitions is not None:
+        raise EditError("nodes= takes spaces=, and transitions= goes with relations= or pattern=")
+    if nodes is None and (spaces is not None or multiple != 1):
+        raise EditError(
+            "relations= and pattern= take transitions=; spaces= and multiple= are for nodes="
+        )
+    if preview and resume:
+        raise EditError("a preview does not resume: its end would undo the stages before it, too")
+    model, nets = _model_and_nets(model, batches, optimizer)
     steps: list[_Step] = []
     for name, net in nets.items():
         if nodes is not None:
@@ -200,29 +220,38 @@ def prune(
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
         raise GrapNetError(
             f"undo of this pruning may keep {undo_bytes:,} bytes (limit {most_undo_bytes:,}):"
-            " a copy of the weights, and of the optimizer state of what leaves or is assigned"
+            " values, positions and optimizer state of what leaves or is assigned"
         )
     pruning = Pruning(nets, undo_bytes)
-    settings = repr((nodes, relations, pattern, by, repair, multiple, rows))
-    run = _Run(model, batches, settings, repair, rows, loss, generator)
+    amount = [None if share is None else float(share) for share in (nodes, relations)]
+    settings = repr((*amount, pattern, _described(rule.criterion), repair, multiple, rows))
+    run = _Run(model, batches, settings, repair, rows, loss, allow_dead, generator)
+    for step in steps:
+        # What cannot be recorded is refused before anything changes.
+        run.recorders(step)
     done = run.earlier(pruning) if resume else {}
-    if probe is not None:
-        pruning.before = probe()
-    shown: Iterable[_Step] = steps
-    for place, net in enumerate(nets.values()):
+    pruning.before = run.score(probe)
+    for name, net in nets.items():
         limit = len(net.journal.undoable) + len(steps)
-        net.journal.undo_limit = max(pruning._limits[place], limit)
-    if progress is not None:
-        shown = progress(steps)
-    for step in shown:
-        stage = done.get(step.name)
-        if stage is None:
-            stage = run.carry_out(step)
-        pruning.stages = (*pruning.stages, stage)
-    if probe is not None:
-        pruning.after = probe()
-    if preview:
-        pruning.undo()
+        net.journal.undo_limit = max(pruning._limits[name], limit)
+    try:
+        for step in steps if progress is None else progress(steps):
+            stage = done.get(step.name)
+            if stage is None:
+                stage = run.carry_out(step, pruning)
+            pruning.stages = (*pruning.stages, stage)
+        pruning.after = run.score(probe)
+    except BaseException as error:
+        if not preview and pruning.stages:
+            names = ", ".join(stage.name for stage in pruning.stages)
+            error.add_note(
+                f"gn.prune has pruned {names} before. Call it again with resume=True to go on, or"
+                f" undo() {len(pruning.stages)} commits"
+            )
+        raise
+    finally:
+        if preview:
+            pruning.undo()
     return pruning
 
 
@@ -230,6 +259,7 @@ class _Step(NamedTuple):
     """What one stage prunes: a rule for one layer, space or transition of a net."""
 
     name: str
+    net_name: str
     net: Graph
     rule: Any
     present: int
@@ -237,7 +267,9 @@ class _Step(NamedTuple):
     transition: int | None  # whose relations leave
 
 
-def _model_and_nets(model: nn.Module, batches: Iterable[Any]) -> tuple[nn.Module, dict[str, Graph]]:
+def _model_and_nets(
+    model: nn.Module, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None
+) -> tuple[nn.Module, dict[str, Graph]]:
     """Returns what to run, and the graphs to prune by name; adopts a model without any."""
     if isinstance(batches, Iterator):
         raise TypeError(
@@ -250,7 +282,7 @@ def _model_and_nets(model: nn.Module, batches: Iterable[Any]) -> tuple[nn.Module
         return model, nets_of(model)
     except ValueError:
         first = call_of(next(iter(batches)), _device(model))
-        return model, {"": adopt(model, *first.args, **first.kwargs)}
+        return model, {"": adopt(model, *first.args, optimizer=optimizer, **first.kwargs)}
 
 
 def _device(model: nn.Module) -> torch.device:
@@ -263,7 +295,7 @@ def _node_steps(name: str, net: Graph, rule: PruneNodes) -> list[_Step]:
     for layer in rule._chosen(net):
         own = replace(rule, spaces=(getattr(layer, "name", layer.index),))
         label = _label(name, getattr(layer, "name", f"layer {layer.index}"))
-        found.append(_Step(label, net, own, len(layer), layer.index, None))
+        found.append(_Step(label, name, net, own, len(layer), layer.index, None))
     return found
 
 
@@ -273,7 +305,7 @@ def _relation_steps(name: str, net: Graph, rule: PruneWeakest) -> list[_Step]:
         own = replace(rule, transitions=(t,), scope=_scope_of(rule))
         transition: Any = net.transitions[t]
         label = _label(name, getattr(transition, "name", f"transition {t}"))
-        found.append(_Step(label, net, own, transition.size, None, t))
+        found.append(_Step(label, name, net, own, transition.size, None, t))
     return found
 
 
@@ -289,26 +321,31 @@ def _label(net: str, part: str) -> str:
 
 
 def _bytes(net: Graph) -> int:
-    """Returns the size of the weights of a net, and of state of the optimizers that follow it."""
+    """Returns an upper estimate of what undo keeps if all of a net leaves or is assigned."""
     total = 0
     for store in net._stores().values():
         parameter = store.parameter
-        total += parameter.numel() * parameter.element_size()
+        # values before and after, and positions and uids of both ends
+        total += parameter.numel() * (2 * parameter.element_size() + POSITIONS)
     for follower in net._followers._alive():
         optimizer = getattr(follower, "optimizer", None)
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for state in optimizer.state.values():
-                for value in state.values():
-                    if isinstance(value, Tensor):
-                        total += value.numel() * value.element_size()
+        if isinstance(optimizer, weakref.ref):
+            optimizer = optimizer()
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            continue
+        for state in optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    total += value.numel() * value.element_size()
     return total
 
 
-def _since(net: Graph, version: int) -> list[Commit]:
-    """Returns the commits of a net after a version that are in effect, the oldest first."""
-    places = net.journal.undoable
-    found = [net.journal.commits[place] for place in places]
-    return [commit for commit in found if commit.version > version]
+def _described(criterion: Any) -> str:
+    """Returns a criterion as the journal keeps it, the same in every process."""
+    text = repr(criterion)
+    if " at 0x" in text:
+        return type(criterion).__qualname__
+    return text
 
 
 def _remark_of(commit: Commit) -> dict[str, Any] | None:
@@ -330,6 +367,7 @@ class _Run:
         repairs: bool,
         rows: int | None,
         loss: Callable[[nn.Module, Any], Tensor] | None,
+        allow_dead: bool | None,
         generator: torch.Generator | None,
     ) -> None:
         self.model = model
@@ -338,42 +376,88 @@ class _Run:
         self.repairs = repairs
         self.rows = rows
         self.loss = loss
+        self.allow_dead = allow_dead
         self.generator = generator
+        # tells the stages of one run from those of another with the same settings
+        self.name = uuid.uuid4().hex
+
+    def score(self, probe: Callable[[], float] | None) -> float | None:
+        """Returns what a probe does in evaluation mode; None without one."""
+        if probe is None:
+            return None
+        with _evaluated(self.model):
+            return probe()
 
     def earlier(self, pruning: Pruning) -> dict[str, Stage]:
-        """Returns the stages at the end of the journals that have the same settings."""
-        found = {}
-        for place, net in enumerate(pruning._nets):
-            for commit in reversed(_since(net, 0)):
-                remark = _remark_of(commit)
-                if remark is None or remark["settings"] != self.settings:
-                    break
-                pruning._start[place] = commit.version - 1
-                assigned = commit.counts["coordinates_assigned"]
-                found[remark["stage"]] = Stage(
-                    remark["stage"], remark["leaving"], remark["present"], assigned, 0.0
+        """Returns the stages of the last run, which this one goes on with; none if there was none.
+
+        Raises:
+            EditError: the last run had other settings, or something was committed after it.
+        """
+        found: dict[str, Stage] = {}
+        for name, net in pruning.nets.items():
+            commits = list(net.journal.commits)
+            remarks = [_remark_of(commit) for commit in commits]
+            if not any(remarks):
+                continue
+            last = remarks[-1]
+            if last is None:
+                raise EditError(
+                    f"version {commits[-1].version} ({commits[-1].reason!r}) was committed after"
+                    " the last gn.prune, so that resume=True cannot go on with it"
                 )
+            if last["settings"] != self.settings:
+                raise EditError(
+                    f"the last gn.prune had other settings, {last['settings']}, and not"
+                    f" {self.settings}, so that resume=True cannot go on with it"
+                )
+            self.name = last["run"]
+            for commit, remark in zip(commits, remarks, strict=True):
+                if remark is not None and remark["run"] == self.name:
+                    pruning._versions[name].append(commit.version)
+                    assigned = commit.counts["coordinates_assigned"]
+                    stage = remark["stage"]
+                    found[stage] = Stage(stage, remark["leaving"], remark["present"], assigned, 0.0)
         return found
 
-    def carry_out(self, step: _Step) -> Stage:
+    def recorders(self, step: _Step) -> dict[str, Any]:
+        """Returns the recorders of the criterion of a stage, and of its repair."""
+        found = dict(step.rule.recorders(step.net))
+        if self._is_repaired(step):
+            found |= self._gram_recorders(step)
+        return found
+
+    def _is_repaired(self, step: _Step) -> bool:
+        # A criterion that assigns weights has made up for what leaves.
+        return self.repairs and not getattr(step.rule.criterion, "assigns", False)
+
+    def carry_out(self, step: _Step, pruning: Pruning) -> Stage:
         """Records what a stage needs, and commits it."""
         begin = time.perf_counter()
         net = step.net
-        evidence = dict(step.rule.recorders(net))
-        # A criterion that assigns weights has made up for what leaves.
-        is_repaired = self.repairs and not getattr(step.rule.criterion, "assigns", False)
-        if is_repaired:
-            evidence |= self._gram_recorders(step)
+        evidence = self.recorders(step)
         self._record(net, evidence)
-        with net.edit(f"prune {step.name}", by=REMARK, generator=self.generator) as edit:
+        for name, recorder in evidence.items():
+            if getattr(recorder, "count", 1) == 0:
+                raise EditError(
+                    f"the batches left no evidence {name!r} for {step.name}: they are empty, do"
+                    " not reach it, or its criterion records gradients and needs loss="
+                )
+        with net.edit(
+            f"prune {step.name}",
+            by=REMARK,
+            generator=self.generator,
+            allow_dead=self.allow_dead,
+        ) as edit:
             step.rule(net, edit, RuleContext(evidence=evidence))
-            if is_repaired:
+            if self._is_repaired(step):
                 repair_readers(net, edit, evidence)
             leaving = len(edit.removals)
             if step.transition is not None:
                 leaving = len(edit.cuts)
             edit.remark(
                 REMARK,
+                run=self.name,
                 settings=self.settings,
                 stage=step.name,
                 leaving=leaving,
@@ -382,6 +466,7 @@ class _Run:
         assigned = 0
         if edit.receipt is not None:
             assigned = edit.receipt.counts["coordinates_assigned"]
+            pruning._versions[step.net_name].append(edit.receipt.version)
         seconds = time.perf_counter() - begin
         return Stage(step.name, leaving, step.present, assigned, seconds)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import grapnet as gn
-from grapnet.rules import Random
+from grapnet.rules import Elimination, Random
 
 
 def rows(count=256, width=8, seed=0):
@@ -127,7 +127,7 @@ def test_undo_after_another_edit_is_refused_and_changes_nothing():
     with net.edit(reason="another") as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=1))
     version = net.version
-    with pytest.raises(gn.errors.HistoryError, match="another"):
+    with pytest.raises(gn.errors.HistoryError):
         pruning.undo()
     assert net.version == version
     net.undo()
@@ -159,6 +159,72 @@ class Stop(Exception):
     pass
 
 
+def test_a_preview_that_fails_changes_nothing():
+    net, _ = trained_net()
+    before = net(rows()).detach()
+    with pytest.raises(Stop):
+        gn.prune(net, Interrupting([rows()]), nodes=0.5, preview=True)
+    assert net.sizes == [8, 24, 16, 4]
+    assert torch.equal(net(rows()), before)
+
+
+def test_an_error_names_what_is_pruned_already():
+    net, _ = trained_net()
+    with pytest.raises(Stop) as error:
+        gn.prune(net, Interrupting([rows()]), nodes=0.5)
+    assert any("layer 1" in note for note in error.value.__notes__)
+
+
+def test_dead_outputs_are_refused_unless_allowed():
+    net, _ = trained_net((8, 6, 4))
+    with pytest.raises(gn.EditError):
+        gn.prune(net, [rows()], relations=0.99, by="magnitude", transitions=1, repair=False)
+    assert net.version == 0
+    gn.prune(
+        net,
+        [rows()],
+        relations=0.99,
+        by="magnitude",
+        transitions=1,
+        repair=False,
+        allow_dead=True,
+    )
+    assert net.version == 1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nodes": 0.5, "transitions": [0]},
+        {"relations": 0.5, "spaces": [1]},
+        {"relations": 0.5, "multiple": 8},
+    ],
+)
+def test_settings_of_the_other_kind_are_refused(settings):
+    net, _ = trained_net()
+    with pytest.raises(gn.EditError):
+        gn.prune(net, [rows()], **settings)
+    assert net.version == 0
+
+
+def test_the_probe_runs_in_evaluation_mode_and_the_optimizer_of_a_plain_model_follows():
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(rows()).square().mean().backward()
+    optimizer.step()
+    modes = []
+
+    def probe():
+        modes.append(model.training)
+        return 0.0
+
+    gn.prune(model, [rows()], nodes=0.5, probe=probe, optimizer=optimizer)
+    assert modes == [False, False]
+    assert model.training
+    assert optimizer.state[model[0].weight]["exp_avg"].shape == (8, 8)
+    optimizer.step()
+
+
 class Interrupting(list):
     """Batches that raise when they are run the second time."""
 
@@ -171,7 +237,8 @@ class Interrupting(list):
         return super().__iter__()
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+@pytest.mark.parametrize("undo", [True, False])
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path, undo):
     x = rows()
     whole, _ = trained_net()
     gn.prune(whole, [x], nodes=0.5)
@@ -179,7 +246,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     with pytest.raises(Stop):
         gn.prune(net, Interrupting([x]), nodes=0.5)
     assert net.sizes == [8, 12, 16, 4]
-    gn.save(tmp_path / "net.safetensors", net, undo=True)
+    gn.save(tmp_path / "net.safetensors", net, undo=undo)
     net = gn.load(tmp_path / "net.safetensors")
     pruning = gn.prune(net, [x], nodes=0.5, resume=True)
     assert [stage.leaving for stage in pruning.stages] == [12, 8]
@@ -190,6 +257,82 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert [stage.seconds for stage in again.stages] == [0.0, 0.0]
     gn.prune(net, [x], nodes=0.5)
     assert net.sizes == [8, 6, 4, 4]
+
+
+def test_resume_goes_on_with_the_last_run_alone():
+    """A second run with the same settings was interrupted; the first one was complete."""
+    net, _ = trained_net()
+    x = rows()
+    gn.prune(net, [x], nodes=0.5).accept()
+    with pytest.raises(Stop):
+        gn.prune(net, Interrupting([x]), nodes=0.5)
+    assert net.sizes == [8, 6, 8, 4]
+    pruning = gn.prune(net, [x], nodes=0.5, resume=True)
+    assert net.sizes == [8, 6, 4, 4]
+    assert [stage.leaving for stage in pruning.stages] == [6, 4]
+    pruning.undo()
+    assert net.sizes == [8, 12, 8, 4]
+
+
+def test_resume_refuses_other_settings_and_other_commits():
+    net, _ = trained_net()
+    x = rows()
+    gn.prune(net, [x], nodes=0.5, spaces=1)
+    version = net.version
+    with pytest.raises(gn.EditError):
+        gn.prune(net, [x], nodes=0.5, by="norm", resume=True)
+    # the same settings in other words
+    assert len(gn.prune(net, [x], nodes=0.5, by=Elimination(), spaces=1, resume=True).stages) == 1
+    assert net.version == version
+    net.undo()
+    with pytest.raises(gn.EditError):
+        gn.prune(net, [x], nodes=0.5, resume=True)
+
+
+def test_undo_of_an_earlier_run_or_of_dropped_stages_is_refused():
+    net, _ = trained_net()
+    net.journal.undo_limit = 1
+    first = gn.prune(net, [rows()], nodes=0.5)
+    second = gn.prune(net, [rows()], nodes=0.5)
+    sizes = net.sizes
+    with pytest.raises(gn.errors.HistoryError):
+        first.undo()
+    assert net.sizes == sizes
+    second.undo()
+    first.accept()
+    with pytest.raises(gn.errors.HistoryError):
+        first.undo()
+    assert net.sizes == [8, 12, 8, 4]
+
+
+def test_what_undo_keeps_counts_the_state_of_the_optimizer():
+    net, optimizer = trained_net()
+    alone = gn.prune(copy.deepcopy(net), [rows()], nodes=0.5).undo_bytes
+    slots = 0
+    for state in optimizer.state.values():
+        slots += state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
+    assert gn.prune(net, [rows()], nodes=0.5).undo_bytes >= alone + slots
+
+
+@pytest.mark.parametrize("batches", [[], [torch.empty(0, 8)]])
+def test_empty_batches_are_refused(batches):
+    net, _ = trained_net()
+    with pytest.raises(gn.EditError):
+        gn.prune(net, batches, nodes=0.5)
+    assert net.version == 0
+
+
+def test_what_cannot_be_repaired_is_refused_before_anything_changes():
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.ReLU(), nn.ConvTranspose2d(8, 4, 1)
+    )
+    x = torch.randn(4, 3, 5, 5)
+    expected = model(x).detach()
+    with pytest.raises(gn.EditError):
+        gn.prune(model, [x], nodes=0.5, by="norm")
+    assert torch.equal(model(x), expected)
+    gn.prune(model, [x], nodes=0.5, by="norm", repair=False)
+    assert model[2].weight.shape[0] == 4
 
 
 def test_a_failing_stage_leaves_that_layer_as_it_was():
