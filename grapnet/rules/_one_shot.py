@@ -207,14 +207,15 @@ def prune(
         raise EditError("a preview does not resume: its end would undo the stages before it, too")
     model, nets = _model_and_nets(model, batches, optimizer)
     steps: list[_Step] = []
-    for name, net in nets.items():
-        if nodes is not None:
-            by = "elimination" if by is None else by
-            rule: Any = PruneNodes(fraction=nodes, by=by, spaces=spaces, multiple=multiple, keep=1)
+    if nodes is not None:
+        by = "elimination" if by is None else by
+        rule: Any = PruneNodes(fraction=nodes, by=by, spaces=spaces, multiple=multiple, keep=1)
+        for name, net in nets.items():
             steps += _node_steps(name, net, rule)
-        else:
-            by = "alternating" if by is None else by
-            rule = PruneWeakest(fraction=relations, pattern=pattern, by=by, transitions=transitions)
+    else:
+        by = "alternating" if by is None else by
+        rule = PruneWeakest(fraction=relations, pattern=pattern, by=by, transitions=transitions)
+        for name, net in nets.items():
             steps += _relation_steps(name, net, rule)
     undo_bytes = sum(_bytes(net) for net in nets.values())
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
