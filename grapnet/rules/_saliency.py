@@ -85,8 +85,8 @@ class InputRecorder(NetRecorder[CellSquares]):
     with.
 
     Of a Linear that is its input; of a convolution it is what each place of the kernel comes to.
-    Every position and every token is a sample. Evidence follows the removal of nodes; added nodes
-    let it begin anew.
+    Every position and every token is a sample. Evidence follows the removal of nodes, and
+    starts over when nodes are added.
 
     Args:
         net: the adopted model.
