@@ -15,7 +15,7 @@ from .timing import Timed, interleaved, versions
 
 BATCH = 4096
 SIZES = (768, 3072, 768)
-ROWS = 384  # of a pass, for the subsample
+ROWS = 256  # of a pass, for the subsample
 ALL_BAR = 2.2  # times the pass without
 SOME_BAR = 1.15  # times the pass without
 SOLVE_BAR = 4.0  # seconds

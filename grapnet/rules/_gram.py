@@ -30,7 +30,7 @@ from ._taps import Tap, called_before, paths_of, watch_taps
 
 # Columns of which the products with all columns before them are computed at a time: only one half
 # of a symmetric matrix is computed.
-STRIPE = 192
+STRIPE = 384
 # Numbers of the input of a convolution that are laid out by cells at a time.
 CELLS = 2**24
 _LOADED = "it was loaded or copied, so that the weights may be others"
@@ -329,7 +329,7 @@ def _add_products(sums: Tensor, h: Tensor) -> None:
     for start in range(0, width, STRIPE):
         stop = min(start + STRIPE, width)
         sums[start:stop, :stop] += h[:, start:stop].t() @ h[:, :stop]
-    sums[width, :width] += h.sum(0, dtype=torch.float64)
+    sums[width, :width] += h.sum(0)
     sums[width, width] += len(h)
 
 
