@@ -40,11 +40,21 @@ class Area:
     without: tuple[str, ...] = ()
 
 
+# Adopted models use these areas too, and have their tests in tests/spaces. What only runs on a GPU
+# is left out.
 AREAS = {
-    "core": Area(("grapnet/core/*.py",), ("tests/core/test_*.py",)),
+    "core": Area(
+        ("grapnet/core/*.py",),
+        (
+            "tests/core/test_*.py",
+            "tests/spaces/test_assign.py",
+            "tests/spaces/test_depth.py",
+            "tests/spaces/test_edits.py",
+            "tests/spaces/test_relations.py",
+        ),
+    ),
     "execution": Area(
         ("grapnet/execution/*.py",),
-        # The second are the tests of opened weights, which only adopted models have.
         ("tests/execution/test_*.py", "tests/spaces/test_running.py"),
         without=("grapnet/execution/_gpu*.py",),
     ),
@@ -54,9 +64,21 @@ AREAS = {
             "tests/following/test_*.py",
             "tests/convert/test_optimizers*.py",
             "tests/execution/test_attention_following.py",
+            "tests/spaces/test_depth.py",
+            "tests/spaces/test_edits.py",
+        ),
+        without=("grapnet/following/_capture.py", "grapnet/following/_watch.py"),
+    ),
+    "checkpoint": Area(
+        ("grapnet/checkpoint/*.py",),
+        (
+            "tests/checkpoint/test_*.py",
+            "tests/spaces/test_codeless.py",
+            "tests/spaces/test_depth.py",
+            "tests/spaces/test_files.py",
+            "tests/spaces/test_relations.py",
         ),
     ),
-    "checkpoint": Area(("grapnet/checkpoint/*.py",), ("tests/checkpoint/test_*.py",)),
 }
 
 
