@@ -539,6 +539,11 @@ class GramRecorder(NetRecorder[Products]):
                 f"this GramRecorder has recorded nothing since {seen.stale}; run data through the"
                 " net while it is armed"
             )
+        if not bool(seen.sums.diagonal().isfinite().all()):
+            raise GrapNetError(
+                f"the rows that were recorded of {self.layer!r} have NaN or infinity in them;"
+                " `clear()` it and record others"
+            )
         return seen
 
     def _present_states(self) -> list[Any]:

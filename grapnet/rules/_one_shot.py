@@ -148,8 +148,8 @@ def prune(
     Args:
         model: a net, an adopted model or its graph, or a model with nets inside; any other model is
             adopted with the first batch.
-        batches: what the model runs on, once per layer, so no iterator: a list, or a DataLoader
-            with an order of its own. A batch is a tensor; a tuple or list, of which the first entry
+        batches: what the model runs on, once per layer: a list, or a DataLoader with an order of
+            its own, but no iterator. A batch is a tensor; a tuple or list, of which the first entry
             is passed; a dict, which is passed by name; or an `Example`.
         nodes: the share of the nodes of each layer or space to remove; or
         relations: the share of the relations of each transition to cut; or
@@ -272,10 +272,10 @@ def _model_and_nets(
     model: nn.Module, batches: Iterable[Any], optimizer: torch.optim.Optimizer | None
 ) -> tuple[nn.Module, dict[str, Graph]]:
     """Returns what to run, and the graphs to prune by name; adopts a model without any."""
-    if isinstance(batches, Iterator):
+    if isinstance(batches, Iterator | Tensor):
         raise TypeError(
-            "batches are run once per layer, and an iterator ends after the first; pass a list or a"
-            " DataLoader"
+            "batches are a list or a DataLoader: an iterator ends after the first layer, and a"
+            " tensor would be run row by row"
         )
     if isinstance(model, Adopted):
         return model.model, {"": model}

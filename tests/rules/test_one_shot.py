@@ -372,10 +372,24 @@ def test_too_large_an_undo_is_refused_first():
     assert gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=10**6).undo_bytes > 100
 
 
-def test_an_iterator_is_refused():
+@pytest.mark.parametrize("batches", [iter([rows()]), rows()], ids=["iterator", "tensor"])
+def test_what_is_no_list_of_batches_is_refused(batches):
     net, _ = trained_net()
     with pytest.raises(TypeError):
-        gn.prune(net, iter([rows()]), nodes=0.5)
+        gn.prune(net, batches, nodes=0.5)
+
+
+@pytest.mark.parametrize("amounts", [{"nodes": 0.5}, {"relations": 0.5, "by": "obs"}])
+def test_a_batch_with_nan_changes_nothing(amounts):
+    net, _ = trained_net()
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    spoiled = rows()
+    spoiled[3, 2] = torch.nan
+    with pytest.raises(gn.GrapNetError, match="NaN"):
+        gn.prune(net, [spoiled], **amounts)
+    assert net.version == 0
+    for name, value in net.state_dict().items():
+        assert torch.equal(value, before[name])
 
 
 @pytest.mark.parametrize("amounts", [{}, {"nodes": 0.5, "relations": 0.5}])
