@@ -57,14 +57,14 @@ class Training:
     layers: int = 6
     heads: int = 6  # of each layer
     length: int = 128  # of a sequence, in bytes
-    batch: int = 8
-    steps: int = 450
+    batch: int = 16
+    steps: int = 4000
     warm_up: int = 100  # steps
-    cool_down: int = 50  # steps at the end, in which the rate falls to 0
+    cool_down: int = 800  # steps at the end, in which the rate falls to 0
     lr: float = 1e-3  # between them
     seed: int = 0
     most_bytes: int | None = None  # of every split; None takes all
-    keep_every: int = 50  # steps between the checkpoints of a training that goes on
+    keep_every: int = 200  # steps between the checkpoints of a training that goes on
 
 
 @dataclass(frozen=True)
