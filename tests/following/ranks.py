@@ -431,6 +431,49 @@ def adopted_model(rank: int) -> dict[str, Any]:
     return {"states": states, "sizes": [len(space), host[4].in_features]}
 
 
+def pruned_and_repaired(rank: int) -> dict[str, Any]:
+    """Rank 0 prunes with repair, trains with the other, and undoes; what both must agree on."""
+    torch.manual_seed(0)
+    host = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+    optimizer = Adam(host.parameters(), lr=0.01)
+    net = gn.adopt(host, batch(0, 0, 6), optimizer=optimizer)
+    model = Distributed(net)
+    examples = batch(1, 0, 6)
+    calibration = [batch(step, 0, 6) for step in range(2, 8)]
+    seen = []
+    assigned = []
+
+    def look() -> None:
+        model.synchronize()
+        slots = [optimizer.state[parameter] for parameter in host.parameters()]
+        found = [net.version, dict(host.named_parameters()), slots, host(examples)]
+        seen.append(hashlib.sha256(repr(plain(found)).encode()).hexdigest())
+
+    def step(number: int) -> None:
+        optimizer.zero_grad()
+        model(batch(number, rank, 6)).square().sum().backward()
+        optimizer.step()
+
+    step(0)
+    look()
+    for share in ({"nodes": 0.5}, {"relations": 0.5}):
+        before = host(examples)
+        if rank == 0:
+            pruning = gn.prune(net, calibration, **share)
+            assigned.append(sum(stage.assigned for stage in pruning.stages))
+        look()
+        if rank == 0:
+            pruning.undo()
+            assert torch.equal(host(examples), before)
+        look()
+        if rank == 0:
+            gn.prune(net, calibration, **share)
+        look()
+        step(len(seen))
+        look()
+    return {"states": seen, "sizes": [host[2].in_features, host[2].out_features], "own": assigned}
+
+
 def the_guide(rank: int) -> dict[str, Any]:
     """The script of the guide."""
     names: dict[str, Any] = {"__name__": "guide"}
@@ -498,6 +541,7 @@ CHECKS = [
     undo_beyond_the_limit,
     adopted_model,
     depth,
+    pruned_and_repaired,
     the_guide,
 ]
 

@@ -124,6 +124,13 @@ def test_the_spaces_of_an_adopted_model_are_edited_on_all_ranks(ranks):
     assert first["sizes"] == [6, 6 * 9]
 
 
+def test_a_pruning_with_repair_leaves_the_ranks_bit_identical(ranks):
+    first, second = both(ranks, "pruned_and_repaired")
+    assert first["states"] == second["states"]
+    assert first["sizes"] == second["sizes"] == [6, 4]
+    assert all(assigned > 0 for assigned in first["own"]) and not second["own"]
+
+
 def test_a_stale_model_raises_until_it_is_synchronized(ranks):
     first, second = both(ranks, "stale")
     for name in ("edit", "trial", "inference", "attention", "cast"):
