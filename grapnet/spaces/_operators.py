@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from typing import Any
 
 import torch
@@ -374,49 +373,38 @@ def contract(
         mark(axis, CONTRACTED)
 
 
-@rule("mm bmm matmul addmm baddbmm addbmm _addmm_activation")
+@rule("""
+    mm bmm matmul addmm baddbmm addbmm _addmm_activation linear mv addmv dot vdot
+""")
 def matrix_product(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    """[batch, n, k] times [batch, k, m]; the first argument of those with "add" is added."""
+    """[batch, n, k] times [batch, k, m]; the weight of `linear` is [m, k], and a vector is [k].
+
+    The first argument of those with "add", and the third of `linear`, is added.
+    """
+    name = name_of(func)
+    added: Sequence[Any] = args[2:3]
     left, right = args[:2]
-    adds = "add" in name_of(func)
-    if adds:
+    if "add" in name:
+        added = args[:1]
         left, right = args[1:3]
-    contract(typing, left, (-1, -2), right, (-2, -1))
-    rows = typing.of(left)
-    columns = typing.of(right)
-    for a, b in zip(rows[:-2], columns[:-2], strict=True):
-        typing.same(a, b)
-    axes = [*rows[:-1], columns[-1]]
-    if name_of(func) == "addbmm":
-        mark(axes.pop(0), SUMMED)
-    if adds:
-        return [broadcast(typing, [axes, typing.of(args[0])], out.shape)]
-    return [[find(axis) for axis in axes]]
-
-
-@rule("linear")
-def linear(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    contract(typing, args[0], (-1, -2), args[1], (-1, 0))
-    axes = [*typing.of(args[0])[:-1], typing.of(args[1])[0]]
-    rows = [axes]
-    if len(args) > 2 and args[2] is not None:
-        rows.append(typing.of(args[2]))
-    return [broadcast(typing, rows, out.shape)]
-
-
-@rule("mv addmv dot vdot")
-def vector_product(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    left, right = args[:2]
-    if name_of(func) == "addmv":
-        left, right = args[1:3]
-    outward = None
-    if left.dim() == 2:
-        outward = 0
-    contract(typing, left, (-1, outward), right, (-1, None))
+    left_dims = (-1, None if left.dim() == 1 else -2)
+    right_dims = (-2, -1)
+    if right.dim() == 1:
+        right_dims = (-1, None)
+    elif name == "linear":
+        right_dims = (-1, -2)
+    contract(typing, left, left_dims, right, right_dims)
     axes = typing.of(left)[:-1]
-    if name_of(func) == "addmv":
-        return [broadcast(typing, [axes, typing.of(args[0])], out.shape)]
-    return [axes]
+    columns = typing.of(right)
+    if right.dim() > 2:
+        for a, b in zip(axes[:-1], columns[:-2], strict=True):
+            typing.same(a, b)
+    if right_dims[1] is not None:
+        axes.append(columns[right_dims[1]])
+    if name == "addbmm":
+        mark(axes.pop(0), SUMMED)
+    rows = [typing.of(tensor) for tensor in tensors_in(added)]
+    return [broadcast(typing, [axes, *rows], out.shape)]
 
 
 @rule("_grouped_mm")
@@ -444,46 +432,39 @@ def convolution(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out:
     weight = args[1]
     bias = args[2]
     transposed = args[6]
-    groups = args[8]
     x = typing.of(args[0])
     w = typing.of(weight)
     for axis in (*x[2:], *w[2:]):
         pin(axis, POSITIONS)
-    inward = 1
-    outward = 0
+    # The first dimension of the weight is groups·channels; the second holds one group's. Groups
+    # pass through: what is contracted and what is made lies inside of one.
+    group, inside = factored(w[0], args[8])
+    whole = product_of((group, w[1]))
     if transposed:
-        inward = 0
-        outward = 1
-    if groups == 1:
-        typing.same(x[1], w[inward])
-        made = w[outward]
-        by_parameter = typing.reads(weight, inward)
-        typing.writes(weight, outward)
-        if not by_parameter:
-            mark(w[inward], CONTRACTED)
+        typing.same(x[1], w[0])
+        contracted = inside
+        made = whole
+        by_parameter = typing.reads(weight, 0, inside)
+        typing.writes(weight, 1, w[1])
     else:
-        # The first dimension of the weight is groups·channels; the second holds one group's.
-        group, inside = factored(w[0], groups)
-        whole = product_of((group, w[1]))
-        if transposed:
-            typing.same(x[1], w[0])
-            made = whole
-        else:
-            typing.same(x[1], whole)
-            made = w[0]
-        # Groups pass through. What is contracted and what is made lies inside of one.
+        typing.same(x[1], whole)
         contracted = w[1]
-        produced = inside
-        if transposed:
-            contracted = inside
-            produced = w[1]
-        by_parameter = typing.reads(weight, inward, contracted)
-        typing.writes(weight, outward, produced)
-        if not by_parameter:
-            mark(contracted, CONTRACTED)
+        made = w[0]
+        by_parameter = typing.reads(weight, 1, w[1])
+        typing.writes(weight, 0, inside)
+    if not by_parameter:
+        mark(contracted, CONTRACTED)
     if bias is not None:
         typing.same(typing.of(bias)[0], find(made))
     return [[x[0], find(made), *pinned(out.shape[2:], POSITIONS)]]
+
+
+def carry_riders(typing: Typing, axes: Sequence[Axis], riders: Iterable[Any]) -> None:
+    """Unifies axes with those of the weights and statistics of a norm, where it has them."""
+    for rider in riders:
+        if isinstance(rider, Tensor):
+            for a, b in zip(axes, typing.of(rider), strict=True):
+                typing.same(a, b)
 
 
 @rule("""
@@ -493,13 +474,11 @@ def convolution(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out:
 """)
 def batch_norm(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Any) -> Axes:
     x = typing.of(args[0])
-    for other in args[1:5]:
-        if isinstance(other, Tensor):
-            typing.same(x[1], typing.of(other)[0])
-    rows: Axes = [[find(axis) for axis in x]]
+    carry_riders(typing, x[1:2], args[1:5])
+    rows: Axes = [x]
     for result in tensors_in(out)[1:]:
         if tuple(result.shape) == (x[1].size,):
-            rows.append([find(x[1])])
+            rows.append([x[1]])
         else:
             rows.extend(unused([result]))
     return rows
@@ -508,14 +487,11 @@ def batch_norm(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: 
 @rule("native_layer_norm layer_norm _fused_rms_norm rms_norm")
 def layer_norm(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Any) -> Axes:
     x = typing.of(args[0])
-    first = len(x) - len(args[1])
-    for other in args[2:4]:
-        if isinstance(other, Tensor):
-            for a, b in zip(x[first:], typing.of(other), strict=True):
-                typing.same(a, b)
-    for axis in x[first:]:
+    normalised = x[len(x) - len(args[1]) :]
+    carry_riders(typing, normalised, args[2:4])
+    for axis in normalised:
         mark(axis, NORMALISED)
-    return [[find(axis) for axis in x], *unused(tensors_in(out)[1:])]
+    return [x, *unused(tensors_in(out)[1:])]
 
 
 @rule("native_group_norm group_norm")
@@ -528,31 +504,23 @@ def group_norm(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: 
     else:
         riders = args[2:4]
         groups = args[1]
-    for other in riders:
-        if isinstance(other, Tensor):
-            typing.same(x[1], typing.of(other)[0])
+    carry_riders(typing, x[1:2], riders)
     _, inside = factored(x[1], groups)
     mark(inside, NORMALISED)
-    return [[find(axis) for axis in x], *unused(tensors_in(out)[1:])]
+    return [x, *unused(tensors_in(out)[1:])]
 
 
-@rule("embedding")
-def embedding(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    rows, columns = typing.of(args[0])
-    pin(rows, "looked up by number")
-    typing.reads(args[0], 0)
-    typing.writes(args[0], 1)
-    return [[*typing.of(args[1]), columns]]
-
-
-@rule("_embedding_bag _embedding_bag_forward_only")
-def embedding_bag(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Any) -> Axes:
+@rule("embedding _embedding_bag _embedding_bag_forward_only")
+def embedding(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Any) -> Axes:
     rows, columns = typing.of(args[0])
     pin(rows, "looked up by number")
     typing.reads(args[0], 0)
     typing.writes(args[0], 1)
     first, *others = tensors_in(out)
-    return [[*pinned(first.shape[:1], POSITIONS), columns], *unused(others)]
+    places = typing.of(args[1])
+    if "bag" in name_of(func):
+        places = pinned(first.shape[:1], POSITIONS)
+    return [[*places, columns], *unused(others)]
 
 
 @rule("""
@@ -727,22 +695,23 @@ def constant_pad(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out
     return [x]
 
 
-@rule("pixel_shuffle")
-def pixel_shuffle(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    """[..., channels·factor·factor, height, width] to larger images."""
+@rule("pixel_unshuffle im2col")
+def folded(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
+    """[..., channels, height, width] to [..., channels·cells, *positions]."""
     x = typing.of(args[0])
-    channels, cells = factored(x[-3], out.shape[-3])
+    at = len(x) - 3
+    cells = pinned([out.shape[at] // x[at].size], POSITIONS)
+    return [[*x[:at], product_of((x[at], *cells)), *pinned(out.shape[at + 1 :], POSITIONS)]]
+
+
+@rule("pixel_shuffle col2im")
+def unfolded(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
+    """[..., channels·cells, *positions] to [..., channels, height, width]."""
+    x = typing.of(args[0])
+    at = out.dim() - 3
+    channels, cells = factored(x[at], out.shape[at])
     pin(cells, POSITIONS)
-    return [[*x[:-3], channels, *pinned(out.shape[-2:], POSITIONS)]]
-
-
-@rule("pixel_unshuffle")
-def pixel_unshuffle(
-    typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor
-) -> Axes:
-    x = typing.of(args[0])
-    cells = pinned([args[1] ** 2], POSITIONS)
-    return [[*x[:-3], product_of((x[-3], *cells)), *pinned(out.shape[-2:], POSITIONS)]]
+    return [[*x[:at], channels, *pinned(out.shape[at + 1 :], POSITIONS)]]
 
 
 @rule("channel_shuffle native_channel_shuffle")
@@ -753,22 +722,6 @@ def channel_shuffle(
     group, inside = factored(x[1], args[1])
     x[1] = product_of((inside, group))
     return [x]
-
-
-@rule("im2col")
-def im2col(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    """[batch, channels, height, width] to [batch, channels·kernel, blocks]."""
-    x = typing.of(args[0])
-    cells = pinned([prod(args[1])], POSITIONS)
-    return [[*x[:-3], product_of((x[-3], *cells)), *pinned(out.shape[-1:], POSITIONS)]]
-
-
-@rule("col2im")
-def col2im(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    x = typing.of(args[0])
-    channels, cells = factored(x[-2], out.shape[-3])
-    pin(cells, POSITIONS)
-    return [[*x[:-2], channels, *pinned(out.shape[-2:], POSITIONS)]]
 
 
 @rule("unfold")
@@ -811,18 +764,18 @@ def glu(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor)
     return [[find(axis) for axis in first]]
 
 
-def _indexed(
-    typing: Typing, x: list[Axis], indices: Sequence[Tensor | None], rank: int
-) -> list[Axis]:
+def _indexed(typing: Typing, x: list[Axis], indices: Sequence[Tensor | None]) -> list[Axis]:
     """Returns the axes of `x[indices]`: the indexed ones are pinned, the others stay what they are.
 
-    The dimensions of the indices take the place of the first one, or come first when another
-    dimension lies between them. A mask takes as many dimensions as it has.
+    The dimensions of the indices, for which UNIT stands, take the place of the first one, or come
+    first when another dimension lies between them. A mask takes as many dimensions as it has, and
+    makes one.
     """
     why = f"indexed by a tensor at {model_line()}"
     kept: list[Axis] = []
     # The number of kept dimensions before each index.
     places: list[int] = []
+    added = 0
     dim = 0
     for index in indices:
         if index is None:
@@ -830,35 +783,35 @@ def _indexed(
             dim += 1
             continue
         width = 1
+        makes = index.dim()
         if index.dtype in (torch.bool, torch.uint8):
             width = index.dim()
+            makes = 1
         for axis in (*x[dim : dim + width], *typing.of(index)):
             pin(axis, why)
         places.append(len(kept))
+        added = max(added, makes)
         dim += width
     kept.extend(x[dim:])
     first = 0
     if len(set(places)) == 1:
         first = places[0]
-    # Sizes of the indices' dimensions are filled in by the caller, who has the result.
-    added: list[Axis] = [UNIT] * (rank - len(kept))
-    return [*kept[:first], *added, *kept[first:]]
+    return [*kept[:first], *[UNIT] * added, *kept[first:]]
 
 
-def _filled(axes: list[Axis], shape: Sequence[int]) -> list[Axis]:
-    """Replaces axes that have another size than the result by pinned ones."""
-    result: list[Axis] = []
-    for axis, size in zip(axes, shape, strict=True):
-        if axis is UNIT or axis.size != size:
-            axis = pinned([size], f"indexed by a tensor at {model_line()}")[0]
-        result.append(axis)
-    return result
-
-
-@rule("index _unsafe_index")
+@rule("index _unsafe_index index_select")
 def index(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    axes = _indexed(typing, typing.of(args[0]), args[1], out.dim())
-    return [_filled(axes, out.shape)]
+    x = typing.of(args[0])
+    indices = args[1]
+    if name_of(func) == "index_select":
+        if not x:
+            return [x]
+        indices = [*[None] * (args[1] % len(x)), args[2]]
+    axes = _indexed(typing, x, indices)
+    for at, size in enumerate(out.shape):
+        if axes[at] is UNIT or axes[at].size != size:
+            axes[at] = pinned([size], f"indexed by a tensor at {model_line()}")[0]
+    return [axes]
 
 
 @rule("index_put _index_put_impl _unsafe_index_put")
@@ -866,36 +819,12 @@ def index_put(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: T
     """Values are broadcast to what `x[indices]` would be."""
     x = typing.of(args[0])
     values = typing.of(args[2])
-    # The rank of x[indices]: kept dimensions, and those of the longest index.
-    taken = 0
-    longest = 0
-    for one in args[1]:
-        if one is None:
-            continue
-        if one.dtype in (torch.bool, torch.uint8):
-            taken += one.dim()
-            longest = max(longest, 1)
-        else:
-            taken += 1
-            longest = max(longest, one.dim())
-    axes = _indexed(typing, x, args[1], len(x) - taken + longest)
+    axes = _indexed(typing, x, args[1])
     for back in range(-min(len(axes), len(values)), 0):
         if axes[back] is UNIT:
             pin(values[back], "put by a tensor of indices")
         elif axes[back].size == values[back].size:
             typing.same(axes[back], values[back])
-    return [x]
-
-
-@rule("index_select")
-def index_select(typing: Typing, func: Operator, args: Args, kwargs: Kwargs, out: Tensor) -> Axes:
-    x = typing.of(args[0])
-    dim = args[1]
-    if not x:
-        return [x]
-    for axis in (x[dim], *typing.of(args[2])):
-        pin(axis, f"indexed by a tensor at {model_line()}")
-    x[dim] = pinned([out.shape[dim]], f"indexed by a tensor at {model_line()}")[0]
     return [x]
 
 

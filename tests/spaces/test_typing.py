@@ -55,6 +55,52 @@ def test_a_linear_map_ties_its_input_and_frees_its_inside() -> None:
     assert result.writers[inside] == (("a", 1),)
 
 
+sequences = torch.randn(2, 3, 6)
+PRODUCTS: dict[str, tuple[Callable[..., Any], Tensor, tuple[int, ...], int]] = {
+    # what follows `x @ m.a`, the input, the shape of the weight `b`, and its dimension that is read
+    "mm": (lambda m, h: h @ m.b, x, (5, 4), 0),
+    "linear": (lambda m, h: F.linear(h, m.b), x, (4, 5), 1),
+    "linear with a vector": (lambda m, h: F.linear(h, m.b), x, (5,), 0),
+    "addmm": (lambda m, h: torch.addmm(m.a[0, 0], h, m.b), x, (5, 4), 0),
+    "mv": (lambda m, h: h.mv(m.b), x, (5,), 0),
+    "addmv": (lambda m, h: torch.addmv(m.a[0, 0], h, m.b), x, (5,), 0),
+    "dot": (lambda m, h: h[0].dot(m.b), x, (5,), 0),
+    "bmm": (lambda m, h: h.bmm(m.b), sequences, (2, 5, 4), 1),
+    "baddbmm": (lambda m, h: torch.baddbmm(m.a[0, 0], h, m.b), sequences, (2, 5, 4), 1),
+    "addbmm": (lambda m, h: torch.addbmm(m.a[0, 0], h, m.b), sequences, (2, 5, 4), 1),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_reads_the_axis_that_it_sums_over(name: str) -> None:
+    product, given, shape, read = PRODUCTS[name]
+    result = typed(lambda m, x: product(m, x @ m.a), given, a=(6, 5), b=shape)
+    inside = result.axes["a"][1]
+    assert inside == result.axes["b"][read]
+    assert ("b", read) in result.readers[atoms_of(inside)[0]]
+    assert result.unknown == ()
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_convolution_reads_and_writes_inside_of_its_groups(groups: int, transposed: bool) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        convolution = F.conv_transpose2d if transposed else F.conv2d
+        return F.conv2d(convolution(F.conv2d(x, m.a), m.g, groups=groups), m.b)
+
+    shape = (8, 8 // groups, 1, 1)
+    result = typed(body, torch.randn(2, 3, 4, 4), a=(8, 3, 1, 1), g=shape, b=(2, 8, 1, 1))
+    inward, outward = (0, 1) if transposed else (1, 0)
+    read = atoms_of(result.axes["a"][0])[-1]
+    written = atoms_of(result.axes["b"][1])[-1]
+    assert read != written
+    assert ("g", inward) in result.readers[read]
+    assert ("g", outward) in result.writers[written]
+    if groups == 2:
+        # the groups themselves pass through
+        assert atoms_of(result.axes["a"][0])[0] == atoms_of(result.axes["b"][1])[0]
+
+
 def test_a_square_weight_reads_one_dimension_and_writes_the_other() -> None:
     def recurrent(m: Any, x: Tensor) -> Tensor:
         h = x @ m.a
