@@ -116,3 +116,23 @@ class RectanglePlan:
         if self._narrow:
             return parents.add_(children, alpha=self.topology.n_parents)
         return parents.mul_(self.topology.n_children).add_(children)
+
+
+class MatrixPlan:
+    """The form for torch.export: common operations alone write the values into a matrix, with zeros
+    for absent relations, and multiply once.
+    """
+
+    def __init__(self, topology: Topology) -> None:
+        self._shape = topology.n_parents, topology.n_children
+        # None: the values of a full transition are the matrix
+        self._cells = None
+        if not topology.is_full:
+            # int64, as ONNX has it
+            self._cells = topology.parents().long() * topology.n_children + topology.child
+
+    def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
+        if self._cells is not None:
+            rows, columns = self._shape
+            values = values.new_zeros(rows * columns).index_put((self._cells,), values)
+        return torch.addmm(bias, x, values.view(self._shape))

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.jit import is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 from grapnet._torch import (
+    disable_current_modes,
     is_exporting,
     peek_interpreter_stack,
     temporarily_clear_interpreter_stack,
@@ -28,7 +29,7 @@ from grapnet.core._transition import Topology, Transition
 
 from . import _native
 from ._costs import BATCHES, Shape, Why, batch_class, fastest, precision
-from ._exported import exported_steps
+from ._dense import MatrixPlan
 from ._family import find_families
 from ._plan import Backend, Plan, Policy
 from ._policy import ColumnPlan, column_places, present_columns, start_columns
@@ -255,6 +256,22 @@ class Plans:
                 )
             )
         return found
+
+    def exported_steps(self) -> list[Step]:
+        """Returns the steps of a forward pass that is being exported, whichever backends run the
+        net.
+
+        Raises:
+            PlanError: the export is strict; torch then shows it inside an error of its own.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            raise PlanError(
+                "a net cannot be exported with strict=True; omit it, or export a snapshot"
+            )
+        # The relations as they are, not as the trace shows them.
+        with disable_current_modes():
+            plans = [MatrixPlan(topology) for topology in self.topologies]
+        return self.steps(plans, training=True)
 
     def after(self, commit: Commit) -> "Plans":
         """Returns the plans for the wiring after a commit; those in use are created or moved at
@@ -659,7 +676,7 @@ class Execution:
         """
         if is_exporting():
             self.require_sum("torch.export")
-            return exported_steps(plans)
+            return plans.exported_steps()
         if is_tracing():
             raise PlanError(
                 "torch.jit.trace, which torch.onnx.export(dynamo=False) uses too, does not record"
