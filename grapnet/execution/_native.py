@@ -293,29 +293,9 @@ def sum_by_child(
     batch = x.shape[0]
     z = _reused_activations(x, batch, n_children, row_major)
     # In the opposite wiring, from the children to their parents, it is the gradient of the input.
-    sound = _loaded().gradients(
-        0,
-        False,
-        x.data_ptr(),
-        is_by_feature(x),
-        values.data_ptr(),
-        bias.data_ptr(),
-        in_ptr.data_ptr(),
-        parent.data_ptr(),
-        z.data_ptr(),
-        not row_major,
-        0,
-        0,
-        True,
-        False,
-        batch,
-        n_children,
-        n_parents,
-        n_relations,
-        _NUMBERS[x.dtype],
-        torch.get_num_threads(),
-    )
-    _require(sound)
+    layouts = (False, is_by_feature(x), not row_major)
+    sizes = (batch, n_children, n_parents)
+    _run_gradients(None, x, values, bias, in_ptr, parent, z, None, None, layouts, sizes)
     return z
 
 
@@ -410,31 +390,54 @@ def _run_shifted(
     dbias = x.shifts.new_empty(
         n_children if dw is not None else 0, dtype=sums_dtype(x.numbers.dtype)
     )
+    layouts = (True, True, True)
+    sizes = (x.batch, ptr.shape[0] - 1, n_children)
+    shifts = (x.shifts.data_ptr(), x.shifts.numel(), x.stride, x.numbers.numel())
+    _run_gradients(dz, x.numbers, values, bias, ptr, child, z, dw, dbias, layouts, sizes, shifts)
+
+
+def _run_gradients(
+    x: Tensor | None,
+    dz: Tensor,
+    values: Tensor | None,
+    bias: Tensor | None,
+    ptr: Tensor,
+    child: Tensor,
+    dx: Tensor | None,
+    dw: Tensor | None,
+    dbias: Tensor | None,
+    layouts: tuple[bool, bool, bool],
+    sizes: tuple[int, int, int],
+    shifts: tuple[int, ...] = (),
+) -> None:
+    """Writes dx, which starts from the bias, where values are given, and dw and dbias where x is.
+
+    Args:
+        x, dz, values, bias, ptr, child, dx, dw, dbias: as in `gradients`.
+        layouts: whether x, dz and dx are laid out feature by feature.
+        sizes: the numbers of samples, parents and children.
+        shifts: the address and number of the shifts of `Shifted`, its stride, and its size.
+    """
     sound = _loaded().gradients(
-        _address(dz),
-        True,
-        x.numbers.data_ptr(),
-        True,
+        _address(x),
+        layouts[0],
+        dz.data_ptr(),
+        layouts[1],
         _address(values),
         _address(bias),
         ptr.data_ptr(),
         child.data_ptr(),
-        _address(z),
-        True,
+        _address(dx),
+        layouts[2],
         _address(dw),
-        dbias.data_ptr(),
-        z is not None,
-        dw is not None,
-        x.batch,
-        ptr.shape[0] - 1,
-        n_children,
+        _address(dbias),
+        values is not None,
+        x is not None,
+        *sizes,
         child.shape[0],
-        _NUMBERS[x.numbers.dtype],
+        _NUMBERS[dz.dtype],
         torch.get_num_threads(),
-        x.shifts.data_ptr(),
-        x.shifts.numel(),
-        x.stride,
-        x.numbers.numel(),
+        *shifts,
     )
     _require(sound)
 
@@ -475,29 +478,9 @@ def gradients(
         if batch == 0:
             dw.zero_()
             dbias.zero_()
-    sound = _loaded().gradients(
-        x.data_ptr() if x is not None else 0,
-        x is not None and is_by_feature(x),
-        dz.data_ptr(),
-        is_by_feature(dz),
-        values.data_ptr() if values is not None else 0,
-        0,
-        ptr.data_ptr(),
-        child.data_ptr(),
-        dx.data_ptr(),
-        not row_major,
-        dw.data_ptr(),
-        dbias.data_ptr(),
-        values is not None,
-        x is not None,
-        batch,
-        n_parents,
-        n_children,
-        n_relations,
-        _NUMBERS[dz.dtype],
-        torch.get_num_threads(),
-    )
-    _require(sound)
+    layouts = (x is not None and is_by_feature(x), is_by_feature(dz), not row_major)
+    sizes = (batch, n_parents, n_children)
+    _run_gradients(x, dz, values, None, ptr, child, dx, dw, dbias, layouts, sizes)
     return dx, dw, dbias
 
 

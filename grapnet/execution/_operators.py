@@ -176,6 +176,23 @@ def plain_dots(x: Tensor, dz: Tensor, ptr: Tensor, child: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
+def _gradients(
+    x: Tensor, dz: Tensor, values: Tensor, wiring: Wiring, needed: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns the gradients of `relation_sum` that are needed, by as few kernels as possible."""
+    needs_x, needs_values, needs_bias = needed[:3]
+    dx = dw = dbias = None
+    if needs_x and needs_values:
+        dx, dw, dbias = relation_gradients(x, dz, values, wiring)
+    elif needs_values:
+        dw, dbias = weight_gradient(x, dz, wiring)
+    elif needs_x:
+        dx = input_gradient(dz, values, wiring, row_major=not _native.is_by_feature(x))
+    if needs_bias and dbias is None:
+        dbias = _sum_over_batch(dz)
+    return dx, dw, dbias
+
+
 def _sum_over_batch(dz: Tensor) -> Tensor:
     """Returns the gradient of a bias, in the dtype of the sums."""
     return dz.sum(0, dtype=_native.sums_dtype(dz.dtype))
@@ -214,17 +231,8 @@ class _RelationSum(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (dz,) = grads
         x, values, *wiring = ctx.saved_tensors
-        needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        dx = dw = dbias = None
-        if needs_x and needs_values:
-            dx, dw, dbias = relation_gradients(x, dz, values, wiring)
-        elif needs_values:
-            dw, dbias = weight_gradient(x, dz, wiring)
-        elif needs_x:
-            dx = input_gradient(dz, values, wiring, row_major=not _native.is_by_feature(x))
-        if needs_bias and dbias is None:
-            dbias = _sum_over_batch(dz)
-        return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), None, None, None, None, None
+        dx, dw, dbias = _gradients(x, dz, values, wiring, ctx.needs_input_grad)
+        return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 5
 
 
 class _SumByChild(_RelationSum):
@@ -248,14 +256,13 @@ class _SumByChild(_RelationSum):
         x, values, *wiring, parent, back = ctx.saved_tensors
         ptr, _, in_ptr, entries = wiring
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
-        row_major = not _native.is_by_feature(x)
-        dx = dw = dbias = None
         if x.shape[0] <= _FEW:
+            dx = dw = dbias = None
             # Another order of the values would take longer than the gradients.
             opposite = (in_ptr, parent, ptr, back)
             if needs_x:
                 zeros = x.new_zeros(x.shape[1])
-                dx = relation_sum(dz, values, zeros, opposite, row_major)
+                dx = relation_sum(dz, values, zeros, opposite, not _native.is_by_feature(x))
             if needs_values:
                 dw, _ = weight_gradient(dz, x, opposite)
             if needs_bias:
@@ -263,16 +270,9 @@ class _SumByChild(_RelationSum):
             return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 7
         if needs_x:
             values = reorder(values, in_ptr, back, ptr, entries)
-        if needs_x and needs_values:
-            dx, dw, dbias = relation_gradients(x, dz, values, wiring)
-        elif needs_values:
-            dw, dbias = weight_gradient(x, dz, wiring)
-        elif needs_x:
-            dx = input_gradient(dz, values, wiring, row_major)
+        dx, dw, dbias = _gradients(x, dz, values, wiring, ctx.needs_input_grad)
         if dw is not None:
             dw = reorder(dw, ptr, entries, in_ptr, back)
-        if needs_bias and dbias is None:
-            dbias = _sum_over_batch(dz)
         return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 7
 
 

@@ -1,6 +1,7 @@
 """What a backend is: two functions; and a policy, which computes something else than the sum."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -105,6 +106,24 @@ class FeatureMajorPlan(Plan, Protocol):
     def row_major(self) -> Plan:
         """Returns the same plan with a contiguous, row-major result."""
         ...
+
+
+def kernel_refusals(
+    topology: Topology, dtype: torch.dtype, known: Mapping[str, Sequence[torch.dtype]]
+) -> list[str]:
+    """Returns the reasons why kernels cannot run a topology, given the dtypes that they know on
+    every type of device.
+    """
+    device = topology.child.device.type
+    if device not in known:
+        return [f"the weights are on {device}, the kernels are built for {' and '.join(known)}"]
+    refusals = []
+    if device == "cuda" and not find_spec("triton"):
+        refusals.append("Triton is not installed")
+    if dtype not in known[device]:
+        names = ", ".join(map(str, known[device]))
+        refusals.append(f"the weights are {dtype}, the kernels on {device} are built for {names}")
+    return refusals
 
 
 def sized(*sizes: int, device: torch.device) -> Tensor:

@@ -3,7 +3,6 @@ batch.
 """
 
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from typing import ClassVar
 
 import torch
@@ -14,13 +13,12 @@ from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology
 
 from . import _native, _operators
-from ._plan import Plan, needs_plain_operations
+from ._plan import Plan, kernel_refusals, needs_plain_operations
 from ._reference import ReferencePlan
 
 # Carrying an order looks up every relation of the owners that lose one; building it again touches
 # every relation.
 _LOOKUPS = 1 / 16
-_DEVICES = ("cpu", "cuda")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -32,19 +30,9 @@ class Sparse:
 
     def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
         """Returns the reasons why it cannot run this topology; empty if it can."""
-        device = topology.child.device.type
-        if device not in _DEVICES:
-            return [
-                f"the weights are on {device}, the kernels are built for {' and '.join(_DEVICES)}"
-            ]
-        refusals = []
-        if device == "cpu" and _native.missing:
+        refusals = kernel_refusals(topology, dtype, dict.fromkeys(("cpu", "cuda"), _DTYPES))
+        if topology.child.is_cpu and _native.missing:
             refusals.append(_native.missing)
-        if device == "cuda" and not find_spec("triton"):
-            refusals.append("Triton is not installed")
-        if dtype not in _DTYPES:
-            known = ", ".join(map(str, _DTYPES))
-            refusals.append(f"the weights are {dtype}, the kernels are built for {known}")
         return refusals
 
     def prepare(self, topology: Topology) -> Plan:

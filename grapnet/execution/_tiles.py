@@ -10,7 +10,6 @@ multiple of the size, its last block is smaller.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakKeyDictionary
@@ -26,8 +25,9 @@ from grapnet.core._transition import TILES, Topology
 from . import _native
 from ._dense import FullPlan
 from ._family import _column_sums as column_sums
+from ._operators import register
 from ._operators import run as run_operator
-from ._plan import Plan
+from ._plan import Plan, kernel_refusals
 from ._sparse import SparsePlan
 
 SIZES = TILES[::-1]  # the largest first
@@ -54,19 +54,7 @@ class Tiles:
 
     def refusals(self, topology: Topology, dtype: torch.dtype) -> list[str]:
         """Returns the reasons why it cannot run this topology; empty if it can."""
-        device = topology.child.device.type
-        if device not in _DTYPES:
-            return [
-                f"the weights are on {device}, the kernels are built for {' and '.join(_DTYPES)}"
-            ]
-        refusals = []
-        if device == "cuda" and not find_spec("triton"):
-            refusals.append("Triton is not installed")
-        if dtype not in _DTYPES[device]:
-            known = ", ".join(map(str, _DTYPES[device]))
-            refusals.append(
-                f"the weights are {dtype}, the kernels on {device} are built for {known}"
-            )
+        refusals = kernel_refusals(topology, dtype, _DTYPES)
         if not topology.is_full and find_tiles(topology) is None:
             sizes = ", ".join(map(str, TILES))
             refusals.append(f"the relations do not come in tiles of one size ({sizes})")
@@ -513,20 +501,11 @@ class _TileWeightGradient(Function):
 
 
 _ops = torch.ops.grapnet
-_library = torch.library.Library("grapnet", "FRAGMENT")
 _WIRING = "int size, Tensor ptr, Tensor tiles, Tensor in_ptr, Tensor incoming, Tensor groups"
 
-
-def _register(function: Any, name: str, given: str) -> None:
-    """Makes an operator of torch, for all devices, from a Function."""
-    _library.define(f"{name}({given}, {_WIRING}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(name, function.forward, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"grapnet::{name}", function.shape, lib=_library)
-    torch.library.register_autograd(
-        f"grapnet::{name}", function.backward, setup_context=function.setup_context, lib=_library
-    )
-
-
-_register(_TileSum, "tile_sum", "Tensor x, Tensor values, Tensor bias")
-_register(_TileInputGradient, "tile_input_gradient", "Tensor dz, Tensor values, SymInt n_parents")
-_register(_TileWeightGradient, "tile_weight_gradient", "Tensor x, Tensor dz, SymInt n_relations")
+for function, name, given in (
+    (_TileSum, "tile_sum", "Tensor x, Tensor values, Tensor bias"),
+    (_TileInputGradient, "tile_input_gradient", "Tensor dz, Tensor values, SymInt n_parents"),
+    (_TileWeightGradient, "tile_weight_gradient", "Tensor x, Tensor dz, SymInt n_relations"),
+):
+    register(function, name, f"{given}, {_WIRING}", "Tensor", device="CompositeExplicitAutograd")
