@@ -475,18 +475,10 @@ class Adopted(Graph):
         """Returns the shape that the sizes of spaces give to every tensor."""
         sizes = self._atom_sizes()
         typed, known, shapes = self._shapes
-        changed: Iterable[str] = ()
-        if typed is not self._typed:
+        if typed is not self._typed or known != sizes:
             shapes = {}
-            changed = self._typed.axes
-        elif known != sizes:
-            resized = [space for space in self.spaces if known[space._atom] != sizes[space._atom]]
-            changed = {name for space in resized for name, _ in space._members}
-        if changed:
-            renewed = {}
-            for name in changed:
-                renewed[name] = tuple([size_of(axis, sizes) for axis in self._typed.axes[name]])
-            shapes = shapes | renewed
+            for name, axes in self._typed.axes.items():
+                shapes[name] = tuple([size_of(axis, sizes) for axis in axes])
             self._shapes = (self._typed, sizes, shapes)
         return shapes
 

@@ -146,12 +146,10 @@ def _held(value: Any) -> list[Tensor]:
     if isinstance(value, nn.Module):
         return [*value.parameters(), *value.buffers()]
     found = outputs_in(value)
+    if isinstance(value, dict):
+        value = list(value.values())
     if isinstance(value, (list, tuple)):
         for item in value:
-            if isinstance(item, nn.Module):
-                found.extend(_held(item))
-    elif isinstance(value, dict):
-        for item in value.values():
             if isinstance(item, nn.Module):
                 found.extend(_held(item))
     return found

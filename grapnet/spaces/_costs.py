@@ -32,47 +32,34 @@ REPEATS = 9
 WARM_UP = 2
 
 Product = tuple[Axis, ...]  # the axes over which an operation multiplies and adds
-
-
-def _matrices(typing: Typing, left: Tensor, right: Tensor) -> list[Product]:
-    """[..., n, k] times [..., k, m]."""
-    return [(*typing.of(left), typing.of(right)[-1])]
-
-
-def _linear(typing: Typing, x: Tensor, weight: Tensor, *_: Any) -> list[Product]:
-    return [(*typing.of(x), typing.of(weight)[0])]
-
-
-def _convolution(typing: Typing, out: Tensor, args: tuple[Any, ...]) -> list[Product]:
-    """The whole weight for every position of the output; of the input, if it is transposed."""
-    placed = args[0] if args[6] else out
-    batch, _, *positions = typing.of(placed)
-    return [(*typing.of(args[1]), batch, *positions)]
-
-
-def _attention(typing: Typing, q: Tensor, k: Tensor, v: Tensor) -> list[Product]:
-    """Queries [..., n, d] with keys [..., m, d], and the result with values [..., m, e]."""
-    *rows, inner = typing.of(q)
-    columns = typing.of(k)[-2]
-    return [(*rows, columns, inner), (*rows, columns, typing.of(v)[-1])]
+# Products with a vector and of two matrices: which argument is the left factor.
+_VECTORS = {"mv": 0, "dot": 0, "vdot": 0, "addmv": 1}
+_MATRICES = {
+    **dict.fromkeys(("mm", "bmm", "_grouped_mm"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation"), 1),
+}
 
 
 def _products(typing: Typing, name: str, args: tuple[Any, ...], out: Any) -> list[Product]:
     """Returns the axes of the products of one operation; most have none."""
-    if name in ("mm", "bmm", "_grouped_mm", "mv", "dot", "vdot"):
-        if name in ("mv", "dot", "vdot"):
-            return [tuple(typing.of(args[0]))]
-        return _matrices(typing, *args[:2])
-    if name in ("addmm", "baddbmm", "addbmm", "_addmm_activation"):
-        return _matrices(typing, *args[1:3])
-    if name == "addmv":
-        return [tuple(typing.of(args[1]))]
+    if name in _VECTORS:
+        return [tuple(typing.of(args[_VECTORS[name]]))]
+    if name in _MATRICES:
+        # [..., n, k] times [..., k, m]
+        left = _MATRICES[name]
+        return [(*typing.of(args[left]), typing.of(args[left + 1])[-1])]
     if name == "linear":
-        return _linear(typing, *args)
+        return [(*typing.of(args[0]), typing.of(args[1])[0])]
     if name in ("convolution", "_convolution", "convolution_overrideable"):
-        return _convolution(typing, out, args)
+        # The whole weight for every position of the output; of the input, if it is transposed.
+        placed = args[0] if args[6] else out
+        batch, _, *positions = typing.of(placed)
+        return [(*typing.of(args[1]), batch, *positions)]
     if "scaled_dot_product" in name:
-        return _attention(typing, *args[:3])
+        # Queries [..., n, d] with keys [..., m, d], and the result with values [..., m, e].
+        *rows, inner = typing.of(args[0])
+        columns = typing.of(args[1])[-2]
+        return [(*rows, columns, inner), (*rows, columns, typing.of(args[2])[-1])]
     return []
 
 

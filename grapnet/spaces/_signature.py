@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ._axes import Atom, Expression, ProductOf, SumOf, size_of
+from ._axes import Atom, Expression, ProductOf, SumOf, atoms_of, size_of
 from ._discovery import Typed
 
 # Indices of size 1 broadcast, so nothing tells them apart: all of them are this atom.
@@ -42,8 +42,8 @@ class Signature:
         # The same shapes may be products of other sizes: 12 heads of 64, or 6 of 128.
         for name, axes in self.axes.items():
             for axis in axes:
-                for atom in _atoms(axis):
-                    if self.sizes[atom.number] != other.sizes[atom.number]:
+                for atom in atoms_of(axis):
+                    if self.sizes[atom] != other.sizes[atom]:
                         return name
         return ""
 
@@ -79,12 +79,3 @@ def _renumbered(axis: Expression, sizes: Sequence[int], numbers: dict[int, int])
     if len(factors) < 2:
         return factors[0] if factors else UNIT
     return ProductOf(tuple(factors))
-
-
-def _atoms(axis: Expression) -> list[Atom]:
-    if isinstance(axis, Atom):
-        return [axis]
-    found = []
-    for part in axis.parts:
-        found += _atoms(part)
-    return found
