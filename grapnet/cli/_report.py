@@ -8,9 +8,8 @@ import inspect
 import json
 import os
 import re
-import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Template
@@ -84,8 +83,9 @@ figcaption { color: var(--soft); font-size: .9rem; }
 </head>
 <body>
 <h1>A network that is edited while it learns</h1>
-<p>GrapNet on the 1,797 handwritten digits that come with scikit-learn. Every number was measured
-in this run, $seconds s on $machine, and every claim is a check that can fail.</p>
+<p>$opening</p>
+<p>Every number was measured in this run, $seconds s on $machine, and every claim is a check that
+can fail.</p>
 <div class="tiles">$tiles</div>
 $chapters
 <section><div><h2>What to try next</h2><ul>$next</ul></div>
@@ -106,15 +106,17 @@ class Chapter:
         code: the function that does it; None if there is none worth reading.
         numbers: further numbers of `demo.json`.
         checks: what must hold, and whether it did.
+        tiles: numbers for the top of the page, by what they mean.
         picture: HTML of a picture, or nothing.
     """
 
     title: str
     text: str
-    rows: dict[str, dict[str, Cell]]
-    code: Callable[..., Any] | None
-    numbers: dict[str, Any]
+    rows: Mapping[str, Mapping[str, Cell]]
+    code: Callable[..., Any] | None = None
+    numbers: dict[str, Any] = field(default_factory=dict)
     checks: dict[str, bool] = field(default_factory=dict)
+    tiles: dict[str, str] = field(default_factory=dict)
     picture: str = ""
 
     def lines(self) -> list[str]:
@@ -143,6 +145,70 @@ class Chapter:
         if self.code is not None:
             right.append(_folded(self.code))
         return f"<section><div>{''.join(left)}</div><div>{''.join(right)}</div></section>"
+
+
+def draw(net: gn.GrapNet, folder: Path, caption: str) -> str:
+    """Returns HTML with a picture of a net, for light and for dark screens."""
+    from matplotlib.figure import Figure
+
+    from grapnet import plot
+
+    sources = {}
+    for theme in ("light", "dark"):
+        with plot.theme(theme):
+            axes = plot.graph(net, ax=Figure((5.5, 4), layout="constrained").subplots())
+            axes.set_title("")  # the caption says it
+            path = plot.save(axes, folder / f"graph-{theme}.png")
+        data = base64.b64encode(path.read_bytes()).decode()
+        sources[theme] = f"data:image/png;base64,{data}"
+    return (
+        '<figure><picture><source media="(prefers-color-scheme: dark)"'
+        f' srcset="{sources["dark"]}"><img src="{sources["light"]}" alt="">'
+        f"</picture><figcaption>{_escaped(caption)}</figcaption></figure>"
+    )
+
+
+def write(
+    folder: Path,
+    opening: str,
+    chapters: Sequence[Chapter],
+    data: Mapping[str, Any],
+    commands: Sequence[str],
+) -> None:
+    """Writes `report.html`, which proposes commands at its end, and `demo.json`."""
+    checks = data["checks"].values()
+    tiles = {}
+    for chapter in chapters:
+        tiles |= chapter.tiles
+    tiles["checks held"] = f"{sum(checks)} of {len(checks)}"
+    shown_tiles = []
+    for meaning, number in tiles.items():
+        shown_tiles.append(f"<div><b>{_escaped(number)}</b>{_escaped(meaning)}</div>")
+    page = PAGE.substitute(
+        opening=_escaped(opening),
+        seconds=f"{data['seconds']:.0f}",
+        machine=f"{os.cpu_count()} cores",
+        tiles="".join(shown_tiles),
+        chapters="\n".join(chapter.html(n) for n, chapter in enumerate(chapters, 1)),
+        next=_guides(folder),
+        commands=html.escape("\n".join(commands)),
+    )
+    (folder / "report.html").write_text(page, encoding="utf-8")
+    text = json.dumps(data, indent=1, allow_nan=False)
+    (folder / "demo.json").write_text(text + "\n", encoding="utf-8")
+
+
+def _guides(folder: Path) -> str:
+    """Returns links to the documentation beside the library, or the names of its pages."""
+    documents = Path(__file__).resolve().parents[2] / "docs"
+    items = []
+    for title, name in GUIDES:
+        item = f"{title}: docs/{name}"
+        if (documents / name).is_file():
+            place = os.path.relpath(documents / name, folder.resolve())
+            item = f'<a href="{html.escape(Path(place).as_posix())}">{title}</a>'
+        items.append(f"<li>{item}</li>")
+    return "".join(items)
 
 
 def _mark(held: bool) -> str:
@@ -177,96 +243,3 @@ def _html_cell(cell: Cell) -> str:
     if isinstance(cell, float):
         bar = f' style="--share: {cell:.1%}"'
     return f'<td class="{_kind(cell)}"{bar}>{_escaped(shown(cell))}</td>'
-
-
-class Story:
-    """The chapters, as text, as HTML and as the numbers of `demo.json`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.chapters: list[Chapter] = []
-        self.tiles: list[str] = []
-
-    @property
-    def checks(self) -> dict[str, bool]:
-        """What must hold, and whether it did."""
-        found = {}
-        for chapter in self.chapters:
-            found.update(chapter.checks)
-        return found
-
-    def chapter(
-        self,
-        title: str,
-        text: str,
-        rows: dict[str, dict[str, Cell]],
-        code: Callable[..., Any] | None = None,
-        **numbers: Any,
-    ) -> None:
-        """Adds a chapter with a table."""
-        self.chapters.append(Chapter(title, text, rows, code, numbers))
-        print(f"{title}: done", file=sys.stderr)
-
-    def check(self, claim: str, held: bool) -> None:
-        """Records whether a claim of the last chapter held."""
-        self.chapters[-1].checks[claim] = held
-
-    def tile(self, number: str, meaning: str) -> None:
-        """Adds a number to the top of the page."""
-        self.tiles.append(f"<div><b>{_escaped(number)}</b>{_escaped(meaning)}</div>")
-
-    def draw(self, net: gn.GrapNet, caption: str) -> None:
-        """Adds a picture of the net to the last chapter, for light and for dark screens."""
-        from matplotlib.figure import Figure
-
-        from grapnet import plot
-
-        sources = {}
-        for theme in ("light", "dark"):
-            with plot.theme(theme):
-                axes = plot.graph(net, ax=Figure((5.5, 4), layout="constrained").subplots())
-                axes.set_title("")  # the caption says it
-                path = plot.save(axes, self.folder / f"graph-{theme}.png")
-            data = base64.b64encode(path.read_bytes()).decode()
-            sources[theme] = f"data:image/png;base64,{data}"
-        self.chapters[-1].picture = (
-            '<figure><picture><source media="(prefers-color-scheme: dark)"'
-            f' srcset="{sources["dark"]}"><img src="{sources["light"]}" alt="">'
-            f"</picture><figcaption>{_escaped(caption)}</figcaption></figure>"
-        )
-
-    def data(self) -> dict[str, Any]:
-        """Returns all numbers."""
-        found = {}
-        for chapter in self.chapters:
-            found[chapter.title] = {"rows": chapter.rows, **chapter.numbers}
-        return {"checks": self.checks, "chapters": found}
-
-    def write(self, data: dict[str, Any], commands: Sequence[str]) -> None:
-        """Writes `report.html`, which proposes commands at its end, and `demo.json`."""
-        checks = self.checks.values()
-        self.tile(f"{sum(checks)} of {len(checks)}", "checks held")
-        chapters = [chapter.html(n) for n, chapter in enumerate(self.chapters, 1)]
-        page = PAGE.substitute(
-            seconds=f"{data['seconds']:.0f}",
-            machine=f"{os.cpu_count()} cores",
-            tiles="".join(self.tiles),
-            chapters="\n".join(chapters),
-            next=self._guides(),
-            commands=html.escape("\n".join(commands)),
-        )
-        (self.folder / "report.html").write_text(page, encoding="utf-8")
-        text = json.dumps(data, indent=1, allow_nan=False)
-        (self.folder / "demo.json").write_text(text + "\n", encoding="utf-8")
-
-    def _guides(self) -> str:
-        """Returns links to the documentation beside the library, or the names of its pages."""
-        documents = Path(__file__).resolve().parents[2] / "docs"
-        items = []
-        for title, name in GUIDES:
-            item = f"{title}: docs/{name}"
-            if (documents / name).is_file():
-                place = os.path.relpath(documents / name, self.folder.resolve())
-                item = f'<a href="{html.escape(Path(place).as_posix())}">{title}</a>'
-            items.append(f"<li>{item}</li>")
-        return "".join(items)
