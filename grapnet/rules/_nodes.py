@@ -50,7 +50,7 @@ class PruneNodes:
         macs: the budget in multiply-adds of a forward pass, as `net.count().macs` tells them.
         latency: the budget in seconds of a forward pass, as a share. Copies of the model of several
             sizes run on the first example of `gn.adopt`, in evaluation mode, without gradients, on
-            the device of the model; each time is the median of some runs. Times differ from run to
+            the device of the model; each time is the fastest of some runs. Times differ from run to
             run, so a dry run and the commit after it may, too.
         multiple: the sizes of tensors that stay multiples. Of a space whose nodes are several
             entries of a tensor, such as heads, other numbers of nodes can stay than of channels.
