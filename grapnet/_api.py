@@ -17,11 +17,6 @@ from .convert._ungraft import ungraft as ungraft
 from .core._check import check as check
 from .core._edit import Edit as Edit
 from .core._edit import edit as edit
-from .core._errors import CheckpointError as CheckpointError
-from .core._errors import EditError as EditError
-from .core._errors import GrapNetError as GrapNetError
-from .core._errors import OptimizerError as OptimizerError
-from .core._errors import StaleError as StaleError
 from .core._journal import Commit as Commit
 from .core._node import GrapNode as GrapNode
 from .core._sets import NodeSet as NodeSet

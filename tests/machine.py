@@ -36,7 +36,7 @@ CALM = settings(
     report_multiple_bugs=False,
     stateful_step_count=20,
 )
-ERRORS = (gn.GrapNetError, ValueError, LookupError, TypeError, Planned)
+ERRORS = (gn.errors.GrapNetError, ValueError, LookupError, TypeError, Planned)
 
 
 class GraphMachine(Operations, Comparison):
@@ -118,7 +118,7 @@ class GraphMachine(Operations, Comparison):
                 self.operations(edit, draft, 5, *verbs)
                 after = expected(draft)
                 assert self.net.version == self.oracle.version
-        except gn.EditError:
+        except gn.errors.EditError:
             assert after is None, "the library refuses what the oracle allows"
             assert torch.equal(random, torch.get_rng_state())
             return
@@ -145,7 +145,7 @@ class GraphMachine(Operations, Comparison):
         with self.net.edit(trial=True, allow_dead=allow_dead) as edit:
             self.operations(edit, draft)
             if (after := expected(draft)) is None:
-                with pytest.raises(gn.EditError):
+                with pytest.raises(gn.errors.EditError):
                     edit.commit()
             else:
                 edit.commit()

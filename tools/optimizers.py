@@ -491,7 +491,7 @@ def outcome(name: str, ways: list[Make]) -> dict[str, Any]:
         twin.follow(net, start, returning=before)
         require_equal(followed, twin, "after the undo of the cut")
         steps(followed, twin, range(9, 12), "after both undos")
-    except gn.OptimizerError as error:
+    except gn.errors.OptimizerError as error:
         return {"status": "refused", "reason": short(error), **found}
     except AssertionError as error:
         return {"status": "SILENT", "reason": short(error), **found}
@@ -506,7 +506,7 @@ def refused_unrun(make: Make) -> dict[str, Any]:
         followed = Followed(make, is_second_order=False)
         try:
             gn.attach(followed.optimizer, followed.net)
-        except gn.OptimizerError as error:
+        except gn.errors.OptimizerError as error:
             return {"status": "refused", "reason": short(error)}
     return {}
 

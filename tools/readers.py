@@ -336,7 +336,7 @@ class Editor:
         )[0]
         # What a random edit cannot do, such as undoing what was never done, is no edit.
         with contextlib.suppress(
-            Abandoned, gn.EditError, gn.errors.HistoryError, gn.errors.FrozenError
+            Abandoned, gn.errors.EditError, gn.errors.HistoryError, gn.errors.FrozenError
         ):
             way()
             self.edits += 1
@@ -576,7 +576,7 @@ def run_rivals(backend: str, edits: int, *, undo: bool) -> dict[str, Any]:
                     net.undo()
                 else:
                     change(number, turn)
-            except gn.EditError:
+            except gn.errors.EditError:
                 mine["refused"] += 1
             except gn.errors.HistoryError:
                 mine["nothing to undo"] += 1

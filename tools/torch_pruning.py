@@ -381,7 +381,7 @@ def _removal(net: Adopted, space: Space, rows: list[int], case: Case) -> Removal
     try:
         with net.edit(reason="compare") as edit:
             edit.remove_nodes(space[rows])
-    except gn.EditError:
+    except gn.errors.EditError:
         return Removal(space.name, "refused")
     smaller = outputs_of(case.model, case)
     verdict = space.verdict

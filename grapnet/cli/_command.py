@@ -225,7 +225,7 @@ def open_file(path: Path) -> "Archive":
         raise CommandError(
             f"{path}: no such file", "gn.save(path, net) writes one; grapnet demo writes runs/demo/"
         ) from None
-    except gn.CheckpointError as error:
+    except gn.errors.CheckpointError as error:
         raise CommandError(
             f"{path}: {first_line(error).partition('. ')[0]}",
             "use an earlier file; for the plain weights of an MLP:"

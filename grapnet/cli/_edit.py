@@ -552,7 +552,7 @@ def _save(
             saved = file.preview(**options)
         else:
             saved = file.save(output, replace=given.force or output == given.file, **options)
-    except (gn.CheckpointError, gn.OptimizerError) as error:
+    except (gn.errors.CheckpointError, gn.errors.OptimizerError) as error:
         raise CommandError(
             first_line(error), "--drop NAME removes an extra, --keep NAME keeps it unchanged"
         ) from None

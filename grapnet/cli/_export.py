@@ -70,7 +70,7 @@ def _run(given: argparse.Namespace) -> Outcome:
         try:
             with _quiet():
                 run = _WRITERS[given.to](net, inputs[:2], partial)
-        except (gn.GrapNetError, CommandError, ImportError, OSError):
+        except (gn.errors.GrapNetError, CommandError, ImportError, OSError):
             raise
         except Exception as error:  # the exporters have no common class of errors
             raise CommandError(

@@ -161,7 +161,7 @@ def _explained(error: Exception, words: list[str]) -> tuple[str, str]:
         return message, "check the path, its permissions (ls -ld) and the free space (df -h)"
     if isinstance(error, ImportError):
         return first_line(error), "grapnet doctor lists what is installed"
-    if isinstance(error, gn.GrapNetError | ValueError):
+    if isinstance(error, gn.errors.GrapNetError | ValueError):
         return first_line(error), options
     message = f"{type(error).__name__}: {first_line(error)}"
     return message, f"{TRACEBACK}=1 shows where; if the input is sound, this is a bug"

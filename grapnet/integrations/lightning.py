@@ -146,7 +146,7 @@ class RulesCallback(L.Callback):
                 o for o, theirs in zip(trainer.optimizers, held, strict=True) if mine & theirs
             ]
             if mine and strangers and not followers:
-                raise gn.OptimizerError(
+                raise gn.errors.OptimizerError(
                     f"no optimizer holds the parameters of the net at {name!r}, and one holds"
                     " parameters that are not in the module: it was created before a checkpoint"
                     " was loaded. Create it in configure_optimizers"
@@ -273,8 +273,8 @@ def save_nets(
             extras["rules"] = managers[name]
         try:
             data = Archive.of(net, **extras).to_bytes()
-        except gn.CheckpointError as error:
-            raise gn.CheckpointError(f"{name}: {error}") from error
+        except gn.errors.CheckpointError as error:
+            raise gn.errors.CheckpointError(f"{name}: {error}") from error
         part = {
             "name": name,
             "origin": describe_origin(net),
@@ -335,7 +335,7 @@ def _require_apart(nets: Mapping[str, gn.GrapNet]) -> None:
     for name, net in nets.items():
         for parameter in net.parameters():
             if owners.setdefault(id(parameter), name) != name:
-                raise gn.CheckpointError(
+                raise gn.errors.CheckpointError(
                     f"the nets at {owners[id(parameter)]!r} and {name!r} share a Parameter"
                 )
 

@@ -41,7 +41,7 @@ class Library:
         """Returns the number of the save that the file holds, or None when it is not whole."""
         try:
             net = gn.load(self.path)
-        except gn.CheckpointError:
+        except gn.errors.CheckpointError:
             return None
         values = torch.cat([parameter.flatten() for parameter in net.parameters()])
         return int(values[0]) if bool((values == values[0]).all()) else None

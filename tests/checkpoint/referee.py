@@ -163,7 +163,7 @@ class Referee:
         self.watching = True
         try:
             return act()
-        except gn.CheckpointError as error:
+        except gn.errors.CheckpointError as error:
             refusal = error
         finally:
             self.watching = False

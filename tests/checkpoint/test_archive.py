@@ -142,7 +142,7 @@ def test_bytes_serve_as_a_file(tmp_path: Path) -> None:
     assert_same_states(resumed, optimizer)
     with pytest.raises(ValueError, match="path"):
         file.save()
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.open(data[:-1])
 
 
@@ -154,7 +154,7 @@ def test_an_average_follows_and_what_cannot_follow_stops_the_save(tmp_path: Path
     file = gn.open(tmp_path / "net")
     cut(file.net)
     before = (tmp_path / "net").read_bytes()
-    with pytest.raises(gn.CheckpointError, match="scores"):
+    with pytest.raises(gn.errors.CheckpointError, match="scores"):
         file.save()
     assert (tmp_path / "net").read_bytes() == before
     saved = file.save(keep=["scores"])
@@ -164,7 +164,7 @@ def test_an_average_follows_and_what_cannot_follow_stops_the_save(tmp_path: Path
     averaged = AveragedModel(again.net)
     again.load(average=averaged)
     assert torch.equal(averaged.module.transitions[0].weight, again.net.transitions[0].weight)
-    with pytest.raises(gn.CheckpointError, match="nothing"):
+    with pytest.raises(gn.errors.CheckpointError, match="nothing"):
         file.save(drop=["nothing"])
 
 
@@ -191,7 +191,7 @@ def test_both_nets_of_a_model_are_edited_and_one_optimizer_follows_both(tmp_path
     assert file.is_model
     assert list(file.nets) == ["0", "2"]
     assert "1.running_mean" in file.rest
-    with pytest.raises(gn.CheckpointError, match="0, 2"):
+    with pytest.raises(gn.errors.CheckpointError, match="0, 2"):
         _ = file.net
     for net in (live[0], live[2], *file.nets.values()):
         cut(net)
@@ -261,7 +261,7 @@ def test_what_cannot_follow_stays_while_its_parameters_do_not_move(tmp_path: Pat
     gn.restore(tmp_path / "renamed", optimizer=resumed)
     assert_same_states(resumed, optimizer)
     cut(file.net)
-    with pytest.raises(gn.CheckpointError, match="optimizer"):
+    with pytest.raises(gn.errors.CheckpointError, match="optimizer"):
         file.save(tmp_path / "cut")
     assert not (tmp_path / "cut").exists()
 
@@ -326,7 +326,7 @@ def test_a_backend_with_parameters_stops_an_optimizer_from_following(tmp_path: P
     trained(tmp_path / "net")
     file = gn.open(tmp_path / "net")
     file.net.execution.use("attention", transition=0)
-    with pytest.raises(gn.CheckpointError, match="optimizer"):
+    with pytest.raises(gn.errors.CheckpointError, match="optimizer"):
         file.save(tmp_path / "attended")
     assert not (tmp_path / "attended").exists()
 

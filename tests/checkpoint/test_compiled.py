@@ -73,7 +73,7 @@ def test_a_net_that_torch_compile_holds_is_not_replaced(tmp_path):
     fresh[1] = wrapped(fresh[1])
     gn.save(tmp_path / "run", saved)
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
     gn.restore(tmp_path / "run", into=plain)  # to be compiled afterwards

@@ -149,7 +149,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_not_data_is_refused_by_name(path, name):
-    with pytest.raises(gn.CheckpointError, match=r"^extras\.value\['deep'\]\[1\].*: "):
+    with pytest.raises(gn.errors.CheckpointError, match=r"^extras\.value\['deep'\]\[1\].*: "):
         returned(path, value={"deep": [1, REFUSED[name]]})
     assert not path.exists()
 
@@ -159,7 +159,7 @@ def test_what_is_nested_as_deeply_as_can_be_saved_returns(path):
     for _ in range(32):
         value = [{"key": value}]
     assert returned(path, value=value)["value"] == value
-    with pytest.raises(gn.CheckpointError, match=r"^extras\.value"):
+    with pytest.raises(gn.errors.CheckpointError, match=r"^extras\.value"):
         returned(path, value=[value])
 
 

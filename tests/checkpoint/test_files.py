@@ -44,7 +44,7 @@ def test_a_missing_file_is_a_missing_file(tmp_path):
 def test_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", Path("/dev/zero")):
-        with pytest.raises(gn.CheckpointError, match=r"container: .* is not a file"):
+        with pytest.raises(gn.errors.CheckpointError, match=r"container: .* is not a file"):
             gn.load(path)
     with pytest.raises(IsADirectoryError, match="is a folder"):
         gn.save(tmp_path, numbered(1))
@@ -59,7 +59,7 @@ def test_a_foreign_file_is_refused(tmp_path, content):
     if content == b"torch":
         torch.save(torch.nn.Linear(3, 2).state_dict(), path)
     for read in (gn.load, gn.restore):
-        with pytest.raises(gn.CheckpointError):
+        with pytest.raises(gn.errors.CheckpointError):
             read(path)
 
 
@@ -86,7 +86,7 @@ def test_a_failed_save_leaves_the_earlier_file_alone(tmp_path, monkeypatch):
     gn.save(tmp_path / "net", numbered(1))
     before = (tmp_path / "net").read_bytes()
     for extra in (lambda: 0, object(), {"a": [1, {2, 3}]}, torch.zeros(2).to_sparse(), 10**5000):
-        with pytest.raises(gn.CheckpointError, match=r"^extras"):
+        with pytest.raises(gn.errors.CheckpointError, match=r"^extras"):
             gn.save(tmp_path / "net", numbered(2), extra=extra)
     for name in ("fsync", "replace"):
         with monkeypatch.context() as patch:
@@ -166,7 +166,7 @@ def test_another_process_can_read_while_files_are_replaced(tmp_path):
 
 def test_a_document_that_could_not_be_read_back_is_not_written(tmp_path):
     gn.save(tmp_path / "net", numbered(1))
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.save(tmp_path / "net", numbered(2), much="x" * 100_000_000)
     assert number(tmp_path / "net") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["net"]

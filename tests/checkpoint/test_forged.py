@@ -158,7 +158,7 @@ def test_a_net_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
     gn.save(tmp_path / "net", make(), history="full")
     gn.load(tmp_path / "net")
     forge(tmp_path / "net", change)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.load(tmp_path / "net")
 
 
@@ -213,6 +213,6 @@ def test_nets_that_a_model_cannot_have_are_refused(name: str, tmp_path: Path) ->
     forge(tmp_path / "model", MODEL_FORGERIES[name])
     fresh = model()
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "model", into=fresh)
     assert content(fresh) == before

@@ -63,7 +63,7 @@ def test_an_object_that_refuses_even_its_own_state_leaves_everything_as_it_was(t
     refusing = Refusing(refuses=True)
     before = content(fresh)
     state = generator.get_state()
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh, generator=generator, a=refusing)
     assert content(fresh) == before
     assert torch.equal(generator.get_state(), state)
@@ -86,7 +86,7 @@ def test_a_module_that_cannot_be_loaded_leaves_everything_as_it_was(tmp_path, tr
     gn.save(tmp_path / "run", make(False))
     fresh = make(True)
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before
     assert vars(fresh)["_buffers"]["scale"].shape == (4,)
@@ -109,9 +109,9 @@ def with_parameter_of_a_layer(net: gn.GrapNet) -> gn.GrapNet:
 @pytest.mark.parametrize("add", [scaled, with_child, with_parameter_of_a_layer])
 def test_what_a_net_has_beside_its_graph_is_refused(tmp_path, add):
     for saved in (model(add(gn.GrapNet([4, 3]))), add(gn.GrapNet([4, 3]))):
-        with pytest.raises(gn.CheckpointError):
+        with pytest.raises(gn.errors.CheckpointError):
             gn.save(tmp_path / "run", saved)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         save_nets(model(add(gn.GrapNet([4, 3]))), {})
     assert not (tmp_path / "run").exists()
     gn.save(tmp_path / "run", model())
@@ -121,7 +121,7 @@ def test_what_a_net_has_beside_its_graph_is_refused(tmp_path, add):
 def require_refused(path: Path, fresh: nn.Module) -> None:
     """Fails the test unless a model refuses the nets of a file and stays as it was."""
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(path, into=fresh)
     assert content(fresh) == before
 
@@ -156,13 +156,13 @@ def test_nets_that_share_a_parameter_are_refused(tmp_path):
     first = gn.GrapNet([3, 3])
     second = gn.GrapNet([3, 3])
     second.transitions[0].weight = first.transitions[0].weight
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.save(tmp_path / "run", nn.Sequential(first, second))
     deep = gn.GrapNet([3, 3, 3])
     deep.transitions[1].weight = deep.transitions[0].weight
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.save(tmp_path / "run", deep)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         save_nets(nn.Sequential(first, second), {})
     assert list(tmp_path.iterdir()) == []
 
@@ -207,7 +207,7 @@ def test_what_depends_on_the_parameters_of_before_refuses(tmp_path, there):
     optimizer.zero_grad()
     fresh(torch.randn(8, 4)).square().sum().backward()
     before = values(fresh)
-    with pytest.raises(gn.OptimizerError, match=r"gn\.restore has replaced"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"gn\.restore has replaced"):
         optimizer.step()
     assert values(fresh) == before
     torch.optim.SGD(fresh.parameters(), 0.1).step()
@@ -219,7 +219,7 @@ def test_a_restore_that_fails_disturbs_no_optimizer(tmp_path):
     fresh = model()
     optimizer = torch.optim.SGD(fresh.parameters(), 0.1)
     loss = fresh[1](torch.randn(8, 4)).square().sum()
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh, a=Refusing(refuses=True))
     before = values(fresh[1])
     loss.backward()
@@ -259,6 +259,6 @@ def test_a_damaged_origin_is_refused(tmp_path, damage, there):
     if there == "grafted":
         gn.graft(fresh, "0")
     before = content(fresh)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh)
     assert content(fresh) == before

@@ -204,7 +204,7 @@ def test_what_does_not_fit_leaves_the_model_as_it_was(tmp_path, misfit):
         before = content(other)
     held = dict(other.named_modules())
     state = generator.get_state()
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=other, generator=generator)
     assert dict(other.named_modules()) == held
     assert torch.equal(generator.get_state(), state)
@@ -216,7 +216,7 @@ def test_weights_that_were_tied_must_be_tied(tmp_path):
     gn.save(tmp_path / "run", Tied())
     fresh = Tied()
     fresh.out.weight = nn.Parameter(fresh.out.weight.detach().clone())
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "run", into=fresh)
 
 
@@ -232,7 +232,7 @@ def test_optimizers_come_after_the_model(tmp_path):
         ("optimizer", stale),
         ("scheduler", torch.optim.lr_scheduler.StepLR(stale, 3)),
     ):
-        with pytest.raises(gn.CheckpointError):
+        with pytest.raises(gn.errors.CheckpointError):
             gn.restore(tmp_path / "run", into=fresh, **{name: made})
     assert content(fresh) == before
 
@@ -241,12 +241,12 @@ def test_a_net_and_a_model_are_told_apart(tmp_path):
     model, _ = conv_with_net()
     gn.save(tmp_path / "model", model)
     gn.save(tmp_path / "net", model[1])
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.load(tmp_path / "model")
     for into in (conv(), gn.GrapNet([48, 8, 4])):
-        with pytest.raises(gn.CheckpointError):
+        with pytest.raises(gn.errors.CheckpointError):
             gn.restore(tmp_path / "net", into=into)
-    with pytest.raises(gn.CheckpointError, match="nets: "):
+    with pytest.raises(gn.errors.CheckpointError, match="nets: "):
         gn.restore(tmp_path / "model", into=gn.GrapNet([48, 8, 4]))
     for nothing in (nn.Linear(2, 2), None):
         with pytest.raises(TypeError, match="none of them"):
@@ -256,21 +256,23 @@ def test_a_net_and_a_model_are_told_apart(tmp_path):
 def test_a_model_that_cannot_be_saved_is_refused_by_name(tmp_path):
     model = conv(gn.GrapNet([48, 8, 4]))
     model.layer = model[1].layers[1]
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     model.weights = nn.ParameterList([model[1].transitions[0].weight])
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     model[0][4].get_extra_state = lambda: {"seen": object()}
-    with pytest.raises(gn.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: "):
+    with pytest.raises(
+        gn.errors.CheckpointError, match=r"^state\['0\.4\._extra_state'\]\['seen'\]: "
+    ):
         gn.save(tmp_path / "run", model)
     model = conv(gn.GrapNet([48, 8, 4]))
     with model[1].edit(trial=True) as trial:
         trial.cut(model[1].layers[0].outgoing()[:2])
         trial.commit()
-        with pytest.raises(gn.CheckpointError, match=r"^nets\.0\.graph\.version: a trial"):
+        with pytest.raises(gn.errors.CheckpointError, match=r"^nets\.0\.graph\.version: a trial"):
             gn.save(tmp_path / "run", model)
     assert list(tmp_path.iterdir()) == []
 

@@ -181,7 +181,7 @@ def test_what_does_not_fit_leaves_every_object_as_it_was(tmp_path, misfit, first
     everything = {**objects, **other}
     if first:
         everything = {**other, **objects}
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "net", **everything)
     assert contents(objects) == before
     assert {id(t) for s in objects["optimizer"].state.values() for t in s.values()} == slots
@@ -199,7 +199,7 @@ def test_an_optimizer_of_more_or_fewer_parameters_is_refused(tmp_path, more):
     gn.save(tmp_path / "net", net, optimizer=Adam(saved))
     optimizer = Adam(present)
     before = as_text(optimizer.state_dict())
-    with pytest.raises(gn.CheckpointError, match=r"^extras\.optimizer: .*\[7, 5\]"):
+    with pytest.raises(gn.errors.CheckpointError, match=r"^extras\.optimizer: .*\[7, 5\]"):
         gn.restore(tmp_path / "net", optimizer=optimizer)
     assert as_text(optimizer.state_dict()) == before
 
@@ -217,7 +217,7 @@ def rewired() -> tuple[gn.GrapNet, Objects]:
 
 def test_an_optimizer_that_has_not_followed_is_not_saved(tmp_path):
     net, objects = rewired()
-    with pytest.raises(gn.OptimizerError, match=r"gn\.attach"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"gn\.attach"):
         gn.save(tmp_path / "net", net, **objects)
     assert list(tmp_path.iterdir()) == []
 
@@ -257,6 +257,6 @@ def test_a_state_that_does_not_fit_the_optimizer_is_not_restored(tmp_path, monke
     monkeypatch.setattr(optimizer, "state_dict", lambda: state)
     gn.save(tmp_path / "net", net, optimizer=optimizer)
     fresh = Adam(net.parameters())
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "net", optimizer=fresh)
     assert fresh.state == {}

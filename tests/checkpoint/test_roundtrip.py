@@ -252,5 +252,5 @@ def test_surroundings_do_not_matter(tmp_path, around):
 def test_a_net_in_two_types_is_not_saved(tmp_path):
     net = gn.GrapNet([3, 2])
     net.layers[1].double()
-    with pytest.raises(gn.CheckpointError, match=r"graph\.dtype: .*float32.*float64"):
+    with pytest.raises(gn.errors.CheckpointError, match=r"graph\.dtype: .*float32.*float64"):
         gn.save(tmp_path / "net", net, history="full")

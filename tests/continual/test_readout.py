@@ -232,11 +232,11 @@ def test_features_that_have_changed_are_refused() -> None:
     readout.solve()  # what it solves for may be trained
     net.layers[0][2].W_alloc = net.layers[0][2].W_alloc + 1e-3
     for call in (readout.solve, lambda: readout.update(x, y)):
-        with pytest.raises(gn.GrapNetError):
+        with pytest.raises(gn.errors.GrapNetError):
             call()
     with net.edit() as edit:
         edit.remove_nodes(net.layers[1][0])
-    with pytest.raises(gn.GrapNetError):
+    with pytest.raises(gn.errors.GrapNetError):
         readout.solve()
     readout.clear()
     readout.update(x, y)
@@ -249,13 +249,13 @@ def test_refusals() -> None:
     wrong: Any = "zero"
     with pytest.raises(ValueError, match="late_nodes"):
         ClosedFormReadout(net, late_nodes=wrong)
-    with pytest.raises(gn.GrapNetError, match="add samples"):
+    with pytest.raises(gn.errors.GrapNetError, match="add samples"):
         ClosedFormReadout(net).solve()
     readout = watching(net)
     copied = copy.deepcopy(readout)
     with copied.net.edit() as edit:
         edit.remove_nodes(copied.net.layers[1][0])
-    with pytest.raises(gn.GrapNetError, match="has not followed"):
+    with pytest.raises(gn.errors.GrapNetError, match="has not followed"):
         copied.solve()
     readout.solve()
 
@@ -282,7 +282,7 @@ def test_a_checkpoint_brings_it_back(tmp_path: Path, per_class: bool) -> None:
         other,
         ClosedFormReadout(gn.load(tmp_path / "net"), 0, per_class=per_class),
     ):
-        with pytest.raises(gn.CheckpointError, match="readout"):
+        with pytest.raises(gn.errors.CheckpointError, match="readout"):
             gn.restore(tmp_path / "net", readout=target)
     assert restored.statistics.count == 140
 
@@ -340,7 +340,7 @@ def test_nodes_without_a_past(change: str) -> None:
     assert readout.statistics.lacking is not None
     assert readout.statistics.lacking.nonzero().squeeze(1).tolist() == late
     before = net.layers[last].outgoing().weights.clone()
-    with pytest.raises(gn.GrapNetError):
+    with pytest.raises(gn.errors.GrapNetError):
         readout.solve()
     assert torch.equal(net.layers[last].outgoing().weights, before)
     h = readout.features(x)
@@ -372,7 +372,7 @@ def test_a_late_node_with_frozen_relations_cannot_be_left_out() -> None:
     with net.edit() as edit:
         edit.cut(net.layers[0][0].outgoing(to=net.layers[1][2]))
         edit.freeze(net.layers[1][2].outgoing())
-    with pytest.raises(gn.GrapNetError, match="own frozen relations"):
+    with pytest.raises(gn.errors.GrapNetError, match="own frozen relations"):
         readout.solve()
 
 
@@ -469,13 +469,13 @@ def test_nodes_that_were_trained_below_it_may_leave_again() -> None:
         edit.connect(net.layers[0], born)
     with torch.no_grad():
         born.incoming().weights = born.incoming().weights + 1
-    with pytest.raises(gn.GrapNetError):
+    with pytest.raises(gn.errors.GrapNetError):
         readout.solve()
     net.undo()
     assert all(map(torch.equal, readout.solve(), before))
     with torch.no_grad():
         net.layers[1][0].incoming().weights = net.layers[1][0].incoming().weights + 1
-    with pytest.raises(gn.GrapNetError):
+    with pytest.raises(gn.errors.GrapNetError):
         readout.solve()
 
 

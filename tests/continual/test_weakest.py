@@ -160,5 +160,5 @@ def test_nodes_that_came_late_are_not_judged() -> None:
     late = net.layers[1].uids[-2:].tolist()
     assert not set(readout.weakest(12).uids.tolist()) & set(late)
     readout.late_nodes = "refuse"
-    with pytest.raises(gn.GrapNetError, match="2 nodes"):
+    with pytest.raises(gn.errors.GrapNetError, match="2 nodes"):
         readout.weakest(1)

@@ -59,10 +59,10 @@ def test_an_optimizer_that_fails_after_others_were_prepared():
     second = Refuses(model.parameters(), lr=0.1)
     second.spoil(model.blocks[1].ffn[3].weight)
     before = picture(model, optimizer, second)
-    with pytest.raises(gn.OptimizerError, match=r"'whole' \(\[5, 5, 5\]\) for 3\.weight"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"'whole' \(\[5, 5, 5\]\) for 3\.weight"):
         gn.graft(model, "blocks.*.ffn", [optimizer, second])
     assert picture(model, optimizer, second) == before
-    with pytest.raises(gn.OptimizerError, match="'whole'"):
+    with pytest.raises(gn.errors.OptimizerError, match="'whole'"):
         gn.from_module(model.blocks[1].ffn, [optimizer, second])
     assert picture(model, optimizer, second) == before
 
@@ -74,7 +74,7 @@ def test_an_ungraft_that_fails_in_its_last_net_or_in_an_optimizer():
     last = nets["blocks.1.ffn"]
     second.spoil(last.transitions[1].weight)
     before = picture(model, optimizer, second)
-    with pytest.raises(gn.OptimizerError, match=r"'whole' .* for transitions\.1\.weight"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"'whole' .* for transitions\.1\.weight"):
         gn.ungraft(model, optimizer=[optimizer, second])
     assert picture(model, optimizer, second) == before
     last.layers[2].dropout = 0.5

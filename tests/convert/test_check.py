@@ -51,7 +51,7 @@ def test_the_module_that_cannot_run_is_named_and_nothing_is_changed():
     with model[0].edit(reason="narrower") as edit:
         edit.remove_nodes(model[0].layers[1][:4], interface=True)
     before = picture(model)
-    with pytest.raises(gn.EditError, match=r"'1' \(BatchNorm1d\).*\[5, 12\]") as raised:
+    with pytest.raises(gn.errors.EditError, match=r"'1' \(BatchNorm1d\).*\[5, 12\]") as raised:
         gn.check(model, x)
     assert isinstance(raised.value.__cause__, RuntimeError)
     assert picture(model) == before

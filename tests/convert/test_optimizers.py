@@ -58,10 +58,10 @@ def test_an_optimizer_that_was_not_given_refuses_to_go_on(verb, tmp_path):
         gn.graft(model, FFN, optimizer)
         gn.ungraft(model, "blocks.0.*")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(model, optimizer, range(3, 4))
     if verb == "ungraft":
-        with pytest.raises(gn.OptimizerError):
+        with pytest.raises(gn.errors.OptimizerError):
             gn.save(tmp_path / "model.safetensors", model, optimizer=optimizer)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     train(model, torch.optim.Adam(model.parameters()), range(3, 5))  # another one trains it
@@ -81,7 +81,7 @@ def test_an_optimizer_is_attached_to_every_net_of_a_model():
     gn.detach(optimizer, model)
     with nets[list(nets)[1]].edit() as edit:
         edit.cut(nets[list(nets)[1]].layers[0].outgoing().smallest(fraction=0.5))
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(model, optimizer, range(3, 4))
 
 
@@ -270,15 +270,15 @@ def test_optimizers_that_cannot_follow_are_refused_with_nothing_changed(kind):
     if kind not in (torch.optim.LBFGS, SparseAdam):
         bad.step()
     before = picture(model, good, bad)
-    with pytest.raises(gn.OptimizerError, match=kind.__name__):
+    with pytest.raises(gn.errors.OptimizerError, match=kind.__name__):
         gn.graft(model, FFN, [good, bad])
     assert picture(model, good, bad) == before
-    with pytest.raises(gn.OptimizerError, match=kind.__name__):
+    with pytest.raises(gn.errors.OptimizerError, match=kind.__name__):
         gn.from_module(model.head, [good, bad])
     assert picture(model, good, bad) == before
     gn.graft(model, FFN, good)
     before = picture(model, good, bad)
-    with pytest.raises(gn.OptimizerError, match=kind.__name__):
+    with pytest.raises(gn.errors.OptimizerError, match=kind.__name__):
         gn.ungraft(model, optimizer=[good, bad])
     assert picture(model, good, bad) == before
 
@@ -291,9 +291,9 @@ def test_an_optimizer_left_behind_by_an_edit_is_refused():
     with net.edit() as edit:
         edit.cut(net.layers[0].outgoing().smallest(count=7))
     before = picture(model, optimizer)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.ungraft(model, optimizer=optimizer)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.graft(model, "head", optimizer)
     assert picture(model, optimizer) == before
 
@@ -310,6 +310,6 @@ def test_an_optimizer_of_replaced_parameters_is_refused_after_edits_elsewhere_to
         # Each edit moves the weights of one transition of another net.
         with net.edit() as edit:
             edit.cut(net.layers[0].outgoing()[:1])
-        with pytest.raises(gn.OptimizerError):
+        with pytest.raises(gn.errors.OptimizerError):
             optimizer.step()
     assert torch.equal(model[0].weight, before)

@@ -249,7 +249,7 @@ def test_an_open_trial_is_refused():
     model, _, net = grafted()
     with net.edit(trial=True) as edit:
         edit.cut(net.layers[0].outgoing())
-        with pytest.raises(gn.EditError, match="trial"):
+        with pytest.raises(gn.errors.EditError, match="trial"):
             gn.ungraft(model)
     assert isinstance(model.blocks[0].ffn, gn.GrapNet)
 

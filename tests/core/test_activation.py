@@ -90,7 +90,7 @@ def test_what_is_no_name_is_refused(name):
     with pytest.raises(ValueError, match="activation"):
         gn.GrapNet([2, 2], activation=[name])
     net = gn.GrapNet([2, 2])
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.set_activation(net.layers[1], name)
     assert net.version == 0
     assert net.layers[1].activations == ["identity"] * 2

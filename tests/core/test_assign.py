@@ -253,19 +253,19 @@ def test_what_is_impossible_leaves_everything_as_it_was(net: gn.GrapNet) -> None
 
     follower = Reluctant()
     cases: list[tuple[type[Exception], Callable[[gn.Edit], object]]] = [
-        (gn.EditError, lambda edit: edit.assign(relations, [1.0, 2.0])),
-        (gn.EditError, lambda edit: edit.assign(relations, torch.nan)),
+        (gn.errors.EditError, lambda edit: edit.assign(relations, [1.0, 2.0])),
+        (gn.errors.EditError, lambda edit: edit.assign(relations, torch.nan)),
         (
-            gn.EditError,
+            gn.errors.EditError,
             lambda edit: edit.assign(net.layers[2], torch.tensor([1.0, 2.0, torch.inf])),
         ),
-        (gn.EditError, lambda edit: edit.assign(net.layers[0], 1.0)),
-        (gn.EditError, lambda edit: edit.assign(edit.add_nodes(1, 1), 1.0)),
-        (gn.EditError, lambda edit: [edit.assign(relations[:2], 1.0) for _ in range(2)]),
-        (gn.EditError, lambda edit: edit.assign(net.layers[1].uids[[0, 0]], [1.0, 2.0])),
+        (gn.errors.EditError, lambda edit: edit.assign(net.layers[0], 1.0)),
+        (gn.errors.EditError, lambda edit: edit.assign(edit.add_nodes(1, 1), 1.0)),
+        (gn.errors.EditError, lambda edit: [edit.assign(relations[:2], 1.0) for _ in range(2)]),
+        (gn.errors.EditError, lambda edit: edit.assign(net.layers[1].uids[[0, 0]], [1.0, 2.0])),
         (gn.errors.StaleNodeError, lambda edit: edit.assign([10**6], 1.0)),
         (TypeError, lambda edit: edit.assign("layers", 1.0)),
-        (gn.EditError, lambda edit: (edit.assign(relations, 1.0), edit.insert_layer(0))),
+        (gn.errors.EditError, lambda edit: (edit.assign(relations, 1.0), edit.insert_layer(0))),
         (RuntimeError, refuse),
     ]
     for kind, ask in cases:
@@ -288,7 +288,7 @@ def test_the_values_belong_to_the_edit(net: gn.GrapNet) -> None:
     assert net.layers[2].biases.tolist() == [1.0] * 3
     # A number that is finite in another precision alone is refused.
     low = gn.GrapNet([2, 2])
-    with pytest.raises(gn.EditError), low.edit() as edit:
+    with pytest.raises(gn.errors.EditError), low.edit() as edit:
         edit.assign(low.layers[1], torch.tensor([1e300, 0.0], dtype=torch.float64))
 
 
@@ -316,7 +316,7 @@ def test_joint_edits_assign_in_all_nets_or_in_none() -> None:
         for one in (0, 1, 1):
             edits[one].assign(nets[one].layers[1], 1.0)
 
-    with pytest.raises(gn.EditError), gn.edit(*nets) as edits:
+    with pytest.raises(gn.errors.EditError), gn.edit(*nets) as edits:
         assign_twice(edits)
     assert all(same(a, snapshot(b)) for a, b in zip(before, nets, strict=True))
     with gn.edit(*nets) as edits:

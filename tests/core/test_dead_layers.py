@@ -50,7 +50,7 @@ def test_it_is_refused_unless_allowed_and_nothing_changes(
     before = fingerprint(net)
     random = torch.get_rng_state()
     for options in ({}, {"trial": True, "allow_dead": False}):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             make(write, net, **options)
         assert fingerprint(net) == before
         assert torch.equal(torch.get_rng_state(), random)
@@ -86,7 +86,7 @@ def test_one_dead_net_stops_all_that_commit_together(net: gn.GrapNet) -> None:
             first.cut(net.layers[0].outgoing().smallest(count=1))
             second.cut(other.layers[0].outgoing())
 
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         cut_both()
     assert (net.version, other.version) == (0, 0)
     cut_both(allow_dead=True)
@@ -98,10 +98,10 @@ def test_a_last_parent_is_found_behind_thousands_of_relations() -> None:
     last = net.layers[1][99]
     cut(net, last.incoming()[:199])
     assert net.count().relations == 200 * 100 - 199
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         cut(net, last.incoming())
     cut(net, net.layers[1][98].incoming()[1:])
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         cut(net, net.layers[1][98].incoming())
 
 
@@ -113,7 +113,7 @@ def test_a_manager_refuses_unless_it_allows() -> None:
     manager = gn.rules.RuleManager()
     manager.add(cut_everything)
     for dry_run in (True, False):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             manager.apply(net, dry_run=dry_run)
     assert net.version == 0
     manager.allow_dead = True

@@ -117,7 +117,7 @@ def test_activations_that_would_change_the_function_are_refused(
 ):
     net = make(activation=before)
     state = everything(net)
-    with pytest.raises(gn.EditError, match=activation or before):
+    with pytest.raises(gn.errors.EditError, match=activation or before):
         insert(net, 1, activation=activation)
     assert everything(net) == state
     assert net.version == 0
@@ -134,14 +134,14 @@ def test_activations_that_would_change_the_function_are_refused(
 def test_an_activation_of_the_user_is_behind_nothing():
     register_activation("twice", lambda z: 2 * z)
     net = make()
-    with pytest.raises(gn.EditError, match="twice"):
+    with pytest.raises(gn.errors.EditError, match="twice"):
         insert(net, 1, activation="twice")
 
 
 def test_relu6_behind_dropout_is_refused():
     net = make(activation="relu6")
     net.layers[1].dropout = 0.5
-    with pytest.raises(gn.EditError, match="dropout"):
+    with pytest.raises(gn.errors.EditError, match="dropout"):
         insert(net, 1)
     relu = make()
     relu.layers[1].dropout = 0.5
@@ -180,7 +180,7 @@ def test_surplus_nodes_receive_everything_and_have_no_children_yet():
     assert bool((surplus.outgoing().gradients != 0).any())
     # With children the surplus nodes count.
     state = everything(net)
-    with pytest.raises(gn.EditError, match="9 and 6"):
+    with pytest.raises(gn.errors.EditError, match="9 and 6"):
         remove(net, 2)
     assert everything(net) == state
     net.undo()
@@ -223,7 +223,7 @@ def test_refusals_leave_everything_as_it_was(what: str):
     optimizer = attached(net)
     state = everything(net)
     random = torch.get_rng_state()
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         REFUSED[what](edit)
     assert everything(net) == state
     assert net.version == 0
@@ -234,7 +234,7 @@ def test_refusals_leave_everything_as_it_was(what: str):
 def test_a_policy_with_parameters_is_named():
     net = make()
     net.execution.use("attention", transition=1)
-    with pytest.raises(gn.EditError, match="key_1"):
+    with pytest.raises(gn.errors.EditError, match="key_1"):
         insert(net, 1)
     net.execution.use("auto")
     insert(net, 1)
@@ -354,7 +354,7 @@ def test_an_optimizer_that_is_not_attached_is_refused():
     train(net, optimizer)
     insert(net, 1)
     net(X).sum().backward()
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         optimizer.step()
 
 
@@ -577,10 +577,10 @@ def test_recorders_are_named_and_can_let_go():
     recorder = gn.rules.ActivationRecorder(1)
     recorder.arm(net)
     net(X)
-    with pytest.raises(gn.EditError, match="ActivationRecorder"):
+    with pytest.raises(gn.errors.EditError, match="ActivationRecorder"):
         insert(net, 0)
     recorder.disarm()
-    with pytest.raises(gn.EditError, match="ActivationRecorder"):
+    with pytest.raises(gn.errors.EditError, match="ActivationRecorder"):
         insert(net, 0)
     recorder.clear()
     insert(net, 0)
@@ -634,7 +634,7 @@ def test_joint_edits_change_the_depth_of_several_nets():
     assert torch.equal(outputs(one), before[0])
     gn.undo(one, two)
     assert one.sizes == two.sizes == [4, 6, 5, 2]
-    with pytest.raises(gn.EditError), gn.edit(one, two) as edits:
+    with pytest.raises(gn.errors.EditError), gn.edit(one, two) as edits:
         edits[0].insert_layer(1), edits[1].remove_layer(1)
     assert one.sizes == [4, 6, 5, 2]
 
@@ -667,5 +667,5 @@ def test_an_opened_checkpoint_is_named(tmp_path: Path):
     net = make()
     gn.save(tmp_path / "net.gn", net, optimizer=attached(net))
     checkpoint = gn.open(tmp_path / "net.gn")
-    with pytest.raises(gn.EditError, match=r"gn\.open"):
+    with pytest.raises(gn.errors.EditError, match=r"gn\.open"):
         insert(checkpoint.net, 1)

@@ -180,5 +180,5 @@ def test_a_remark_stands_in_the_journal_and_changes_nothing(wide: gn.GrapNet) ->
         "largest": 0.25,
         "rule": "PruneWeakest",
     }
-    with wide.edit() as edit, pytest.raises(gn.EditError, match="scores"):
+    with wide.edit() as edit, pytest.raises(gn.errors.EditError, match="scores"):
         edit.remark("no tensors", scores=torch.ones(3))

@@ -234,9 +234,9 @@ def test_edits_undo_and_replay(verb: Callable[[gn.GrapNet, gn.Edit], None]) -> N
 
 def test_nodes_are_connected_only_where_a_transition_leads() -> None:
     net = net_with([3, 4, 3, 2], MANY)
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.connect(net.layers[0], net.layers[3])
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.connect(net.layers[2], net.layers[1])
     assert net.version == 0
 
@@ -282,16 +282,16 @@ def test_orphans_leave_their_constants_over_every_way_out() -> None:
 
 def test_a_layer_dies_only_with_its_last_transition() -> None:
     net = net_with([3, 4, 2], SKIP)
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.cut(net.layers[2].incoming())
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.cut(net.layers[2][1].incoming())
     assert net.version == 0
     with net.edit() as edit:
         edit.cut(net.layers[2].incoming(of=net.layers[1]))
     with net.edit() as edit:
         edit.cut(net.layers[2][1].incoming(of=net.layers[0][:2]))
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.cut(net.layers[2][1].incoming())
     require_right(net)
 
@@ -332,7 +332,7 @@ def test_a_file_with_other_ends_is_refused(tmp_path: Path, ends: object) -> None
     assert document["graph"]["ends"] == [list(pair) for pair in SKIP]
     document["graph"]["ends"] = ends
     (tmp_path / "other.safetensors").write_bytes(build(json.dumps(document), tensors))
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.load(tmp_path / "other.safetensors")
 
 

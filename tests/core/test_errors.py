@@ -98,7 +98,7 @@ OTHERS: dict[str, tuple[Operation, type[Exception]]] = {
     "fractions of nodes": (lambda n, e: e.remove_nodes(torch.tensor([4.0])), TypeError),
     "a mask of nodes": (lambda n, e: e.remove_nodes([False, True]), TypeError),
 }
-TABLE = {name: (operation, gn.EditError) for name, operation in REFUSED.items()}
+TABLE = {name: (operation, gn.errors.EditError) for name, operation in REFUSED.items()}
 TABLE |= {name: (operation, gn.errors.StaleNodeError) for name, operation in STALE.items()}
 TABLE |= OTHERS
 

@@ -225,7 +225,7 @@ def test_an_optimizer_that_cannot_follow_stops_the_commit_for_all(tmp_path: Path
     slots = optimizer.state[world.net.transitions[1].weight]
     slots["odd"] = torch.zeros(2, 3)
     before = state(world)
-    with pytest.raises(gn.OptimizerError, match=r"'odd' .*\[2, 3\].*transitions\.1\.weight"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"'odd' .*\[2, 3\].*transitions\.1\.weight"):
         edit_everything(world)
     assert state(world) == before
     del slots["odd"]

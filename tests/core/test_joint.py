@@ -152,7 +152,7 @@ def test_an_impossible_request_in_one_net_stops_all_and_gives_the_random_numbers
     generator = torch.Generator().manual_seed(3) if own_generator else torch.default_generator
     before = state(block)
     drawn = generator.get_state()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         connect_what_is_related(block, place, generator)
     assert state(block) == before
     assert torch.equal(generator.get_state(), drawn)
@@ -169,9 +169,12 @@ def test_an_error_while_the_block_opens_changes_nothing() -> None:
     block = Block()
     before = state(block)
     for act in (edit, lambda block: gn.undo(*block.nets)):
-        with block.down.edit(reason="another"), pytest.raises(gn.EditError, match="'another'"):
+        with (
+            block.down.edit(reason="another"),
+            pytest.raises(gn.errors.EditError, match="'another'"),
+        ):
             act(block)
-    with torch.inference_mode(), pytest.raises(gn.EditError):
+    with torch.inference_mode(), pytest.raises(gn.errors.EditError):
         edit(block)
     assert state(block) == before
     edit(block)  # no edit was left open
@@ -181,7 +184,7 @@ def test_an_error_while_the_block_opens_changes_nothing() -> None:
 def test_nets_are_given_one_by_one_and_once(verb: Any) -> None:
     block = Block()
     for nets in ((), (block.gate, block.up, block.gate)):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             verb(*nets)
     for nets in ((list(block.nets),), (block.gate, block)):
         with pytest.raises(TypeError):
@@ -193,11 +196,11 @@ def test_commit_of_one_of_the_edits_is_refused_and_the_block_goes_on() -> None:
     block = Block()
     with gn.edit(*block.nets) as edits:
         write_all(block, edits)
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             edits[1].commit()
         assert block.sizes == [[4, 6], [4, 6], [6, 4]]
     assert block.sizes == [[4, 5], [4, 5], [5, 4]]
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         edits[1].commit()
 
 
@@ -232,12 +235,12 @@ def test_a_trial_takes_effect_in_all_nets_at_once_and_is_taken_back() -> None:
     with gn.edit(*block.nets, trial=True) as edits:
         for one, nodes in zip(edits, block.hidden(GONE), strict=True):
             one.remove_nodes(nodes, interface=True)
-        with pytest.raises(gn.EditError, match="trial"):
+        with pytest.raises(gn.errors.EditError, match="trial"):
             block(x)
         assert edits[1].commit() is edits[1].receipt is not None
         assert block.sizes == [[4, 4], [4, 4], [4, 4]]
         block(x)
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             edits[0].commit()
     torch.testing.assert_close(contents(block), before, rtol=0, atol=0)
     for parameter, gradient in zip(block.parameters(), gradients, strict=True):
@@ -336,7 +339,7 @@ def test_a_copy_follows_its_net_and_is_no_partner_of_it() -> None:
     edit(block)
     assert averaged.module.sizes == block.gate.sizes
     with (
-        pytest.raises(gn.EditError, match="copy"),
+        pytest.raises(gn.errors.EditError, match="copy"),
         gn.edit(averaged.module, block.gate) as edits,
     ):
         edits[1].cut(block.gate.layers[0][0].outgoing())

@@ -41,7 +41,7 @@ BROKEN = {"new_positions": shift_positions, "carry": shift_values}
 @pytest.mark.parametrize("name", BROKEN)
 def test_the_machine_notices_an_off_by_one(name, monkeypatch):
     monkeypatch.setattr(IndexMap, name, BROKEN[name])
-    with pytest.raises((AssertionError, LookupError, RuntimeError, gn.GrapNetError)):
+    with pytest.raises((AssertionError, LookupError, RuntimeError, gn.errors.GrapNetError)):
         run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)
 
 
@@ -52,5 +52,5 @@ def test_the_machine_notices_layers_that_are_wired_wrongly(monkeypatch):
 
     wiring = WantedLayer._topology
     monkeypatch.setattr(WantedLayer, "_topology", shifted)
-    with pytest.raises((AssertionError, gn.GrapNetError)):
+    with pytest.raises((AssertionError, gn.errors.GrapNetError)):
         run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)

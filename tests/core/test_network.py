@@ -76,7 +76,7 @@ def test_a_parameter_that_torch_has_taken_away_is_missed(how: str) -> None:
     take(net)
     with pytest.raises(gn.errors.InvariantError):
         net(x)
-    with pytest.raises(gn.GrapNetError):
+    with pytest.raises(gn.errors.GrapNetError):
         net.count()
     give_back(net)
     assert net(x).shape == (2, 3)

@@ -120,7 +120,7 @@ def test_relation_set_operations_and_subsets(net: gn.GrapNet) -> None:
 def test_weights_gradients_and_frozen_bits_line_up_across_transitions(net: gn.GrapNet) -> None:
     some = net.layers[0][3].outgoing() | net.layers[1][0].outgoing()
     assert some.weights.tolist() == [9, 10, 11, 0, 1]
-    with pytest.raises(gn.GrapNetError, match="backward"):
+    with pytest.raises(gn.errors.GrapNetError, match="backward"):
         _ = some.gradients
     (some.weights * torch.arange(5)).sum().backward()
     assert some.gradients.tolist() == [0, 1, 2, 3, 4]

@@ -130,7 +130,7 @@ def test_the_text_names_the_target():
 def test_skips_come_empty_and_are_connected_afterwards():
     net = make(())
     y = net(X)
-    with pytest.raises(gn.EditError, match=r"insert_skip\(0, 2\)"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match=r"insert_skip\(0, 2\)"), net.edit() as edit:
         edit.connect(net.layers[0], net.layers[2])
     with net.edit(reason="skip") as edit:
         edit.insert_skip(0, 2)
@@ -182,13 +182,13 @@ def test_refusals():
         lambda edit: (edit.insert_skip(1, 3), edit.add_nodes(1, 1)),
     ]
     for ask in refused:
-        with pytest.raises(gn.EditError), net.edit() as edit:
+        with pytest.raises(gn.errors.EditError), net.edit() as edit:
             ask(edit)
     assert net.version == 0
     same = gn.GrapNet([4, 4, 4, 2], skips=[(0, 2)])
-    with pytest.raises(gn.EditError, match=r"remove_skip\(0, 2\)"), same.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match=r"remove_skip\(0, 2\)"), same.edit() as edit:
         edit.remove_layer(2)
-    with pytest.raises(gn.EditError, match="two transitions"), same.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="two transitions"), same.edit() as edit:
         edit.remove_layer(1)
 
 
@@ -243,7 +243,7 @@ def test_copies_replay_and_files(tmp_path: Path):
         assert other.ends == net.ends
         require_right(other)
         assert torch.equal(other(X), net(X))
-    with pytest.raises(gn.OptimizerError, match="transitions between"):
+    with pytest.raises(gn.errors.OptimizerError, match="transitions between"):
         gn.attach(make(()), net)
 
 

@@ -377,7 +377,7 @@ def result(finish: Finish) -> tuple[Exception | None, Gradients]:
     """Runs a backward pass; returns its error and the gradients that it returned."""
     try:
         returned = finish()
-    except (RuntimeError, gn.GrapNetError) as error:
+    except (RuntimeError, gn.errors.GrapNetError) as error:
         return error, []
     return None, returned or []
 
@@ -638,7 +638,7 @@ def test_a_refused_or_empty_edit_makes_nothing_old() -> None:
     loss = output_loss(net)
     with net.edit():
         pass
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.add_nodes(1, -1)
     with net.edit(trial=True) as edit:
         edit.cut(net.layers[0].outgoing())

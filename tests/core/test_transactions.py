@@ -51,7 +51,7 @@ def test_commit_takes_effect_at_once_and_ends_the_edit(net: gn.GrapNet) -> None:
             edit.remove_orphans,
             lambda: edit.cut(net.layers[0].outgoing()),
         ):
-            with pytest.raises(gn.EditError, match="not open"):
+            with pytest.raises(gn.errors.EditError, match="not open"):
                 operation()
     assert (net.version, edit.receipt is receipt is net.history[-1]) == (1, True)
 
@@ -133,7 +133,7 @@ def test_running_an_uncommitted_trial_is_refused(net: gn.GrapNet) -> None:
     with net.edit(trial=True) as edit:
         net(X)  # nothing is waiting yet
         edit.cut(net.layers[0].outgoing())
-        with pytest.raises(gn.EditError, match=r"edit\.commit\(\)"):
+        with pytest.raises(gn.errors.EditError, match=r"edit\.commit\(\)"):
             net(X)
         edit.commit()
         net(X)
@@ -144,7 +144,7 @@ def test_edits_do_not_nest_and_the_outer_one_goes_on(net: gn.GrapNet) -> None:
     with net.edit(reason="outer") as edit:
         edit.cut(net.layers[0][0], slots=[0])
         for forbidden in (net.undo, net.redo, lambda: net.replay([]), net.edit().__enter__):
-            with pytest.raises(gn.EditError, match="outer"):
+            with pytest.raises(gn.errors.EditError, match="outer"):
                 forbidden()
         edit.cut(net.layers[0][1], slots=[0])
     assert (net.version, net.count().relations) == (1, 16)
@@ -157,7 +157,7 @@ def test_a_state_dict_cannot_turn_frozen_bits_inside_an_edit(net: gn.GrapNet) ->
     with net.edit(trial=True) as edit:
         edit.set_owner(net.layers[0], "a")
         edit.commit()
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             net.load_state_dict(free)
     assert [commit.version for commit in net.history] == [net.version] == [1]
 
@@ -169,11 +169,11 @@ def test_inference_mode_refuses_edits(
     with net.edit() as edit:
         edit.cut(net.layers[0][0], slots=[0])
     before = fingerprint(net)
-    with torch.inference_mode(), pytest.raises(gn.EditError, match="no_grad"):
+    with torch.inference_mode(), pytest.raises(gn.errors.EditError, match="no_grad"):
         commit(net)
     with net.edit() as edit:
         edit.cut(net.layers[0][0], slots=[0])
-        with torch.inference_mode(), pytest.raises(gn.EditError, match="no_grad"):
+        with torch.inference_mode(), pytest.raises(gn.errors.EditError, match="no_grad"):
             edit.commit()
     assert fingerprint(net) == before
     with torch.no_grad(), net.edit() as edit:
@@ -184,12 +184,12 @@ def test_inference_mode_refuses_edits(
 
 def test_an_edit_is_used_once_and_in_its_block(net: gn.GrapNet) -> None:
     edit = net.edit()
-    with pytest.raises(gn.EditError, match="not open"):
+    with pytest.raises(gn.errors.EditError, match="not open"):
         edit.add_nodes(1, 1)
     with edit:
         edit.cut(net.layers[0][0], slots=[0])
     before = fingerprint(net)
-    with pytest.raises(gn.EditError), edit:
+    with pytest.raises(gn.errors.EditError), edit:
         pass
     assert fingerprint(net) == before
 
@@ -218,7 +218,7 @@ def test_an_operation_that_raised_asks_for_nothing(net: gn.GrapNet) -> None:
             lambda: edit.set_owner([4, 99], "a"),
             lambda: edit.freeze([4, 99]),
         ):
-            with pytest.raises((gn.EditError, gn.errors.StaleNodeError)):
+            with pytest.raises((gn.errors.EditError, gn.errors.StaleNodeError)):
                 wrong()
     assert fingerprint(net) == before
 

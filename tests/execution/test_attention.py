@@ -282,11 +282,11 @@ def test_an_optimizer_that_cannot_take_them_stops_it() -> None:
     gn.attach(optimizer, net)
     before = fingerprint(net, optimizer)
     random = torch.get_rng_state().tolist()
-    with pytest.raises(gn.OptimizerError, match=r"Muon .*columns\.key_0\.value"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"Muon .*columns\.key_0\.value"):
         net.execution.use("attention")
     assert (fingerprint(net, optimizer), torch.get_rng_state().tolist()) == (before, random)
-    with net.edit(), pytest.raises(gn.EditError, match="edit"):
+    with net.edit(), pytest.raises(gn.errors.EditError, match="edit"):
         net.execution.use("attention")
-    with torch.inference_mode(), pytest.raises(gn.EditError, match="inference_mode"):
+    with torch.inference_mode(), pytest.raises(gn.errors.EditError, match="inference_mode"):
         net.execution.use("attention")
     assert net.execution.choices() == ["auto", "auto"]

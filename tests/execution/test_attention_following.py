@@ -81,13 +81,13 @@ def test_a_trial_and_a_refused_edit_leave_every_bit() -> None:
         edit.remove_nodes(net.layers[1][:2])
         edit.commit()
         assert len(net.columns["key_1"].value) == 3
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             net.execution.use("auto")
     assert as_bytes(net.columns["key_1"].value) == before
     assert net.execution.choices() == ["attention", "attention"]
     optimizer.state[net.columns["key_1"].value]["odd"] = torch.zeros(2, 3)
     unchanged = fingerprint(net, optimizer)
-    with pytest.raises(gn.OptimizerError, match=r"columns\.key_1\.value"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"columns\.key_1\.value"):
         grow(net)
     assert fingerprint(net, optimizer) == unchanged
 
@@ -225,5 +225,5 @@ def test_a_file_with_other_columns_is_refused(forgery: str, tmp_path: Path) -> N
     document, tensors = parse((tmp_path / "net").read_bytes())
     FORGERIES[forgery](document["graph"], tensors)
     (tmp_path / "forged").write_bytes(build(json.dumps(document), tensors))
-    with pytest.raises(gn.CheckpointError, match="columns"):
+    with pytest.raises(gn.errors.CheckpointError, match="columns"):
         gn.load(tmp_path / "forged")

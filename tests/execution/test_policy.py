@@ -167,7 +167,7 @@ def test_files_and_copies_keep_it(tmp_path: Path) -> None:
         require_right(loaded)
         assert step(net, optimizer) == step(loaded, other)
     del BACKENDS["parent_gate"]
-    with pytest.raises(gn.CheckpointError, match="parent_gate"):
+    with pytest.raises(gn.errors.CheckpointError, match="parent_gate"):
         gn.load(tmp_path / "net")
 
 

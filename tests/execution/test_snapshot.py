@@ -239,7 +239,7 @@ def test_trial_that_waits_has_no_snapshot():
     with net.edit(trial=True) as edit:
         edit.cut(net.layers[0][0].outgoing())
         for attempt in (net.snapshot, net.to_module):
-            with pytest.raises(gn.EditError):
+            with pytest.raises(gn.errors.EditError):
                 attempt()
         edit.commit()
         assert net.snapshot()[0].weight[:, 0].count_nonzero() == 0

@@ -302,7 +302,7 @@ class Reluctant:
     """A follower that stops every commit."""
 
     def prepare(self, graph: Any, commit: gn.Commit) -> Callable[[], None]:
-        raise gn.OptimizerError("this rank's follower refuses")
+        raise gn.errors.OptimizerError("this rank's follower refuses")
 
 
 def refused(rank: int) -> dict[str, Any]:

@@ -86,7 +86,7 @@ REFUSED: dict[str, tuple[Callable[[gn.GrapNet], Optimizer], str]] = {
 def test_optimizers_that_cannot_follow_are_refused_with_the_reason(kind: str) -> None:
     net = make_net()
     make, reason = REFUSED[kind]
-    with pytest.raises(gn.OptimizerError, match=reason):
+    with pytest.raises(gn.errors.OptimizerError, match=reason):
         gn.attach(make(net), net)
     rewire(net)  # and are not in the way of an edit
 
@@ -135,7 +135,7 @@ def test_state_that_cannot_be_mapped_stops_the_edit(entry: Any) -> None:
     train(net, adam, range(2))
     train(net, optimizer, range(2))
     before = fingerprint(net, adam)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         rewire(net)
     assert fingerprint(net, adam) == before
 
@@ -268,7 +268,7 @@ def test_state_in_objects_of_another_library_refuses_to_step_after_an_edit() -> 
     optimizer = Strange(net.parameters(), lambda p: SimpleNamespace(moment=torch.zeros_like(p)))
     train(net, optimizer, range(2))
     swap_one(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(net, optimizer, range(1))
 
 
@@ -281,7 +281,7 @@ def test_a_parameter_that_joins_later_is_watched_too() -> None:
     with net.edit() as edit:
         edit.cut(net.layers[0][0], slots=[0])
         edit.connect(net.layers[0][0], net.layers[0][0].children[0])
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(net, optimizer, range(1))
 
 
@@ -304,7 +304,7 @@ def test_a_detached_optimizer_stops_no_edit_while_its_error_is_kept() -> None:
     gn.attach(optimizer, net)
     train(net, optimizer, range(1))
     # The error holds the frames of the failed edit, as an interactive session does.
-    with pytest.raises(gn.OptimizerError) as kept:
+    with pytest.raises(gn.errors.OptimizerError) as kept:
         rewire(net)
     gn.detach(optimizer, net)
     rewire(net)
@@ -328,6 +328,6 @@ def test_a_column_that_joins_later_is_watched_too() -> None:
         edit.add_nodes(0, 1)
     assert list(net.history[-1].parameters) == ["columns.key_0.value"]
     before = [p.detach().clone() for p in net.parameters()]
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train_float(net, optimizer)
     assert all(torch.equal(p, kept) for p, kept in zip(net.parameters(), before, strict=True))

@@ -234,7 +234,7 @@ def test_of_several_copies_the_one_that_is_meant_must_be_named() -> None:
     model = Model(2)
     first, second = model.heads
     averaged = AveragedModel(model)
-    with pytest.raises(gn.OptimizerError, match="attach the copy itself"):
+    with pytest.raises(gn.errors.OptimizerError, match="attach the copy itself"):
         gn.attach(averaged, first)
     gn.attach(averaged.module.heads[0], first)
     gn.attach(averaged.module.heads[1], second)
@@ -257,7 +257,7 @@ def test_what_is_no_copy_is_refused() -> None:
         (net, "holds the net itself"),
         (nn.Sequential(net), "holds the net itself"),
     ):
-        with pytest.raises(gn.OptimizerError, match=message):
+        with pytest.raises(gn.errors.OptimizerError, match=message):
             gn.attach(module, net)
     for freeze in (
         lambda held, edit: edit.freeze(held.layers[3], incoming=False),
@@ -266,11 +266,11 @@ def test_what_is_no_copy_is_refused() -> None:
         held = copy.deepcopy(net)
         with held.edit() as edit:
             freeze(held, edit)
-        with pytest.raises(gn.OptimizerError):
+        with pytest.raises(gn.errors.OptimizerError):
             gn.attach(held, net)
     swapped = copy.deepcopy(net)
     swap_one(swapped)
-    with pytest.raises(gn.OptimizerError, match="transition 0 has other relations"):
+    with pytest.raises(gn.errors.OptimizerError, match="transition 0 has other relations"):
         gn.attach(swapped, net)
     with pytest.raises(ValueError, match="about the state of optimizers"):
         gn.attach(copy.deepcopy(net), net, survivors="renew")
@@ -281,7 +281,7 @@ def test_a_copy_that_was_edited_by_itself_stops_the_next_edit() -> None:
     averaged, twin = averaged_net(net)
     swap_one(twin)
     before = fingerprint(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         rewire(net)
     assert fingerprint(net) == before
     gn.detach(averaged, net)
@@ -431,7 +431,7 @@ def test_columns_of_a_policy_follow_and_may_not_come_or_leave() -> None:
     net = make_net()
     without = copy.deepcopy(net)
     net.execution.use("attention", transition=1, generator=torch.Generator().manual_seed(3))
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.attach(without, net)
     averaged, twin = averaged_net(net)
     rewire(net)
@@ -439,7 +439,7 @@ def test_columns_of_a_policy_follow_and_may_not_come_or_leave() -> None:
         c.value.shape for c in net.columns.values()
     ]
     train_and_average(net, averaged, 2)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         net.execution.use("auto")
     gn.detach(averaged, net)
     net.execution.use("auto")

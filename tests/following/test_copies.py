@@ -113,7 +113,7 @@ def test_an_unknown_copy_stops_the_edit_and_goes_on_once_it_is_named() -> None:
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(-3.0)
-    with pytest.raises(gn.OptimizerError, match="anchor"):
+    with pytest.raises(gn.errors.OptimizerError, match="anchor"):
         grow(net)
     assert net.version == 0
     gn.attach(optimizer, net, copies=["anchor"])
@@ -211,7 +211,7 @@ def test_state_in_containers_that_has_not_followed_refuses_to_step(kind: str) ->
     with net.edit() as edit:
         edit.cut(net.layers[0][0], slots=[0])
         edit.connect(net.layers[0][0], net.layers[0][0].children[0])
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(net, optimizer, range(1))
 
 
@@ -233,7 +233,7 @@ HIDDEN = {
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_numbers_of_the_coordinates_in_an_attribute_stop_the_edit(kind: str) -> None:
     net, _ = attached(lambda p: Hidden(p, HIDDEN[kind]))
-    with pytest.raises(gn.OptimizerError, match="hidden"):
+    with pytest.raises(gn.errors.OptimizerError, match="hidden"):
         grow(net)
     assert net.version == 0
 
@@ -241,7 +241,7 @@ def test_numbers_of_the_coordinates_in_an_attribute_stop_the_edit(kind: str) -> 
 def test_numbers_of_the_coordinates_beside_the_state_of_parameters_stop_the_edit() -> None:
     net, optimizer = attached(Adam)
     optimizer.state["trac"] = {p: p.detach().clone().view(-1) for p in net.parameters()}  # pyright: ignore[reportArgumentType]
-    with pytest.raises(gn.OptimizerError, match="trac"):
+    with pytest.raises(gn.errors.OptimizerError, match="trac"):
         grow(net)
     assert net.version == 0
 
@@ -294,7 +294,7 @@ def test_a_wrapper_follows_with_its_own_state_and_that_of_what_it_wraps() -> Non
     train(net, optimizer, range(2))
     gn.detach(optimizer, net)
     grow(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(net, optimizer, range(1))
 
 

@@ -253,7 +253,7 @@ def test_a_checkpoint_takes_the_tensors_along(tmp_path: Path) -> None:
     gn.restore(tmp_path / "net", importances=again)
     assert read(loaded, again) == read(net, followed)
     other = gn.follow(small_net(), zeros(small_net()))
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "net", importances=other)
     # What left before the file was written is not in it.
     with net.edit() as edit:
@@ -286,7 +286,7 @@ def test_a_state_of_other_names_or_shapes_is_refused_as_a_whole() -> None:
         {**changed, name: torch.zeros(1)},
         {**changed, name: None},
     ):
-        with pytest.raises(gn.CheckpointError):
+        with pytest.raises(gn.errors.CheckpointError):
             followed.load_state_dict(wrong)
         assert read(net, followed) == before
 

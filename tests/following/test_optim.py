@@ -53,7 +53,7 @@ def test_an_optimizer_that_did_not_follow_refuses_to_step(
     backward(net)
     before = [p.detach().clone() for p in net.parameters()]
     for _ in range(2):
-        with pytest.raises(gn.OptimizerError, match=r"gn\.attach\(optimizer, net\)"):
+        with pytest.raises(gn.errors.OptimizerError, match=r"gn\.attach\(optimizer, net\)"):
             optimizer.step()
     assert all(torch.equal(p, value) for p, value in zip(net.parameters(), before, strict=True))
     train(net, OPTIMIZERS[kind](list(net.parameters())), range(2))  # one made after the edit steps
@@ -88,10 +88,10 @@ def test_state_that_was_loaded_or_copied_is_known_to_be_old(net: gn.GrapNet) -> 
     swap_one(twin)
     for graph, optimizer in ((net, loaded), (twin, copied)):
         backward(graph)
-        with pytest.raises(gn.OptimizerError):
+        with pytest.raises(gn.errors.OptimizerError):
             optimizer.step()
         # Attaching it now does not make the state fit.
-        with pytest.raises(gn.OptimizerError):
+        with pytest.raises(gn.errors.OptimizerError):
             gn.attach(optimizer, graph)
 
 
@@ -106,7 +106,7 @@ def test_a_pickle_goes_on_once_it_is_attached(net: gn.GrapNet) -> None:
     for p, q in zip(net.parameters(), twin.parameters(), strict=True):
         assert torch.equal(p, q)
     backward(alone)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         ignored.step()
 
 
@@ -122,7 +122,7 @@ def test_an_attached_optimizer_takes_a_state_dict_after_an_edit(net: gn.GrapNet)
     alone = Adam(net.parameters())
     alone.load_state_dict(state)
     backward(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         alone.step()
 
 
@@ -153,7 +153,7 @@ def test_an_attached_optimizer_that_loads_an_older_state_refuses_to_step(
     later = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(earlier)
     backward(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         optimizer.step()
     optimizer.load_state_dict(later)
     train(net, optimizer, range(2))
@@ -169,7 +169,7 @@ def test_one_that_was_left_behind_goes_on_from_a_file_of_after_the_edit(
     swap_one(net)
     gn.save(tmp_path / "after", net, optimizer=optimizer)
     backward(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         late.step()
     gn.restore(tmp_path / "after", optimizer=late)
     gn.attach(late, net)
@@ -183,16 +183,16 @@ def test_detaching_and_attaching_late(net: gn.GrapNet) -> None:
     train(net, optimizer, range(2))
     gn.detach(optimizer, net)
     swap_one(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.attach(optimizer, net)
     backward(net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         optimizer.step()
 
 
 def test_attach_refuses_what_it_cannot_serve(net: gn.GrapNet) -> None:
     foreign = Adam(gn.GrapNet([2, 2]).parameters())
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.attach(foreign, net)
     adam = Adam(net.parameters())
     for name in ("newborn", "survivors"):
@@ -211,7 +211,7 @@ def test_attaching_moments_of_another_shape_is_refused(net: gn.GrapNet) -> None:
     # A fused step would write outside of the moments.
     resumed = Adam(fresh.parameters(), fused=True)
     resumed.load_state_dict(optimizer.state_dict())
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.attach(resumed, fresh)
 
 
@@ -219,12 +219,12 @@ def test_lbfgs_cannot_follow_and_says_so(net: gn.GrapNet) -> None:
     optimizer = torch.optim.LBFGS(net.parameters(), max_iter=2)
     closure = lambda: (backward(net), net(torch.ones(1, 5, dtype=torch.float64)).sum())[1]  # noqa: E731
     optimizer.step(closure)
-    with pytest.raises(gn.OptimizerError, match="LBFGS"):
+    with pytest.raises(gn.errors.OptimizerError, match="LBFGS"):
         gn.attach(optimizer, net)
     with net.edit() as edit:  # moves a parameter other than the one its state hangs on
         edit.cut(net.layers[2][0], slots=[0])
         edit.connect(net.layers[2][0], net.layers[3][0])
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         optimizer.step(closure)
 
 

@@ -247,7 +247,7 @@ def test_a_model_that_cannot_be_taken_says_why_and_which_net():
     net = model[1].ffn
     with net.edit(trial=True) as edit:
         edit.cut(net.layers[0].outgoing())
-        with pytest.raises(gn.EditError, match=r"1\.ffn: "):
+        with pytest.raises(gn.errors.EditError, match=r"1\.ffn: "):
             gn.snapshot(model)
 
 

@@ -476,7 +476,7 @@ class Early(Classifier):
 def test_an_optimizer_that_holds_the_parameters_of_before_is_refused(tmp_path: Path) -> None:
     module = Early()
     fit(module).save_checkpoint(tmp_path / "early.ckpt")
-    with pytest.raises(gn.OptimizerError, match=r"'head\.net'"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"'head\.net'"):
         trainer(RulesCallback(manager(), task=epoch_of), epochs=2).fit(
             Early(), data(), data(2), ckpt_path=tmp_path / "early.ckpt"
         )
@@ -487,7 +487,7 @@ def test_other_rules_than_those_of_the_checkpoint_are_refused(
 ) -> None:
     rules = gn.rules.RuleManager(seed=3)
     rules.add(PruneWeakest(0.3))
-    with pytest.raises(gn.CheckpointError, match="PruneWeakest"):
+    with pytest.raises(gn.errors.CheckpointError, match="PruneWeakest"):
         trainer(RulesCallback(rules), epochs=3).fit(
             Classifier(), data(), data(2), ckpt_path=edited[1]
         )
@@ -526,7 +526,7 @@ def test_a_load_that_fails_leaves_the_module_as_it_was(trouble: str) -> None:
         other["file"] = file
     before = module.net
     named = {"damaged": "sha256", "elsewhere": "tail.net", "compiled": r"'other\._orig_mod'"}
-    with pytest.raises(gn.GrapNetError, match=named[trouble]):
+    with pytest.raises(gn.errors.GrapNetError, match=named[trouble]):
         load_nets(module, checkpoint)
     assert module.net is before
 

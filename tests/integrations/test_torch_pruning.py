@@ -457,7 +457,7 @@ def test_heads_of_torch_become_narrower_with_their_stream() -> None:
     example = torch.randn(2, 7, 5)
     graph = built(model, example)
     group = graph.get_pruning_group(model.embed, tp.prune_linear_out_channels, idxs=[0, 1, 2])
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         group.prune()
     pruner = tp.pruner.MagnitudePruner(model, example, tp.importance.MagnitudeImportance())
     pruner.step()
@@ -528,7 +528,7 @@ def test_a_pruner_that_leaves_other_shapes_is_refused() -> None:
     pruners = {Scale: Wrong()}
     graph = tp.DependencyGraph()
     graph.build_dependency(model, torch.randn(2, 3), customized_pruners=pruners)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         graph.get_pruning_group(model[0], tp.prune_linear_out_channels, idxs=[0]).prune()
     assert model[0].out_features == 6
 

@@ -190,7 +190,7 @@ def test_units_of_a_packed_matrix_are_two_rows_each() -> None:
     with torch.no_grad():
         dense.model.layers[0].mlp.down_proj.weight[:, [3, 31]] = 0
         assert torch.allclose(model(ids).logits, dense(ids).logits, rtol=0, atol=1e-12)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         handle.add_hidden(1)
 
 

@@ -117,7 +117,7 @@ def test_what_is_no_hidden_unit_is_refused(family: str) -> None:
         with pytest.raises(IndexError):
             handle.remove_hidden(units)
     for nodes in (other.hidden[:2], handle.nets[0].layers[0][:2]):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             handle.remove_hidden(nodes)
     gone = handle.hidden[:1]
     handle.remove_hidden(gone)
@@ -131,7 +131,7 @@ class Refusing:
     """A follower that lets nothing happen to a net."""
 
     def prepare(self, net: gn.GrapNet, commit: gn.Commit) -> Any:
-        raise gn.EditError("not this one")
+        raise gn.errors.EditError("not this one")
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -140,7 +140,7 @@ def test_a_fault_in_one_net_leaves_all_of_them(which: int) -> None:
     expected = run.copy()
     refusing = Refusing()
     handle.nets[which].follow(refusing)
-    with pytest.raises(gn.EditError, match="not this one"):
+    with pytest.raises(gn.errors.EditError, match="not this one"):
         handle.remove_hidden(GONE)
     assert [net.version for net in handle.nets] == [0, 0, 0]
     assert torch.equal(run.logits(), expected.logits())
@@ -156,7 +156,7 @@ def test_nets_that_went_separate_ways_are_told_apart() -> None:
     gate = handle.nets[0]
     with gate.edit(reason="alone") as edit:
         edit.remove_nodes(gate.layers[1][:2], interface=True)
-    with pytest.raises(gn.EditError, match="30, 32, 32"):
+    with pytest.raises(gn.errors.EditError, match="30, 32, 32"):
         handle.remove_hidden([0])
     gate.undo()
     handle.remove_hidden([0])
@@ -185,7 +185,7 @@ def test_added_units_change_nothing_at_first_and_learn(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_all_units_can_go(family: str) -> None:
     run, handle = grafted(family)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         handle.remove_hidden(torch.ones(32, dtype=torch.bool))
     assert len(handle.hidden) == 32
     handle.remove_hidden(torch.ones(32, dtype=torch.bool), allow_dead=True)
@@ -199,7 +199,7 @@ def test_all_units_can_go(family: str) -> None:
 
 def test_one_unit_stays_where_what_comes_back_could_not_run_without() -> None:
     run, handle = grafted("gpt2")
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         handle.remove_hidden(range(32), allow_dead=True)
     assert handle.net.version == 0
     handle.remove_hidden(range(1, 32))

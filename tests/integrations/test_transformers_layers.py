@@ -113,7 +113,7 @@ def test_parts_are_told_from_axes_for_every_family(name: str) -> None:
     for part in ("heads", "kv_groups", "queries", "ffn"):
         try:
             found[part] = len(getattr(first, part))
-        except gn.EditError:
+        except gn.errors.EditError:
             assert part not in EXPECTED[name]
     assert found == EXPECTED[name]
     assert first.index == 0
@@ -147,7 +147,7 @@ def test_a_decoder_has_two_attentions_and_parts_have_paths() -> None:
         "model.decoder.layers.0.encoder_attn.out_proj.weight",
     ]
     assert decoder[0].attentions[0].heads is not decoder[0].attentions[1].heads
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         _ = decoder[0].heads
     assert hf.layers(net, within="model.dec") == []
 
@@ -155,24 +155,24 @@ def test_a_decoder_has_two_attentions_and_parts_have_paths() -> None:
 def test_what_cannot_be_removed_is_refused_and_said() -> None:
     case = FAMILIES["llama"]()
     grouped = hf.layers(gn.adopt(case.model, *case.inputs))[0]
-    with pytest.raises(gn.EditError, match=r"6 heads .* share 2 heads"):
+    with pytest.raises(gn.errors.EditError, match=r"6 heads .* share 2 heads"):
         _ = grouped.heads
     settings = {**GROUPED, "num_key_value_heads": 1}
     one_kv = hf.layers(gn.adopt(built("LlamaForCausalLM", "LlamaConfig", settings), ids()))[0]
     assert one_kv.heads is one_kv.queries
     assert len(one_kv.heads) == 6
-    with pytest.raises(gn.EditError, match="one head of keys and values"):
+    with pytest.raises(gn.errors.EditError, match="one head of keys and values"):
         _ = one_kv.kv_groups
     settings = {"n_embd": 24, "n_layer": 1, "n_head": 1, "vocab_size": 37, "n_positions": 16}
     model = built("GPT2LMHeadModel", "GPT2Config", {**settings, **TOKENS})
     single = hf.layers(gn.adopt(model, ids()))[0]
     assert len(single.ffn) == 96
-    with pytest.raises(gn.EditError, match="has one head"):
+    with pytest.raises(gn.errors.EditError, match="has one head"):
         _ = single.heads
     case = FAMILIES["bloom"]()
     sloped = hf.layers(gn.adopt(case.model, *case.inputs))[0]
     assert len(sloped.ffn) == 96
-    with pytest.raises(gn.EditError, match="arange"):
+    with pytest.raises(gn.errors.EditError, match="arange"):
         _ = sloped.heads
 
 
@@ -213,7 +213,7 @@ def test_a_number_of_heads_in_a_shared_config_is_refused_and_nothing_changes() -
     case, net = adopted("phi3")
     layer = hf.layers(net)[0]
     before = output_of(case)
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         edit.remove_nodes(layer.kv_groups[[0]])
     assert torch.equal(output_of(case), before)
     with net.edit() as edit:
@@ -278,7 +278,7 @@ def test_a_layer_stays_valid_while_others_leave() -> None:
     with net.edit() as edit:
         edit.remove(first.container, first.index)
     assert (second.path, second.index, second.heads) == ("transformer.h.0", 0, heads)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         _ = first.path
     assert "left" in repr(first)
     net.undo()
@@ -391,7 +391,9 @@ def test_layers_that_differ_are_named_and_nothing_is_written(tmp_path) -> None:
     with net.edit() as edit:
         edit.remove_nodes(hf.layers(net)[1].ffn[:8])
     before = case.model.config.to_dict()
-    with pytest.raises(gn.EditError, match=r"40 in model\.layers\.0\.mlp.* 32 in model\.layers\.1"):
+    with pytest.raises(
+        gn.errors.EditError, match=r"40 in model\.layers\.0\.mlp.* 32 in model\.layers\.1"
+    ):
         hf.save_pretrained(net, tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert case.model.config.to_dict() == before

@@ -61,7 +61,7 @@ def test_deletion_refuses_what_cannot_be_cut():
     net = gn.GrapNet([2, 3])
     with pytest.raises(ValueError, match="uid=2"):
         plot.deletion(net, node=2)
-    with pytest.raises(gn.EditError, match="9"):
+    with pytest.raises(gn.errors.EditError, match="9"):
         plot.deletion(net, node=0, slots=[9])
     with pytest.raises(gn.errors.StaleNodeError, match="77"):
         plot.deletion(net, node=77)

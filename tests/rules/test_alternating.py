@@ -306,7 +306,7 @@ def test_stale_evidence_is_refused(rule, layer):
     with torch.no_grad():
         net.transitions[layer].weight.mul_(1.5)
     version = net.version
-    with pytest.raises((gn.EditError, gn.StaleError)), net.edit() as edit:
+    with pytest.raises((gn.errors.EditError, gn.errors.StaleError)), net.edit() as edit:
         rule(net, edit, context)
     assert net.version == version
 

@@ -86,7 +86,7 @@ class Run:
         """Applies the rule; returns the error when it refuses."""
         try:
             return self.manager.apply(self.net, STEP, task=0, **options)
-        except gn.GrapNetError as error:
+        except gn.errors.GrapNetError as error:
             return error
 
     def state(self) -> list[Tensor]:
@@ -196,7 +196,7 @@ def _call_alone(run: Run, rule: str) -> None:
     (run.net(run.inputs) - run.targets).square().sum().backward()
     for recorder in evidence.values():
         recorder.disarm()
-    with run.net.edit(trial=True) as edit, suppress(gn.GrapNetError):
+    with run.net.edit(trial=True) as edit, suppress(gn.errors.GrapNetError):
         made(run.net, edit, rules.RuleContext(step=STEP, task=0, evidence=evidence))
     assert edit.receipt is None
 
@@ -212,7 +212,7 @@ def test_a_rule_without_its_evidence_is_refused(rule: str) -> None:
     net = SHAPES["tiles"].build(torch.float64)
     made = RULES[rule]()
     for evidence in ({}, made.recorders(net)):
-        with pytest.raises(gn.EditError, match="evidence"), net.edit() as edit:
+        with pytest.raises(gn.errors.EditError, match="evidence"), net.edit() as edit:
             made(net, edit, rules.RuleContext(evidence=evidence))
     assert net.version == 0
 
@@ -271,7 +271,7 @@ def test_a_rule_without_its_evidence_is_refused(rule: str) -> None:
     ],
 )
 def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any]) -> None:
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         kind(**settings)
 
 
@@ -286,7 +286,7 @@ def test_wrong_settings_are_refused(kind: Any, settings: dict[str, Any]) -> None
 )
 def test_a_transition_that_is_not_there_is_refused(rule: Any) -> None:
     net = gn.GrapNet([4, 4, 4, 4])
-    with pytest.raises(gn.EditError, match=r"\[-?[34]\]"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match=r"\[-?[34]\]"), net.edit() as edit:
         rule(net, edit, rules.RuleContext())
 
 

@@ -235,7 +235,7 @@ def test_random_comes_from_the_generator(case: Case) -> None:
 
 def test_a_criterion_without_evidence_says_so(case: Case) -> None:
     for criterion in (rules.Wanda(), rules.Taylor(), rules.Fisher()):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             criterion.score(case.net, case.relations, {})
 
 
@@ -600,7 +600,7 @@ def test_a_criterion_that_only_chooses_can_assign() -> None:
     assert net.layers[1].biases.tolist() == [2.0] * 3
     net.undo()
     assert torch.equal(net.layers[1].biases, first)
-    with net.edit() as edit, pytest.raises(gn.EditError):
+    with net.edit() as edit, pytest.raises(gn.errors.EditError):
         PruneNodes(0.5, by=FirstNodes(), scope="model")(net, edit, RuleContext())
 
 
@@ -625,7 +625,7 @@ def test_a_tensor_that_cannot_be_scored_is_left_out_or_refused() -> None:
     net = gn.adopt(model, torch.randn(2, 3, 9, 9))
     recorders = PruneWeakest(fraction=0.5, by="wanda").recorders(net)
     assert len(recorders) == 2
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         PruneWeakest(fraction=0.5, by="wanda", transitions="1").recorders(net)
 
 

@@ -66,7 +66,7 @@ def test_a_due_rule_without_evidence_is_refused(net: gn.GrapNet, manager: RuleMa
     manager.add(CutQuietest(), schedule=At(0))
     before = fingerprint(net)
     for dry_run in (False, True):
-        with pytest.raises(gn.GrapNetError, match=r"'CutQuietest'.*'mean'"):
+        with pytest.raises(gn.errors.GrapNetError, match=r"'CutQuietest'.*'mean'"):
             manager.apply(net, 0, dry_run=dry_run)
     assert fingerprint(net) == before
     with manager.recording(net):
@@ -88,7 +88,7 @@ def test_recording_leaves_alone_who_watched_before_and_who_is_disabled(
     manager.disable("CutQuietest")
     assert watches(manager, net) == 0
     manager.enable("CutQuietest")
-    with pytest.raises(gn.GrapNetError, match="has seen nothing"):
+    with pytest.raises(gn.errors.GrapNetError, match="has seen nothing"):
         manager.apply(net, 0)  # what it saw before it was switched off does not count
 
 
@@ -131,7 +131,7 @@ def test_another_net_gets_recorders_of_its_own_and_none_is_kept_alive(
     manager.start(net)
     net(X)
     other = small_net(1)
-    with pytest.raises(gn.GrapNetError, match="has seen nothing"):
+    with pytest.raises(gn.errors.GrapNetError, match="has seen nothing"):
         manager.apply(other, 0)
     manager.apply(net, 0)
     assert net.version == 1  # the refusal cost nothing of what was seen of the first net
@@ -187,7 +187,7 @@ def test_a_rule_whose_recorders_cannot_be_armed_leaves_the_manager_as_it_was(
         "enable": lambda: manager.enable("off"),
         "replace": lambda: manager.replace("a", bad),
     }
-    with pytest.raises(gn.GrapNetError, match="pairs of nodes"):
+    with pytest.raises(gn.errors.GrapNetError, match="pairs of nodes"):
         verbs[verb]()
     assert (str(manager.state_dict()), manager.names) == (before, names)
     assert manager["a"] == CutQuietest(window=1)

@@ -43,7 +43,7 @@ def test_it_freezes_what_belongs_to_an_owner(
 def test_an_owner_that_no_node_has_is_refused_with_those_there_are(net: gn.GrapNet) -> None:
     manager = RuleManager()
     manager.add(FreezeOwner(), schedule=EveryTask())
-    with pytest.raises(gn.EditError, match=r"'task-8'.*'task-7', 'old'"):
+    with pytest.raises(gn.errors.EditError, match=r"'task-8'.*'task-7', 'old'"):
         manager.apply(net, task=8)
     assert (net.version, net.count().frozen) == (1, 0)
 
@@ -100,6 +100,6 @@ def test_relations_gained_later_are_trainable_until_it_runs_again(net: gn.GrapNe
 
 
 def test_without_owner_and_without_task_it_says_what_is_missing(net: gn.GrapNet) -> None:
-    with pytest.raises(gn.EditError, match="task"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="task"), net.edit() as edit:
         FreezeOwner()(net, edit, RuleContext())
     assert net.count().frozen == 0

@@ -68,7 +68,7 @@ def test_tasks_may_be_counted_from_one_and_by_numpy() -> None:
     assert len(grow(net, rule, 1).outgoing()) == 2 * 2
     new = grow(net, rule, np.int64(2))
     assert (len(new.outgoing()), new.owners) == (2 * 4, ["T2", "T2"])
-    with pytest.raises(gn.EditError, match="from 1"):
+    with pytest.raises(gn.errors.EditError, match="from 1"):
         grow(net, rule, 0)
 
 
@@ -135,7 +135,7 @@ def test_existing_nodes_and_frozen_ones_are_left_as_they_are() -> None:
 )
 def test_wrong_tasks_are_refused_and_change_nothing(rule: GrowForTask, task: Any) -> None:
     net = gn.GrapNet([4, 2, 10])
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         rule(net, edit, RuleContext(task=task))
     assert (net.version, net.sizes) == (0, [4, 2, 10])
 
@@ -144,5 +144,5 @@ def test_the_last_hidden_layer_grows_and_a_net_without_one_is_refused() -> None:
     net = gn.GrapNet([4, 2, 2, 10])
     grow(net, PAPER, 0)
     assert net.sizes == [4, 2, 50, 10]
-    with pytest.raises(gn.EditError, match="hidden"):
+    with pytest.raises(gn.errors.EditError, match="hidden"):
         grow(gn.GrapNet([4, 10]), PAPER, 0)

@@ -88,7 +88,7 @@ def test_unknown_names_and_wrong_kinds_are_refused_and_change_nothing(manager: R
         manager.add(set_rewiring(10), schedule=Every(2))
     assert manager.names == ["known", "other"]
     assert manager["known"] == CutWeakest()
-    assert issubclass(RuleError, gn.GrapNetError)
+    assert issubclass(RuleError, gn.errors.GrapNetError)
 
 
 def test_one_apply_is_one_commit_that_says_who_did_what(
@@ -235,7 +235,7 @@ def test_a_rule_that_commits_by_itself_is_found(net: gn.GrapNet, manager: RuleMa
         edit.commit()
 
     manager.add(rash)
-    with pytest.raises(gn.EditError) as caught:
+    with pytest.raises(gn.errors.EditError) as caught:
         manager.apply(net, 3)
     assert caught.value.__notes__ == ["raised by rule 'rash' at step 3"]
 
@@ -310,12 +310,12 @@ def test_connections_beyond_the_budget_are_refused_with_rule_and_number(net: gn.
     assert manager.apply(net, 0).change.counts()["relations_removed"] == 20
     manager.enable("second")
     before = fingerprint(net)
-    with pytest.raises(gn.EditError, match=r"27.* 20"):
+    with pytest.raises(gn.errors.EditError, match=r"27.* 20"):
         manager.apply(net, 1)
     manager.remove("first")
     manager.remove("second")
     manager.add(Grow(1), name="own", budget=Budget(edits=8))
-    with pytest.raises(gn.EditError, match=r"9.* 8"):
+    with pytest.raises(gn.errors.EditError, match=r"9.* 8"):
         manager.apply(net, 1)
     assert fingerprint(net) == before
 

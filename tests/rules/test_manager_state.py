@@ -176,10 +176,10 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
     net = small_net()
     manager.start(net)
     before = text(manager.state_dict())
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         manager.load_state_dict(saved.state_dict())
     gn.save(tmp_path / "run", net, rules=saved)
-    with pytest.raises(gn.CheckpointError, match=r"^extras\.rules: "):
+    with pytest.raises(gn.errors.CheckpointError, match=r"^extras\.rules: "):
         gn.restore(tmp_path / "run", rules=manager)
     assert text(manager.state_dict()) == before
     saved.load_state_dict(one(CutWeakest(2)).state_dict())  # control: one that fits

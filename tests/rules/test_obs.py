@@ -252,7 +252,7 @@ def test_stale_evidence_is_refused() -> None:
     with torch.no_grad():
         net(x)
         net.transitions[0].weight.mul_(1.01)
-    with net.edit() as edit, pytest.raises(gn.EditError):
+    with net.edit() as edit, pytest.raises(gn.errors.EditError):
         rule(net, edit, RuleContext(evidence=recorders))
     assert net.version == 0
 

@@ -177,7 +177,7 @@ def test_an_error_names_what_is_pruned_already():
 
 def test_dead_outputs_are_refused_unless_allowed():
     net, _ = trained_net((8, 6, 4))
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(net, [rows()], relations=0.99, by="magnitude", transitions=1, repair=False)
     assert net.version == 0
     gn.prune(
@@ -202,7 +202,7 @@ def test_dead_outputs_are_refused_unless_allowed():
 )
 def test_settings_of_the_other_kind_are_refused(settings):
     net, _ = trained_net()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(net, [rows()], **settings)
     assert net.version == 0
 
@@ -279,13 +279,13 @@ def test_resume_refuses_other_settings_and_other_commits():
     x = rows()
     gn.prune(net, [x], nodes=0.5, spaces=1)
     version = net.version
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(net, [x], nodes=0.5, by="norm", resume=True)
     # the same settings in other words
     assert len(gn.prune(net, [x], nodes=0.5, by=Elimination(), spaces=1, resume=True).stages) == 1
     assert net.version == version
     net.undo()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(net, [x], nodes=0.5, resume=True)
 
 
@@ -317,7 +317,7 @@ def test_what_undo_keeps_counts_the_state_of_the_optimizer():
 @pytest.mark.parametrize("batches", [[], [torch.empty(0, 8)]])
 def test_empty_batches_are_refused(batches):
     net, _ = trained_net()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(net, batches, nodes=0.5)
     assert net.version == 0
 
@@ -328,7 +328,7 @@ def test_what_cannot_be_repaired_is_refused_before_anything_changes():
     )
     x = torch.randn(4, 3, 5, 5)
     expected = model(x).detach()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(model, [x], nodes=0.5, by="norm")
     assert torch.equal(model(x), expected)
     gn.prune(model, [x], nodes=0.5, by="norm", repair=False)
@@ -366,7 +366,7 @@ def test_gradients_and_modes_are_as_before():
 
 def test_too_large_an_undo_is_refused_first():
     net, _ = trained_net()
-    with pytest.raises(gn.GrapNetError, match="100"):
+    with pytest.raises(gn.errors.GrapNetError, match="100"):
         gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=100)
     assert net.version == 0
     assert gn.prune(net, [rows()], nodes=0.5, most_undo_bytes=10**6).undo_bytes > 100
@@ -385,7 +385,7 @@ def test_a_batch_with_nan_changes_nothing(amounts):
     before = {name: value.clone() for name, value in net.state_dict().items()}
     spoiled = rows()
     spoiled[3, 2] = torch.nan
-    with pytest.raises(gn.GrapNetError, match="NaN"):
+    with pytest.raises(gn.errors.GrapNetError, match="NaN"):
         gn.prune(net, [spoiled], **amounts)
     assert net.version == 0
     for name, value in net.state_dict().items():
@@ -395,7 +395,7 @@ def test_a_batch_with_nan_changes_nothing(amounts):
 @pytest.mark.parametrize("amounts", [{}, {"nodes": 0.5, "relations": 0.5}])
 def test_exactly_one_amount_is_given(amounts):
     net, _ = trained_net()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.prune(net, [rows()], **amounts)
 
 

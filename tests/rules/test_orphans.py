@@ -72,5 +72,5 @@ def test_without_orphans_nothing_is_committed() -> None:
 
 
 def test_layers_that_are_not_hidden_are_refused(net: gn.GrapNet) -> None:
-    with pytest.raises(gn.EditError, match="not hidden"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="not hidden"), net.edit() as edit:
         RemoveOrphans(layers=[0])(net, edit, RuleContext())

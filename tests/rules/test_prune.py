@@ -52,7 +52,7 @@ def test_sparsity_is_the_share_of_absent_relations_and_nothing_grows(net: gn.Gra
     for sparsity in (0.9, 0.5, 0.0):
         prune(net, PruneWeakest(sparsity=sparsity))
     assert (net.version, sum(relations(net))) == (version, 48)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         prune(net, PruneWeakest(sparsity=1.0))
     assert sum(relations(net)) == 48
     prune(net, PruneWeakest(sparsity=1.0), allow_dead=True)
@@ -124,14 +124,14 @@ def test_the_strongest_parent_of_each_output_goes_last(equal: bool, scope: Any) 
     left = net.layers[0].outgoing()
     by_output = left.weights.detach().abs()[left.children.argsort()]
     assert torch.equal(by_output, weights.max(dim=0).values)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         prune(net, PruneWeakest(fraction=0.1, scope=scope))
 
 
 def test_magnitudes_of_different_scales_empty_a_transition() -> None:
     torch.manual_seed(0)
     net = gn.GrapNet([64, 128, 10])
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         prune(net, PruneWeakest(fraction=0.9, compare="score"))
     assert net.version == 0
     prune(net, PruneWeakest(fraction=0.9, compare="score", scope="transition"))

@@ -206,7 +206,7 @@ def test_evidence_of_several_nets_is_not_given_to_others() -> None:
     run(model, manager, range(2))
     restored = managed()
     restored.load_state_dict(manager.state_dict())
-    with pytest.raises(gn.CheckpointError, match="'2'"):
+    with pytest.raises(gn.errors.CheckpointError, match="'2'"):
         restored.start([model[0], model[2]])
     restored.start(model)
     assert str(restored.state_dict()) == str(manager.state_dict())

@@ -217,6 +217,6 @@ def test_several_transitions_are_split_within_one_budget() -> None:
 
 def test_what_cannot_be_split_is_refused() -> None:
     net = gn.GrapNet([4, 6])
-    with pytest.raises(gn.EditError, match="5 families"):
+    with pytest.raises(gn.errors.EditError, match="5 families"):
         split(net, SplitIntoFamilies(transitions=0, families=5), torch.randn(9, 4))
     assert net.version == 0

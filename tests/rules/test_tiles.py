@@ -229,7 +229,7 @@ def test_tiles_that_an_earlier_rule_touched_are_left_alone() -> None:
 
 def test_other_wirings_are_refused_and_nothing_changes() -> None:
     net = gn.GrapNet(SIZES, density=0.3)
-    with pytest.raises(gn.EditError, match="tiles of 16"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="tiles of 16"), net.edit() as edit:
         Rewire(tile=16)(net, edit, RuleContext())
     assert net.version == 0
     # of full transitions nothing can move, and that is no mistake

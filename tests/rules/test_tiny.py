@@ -334,7 +334,7 @@ def test_nodes_that_come_let_the_recorder_begin_anew() -> None:
     with net.edit() as edit:
         edit.add_nodes(1, 1)
     assert recorder.count == 0
-    with pytest.raises(gn.GrapNetError):
+    with pytest.raises(gn.errors.GrapNetError):
         recorder.nodes()
     net.undo()
     assert recorder.count == 1
@@ -361,7 +361,7 @@ def test_layers_that_cannot_grow_so_are_refused(
     rule: GrowWidth, sizes: list[int], activation: str
 ) -> None:
     net = net_of(*sizes, activation=activation)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         grown(net, rule, recorded(net, net, rule, drawn(ROWS, 6)))
     assert net.version == 0
 
@@ -371,7 +371,7 @@ def test_beside_removals_it_is_refused() -> None:
     evidence = recorded(net, net, TINY, drawn(ROWS, 6))
     with net.edit(trial=True) as edit:
         edit.remove_nodes(net.layers[1][:1])
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             TINY(net, edit, RuleContext(evidence=evidence))
 
 
@@ -386,9 +386,9 @@ def test_spaces_that_cannot_grow_so_are_refused(make: Callable[[], nn.Module]) -
     model = make().double()
     shape = (2, 6, 6) if isinstance(model[0], nn.Conv1d) else (2, 6)  # pyright: ignore[reportIndexIssue]
     net = gn.adopt(model, drawn(*shape))
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         BottleneckRecorder(net, "0")
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         GrowBest(nodes=1).recorders(net)
 
 
@@ -473,5 +473,5 @@ def test_spaces_of_a_model_compete_alike() -> None:
 
 @pytest.mark.parametrize("given", [{}, {"nodes": 0}, {"parameters": 0}, {"nodes": 1, "scale": 0}])
 def test_settings_are_checked(given: dict[str, Any]) -> None:
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         GrowBest(**given)

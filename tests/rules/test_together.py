@@ -78,9 +78,9 @@ def test_an_edit_shows_what_it_was_asked_to_connect_and_remove() -> None:
         assert parents.tolist() == [*upper[:2].tolist(), *new.uids.tolist()]
         assert children.tolist() == [int(middle[3])] * 2 + [int(lower[1])] * 2
         assert edit.removals.uids.tolist() == middle[:2].tolist()
-    with pytest.raises(gn.EditError, match="not open"):
+    with pytest.raises(gn.errors.EditError, match="not open"):
         _ = edit.connections
-    with pytest.raises(gn.EditError, match="not open"):
+    with pytest.raises(gn.errors.EditError, match="not open"):
         _ = edit.removals
 
 

@@ -332,12 +332,12 @@ def test_frozen_relations_stay() -> None:
 def test_tokens_and_wrong_settings_are_refused() -> None:
     model = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
     net = gn.adopt(model, torch.zeros(2, 3, dtype=torch.int64))
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         SynFlow(0.5).score(net, all_relations(net))
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         SynFlow().score(net_of(), net_of().select().outgoing())
     for given in ({"fraction": 1.1}, {"fraction": -0.1}, {"fraction": 0.5, "rounds": 0}):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             SynFlow(**given)  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="batch"):
         SNIP([], loss).score(net_of(), net_of().select().outgoing())

@@ -301,6 +301,6 @@ def test_what_cannot_be_done_is_refused_and_changes_nothing(
 ) -> None:
     net = gn.GrapNet(sizes, activation=activation, dtype=torch.float64)
     evidence = {"gradients across layer 1": gradients(net)}
-    with pytest.raises(gn.EditError), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), net.edit() as edit:
         rule(net, edit, RuleContext(evidence=evidence))
     assert (net.version, net.sizes) == (0, sizes)

@@ -90,7 +90,7 @@ def _removal(subject: Subject, space: Space, trains: bool) -> Outcome:
     loss = loss_of(model, subject.case)
     try:
         remove(subject, {space: rows})
-    except gn.EditError:
+    except gn.errors.EditError:
         assert oracle.same(before, subject.snapshot()) == [], space.name
         loss.backward()
         model.zero_grad()
@@ -270,7 +270,7 @@ def _addition(subject: Subject, space: Space) -> Outcome:
     try:
         with subject.net.edit(reason="add", generator=torch.Generator().manual_seed(1)) as edit:
             edit.add_nodes(space, 2)
-    except gn.EditError:
+    except gn.errors.EditError:
         return Outcome(space.name, "refused", float("nan"))
 
     label = f"{space.name}: {space.verdict}"

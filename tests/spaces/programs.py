@@ -308,7 +308,7 @@ def adopted(name: str) -> tuple[zoo.Case, Adopted]:
             edit.remove_nodes(space[0])
             try:
                 edit.commit()
-            except gn.EditError:
+            except gn.errors.EditError:
                 continue
     return found.case, found.net
 
@@ -609,7 +609,7 @@ class SpaceMachine(RuleBasedStateMachine):
         asked = self.plan()
         illegal = self.draw(st.sampled_from(ILLEGAL))
         follower = Reluctant()
-        with pytest.raises((gn.GrapNetError, ValueError, Planned)):
+        with pytest.raises((gn.errors.GrapNetError, ValueError, Planned)):
             self.fail_by(asked, illegal, follower)
         self.net.unfollow(follower)
         assert oracle.same(before, oracle.snapshot(self.model, self.optimizer)) == []

@@ -219,13 +219,16 @@ def test_what_is_impossible_leaves_everything_as_it_was(found: Subject) -> None:
     wrong[0, 0, 0, 0] = torch.inf
     before = found.snapshot()
     cases: list[tuple[type[Exception], Any]] = [
-        (gn.EditError, lambda edit: edit.assign(weight, weight.detach()[:1])),
-        (gn.EditError, lambda edit: edit.assign(weight, wrong)),
-        (gn.EditError, lambda edit: edit.assign(nn.Parameter(weight.detach()), wrong)),
-        (gn.EditError, lambda edit: edit.assign(found.net.relations("3"), [1.0, 2.0])),
-        (gn.EditError, lambda edit: [edit.assign(weight, weight.detach()) for _ in range(2)]),
+        (gn.errors.EditError, lambda edit: edit.assign(weight, weight.detach()[:1])),
+        (gn.errors.EditError, lambda edit: edit.assign(weight, wrong)),
+        (gn.errors.EditError, lambda edit: edit.assign(nn.Parameter(weight.detach()), wrong)),
+        (gn.errors.EditError, lambda edit: edit.assign(found.net.relations("3"), [1.0, 2.0])),
         (
-            gn.EditError,
+            gn.errors.EditError,
+            lambda edit: [edit.assign(weight, weight.detach()) for _ in range(2)],
+        ),
+        (
+            gn.errors.EditError,
             lambda edit: [
                 edit.assign(weight, weight.detach()),
                 edit.assign(found.net.relations("3")[:1], 1.0),

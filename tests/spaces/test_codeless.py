@@ -102,13 +102,13 @@ def test_what_needs_the_code_is_refused_and_changes_nothing(tmp_path):
     file = gn.open(tmp_path / "file")
     net = file.adopted
     before = as_text(parse(file.to_bytes()))
-    with pytest.raises(gn.EditError, match="without the code"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="without the code"), net.edit() as edit:
         edit.remove_nodes(net.space("0")[:2])
-    with pytest.raises(gn.EditError, match="without the code"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="without the code"), net.edit() as edit:
         edit.add_nodes(net.space("0"), 2)
-    with pytest.raises(gn.EditError, match="without the code"):
+    with pytest.raises(gn.errors.EditError, match="without the code"):
         net(torch.randn(2, 6))
-    with pytest.raises(gn.EditError, match="without the code"):
+    with pytest.raises(gn.errors.EditError, match="without the code"):
         net.space("0").prove()
     assert as_text(parse(file.to_bytes())) == before
 
@@ -175,7 +175,7 @@ def test_files_of_nets_have_no_adopted_model(tmp_path):
     gn.save(tmp_path / "file", gn.GrapNet([4, 3, 2]))
     file = gn.open(tmp_path / "file")
     assert not file.is_adopted
-    with pytest.raises(gn.CheckpointError, match="nets"):
+    with pytest.raises(gn.errors.CheckpointError, match="nets"):
         _ = file.adopted
 
 
@@ -205,7 +205,7 @@ ALL = {**FORGERIES, **OF_SPACES, **IN_JOURNAL}
 def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
     saved_thin(tmp_path / "file")
     forge(tmp_path / "file", ALL[name])
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         _ = gn.open(tmp_path / "file").adopted
 
 
@@ -213,7 +213,7 @@ def test_a_forged_file_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_forged_space_is_not_restored(name: str, tmp_path: Path) -> None:
     saved_thin(tmp_path / "file")
     forge(tmp_path / "file", OF_SPACES[name])
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(
             tmp_path / "file", into=nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 4))
         )

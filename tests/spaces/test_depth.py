@@ -256,7 +256,7 @@ def test_counts_of_several_stages_follow() -> None:
     with edit:
         edit.insert("swin.encoder.layers.0.blocks", after=0)
         edit.insert("swin.encoder.layers.1.blocks", after=0)
-        with pytest.raises(gn.EditError, match="separate"):
+        with pytest.raises(gn.errors.EditError, match="separate"):
             edit.commit()
     one.net.undo()
     one.net.undo()
@@ -401,7 +401,7 @@ def refusals(one: Subject) -> dict[str, Any]:
 def test_a_refused_edit_changes_nothing(what: str) -> None:
     one = subject_of("resnet")
     before = snapshot(one)
-    with pytest.raises(gn.EditError), one.net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), one.net.edit() as edit:
         refusals(one)[what](edit)
     assert one.net.version == 0
     assert oracle.same(before, snapshot(one)) == []
@@ -415,14 +415,14 @@ def test_a_refused_edit_changes_nothing(what: str) -> None:
 def test_a_block_that_cannot_be_silent_is_refused(name: str, path: str) -> None:
     one = subject_of(name)
     before = snapshot(one)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         insert(one, path)
     assert oracle.same(before, snapshot(one)) == []
 
 
 def test_blocks_with_names_of_their_own_are_refused() -> None:
     _, _, net = counted()
-    with pytest.raises(gn.EditError, match="front"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="front"), net.edit() as edit:
         edit.insert("named", after=0)
 
 
@@ -431,7 +431,7 @@ def test_a_follower_that_cannot_follow_refuses_the_edit() -> None:
     before = snapshot(one)
     weight = dict(one.net.named_parameters())["layer1.0.conv1.weight"]
     followed = gn.follow(one.net, {"layer1.0.conv1.weight": torch.zeros_like(weight)})
-    with pytest.raises(gn.EditError, match="follows this graph"):
+    with pytest.raises(gn.errors.EditError, match="follows this graph"):
         insert(one, "layer1")
     assert oracle.same(before, snapshot(one)) == []
     del followed

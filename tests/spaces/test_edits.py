@@ -284,14 +284,14 @@ def test_an_error_in_the_block_leaves_everything_as_it_is(vgg: Subject) -> None:
 
 def test_only_one_edit_is_open_at_a_time(vgg: Subject) -> None:
     with vgg.net.edit() as edit:
-        with pytest.raises(gn.EditError), vgg.net.edit():
+        with pytest.raises(gn.errors.EditError), vgg.net.edit():
             pass
         for verb in (vgg.net.undo, vgg.net.redo):
-            with pytest.raises(gn.GrapNetError):
+            with pytest.raises(gn.errors.GrapNetError):
                 verb()
         edit.remove_nodes(vgg.net.space("0")[0])
     assert len(vgg.net.space("0")) == 5
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         edit.remove_nodes(vgg.net.space("0")[0])
 
 
@@ -333,7 +333,7 @@ def test_only_one_edit_is_open_at_a_time(vgg: Subject) -> None:
 def test_what_is_illegal_changes_nothing(vgg: Subject, illegal: Callable[[Any, Any], Any]) -> None:
     state = torch.get_rng_state()
     before = vgg.snapshot()
-    with pytest.raises((gn.GrapNetError, LookupError)):
+    with pytest.raises((gn.errors.GrapNetError, LookupError)):
         _remove_and(vgg, illegal)
     assert oracle.same(before, vgg.snapshot()) == []
     assert torch.equal(state, torch.get_rng_state())
@@ -348,7 +348,7 @@ def test_outputs_are_removed_as_an_interface(vgg: Subject) -> None:
     with vgg.net.edit() as edit:
         edit.remove_nodes(outputs[0], interface=True)
     torch.testing.assert_close(vgg.outputs()[0], expected)
-    with pytest.raises(gn.EditError), vgg.net.edit() as edit:
+    with pytest.raises(gn.errors.EditError), vgg.net.edit() as edit:
         edit.remove_nodes(vgg.net.space("0", side="in")[0], interface=True)
     vgg.net.undo()
     assert len(outputs) == expected.shape[1] + 1
@@ -442,9 +442,9 @@ def test_an_averaged_copy_follows_and_is_undone(vgg: Subject) -> None:
 def test_a_copy_of_another_shape_is_not_attached(vgg: Subject) -> None:
     averaged = AveragedModel(vgg.model)
     remove(vgg, {vgg.net.space("3"): [0]})
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.attach(averaged, vgg.net)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         gn.attach(vgg.model, vgg.net)
 
 
@@ -508,7 +508,7 @@ def test_edits_run_under_no_grad_but_not_in_inference_mode(vgg: Subject) -> None
         remove(vgg, {vgg.net.space("0"): [0]})
     assert torch.is_grad_enabled()
     before = vgg.snapshot()
-    with torch.inference_mode(), pytest.raises(gn.EditError):
+    with torch.inference_mode(), pytest.raises(gn.errors.EditError):
         remove(vgg, {vgg.net.space("0"): [0]})
     assert oracle.same(before, vgg.snapshot()) == []
     vgg.step()
@@ -561,7 +561,7 @@ def test_check_notices_tensors_that_were_replaced(vgg: Subject) -> None:
     vgg.model[3].weight.data = kept[:7]
     with pytest.raises(gn.errors.InvariantError, match=r"3\.weight"):
         gn.check(vgg.net)
-    with pytest.raises(gn.EditError, match=r"3\.weight"):
+    with pytest.raises(gn.errors.EditError, match=r"3\.weight"):
         remove(vgg, {vgg.net.space("0"): [0]})
     vgg.model[3].weight.data = kept
     gn.check(vgg.net)
@@ -574,7 +574,7 @@ def test_a_parameter_that_was_replaced_is_noticed(vgg: Subject) -> None:
     vgg.model[3].weight = nn.Parameter(torch.zeros(7, 6, 3, 3, dtype=torch.float64))
     with pytest.raises(gn.errors.InvariantError, match=r"3\.weight"):
         gn.check(vgg.net)
-    with pytest.raises(gn.EditError, match=r"3\.weight"):
+    with pytest.raises(gn.errors.EditError, match=r"3\.weight"):
         remove(vgg, {vgg.net.space("0"): [0]})
 
 
@@ -639,7 +639,7 @@ def test_an_adopted_model_and_a_net_are_edited_together(vgg: Subject) -> None:
     gn.undo(vgg.net, net)
     assert oracle.same(before, vgg.snapshot()) == []
     assert net.sizes == sizes
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         _edit_both(vgg, net)
     assert oracle.same(before, vgg.snapshot()) == []
     assert net.sizes == sizes
@@ -655,7 +655,7 @@ def _edit_both(vgg: Subject, net: gn.GrapNet) -> None:
 
 def test_models_with_nets_inside_are_not_adopted() -> None:
     model = nn.Sequential(nn.Linear(3, 4), gn.GrapNet([4, 2]))
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         gn.adopt(model, torch.zeros(2, 3))
 
 
@@ -705,7 +705,7 @@ def test_new_nodes_that_only_activations_read_are_added_on_request() -> None:
     model = Similarity().double()
     x = torch.randn(5, 4, dtype=torch.float64)
     net = gn.adopt(model, x)
-    with pytest.raises(gn.EditError, match="query"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="query"), net.edit() as edit:
         edit.add_nodes(net.space("query"), 2)
     assert net.version == 0
     with net.edit() as edit:

@@ -58,7 +58,7 @@ def remove_some(net: Net, count: int = 3, *, last: bool = False) -> int:
         try:
             with net.edit(reason=f"thin {space.name}") as edit:
                 edit.remove_nodes(space[1])
-        except gn.EditError:  # two spaces of which one number is the size
+        except gn.errors.EditError:  # two spaces of which one number is the size
             continue
         done += 1
     return done
@@ -209,7 +209,7 @@ def test_an_opened_file_tells_what_it_holds(tmp_path):
     assert file.extras["notes"] == [1, 2]
     assert file.rest.keys() >= dict(case.model.named_parameters()).keys()
     for read in (lambda: file.net, lambda: file.nets, lambda: gn.load(tmp_path / "file")):
-        with pytest.raises(gn.CheckpointError, match="into=model"):
+        with pytest.raises(gn.errors.CheckpointError, match="into=model"):
             read()
     fresh = zoo.MODELS["gpt_tied"]()
     assert file.model(fresh.model) is fresh.model
@@ -232,7 +232,7 @@ def test_an_optimizer_is_restored_in_the_same_call_or_refused(tmp_path):
     train(fresh, stale)
     gn.restore(tmp_path / "file", into=fresh.model, optimizer=made_before)
     assert differences((case.model, optimizer), (fresh.model, made_before)) == []
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(fresh, stale)
     train(case, optimizer, 2)
     train(fresh, made_before, 2)
@@ -251,7 +251,7 @@ def test_a_loss_from_before_a_restore_is_refused(tmp_path):
     fresh = zoo.MODELS["mlp"]()
     loss = fresh.model[5].bias.sum()
     gn.restore(tmp_path / "file", into=fresh.model)
-    with pytest.raises(gn.StaleError):
+    with pytest.raises(gn.errors.StaleError):
         loss.backward()
 
 
@@ -385,7 +385,7 @@ def test_another_model_is_refused_with_the_name_of_a_tensor(name, is_adopted, tm
     model = make()
     kept = gn.adopt(model, torch.randn(2, 6)) if is_adopted else None
     before = snapshot(model)
-    with pytest.raises(gn.CheckpointError, match=tensor.replace(".", r"\.")):
+    with pytest.raises(gn.errors.CheckpointError, match=tensor.replace(".", r"\.")):
         gn.restore(tmp_path / "file", into=model)
     assert same(before, snapshot(model)) == []
     assert kept is None or kept.version == 0
@@ -397,7 +397,7 @@ def test_a_graph_with_other_axes_of_the_same_shapes_is_refused(tmp_path):
     model = Shared()
     net = gn.adopt(model, torch.randn(2, 6))
     before = snapshot(model)
-    with pytest.raises(gn.CheckpointError, match=r"0\.weight"):
+    with pytest.raises(gn.errors.CheckpointError, match=r"0\.weight"):
         gn.restore(tmp_path / "file", into=net)
     assert same(before, snapshot(model)) == []
 
@@ -411,7 +411,7 @@ def test_a_model_with_another_number_is_refused(tmp_path):
     assert getattr(module, changed.name) == changed.before
     setattr(module, changed.name, changed.before + 1)
     before = snapshot(fresh.model)
-    with pytest.raises(gn.CheckpointError, match=f"{changed.module}.{changed.name}"):
+    with pytest.raises(gn.errors.CheckpointError, match=f"{changed.module}.{changed.name}"):
         gn.restore(tmp_path / "file", into=fresh.model)
     assert same(before, snapshot(fresh.model)) == []
     assert case.model is not fresh.model
@@ -431,9 +431,9 @@ def test_a_failing_optimizer_leaves_everything_as_it_was(is_adopted, tmp_path):
     optimizer.step()
     before = snapshot(model, optimizer)
     graph = nodes(net) if net is not None else None
-    with pytest.raises(gn.CheckpointError, match="Adam"):
+    with pytest.raises(gn.errors.CheckpointError, match="Adam"):
         gn.restore(tmp_path / "file", into=model, optimizer=optimizer)
-    with pytest.raises(gn.CheckpointError, match="nothing"):
+    with pytest.raises(gn.errors.CheckpointError, match="nothing"):
         gn.restore(tmp_path / "file", into=model, nothing=optimizer)
     assert same(before, snapshot(model, optimizer)) == []
     model(torch.randn(2, 6)).sum().backward()
@@ -462,7 +462,7 @@ def test_an_optimizer_that_fails_after_loading_leaves_everything_as_it_was(tmp_p
         edit.remove_nodes(net.space("0")[:3])
     before = snapshot(model, optimizer)
     graph = nodes(net)
-    with pytest.raises(gn.CheckpointError, match="refused"):
+    with pytest.raises(gn.errors.CheckpointError, match="refused"):
         gn.restore(tmp_path / "file", into=net, optimizer=optimizer)
     assert same(before, snapshot(model, optimizer)) == []
     assert nodes(net) == graph
@@ -479,7 +479,7 @@ def test_a_graph_is_not_restored_while_copies_follow_it(tmp_path):
     averaged = AveragedModel(model)
     gn.attach(averaged.module, net)
     before = snapshot(model)
-    with pytest.raises(gn.CheckpointError, match="follows"):
+    with pytest.raises(gn.errors.CheckpointError, match="follows"):
         gn.restore(tmp_path / "file", into=net)
     assert same(before, snapshot(model)) == []
     gn.detach(averaged.module, net)
@@ -490,18 +490,18 @@ def test_an_open_edit_a_trial_and_a_changed_model_are_refused(tmp_path):
     saved_thin(tmp_path / "file")
     model = thin()
     net = gn.adopt(model, torch.randn(2, 6))
-    with net.edit() as edit, pytest.raises(gn.EditError):
+    with net.edit() as edit, pytest.raises(gn.errors.EditError):
         gn.restore(tmp_path / "file", into=net)
     assert edit.receipt is None
     with net.edit(trial=True) as edit:
         edit.remove_nodes(net.space("0")[0])
         edit.commit()
-        with pytest.raises(gn.CheckpointError):
+        with pytest.raises(gn.errors.CheckpointError):
             gn.save(tmp_path / "trial", net)
     model[2] = nn.Linear(8, 5)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.save(tmp_path / "changed", net)
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "file", into=net)
 
 
@@ -591,7 +591,7 @@ def test_a_forged_file_is_refused(name, is_adopted, tmp_path):
     before = snapshot(model)
     forge(tmp_path / "file", lambda document, tensors: None)
     forge(tmp_path / "file", FORGERIES[name])
-    with pytest.raises(gn.CheckpointError):
+    with pytest.raises(gn.errors.CheckpointError):
         gn.restore(tmp_path / "file", into=model)
     assert same(before, snapshot(model)) == []
     assert net is None or net.version == 0
@@ -676,7 +676,7 @@ def test_a_journal_that_cannot_be_is_refused(name, tmp_path):
     model = thin()
     net = gn.adopt(model, torch.randn(2, 6))
     before = snapshot(model)
-    with pytest.raises(gn.CheckpointError, match="journal"):
+    with pytest.raises(gn.errors.CheckpointError, match="journal"):
         gn.restore(tmp_path / "file", into=net)
     assert same(before, snapshot(model)) == []
     assert net.version == 0
@@ -721,11 +721,11 @@ def test_ungraft_ends_the_graph_and_leaves_a_plain_model():
     with pytest.raises(KeyError):
         gn.adopted(case.model)
     for edit in (net.undo, net.edit().__enter__, lambda: gn.ungraft(net)):
-        with pytest.raises(gn.EditError, match="ended"):
+        with pytest.raises(gn.errors.EditError, match="ended"):
             edit()
     train(case, optimizer)
     train(case, unattached)
-    with pytest.raises(gn.OptimizerError):
+    with pytest.raises(gn.errors.OptimizerError):
         train(case, stale)
     again = adopt(case, optimizer)
     assert remove_some(again, 1) == 1
@@ -847,7 +847,9 @@ def test_layers_that_differ_are_named_and_the_graph_goes_on(families, tmp_path):
     with net.edit() as edit:
         edit.remove_nodes(of_size(net, 40)[0][::2])
     before = snapshot(case.model)
-    with pytest.raises(gn.EditError, match=r"intermediate_size: 20 in model\.layers\.0\.mlp") as e:
+    with pytest.raises(
+        gn.errors.EditError, match=r"intermediate_size: 20 in model\.layers\.0\.mlp"
+    ) as e:
         gn.ungraft(case.model)
     assert "40 in model.layers.1.mlp" in str(e.value)
     assert same(before, snapshot(case.model)) == []
@@ -866,6 +868,6 @@ def test_heads_that_a_family_cannot_describe_are_refused(families):
     net = adopt(case)
     halve_and_behead(net, 3, stream=False)
     config = case.model.config.to_dict()
-    with pytest.raises(gn.EditError, match=r"n_embd: 24 in .* 16 in .*c_attn"):
+    with pytest.raises(gn.errors.EditError, match=r"n_embd: 24 in .* 16 in .*c_attn"):
         gn.ungraft(net)
     assert case.model.config.to_dict() == config

@@ -109,7 +109,7 @@ def test_a_fault_before_the_decision_changes_nothing(
         # A plain function is bound to its class, a Failing object would not be.
         patched.setattr(holder, name, lambda *args, **kwargs: failing(*args, **kwargs))
         # A typing that raises Exception counts as a model that cannot run.
-        with pytest.raises((error, gn.EditError)):
+        with pytest.raises((error, gn.errors.EditError)):
             edit_heads(vit)
     assert failing.calls > 0
     assert oracle.same(before, vit.snapshot()) == []
@@ -165,7 +165,7 @@ def test_an_optimizer_that_cannot_follow_stops_the_commit(vit: Subject) -> None:
     weight = vit.model.blocks[0].attn.proj.weight
     vit.optimizer.state[weight]["odd"] = torch.zeros(2, 3)
     before = vit.snapshot()
-    with pytest.raises(gn.OptimizerError, match=r"blocks\.0\.attn\.proj\.weight"):
+    with pytest.raises(gn.errors.OptimizerError, match=r"blocks\.0\.attn\.proj\.weight"):
         edit_heads(vit)
     assert oracle.same(before, vit.snapshot()) == []
     del vit.optimizer.state[weight]["odd"]
@@ -237,7 +237,7 @@ def test_what_is_pinned_is_refused_with_its_operation_and_line(name: str) -> Non
     for module in case.expected.get("pinned", ()):
         for space in spaces_of(found.net, found.model, module):
             for verb in (_remove_first, _add_one):
-                with pytest.raises(gn.EditError) as refusal:
+                with pytest.raises(gn.errors.EditError) as refusal:
                     verb(found, space)
                 message = str(refusal.value)
                 assert space.name in message
@@ -285,7 +285,7 @@ def test_edits_that_would_break_the_code_are_refused(name: str) -> None:
         assert spaces
         # Node 0 of the axis is in one of them.
         (first,) = [s for s in spaces if 0 in s.places()[zoo.output_axis(found.model, module)]]
-        with pytest.raises(gn.EditError) as refusal:
+        with pytest.raises(gn.errors.EditError) as refusal:
             remove(found, {first: [0]})
         assert first.name in str(refusal.value)
         assert f"{len(first) - 1} nodes" in str(refusal.value)
@@ -351,7 +351,7 @@ def test_paths_that_disagree_are_pinned_with_a_line() -> None:
     pins = [pin for space in net.spaces if "trunk.weight" in space.writers for pin in space.pins]
     assert pins
     assert all(LINE.search(pin) for pin in pins), pins
-    with pytest.raises(gn.EditError, match=r"test_gates\.py:\d+"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match=r"test_gates\.py:\d+"), net.edit() as edit:
         edit.remove_nodes(net.space("trunk")[0])
 
 
@@ -389,7 +389,7 @@ def test_one_number_of_two_spaces_follows_when_both_change_together() -> None:
     widths = [s for s in found.free if len(s) == 8 and s.name.startswith("h.0.c_attn")]
     assert len(widths) == 2
     before = found.snapshot()
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         remove(found, {widths[0]: [0]})
     assert oracle.same(before, found.snapshot()) == []
     remove(found, {width: [0, 5] for width in widths})
@@ -405,7 +405,7 @@ def test_what_cannot_follow_is_refused_after_few_tries(monkeypatch: pytest.Monke
     before = found.snapshot()
     counting = Failing(_gates.discover_twin, Fault, -1)
     monkeypatch.setattr(_gates, "discover_twin", counting)
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         remove(found, {heads[0]: [0]})
     assert 1 <= counting.calls <= 100
     assert oracle.same(before, found.snapshot()) == []
@@ -418,7 +418,7 @@ def test_the_size_of_a_space_in_a_formula_is_found_by_the_probe(vit: Subject) ->
     for width in widths:
         try:
             remove(vit, {width: [0]})
-        except gn.EditError:
+        except gn.errors.EditError:
             continue
         vit.net.undo()
     assert {width.verdict for width in widths} <= {"differs", "exact", "unproved"}
@@ -575,7 +575,7 @@ def test_an_attribute_that_is_found_and_then_forgotten_is_noticed(
     try:
         remove(vit, {heads: [0]})
         vit.outputs()
-    except (gn.EditError, RuntimeError):
+    except (gn.errors.EditError, RuntimeError):
         return
     assert heads.verdict != "exact"
 
@@ -689,7 +689,7 @@ def test_nodes_are_not_added_in_silence_where_the_size_is_a_number_in_the_formul
     torch.manual_seed(0)
     model = Scaled().double()
     net = gn.adopt(model, torch.randn(5, 4, dtype=torch.float64))
-    with pytest.raises(gn.EditError, match="faint"), net.edit() as edit:
+    with pytest.raises(gn.errors.EditError, match="faint"), net.edit() as edit:
         edit.add_nodes(net.space("faint"), 2)
     assert net.version == 0
     with net.edit() as edit:
@@ -700,7 +700,7 @@ def test_nodes_are_not_added_in_silence_where_the_size_is_a_number_in_the_formul
 def test_numbers_are_not_taken_for_nodes() -> None:
     net = gn.adopt(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(2, 3))
     for nodes in ([0, 1], torch.tensor([0]), 0):
-        with pytest.raises(gn.EditError), net.edit() as edit:
+        with pytest.raises(gn.errors.EditError), net.edit() as edit:
             edit.remove_nodes(nodes)
     assert len(net.space("0")) == 4
 
@@ -712,11 +712,11 @@ def test_the_graph_of_a_model_that_is_adopted_again_ends() -> None:
         edit.remove_nodes(first.space("0")[:1])
     second = gn.adopt(model, torch.randn(2, 3))
     assert gn.adopted(model) is second
-    with pytest.raises(gn.EditError):
+    with pytest.raises(gn.errors.EditError):
         first.undo()
-    with pytest.raises(gn.EditError), first.edit():
+    with pytest.raises(gn.errors.EditError), first.edit():
         pass
-    with pytest.raises(gn.EditError, match="Sequential"):
+    with pytest.raises(gn.errors.EditError, match="Sequential"):
         gn.adopt(model[1], torch.randn(2, 3))
     assert len(second.space("0")) == 3
 

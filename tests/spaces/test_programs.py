@@ -53,5 +53,5 @@ def test_the_programs_notice_an_error(name: str, monkeypatch: pytest.MonkeyPatch
         programs.adopted(model)  # which are proved before anything is broken
     holder, broken = BROKEN[name]
     monkeypatch.setattr(holder, name, broken)
-    with pytest.raises((AssertionError, IndexError, RuntimeError, gn.GrapNetError)):
+    with pytest.raises((AssertionError, IndexError, RuntimeError, gn.errors.GrapNetError)):
         programs.run_programs(0, PROGRAMS, phases=[Phase.generate], stateful_step_count=STEPS)

@@ -356,10 +356,10 @@ def test_spaces_that_are_pinned_frozen_or_under_a_norm_stay() -> None:
 @pytest.mark.parametrize(
     ("rule", "error"),
     [
-        (PruneNodes(0.5, spaces="8"), gn.EditError),
-        (PruneNodes(0.5, spaces="5"), gn.EditError),
+        (PruneNodes(0.5, spaces="8"), gn.errors.EditError),
+        (PruneNodes(0.5, spaces="5"), gn.errors.EditError),
         (PruneNodes(0.5, spaces="nothing"), KeyError),
-        (PruneNodes(macs=0.01, multiple=16), gn.EditError),
+        (PruneNodes(macs=0.01, multiple=16), gn.errors.EditError),
         (PruneNodes(0.5, by=lambda net, space, evidence: torch.ones(3)), ValueError),
         (
             PruneNodes(0.5, by=lambda net, space, evidence: torch.full((len(space),), torch.nan)),
@@ -380,7 +380,7 @@ def test_what_cannot_be_pruned_is_refused_and_nothing_changes(rule: Any, error: 
 
 def test_a_model_without_a_space_to_prune_is_refused() -> None:
     net = gn.adopt(wide().requires_grad_(False), torch.randn(2, 3, 8, 8))
-    with pytest.raises(gn.EditError, match="no space"):
+    with pytest.raises(gn.errors.EditError, match="no space"):
         prune(net, PruneNodes(0.5))
 
 
@@ -399,5 +399,5 @@ def test_hidden_layers_of_a_net_are_pruned_and_frozen_nodes_stay() -> None:
     prune(other, PruneNodes(0.5, spaces=2))
     assert other.sizes == [6, 30, 10, 4]
     for rule in (PruneNodes(0.5, spaces=3), PruneNodes(latency=0.5)):
-        with pytest.raises(gn.EditError):
+        with pytest.raises(gn.errors.EditError):
             prune(net, rule)

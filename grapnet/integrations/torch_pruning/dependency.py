@@ -220,7 +220,7 @@ class DependencyGraph:
         for layer, smaller in customized:
             if _shapes(layer) != _shapes(smaller):
                 self.net.undo()
-                raise gn.EditError(
+                raise gn.errors.EditError(
                     f"the pruner of {type(layer).__name__} leaves {_shapes(smaller)}, but the model"
                     f" needs {_shapes(layer)}"
                 )
@@ -257,7 +257,7 @@ class DependencyGraph:
         for layer, count in leaving.items():
             path = self._paths[layer]
             if count % layer.num_heads:
-                raise gn.EditError(
+                raise gn.errors.EditError(
                     f"{path} has {layer.num_heads} heads, so a multiple of as many channels can be"
                     f" removed, not {count}"
                 )
@@ -548,7 +548,7 @@ def _adopt(
     try:
         net = gn.adopted(model)
         gn.check(net)
-    except (KeyError, gn.GrapNetError):
+    except (KeyError, gn.errors.GrapNetError):
         pass
     else:
         return net
