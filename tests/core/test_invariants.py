@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import grapnet as gn
+from grapnet.core._change import Labels
 
 
 @pytest.fixture
@@ -31,8 +32,9 @@ def place(store: Any, name: str, value: Any) -> None:
     """Puts something else into the record that a store keeps it in."""
     if name in ("ptr", "child", "n_children"):
         store.__dict__["topology"] = replace(store.topology, **{name: value})
-    elif name == "uid":
-        store.__dict__["_roster"] = store._roster._replace(uids=value)
+    elif name in ("uid", "activations"):
+        field = {"uid": "uids"}.get(name, name)
+        store.__dict__["_roster"] = store._roster._replace(**{field: value})
     else:
         store.__dict__["vector"] = store.vector._replace(**{name: value})
 
@@ -41,8 +43,13 @@ def fill(index: int | slice, value: int) -> Callable[[torch.Tensor], object]:
     return lambda tensor: tensor.__setitem__(index, value)
 
 
+def nobody(size: int) -> Labels:
+    return Labels.uniform("nobody", size)
+
+
 BREAKS: dict[str, Callable[[gn.GrapNet], object]] = {
     "a child of another layer": lambda n: put(n.transitions[0], "child", fill(0, 7)),
+    "a child just outside": lambda n: put(n.transitions[0], "child", fill(1, 3)),
     "a negative child": lambda n: put(n.transitions[0], "child", fill(0, -1)),
     "a child twice": lambda n: put(n.transitions[0], "child", fill(slice(2, 4), 1)),
     "ptr decreases": lambda n: put(n.transitions[1], "ptr", fill(1, 5)),
@@ -57,6 +64,7 @@ BREAKS: dict[str, Callable[[gn.GrapNet], object]] = {
     "a uid twice": lambda n: put(n.layers[1], "uid", fill(0, 3)),
     "uids out of order": lambda n: put(n.layers[1], "uid", lambda u: u.copy_(u.flip(0))),
     "a uid to come": lambda n: setattr(n, "_next_uid", 8),
+    "an activation of nobody": lambda n: place(n.layers[1], "activations", nobody(3)),
     "a node without a name": lambda n: put(n.layers[2], "uid", lambda uids: uids.resize_(1)),
 }
 

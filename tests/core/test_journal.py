@@ -107,6 +107,15 @@ def test_a_new_edit_clears_redo_and_a_trial_does_not(net: gn.GrapNet) -> None:
         net.undo()
 
 
+def test_the_journal_of_a_copy_has_a_limit_of_its_own(net: gn.GrapNet) -> None:
+    with net.edit() as edit:
+        edit.cut(net.layers[0][0], slots=[0])
+    copied = copy.deepcopy(net)
+    copied.journal.undo_limit = 0
+    assert copied.history[-1].change.transitions[0].weights.gone_values is None
+    assert net.history[-1].change.transitions[0].weights.gone_values is not None
+
+
 def test_sixteen_commits_can_be_undone_and_the_limit_can_be_set(net: gn.GrapNet) -> None:
     assert net.journal.undo_limit == 16
     for number in range(20):

@@ -87,6 +87,7 @@ WRONG: dict[str, tuple[Callable[[], Any], type[Exception]]] = {
     "an object": (lambda: made()(), TypeError),
     "no name": (lambda: changed(name=None), TypeError),
     "half finished": (lambda: Bare, TypeError),
+    "nothing to prepare": (lambda: changed(prepare=None), TypeError),
     "no dataclass": (lambda: type("Plain", (Bare,), {"refusals": print}), TypeError),
     "not frozen": (lambda: Melting, TypeError),
     "no default": (lambda: Demanding, TypeError),
