@@ -365,13 +365,18 @@ def blocks(net: Adopted, module: Any, count: int, *, shuffled: bool) -> None:
         generator = torch.Generator().manual_seed(1)
         reads = reads[torch.randperm(len(reads), generator=generator)]
         writes = writes[torch.randperm(len(writes), generator=generator)]
+    keep(net, writes[:, None] == reads)
+
+
+def keep(net: Adopted, kernels: torch.Tensor) -> None:
+    """Cuts all relations of a convolution but those of some kernels, [written, read]."""
     relations = net.relations("0")
     rows = net.space("0", side="in").uids.tolist()
     columns = net.space("0").uids.tolist()
     parents = torch.tensor([rows.index(uid) for uid in relations.parents.tolist()])
     children = torch.tensor([columns.index(uid) for uid in relations.children.tolist()])
     with net.edit(reason="blocks") as edit:
-        edit.cut(relations[reads[parents] != writes[children]])
+        edit.cut(relations[~kernels[children, parents]])
 
 
 CONVOLUTIONS = {
@@ -439,6 +444,20 @@ def test_groups_are_what_runs() -> None:
     with net.edit(reason="one") as edit:
         edit.cut(net.relations("0")[:1])
     assert _groups(lambda: module(x)) == [1]
+
+
+@pytest.mark.parametrize("starts", [(0, 0, 0, 16), (0, 0, 8, 8)], ids=["unequal", "overlapping"])
+def test_other_blocks_are_no_groups(starts: tuple[int, ...]) -> None:
+    """Every channel that is written reads 16 of 32, from where its quarter starts."""
+    torch.manual_seed(0)
+    module = nn.Conv2d(32, 64, 3, padding=1).double()
+    x = inputs(4, 32, 16, 16)
+    net = adopted(module, x=x)
+    start = torch.tensor(starts).repeat_interleave(16)[:, None]
+    read = torch.arange(32)
+    keep(net, (start <= read) & (read < start + 16))
+    assert _groups(lambda: module(x)) == [1]
+    assert max(differences(module, x)) == 0
 
 
 def test_convolutions_in_groups_under_transforms_autocast_and_compile() -> None:
