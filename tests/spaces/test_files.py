@@ -597,6 +597,38 @@ def test_a_forged_file_is_refused(name, is_adopted, tmp_path):
     assert net is None or net.version == 0
 
 
+def in_opened(**values: Any) -> Forgery:
+    return lambda document, tensors: document["adopted"]["opened"][0].update(values)
+
+
+OPENED: dict[str, Forgery] = {
+    "relations without numbers": in_opened(width=0),
+    "relations of too many numbers": in_opened(width=7),
+    "more cells than can be": in_opened(shape=[2**40, 2**40]),
+    "another shape": in_opened(shape=[8, 5]),
+    "no shape": in_opened(shape=[]),
+    "another tensor": in_opened(name="9.weight"),
+}
+
+
+@pytest.mark.parametrize("name", OPENED)
+def test_forged_relations_are_refused(name, tmp_path):
+    model = thin()
+    net = gn.adopt(model, torch.randn(2, 6))
+    with net.edit() as edit:
+        edit.cut(net.relations("0").smallest(fraction=0.5))
+    gn.save(tmp_path / "file", net)
+    before = snapshot(model)
+    forge(tmp_path / "file", lambda document, tensors: None)
+    gn.restore(tmp_path / "file", into=net)
+    forge(tmp_path / "file", OPENED[name])
+    with pytest.raises(gn.errors.CheckpointError):
+        gn.restore(tmp_path / "file", into=net)
+    with pytest.raises(gn.errors.CheckpointError):
+        _ = gn.open(tmp_path / "file").adopted
+    assert same(before, snapshot(model)) == []
+
+
 def details(change: Callable[[Any, dict[str, Tensor]], None]) -> Forgery:
     """Changes the record of the first commit in the journal."""
 
