@@ -237,6 +237,7 @@ class LayerDraft:
         self.uids = joined(present, [n.uids for n in self.newborns])
         self.shift: Tensor | None = None  # what orphans leave to the biases, [present rows]
         self.entering: list[TransitionDraft] = []
+        self.leaving: list[TransitionDraft] = []
         self.any_gone = False
         for rows in requests.removals.get(number, ()):
             self.lose(rows.long())
@@ -294,6 +295,14 @@ class LayerDraft:
         counts = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
         for transition in self.entering:
             counts += transition.fan_in(rows)
+        return counts
+
+    def gains(self) -> Tensor:
+        """Returns how many relations each row (newborn ones included) gains."""
+        counts = torch.zeros(len(self.uids), dtype=torch.int64, device=self.device)
+        for transition in self.leaving:
+            if transition.connections:
+                counts += transition.gains(len(self.uids))
         return counts
 
     def survivors(self) -> Tensor:
@@ -506,6 +515,10 @@ class TransitionDraft:
             counts = self._counts
         return counts.index_select(0, moved(rows, counts.device))
 
+    def gains(self, n_rows: int) -> Tensor:
+        """Returns how many relations each upper row (newborn ones included) gains."""
+        return counted(_picked(self.parents, self.kept), n_rows)
+
     @cached_property
     def parents(self) -> Tensor:
         """The parents of the requested relations, [n] int32."""
@@ -563,7 +576,7 @@ class TransitionDraft:
             # relations that each row is given, behind what it keeps
             gains = counted(parents, len(ends))
             inserted = ends.index_select(0, parents) + ascending(len(parents), device)
-            drawn = self._drawn(gains, upper, lower, generator)
+            drawn = self._drawn(upper, lower, generator)
             values = _picked(drawn, order)
             children = _picked(self.children, order)
             born = Pairs(
@@ -633,23 +646,16 @@ class TransitionDraft:
         return self.kept[_picked(self.parents, self.kept).argsort(stable=True)]
 
     def _drawn(
-        self,
-        gains: Tensor,
-        upper: LayerDraft,
-        lower: LayerDraft,
-        generator: torch.Generator | None,
+        self, upper: LayerDraft, lower: LayerDraft, generator: torch.Generator | None
     ) -> Tensor:
         """Returns the new weights in the order of the requests."""
         example = self.store.weight.detach()
         drawn = []
         for connection in self.connections:
             if isinstance(connection.weights, str) and connection.weights == "alloc":
-                counts = gains
-                if upper.any_gone:
-                    counts = torch.zeros(len(upper.uids), dtype=torch.int64, device=gains.device)
-                    counts[moved(upper.survivors(), gains.device).long()] = gains
+                gains = upper.gains()
                 at = moved(connection.parents, gains.device)
-                drawn.append(draw("alloc", counts, example, generator, at=at))
+                drawn.append(draw("alloc", gains, example, generator, at=at))
                 continue
             elif isinstance(connection.weights, str) and connection.weights == "linear":
                 scale = lower.fan_in(connection.children)
@@ -858,6 +864,7 @@ def resolve(graph: "Graph", requests: Requests, generator: torch.Generator | Non
             if transition.source == number:
                 lower = drafts[transition.target]
                 wirings[t] = TransitionDraft(graph, requests, t, draft, lower)
+                draft.leaving.append(wirings[t])
                 lower.entering.append(wirings[t])
     transitions = {}
     for t, transition in enumerate(graph._wired):

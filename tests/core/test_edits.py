@@ -46,6 +46,16 @@ def test_alloc_draws_by_what_its_owner_gains() -> None:
     assert net.layers[0][0].W_alloc[0, -3:].tolist() == [0, 0, 0]
 
 
+def test_alloc_counts_what_its_owner_gains_in_all_transitions() -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet([40, 300, 100], density=0.0, skips=[(0, 2)])
+    with net.edit() as edit:
+        edit.connect(net.layers[0], net.layers[1], weights="alloc")
+        edit.connect(net.layers[0], net.layers[2], weights="alloc")
+    _check_uniform(net.layers[0].outgoing(to=net.layers[1]).weights, 400**-0.5)
+    _check_uniform(net.layers[0].outgoing(to=net.layers[2]).weights, 400**-0.5)
+
+
 def test_a_generator_decides_every_newborn_value() -> None:
     values = []
     for _ in range(2):
