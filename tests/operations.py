@@ -354,12 +354,12 @@ class Operations(RuleBasedStateMachine):
             lambda edit: edit.remove_layer(0),
             lambda edit: edit.insert_skip(0, 1),
             lambda edit: edit.remove_skip(0, 1),
-            lambda edit: edit.insert_layer(0, activation="relu"),
             lambda edit: (edit.insert_layer(0), edit.add_nodes(0, 1)),
         ]
         if len(net.layers[0]):
             node = net.layers[0][0]
             new = lambda edit: edit.connect(node, edit.add_nodes(1, 1))  # noqa: E731
+            found.append(lambda edit: edit.insert_layer(0, activation="relu"))
             found.append(lambda edit: edit.remove_nodes(node))
             found.append(lambda edit: edit.cut(node, slots=[node.degree]))
             found.append(lambda edit: (new(edit), edit.remove_nodes(node, interface=True)))

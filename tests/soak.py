@@ -17,8 +17,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 CHUNK = 50  # programs from one seed
 TELL = 500  # programs between two lines of progress
+FAILURES = (Exception, pytest.fail.Exception)  # the second is no Exception
 
 
 class Outcome(NamedTuple):
@@ -50,7 +53,7 @@ def _run(seed: int, run_programs: Callable[[int, int], None], counts: Counter[st
     failure = ""
     try:
         run_programs(seed, CHUNK)
-    except Exception:
+    except FAILURES:
         failure = f"seed {seed}\n{traceback.format_exc()}"
     return Outcome(Counter(counts), failure)
 
@@ -72,7 +75,7 @@ def run_model(name: str, device: str) -> Outcome:
         for run in (matrix.removals, matrix.additions, matrix.relations):
             for outcome in run(subject(matrix.CASES[name](), device=device)):
                 counts[outcome.verdict] += 1
-    except Exception:
+    except FAILURES:
         failure = f"{name}\n{traceback.format_exc()}"
     return Outcome(counts, failure)
 
