@@ -15,6 +15,9 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from torch.library import wrap_triton
 
+# relations of one program that finds their cells
+_CHARTED = 2048
+
 
 @triton.jit
 def _popcount(words):
@@ -91,35 +94,158 @@ def _read(rectangle, cell_of, values, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _mark(cell_of, bits, count, BLOCK: tl.constexpr):
-    """Sets the bit of the cell of every coordinate."""
+def _flip(cell_of, bits, count, BLOCK: tl.constexpr):
+    """Sets the bits of cells that have none, and clears the others."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     exists = e < count
     cell = tl.load(cell_of + e, mask=exists, other=0)
-    tl.atomic_or(bits + (cell >> 5), 1 << (cell & 31), mask=exists, sem="relaxed")
+    tl.atomic_xor(bits + (cell >> 5), 1 << (cell & 31), mask=exists, sem="relaxed")
 
 
 @triton.jit
-def _count(bits, counts, BLOCK: tl.constexpr):
-    """counts[b] = the bits that are set in block b."""
+def _parent_of(ptr, e, low, high):
+    """Returns the last parent from `low` to `high` whose relations begin at or before e."""
+    span = tl.max(high - low, 0)
+    while span > 0:
+        middle = (low + high + 1) // 2
+        is_before = tl.load(ptr + middle) <= e
+        low = tl.where(is_before, middle, low)
+        high = tl.where(is_before, high, middle - 1)
+        span = span >> 1
+    return low
+
+
+@triton.jit(do_not_specialize=["n_parents", "n_children", "count"])
+def _chart(
+    ptr,
+    child,
+    cell_of,
+    bits,
+    faults,
+    n_parents,
+    n_children,
+    count,
+    BLOCK: tl.constexpr,
+):
+    """cell_of[e] = the cell of relation e, and its bit is set; faults[0] tells whether the wiring
+    is damaged, faults[1] whether the children of a parent do not ascend.
+
+    The relations of a program mostly have one parent, so those of the first and of the last one are
+    found before those in between. The bits of neighbours are in one word, which so many single
+    writes would make slow: a run of ascending relations in one word adds all of its bits at once,
+    as the difference of two running sums. If a pair has two relations, fewer bits than relations
+    are set: a sum of powers of two has as many bits as terms only if all terms differ.
+    """
+    lane = tl.arange(0, BLOCK)
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    e = start + lane
+    exists = e < count
+    ends = tl.minimum(start + tl.arange(0, 2) * (BLOCK - 1), count - 1)  # [2]
+    none = tl.zeros([2], tl.int32)
+    outer = _parent_of(ptr, ends, none, none + (n_parents - 1))
+    none = tl.zeros([BLOCK], tl.int32)
+    parent = _parent_of(ptr, e, none + tl.min(outer, 0), none + tl.max(outer, 0))
+
+    begin = tl.load(ptr + parent)
+    end = tl.load(ptr + parent + 1)
+    this = tl.load(child + e, mask=exists, other=0)
+    is_first = e <= begin
+    is_last = (e + 1 >= end) | (e + 1 >= count)
+    before = tl.load(child + e - 1, mask=exists & (is_first == 0), other=-1)
+    after = tl.load(child + e + 1, mask=exists & (is_last == 0), other=0)
+    is_outside = exists & ((this < 0) | (this >= n_children))
+    cell = parent * n_children + this
+    tl.store(cell_of + e, cell, mask=exists)
+
+    word = cell >> 5
+    opens = is_first | (lane == 0) | (before >= this)
+    opens |= ((cell - this + before) >> 5) != word
+    closes = is_last | (lane == BLOCK - 1) | (this >= after)
+    closes |= ((cell - this + after) >> 5) != word
+    is_marked = exists & (is_outside == 0)
+    bit = tl.where(is_marked, 1 << (cell & 31), 0)
+    total = tl.cumsum(bit, 0)  # of 32 bits, as are the words: what overflows does not count
+    share = tl.where(closes, total, 0) - tl.where(opens, total - bit, 0)
+    tl.atomic_add(bits + word, share.to(tl.int32), mask=is_marked & (opens | closes), sem="relaxed")
+
+    # Every program also looks at some of the parents.
+    row = tl.program_id(0) * BLOCK + lane
+    is_row = row < n_parents
+    opening = tl.load(ptr + row, mask=is_row, other=0)
+    closing = tl.load(ptr + row + 1, mask=is_row, other=0)
+    is_wrong = is_row & (closing < opening)
+    is_wrong |= (row == 0) & (opening != 0)
+    is_wrong |= (row == n_parents - 1) & (closing != count)
+    is_damaged = tl.max((is_outside | is_wrong).to(tl.int32), 0)
+    is_unordered = tl.max((exists & (before >= this)).to(tl.int32), 0)
+    if is_damaged != 0:
+        tl.store(faults, 1)
+    if is_unordered != 0:
+        tl.store(faults + 1, 1)
+
+
+@triton.jit
+def _count(bits, counts, total, TOTAL: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[b] = the bits that are set in block b; total grows by all of them."""
     block = tl.program_id(0).to(tl.int64)
     word = tl.load(bits + block * (BLOCK // 32) + tl.arange(0, BLOCK // 32))
-    tl.store(counts + block, tl.sum(_popcount(word), axis=0))
+    count = tl.sum(_popcount(word), axis=0)
+    tl.store(counts + block, count)
+    if TOTAL:
+        tl.atomic_add(total, count, sem="relaxed")
 
 
-def mark_cells(cell_of: Tensor, blocks: int, size: int) -> tuple[Tensor, Tensor]:
-    """Returns the bit map of cells, [blocks · size / 32] int32, and how many of each block are in
-    it, [blocks] int32.
+def flip_cells(cell_of: Tensor, bits: Tensor, size: int) -> Tensor:
+    """Sets the bits of cells that have none in a bit map, and clears the others; returns how many
+    are set in each block then, [blocks] int32.
+
+    Args:
+        cell_of: the cells, [n] int32, each one once.
+        bits: the bit map, [blocks · size / 32] int32.
+        size: the cells of a block.
     """
-    bits = torch.zeros(blocks * size // 32, dtype=torch.int32, device=cell_of.device)
-    counts = torch.zeros(blocks, dtype=torch.int32, device=cell_of.device)
     count = cell_of.shape[0]
     if count:
-        mark: Any = _mark
-        mark[(triton.cdiv(count, 1024),)](cell_of, bits, count, BLOCK=1024)
+        flip: Any = _flip
+        flip[(triton.cdiv(count, 1024),)](cell_of, bits, count, BLOCK=1024)
+    return _counts_of(bits, size, None)
+
+
+def chart_cells(
+    ptr: Tensor, child: Tensor, n_children: int, blocks: int, size: int
+) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Returns the cell of every relation, [n] int32, the bit map of the cells, and how many of each
+    block are in it, as `flip_cells` does. The numbers behind them, for which the host waits, are
+    not 0 if the wiring is damaged, or if the cells do not ascend, and how many bits are set.
+    """
+    device = child.device
+    count = child.shape[0]
+    n_parents = ptr.shape[0] - 1
+    cell_of = torch.empty_like(child)
+    # In one piece of memory, so that one kernel clears it.
+    words = blocks * size // 32
+    cleared = torch.zeros(words + 3, dtype=torch.int32, device=device)
+    bits = cleared[:words]
+    found = cleared[words:]
+    if n_parents:
+        chart: Any = _chart
+        programs = triton.cdiv(max(count, n_parents), _CHARTED)
+        sizes = (n_parents, n_children, count)
+        chart[(programs,)](ptr, child, cell_of, bits, found, *sizes, BLOCK=_CHARTED)
+    counts = _counts_of(bits, size, found[2:])
+    return cell_of, bits, counts, found.tolist()
+
+
+def _counts_of(bits: Tensor, size: int, total: Tensor | None) -> Tensor:
+    """Returns how many bits are set in each block, [blocks] int32, and adds them to a total."""
+    blocks = bits.shape[0] * 32 // size
+    counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
+    if blocks:
         add_up: Any = _count
-        add_up[(blocks,)](bits, counts, BLOCK=size, num_warps=1)
-    return bits, counts
+        # The kernel does not read what stands in for a total that is not there.
+        whole = counts if total is None else total
+        add_up[(blocks,)](bits, counts, whole, TOTAL=total is not None, BLOCK=size, num_warps=1)
+    return counts
 
 
 def write(

@@ -9,7 +9,7 @@ a forward pass without gradients writes it only after a change.
 
 import threading
 import weakref
-from functools import cache, cached_property
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from grapnet._torch import current_graph_task_id
 from grapnet.core._coordinates import Vector
 from grapnet.core._errors import PlanError
+from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology, Transition
 
 from . import _native
@@ -71,13 +72,62 @@ class Cells(NamedTuple):
             order = order.int()
             if bool((ascending[1:] == ascending[:-1]).any()):
                 raise PlanError(_native.DAMAGED)
+        return cls._marked(cell_of, n_cells, order)
+
+    @classmethod
+    def of_wiring(cls, topology: Topology) -> "Cells":
+        """Returns the cells of all relations; raises PlanError if the wiring is damaged.
+
+        On a GPU one kernel looks at the wiring and finds the cells, and the host waits once.
+        """
+        n_cells = topology.n_parents * topology.n_children
+        wiring = (topology.ptr, topology.child)
+        if not topology.child.is_cuda or topology.ptr.shape[0] == 0 or is_watched(*wiring):
+            require_wiring(topology)
+            return cls.of(_cell_of(topology), n_cells)
+        # Triton launches on the present device.
+        with torch.cuda.device(topology.child.device):
+            cell_of, bits, counts, (is_damaged, is_unordered, set_bits) = _kernels.chart_cells(
+                *wiring, topology.n_children, -(-n_cells // BLOCK), BLOCK
+            )
+        # As many bits as relations: no pair has two of them.
+        if is_damaged or set_bits != topology.n_relations:
+            raise PlanError(_native.DAMAGED)
+        order = None
+        if is_unordered:
+            order = cell_of.argsort().int()
+        return cls(cell_of, bits, _starts_of(counts), order)
+
+    def after_cut(self, index: IndexMap, n_cells: int) -> "Cells":
+        """Returns the cells of what a cut leaves of ascending coordinates."""
+        cell_of = index.carry(self.cell_of)
+        if not cell_of.is_cuda:
+            return self._marked(cell_of, n_cells, None)
+        bits = self.bits.clone()
+        with torch.cuda.device(cell_of.device):
+            counts = _kernels.flip_cells(index.take(self.cell_of), bits, BLOCK)
+        return Cells(cell_of, bits, _starts_of(counts), None)
+
+    @classmethod
+    def _marked(cls, cell_of: Tensor, n_cells: int, order: Tensor | None) -> "Cells":
         blocks = -(-n_cells // BLOCK)
         if cell_of.is_cuda:
-            bits, counts = _kernels.mark_cells(cell_of, blocks, BLOCK)
+            bits = torch.zeros(blocks * BLOCK // 32, dtype=torch.int32, device=cell_of.device)
+            with torch.cuda.device(cell_of.device):
+                counts = _kernels.flip_cells(cell_of, bits, BLOCK)
         else:
             bits, counts = _mark_cells(cell_of, blocks)
-        starts = counts.cumsum(0, dtype=torch.int32) - counts
-        return cls(cell_of, bits, starts, order)
+        return cls(cell_of, bits, _starts_of(counts), order)
+
+
+def _starts_of(counts: Tensor) -> Tensor:
+    """Returns the coordinates before each block."""
+    return counts.cumsum(0, dtype=torch.int32) - counts
+
+
+def _cell_of(topology: Topology) -> Tensor:
+    """Returns the cell of every relation, [n_relations] int32."""
+    return topology.parents().mul_(topology.n_children).add_(topology.child)
 
 
 def _mark_cells(cell_of: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
@@ -269,28 +319,27 @@ class LivePlan:
     returns, which keeps one.
     """
 
-    def __init__(self, topology: Topology) -> None:
-        require_wiring(topology)
+    def __init__(self, topology: Topology, cells: Cells | None = None) -> None:
         self.topology = topology
+        self.cells = Cells.of_wiring(topology) if cells is None else cells
         # held by the nets that run it, so that its memory leaves with the last of them
         self._reading: weakref.ref[StoredPlan] | None = None
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         return _multiply(x, values, bias, Layout(self.cells))
 
-    @cached_property
-    def cells(self) -> Cells:
-        """The cells of all relations."""
-        return Cells.of(self.cell_of(), self.n_cells)
+    def moved(self, topology: Topology, index: IndexMap) -> "LivePlan | None":
+        """Returns the plan after a cut, whose relations keep their cells; None after anything
+        else.
+        """
+        if index.n_born or self.cells.order is not None or topology.is_full:
+            return None
+        return LivePlan(topology, self.cells.after_cut(index, self.n_cells))
 
     @property
     def n_cells(self) -> int:
         """The number of cells of the rectangle."""
         return self.topology.n_parents * self.topology.n_children
-
-    def cell_of(self) -> Tensor:
-        """Returns the cell of every relation, [n_relations] int32."""
-        return self.topology.parents().mul_(self.topology.n_children).add_(self.topology.child)
 
     def reading(self, store: Transition, vector: Vector) -> "StoredPlan":
         """Returns the plan that reads the coordinates of a store; one for each version of them."""
@@ -407,7 +456,7 @@ class StoredPlan:
         if vector.order is None:
             self._cells = plan.cells
         else:
-            cell_of = plan.cell_of()
+            cell_of = plan.cells.cell_of
             is_free = torch.ones_like(cell_of, dtype=torch.bool)
             frozen_at = vector.frozen_at.long()
             is_free[frozen_at] = False

@@ -72,6 +72,28 @@ def require_current(net: gn.GrapNet) -> None:
 
 
 @devices
+def test_cuts_one_after_the_other_leave_the_cells_of_the_wiring(device: str) -> None:
+    net = half_net(device)
+    require_current(net)
+    for count in (1, 60, 7):
+        relations = net.layers[0].outgoing()
+        chosen = torch.randperm(len(relations))[:count].sort().values
+        with net.edit(reason="cut") as edit:
+            edit.cut(relations[chosen])
+        topology = net.transitions[0].topology
+        found = _live.LivePlan(topology).cells
+        moved = net.execution.plan(0).plan._cells  # pyright: ignore[reportAttributeAccessIssue]
+        for name, cells in found._asdict().items():
+            if cells is None:
+                assert getattr(moved, name) is None
+            else:
+                assert torch.equal(getattr(moved, name), cells), name
+        require_current(net)
+    net.undo()
+    require_current(net)
+
+
+@devices
 def test_a_pass_without_gradients_writes_only_after_a_change(
     device: str, writes: list[Tensor]
 ) -> None:
