@@ -362,7 +362,10 @@ def cache_folder() -> Path:
 
 def tuned(device: str) -> dict[str, Any]:
     """Returns what was measured on this machine: tables by precision, and points."""
-    return _read(_tuned_path(device), device)
+    key = _key(device)
+    if key not in _known:
+        _known[key] = _read(_tuned_path(device), device)
+    return _known[key]
 
 
 def keep(
@@ -384,7 +387,7 @@ def keep(
         "tables": before["tables"] | {name: Table(data) for name, data in tables.items()},
         "points": [*kept, *points],
     }
-    _known[path] = after
+    _known[_key(device)] = after
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps(after, default=lambda table: table.data)
     with atomic_write(path) as partial:
@@ -402,25 +405,29 @@ def _place(point: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-_known: dict[Path, dict[str, Any]] = {}
+# Every choice of a backend looks here, so that paths are put together only to read the files.
+_known: dict[tuple[str | None, ...], dict[str, Any]] = {}
+
+
+def _key(device: str) -> tuple[str | None, ...]:
+    """Returns what determines the file of a device while this process runs."""
+    folders = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    return kind_of(device), torch.__version__, *folders
 
 
 def _read(path: Path, device: str) -> dict[str, Any]:
-    """Returns the contents of a file of measurements, read once; nothing if it is not one."""
-    if path not in _known:
-        found: dict[str, Any] = {"tables": {}, "points": []}
-        try:
-            found = _measurements_in(json.loads(path.read_text()), device)
-        except (FileNotFoundError, NotADirectoryError):
-            pass
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-            warnings.warn(
-                f"{path} is ignored, it has no measurements of this machine ({error!r});"
-                " `grapnet tune` writes it again",
-                stacklevel=2,
-            )
-        _known[path] = found
-    return _known[path]
+    """Returns the contents of a file of measurements; nothing if it is not one."""
+    try:
+        return _measurements_in(json.loads(path.read_text()), device)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        warnings.warn(
+            f"{path} is ignored, it has no measurements of this machine ({error!r});"
+            " `grapnet tune` writes it again",
+            stacklevel=3,
+        )
+    return {"tables": {}, "points": []}
 
 
 def _measurements_in(found: Any, device: str) -> dict[str, Any]:

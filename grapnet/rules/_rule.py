@@ -403,9 +403,9 @@ def taken_pairs(net: Graph, edit: Edit, t: int) -> Tensor:
         parents = torch.arange(len(net.layers[transition.source]), device="cpu")
         children = leaving[transition.target].long()
         found.append((parents[:, None] * n_children + children).view(-1))
+    if not any(len(part) for part in found):
+        return found[0]
     pairs = torch.cat(found).unique()
-    if len(pairs) == 0:
-        return pairs
     rows = pairs.to(net.device)
     related = transition.topology.find(rows // max(1, n_children), rows % max(1, n_children)) >= 0
     return pairs[~related.cpu()]
