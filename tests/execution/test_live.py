@@ -78,7 +78,7 @@ def test_cuts_one_after_the_other_leave_the_cells_of_the_wiring(device: str) -> 
     for count in (1, 60, 7):
         relations = net.layers[0].outgoing()
         chosen = torch.randperm(len(relations))[:count].sort().values
-        with net.edit(reason="cut") as edit:
+        with net.edit(reason="cut", allow_dead=True) as edit:
             edit.cut(relations[chosen])
         topology = net.transitions[0].topology
         found = _live.LivePlan(topology).cells
