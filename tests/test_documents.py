@@ -14,7 +14,7 @@ import pytest
 from torch import nn
 
 import grapnet as gn
-from benchmarks import execution, files, graft, repair, rules
+from benchmarks import capture, execution, files, graft, repair, rules
 from benchmarks.edits import markdown, missed
 from examples import rigl
 from grapnet.cli._main import main
@@ -229,9 +229,12 @@ def test_the_table_of_edits_is_the_committed_measurement():
     assert missed(result) == []
 
 
-def test_the_table_of_edits_on_cuda_is_the_committed_measurement():
-    result = json.loads((ROOT / "benchmarks/results/edits-cuda.json").read_text())
-    assert markdown(result) in (ROOT / "docs/performance.md").read_text()
+def test_the_tables_of_edits_and_of_captured_steps_on_cuda_are_committed_measurements():
+    text = (ROOT / "docs/performance.md").read_text()
+    edits = json.loads((RESULTS / "edits-cuda.json").read_text())
+    assert markdown(edits) in text
+    assert missed(edits) == []
+    assert capture.table(json.loads((RESULTS / "capture-cuda.json").read_text())) in text
 
 
 @pytest.mark.parametrize("name", ["soak", "soak-spaces"])
