@@ -88,8 +88,10 @@ class Surgeon:
         tables = list(self._tables(net, candidates, evidence))
         sweeps: list[Sweep | None] = [None] * len(tables)
         if self._is_swept(quota, tables):
-            sweeps = [self._swept(table, n, quota) for n, table in enumerate(tables)]
+            shares = _shares_of(tables, quota)
             parts = []
+            for n, (table, counts) in enumerate(zip(tables, shares, strict=True)):
+                sweeps[n] = self._swept(table, counts, quota)
             for table, sweep in zip(tables, sweeps, strict=True):
                 assert sweep is not None
                 parts.append(~sweep.kept[:, : table.width].reshape(-1)[table.cells[:, 0]])
@@ -138,19 +140,17 @@ class Surgeon:
         """Returns whether so many columns are whole groups."""
         return width % group == 0
 
-    def _swept(self, table: _Table, number: int, quota: Quota) -> Sweep:
-        """Returns what a sweep makes of one matrix, the table of a number."""
+    def _swept(self, table: _Table, counts: Tensor, quota: Quota) -> Sweep:
+        """Returns what a sweep makes of one matrix, of whose groups so many relations leave."""
         # Relations that are no candidates stay, as frozen ones do.
         may_leave = table.is_candidate
         options: dict[str, Any] = {}
         if quota.pattern is not None:
             options["pattern"] = quota.pattern
         elif quota.scope == "child" and quota.groups is not None:
-            n_children = len(table.weights)
-            counts = quota.counts[number * n_children : (number + 1) * n_children]
             options["count"] = torch.minimum(counts.to(may_leave.device), may_leave.sum(1))
         else:
-            options["count"] = min(int(quota.counts[number]), int(may_leave.sum()))
+            options["count"] = min(int(counts[0]), int(may_leave.sum()))
         return self._sweep(table, ~may_leave & ~table.absent, **options)
 
     def _sweep(self, table: _Table, frozen: Tensor, **options: Any) -> Sweep:
@@ -430,6 +430,17 @@ class _Table:
             return
         earlier = changes.get(transition.target)
         changes[transition.target] = change if earlier is None else earlier + change
+
+
+def _shares_of(tables: list[_Table], quota: Quota) -> list[Tensor]:
+    """Returns how many relations leave of the groups of each table: its children, or all of it."""
+    if quota.pattern is not None:
+        # The pattern says it.
+        return [quota.counts] * len(tables)
+    sizes = [1] * len(tables)
+    if quota.scope == "child" and quota.groups is not None:
+        sizes = [len(table.weights) for table in tables]
+    return list(quota.counts.split(sizes))
 
 
 def _limited(marks: Tensor, tables: list[_Table], quota: Quota, damping: float) -> Tensor:

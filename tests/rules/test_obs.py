@@ -128,6 +128,23 @@ def test_the_cheapest_relations_leave_and_the_others_compensate(adopt: bool, sco
     torch.testing.assert_close(bias, expected[:, 12])
 
 
+@pytest.mark.parametrize("by", ["obs", "alternating"])
+@pytest.mark.parametrize("sizes", [[16, 24, 8], [16, 8, 24]])
+def test_children_of_several_transitions_lose_half_of_their_own_parents(
+    by: str, sizes: list[int]
+) -> None:
+    torch.manual_seed(0)
+    net = gn.GrapNet(sizes)
+    manager = RuleManager()
+    manager.add(PruneWeakest(fraction=0.5, by=by, scope="child"))
+    with manager.recording(net), torch.no_grad():
+        net(torch.randn(64, 16))
+    manager.apply(net)
+    for transition in net.transitions:
+        topology = transition.topology
+        assert topology.fan_in().tolist() == [topology.n_parents // 2] * topology.n_children
+
+
 @pytest.mark.parametrize("adopt", [False, True])
 def test_undo_gives_the_outputs_back_bit_for_bit(adopt: bool) -> None:
     net, _, x = made(adopt)
