@@ -145,8 +145,8 @@ def repair(
     removes are not known yet and are not made up for.
 
     Readers of an adopted model are Linears and convolutions, also those of gated blocks and of
-    attention. What lies under a norm over the nodes is refused, because other nodes change with
-    those that leave; cuts of relations behind a norm are not.
+    attention. Nodes under a norm or a softmax over them are refused, because those that stay change
+    with those that leave; cuts of relations behind a norm are not.
 
     Args:
         net: the net, or the adopted model.
@@ -232,6 +232,7 @@ def gram_recorders(
         spaces = [space for space in net.spaces if not space.pins and not why_not_repaired(space)]
     else:
         spaces = [net.space(str(name)) for name in names]
+    net.prove(spaces)
     for space in spaces:
         problem = problem_of(net, space)
         if problem and names is None:
@@ -346,7 +347,10 @@ class _Readers:
         """Returns those that lose something, by the names of their weights."""
         gone: dict[int, np.ndarray] = {}
         names: dict[str, None] = {}
-        for number, rows in self.edit.removals._rows_by_layer().items():
+        removed = self.edit.removals._rows_by_layer()
+        # What else changes with the readers is known once values were compared.
+        self.net.prove(self.net.spaces[number] for number in removed)
+        for number, rows in removed.items():
             space = self.net.spaces[number]
             problem = problem_of(self.net, space)
             if problem:
@@ -437,7 +441,7 @@ def why_not_repaired(space: Space) -> str:
         if mark.startswith("normalised"):
             return "a norm is taken over its nodes, so that all of them change with those that stay"
     if space.verdict == "differs":
-        return "its size is also a number in the formula"
+        return "the nodes that stay change with those that leave"
     if CONTRACTED in space._marks:
         return "activations read it, and not tensors alone"
     if not space.readers:

@@ -250,6 +250,36 @@ def test_nodes_under_a_norm_are_refused_and_relations_behind_it_are_not():
     assert done.left < done.lost
 
 
+class Weighed(nn.Module):
+    """A softmax over the nodes of a space, so that those that stay change with those that leave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).softmax(-1))
+
+
+def test_nodes_that_change_with_others_are_refused_before_anything_compared_them():
+    torch.manual_seed(0)
+    model = Weighed()
+    x = torch.randn(40, 4)
+    net = gn.adopt(model, x)
+    space = net.space("first")
+    assert space.verdict == "unproved"
+    recorder = GramRecorder("first", at="last")
+    recorder.arm(net)
+    before = model(x).detach()
+    with pytest.raises(EditError):
+        remove(net, recorder, space[[0]])
+    assert torch.equal(model(x).detach(), before)
+    assert net.version == 0
+    with pytest.raises(EditError):
+        gram_recorders(gn.adopt(Weighed(), x), "first")
+
+
 def test_stale_and_missing_evidence_changes_nothing():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 9), nn.ReLU(), nn.Linear(9, 5)).double()
