@@ -433,6 +433,7 @@ class RuleManager:
             left = _smallest(cuts_left, connections_left)
             within = Budget(left, budget.parents, budget.children)
             edit.remark(entry.name, **details)
+            before = len(edit._operations)
             try:
                 entry.rule(net, edit, replace(context, budget=within, evidence=evidence[name]))
                 if edit.receipt is not None:
@@ -442,7 +443,15 @@ class RuleManager:
                         " back"
                     )
                 limit = None if connections_left is None else connected + connections_left
+                asked = len(edit.cuts)
                 enforce(net, edit, budget, settled=settled, cuts=cuts_left, connections=limit)
+                written = [operation["operation"] for operation in edit._operations[before:]]
+                if len(edit.cuts) < asked and "assign" in written:
+                    raise EditError(
+                        f"the budget allows {len(edit.cuts):,} of {asked:,} cuts, and this rule has"
+                        " assigned weights that go with all of them, as repair does. Let the rule"
+                        " cut within context.budget, with weakest_within for example"
+                    )
             except Exception as error:
                 error.add_note(f"raised by rule {entry.name!r}{_in_words(details)}")
                 raise

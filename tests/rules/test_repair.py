@@ -6,7 +6,15 @@ from torch import Tensor
 
 import grapnet as gn
 from grapnet.errors import EditError, GrapNetError, PlanError, StaleError
-from grapnet.rules import GramRecorder, PruneNodes, RuleContext, gram_recorders, repair
+from grapnet.rules import (
+    Budget,
+    GramRecorder,
+    PruneNodes,
+    RuleContext,
+    RuleManager,
+    gram_recorders,
+    repair,
+)
 
 
 def make(seed: int = 0, **settings) -> gn.GrapNet:
@@ -304,3 +312,26 @@ def test_the_damping_comes_from_held_out_rows():
         edit.remove_nodes(net.layers[1][:4])
         (done,) = repair(net, edit, recorder)
     assert done.damping > 1e-6
+
+
+def test_a_budget_takes_back_no_cut_that_was_made_up_for():
+    class CutAndRepair:
+        def recorders(self, net):
+            return {"h": GramRecorder(1)}
+
+        def __call__(self, net, edit, context):
+            edit.cut(net.layers[1].outgoing().smallest(count=40))
+            repair(net, edit, context.evidence)
+
+    net = make()
+    before = net(data())
+    manager = RuleManager(budget=Budget(edits=30))
+    manager.add(CutAndRepair(), name="both")
+    with manager.recording(net), torch.no_grad():
+        net(data())
+    with pytest.raises(EditError, match=r"30 of 40"):
+        manager.apply(net)
+    assert torch.equal(net(data()), before)
+    # the control: within the budget it is applied
+    manager.budget = Budget(edits=40)
+    assert manager.apply(net).counts["relations_removed"] == 40
