@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from grapnet._network import GrapNet
 from grapnet._torch import pytree
@@ -92,8 +93,10 @@ class GraSP(Scored):
             gradients = _summed(weights, self.batches, lambda batch: self.loss(model, batch))
 
             def alignment(batch: Any) -> Tensor:
-                # Its gradient is the product of H and the gradient.
-                own = _gradients(weights, self.loss(model, batch), twice=True)
+                # Its gradient is the product of H and the gradient. The fused kernels of attention
+                # have no second derivative.
+                with sdpa_kernel(SDPBackend.MATH):
+                    own = _gradients(weights, self.loss(model, batch), twice=True)
                 parts = [(gradients[weight] * own[weight]).sum() for weight in weights]
                 return torch.stack(parts).sum()
 

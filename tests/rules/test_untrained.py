@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import grapnet as gn
 from grapnet.rules import SNIP, GraSP, PruneWeakest, RuleContext, RuleManager, SynFlow
@@ -251,6 +251,37 @@ def test_snip_and_grasp_of_a_model_sum_over_kernels_and_keep_its_buffers() -> No
     for name, weight, total in zip(names, weights, curvatures, strict=True):
         expected[name] = (weight * total).detach()
     assert torch.allclose(grasp, kernels(net, expected), rtol=1e-7, atol=1e-12)
+
+
+class Attention(nn.Module):
+    """Attention of two heads, by the function of torch or written out."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.qkv = nn.Linear(8, 24)
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, tokens, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            found = scaled_dot_product_attention(q, k, v)
+        else:
+            found = (q @ k.transpose(-1, -2) / 2).softmax(-1) @ v
+        return self.out(found.transpose(1, 2).flatten(2)).mean(1)
+
+
+def test_grasp_of_attention_needs_no_kernel_with_a_second_derivative() -> None:
+    torch.manual_seed(0)
+    models = [Attention(fused).double() for fused in (True, False)]
+    models[1].load_state_dict(models[0].state_dict())
+    data = [(torch.randn(4, 5, 8).double(), torch.randint(3, (4,)))]
+    scores = []
+    for model in models:
+        net = gn.adopt(model, data[0][0])
+        scores.append(GraSP(data, loss).score(net, net.relations("out")))
+    assert torch.allclose(*scores, rtol=1e-9, atol=1e-14)
 
 
 def test_synflow_of_a_model_runs_on_absolute_values_in_evaluation_mode() -> None:
