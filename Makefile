@@ -66,7 +66,7 @@ bench: .venv/.test ## measure edits, execution, rules, repair, files, grafts and
 	$(BIN)/python -m benchmarks.run edits --check --json benchmarks/results/edits.json
 	$(BIN)/python -m benchmarks.run execution --check --json benchmarks/results/execution.json
 	$(BIN)/python -m benchmarks.run rules --check --json benchmarks/results/rules.json
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run repair --check --json benchmarks/results/repair.json
+	$(BIN)/python -m benchmarks.run repair --check --json benchmarks/results/repair.json
 	$(BIN)/python -m benchmarks.run files --check --json benchmarks/results/files.json
 	$(BIN)/python -m benchmarks.run graft --check --json benchmarks/results/graft.json
 	$(BIN)/python -m benchmarks.run models --check --json benchmarks/results/models.json

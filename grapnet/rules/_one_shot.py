@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 import weakref
@@ -21,6 +22,7 @@ from grapnet.spaces import adopt
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._statistics import call_of
 
+from ._gram import GramRecorder, origin_of
 from ._nodes import PruneNodes
 from ._obs import matrix_recorders
 from ._prune import PruneWeakest
@@ -126,6 +128,7 @@ def prune(
     transitions: Transitions | None = None,
     multiple: int = 1,
     rows: int | None = None,
+    most_cells: int | None = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     allow_dead: bool | None = None,
@@ -156,12 +159,15 @@ def prune(
         pattern: (n, m): keep n of m successive parents of every child, such as (2, 4).
         by: the criterion, as for `PruneNodes` or `PruneWeakest`; by default "elimination" for nodes
             and "alternating" for relations.
-        repair: whether the relations and biases that stay make up for what leaves. Criteria that
-            assign weights themselves do so in any case.
+        repair: whether the relations and biases that stay make up for what leaves. Where the
+            criterion assigns weights or biases itself, nothing else is assigned.
         spaces: which layers or spaces lose nodes; as for `PruneNodes`.
         transitions: which transitions lose relations; as for `PruneWeakest`.
         multiple: sizes of tensors stay multiples of this; for nodes.
         rows: how many rows of a pass are recorded for the repair, evenly spaced; all by default.
+        most_cells: how many numbers, of 8 bytes each, the statistics of one reader may have; 2**27
+            for the repair by default. If two Gram matrices have more, no rows are held out; if one
+            has more, raise GrapNetError before anything changes.
         loss: `loss(model, batch)` returns the loss, for criteria that record gradients. Gradients
             of Parameters are as before afterwards.
         optimizer: an optimizer that follows a model which is adopted here. One of a model that was
@@ -171,7 +177,7 @@ def prune(
         preview: whether everything is undone at the end, or after an error; the result has the
             scores.
         resume: whether stages that an earlier call with the same settings committed last are left
-            out.
+            out. Functions are the same if their names are.
         most_undo_bytes: raise GrapNetError before anything changes if undo could keep more.
         progress: wraps the list of stages, as `tqdm.tqdm` does, which shows a progress bar.
         generator: source of random numbers.
@@ -212,11 +218,13 @@ def prune(
         rule: Any = PruneNodes(fraction=nodes, by=by, spaces=spaces, multiple=multiple, keep=1)
         for name, net in nets.items():
             steps += _node_steps(name, net, rule)
+        parts = rule.spaces
     else:
         by = "alternating" if by is None else by
         rule = PruneWeakest(fraction=relations, pattern=pattern, by=by, transitions=transitions)
         for name, net in nets.items():
             steps += _relation_steps(name, net, rule)
+        parts = rule.transitions
     undo_bytes = sum(_bytes(net) for net in nets.values())
     if most_undo_bytes is not None and undo_bytes > most_undo_bytes:
         raise GrapNetError(
@@ -225,8 +233,9 @@ def prune(
         )
     pruning = Pruning(nets, undo_bytes)
     amount = [None if share is None else float(share) for share in (nodes, relations)]
-    settings = repr((*amount, pattern, _described(rule.criterion), repair, multiple, rows))
-    run = _Run(model, batches, settings, repair, rows, loss, allow_dead, generator)
+    criterion = _described(rule.criterion)
+    settings = repr((*amount, pattern, parts, criterion, repair, multiple, rows))
+    run = _Run(model, batches, settings, repair, rows, most_cells, loss, allow_dead, generator)
     for step in steps:
         # What cannot be recorded is refused before anything changes.
         run.recorders(step)
@@ -234,7 +243,7 @@ def prune(
     pruning.before = run.score(probe)
     for name, net in nets.items():
         limit = len(net.journal.undoable) + len(steps)
-        net.journal.undo_limit = max(pruning._limits[name], limit)
+        net.journal.undo_limit = max(net.journal.undo_limit, limit)
     try:
         for step in steps if progress is None else progress(steps):
             stage = done.get(step.name)
@@ -243,6 +252,9 @@ def prune(
             pruning.stages = (*pruning.stages, stage)
         pruning.after = run.score(probe)
     except BaseException as error:
+        for name, net in nets.items():
+            # no more than undo needs of the stages before
+            net.journal.undo_limit = max(pruning._limits[name], len(net.journal.undoable))
         if not preview and pruning.stages:
             names = ", ".join(stage.name for stage in pruning.stages)
             error.add_note(
@@ -342,11 +354,8 @@ def _bytes(net: Graph) -> int:
 
 
 def _described(criterion: Any) -> str:
-    """Returns a criterion as the journal keeps it, the same in every process."""
-    text = repr(criterion)
-    if " at 0x" in text:
-        return type(criterion).__qualname__
-    return text
+    """Returns a criterion as the journal keeps it, without addresses, which differ by process."""
+    return re.sub(" at 0x[0-9a-fA-F]+", "", repr(criterion))
 
 
 def _remark_of(commit: Commit) -> dict[str, Any] | None:
@@ -367,6 +376,7 @@ class _Run:
         settings: str,
         repairs: bool,
         rows: int | None,
+        most_cells: int | None,
         loss: Callable[[nn.Module, Any], Tensor] | None,
         allow_dead: bool | None,
         generator: torch.Generator | None,
@@ -376,6 +386,7 @@ class _Run:
         self.settings = settings
         self.repairs = repairs
         self.rows = rows
+        self.most_cells = most_cells
         self.loss = loss
         self.allow_dead = allow_dead
         self.generator = generator
@@ -413,6 +424,7 @@ class _Run:
                     f" {self.settings}, so that resume=True cannot go on with it"
                 )
             self.name = last["run"]
+            pruning._limits[name] = last["undo_limit"]
             for commit, remark in zip(commits, remarks, strict=True):
                 if remark is not None and remark["run"] == self.name:
                     pruning._versions[name].append(commit.version)
@@ -426,10 +438,34 @@ class _Run:
         found = dict(step.rule.recorders(step.net))
         if self._is_repaired(step):
             found |= self._gram_recorders(step)
+        for recorder in found.values():
+            self._limit(step.net, recorder)
         return found
 
+    def _limit(self, net: Graph, recorder: Any) -> None:
+        """Makes a recorder keep to `most_cells`.
+
+        Raises:
+            GrapNetError: one Gram matrix has more numbers.
+        """
+        if self.most_cells is not None and hasattr(recorder, "most_cells"):
+            recorder.most_cells = self.most_cells
+        if not isinstance(recorder, GramRecorder):
+            return
+        width = origin_of(net, recorder.layer, recorder.at).width
+        numbers = (width + 1) ** 2
+        if numbers > recorder.most_cells:
+            raise GrapNetError(
+                f"the Gram matrix for {width:,} columns of {recorder.layer!r} has {numbers:,}"
+                f" numbers (limit {recorder.most_cells:,}); raise most_cells= if there is memory"
+                " for 8 bytes each"
+            )
+        if 2 * numbers > recorder.most_cells:
+            # There is no room for a second matrix.
+            recorder.held_out = 0.0
+
     def _is_repaired(self, step: _Step) -> bool:
-        # A criterion that assigns weights has made up for what leaves.
+        """Returns whether a repair follows, unless the criterion turns out to assign weights."""
         return self.repairs and not getattr(step.rule.criterion, "assigns", False)
 
     def carry_out(self, step: _Step, pruning: Pruning) -> Stage:
@@ -451,7 +487,9 @@ class _Run:
             allow_dead=self.allow_dead,
         ) as edit:
             step.rule(net, edit, RuleContext(evidence=evidence))
-            if self._is_repaired(step):
+            # A criterion that assigns weights has made up for what leaves.
+            is_assigned = any(one["operation"] == "assign" for one in edit._operations)
+            if self._is_repaired(step) and not is_assigned:
                 repair_readers(net, edit, evidence)
             leaving = len(edit.removals)
             if step.transition is not None:
@@ -463,6 +501,8 @@ class _Run:
                 stage=step.name,
                 leaving=leaving,
                 present=step.present,
+                # what a run that resumes gives back
+                undo_limit=pruning._limits[step.net_name],
             )
         assigned = 0
         if edit.receipt is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import grapnet as gn
-from grapnet.rules import Elimination, Random
+from grapnet.rules import Assignment, Choice, Elimination, Random
 
 
 def rows(count=256, width=8, seed=0):
@@ -289,6 +289,72 @@ def test_resume_refuses_other_settings_and_other_commits():
         gn.prune(net, [x], nodes=0.5, resume=True)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"nodes": 0.5, "spaces": [1]}, {"nodes": 0.5, "spaces": [2]}),
+        ({"relations": 0.5, "transitions": [0]}, {"relations": 0.5, "transitions": [0, 1]}),
+    ],
+)
+def test_resume_refuses_other_parts_of_the_net(first, second):
+    net, _ = trained_net()
+    gn.prune(net, [rows()], **first)
+    version = net.version
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(net, [rows()], **second, resume=True)
+    assert net.version == version
+    gn.prune(net, [rows()], **first, resume=True)
+    assert net.version == version
+
+
+def test_resume_tells_functions_by_their_names():
+    def by_bias(net, nodes, evidence):
+        return nodes.biases.detach().abs()
+
+    def by_minus_bias(net, nodes, evidence):
+        return -nodes.biases.detach().abs()
+
+    net, _ = trained_net()
+    with pytest.raises(Stop):
+        gn.prune(net, Interrupting([rows()]), nodes=0.5, by=by_bias)
+    with pytest.raises(gn.errors.EditError):
+        gn.prune(net, [rows()], nodes=0.5, by=by_minus_bias, resume=True)
+    assert net.sizes == [8, 12, 16, 4]
+    gn.prune(net, [rows()], nodes=0.5, by=by_bias, resume=True)
+    assert net.sizes == [8, 12, 8, 4]
+
+
+@pytest.mark.parametrize("end", ["accept", "undo"])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_run_that_resumes_gives_back_the_undo_limit_of_the_first(tmp_path, is_loaded, end):
+    net, _ = trained_net()
+    net.journal.undo_limit = 0
+    before = net(rows()).detach()
+    with pytest.raises(Stop):
+        gn.prune(net, Interrupting([rows()]), nodes=0.5)
+    # One stage can be undone, and no more.
+    assert net.journal.undo_limit == 1
+    if is_loaded:
+        gn.save(tmp_path / "net.safetensors", net, undo=True)
+        net = gn.load(tmp_path / "net.safetensors")
+    pruning = gn.prune(net, [rows()], nodes=0.5, resume=True)
+    getattr(pruning, end)()
+    assert net.journal.undo_limit == 0
+    if end == "undo":
+        assert torch.equal(net(rows()), before)
+
+
+def test_a_run_that_fails_at_once_gives_the_undo_limits_back():
+    model = nn.Sequential(trained_net()[0], gn.GrapNet([4, 6, 3]))
+    for net in model:
+        net.journal.undo_limit = 0
+    batches = Interrupting([rows()])
+    batches.runs = 1
+    with pytest.raises(Stop):
+        gn.prune(model, batches, nodes=0.5)
+    assert [net.journal.undo_limit for net in model] == [0, 0]
+
+
 def test_undo_of_an_earlier_run_or_of_dropped_stages_is_refused():
     net, _ = trained_net()
     net.journal.undo_limit = 1
@@ -312,6 +378,81 @@ def test_what_undo_keeps_counts_the_state_of_the_optimizer():
     for state in optimizer.state.values():
         slots += state["exp_avg"].nbytes + state["exp_avg_sq"].nbytes
     assert gn.prune(net, [rows()], nodes=0.5).undo_bytes >= alone + slots
+
+
+class Amplified:
+    """Cuts the smallest relations, and gives those that stay twice their weights."""
+
+    def choose(self, net, candidates, evidence, count):
+        number = count if isinstance(count, int) else count.total
+        order = candidates.strengths.argsort()
+        leaving = candidates[order[:number].sort().values]
+        staying = candidates[order[number:].sort().values]
+        return Choice(leaving, (Assignment(staying, 2 * staying.weights.detach()),))
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_what_an_own_criterion_assigns_is_not_repaired(is_adopted):
+    weights = {}
+    for by in (Amplified(), "magnitude"):
+        net = trained_net()[0]
+        if is_adopted:
+            net = gn.adopt(net.to_module(), rows())
+        pruning = gn.prune(net, [rows()], relations=0.5, by=by, repair=by != "magnitude")
+        assert [2 * stage.leaving for stage in pruning.stages] == [8 * 24, 24 * 16, 16 * 4]
+        weights[by] = [t.outgoing().weights.detach() for t in net.layers[:-1]]
+    for doubled, plain in zip(*weights.values(), strict=True):
+        assert torch.equal(doubled, 2 * plain)
+
+
+class MeanReplacement:
+    """Removes the first nodes of a layer, and adds what they send on average to biases."""
+
+    def choose(self, net, candidates, evidence, count):
+        readers = net.layers[candidates.layer.index + 1]
+        return Choice(candidates[:count], (Assignment(readers, torch.ones(len(readers))),))
+
+
+def test_biases_that_an_own_criterion_assigns_are_not_repaired():
+    net, _ = trained_net()
+    kept = net.layers[1][12:].outgoing().weights.detach()
+    gn.prune(net, [rows()], nodes=0.5, by=MeanReplacement(), spaces=1)
+    assert net.sizes == [8, 12, 16, 4]
+    assert torch.equal(net.layers[1].outgoing().weights, kept)
+    assert torch.equal(net.layers[2].biases, torch.ones(16))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"nodes": 0.5},
+        {"nodes": 0.5, "repair": False},
+        {"nodes": 0.5, "by": "norm"},
+        {"relations": 0.5, "by": "magnitude"},
+        {"relations": 0.5},
+    ],
+)
+def test_most_cells_leaves_out_the_second_matrix_or_refuses_before_anything_changes(settings):
+    x = rows()
+    # A matrix for the second layer has 25² numbers.
+    net, _ = trained_net((8, 16, 24, 4))
+    with pytest.raises(gn.errors.GrapNetError) as error:
+        gn.prune(net, [x], **settings, most_cells=25**2 - 1)
+    assert "625" in str(error.value)
+    assert net.version == 0
+    gn.prune(net, [x], **settings, most_cells=25**2)
+    assert net.version == 2 + ("relations" in settings)
+
+
+def test_a_repair_without_rows_that_are_held_out_helps():
+    errors = {}
+    for repair in (False, True):
+        net, _ = trained_net()
+        x = rows()
+        expected = net(x).detach()
+        gn.prune(net, [x], nodes=0.5, by="norm", repair=repair, most_cells=25**2)
+        errors[repair] = error(net, expected, x)
+    assert errors[True] < 0.8 * errors[False]
 
 
 @pytest.mark.parametrize("batches", [[], [torch.empty(0, 8)]])
