@@ -241,7 +241,7 @@ def prune(
         run.recorders(step)
     done = run.earlier(pruning) if resume else {}
     pruning.before = run.score(probe)
-    for name, net in nets.items():
+    for net in nets.values():
         limit = len(net.journal.undoable) + len(steps)
         net.journal.undo_limit = max(net.journal.undo_limit, limit)
     try:

@@ -405,18 +405,18 @@ def test_what_an_own_criterion_assigns_is_not_repaired(is_adopted):
         assert torch.equal(doubled, 2 * plain)
 
 
-class MeanReplacement:
-    """Removes the first nodes of a layer, and adds what they send on average to biases."""
+class IntoBiases:
+    """Removes the first nodes of layer 1, and gives those that read them other biases."""
 
     def choose(self, net, candidates, evidence, count):
-        readers = net.layers[candidates.layer.index + 1]
+        readers = net.layers[2]
         return Choice(candidates[:count], (Assignment(readers, torch.ones(len(readers))),))
 
 
 def test_biases_that_an_own_criterion_assigns_are_not_repaired():
     net, _ = trained_net()
     kept = net.layers[1][12:].outgoing().weights.detach()
-    gn.prune(net, [rows()], nodes=0.5, by=MeanReplacement(), spaces=1)
+    gn.prune(net, [rows()], nodes=0.5, by=IntoBiases(), spaces=1)
     assert net.sizes == [8, 12, 16, 4]
     assert torch.equal(net.layers[1].outgoing().weights, kept)
     assert torch.equal(net.layers[2].biases, torch.ones(16))
