@@ -287,6 +287,14 @@ def test_the_guide_shows_the_committed_runs_of_rigl():
     assert result["times_as_fast_as_dense"]["RigL"] > 1
 
 
+def test_the_guide_shows_that_tiles_are_not_below_single_relations():
+    result = json.loads((ROOT / "results/rigl_fashion_tiles.json").read_text())
+    assert rigl.table(result) in (ROOT / "docs/guides/sparse-training.md").read_text()
+    tiles = result["accuracy"]["RigL tiles"]
+    assert len(tiles) == 5
+    assert statistics.mean(tiles) > statistics.mean(result["accuracy"]["RigL"]) - 0.7
+
+
 def test_the_performance_page_shows_the_committed_costs_of_repair():
     result = json.loads((RESULTS / "repair.json").read_text())
     assert repair.table(result) in (ROOT / "docs/performance.md").read_text()

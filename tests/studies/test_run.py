@@ -178,6 +178,7 @@ def test_committed_results_have_every_figure_and_the_settings_of_a_full_run(path
             "rigl_fashion",
             "rigl_fashion_98",
             "rigl_fashion_99",
+            "rigl_fashion_tiles",
             "soak",
             "soak-spaces",
         }
