@@ -406,7 +406,9 @@ class _Run:
         Raises:
             EditError: the last run had other settings, or something was committed after it.
         """
-        found: dict[str, Stage] = {}
+        # of every net that was pruned, by its name, and when its last stage was
+        pruned: dict[str, dict[str, Any]] = {}
+        times: dict[str, float] = {}
         for name, net in pruning.nets.items():
             commits = list(net.journal.commits)
             remarks = [_remark_of(commit) for commit in commits]
@@ -418,14 +420,25 @@ class _Run:
                     f"version {commits[-1].version} ({commits[-1].reason!r}) was committed after"
                     " the last gn.prune, so that resume=True cannot go on with it"
                 )
-            if last["settings"] != self.settings:
-                raise EditError(
-                    f"the last gn.prune had other settings, {last['settings']}, and not"
-                    f" {self.settings}, so that resume=True cannot go on with it"
-                )
-            self.name = last["run"]
+            pruned[name] = last
+            times[name] = commits[-1].time
+        if not pruned:
+            return {}
+        newest = pruned[max(times, key=lambda name: times[name])]
+        if newest["settings"] != self.settings:
+            raise EditError(
+                f"the last gn.prune had other settings, {newest['settings']}, and not"
+                f" {self.settings}, so that resume=True cannot go on with it"
+            )
+        self.name = newest["run"]
+        found: dict[str, Stage] = {}
+        for name, last in pruned.items():
+            if last["run"] != self.name:
+                # It was pruned by an earlier run, and this one has not come to it.
+                continue
             pruning._limits[name] = last["undo_limit"]
-            for commit, remark in zip(commits, remarks, strict=True):
+            for commit in pruning.nets[name].journal.commits:
+                remark = _remark_of(commit)
                 if remark is not None and remark["run"] == self.name:
                     pruning._versions[name].append(commit.version)
                     assigned = commit.counts["coordinates_assigned"]

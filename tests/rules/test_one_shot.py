@@ -274,6 +274,21 @@ def test_resume_goes_on_with_the_last_run_alone():
     assert net.sizes == [8, 12, 8, 4]
 
 
+def test_resume_prunes_a_net_that_only_an_earlier_run_has_come_to():
+    torch.manual_seed(0)
+    model = nn.Sequential(gn.GrapNet([8, 12, 8]), nn.ReLU(), gn.GrapNet([8, 16, 4]))
+    x = rows()
+    gn.prune(model, [x], nodes=0.5).accept()
+    with pytest.raises(Stop):
+        gn.prune(model, Interrupting([x]), nodes=0.5)
+    assert [model[0].sizes, model[2].sizes] == [[8, 3, 8], [8, 8, 4]]
+    pruning = gn.prune(model, [x], nodes=0.5, resume=True)
+    assert [model[0].sizes, model[2].sizes] == [[8, 3, 8], [8, 4, 4]]
+    assert [stage.leaving for stage in pruning.stages] == [3, 4]
+    pruning.undo()
+    assert [model[0].sizes, model[2].sizes] == [[8, 6, 8], [8, 8, 4]]
+
+
 def test_resume_refuses_other_settings_and_other_commits():
     net, _ = trained_net()
     x = rows()
