@@ -187,7 +187,8 @@ class Mirror:
             parameter = parameters[name]
             parameter.data[cells] = record.values[name][cells]
             for key, value in self.optimizer.state[parameter].items():
-                if value.shape == parameter.shape:
+                # The steps of a Parameter go on, also where it has a single coordinate.
+                if value.shape == parameter.shape and key != "step":
                     value[cells] = record.states[name][key][cells]
             self.clear(parameter, record.kinds[name] != FREE)
         self.nodes = record.nodes
