@@ -297,8 +297,9 @@ class LayerDraft:
             counts += transition.fan_in(rows)
         return counts
 
+    @cached_property
     def gains(self) -> Tensor:
-        """Returns how many relations each row (newborn ones included) gains."""
+        """How many relations each row (newborn ones included) gains in all transitions."""
         counts = torch.zeros(len(self.uids), dtype=torch.int64, device=self.device)
         for transition in self.leaving:
             if transition.connections:
@@ -653,9 +654,8 @@ class TransitionDraft:
         drawn = []
         for connection in self.connections:
             if isinstance(connection.weights, str) and connection.weights == "alloc":
-                gains = upper.gains()
-                at = moved(connection.parents, gains.device)
-                drawn.append(draw("alloc", gains, example, generator, at=at))
+                at = moved(connection.parents, upper.gains.device)
+                drawn.append(draw("alloc", upper.gains, example, generator, at=at))
                 continue
             elif isinstance(connection.weights, str) and connection.weights == "linear":
                 scale = lower.fan_in(connection.children)

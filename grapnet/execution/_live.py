@@ -332,7 +332,7 @@ class LivePlan:
         """Returns the plan after a cut, whose relations keep their cells; None after anything
         else.
         """
-        if index.n_born or self.cells.order is not None or topology.is_full:
+        if index.n_born or self.cells.order is not None:
             return None
         return LivePlan(topology, self.cells.after_cut(index, self.n_cells))
 

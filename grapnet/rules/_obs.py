@@ -88,12 +88,11 @@ class Surgeon:
         tables = list(self._tables(net, candidates, evidence))
         sweeps: list[Sweep | None] = [None] * len(tables)
         if self._is_swept(quota, tables):
-            shares = _shares_of(tables, quota)
             parts = []
+            shares = _shares_of(tables, quota)
             for n, (table, counts) in enumerate(zip(tables, shares, strict=True)):
-                sweeps[n] = self._swept(table, counts, quota)
-            for table, sweep in zip(tables, sweeps, strict=True):
-                assert sweep is not None
+                sweep = self._swept(table, counts, quota)
+                sweeps[n] = sweep
                 parts.append(~sweep.kept[:, : table.width].reshape(-1)[table.cells[:, 0]])
             marks = _limited(torch.cat(parts), tables, quota, self.damping)
         else:
