@@ -287,9 +287,22 @@ def random_topology(
     few = min(count, cells - count)
     source = torch.device("cpu") if generator is None else generator.device
     keys = torch.empty(0, dtype=torch.int64, device="cpu")
-    while len(keys) < few:  # draw with repetition, keep the distinct ones, top up
-        more = torch.randint(cells, (few - len(keys) + 16,), generator=generator, device=source)
-        keys = torch.cat([keys, more.cpu()]).unique()
+    # Draw with repetition, keep the distinct ones, top up. A mark for every cell tells them in less
+    # time than sorting, unless almost no cell is drawn.
+    is_drawn = None
+    if cells <= 64 * few:
+        is_drawn = torch.zeros(cells, dtype=torch.bool, device="cpu")
+    found = 0
+    while found < few:
+        more = torch.randint(cells, (few - found + 16,), generator=generator, device=source).cpu()
+        if is_drawn is None:
+            keys = torch.cat([keys, more]).unique()
+            found = len(keys)
+        else:
+            is_drawn[more] = True
+            found = int(is_drawn.count_nonzero())
+    if is_drawn is not None:
+        keys = is_drawn.nonzero().squeeze(1)
     if len(keys) > few:
         spare = torch.randperm(len(keys), generator=generator, device=source)[
             : len(keys) - few

@@ -1,10 +1,10 @@
 """The rectangle of the dense backend on a GPU, written and read by Triton kernels. Imported only
 where Triton is.
 
-A bit map says which cells have a coordinate. A program that writes takes one block of cells: the
-number of coordinates before the block and the bits in front of a cell tell which coordinate the
-cell has, so that one coalesced pass writes every cell, and no index is read. Reading goes over
-the coordinates: over the cells its writes would be scattered, which took four times as long.
+A bit map says which cells have a coordinate. The number of coordinates before a word of it and the
+bits in front of a cell tell which coordinate the cell has, so that one coalesced pass writes every
+cell, and no index is read. Reading goes over the coordinates: over the cells its writes would be
+scattered, which took four times as long.
 """
 
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from torch.library import wrap_triton
 
 # relations of one program that finds their cells
 _CHARTED = 2048
@@ -28,17 +27,15 @@ def _popcount(words):
 
 
 @triton.jit
-def _places(bits, starts, BLOCK: tl.constexpr):
+def _places(bits, before, BLOCK: tl.constexpr):
     """Returns for every cell of a block, [BLOCK / 32, 32], whether it has a coordinate, and how
     many coordinates come before it.
     """
-    block = tl.program_id(0).to(tl.int64)
-    word = tl.load(bits + block * (BLOCK // 32) + tl.arange(0, BLOCK // 32))
-    count = _popcount(word)
-    before = tl.load(starts + block) + tl.cumsum(count, 0) - count  # [BLOCK / 32]
+    at = tl.program_id(0).to(tl.int64) * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+    word = tl.load(bits + at)
     bit = tl.arange(0, 32)
     lower = word[:, None] & ((1 << bit) - 1)[None, :]
-    place = before[:, None] + _popcount(lower)
+    place = tl.load(before + at)[:, None] + _popcount(lower)
     there = ((word[:, None] >> bit[None, :]) & 1) != 0
     return there, place
 
@@ -55,11 +52,11 @@ def _cells_of_block(BLOCK: tl.constexpr):
 def _write(
     values,
     bits,
-    starts,
+    before,
     order,
     frozen,
     frozen_bits,
-    frozen_starts,
+    frozen_before,
     frozen_order,
     rectangle,
     cells,
@@ -69,12 +66,12 @@ def _write(
     BLOCK: tl.constexpr,
 ):
     """rectangle[c] = values[the place of c], or the frozen value, or 0."""
-    there, place = _places(bits, starts, BLOCK)
+    there, place = _places(bits, before, BLOCK)
     if ORDERED:
         place = tl.load(order + place, mask=there, other=0)
     value = tl.load(values + place, mask=there, other=0).to(rectangle.dtype.element_ty)
     if FROZEN:
-        held, place = _places(frozen_bits, frozen_starts, BLOCK)
+        held, place = _places(frozen_bits, frozen_before, BLOCK)
         if FROZEN_ORDERED:
             place = tl.load(frozen_order + place, mask=held, other=0)
         fixed = tl.load(frozen + place, mask=held, other=0).to(rectangle.dtype.element_ty)
@@ -185,37 +182,36 @@ def _chart(
 
 
 @triton.jit
-def _count(bits, counts, total, TOTAL: tl.constexpr, BLOCK: tl.constexpr):
-    """counts[b] = the bits that are set in block b; total grows by all of them."""
-    block = tl.program_id(0).to(tl.int64)
-    word = tl.load(bits + block * (BLOCK // 32) + tl.arange(0, BLOCK // 32))
-    count = tl.sum(_popcount(word), axis=0)
-    tl.store(counts + block, count)
+def _count(bits, counts, total, words, TOTAL: tl.constexpr, BLOCK: tl.constexpr):
+    """counts[w] = the bits that are set in word w; total grows by all of them."""
+    w = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exists = w < words
+    count = _popcount(tl.load(bits + w, mask=exists, other=0))
+    tl.store(counts + w, count, mask=exists)
     if TOTAL:
-        tl.atomic_add(total, count, sem="relaxed")
+        tl.atomic_add(total, tl.sum(count, axis=0), sem="relaxed")
 
 
-def flip_cells(cell_of: Tensor, bits: Tensor, size: int) -> Tensor:
+def flip_cells(cell_of: Tensor, bits: Tensor) -> Tensor:
     """Sets the bits of cells that have none in a bit map, and clears the others; returns how many
-    are set in each block then, [blocks] int32.
+    are set in each word then, int32.
 
     Args:
         cell_of: the cells, [n] int32, each one once.
-        bits: the bit map, [blocks · size / 32] int32.
-        size: the cells of a block.
+        bits: the bit map, int32.
     """
     count = cell_of.shape[0]
     if count:
         flip: Any = _flip
         flip[(triton.cdiv(count, 1024),)](cell_of, bits, count, BLOCK=1024)
-    return _counts_of(bits, size, None)
+    return _counts_of(bits, None)
 
 
 def chart_cells(
-    ptr: Tensor, child: Tensor, n_children: int, blocks: int, size: int
+    ptr: Tensor, child: Tensor, n_children: int, words: int
 ) -> tuple[Tensor, Tensor, Tensor, list[int]]:
     """Returns the cell of every relation, [n] int32, the bit map of the cells, and how many of each
-    block are in it, as `flip_cells` does. The numbers behind them, for which the host waits, are
+    word are in it, as `flip_cells` does. The numbers behind them, for which the host waits, are
     not 0 if the wiring is damaged, or if the cells do not ascend, and how many bits are set.
     """
     device = child.device
@@ -223,7 +219,6 @@ def chart_cells(
     n_parents = ptr.shape[0] - 1
     cell_of = torch.empty_like(child)
     # In one piece of memory, so that one kernel clears it.
-    words = blocks * size // 32
     cleared = torch.zeros(words + 3, dtype=torch.int32, device=device)
     bits = cleared[:words]
     found = cleared[words:]
@@ -232,19 +227,20 @@ def chart_cells(
         programs = triton.cdiv(max(count, n_parents), _CHARTED)
         sizes = (n_parents, n_children, count)
         chart[(programs,)](ptr, child, cell_of, bits, found, *sizes, BLOCK=_CHARTED)
-    counts = _counts_of(bits, size, found[2:])
+    counts = _counts_of(bits, found[2:])
     return cell_of, bits, counts, found.tolist()
 
 
-def _counts_of(bits: Tensor, size: int, total: Tensor | None) -> Tensor:
-    """Returns how many bits are set in each block, [blocks] int32, and adds them to a total."""
-    blocks = bits.shape[0] * 32 // size
-    counts = torch.empty(blocks, dtype=torch.int32, device=bits.device)
-    if blocks:
+def _counts_of(bits: Tensor, total: Tensor | None) -> Tensor:
+    """Returns how many bits are set in each word, int32, and adds them to a total."""
+    words = bits.shape[0]
+    counts = torch.empty_like(bits)
+    if words:
         add_up: Any = _count
         # The kernel does not read what stands in for a total that is not there.
         whole = counts if total is None else total
-        add_up[(blocks,)](bits, counts, whole, TOTAL=total is not None, BLOCK=size, num_warps=1)
+        programs = triton.cdiv(words, 1024)
+        add_up[(programs,)](bits, counts, whole, words, TOTAL=total is not None, BLOCK=1024)
     return counts
 
 
@@ -252,14 +248,13 @@ def write(
     rectangle: Tensor,
     values: Tensor,
     bits: Tensor,
-    starts: Tensor,
+    before: Tensor,
     order: Tensor | None,
     frozen: Tensor | None,
     frozen_bits: Tensor | None,
-    frozen_starts: Tensor | None,
+    frozen_before: Tensor | None,
     frozen_order: Tensor | None,
     size: int,
-    kernel: Any = _write,
 ) -> None:
     """Writes every cell of a contiguous rectangle: a coordinate in its dtype, or 0.
 
@@ -267,27 +262,27 @@ def write(
         rectangle: what to write.
         values: the trainable coordinates.
         bits: their cells, as `Cells` has them.
-        starts: how many are before each block.
+        before: how many are in front of each word of the bit map.
         order: which one each cell in turn has; None for one after the other.
         frozen: the frozen coordinates, None if there are none.
         frozen_bits: the same of them.
-        frozen_starts: the same of them.
+        frozen_before: the same of them.
         frozen_order: the same of them.
         size: the cells of a block.
-        kernel: the kernel as a trace wants it.
     """
     if rectangle.numel() == 0:
         return
     # The kernel does not read what stands in for a tensor that is not there.
-    kernel[(starts.shape[0],)](
+    launch: Any = _write
+    launch[(bits.shape[0] * 32 // size,)](
         values,
         bits,
-        starts,
-        starts if order is None else order,
+        before,
+        before if order is None else order,
         values if frozen is None else frozen,
         bits if frozen_bits is None else frozen_bits,
-        starts if frozen_starts is None else frozen_starts,
-        starts if frozen_order is None else frozen_order,
+        before if frozen_before is None else frozen_before,
+        before if frozen_order is None else frozen_order,
         rectangle,
         rectangle.numel(),
         ORDERED=order is not None,
@@ -298,18 +293,9 @@ def write(
     )
 
 
-def read(values: Tensor, rectangle: Tensor, cell_of: Tensor, kernel: Any = _read) -> None:
+def read(values: Tensor, rectangle: Tensor, cell_of: Tensor) -> None:
     """Writes the coordinates of a contiguous rectangle into `values`, in their dtype."""
     count = values.shape[0]
     if count:
-        kernel[(triton.cdiv(count, 1024),)](rectangle, cell_of, values, count, BLOCK=1024)
-
-
-def traced_write(*arguments: Any) -> None:
-    """Does what `write` does, as the compiler sees it."""
-    write(*arguments, kernel=wrap_triton(_write))
-
-
-def traced_read(*arguments: Any) -> None:
-    """Does what `read` does, as the compiler sees it."""
-    read(*arguments, kernel=wrap_triton(_read))
+        launch: Any = _read
+        launch[(triton.cdiv(count, 1024),)](rectangle, cell_of, values, count, BLOCK=1024)

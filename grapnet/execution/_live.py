@@ -1,10 +1,9 @@
 """The rectangle of the dense backend on a GPU: kept between forward passes, and written from the
 values.
 
-Two operators of torch, each the derivative of the other, do the work: `rectangle` writes the
-coordinates into their cells, and `relation_values` reads them. `torch.compile` sees the product in
-between as it sees that of an `nn.Linear`. Without a compiler the rectangle stays in memory, and
-a forward pass without gradients writes it only after a change.
+Triton kernels write and read it, and a forward pass without gradients writes it only after a
+change. `torch.compile` sees common operations instead, from which it makes kernels of its own: it
+launches these in half of the time, and writes the precision of autocast in the same pass.
 """
 
 import threading
@@ -30,7 +29,7 @@ from ._operators import is_watched
 from ._plan import needs_plain_operations
 from ._reference import require_wiring
 
-# cells of a block, before each of which the coordinates are counted
+# cells of a block that a kernel writes; bit maps have whole blocks
 BLOCK = 2048
 # Cells up to which plain operations write the matrix of a pass that is neither compiled nor
 # recorded: launches bound it, and theirs take less time than those of the kernels. On an H200,
@@ -41,14 +40,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # the kernels, where Triton is
 _kernels: Any = None
-# names of their own, by which torch finds the kernels that an operator runs: compiled code in its
-# caches depends on them
-traced_write: Any = None
-traced_read: Any = None
 if find_spec("triton"):
     _kernels = import_module("._gpu_live", __package__)
-    traced_write = _kernels.traced_write
-    traced_read = _kernels.traced_read
 
 # numbers that tell one state of coordinates from another; None if there are none
 State = tuple[int, ...] | None
@@ -59,7 +52,7 @@ class Cells(NamedTuple):
 
     cell_of: Tensor  # [n] int32, the cell of each coordinate
     bits: Tensor  # [blocks · BLOCK / 32] int32, one bit a cell: whether it has a coordinate
-    starts: Tensor  # [blocks] int32, the coordinates before each block
+    before: Tensor  # as many int32: the coordinates in front of each 32 cells
     # [n] int32, the coordinate of each of these cells in turn; None if they come in this order
     order: Tensor | None
 
@@ -88,7 +81,7 @@ class Cells(NamedTuple):
         # Triton launches on the present device.
         with torch.cuda.device(topology.child.device):
             cell_of, bits, counts, (is_damaged, is_unordered, set_bits) = _kernels.chart_cells(
-                *wiring, topology.n_children, -(-n_cells // BLOCK), BLOCK
+                *wiring, topology.n_children, _words(n_cells)
             )
         # As many bits as relations: no pair has two of them.
         if is_damaged or set_bits != topology.n_relations:
@@ -96,7 +89,7 @@ class Cells(NamedTuple):
         order = None
         if is_unordered:
             order = cell_of.argsort().int()
-        return cls(cell_of, bits, _starts_of(counts), order)
+        return cls(cell_of, bits, _before(counts), order)
 
     def after_cut(self, index: IndexMap, n_cells: int) -> "Cells":
         """Returns the cells of what a cut leaves of ascending coordinates."""
@@ -105,23 +98,27 @@ class Cells(NamedTuple):
             return self._marked(cell_of, n_cells, None)
         bits = self.bits.clone()
         with torch.cuda.device(cell_of.device):
-            counts = _kernels.flip_cells(index.take(self.cell_of), bits, BLOCK)
-        return Cells(cell_of, bits, _starts_of(counts), None)
+            counts = _kernels.flip_cells(index.take(self.cell_of), bits)
+        return Cells(cell_of, bits, _before(counts), None)
 
     @classmethod
     def _marked(cls, cell_of: Tensor, n_cells: int, order: Tensor | None) -> "Cells":
-        blocks = -(-n_cells // BLOCK)
         if cell_of.is_cuda:
-            bits = torch.zeros(blocks * BLOCK // 32, dtype=torch.int32, device=cell_of.device)
+            bits = torch.zeros(_words(n_cells), dtype=torch.int32, device=cell_of.device)
             with torch.cuda.device(cell_of.device):
-                counts = _kernels.flip_cells(cell_of, bits, BLOCK)
+                counts = _kernels.flip_cells(cell_of, bits)
         else:
-            bits, counts = _mark_cells(cell_of, blocks)
-        return cls(cell_of, bits, _starts_of(counts), order)
+            bits, counts = _mark_cells(cell_of, _words(n_cells))
+        return cls(cell_of, bits, _before(counts), order)
 
 
-def _starts_of(counts: Tensor) -> Tensor:
-    """Returns the coordinates before each block."""
+def _words(n_cells: int) -> int:
+    """Returns how many words the bit map of a rectangle has."""
+    return -(-n_cells // BLOCK) * (BLOCK // 32)
+
+
+def _before(counts: Tensor) -> Tensor:
+    """Returns the sum of the counts in front of each."""
     return counts.cumsum(0, dtype=torch.int32) - counts
 
 
@@ -130,15 +127,13 @@ def _cell_of(topology: Topology) -> Tensor:
     return topology.parents().mul_(topology.n_children).add_(topology.child)
 
 
-def _mark_cells(cell_of: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Returns the bit map of cells, and how many of each block are in it, in operations of
-    torch.
-    """
-    there = torch.zeros(blocks * BLOCK, dtype=torch.bool, device=cell_of.device)
+def _mark_cells(cell_of: Tensor, words: int) -> tuple[Tensor, Tensor]:
+    """Returns the bit map of cells, and how many of each word are in it, in operations of torch."""
+    there = torch.zeros(words * 32, dtype=torch.bool, device=cell_of.device)
     there[cell_of.long()] = True
+    there = there.view(words, 32)
     bit = torch.ones((), dtype=torch.int64, device=cell_of.device) << _ascending(32, there)
-    bits = (there.view(-1, 32) * bit).sum(1).int()
-    return bits, there.view(-1, BLOCK).sum(1, dtype=torch.int32)
+    return (there * bit).sum(1).int(), there.sum(1, dtype=torch.int32)
 
 
 def _has_kernels(tensor: Tensor) -> bool:
@@ -174,85 +169,83 @@ def _plain_values(rectangle: Tensor, cell_of: Tensor, dtype: torch.dtype) -> Ten
     return rectangle.reshape(-1).index_select(0, cell_of).to(dtype)
 
 
+def _spread(
+    rectangle: Tensor, values: Tensor, bits: Tensor, before: Tensor, order: Tensor | None
+) -> Tensor:
+    """Returns the cells of a rectangle, [n], with values in those that a bit map tells.
+
+    A compiler makes one kernel of it, which reads the bit map and the values.
+    """
+    if values.shape[0] == 0:
+        return rectangle
+    cell = torch.arange(rectangle.shape[0], dtype=torch.int32, device=values.device)
+    word = bits.index_select(0, cell >> 5)
+    bit = cell & 31
+    there = ((word >> bit) & 1) != 0
+    lower = ~(torch.full_like(bit, -1) << bit)
+    place = before.index_select(0, cell >> 5) + _bits_set(word & lower)
+    # Behind the last value, the place of a cell that has none would be outside.
+    place = torch.where(there, place, 0)
+    if order is not None:
+        place = order.index_select(0, place)
+    return torch.where(there, values.index_select(0, place).to(rectangle.dtype), rectangle)
+
+
+def _bits_set(words: Tensor) -> Tensor:
+    """Returns how many bits are set in each number, int32 and not negative."""
+    pairs = words - ((words >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    halves = eights + (eights >> 8)
+    return (halves + (halves >> 16)) & 63
+
+
 def _rectangle(
     values: Tensor,
     cell_of: Tensor,
     bits: Tensor,
-    starts: Tensor,
+    before: Tensor,
     order: Tensor | None,
     frozen: Tensor | None,
-    frozen_cell_of: Tensor | None,
     frozen_bits: Tensor | None,
-    frozen_starts: Tensor | None,
+    frozen_before: Tensor | None,
     frozen_order: Tensor | None,
     rows: int,
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns the coordinates as a rectangle, [rows, columns], 0 where there is no relation."""
-    if not _has_kernels(values):
-        return _plain_rectangle(values, cell_of, frozen, frozen_cell_of, rows, columns, dtype)
-    rectangle = torch.empty(rows, columns, dtype=dtype, device=values.device)
-    cells = (bits, starts, order)
-    frozen_cells = (frozen_bits, frozen_starts, frozen_order)
-    traced_write(rectangle, values.contiguous(), *cells, frozen, *frozen_cells, BLOCK)
-    return rectangle
+    """Returns the coordinates as a rectangle, [rows, columns], 0 where there is no relation; its
+    gradient reads `cell_of`.
+    """
+    rectangle = torch.zeros(rows * columns, dtype=dtype, device=values.device)
+    rectangle = _spread(rectangle, values, bits, before, order)
+    if frozen is not None and frozen_bits is not None and frozen_before is not None:
+        rectangle = _spread(rectangle, frozen, frozen_bits, frozen_before, frozen_order)
+    return rectangle.view(rows, columns)
 
 
-def _relation_values(
-    rectangle: Tensor,
-    cell_of: Tensor,
-    bits: Tensor,
-    starts: Tensor,
-    order: Tensor | None,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Returns the trainable coordinates of a rectangle, [n]; its gradient needs all of `Cells`."""
-    if not _has_kernels(rectangle):
-        return _plain_values(rectangle, cell_of, dtype)
-    values = torch.empty(cell_of.shape[0], dtype=dtype, device=rectangle.device)
-    traced_read(values, rectangle.contiguous(), cell_of)
-    return values
-
-
+# On its own, the gradient of the gather would be a scatter.
+rectangle_operator: Any
 if _kernels is not None:
-    # The compiler launches the kernels itself.
-    rectangle_operator: Any = torch.library.triton_op(
-        "grapnet::rectangle", _rectangle, mutates_args=()
-    )
-    values_operator: Any = torch.library.triton_op(
-        "grapnet::relation_values", _relation_values, mutates_args=()
-    )
+    # A compiler looks into it.
+    rectangle_operator = torch.library.triton_op("grapnet::rectangle", _rectangle, mutates_args=())
 else:
     rectangle_operator = torch.library.custom_op("grapnet::rectangle", _rectangle, mutates_args=())
-    values_operator = torch.library.custom_op(
-        "grapnet::relation_values", _relation_values, mutates_args=()
-    )
     rectangle_operator.register_fake(_rectangle)
-    values_operator.register_fake(_relation_values)
 
 
 def _keep_cells(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    given = inputs[0]
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.shape = given.shape
-    ctx.dtype = given.dtype
+    values, cell_of = inputs[:2]
+    ctx.save_for_backward(cell_of)
+    ctx.dtype = values.dtype
 
 
 def _gradient_of_rectangle(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return values_operator(gradient, *ctx.saved_tensors, ctx.dtype), *[None] * 12
-
-
-def _gradient_of_values(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    nothing_frozen = [None] * 5
-    rectangle = rectangle_operator(
-        gradient, *ctx.saved_tensors, *nothing_frozen, *ctx.shape, ctx.dtype
-    )
-    return rectangle, *[None] * 5
+    (cell_of,) = ctx.saved_tensors
+    return _plain_values(gradient, cell_of, ctx.dtype), *[None] * 11
 
 
 rectangle_operator.register_autograd(_gradient_of_rectangle, setup_context=_keep_cells)
-values_operator.register_autograd(_gradient_of_values, setup_context=_keep_cells)
 
 
 class Kept:
@@ -376,10 +369,14 @@ class Layout(NamedTuple):
 
     def rectangle(self, values: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns a rectangle of its own memory; differentiable."""
-        if needs_plain_operations():
+        if torch.compiler.is_compiling():
+            held = (None, None, None)
+            if self.frozen_cells is not None:
+                _, *held = self.frozen_cells
+            sizes = (rows, columns, dtype)
+            return rectangle_operator(values, *self.cells, self.frozen, *held, *sizes)
+        if needs_plain_operations() or is_watched(values):
             return self.plain(values, rows, columns, dtype)
-        if is_watched(values):
-            return self.by_operator(values, rows, columns, dtype)
         if torch.is_grad_enabled() and values.requires_grad:
             return _Written.apply(values, self, rows, columns, dtype)
         return self.written(values, rows, columns, dtype)
@@ -390,11 +387,6 @@ class Layout(NamedTuple):
         if self.frozen_cells is not None:
             held = self.frozen_cells.cell_of
         return _plain_rectangle(values, self.cells.cell_of, self.frozen, held, rows, columns, dtype)
-
-    def by_operator(self, values: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns a rectangle by the operator, which traces see."""
-        held = self.frozen_cells or (None, None, None, None)
-        return rectangle_operator(values, *self.cells, self.frozen, *held, rows, columns, dtype)
 
     def written(self, values: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns a rectangle without gradients."""
@@ -639,10 +631,9 @@ class _Written(Function):
 
 def _values_of(rectangle: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
     """Returns the trainable coordinates of a rectangle, in a backward pass."""
-    if needs_plain_operations(rectangle):
+    # A second derivative needs operations that have one.
+    if torch.is_grad_enabled() or needs_plain_operations(rectangle):
         return _plain_values(rectangle, layout.cells.cell_of, dtype)
-    if torch.is_grad_enabled():
-        return values_operator(rectangle, *layout.cells, dtype)
     return layout.read(rectangle, dtype)
 
 
@@ -714,10 +705,8 @@ class _Product(Function):
                 " example by optimizer.step(). Run the backward pass first, or the forward pass"
                 " again"
             )
-        if needs_plain_operations(dz):
+        if torch.is_grad_enabled() or needs_plain_operations(dz):
             return layout.plain(values, rows, columns, matrix.dtype)
-        if torch.is_grad_enabled():
-            return layout.by_operator(values, rows, columns, matrix.dtype)
         if is_unchanged:
             return matrix
         return layout.written(values, rows, columns, matrix.dtype)

@@ -120,14 +120,15 @@ class OpenedExecution(Execution):
         if read is not None:
 
             def multiply(module: Any, x: Tensor) -> Tensor:
-                z = _multiplied(module, x, read)
+                z = _multiplied(module, x, read) if x.is_cpu else None
                 return plain.forward(module, x) if z is None else z
 
             return multiply
         if plain.forward in _CONVOLUTIONS:
+            convolution, dims = _CONVOLUTIONS[plain.forward]
 
             def convolve(module: Any, x: Tensor) -> Tensor:
-                z = _convolved(module, x, *_CONVOLUTIONS[plain.forward])
+                z = _convolved(module, x, convolution, dims) if x.is_cpu else None
                 return plain.forward(module, x) if z is None else z
 
             return convolve

@@ -478,24 +478,52 @@ def test_a_plan_takes_all_values(device: str) -> None:
     torch.testing.assert_close(z, wanted)
 
 
+def written_by_operator(
+    values: Tensor, cells: _live.Cells, held: Tensor | None, frozen: _live.Cells | None
+) -> tuple[Tensor, ...]:
+    """Returns what the operator that compiled code runs is called with, for 10 rows of 7 cells."""
+    rest = [None] * 3 if frozen is None else frozen[1:]
+    return (values, *cells, held, *rest, 10, 7, values.dtype)
+
+
 @devices
-def test_the_operators_pass_the_checks_of_torch(device: str) -> None:
+def test_the_operator_passes_the_checks_of_torch(device: str) -> None:
     cell_of = torch.tensor([5, 2, 30, 31, 64, 7], dtype=torch.int32, device=device)
-    for cells, frozen_cells in (
-        (_live.Cells.of(cell_of, 70), None),
-        (_live.Cells.of(cell_of[2:5], 70), _live.Cells.of(cell_of[:2], 70)),
+    values = torch.randn(6, dtype=torch.float64, device=device, requires_grad=True)
+    held = torch.randn(2, dtype=torch.float64, device=device)
+    every = _live.Cells.of(cell_of, 70)
+    free = _live.Cells.of(cell_of[2:], 70)
+    frozen = _live.Cells.of(cell_of[:2], 70)
+    for arguments in (
+        written_by_operator(values, every, None, None),
+        written_by_operator(values.detach()[2:].requires_grad_(), free, held, frozen),
     ):
-        count = 6 if frozen_cells is None else 3
-        values = torch.randn(count, dtype=torch.float64, device=device, requires_grad=True)
-        frozen: list[Tensor | None] = [None] * 5
-        if frozen_cells is not None:
-            held = torch.randn(2, dtype=torch.float64, device=device)
-            frozen = [held, *frozen_cells]
-        arguments = (values, *cells, *frozen, 10, 7, torch.float64)
         torch.library.opcheck(_live.rectangle_operator, arguments)
-        matrix = torch.randn(10, 7, dtype=torch.float64, device=device, requires_grad=True)
-        arguments = (matrix, *cells, torch.float32)
-        torch.library.opcheck(_live.values_operator, arguments)
+
+
+@pytest.mark.parametrize("count", [0, 1, 31, 32, 33, 69, 70])
+@pytest.mark.parametrize("is_ordered", [True, False])
+@devices
+def test_the_operator_writes_what_plain_operations_write(
+    device: str, is_ordered: bool, count: int
+) -> None:
+    cell_of = torch.randperm(70)[:count].int()
+    if is_ordered:
+        cell_of = cell_of.sort().values
+    n_frozen = count // 3
+    cells = _live.Cells.of(cell_of[n_frozen:].to(device), 70)
+    frozen = _live.Cells.of(cell_of[:n_frozen].to(device), 70)
+    values = torch.randn(count - n_frozen, dtype=torch.float64, device=device, requires_grad=True)
+    held = torch.randn(n_frozen, dtype=torch.float64, device=device)
+    # A cell that is read at a wrong place would show.
+    factors = torch.randn(10, 7, dtype=torch.float64, device=device)
+
+    matrix = _live.rectangle_operator(*written_by_operator(values, cells, held, frozen))
+    wanted = _live.Layout(cells, held, frozen).plain(values, 10, 7, torch.float64)
+    assert torch.equal(matrix, wanted)
+    (gradient,) = torch.autograd.grad((matrix * factors).sum(), values)
+    (wanted_gradient,) = torch.autograd.grad((wanted * factors).sum(), values)
+    assert torch.equal(gradient, wanted_gradient)
 
 
 @pytest.mark.parametrize("shape", ["ragged", "partly frozen"])
