@@ -2,13 +2,12 @@
 values.
 
 Triton kernels write and read it, and a forward pass without gradients writes it only after a
-change. `torch.compile` sees common operations instead, from which it makes kernels of its own: it
-launches these in half of the time, and writes the precision of autocast in the same pass.
+change. `torch.compile` sees common operations instead, from which it makes kernels of its own, and
+which it joins with the cast to the precision of autocast.
 """
 
 import threading
 import weakref
-from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from grapnet._torch import current_graph_task_id
 from grapnet.core._coordinates import Vector
@@ -25,6 +23,7 @@ from grapnet.core._index_map import IndexMap
 from grapnet.core._transition import Topology, Transition
 
 from . import _native
+from ._changes import State, count_steps, is_capturing, state_of
 from ._operators import is_watched
 from ._plan import needs_plain_operations
 from ._reference import require_wiring
@@ -42,9 +41,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _kernels: Any = None
 if find_spec("triton"):
     _kernels = import_module("._gpu_live", __package__)
-
-# numbers that tell one state of coordinates from another; None if there are none
-State = tuple[int, ...] | None
 
 
 class Cells(NamedTuple):
@@ -469,7 +465,7 @@ class StoredPlan:
         parameter = self.vector.parameter
         if not _can_keep(x, values, bias) or values.data_ptr() != parameter.data_ptr():
             return _multiply(x, values, bias, layout)
-        if _is_capturing(values):
+        if is_capturing(values):
             # Its replays may change the coordinates, and nothing reports them.
             parameter.grapnet_is_unreported = True  # pyright: ignore[reportAttributeAccessIssue]
             return _multiply(x, values, bias, layout)
@@ -565,52 +561,12 @@ def _can_keep(x: Tensor, values: Tensor, bias: Tensor) -> bool:
     return not (needs_plain_operations() or is_watched(x, values, bias))
 
 
-def _is_capturing(values: Tensor) -> bool:
-    """Returns whether a CUDA graph records this pass."""
-    return values.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 def _product_dtype(values: Tensor) -> torch.dtype:
     """Returns the dtype that a product with these values runs in, under autocast the lower one."""
     device = values.device.type
     if values.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return values.dtype
-
-
-def state_of(parameter: nn.Parameter, frozen: Tensor | None = None) -> State:
-    """Returns numbers that differ once the coordinates may have changed; None if nothing tells."""
-    if getattr(parameter, "grapnet_is_unreported", False) or parameter.is_inference():
-        return None
-    steps = getattr(parameter, "grapnet_steps", 0)
-    state = (parameter.data_ptr(), parameter._version, steps)
-    if frozen is None:
-        return state
-    return *state, frozen.data_ptr(), frozen._version
-
-
-def count_steps(parameter: Any) -> None:
-    """Counts the steps of optimizers that hold a Parameter, for `state_of`."""
-    _watch_optimizers()
-    if not hasattr(parameter, "grapnet_steps"):
-        parameter.grapnet_steps = 0
-
-
-@cache
-def _watch_optimizers() -> None:
-    register_optimizer_step_post_hook(_note_step)
-
-
-def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if not hasattr(parameter, "grapnet_steps"):
-                continue
-            # A trace would compile every number of steps anew.
-            if torch.compiler.is_compiling() or _is_capturing(parameter):
-                parameter.grapnet_is_unreported = True
-            else:
-                parameter.grapnet_steps += 1
 
 
 class _Written(Function):

@@ -43,6 +43,7 @@ from grapnet.core._opened import (
 from grapnet.core._transition import Topology
 
 from . import _dense, _native, _operators
+from ._changes import is_capturing
 from ._convolution import Frame, Kernels, convolved
 from ._costs import BATCHES, Shape, batch_class, precision
 from ._dense import LARGE, is_live_on
@@ -207,7 +208,7 @@ def _written_on_device(opened: Opened, content: Tensor) -> Tensor | None:
     """Returns the whole tensor, written by the kernel of the dense backend on a GPU; None where
     torch has to do it.
     """
-    if torch.compiler.is_compiling() or _is_captured(content):
+    if torch.compiler.is_compiling() or is_capturing(content):
         # made with the commit: neither a trace nor a CUDA graph can
         layout = opened.plans.get(("layout", content.device))
     elif math.prod(opened.pattern.shape) >= _LARGE_ON_DEVICE:
@@ -218,11 +219,6 @@ def _written_on_device(opened: Opened, content: Tensor) -> Tensor | None:
         return None
     shape = opened.shape
     return layout.rectangle(content.view(-1), 1, math.prod(shape), content.dtype).view(shape)
-
-
-def _is_captured(content: Tensor) -> bool:
-    """Returns whether a CUDA graph records this pass."""
-    return content.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _layout_of(opened: Opened, device: torch.device) -> Any:

@@ -15,7 +15,7 @@ from grapnet.core._errors import EditError, GrapNetError
 from grapnet.core._graph import Graph
 from grapnet.core._index_map import IndexMap
 from grapnet.core._layer import Layer
-from grapnet.execution._live import count_steps, state_of
+from grapnet.execution._changes import count_steps, state_of
 from grapnet.spaces._adopted import Adopted
 from grapnet.spaces._axes import atoms_of
 from grapnet.spaces._space import Space
