@@ -144,7 +144,6 @@ KERNELS: dict[str, Callable[[Case], Any]] = {
     "weights_of_shifted": lambda case: _native.weights_of_shifted(
         _shifted(case), case.x.t(), case.ptr, case.child
     ),
-    "reorder": lambda case: _native.reorder(case.values, case.ptr, case.entries),
     "fill rows": lambda case: _native.fill(
         case.values, case.ptr, case.child, case.n_children, False
     ),

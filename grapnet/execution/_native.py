@@ -299,31 +299,6 @@ def sum_by_child(
     return z
 
 
-def reorder(values: Tensor, ptr: Tensor, entries: Tensor) -> Tensor:
-    """Returns the values of relations in the order of their children, given in that of their
-    parents.
-    """
-    n_relations = entries.numel()
-    _check("ptr", ptr, _POSITIONS, max(1, ptr.numel()))
-    _check("entries", entries, _ENTRIES, n_relations)
-    values = values.contiguous()
-    _check("values", values, tuple(_NUMBERS), n_relations)
-    moved = room(values.new_empty(0), n_relations)
-    sound = _loaded().reorder(
-        values.data_ptr(),
-        ptr.data_ptr(),
-        entries.data_ptr(),
-        entries.dtype == torch.int64,
-        ptr.numel() - 1,
-        n_relations,
-        moved.data_ptr(),
-        values.element_size(),
-        torch.get_num_threads(),
-    )
-    _require(sound)
-    return moved
-
-
 class Shifted(NamedTuple):
     """Channels that are read from several places, one after the other: the features of a kernel
     that moves over an image. Feature c · n + s begins at place c · stride + shifts[s].

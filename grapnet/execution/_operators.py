@@ -13,7 +13,7 @@ which is float32 for bfloat16 and float16; so have the gradients of both.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,38 +46,54 @@ def relation_sum(
     return run(_ops.relation_sum.default, _RelationSum, x, values, bias, row_major, *wiring)
 
 
+class Orders(NamedTuple):
+    """Relations in two orders: by parent, the children of each in order, and by child, as the rows
+    of the weight of an `nn.Linear` have them.
+    """
+
+    ptr: Tensor
+    child: Tensor
+    in_ptr: Tensor
+    entries: Tensor
+    parent: Tensor  # of each relation by child, [n_relations] int32
+    back: Tensor  # the entries of the opposite wiring, from the children to their parents
+    by_parent: Tensor  # where each relation by parent is in the order by child, [n_relations] int32
+    by_child: Tensor  # where each relation by child is in the order by parent, [n_relations] int32
+
+    @classmethod
+    def of(cls, wiring: Wiring, opposite: Wiring) -> "Orders":
+        """Returns the orders of a wiring and of the same relations as if they led from the children
+        to their parents.
+        """
+        in_ptr, parent, _, back = opposite
+        ptr, *rest = wiring
+        places = (_places(in_ptr, back), _places(ptr, wiring[3]))
+        return cls(ptr, *rest, parent, back, *places)
+
+
+def _places(ptr: Tensor, entries: Tensor) -> Tensor:
+    """Returns where each relation by child is in the order by parent, [n_relations] int32."""
+    # An entry has a parent in its upper half, without a sign, and a slot in the lower.
+    bits = 4 * entries.element_size()
+    entries = entries.long()
+    parent = (entries >> bits) & ((1 << bits) - 1)
+    slot = entries & ((1 << bits) - 1)
+    return ptr[parent] + slot.int()
+
+
 def sum_by_child(
-    x: Tensor, values: Tensor, bias: Tensor, wiring: Wiring, opposite: Wiring, row_major: bool
+    x: Tensor, values: Tensor, bias: Tensor, orders: Orders, row_major: bool
 ) -> Tensor:
-    """Returns what `relation_sum` does for values in the order of their children, as the rows of
-    the weight of an `nn.Linear` have them.
+    """Returns what `relation_sum` does for values in the order of their children.
 
     Args:
         x: the activations, [batch, n_parents].
         values: one per relation.
         bias: one per child.
-        wiring: the relations by parent, the children of each in order.
-        opposite: the same relations as if they led from the children to their parents, in order.
+        orders: the relations.
         row_major: whether the result is laid out row by row.
     """
-    _, parent, _, back = opposite
-    inputs = (x, values, bias, row_major, *wiring, parent, back)
-    return run(_ops.sum_by_child.default, _SumByChild, *inputs)
-
-
-def reorder(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
-    """Returns the values of relations in the order of their children, given in that of their
-    parents.
-
-    Args:
-        values: one per relation.
-        ptr: where the relations of each parent begin.
-        entries: the order by child.
-        in_ptr: where the relations of each child begin.
-        back: the order by child of the opposite wiring, which leads back. Both wirings have the
-            children of each parent in order.
-    """
-    return run(_ops.reorder.default, _Reorder, values, ptr, entries, in_ptr, back)
+    return run(_ops.sum_by_child.default, _SumByChild, x, values, bias, row_major, *orders)
 
 
 def relation_gradients(
@@ -237,24 +253,24 @@ class _RelationSum(Function):
 
 class _SumByChild(_RelationSum):
     @staticmethod
-    def forward(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Any) -> Tensor:
-        ptr, _, in_ptr, _, parent, _ = wiring
+    def forward(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *orders: Any) -> Tensor:
+        ptr, _, in_ptr, _, parent, *_ = orders
         if x.shape[0] > _FEW:
-            _native.require_readable(*wiring[:4])
-            return _native.sum_over_own_wiring(x, values, bias, wiring[:4], row_major, True)
+            _native.require_readable(*orders[:4])
+            return _native.sum_over_own_wiring(x, values, bias, orders[:4], row_major, True)
         return _native.sum_by_child(x, values, bias, ptr, in_ptr, parent, row_major)
 
     @staticmethod
-    def plain(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *wiring: Tensor) -> Tensor:
-        ptr, _, in_ptr, entries, _, back = wiring
-        values = _Reorder.plain(values, in_ptr, back, ptr, entries)
-        return _RelationSum.plain(x, values, bias, row_major, *wiring[:4])
+    def plain(x: Tensor, values: Tensor, bias: Tensor, row_major: bool, *orders: Tensor) -> Tensor:
+        *wiring, _, _, by_parent, _ = orders
+        values = values.index_select(0, by_parent)
+        return _RelationSum.plain(x, values, bias, row_major, *wiring)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (dz,) = grads
-        x, values, *wiring, parent, back = ctx.saved_tensors
-        ptr, _, in_ptr, entries = wiring
+        x, values, *wiring, parent, back, by_parent, by_child = ctx.saved_tensors
+        ptr, _, in_ptr, _ = wiring
         needs_x, needs_values, needs_bias = ctx.needs_input_grad[:3]
         if x.shape[0] <= _FEW:
             dx = dw = dbias = None
@@ -267,44 +283,13 @@ class _SumByChild(_RelationSum):
                 dw, _ = weight_gradient(dz, x, opposite)
             if needs_bias:
                 dbias = _sum_over_batch(dz)
-            return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 7
+            return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 9
         if needs_x:
-            values = reorder(values, in_ptr, back, ptr, entries)
+            values = values.index_select(0, by_parent)
         dx, dw, dbias = _gradients(x, dz, values, wiring, ctx.needs_input_grad)
         if dw is not None:
-            dw = reorder(dw, ptr, entries, in_ptr, back)
-        return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 7
-
-
-class _Reorder(Function):
-    @staticmethod
-    def forward(
-        values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor
-    ) -> Tensor:
-        return _native.reorder(values, ptr, entries)
-
-    @staticmethod
-    def plain(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
-        # An entry has a parent in its upper half, without a sign, and a slot in the lower.
-        bits = 4 * entries.element_size()
-        entries = entries.long()
-        parent = (entries >> bits) & ((1 << bits) - 1)
-        slot = entries & ((1 << bits) - 1)
-        return values.index_select(0, ptr[parent] + slot)
-
-    @staticmethod
-    def shape(values: Tensor, ptr: Tensor, entries: Tensor, in_ptr: Tensor, back: Tensor) -> Tensor:
-        return values.new_empty(values.shape[0])
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, *wiring = inputs
-        ctx.save_for_backward(*wiring)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        ptr, entries, in_ptr, back = ctx.saved_tensors
-        return reorder(grads[0], in_ptr, back, ptr, entries), None, None, None, None
+            dw = dw.index_select(0, by_child)
+        return dx, _as(values.dtype, dw), _as(ctx.bias_dtype, dbias), *[None] * 9
 
 
 class _RelationGradients(Function):
@@ -486,13 +471,8 @@ register(
 register(
     _SumByChild,
     "sum_by_child",
-    f"Tensor x, Tensor values, Tensor bias, bool row_major, {_WIRING}, Tensor parent, Tensor back",
-    "Tensor",
-)
-register(
-    _Reorder,
-    "reorder",
-    "Tensor values, Tensor ptr, Tensor entries, Tensor in_ptr, Tensor back",
+    f"Tensor x, Tensor values, Tensor bias, bool row_major, {_WIRING}, Tensor parent, Tensor back,"
+    " Tensor by_parent, Tensor by_child",
     "Tensor",
 )
 register(

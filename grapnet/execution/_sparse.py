@@ -46,24 +46,18 @@ class Sparse:
 
 @dataclass(frozen=True, eq=False)
 class ByChildPlan:
-    """The gather for one topology whose values come in the order of their children.
+    """The gather for one topology whose values come in the order of their children."""
 
-    Attributes:
-        wiring: the relations by parent, and their order by child.
-        opposite: the same of the relations as if they led from the children to their parents.
-    """
-
-    wiring: tuple[Tensor, ...]
-    opposite: tuple[Tensor, ...]
+    orders: _operators.Orders
 
     @classmethod
     def of(cls, topology: Topology, opposite: Topology) -> "ByChildPlan":
         """Returns the plan for the relations by parent and for those by child, both in order."""
-        return cls(_wiring(topology), _wiring(opposite))
+        return cls(_operators.Orders.of(_wiring(topology), _wiring(opposite)))
 
     def __call__(self, x: Tensor, values: Tensor, bias: Tensor) -> Tensor:
         x = _as_read(x, values)
-        return _operators.sum_by_child(x, values, bias, self.wiring, self.opposite, row_major=True)
+        return _operators.sum_by_child(x, values, bias, self.orders, row_major=True)
 
 
 def _as_read(x: Tensor, values: Tensor) -> Tensor:

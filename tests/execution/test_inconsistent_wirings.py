@@ -86,7 +86,7 @@ def of_no_slot(entries: Tensor) -> None:
 
 LISTS = [*KERNELS]
 OWN_ORDER = "sum over own wiring by child"
-OTHERS = {"family_hashes", "largest_of_rows", "order_without", "reorder", OWN_ORDER}
+OTHERS = {"family_hashes", "largest_of_rows", "order_without", OWN_ORDER}
 CHILDREN = sorted({*KERNELS} - OTHERS)
 BY_CHILD = ["relation_sum", "sum_over_own_wiring"]
 WITHOUT_VALUES = {
@@ -104,7 +104,6 @@ DAMAGES = [
     *((name, "child", damage) for name in CHILDREN for damage in (negative, too_large)),
     *((name, "in_ptr", damage) for name in BY_CHILD for damage in (falling, too_long)),
     *((name, "entries", damage) for name in BY_CHILD for damage in (of_no_parent, of_no_slot)),
-    *(("reorder", "entries", damage) for damage in (of_no_parent, of_no_slot)),
     *((OWN_ORDER, "in_ptr", damage) for damage in (falling, too_long)),
     (OWN_ORDER, "entries", of_no_parent),
 ]

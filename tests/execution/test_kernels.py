@@ -337,16 +337,15 @@ def test_values_in_the_order_of_their_children(shape: str, dtype: torch.dtype) -
     topology = opposite(opposite(ragged(*SHAPES[shape])))
     order = wiring(topology)
     by_child = topology.child.long().argsort(stable=True)
-    back = wiring(opposite(topology))
+    orders = _operators.Orders.of(order, wiring(opposite(topology)))
     for batch in BATCHES:
         given = [one.to(dtype) for one in draw(topology, batch)]
         x, values, bias = (one.requires_grad_() for one in given[:3])
         moved = values[by_child]
-        there = (order[0], order[3])
-        assert torch.equal(_operators.reorder(values, *there, back[0], back[3]), moved)
-        assert torch.equal(_operators.reorder(moved, back[0], back[3], *there), values)
+        assert torch.equal(values[orders.by_child], moved)
+        assert torch.equal(moved[orders.by_parent], values)
         for turned in (by_feature, torch.clone):
-            z = _operators.sum_by_child(turned(x), moved, bias, order, back, True)
+            z = _operators.sum_by_child(turned(x), moved, bias, orders, True)
             expected = x.double() @ dense(topology, values.double()) + bias.double()
             torch.testing.assert_close(z.double(), expected, **CLOSE[dtype])
             found = torch.autograd.grad(z, (x, values, bias), given[3])
@@ -365,16 +364,15 @@ def test_gradients_in_the_order_of_children_do_not_need_each_other(
     places: list[int], batch: int
 ) -> None:
     topology = opposite(opposite(ragged(9, 6)))
-    order = wiring(topology)
-    back = wiring(opposite(topology))
+    orders = _operators.Orders.of(wiring(topology), wiring(opposite(topology)))
     *inputs, dz = draw(topology, batch)
     everything = [one.clone().requires_grad_() for one in inputs]
-    z = _operators.sum_by_child(*everything, order, back, True)
+    z = _operators.sum_by_child(*everything, orders, True)
     wanted = torch.autograd.grad(z, everything, dz)
     some = list(inputs)
     for place in places:
         some[place] = everything[place]
-    z = _operators.sum_by_child(*some, order, back, True)
+    z = _operators.sum_by_child(*some, orders, True)
     found = torch.autograd.grad(z, [some[place] for place in places], dz)
     for place, gradient in zip(places, found, strict=True):
         torch.testing.assert_close(gradient, wanted[place])
@@ -471,10 +469,9 @@ def operators(batch: int) -> Iterator[tuple[str, tuple[Any, ...], Callable[..., 
     yield "weight_gradient", (x, dz, *order), partial(_operators.weight_gradient, wiring=order)
     back = wiring(opposite(topology))
     there = wiring(opposite(opposite(topology)))
-    by_child = partial(_operators.sum_by_child, wiring=there, opposite=back, row_major=True)
-    yield "sum_by_child", (x, values, bias, True, *there, back[1], back[3]), by_child
-    there = {"ptr": ptr, "entries": there[3], "in_ptr": back[0], "back": back[3]}
-    yield "reorder", (values, *there.values()), partial(_operators.reorder, **there)
+    orders = _operators.Orders.of(there, back)
+    by_child = partial(_operators.sum_by_child, orders=orders, row_major=True)
+    yield "sum_by_child", (x, values, bias, True, *orders), by_child
     kernels = torch.randn(topology.n_relations, 3, dtype=x.dtype, requires_grad=True)
     wide = partial(_operators.fill, ptr=ptr, child=child, n_children=6, transposed=False)
     yield "fill", (kernels, ptr, child, 6, False), wide

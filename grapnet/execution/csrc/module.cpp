@@ -125,12 +125,6 @@ bool py_order_without(Address ptr, Address child, Index parents, Index children,
                   n_removed, at<std::int32_t>(in_ptr), at<void>(entries));
 }
 
-bool py_reorder(Address given, Address ptr, Address entries, bool wide, Index parents, Index relations, Address moved,
-                int number_size, int threads) {
-    return reorder(wiring_of(ptr, 0, parents, 0, relations), {nullptr, at<void>(entries), wide}, at<void>(given),
-                   at<void>(moved), number_size, threads);
-}
-
 bool py_family_hashes(Address ptr, Address child, Index parents, Index relations, Address hashes, int threads) {
     return family_hashes(wiring_of(ptr, child, parents, 0, relations), threads, at<std::uint64_t>(hashes));
 }
@@ -160,7 +154,6 @@ NB_MODULE(_kernels, m) {
     m.def("largest_of_rows", &py_largest_of_rows, release);
     m.def("order_by_child", &py_order_by_child, release);
     m.def("order_without", &py_order_without, release);
-    m.def("reorder", &py_reorder, release);
     m.def("family_hashes", &py_family_hashes, release);
     m.def("fill", &py_fill, release);
     m.def("pick", &py_pick, release);

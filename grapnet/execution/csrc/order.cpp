@@ -107,26 +107,6 @@ bool carry_entries(const Wiring& wiring, const ByChild& old, const std::int32_t*
     return true;
 }
 
-template <class Number, class Entry>
-bool reorder_as(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int threads) {
-    const Entry* entries = static_cast<const Entry*>(order.entries);
-    const Number* from = static_cast<const Number*>(given);
-    Number* to = static_cast<Number*>(moved);
-    const Entry slots = (Entry(1) << half<Entry>) - 1;
-    Flag wrong;
-    run_team(useful_threads(threads, double(wiring.relations)), [&](int member, int members) {
-        const Range share = even_share(wiring.relations, 16, member, members);
-        for (Index n = share.first; n < share.last; ++n) {
-            const Index parent = Index(entries[n] >> half<Entry>);
-            if (parent >= wiring.parents) return wrong.raise();
-            const Index e = wiring.ptr[parent] + Index(entries[n] & slots);
-            if (e >= wiring.relations) return wrong.raise();
-            to[n] = from[e];
-        }
-    });
-    return !wrong.raised();
-}
-
 __extension__ typedef unsigned __int128 Wide;
 
 // Mixes the bits of a number: both halves of the product of two numbers that each depend on all of it.
@@ -156,19 +136,6 @@ bool order_without(const Wiring& wiring, const ByChild& old, const std::int32_t*
     if (old.wide)
         return carry_entries(wiring, old, removed, n_removed, in_ptr, static_cast<std::uint64_t*>(entries));
     return carry_entries(wiring, old, removed, n_removed, in_ptr, static_cast<std::uint32_t*>(entries));
-}
-
-bool reorder(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int number_size,
-             int threads) {
-    if (!is_partition(wiring.ptr, wiring.parents, wiring.relations)) return false;
-    const auto run = [&](auto number) {
-        using Number = decltype(number);
-        if (order.wide) return reorder_as<Number, std::uint64_t>(wiring, order, given, moved, threads);
-        return reorder_as<Number, std::uint32_t>(wiring, order, given, moved, threads);
-    };
-    if (number_size == 8) return run(std::uint64_t());
-    if (number_size == 4) return run(std::uint32_t());
-    return run(std::uint16_t());
 }
 
 bool family_hashes(const Wiring& wiring, int threads, std::uint64_t* hashes) {

@@ -13,9 +13,6 @@ bool order_by_child(const Wiring& wiring, bool wide, std::int32_t* in_ptr, void*
 bool order_without(const Wiring& wiring, const ByChild& old, const std::int32_t* removed, Index n_removed,
                    std::int32_t* in_ptr, void* entries);
 
-// Copies one number of 2, 4 or 8 bytes a relation from the order by parent into that by child. Of the wiring and of the
-// order it reads ptr and entries alone.
-bool reorder(const Wiring& wiring, const ByChild& order, const void* given, void* moved, int number_size, int threads);
 
 // Writes, for every parent, a hash of its set of children that does not depend on their order.
 bool family_hashes(const Wiring& wiring, int threads, std::uint64_t* hashes);
