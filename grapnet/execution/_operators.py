@@ -65,10 +65,11 @@ class Orders(NamedTuple):
         """Returns the orders of a wiring and of the same relations as if they led from the children
         to their parents.
         """
-        in_ptr, parent, _, back = opposite
-        ptr, *rest = wiring
-        places = (_places(in_ptr, back), _places(ptr, wiring[3]))
-        return cls(ptr, *rest, parent, back, *places)
+        ptr, child, in_ptr, entries = wiring
+        _, parent, _, back = opposite
+        by_parent = _places(in_ptr, back)
+        by_child = _places(ptr, entries)
+        return cls(ptr, child, in_ptr, entries, parent, back, by_parent, by_child)
 
 
 def _places(ptr: Tensor, entries: Tensor) -> Tensor:
