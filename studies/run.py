@@ -86,7 +86,12 @@ def study(name: str) -> Any:
 
 
 def run(
-    name: str, settings: Any = None, *, jobs: int | None = None, cache: Path | None = None
+    name: str,
+    settings: Any = None,
+    *,
+    jobs: int | None = None,
+    cache: Path | None = None,
+    earlier: Result | None = None,
 ) -> Result:
     """Returns the result of a study, as its JSON holds it.
 
@@ -100,6 +105,10 @@ def run(
             to joblib.
         cache: a folder that keeps finished seeds, so that a run which was interrupted goes on with
             the others. Settings and versions tell them apart, not the code of a study.
+        earlier: a result whose seeds are kept, so that only the others run.
+
+    Raises:
+        ValueError: the earlier result was made with other settings or versions.
     """
     if settings is None:
         settings = study(name).Settings()
@@ -111,20 +120,38 @@ def run(
     }
     memory = joblib.Memory(cache, verbose=0)
     start = time.perf_counter()
+    result = {"study": name, "settings": asdict(settings), "versions": versions}
     seeds = getattr(settings, "seeds", (None,))
+    by_seed: dict[Any, Any] = {}
+    seconds = 0.0
+    if earlier is not None:
+        by_seed = _kept_seeds(earlier, _as_read(result), seeds)
+        seconds = earlier["seconds"]
+    missing = tuple(seed for seed in seeds if seed not in by_seed)
     if hasattr(study(name), "stages"):
-        found = _staged(name, settings, versions, jobs, memory)
+        found = _staged(name, replace(settings, seeds=missing), versions, jobs, memory)
     else:
         compute = memory.cache(_numbers)
-        calls = [joblib.delayed(compute)(name, settings, seed, versions) for seed in seeds]
+        calls = [joblib.delayed(compute)(name, settings, seed, versions) for seed in missing]
         found = _parallel(calls, name, "seeds", jobs)
-    seconds = round(time.perf_counter() - start, 1)
-    result = {"study": name, "settings": asdict(settings), "versions": versions}
+    seconds = round(seconds + time.perf_counter() - start, 1)
     if seeds == (None,):
         return _as_read(result | found[0])
-    by_seed = dict(zip(seeds, found, strict=True))
+    by_seed.update(zip(missing, found, strict=True))
+    by_seed = {seed: by_seed[seed] for seed in seeds}
     numbers = {"summary": study(name).summarise(settings, by_seed), "seeds": by_seed}
     return _as_read(result | {"seconds": seconds} | numbers)
+
+
+def _kept_seeds(earlier: Result, wanted: Result, seeds: Sequence[Any]) -> dict[Any, Any]:
+    """Returns the numbers of the seeds that an earlier result has."""
+    found = differences(
+        {**wanted["settings"], "versions": wanted["versions"], "seeds": None},
+        {**earlier["settings"], "versions": earlier["versions"], "seeds": None},
+    )
+    if found:
+        raise ValueError(f"the earlier result was made with other settings: {', '.join(found)}")
+    return {seed: earlier["seeds"][str(seed)] for seed in seeds if str(seed) in earlier["seeds"]}
 
 
 def _parallel(calls: Sequence[Any], name: str, unit: str, jobs: int | None) -> Any:
@@ -395,6 +422,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, metavar="N", help="seeds at a time; one a core")
     parser.add_argument("--results", type=Path, metavar="FOLDER", help="write one JSON a study")
     parser.add_argument(
+        "--extend",
+        action="store_true",
+        help="keep the seeds that --results has, and run the others",
+    )
+    parser.add_argument(
         "--read",
         type=Path,
         metavar="FOLDER",
@@ -444,9 +476,15 @@ def _run_all(names: Sequence[str], given: argparse.Namespace) -> Iterator[Report
             cache = CACHE
         if given.seeds is not None and hasattr(settings, "seeds"):
             settings = replace(settings, seeds=settings.seeds[: given.seeds])
-        result = run(name, settings, jobs=jobs, cache=cache)
+        path = None
+        earlier = None
         if given.results:
-            _write(given.results / f"{name}.json", json.dumps(result, indent=1) + "\n")
+            path = given.results / f"{name}.json"
+        if given.extend and path is not None and path.exists():
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+        result = run(name, settings, jobs=jobs, cache=cache, earlier=earlier)
+        if path is not None:
+            _write(path, json.dumps(result, indent=1) + "\n")
         found = report_of(result)
         print(section(found), end="\n\n", flush=True)
         yield found

@@ -80,6 +80,20 @@ def test_finished_seeds_are_not_computed_again_after_an_interruption(made_up, tm
     assert made_up.ran == [7, 1, 4, 7, 1, 4]  # other settings are another run
 
 
+def test_the_seeds_of_an_earlier_result_are_kept(made_up):
+    earlier = run.run("made_up", Settings(seeds=(7, 4)), jobs=1)
+    made_up.ran.clear()
+    found = run.run("made_up", jobs=1, earlier=earlier)
+    assert made_up.ran == [1]
+    assert list(found["seeds"]) == ["7", "1", "4"]
+    assert found["summary"] == {"sums": [35, 5, 20]}
+    assert found["seconds"] >= earlier["seconds"]
+    for other in ({"settings": {**earlier["settings"], "size": 6}}, {"versions": {"torch": "0"}}):
+        with pytest.raises(ValueError, match=r"size|torch"):
+            run.run("made_up", jobs=1, earlier=earlier | other)
+    assert made_up.ran == [1]
+
+
 def staged(part_numbers) -> SimpleNamespace:
     """Returns a study of two stages whose parts are computed by a function."""
     return SimpleNamespace(
