@@ -5,6 +5,7 @@ beside its compiled original, and how often edits compile it again.
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -36,6 +37,12 @@ FAST = Settings(blocks=1, width=32, heads=4, batch=2, tokens=8, repeats=2, compi
 # share cut -> speed relative to the compiled original
 BARS = {0.0: 0.97, 0.5: 0.93, 0.9: 0.95}
 EDITS = 20  # of every net, for the count
+# model, share cut and sizes of each row
+ROWS = (
+    *(("grafted", cut, "constant") for cut in BARS),
+    *(("adopted", cut, "constant") for cut in BARS if cut),
+    ("grafted", 0.5, "variable"),
+)
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,10 @@ class Block(nn.Module):
         return x + self.ffn(self.norms[1](x))
 
 
-def measure(*, fast: bool) -> dict[str, Any]:
-    """Returns the whole table, on the GPU where there is one; `fast` shrinks the model and reaches
-    no bar.
+def measure(*, fast: bool, only: str = "") -> dict[str, Any]:
+    """Returns the rows whose names contain `only`, on the GPU where there is one.
+
+    With `fast`, the model is small, and no bar counts.
     """
     settings = FAST if fast else Settings()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -86,10 +94,14 @@ def measure(*, fast: bool) -> dict[str, Any]:
         *(Block(settings.width, settings.heads) for _ in range(settings.blocks))
     ).to(device)
     x = torch.randn(settings.batch, settings.tokens, settings.width, device=device)
-    rows = [asdict(row) for row in _rows(original, x, settings)]
+    plain = _step(_Counted(original, settings.compiler), x)
+    rows = []
+    for key in ROWS:
+        if only in _name(*key):
+            rows.append(asdict(_row(*key, original, plain, x, settings)))
     return {
         "benchmark": "compiled",
-        "settings": {"device": device, **asdict(settings), "edits": EDITS},
+        "settings": {"device": device, **asdict(settings), "edits": EDITS, "only": only},
         "versions": versions(),
         "rows": rows,
     }
@@ -102,7 +114,7 @@ def missed(result: dict[str, Any]) -> list[str]:
     if settings["device"] != "cuda" or settings["width"] != Settings.width:
         found.append("the bars are for a GPU and the whole model")
     for row in result["rows"]:
-        name = f"{row['model']}, {row['cut']:.0%} cut, {row['sizes']} sizes"
+        name = _name(row["model"], row["cut"], row["sizes"])
         if row["times_faster"] < BARS[row["cut"]]:
             found.append(
                 f"{name}: {row['times_faster']:.2f} times the speed of the original, the bar is"
@@ -129,37 +141,38 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _rows(original: nn.Sequential, x: Tensor, settings: Settings) -> list[Row]:
-    cases: dict[str, Callable[[], object]] = {}
-    # by model, cut and sizes: seconds, graphs and error
-    measured: dict[tuple[str, float, str], tuple[float, int, float]] = {}
-    cases["original"] = _step(_Counted(original, settings.compiler), x)
-    models = [("grafted", cut, _grafted(original, cut)) for cut in BARS]
-    models += [("adopted", cut, _adopted(original, cut, x)) for cut in BARS if cut]
-    for kind, cut, model in models:
-        key = (kind, cut, "constant")
-        run = _Counted(model, settings.compiler)
-        step = _step(run, x)
-        cases[str(key)] = step
-        start = time.perf_counter()
-        step()
-        measured[key] = (time.perf_counter() - start, run.graphs, _error(run, x))
-    # A model that is half cut is edited further.
-    key = ("grafted", 0.5, "variable")
-    run = _Counted(_grafted(original, 0.5), settings.compiler)
+def _name(model: str, cut: float, sizes: str) -> str:
+    return f"{model}, {cut:.0%} cut, {sizes} sizes"
+
+
+def _row(
+    kind: str,
+    cut: float,
+    sizes: str,
+    original: nn.Sequential,
+    plain: Callable[[], object],
+    x: Tensor,
+    settings: Settings,
+) -> Row:
+    """Returns how fast one model trains beside the compiled original, `plain`."""
+    model = _grafted(original, cut) if kind == "grafted" else _adopted(original, cut, x)
+    run = _Counted(model, settings.compiler)
     step = _step(run, x)
-    cases[str(key)] = step
-    with dynamic_sizes():
+    vary = dynamic_sizes() if sizes == "variable" else nullcontext()
+    with vary:
         start = time.perf_counter()
-        for number in range(EDITS):
-            step()
-            for module in run.model.modules():
-                if isinstance(module, gn.GrapNet):
-                    _change(module, number)
         step()
-        measured[key] = (time.perf_counter() - start, run.graphs, _error(run, x))
-        faster = times_faster(cases, "original", repeats=settings.repeats, seconds=0.1)
-    return [Row(*key, faster[str(key)], *figures) for key, figures in measured.items()]
+        if sizes == "variable":
+            # It is edited further.
+            for number in range(EDITS):
+                for module in model.modules():
+                    if isinstance(module, gn.GrapNet):
+                        _change(module, number)
+                step()
+        seconds = time.perf_counter() - start
+        cases = {"original": plain, "model": step}
+        faster = times_faster(cases, "original", repeats=settings.repeats, seconds=0.1)["model"]
+        return Row(kind, cut, sizes, faster, seconds, run.graphs, _error(run, x))
 
 
 class _Counted:

@@ -34,7 +34,9 @@ def main() -> int:
         "--fast", action="store_true", help="small sizes only: shows that it runs, reaches no bar"
     )
     parser.add_argument(
-        "--only", metavar="TEXT", help="measure the rows of `capture` with this text in their names"
+        "--only",
+        metavar="TEXT",
+        help="capture, compiled: measure the rows with this text in their names",
     )
     parser.add_argument("--points", type=int, metavar="N", help="auto: the first N points alone")
     parser.add_argument("--seconds", type=float, metavar="S", help="costs: stop after S seconds")
