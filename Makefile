@@ -35,7 +35,7 @@ coverage: .venv/.test ## run the tests and write build/coverage.json
 		--cov=grapnet --cov-report=term --cov-report=json:build/coverage.json
 
 mutants: .venv/.test ## change the library in 448 small ways, for hours, and write which changes the tests notice
-	$(BIN)/python -m tools.mutants --classes tools/results/survivors.json --json tools/results/mutants.json
+	$(BIN)/python -m tools.mutants --json tools/results/mutants.json
 
 signs: .venv/.test ## count lines, files, packed lines and importers, and write tools/results/signs.json
 	$(BIN)/python -m tools.signs --json tools/results/signs.json

@@ -1,7 +1,7 @@
 """Counts the signs of a code base that is easy to read, so that changes can be compared.
 
-Run it in the root of the repository: `python -m tools.signs [--json PATH]`. Only the traced edit
-and the time of the import run the library; everything else is read from the source text.
+Run it in the root of the repository: `python -m tools.signs [--json PATH]`. Only the time
+of the import runs the library; everything else is read from the source text.
 """
 
 import argparse
@@ -17,7 +17,6 @@ import tokenize
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,61 +213,6 @@ def public_names(text: str) -> list[str]:
     return sorted(symbol.get_name() for symbol in bound if symbol.get_name()[0] != "_")
 
 
-def trace_files(package: Path, action: Callable[[], object]) -> list[str]:
-    """Returns the files of a package in which an action calls a function, in the order of entry."""
-    entered: dict[str, None] = {}
-
-    def record(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call":
-            entered.setdefault(frame.f_code.co_filename)
-
-    before = sys.getprofile()
-    sys.setprofile(record)
-    try:
-        action()
-    finally:
-        sys.setprofile(before)
-    paths = [Path(name).resolve() for name in entered]
-    inside = [path for path in paths if path.is_relative_to(package)]
-    return [path.relative_to(package.parent).as_posix() for path in inside]
-
-
-def trace_first_edit() -> list[str]:
-    """Returns the files that the first edit of a new net with Adam walks through."""
-    # Imported here, because counting the source text needs neither.
-    import torch
-
-    import grapnet as gn
-
-    net = gn.GrapNet([16, 32, 8])
-    optimizer = torch.optim.Adam(net.parameters())
-    gn.attach(optimizer, net)
-    net(torch.ones(4, 16)).sum().backward()
-    optimizer.step()
-    # The selection is not part of the edit.
-    relations = net.layers[0].outgoing().smallest(fraction=0.1)
-
-    def cut() -> None:
-        with net.edit() as edit:
-            edit.cut(relations)
-
-    return trace_files(ROOT / PACKAGE, cut)
-
-
-def trace_edit() -> list[str]:
-    """Returns the files that an edit with Adam walks through, in the order of entry.
-
-    Raises:
-        RuntimeError: the package that Python imports is not the one of this repository.
-    """
-    # The first net performs the late imports and fills the caches of the process.
-    trace_first_edit()
-    files = trace_first_edit()
-    if not files:
-        raise RuntimeError(f"Python imports another {PACKAGE}: install this one first (make setup)")
-    return files
-
-
 def cpu_seconds(program: str) -> float:
     """Returns the CPU time of a new process that runs a program, including Python's start."""
     command = [sys.executable, "-c", f"{program}\nimport time\nprint(time.process_time())"]
@@ -294,19 +238,15 @@ def median_difference(
     return statistics.median(differences)
 
 
-def collect(revision: str | None) -> dict[str, Any]:
+def collect() -> dict[str, Any]:
     """Returns all signs of this repository as they are written to JSON."""
     signs: dict[str, Any] = {}
-    if revision is not None:
-        signs["revision"] = revision
     for group, folders in GROUPS.items():
         signs[group] = count_files(python_files(ROOT, folders))
     signs["one_importer"] = single_importers(ROOT / PACKAGE)
     signs["top_level_names"] = public_names((ROOT / PACKAGE / "_api.py").read_text("utf-8"))
-    signs["files_of_an_edit"] = trace_edit()
     seconds = median_difference(cpu_seconds, "import torch", "import torch, grapnet._api", IMPORTS)
     signs["import_cpu_seconds"] = round(seconds, 2)
-    signs["depends_on_the_machine"] = ["import_cpu_seconds"]
     return signs
 
 
@@ -321,7 +261,6 @@ def table(signs: dict[str, Any]) -> str:
     rows.append(f"modules with one importer, __init__ left out: {len(importers['without_init'])}")
     rows.append(f"modules with one importer, __init__ counted: {len(importers['with_init'])}")
     rows.append(f"top-level names: {len(signs['top_level_names'])}")
-    rows.append(f"files of an edit with Adam: {len(signs['files_of_an_edit'])}")
     rows.append(f"CPU seconds of the import beyond torch: {signs['import_cpu_seconds']}")
     return "\n".join(rows)
 
@@ -331,9 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     summary = "Count the signs of a code base that is easy to read."
     parser = argparse.ArgumentParser(prog="python -m tools.signs", description=summary)
     parser.add_argument("--json", type=Path, metavar="PATH", help="write the signs to this file")
-    parser.add_argument("--revision", help="revision to name in the JSON")
     options = parser.parse_args(arguments)
-    signs = collect(options.revision)
+    signs = collect()
     print(table(signs))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,7 @@
-"""Inconsistent wirings: every kernel and backend refuses them, or stays within its memory."""
+"""Inconsistent wirings: every kernel and backend refuses them."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,29 +10,112 @@ from torch import Tensor
 
 from grapnet.core._errors import PlanError
 from grapnet.core._transition import Topology
-from grapnet.execution import _native
+from grapnet.execution import _native, _operators
 from grapnet.execution._dense import Dense
 from grapnet.execution._family import Family
 from grapnet.execution._reference import Reference
 from grapnet.execution._sparse import Sparse
-from tools.inconsistent_wirings import KERNELS, Case
 
-ROOT = Path(__file__).parents[2]
 
-# A process with threads should not fork, so the judge gets one of its own.
-FAULTY = """
-import ctypes, json
-from tools.inconsistent_wirings import judge
+@dataclass
+class Case:
+    """One wiring, broken or not, and the numbers to run over it."""
 
-def write_beside(case):
-    ctypes.memset(case.values.data_ptr() - 1, 0, 1)
-    ctypes.memset(case.values.data_ptr() + 4 * len(case.values), 0, 1)
+    ptr: Tensor
+    child: Tensor
+    in_ptr: Tensor
+    entries: Tensor
+    removed: Tensor
+    wanted: Tensor
+    n_children: int
+    x: Tensor
+    dz: Tensor
+    values: Tensor
+    bias: Tensor
+    row_major: bool
 
-def give_up(case):
-    raise KeyError("child")
+    @property
+    def topology(self) -> Topology:
+        """The relations by parent."""
+        return Topology(self.ptr, self.child, self.n_children)
 
-print(json.dumps(judge(range(6), {"writes": write_beside, "raises": give_up})))
-"""
+    @property
+    def order(self) -> _native.ByChild:
+        """The relations by child."""
+        return _native.ByChild(self.in_ptr, self.entries)
+
+    @property
+    def wiring(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What a sum reads."""
+        return self.ptr, self.child, self.in_ptr, self.entries
+
+
+def _gradients(case: Case, *, inputs: bool, weights: bool) -> Any:
+    x = case.x if weights else None
+    values = case.values if inputs else None
+    return _native.gradients(x, case.dz, values, case.ptr, case.child, case.in_ptr, case.row_major)
+
+
+def _sum_by_child(case: Case) -> Tensor:
+    """Sums over the opposite wiring, whose values come in the order of their children."""
+    bias = torch.ones_like(case.x[:1]).view(-1)
+    wiring = (case.in_ptr, case.ptr, case.child)
+    return _native.sum_by_child(case.dz, case.values, bias, *wiring, case.row_major)
+
+
+def _shifted(case: Case) -> _native.Shifted:
+    """Returns the activations of the children as channels that are read from one place."""
+    batch = len(case.dz)
+    numbers = case.dz.t().contiguous().view(-1)
+    return _native.Shifted(numbers, torch.zeros(1, dtype=torch.int32), batch, batch)
+
+
+def _rectangle(case: Case, transposed: bool) -> Tensor:
+    shape = _native.rectangle_shape(case.ptr, case.n_children, transposed)
+    return case.values.new_empty(max(0, shape[0]), max(0, shape[1])).fill_(1)
+
+
+KERNELS: dict[str, Callable[[Case], Any]] = {
+    "order_by_child": lambda case: _native.order_by_child(case.topology),
+    "order_without": lambda case: _native.order_without(case.order, case.topology, case.removed),
+    "family_hashes": lambda case: _native.family_hashes(case.ptr, case.child),
+    "largest_of_rows": lambda case: _native.largest_of_rows(
+        case.values, case.ptr, case.wanted, -0.5
+    ),
+    "relation_sum": lambda case: _operators.relation_sum(
+        case.x, case.values, case.bias, case.wiring, case.row_major
+    ),
+    "sum_over_own_wiring": lambda case: _native.sum_over_own_wiring(
+        case.x, case.values, case.bias, case.wiring, case.row_major
+    ),
+    "relation_gradients": lambda case: _gradients(case, inputs=True, weights=True),
+    "input_gradient": lambda case: _gradients(case, inputs=True, weights=False),
+    "weight_gradient": lambda case: _gradients(case, inputs=False, weights=True),
+    "sum_by_child": lambda case: _sum_by_child(case),
+    "sum over own wiring by child": lambda case: _native.sum_over_own_wiring(
+        case.x, case.values, case.bias, case.wiring, case.row_major, by_child=True
+    ),
+    "sum_of_shifted": lambda case: _native.sum_of_shifted(
+        _shifted(case), case.values, None, case.ptr, case.child
+    ),
+    "weights_of_shifted": lambda case: _native.weights_of_shifted(
+        _shifted(case), case.x.t(), case.ptr, case.child
+    ),
+    "fill rows": lambda case: _native.fill(
+        case.values, case.ptr, case.child, case.n_children, False
+    ),
+    "fill columns": lambda case: _native.fill(
+        case.values, case.ptr, case.child, case.n_children, True
+    ),
+    "fill kernels": lambda case: _native.fill(
+        case.values.unsqueeze(1).repeat(1, 3), case.ptr, case.child, case.n_children, False
+    ),
+    "pick kernels": lambda case: _native.pick(
+        _rectangle(case, False).unsqueeze(2).repeat(1, 1, 3), case.ptr, case.child, False
+    ),
+    "pick rows": lambda case: _native.pick(_rectangle(case, False), case.ptr, case.child, False),
+    "pick columns": lambda case: _native.pick(_rectangle(case, True), case.ptr, case.child, True),
+}
 
 
 def sound_case(batch: int) -> Case:
@@ -189,19 +269,3 @@ def test_a_plan_whose_wiring_is_emptied_refuses_to_run() -> None:
     case.child.fill_(2**31 - 1)
     with pytest.raises(PlanError), torch.no_grad():
         plan(case.x, case.values, case.bias)
-
-
-@pytest.mark.sparse
-def test_no_kernel_leaves_its_memory() -> None:
-    command = [sys.executable, "-m", "tools.inconsistent_wirings", "150", "--seed", "100000"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
-@pytest.mark.sparse
-def test_faults_are_counted() -> None:
-    command = [sys.executable, "-c", FAULTY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout)
-    assert found["outcomes"] == {"writes": {"fault": 6}, "raises": {"fault": 6}}
-    assert len(found["faults"]) == 12

@@ -2,8 +2,7 @@
 
 `python -m tools.mutants --json FILE` draws mutants, as many of every operator in every area, and
 runs each against those tests of its area that enter the function it changes. What was run before
-is read from `--work`, so an interrupted run goes on where it stopped, and `--shard 2/4` leaves the
-other three quarters to other machines.
+is read from `--work`, so an interrupted run goes on where it stopped.
 """
 
 import argparse
@@ -113,20 +112,6 @@ def draw(seed: int, count: int) -> list[Mutant]:
                     chosen.append(Mutant(name, site))
             drawn += chosen
     return drawn
-
-
-def interleaved(mutants: list[Mutant]) -> list[Mutant]:
-    """Returns the mutants with the first of every operator first, then the second, and so on.
-
-    A run that ends early has then decided about as many of each operator, in the drawn order.
-    """
-    turns = []
-    seen: Counter[tuple[str, str]] = Counter()
-    for mutant in mutants:
-        stratum = (mutant.area, mutant.site.operator)
-        turns.append(seen[stratum])
-        seen[stratum] += 1
-    return [mutants[i] for i in sorted(range(len(mutants)), key=turns.__getitem__)]
 
 
 def _matching(patterns: tuple[str, ...]) -> set[Path]:
@@ -396,10 +381,7 @@ def judge(process: _Process) -> tuple[str, str]:
 
 
 def run(mutants: list[Mutant], observed: dict[str, Any], work: Path, jobs: int) -> None:
-    """Runs mutants, several at a time, and appends one line to results.jsonl for each.
-
-    Of two lines about one mutant the later counts.
-    """
+    """Runs mutants, several at a time, and appends one line to results.jsonl for each."""
     waiting = list(mutants)
     running: list[tuple[Mutant, list[str], _Process]] = []
     total = len(mutants)
@@ -425,15 +407,6 @@ def run(mutants: list[Mutant], observed: dict[str, Any], work: Path, jobs: int) 
                     f"{done}/{total} {outcome} {site.file}:{site.line} {site.operator} {by}",
                     flush=True,
                 )
-
-
-def try_tests(mutants: list[Mutant], tests: list[str], work: Path) -> None:
-    """Runs mutants against given tests, as written for the pytest command, and prints outcomes."""
-    for mutant in mutants:
-        process = _Process(work, mutant.key, _texts(mutant), ["-q", "-x", *tests], Selection([]))
-        process.wait()
-        outcome, by = judge(process)
-        print(mutant.key, outcome, by, flush=True)
 
 
 def start_controls(observed: dict[str, Any], work: Path) -> dict[str, _Process]:
@@ -486,23 +459,25 @@ def finished(work: Path) -> dict[str, dict[str, Any]]:
 
 
 def report(mutants: list[Mutant], rows: dict[str, Any], classes: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is committed: counts by area and operator, and every mutant."""
+    """Returns what is committed: counts by area and operator, and every mutant that survived."""
     counts: dict[str, Any] = {}
-    listed = []
+    outcomes: Counter[str] = Counter()
+    survivors = []
     for mutant in mutants:
         row = rows.get(mutant.key)
         if row is None:
             continue
         place = counts.setdefault(mutant.area, {}).setdefault(mutant.site.operator, Counter())
         place[row["outcome"]] += 1
-        entry = {"key": mutant.key, "area": mutant.area, **asdict(mutant.site), **row}
+        outcomes[row["outcome"]] += 1
         if row["outcome"] == "survived":
-            entry |= classes.get(mutant.key, {"class": "not classified"})
-        listed.append(entry)
-    outcomes = Counter(entry["outcome"] for entry in listed)
-    survivors = Counter(entry["class"] for entry in listed if "class" in entry)
-    summary = {"mutants": len(listed), **outcomes, "survivors": dict(survivors)}
-    return {"summary": summary, "counts": counts, "mutants": listed}
+            reason = classes.get(mutant.key, {"class": "not classified"})
+            survivors.append(
+                {"key": mutant.key, "area": mutant.area, **asdict(mutant.site)} | reason
+            )
+    by_class = Counter(entry["class"] for entry in survivors)
+    summary = {"mutants": outcomes.total(), **outcomes, "survivors": dict(by_class)}
+    return {"summary": summary, "counts": counts, "survivors": survivors}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -512,27 +487,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=14, help="mutants of an operator in an area")
     parser.add_argument("--areas", nargs="*", choices=AREAS, default=list(AREAS))
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
-    parser.add_argument("--shard", default="1/1", help="which part of the mutants to run")
     parser.add_argument("--work", type=Path, default=ROOT / "build/mutants")
-    parser.add_argument("--only", nargs="*", help="keys of mutants to run again, whatever was")
-    parser.add_argument("--tests", nargs="*", help="with --only: try these tests, keep nothing")
-    parser.add_argument("--classes", type=Path, help="JSON {key: {class, why}} of survivors")
-    parser.add_argument("--json", type=Path, help="where to write the report")
+    parser.add_argument("--json", type=Path, help="the report; it keeps the classes of survivors")
     given = parser.parse_args(arguments)
     given.work.mkdir(parents=True, exist_ok=True)
 
     mutants = draw(given.seed, given.count)
-    part, _, parts = given.shard.partition("/")
-    mine = [mutant for mutant in mutants[int(part) - 1 :: int(parts)] if mutant.area in given.areas]
+    mine = [mutant for mutant in mutants if mutant.area in given.areas]
     rows = finished(given.work)
-    if given.only:
-        left = [mutant for mutant in mine if mutant.key in given.only]
-    else:
-        left = [mutant for mutant in mine if mutant.key not in rows]
-    print(f"{len(mutants)} mutants, {len(mine)} in this shard, {len(left)} to run", flush=True)
-    if given.tests:
-        try_tests(left, given.tests, given.work)
-        return
+    left = [mutant for mutant in mine if mutant.key not in rows]
+    print(f"{len(mine)} mutants, {len(left)} to run", flush=True)
     if left:
         # Imported here, so that the forked processes do not import it again.
         import torch  # noqa: F401
@@ -543,12 +507,16 @@ def main(arguments: list[str] | None = None) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         atexit.register(_Process.end_all)
         controls = start_controls(observed, given.work)
-        run(interleaved(left), observed, given.work, given.jobs)
+        run(left, observed, given.work, given.jobs)
         finish_controls(controls)
 
+    # A person has written why each of them survived.
     classes = {}
-    if given.classes is not None:
-        classes = json.loads(given.classes.read_text())
+    if given.json is not None and given.json.exists():
+        for entry in json.loads(given.json.read_text())["survivors"]:
+            classes[entry["key"]] = {
+                name: entry[name] for name in ("class", "why") if name in entry
+            }
     made = report(mutants, finished(given.work), classes)
     made = {"seed": given.seed, "count": given.count, **made}
     print(json.dumps(made["summary"]))
