@@ -91,9 +91,9 @@ def describe_journal(
     details = {}
     for place, commit in journal._details.items():
         if place in reversible:
-            change = _without_gradients(commit.change)
+            change = _as_written(commit.change)
         elif history == "full" and place >= start:
-            change = _without_gradients(commit.change.without_values())
+            change = _as_written(commit.change.without_values())
         else:
             continue
         details[place] = [change, list(commit.operations)]
@@ -145,8 +145,8 @@ def rebuild_journal(
     return journal
 
 
-def _without_gradients(change: Change) -> Change:
-    """Returns a change without what only the end of a trial needs."""
+def _as_written(change: Change) -> Change:
+    """Returns a change without what only its own session needs."""
     layers = {}
     for n, layer in change.layers.items():
         columns = {}
@@ -160,10 +160,7 @@ def _without_gradients(change: Change) -> Change:
         t: replace(wires, weights=_vector_only(wires.weights, wires.index), wiring=None)
         for t, wires in change.transitions.items()
     }
-    tensors = {}
-    for name, grid in change.tensors.items():
-        tensors[name] = replace(grid, born_gradients=None, gone_gradients=None)
-    return Change(layers, transitions, tensors, change.attributes)
+    return Change(layers, transitions, change.tensors, change.attributes)
 
 
 def _vector_only(vector: VectorChange, index: IndexMap) -> VectorChange:
@@ -280,8 +277,6 @@ def _check_grid(grid: GridChange, store: Grid, where: str) -> None:
         _check_rows(grid, index, len(store.shape), where)
     else:
         _check_axes(grid, index, len(store.shape), where)
-    gradients = (grid.born_gradients, grid.gone_gradients)
-    _require(gradients == (None, None), where, "a journal keeps no gradients")
     if grid.born_values is None or grid.gone_values is None:
         both = grid.born_values is None and grid.gone_values is None
         _require(both, where, "holds one half of its values")
@@ -418,8 +413,6 @@ def _check_vector(vector: VectorChange, index: IndexMap, where: str) -> None:
         fits = found is None or (found.dtype == torch.bool and found.shape == (size,))
         _require(fits, where, f"expected {size} bits")
     _check_survivors(vector.flips, vector.index, f"{where}.flips")
-    gradients = (vector.born_gradients, vector.gone_gradients, vector.flip_gradients)
-    _require(gradients == (None, None, None), where, "a journal keeps no gradients")
     if vector.born_values is None or vector.gone_values is None:
         both = vector.born_values is None and vector.gone_values is None
         _require(both and vector.shift is None, where, "holds one half of its values")

@@ -168,10 +168,6 @@ class VectorChange:
     flips: Tensor  # sorted int32 positions in the new vector: survivors whose frozen bit turns
     born_values: Tensor | None = None  # [inserted]
     gone_values: Tensor | None = None  # [removed]
-    # Gradients that a trial takes away and its end gives back, None in every other commit.
-    born_gradients: Tensor | None = None  # [inserted]
-    gone_gradients: Tensor | None = None  # [removed]
-    flip_gradients: Tensor | None = None  # [flips]
     shift: Shift | None = None
     assigned: Assignment | None = None
 
@@ -193,8 +189,6 @@ class VectorChange:
             gone_frozen=self.born_frozen,
             flips=self.index.old_positions(self.flips),
             born_values=self.gone_values,
-            born_gradients=self.gone_gradients,
-            flip_gradients=self.flip_gradients,
             shift=shift
             and Shift(self.index.old_positions(shift.positions), shift.after, shift.before),
             assigned=assigned,
@@ -378,8 +372,7 @@ NONE_TURNED = Turned()
 class GridChange:
     """What one commit does to one tensor, in both directions.
 
-    The values are None after the journal has dropped them. Gradients are those that a trial takes
-    away and its end gives back, None in every other commit.
+    The values are None after the journal has dropped them.
 
     Attributes:
         index: how the cells that exist move.
@@ -392,8 +385,6 @@ class GridChange:
     index: GridMap | RowMap
     born_values: Tensor | None = None  # [cells that come]
     gone_values: Tensor | None = None  # [cells that leave]
-    born_gradients: Tensor | None = None
-    gone_gradients: Tensor | None = None
     before: Pattern | None = None
     after: Pattern | None = None
     relations: Turned = NONE_TURNED
@@ -407,7 +398,6 @@ class GridChange:
         return GridChange(
             index,
             born_values=self.gone_values,
-            born_gradients=self.gone_gradients,
             before=self.after,
             after=self.before,
             relations=Turned(self.relations.removed, self.relations.added, self.relations.turned),

@@ -313,7 +313,7 @@ def commit(
         receipts.append(receipt)
         installs += steps
         if receipt.kind == "trial":
-            tried.append((intent.graph, receipt, Before.of(intent.graph)))
+            tried.append((intent.graph, receipt, Before.of(intent.graph, receipt)))
     installs += draws.installs()
     edits = [one for one in asked if not isinstance(one, Intent)]
     for one, receipt in zip(asked, receipts, strict=True):

@@ -81,10 +81,11 @@ class PreparedVector:
 
 
 def prepare_vector(
-    store: "Coordinates", change: VectorChange, keep_gradients: bool
+    store: "Coordinates", change: VectorChange, returning: Tensor | None
 ) -> PreparedVector:
     """Computes the vector after `change` without modifying the present one; the change then has
-    the values that leave, and their gradients if `keep_gradients`.
+    the values that leave. Coordinates that come to the Parameter get the gradients `returning`, or
+    0.
     """
     index = change.index
     gradient = store.parameter.grad
@@ -101,15 +102,10 @@ def prepare_vector(
     change = replace(change, born_values=born.view(-1), gone_values=gone_values)
     if change.assigned is not None:
         change, trainable, frozen = _with_assigned(store, change, change.assigned)
-    if keep_gradients:
-        change = replace(change, gone_gradients=store._gradients(index.removed))
     if not (store.frozen_at.shape[0] or change.flips.shape[0] or _any_frozen(change.born_frozen)):
         parameter_index = index
         frozen_at = store.frozen_at
         content = index.carry(trainable, born)
-        if gradient is not None:
-            born_gradient = change.born_gradients
-            gradient = index.carry(gradient, 0 if born_gradient is None else born_gradient)
     else:
         crossing = _Crossing(store, change)
         parameter_index = crossing.parameter_index
@@ -118,16 +114,8 @@ def prepare_vector(
         froze_values = trainable[crossing.froze_from_place]
         content = parameter_index.carry(trainable, crossing.into_parameter(born, thawed_values))
         frozen = crossing.frozen_index.carry(frozen, crossing.into_frozen(born, froze_values))
-        if gradient is not None:
-            born_gradient = _like(change.born_gradients, trainable, len(index.inserted))
-            flip_gradient = _like(change.flip_gradients, trainable, len(change.flips))
-            _, thawed_gradient = _parted(flip_gradient, crossing.melts)
-            returning = crossing.into_parameter(born_gradient, thawed_gradient)
-            if keep_gradients:
-                taken = torch.zeros_like(flip_gradient)
-                taken[~crossing.melts] = gradient[crossing.froze_from_place]
-                change = replace(change, flip_gradients=taken.view(-1))
-            gradient = parameter_index.carry(gradient, returning)
+    if gradient is not None:
+        gradient = parameter_index.carry(gradient, 0.0 if returning is None else returning)
     if change.shift is not None:
         content = _shifted(content, change.shift, frozen_at)
     order = _assembly_order(len(content), frozen_at)
@@ -447,12 +435,14 @@ class Coordinates(nn.Module):
             return None
         return self._frozen_bits(positions)
 
-    def _prepare(self, change: VectorChange | None, keep_gradients: bool = False) -> PreparedVector:
-        """Computes the vector after `change` without touching the present one; without a change it
-        is another version of the same content.
+    def _prepare(
+        self, change: VectorChange | None, returning: Tensor | None = None
+    ) -> PreparedVector:
+        """Computes the vector after `change` without touching the present one, see
+        `prepare_vector`; without a change it is another version of the same content.
         """
         if change is not None:
-            return prepare_vector(self, change, keep_gradients)
+            return prepare_vector(self, change, returning)
         vector = self.vector._replace(content=self.parameter.data)
         return PreparedVector(vector, self.parameter.grad)
 

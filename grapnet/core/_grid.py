@@ -1,6 +1,6 @@
 """Grids: the Parameters and buffers of ordinary modules, and how a commit changes them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -138,7 +138,7 @@ def prepare_grids(
     grids: dict[str, Grid],
     changes: dict[str, GridChange],
     *,
-    keep_gradients: bool,
+    returning: Mapping[int, Tensor],
     is_staged: bool,
 ) -> dict[str, PreparedGrid]:
     """Computes every tensor that a commit changes; modifies nothing.
@@ -146,7 +146,7 @@ def prepare_grids(
     Args:
         grids: the tensors by name.
         changes: how some of them change.
-        keep_gradients: whether gradients that leave are kept, for the end of a trial.
+        returning: the gradients of cells that come to a Parameter, by its id; 0 without them.
         is_staged: whether the results wait outside of the memory of the model.
     """
     pairs: list[tuple[CellMap, Tensor]] = []
@@ -158,7 +158,7 @@ def prepare_grids(
     parted = part_vectors(pairs)
     found = {}
     for name, change in changes.items():
-        prepared = _prepare(grids[name], change, parted, keep_gradients)
+        prepared = _prepare(grids[name], change, parted, returning)
         if is_staged:
             prepared = prepared._replace(content=stage(prepared.content), is_staged=True)
         found[name] = prepared
@@ -166,7 +166,7 @@ def prepare_grids(
 
 
 def _prepare(
-    grid: Grid, change: GridChange, parted: dict[int, Parted], keep_gradients: bool
+    grid: Grid, change: GridChange, parted: dict[int, Parted], returning: Mapping[int, Tensor]
 ) -> PreparedGrid:
     tensor = grid.tensor
     opened = grid.opened
@@ -212,21 +212,15 @@ def _prepare(
     if content is tensor or content.data_ptr() == tensor.data_ptr():
         content = content.clone()
     gradient = tensor.grad
-    gone_gradients = None
-    returning = change.born_gradients
     if gradient is not None:
-        if keep_gradients:
-            gone_gradients = index.take(gradient)
         if id(gradient) in parted:
             gradient = parted[id(gradient)].kept
         else:
-            gradient = index.carry(gradient, 0.0 if returning is None else returning)
+            gradient = index.carry(gradient, returning.get(id(tensor), 0.0))
     completed = GridChange(
         change.index,
         born_values=born,
         gone_values=gone,
-        born_gradients=returning,
-        gone_gradients=gone_gradients,
         before=change.before,
         after=change.after,
         relations=change.relations,

@@ -87,14 +87,22 @@ class Before(NamedTuple):
     """
 
     topologies: list[Topology]
-    layouts: dict[int, Token | None]  # by the ids of Parameters, whose names may change
+    # by the ids of Parameters, whose names may change
+    layouts: dict[int, Token | None]
+    gradients: dict[int, torch.Tensor]  # of the coordinates that leave
 
     @classmethod
-    def of(cls, graph: "Graph") -> "Before":
-        """Returns the current objects of a graph."""
-        parameters = [store.parameter for store in graph._stores().values()]
-        layouts = {id(parameter): layout_of(parameter) for parameter in parameters}
-        return cls([t.topology for t in graph._wired], layouts)
+    def of(cls, graph: "Graph", receipt: Commit) -> "Before":
+        """Returns the current objects of a graph, and the gradients that its commit takes away."""
+        layouts = {}
+        gradients = {}
+        for name, store in graph._stores().items():
+            parameter = store.parameter
+            layouts[id(parameter)] = layout_of(parameter)
+            index = receipt.parameters.get(name)
+            if index is not None and parameter.grad is not None:
+                gradients[id(parameter)] = index.take(parameter.grad.detach())
+        return cls([t.topology for t in graph._wired], layouts, gradients)
 
 
 def prepare(
@@ -117,12 +125,12 @@ def prepare(
     wirings = wirings_after(graph, receipt.change)
     if intent.before is not None:
         wirings = {t: intent.before.topologies[t] for t in wirings}
-    is_trial = receipt.kind == "trial"
-    vectors = _prepare_vectors(graph, receipt.change, is_trial)
+    returning = {} if intent.before is None else intent.before.gradients
+    vectors = _prepare_vectors(graph, receipt.change, returning)
     grids = prepare_grids(
         graph._grids(),
         receipt.change.tensors,
-        keep_gradients=is_trial,
+        returning=returning,
         is_staged=receipt.is_staged,
     )
     kept = keep_contents(graph._grids(), receipt.change.tensors)
@@ -173,7 +181,7 @@ def _roster_after(layer: Layer, change: LayerChange) -> Roster:
 
 
 def _prepare_vectors(
-    graph: "Graph", change: Change, keep_gradients: bool
+    graph: "Graph", change: Change, returning: Mapping[int, torch.Tensor]
 ) -> dict[str, tuple[Coordinates, PreparedVector]]:
     """Returns every vector of the graph after a change, by the name of its Parameter; those that
     the change does not touch are new versions too, which autograd keeps apart from the old ones.
@@ -181,21 +189,24 @@ def _prepare_vectors(
     found = {}
     for t, transition in enumerate(graph._wired):
         part = change.transitions.get(t)
-        prepared = transition._prepare(part and part.weights, keep_gradients)
+        prepared = transition._prepare(
+            part and part.weights, returning.get(id(transition.parameter))
+        )
         found[f"transitions.{t}.weight"] = (transition, prepared)
     for n, layer in enumerate(graph.layers):
         if not layer.is_sensory:
             part = change.layers.get(n)
-            found[f"layers.{n}.bias"] = (
-                layer,
-                layer._prepare(part and part.biases, keep_gradients),
-            )
+            prepared = layer._prepare(part and part.biases, returning.get(id(layer.parameter)))
+            found[f"layers.{n}.bias"] = (layer, prepared)
     for name, column in graph.columns.items():
         part = change.layers.get(column.layer)
         moved = None
         if part is not None and not part.index.is_identity:
             moved = part.columns.get(name) or column.change(part.index)
-        found[column.parameter_name] = (column, column._prepare(moved, keep_gradients))
+        found[column.parameter_name] = (
+            column,
+            column._prepare(moved, returning.get(id(column.parameter))),
+        )
     return found
 
 

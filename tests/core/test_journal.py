@@ -147,7 +147,6 @@ def test_what_can_no_longer_be_undone_is_really_let_go(net: gn.GrapNet, limit: i
         with net.edit(allow_dead=True) as edit:
             edit.cut(net.layers[0][row].outgoing())
         values = edit.receipt.change.transitions[0].weights
-        assert values.gone_gradients is None  # only a trial keeps them
         held.append(weakref.ref(values.gone_values))
         del edit, values
     grow(net)
