@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 
+from .learning import accuracy, train
 from .paper import published
 from .statistics import merged
 from .tables import grid
@@ -148,19 +148,22 @@ def _taught(settings: Settings, seed: int, kind: str) -> dict[str, float]:
     student = _attended(settings.student, 1.0, torch.Generator().manual_seed(seed + 1_000_000))
     student.execution.use("attention" if kind == "attention" else "auto")
     parts = dict(zip(("train", "test", "more"), _parts(settings, x, y), strict=True))
-    found = {"before": _accuracy(student, *parts["test"])}
+    found = {"before": accuracy(student, parts["test"])}
     optimizer = torch.optim.Adam(student.parameters(), lr=settings.lr)
     order = torch.Generator().manual_seed(seed)
-    for _ in range(settings.epochs):
-        for rows in torch.randperm(settings.train, generator=order).split(settings.student_batch):
-            optimizer.zero_grad()
-            cross_entropy(student(x[rows]), y[rows]).backward()
-            optimizer.step()
+    train(
+        student,
+        optimizer,
+        parts["train"],
+        batch=settings.student_batch,
+        epochs=settings.epochs,
+        order=order,
+    )
     found |= {
-        "after": _accuracy(student, *parts["test"]),
-        "train": _accuracy(student, *parts["train"]),
+        "after": accuracy(student, parts["test"]),
+        "train": accuracy(student, parts["train"]),
     }
-    return {**found, "more": _accuracy(student, *parts["more"])}
+    return {**found, "more": accuracy(student, parts["more"])}
 
 
 def _lessons(settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
@@ -186,11 +189,6 @@ def _attended(sizes: tuple[int, ...], bound: float, generator: torch.Generator) 
 def _parts(settings: Settings, x: Tensor, y: Tensor) -> list[tuple[Tensor, Tensor]]:
     counts = [settings.train, settings.test, settings.more]
     return list(zip(x.split(counts), y.split(counts), strict=True))
-
-
-@torch.no_grad()
-def _accuracy(model: gn.GrapNet, x: Tensor, y: Tensor) -> float:
-    return 100 * float((model(x).argmax(1) == y).double().mean())
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from grapnet.continual import Batch
 
-from . import closed_form
+from . import closed_form, learning
 from .data import load_features, small_images
 from .split_cifar import VARIABLE
 from .statistics import paired, summary
@@ -165,13 +165,13 @@ def _learned(
     encoder = nn.Sequential(nn.Linear(inputs, 256), nn.ReLU(), nn.Linear(256, nodes), nn.ReLU())
     model = nn.Sequential(encoder, nn.Linear(nodes, 10))
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.rate)
-    x = train.x[half]
-    y = train.y[half]
-    for _ in range(settings.epochs):
-        for rows in torch.randperm(len(y)).split(settings.batch):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-            optimizer.step()
+    learning.train(
+        model,
+        optimizer,
+        (train.x[half], train.y[half]),
+        batch=settings.batch,
+        epochs=settings.epochs,
+    )
     with torch.no_grad():
         ours = _unit(encoder(train.x[~half]), encoder(test.x))
     return Batch(ours[0], train.y[~half]), Batch(ours[1], test.y)

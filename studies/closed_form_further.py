@@ -51,11 +51,11 @@ from . import further_heads as heads
 from .closed_form import STREAMS
 from .data import small_images
 from .further_heads import EstimatedPast, Logits, Way, best_of
+from .learning import accuracy
 from .stream_heads import (
     TASKS,
     Choice,
     Head,
-    accuracy,
     choice_of,
     compared,
     dense,
@@ -198,10 +198,10 @@ def _chosen(setup: Setup, net: gn.GrapNet) -> ClosedFormReadout:
     held_out = setup.choice.held_out
     for task in setup.choice.trial:
         take_in(readout, task.content)
-    features = readout.features(held_out.x)
+    images = (readout.features(held_out.x), held_out.y)
     sums = readout.statistics
     readout.ridge = max(
-        setup.settings.ridges, key=lambda ridge: accuracy(sums.solve(ridge)(features), held_out.y)
+        setup.settings.ridges, key=lambda ridge: accuracy(sums.solve(ridge), images)
     )
     return readout
 

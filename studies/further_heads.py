@@ -19,7 +19,8 @@ from grapnet.continual import (
     logit_adjusted_cross_entropy,
 )
 
-from .stream_heads import Choice, Head, accuracy, dense
+from .learning import accuracy, train
+from .stream_heads import Choice, Head, dense
 
 SIDE = 7  # of the pictures
 NORM = 2.0  # about that of the incoming weights of a plainly drawn node: 7 · 2/7
@@ -107,11 +108,7 @@ def half_learned(
     inputs = first.x.shape[1]
     model = dense(inputs, count, ACTIVATIONS[head.activation])
     optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-    for _ in range(epochs):
-        for rows in torch.randperm(len(first.y)).split(64):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(first.x[rows]), first.y[rows]).backward()
-            optimizer.step()
+    train(model, optimizer, (first.x, first.y), batch=64, epochs=epochs)
     learned, bias = (parameter.detach() for parameter in list(model.parameters())[:2])
     drawn = _drawn(inputs, head.nodes - count, _generator(seed))
     weights = torch.cat([learned.t(), drawn[0]], 1)
@@ -358,11 +355,10 @@ def best_of(choice: Choice, options: Mapping[float, Sequence[Logits]], what: str
     """Returns the test accuracy of what does best on held-out images; an option is made of the
     trial and the stream.
     """
-    with torch.no_grad():
-        held_out = choice.held_out
-        test = choice.test
-        best = max(options, key=lambda key: accuracy(options[key][0](held_out.x), held_out.y))
-        return {"seen_class": accuracy(options[best][1](test.x), test.y), "chosen": {what: best}}
+    held_out = (choice.held_out.x, choice.held_out.y)
+    best = max(options, key=lambda key: accuracy(options[key][0], held_out))
+    reached = accuracy(options[best][1], (choice.test.x, choice.test.y))
+    return {"seen_class": reached, "chosen": {what: best}}
 
 
 def averaged(own: Logits, other: Logits, share: float, scale: float) -> Logits:

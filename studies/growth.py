@@ -30,6 +30,7 @@ import grapnet as gn
 from grapnet.rules import GrowBest, GrowWidth, RuleContext, search_scale
 
 from .data import Images, downsample, fashion_images, normalise
+from .learning import accuracy
 from .statistics import paired, summary
 from .tables import grid
 
@@ -132,11 +133,6 @@ def _loss(net: gn.GrapNet, images: Images) -> float:
         return cross_entropy(net(images[0]), images[1]).item()
 
 
-def _accuracy(net: gn.GrapNet, images: Images) -> float:
-    with torch.no_grad():
-        return 100 * (net(images[0]).argmax(1) == images[1]).double().mean().item()
-
-
 def _grown(
     settings: Settings, trained: gn.GrapNet, growth: Growth, parts: Parts, seed: int
 ) -> dict[str, Any]:
@@ -153,7 +149,7 @@ def _grown(
     }
     _train(net, parts.train, settings, settings.steps, seed + 1000)
     found["trained"] = _loss(net, parts.test)
-    found["accuracy"] = _accuracy(net, parts.test)
+    found["accuracy"] = accuracy(net, parts.test)
     found["held_out"] = _loss(net, parts.held)
     return found
 

@@ -14,20 +14,22 @@ share of relations, it is also trained for one epoch more, beside the dense net.
 """
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 from grapnet.rules import MeanActivation, NodeNorm
 
+from . import learning
 from .data import Images, downsample, fashion_images, normalise
+from .learning import accuracy
 from .statistics import paired, summary
-from .tables import grid
+from .tables import grid, interval, spread
 
 NODES = ("random", "norm", "random, repaired", "norm, repaired", "subset", "elimination")
 RELATIONS = (
@@ -73,10 +75,11 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
     net = gn.GrapNet([train[0].shape[1], *settings.hidden, 10], generator=generator)
     optimizer = torch.optim.Adam(net.parameters(), settings.rate)
     gn.attach(optimizer, net)
-    _train(net, optimizer, train, settings, settings.epochs, generator)
+    learn = partial(learning.train, images=train, batch=settings.batch)
+    learn(net, optimizer, epochs=settings.epochs, order=generator)
     order = torch.randperm(len(train[0]), generator=generator)
     rows = train[0][order[: settings.rows]]
-    found: dict[str, Any] = {"dense": _accuracy(net, test), "nodes": {}, "relations": {}}
+    found: dict[str, Any] = {"dense": accuracy(net, test), "nodes": {}, "relations": {}}
     undone = True
     for kind, shares, criteria in (
         ("nodes", settings.nodes, NODES),
@@ -87,11 +90,11 @@ def one_seed(settings: Settings, seed: int) -> dict[str, Any]:
             for criterion in criteria:
                 before = _logits(net, test)
                 pruning = _pruned(net, rows, kind, share, criterion, generator)
-                of_share[criterion] = _accuracy(net, test)
+                of_share[criterion] = accuracy(net, test)
                 pruning.undo()
                 undone &= torch.equal(before, _logits(net, test))
     found["undone bit for bit"] = undone
-    found["trained on"] = _trained_on(settings, net, optimizer, train, test, rows, seed)
+    found["trained on"] = _trained_on(settings, net, optimizer, learn, test, rows, seed)
     return found
 
 
@@ -101,29 +104,9 @@ def _images(settings: Settings) -> tuple[Images, Images]:
     return (rows, y), (normalise(downsample(test_x, settings.square)), test_y)
 
 
-def _train(
-    net: gn.GrapNet,
-    optimizer: torch.optim.Optimizer,
-    images: Images,
-    settings: Settings,
-    epochs: int,
-    generator: torch.Generator,
-) -> None:
-    x, y = images
-    for _ in range(epochs):
-        for at in torch.randperm(len(y), generator=generator).split(settings.batch):
-            optimizer.zero_grad()
-            cross_entropy(net(x[at]), y[at]).backward()
-            optimizer.step()
-
-
 def _logits(net: gn.GrapNet, images: Images) -> Tensor:
     with torch.no_grad():
         return net(images[0])
-
-
-def _accuracy(net: gn.GrapNet, images: Images) -> float:
-    return 100 * (_logits(net, images).argmax(1) == images[1]).double().mean().item()
 
 
 class Norm(MeanActivation):
@@ -164,7 +147,7 @@ def _trained_on(
     settings: Settings,
     net: gn.GrapNet,
     optimizer: torch.optim.Optimizer,
-    train: Images,
+    learn: Callable[..., None],
     test: Images,
     rows: Tensor,
     seed: int,
@@ -174,10 +157,10 @@ def _trained_on(
     dense = copy.deepcopy(net)
     other = torch.optim.Adam(dense.parameters(), settings.rate)
     other.load_state_dict(optimizer.state_dict())
-    _train(dense, other, train, settings, 1, torch.Generator().manual_seed(seed))
+    learn(dense, other, epochs=1, order=torch.Generator().manual_seed(seed))
     _pruned(net, rows, "relations", share, "alternating", torch.Generator().manual_seed(seed))
-    _train(net, optimizer, train, settings, 1, torch.Generator().manual_seed(seed))
-    return {"share": share, "dense": _accuracy(dense, test), "pruned": _accuracy(net, test)}
+    learn(net, optimizer, epochs=1, order=torch.Generator().manual_seed(seed))
+    return {"share": share, "dense": accuracy(dense, test), "pruned": accuracy(net, test)}
 
 
 def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
@@ -210,27 +193,22 @@ def summarise(settings: Settings, seeds: dict[int, dict[str, Any]]) -> dict[str,
 def table(result: dict[str, Any]) -> str:
     """Returns the accuracies of every criterion at every share."""
     found = result["summary"]
-    parts = [f"Dense: {_spread(found['dense'])}"]
+    parts = [f"Dense: {spread(found['dense'])}"]
     for kind in ("nodes", "relations"):
         lines = []
         criteria: list[str] = []
         for share, row in found[kind].items():
             criteria = list(row)
-            cells = [_spread(one["accuracy"]) for one in row.values()]
+            cells = [spread(one["accuracy"]) for one in row.values()]
             lines.append([f"{float(share):.0%}", *cells])
         parts.append(grid([f"{kind} that leave", *criteria], lines))
     after = found["trained on"]
     difference = after["difference"]
     parts.append(
-        f"After one epoch more: dense {_spread(after['dense'])}, pruned"
-        f" {_spread(after['pruned'])}, difference {difference['mean']:+.2f}"
-        f" [{difference['low']:.2f}, {difference['high']:.2f}]"
+        f"After one epoch more: dense {spread(after['dense'])}, pruned"
+        f" {spread(after['pruned'])}, difference {interval(difference)}"
     )
     return "\n\n".join(parts)
-
-
-def _spread(figure: Sequence[float]) -> str:
-    return f"{figure[0]:.2f} ± {figure[1]:.2f}"
 
 
 def missed(result: dict[str, Any]) -> list[str]:

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 from grapnet.rules import Budget, CovarianceSifter, Rule, RuleContext, RuleManager
 
+from . import learning
 from .data import Images, small_images
 from .paper import published
 from .statistics import paired, summary
@@ -161,28 +161,16 @@ def trained_around(
     gn.attach(optimizer, net, survivors="renew")
     order = torch.Generator().manual_seed(seed)
 
-    def train_on(count: int) -> None:
-        for _ in range(count):
-            for rows in torch.randperm(len(train[1]), generator=order).split(batch):
-                optimizer.zero_grad()
-                cross_entropy(net(train[0][rows]), train[1][rows]).backward()
-                optimizer.step()
-
-    train_on(epochs[0])
-    found: dict[str, Any] = {"before": _accuracy(net, test)}
+    learning.train(net, optimizer, train, batch=batch, epochs=epochs[0], order=order)
+    found: dict[str, Any] = {"before": learning.accuracy(net, test)}
     relations = net.count().relations
     nodes = sum(net.sizes[1:-1])
     change(net, optimizer)
-    found["edited"] = _accuracy(net, test)
-    train_on(epochs[1])
-    found["after"] = _accuracy(net, test)
+    found["edited"] = learning.accuracy(net, test)
+    learning.train(net, optimizer, train, batch=batch, epochs=epochs[1], order=order)
+    found["after"] = learning.accuracy(net, test)
     left = net.count().relations
     return {**found, "relations": [relations, left], "nodes": [nodes, sum(net.sizes[1:-1])]}
-
-
-def _accuracy(net: gn.GrapNet, test: Images) -> float:
-    with torch.no_grad():
-        return 100 * float((net(test[0]).argmax(1) == test[1]).double().mean())
 
 
 def one_seed(settings: Settings, seed: int) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 from grapnet.continual import ClosedFormReadout
@@ -31,6 +30,7 @@ from grapnet.rules import CovarianceSifter, Rule
 
 from . import sifter, tabular
 from .data import Images
+from .learning import accuracy, train
 from .sifter import RandomSifter, sift
 from .statistics import paired, paired_splits, summary
 from .tables import grid, spread
@@ -167,18 +167,7 @@ def _train(net: gn.GrapNet, plan: Plan, epochs: int) -> None:
     """Trains with an Adam of its own, as after an edit of the paper."""
     optimizer = torch.optim.Adam(net.parameters(), lr=plan.lr)
     order = torch.Generator().manual_seed(plan.seed)
-    x, y = plan.train
-    for _ in range(epochs):
-        for rows in torch.randperm(len(y), generator=order).split(plan.batch):
-            optimizer.zero_grad()
-            cross_entropy(net(x[rows]), y[rows]).backward()
-            optimizer.step()
-
-
-def accuracy(net: gn.GrapNet, test: Images) -> float:
-    """Returns the accuracy in per cent."""
-    with torch.no_grad():
-        return 100 * float((net(test[0]).argmax(1) == test[1]).double().mean())
+    train(net, optimizer, plan.train, batch=plan.batch, epochs=epochs, order=order)
 
 
 @dataclass(frozen=True)

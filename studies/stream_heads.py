@@ -30,6 +30,7 @@ from grapnet.continual import (
     train_on_stream,
 )
 
+from .learning import accuracy, train
 from .statistics import paired, summary
 from .tables import grid, interval
 
@@ -126,7 +127,7 @@ def solved_rows(
         take_in(readout, task.content)
     features = readout.features(choice.held_out.x)
     solutions = {ridge: readout.statistics.solve(ridge) for ridge in ridges}
-    ridge = max(ridges, key=lambda r: accuracy(solutions[r](features), choice.held_out.y))
+    ridge = max(ridges, key=lambda r: accuracy(solutions[r], (features, choice.held_out.y)))
     readout = ClosedFormReadout(net, ridge=ridge, dtype=dtype)
     matrix = AccuracyMatrix()
     seconds = 0.0
@@ -143,7 +144,7 @@ def solved_rows(
     if others:
         features = readout.features(choice.test.x)
         for name, solution in _discriminants(statistics).items():
-            score = accuracy(solution(features), choice.test.y)
+            score = accuracy(solution, (features, choice.test.y))
             rows[f"{name} on {head.nodes} {head.activation} nodes, {head.sums} sums"] = {
                 "seen_class": score
             } | stored
@@ -153,21 +154,22 @@ def solved_rows(
 def statistics_rows(choice: Choice, ridges: Sequence[float]) -> dict[str, dict[str, Any]]:
     """Returns the rows of the closed forms on the inputs themselves."""
     inputs = choice.test.x.shape[1]
-    test = choice.test
+    held_out = (choice.held_out.x, choice.held_out.y)
+    test = (choice.test.x, choice.test.y)
     trial = GramStatistics(inputs, 10)
     statistics = GramStatistics(inputs, 10)
     for sums, stream in ((trial, choice.trial), (statistics, choice.stream)):
         for task in stream:
             sums.add(task.content.x, task.content.y)
     solutions = {ridge: trial.solve(ridge, standardize=True) for ridge in ridges}
-    ridge = max(ridges, key=lambda r: accuracy(solutions[r](choice.held_out.x), choice.held_out.y))
+    ridge = max(ridges, key=lambda r: accuracy(solutions[r], held_out))
     stored = {"numbers": statistics.numbers, "bytes": statistics.bytes, "images": 0}
     found = _discriminants(statistics) | {
         "ridge regression": statistics.solve(ridge, standardize=True)
     }
     rows: dict[str, dict[str, Any]] = {}
     for name, solution in found.items():
-        rows[f"{name} on the inputs"] = {"seen_class": accuracy(solution(test.x), test.y)} | stored
+        rows[f"{name} on the inputs"] = {"seen_class": accuracy(solution, test)} | stored
     rows["ridge regression on the inputs"]["chosen"] = {"ridge": ridge}
     return rows
 
@@ -289,11 +291,8 @@ def joint_row(
         x = torch.cat([task.content.x for task in stream])
         y = torch.cat([task.content.y for task in stream])
         optimizer = torch.optim.Adam(model.parameters(), lr=rate)
-        for _ in range(max(epochs, -(-least * batch // len(y)))):
-            for rows in torch.randperm(len(y)).split(batch):
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
-                optimizer.step()
+        rounds = max(epochs, -(-least * batch // len(y)))
+        train(model, optimizer, (x, y), batch=batch, epochs=rounds)
         found = evaluate(model, test.x, test.y, TASKS)
         return {
             "seen_class": 100 * found.overall,
@@ -383,11 +382,6 @@ def _discriminants(statistics: GramStatistics) -> dict[str, Callable[[Tensor], T
         "nearest class mean": nearest_class_mean(statistics),
         "nearest standardised class mean": nearest_class_mean(statistics, standardize=True),
     }
-
-
-def accuracy(logits: Tensor, y: Tensor) -> float:
-    """Returns the accuracy in per cent."""
-    return 100 * float((logits.argmax(1) == y).double().mean())
 
 
 def measured(matrix: AccuracyMatrix) -> dict[str, Any]:

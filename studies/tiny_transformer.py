@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import grapnet as gn
 
+from .learning import train
 from .paper import published
 from .tables import grid
 
@@ -168,11 +169,7 @@ def _train(
 ) -> None:
     optimizer = optimizer or torch.optim.Adam(model.parameters(), lr=settings.lr)
     generator = torch.Generator().manual_seed(settings.seed)
-    for _ in range(settings.epochs):
-        for rows in torch.randperm(settings.train, generator=generator).split(settings.batch):
-            optimizer.zero_grad()
-            cross_entropy(model(data[0][rows]), data[1][rows]).backward()
-            optimizer.step()
+    train(model, optimizer, data[:2], batch=settings.batch, epochs=settings.epochs, order=generator)
 
 
 def _cut(settings: Settings, data: Data) -> dict[str, Any]:
