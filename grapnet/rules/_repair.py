@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,7 +43,8 @@ class Repaired(NamedTuple):
         damping: the damping that was chosen or given.
         lost: the share of the squares of what the children received that leaves, over all recorded
             rows; of many children, some are measured.
-        left: the share that is still missing after the repair.
+        left: the share that is still missing after the repair; NaN for a module that is called
+            several times in a pass, whose later inputs may depend on what it returns.
     """
 
     reader: str
@@ -64,6 +66,7 @@ class Case:
         leaving: bool, like the weights, and so are the others.
         absent: cells that do not exist.
         frozen: cells that keep their value.
+        is_repeated: whether the reader is called several times in a pass.
     """
 
     name: str
@@ -73,10 +76,17 @@ class Case:
     leaving: Tensor
     absent: Tensor
     frozen: Tensor
+    is_repeated: bool
 
     @classmethod
     def of(
-        cls, name: str, recorder: GramRecorder, matrix: Matrix, leaving: Tensor, children: Tensor
+        cls,
+        name: str,
+        recorder: GramRecorder,
+        matrix: Matrix,
+        leaving: Tensor,
+        children: Tensor,
+        is_repeated: bool = False,
     ) -> Case:
         """Returns the case of some children of a matrix, given the cells of all that leave."""
         rows = children.to(matrix.weights.device)
@@ -88,6 +98,7 @@ class Case:
             leaving[children],
             matrix.absent[rows].to(leaving.device),
             matrix.frozen[rows].to(leaving.device),
+            is_repeated,
         )
 
     @property
@@ -126,6 +137,8 @@ class Case:
         whole = max(error_of(before, total), torch.finfo(torch.float64).tiny)
         lost = error_of(torch.where(leaving[some], before, 0), total) / whole
         left = error_of(found[some] - before, total) / whole
+        if self.is_repeated:
+            left = math.nan
         return found, Repaired(self.name, len(weights), damping, lost, left)
 
 
@@ -411,7 +424,8 @@ class _Readers:
                 f" at={linear.path!r}) that has seen data"
             )
         leaving = torch.cat([leaving, torch.zeros_like(leaving[:, :1])], 1)
-        return Case.of(name, recorder, matrix, leaving, touched)
+        is_repeated = linear.path in net._typed.repeated
+        return Case.of(name, recorder, matrix, leaving, touched, is_repeated)
 
     def write(self, cases: dict[str, Case], found: dict[str, Tensor]) -> None:
         """Assigns the weights and biases of modules."""

@@ -77,6 +77,7 @@ class Typed:
         scalars: Numbers that operations computed with in the first mode, in order. Where an edit
             changes one of them, a size is also a number in the formula, as in a scale by the
             root of head_dim: then the edit is not what removing nodes should be.
+        repeated: Modules that are called several times in a pass.
     """
 
     atoms: tuple[AtomRecord, ...]
@@ -91,6 +92,7 @@ class Typed:
     needs_contents: bool = False
     modes: tuple[bool, ...] = (False,)
     scalars: tuple[float, ...] = ()
+    repeated: frozenset[str] = frozenset()
 
     def sizes(self) -> list[int]:
         """Returns the size of every atom, by number."""
@@ -629,7 +631,15 @@ def _typed(
         named[name] = tuple(numbers.frozen(axis) for axis in axes)
     inputs: dict[str, list[tuple[Expression, ...]]] = {}
     outputs: dict[str, list[tuple[Expression, ...]]] = {}
+    called: set[str] = set()
+    repeated: set[str] = set()
     for path, source, result in twin.recorder.calls:
+        if path in called:
+            repeated.add(path)
+        called.add(path)
+        if path == "":
+            # The model itself returns last.
+            called.clear()
         for record, tensor in ((inputs, source), (outputs, result)):
             if tensor is not None and typing.has(tensor):
                 axes = tuple(numbers.frozen(axis) for axis in typing.of(tensor))
@@ -652,6 +662,7 @@ def _typed(
         notes=tuple(notes),
         modes=modes,
         scalars=scalars,
+        repeated=frozenset(repeated),
     )
 
 

@@ -1,5 +1,6 @@
 """Tests of repair on adopted models, beside least squares over the rows themselves."""
 
+import math
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn import functional
 import grapnet as gn
 from grapnet.errors import EditError, StaleError
 from grapnet.rules import GramRecorder, gram_recorders, repair
+from grapnet.spaces import Example
 
 
 def watched(net, model: nn.Module, x: Tensor, *spaces: str) -> dict[str, GramRecorder]:
@@ -304,3 +306,31 @@ def test_weights_that_are_not_trained_stay_as_they_are():
     remove(net, evidence, net.space("0")[[0]])
     assert torch.equal(matrix(last)[:, :-1], before[:, 1:-1])
     assert not torch.equal(matrix(last)[:, -1], before[:, -1])
+
+
+class Rounds(nn.Module):
+    """A block on a stream that is run so many times."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.up = nn.Linear(4, 9)
+        self.down = nn.Linear(9, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            x = x + self.down(self.up(x).relu())
+        return x
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_what_is_left_is_not_known_of_a_module_that_is_called_again(rounds):
+    torch.manual_seed(0)
+    model = Rounds(rounds).double()
+    x = torch.randn(40, 4).double()
+    # Passes for several examples are no calls of one pass.
+    net = gn.adopt(model, x[:1], examples=[Example((x[:2],))])
+    evidence = watched(net, model, x, "up")
+    (done,) = remove(net, evidence, net.space("up")[[0, 1]], damping=0.0)
+    assert 0 < done.lost < 1
+    assert math.isnan(done.left) == (rounds == 2)
